@@ -91,10 +91,10 @@ def _row(store: CheckpointStore, step: Path, verify: bool) -> tuple[str, ...]:
 
 def _engine_facts(step: Path) -> dict[str, Any]:
     try:
-        found = json.loads((step / ENGINE / FACTS).read_text(encoding="utf-8"))
+        facts = json.loads((step / ENGINE / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def _layout(manifest: dict[str, Any]) -> str:
@@ -112,9 +112,9 @@ def _verify(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     problems: list[Problem] = []
     for step in [step for path in given.paths for step in _steps(path)]:
-        found = step_manifest.damaged_files(step)
-        problems += found
-        print(f"{step}: {'damaged' if found else 'intact'}", flush=True)
+        damaged = step_manifest.damaged_files(step)
+        problems += damaged
+        print(f"{step}: {'damaged' if damaged else 'intact'}", flush=True)
     if problems:
         raise CheckpointError(problems)
     return 0
@@ -177,12 +177,12 @@ def _steps(path: Path) -> list[Path]:
     if STEP.fullmatch(path.name) or (path / step_manifest.MARKER).is_file():
         return [path]
     store = _store(path)
-    found = sorted([*(s.path for s in store.complete()), *step_manifest.damaged_steps(store.root)])
-    if not found:
+    steps = sorted([*(s.path for s in store.complete()), *step_manifest.damaged_steps(store.root)])
+    if not steps:
         raise CheckpointError(
             Problem(str(path), "has no checkpoints", "a run's output directory, or OUT/checkpoints/step-N")
         )
-    return found
+    return steps
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {"ls": _list, "verify": _verify, "rm": _remove}

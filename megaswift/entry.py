@@ -89,8 +89,8 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
     preflight(cfg, world)
     if not worker and cfg.launch.launcher == "ray":
         counted = {"num_workers", "nproc_per_node"} & cfg.given  # else by NPROC_PER_NODE, which is this machine's
-        said = [] if counted else ["--nproc_per_node", str(cfg.launch.nproc_per_node)]
-        return ray_train.start_on_ray(cfg.launch, cfg.task, [*words, *said], os.environ)
+        counts = [] if counted else ["--nproc_per_node", str(cfg.launch.nproc_per_node)]
+        return ray_train.start_on_ray(cfg.launch, cfg.task, [*words, *counts], os.environ)
     if not worker and local.wants_processes(cfg.launch):
         if taken := local.port_in_use(cfg.launch):
             raise ConfigError(taken)
@@ -122,8 +122,8 @@ def start_torchrun(cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str,
 def launch_counts(cfg: SwiftConfig) -> list[str]:
     """Launch options that this process has from its environment, as words: workers do not read them there."""
     names = ["nproc_per_node", *(["nnodes", "node_rank", "master_addr"] if (cfg.launch.nnodes or 1) > 1 else [])]
-    found = [(name, cfg.value(name)) for name in names if name not in cfg.given]
-    return [word for name, value in found if value is not None for word in (f"--{name}", str(value))]
+    counts = [(name, cfg.value(name)) for name in names if name not in cfg.given]
+    return [word for name, value in counts if value is not None for word in (f"--{name}", str(value))]
 
 
 def resumed_config(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
@@ -143,7 +143,7 @@ def resumed_config(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
 
 def other_processes(cfg: SwiftConfig) -> list[Problem]:
     """Options that say otherwise than the launcher that started this worker."""
-    found = other_launcher(cfg.launch.launcher, os.environ)
+    problems = other_launcher(cfg.launch.launcher, os.environ)
     for name in COUNTS:
         wanted, real = cfg.value(name), started(name, os.environ)
         if wanted is not None and real is not None and wanted != real:
@@ -152,5 +152,5 @@ def other_processes(cfg: SwiftConfig) -> list[Problem]:
                 if cfg.launch.launcher == "ray"
                 else "leave it out here, and set it in torchrun, accelerate or deepspeed"
             )
-            found.append(Problem(f"--{name} {wanted}", f"does not match the launcher, which started {real}", fix))
-    return found
+            problems.append(Problem(f"--{name} {wanted}", f"does not match the launcher, which started {real}", fix))
+    return problems

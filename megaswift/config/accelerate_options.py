@@ -51,13 +51,13 @@ _WITHOUT_EFFECT = {
 
 def from_accelerate(environ: Mapping[str, str]) -> ConfigSource:
     """The options that accelerate's settings amount to, and which of them cannot be followed."""
-    found = [*_precision(environ)]
+    givens = [*_precision(environ)]
     problems = [*_refused(environ)]
     if _on(environ, ZERO) and not problems:
-        found.append(Given("deepspeed", _zero(environ), "accelerate's deepspeed_config"))
+        givens.append(Given("deepspeed", _zero(environ), "accelerate's deepspeed_config"))
     if _on(environ, FSDP) and not problems:
-        found += _fsdp(environ)
-    return ConfigSource(tuple(found), tuple(problems))
+        givens += _fsdp(environ)
+    return ConfigSource(tuple(givens), tuple(problems))
 
 
 def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> Iterator[str]:
@@ -86,14 +86,14 @@ def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> 
 
 def not_read(environ: Mapping[str, str]) -> list[Problem]:
     """For the Python API, whose configuration is made by the user's own code: engines asked of accelerate."""
-    asked = {ZERO: ("deepspeed", "zero2"), FSDP: ("fsdp", "fsdp2"), MEGATRON: ("megatron_lm", "megatron")}
+    settings = {ZERO: ("deepspeed", "zero2"), FSDP: ("fsdp", "fsdp2"), MEGATRON: ("megatron_lm", "megatron")}
     return [
         Problem(
             f"accelerate launch --use_{name}",
             "the Python API does not read accelerate's settings",
             f"accelerate launch --multi_gpu ..., and SwiftConfig(engine='{engine}')",
         )
-        for variable, (name, engine) in asked.items()
+        for variable, (name, engine) in settings.items()
         if _on(environ, variable)
     ]
 

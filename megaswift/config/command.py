@@ -96,11 +96,11 @@ class Command(Generic[Config]):
                 continue
             take_value(state, option, given, first.get(option.name))
             first.setdefault(option.name, given)
-        made = {
+        sections = {
             key: cls(**{n: v for n, v in state.values.items() if self.table.options[n].section == key})
             for key, cls in self.sections.items()
         }
-        parsed = Parsed(made, {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None})
+        parsed = Parsed(sections, {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None})
         checked = [p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong]
         problems = state.problems + as_typed(checked, parsed.typed, self.table.names)
         if problems:
@@ -108,9 +108,9 @@ class Command(Generic[Config]):
         return parsed
 
     def _unknown(self, given: Given) -> Problem:
-        found = unknown_option(given, self.table.names, self.name)
+        problem = unknown_option(given, self.table.names, self.name)
         off = str(given.value).strip().lower() in FALSE
-        return replace(found, fix=self.hints[given.name]) if given.name in self.hints and not off else found
+        return replace(problem, fix=self.hints[given.name]) if given.name in self.hints and not off else problem
 
     def help(self, width: int | None = None) -> str:
         """The help page, `width` columns wide (None: as wide as the terminal, at most 120)."""

@@ -259,14 +259,14 @@ def _numbers(config: dict[str, Any], facts: RunFacts, label: str) -> Iterator[Pr
 
 def _agree(section: dict[str, Any], name: str, value: Any, flag: str, label: str) -> Iterator[Problem]:
     """Fills in `name`, or tells that it says something else than the run."""
-    found = section.get(name)
-    if found == "auto":
+    value_in_file = section.get(name)
+    if value_in_file == "auto":
         section.pop(name) if value is None else section.update({name: value})
-    elif found is not None and value is not None and not _same(found, value):
-        shown = found if isinstance(found, list) else [found]
+    elif value_in_file is not None and value is not None and not _same(value_in_file, value):
+        shown = value_in_file if isinstance(value_in_file, list) else [value_in_file]
         typed = " ".join(f"{option} {number}" for option, number in zip(flag.split(), shown, strict=False))
         yield Problem(
-            f'{label}: "{name}": {found}',
+            f'{label}: "{name}": {value_in_file}',
             f"conflicts with the run, which uses {value}",
             f'{typed}, or "auto" in the file',
         )
@@ -286,13 +286,13 @@ def _precision(config: dict[str, Any], facts: RunFacts, label: str) -> Iterator[
             '"bf16": {"enabled": "auto"}',
         )
     section = config.setdefault("bf16", {})
-    found = section.setdefault("enabled", "auto")
-    if found == "auto":
+    enabled = section.setdefault("enabled", "auto")
+    if enabled == "auto":
         section["enabled"] = half
-    elif bool(found) != half:
-        other = "bfloat16" if found else "float32"
+    elif bool(enabled) != half:
+        other = "bfloat16" if enabled else "float32"
         yield Problem(
-            f'{label}: "bf16": {{"enabled": {json.dumps(found)}}}',
+            f'{label}: "bf16": {{"enabled": {json.dumps(enabled)}}}',
             f"conflicts with the compute dtype {facts.dtype}",
             f'--torch_dtype {other}, or "auto" in the file',
         )

@@ -146,21 +146,21 @@ def fsdp_file_options(c: Sections) -> FsdpFileOptions:
         return FsdpFileOptions({})
     path = Path(named)
     try:
-        found = options_from_fsdp(read_fsdp_file(path), path.name)
+        settings = options_from_fsdp(read_fsdp_file(path), path.name)
     except ConfigError as error:
         return FsdpFileOptions({}, tuple(error.problems))
-    return FsdpFileOptions(found.options, (*found.problems, *_contradictions(c, found.options, path.name)))
+    return FsdpFileOptions(settings.options, (*settings.problems, *_contradictions(c, settings.options, path.name)))
 
 
 def _contradictions(c: Sections, options: Mapping[str, Any], label: str) -> Iterator[Problem]:
     for name, value in options.items():
         if name in c.given and _meaning(name, c.value(name)) != _meaning(name, value):
-            said, own = (" ".join(v) if isinstance(v, tuple) else v or "none" for v in (value, c.value(name)))
-            yield Problem(f"--{name} {own}", f"conflicts with {label}, which sets {said}", "keep one of the two")
+            from_file, own = (" ".join(v) if isinstance(v, tuple) else v or "none" for v in (value, c.value(name)))
+            yield Problem(f"--{name} {own}", f"conflicts with {label}, which sets {from_file}", "keep one of the two")
 
 
 def _meaning(name: str, value: Any) -> set[str]:
     if not isinstance(value, tuple):
         return {value or "none"}
-    found = set(value) - {"auto_wrap"}
-    return found | {"full_shard"} if name == "fsdp" and not found - {"offload"} else found
+    words = set(value) - {"auto_wrap"}
+    return words | {"full_shard"} if name == "fsdp" and not words - {"offload"} else words

@@ -12,11 +12,11 @@ from megaswift.errors import ConfigError, Problem
 def read_object(path: Path, what: str, fix: str) -> dict[str, Any]:
     """The object; ConfigError with `what` as the option and its value, and `fix`, where there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(Problem(what, f"cannot be read: {error.strerror}", fix)) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(Problem(what, f"is not JSON: {error}", fix)) from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ConfigError(Problem(what, "does not contain a JSON object", fix))
-    return found
+    return value

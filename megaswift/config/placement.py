@@ -23,16 +23,16 @@ _DEVICE = re.compile(r"(?:cuda:|gpu:)?(\d+)|cpu|mps|disk|cuda")
 def device_of(text: Any) -> Device | None:
     """A device as accelerate names it: a GPU's number, cpu, mps, disk; None for anything else. `cuda:1` is 1, `cuda` is
     0."""
-    found = (
+    match = (
         _DEVICE.fullmatch(str(text).strip().lower())
         if isinstance(text, int | str) and not isinstance(text, bool)
         else None
     )
-    if found is None:
+    if match is None:
         return None
-    if found[1] is not None:
-        return int(found[1])
-    return 0 if found[0] == "cuda" else found[0]
+    if match[1] is not None:
+        return int(match[1])
+    return 0 if match[0] == "cuda" else match[0]
 
 
 def max_memory(text: str) -> dict[Device, int] | Problem:
@@ -47,7 +47,7 @@ def max_memory(text: str) -> dict[Device, int] | Problem:
         )
     except (ValueError, RecursionError) as error:
         return Problem(label, f"is not JSON: {error}", example)
-    found: dict[Device, int] = {}
+    limits: dict[Device, int] = {}
     for pair in pairs:
         if len(pair) != 2:
             return Problem(label, f"{pair[0]!r} is not DEVICE:SIZE", example)
@@ -56,10 +56,10 @@ def max_memory(text: str) -> dict[Device, int] | Problem:
             return Problem(label, f"{pair[0]!r} is not a device with a memory limit", "GPUs by number, cpu: " + example)
         if size is None:
             return Problem(label, f"{pair[1]!r} is not a valid size", example)
-        if device in found:
+        if device in limits:
             return Problem(label, f"contains {pair[0]} twice", example)
-        found[device] = size
-    return found
+        limits[device] = size
+    return limits
 
 
 def device_map(text: str) -> str | dict[str, Device] | Problem:
@@ -94,7 +94,7 @@ def _of_file(path: Path, label: str) -> dict[str, Device] | Problem:
     wrong = [name for name, device in devices.items() if device is None]
     if wrong:
         return Problem(label, f"{wrong[0]}: {value[wrong[0]]!r} is not a device", "a GPU's number, cpu or disk")
-    found = {name: device for name, device in devices.items() if device is not None}
-    if set(found.values()) == {DISK}:
+    device_map = {name: device for name, device in devices.items() if device is not None}
+    if set(device_map.values()) == {DISK}:
         return Problem(label, "has no compute device", "at least one module on a GPU or cpu")
-    return found
+    return device_map

@@ -209,9 +209,9 @@ def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
 def _spelled_out(givens: Sequence[Given]) -> Iterator[Given]:
     """`train_type dora` is lora with `use_dora`; of `use_vllm` and `vllm_mode` together the second says which, where
     the first is true. `deepspeed: {config_path: FILE}` is the file."""
-    said = {given.name: str(given.value).strip().lower() for given in givens}
-    twice = {"use_vllm", "vllm_mode"} <= said.keys()
-    idle = None if not twice else "use_vllm" if said["use_vllm"] in TRUE else "vllm_mode"
+    values = {given.name: str(given.value).strip().lower() for given in givens}
+    twice = {"use_vllm", "vllm_mode"} <= values.keys()
+    idle = None if not twice else "use_vllm" if values["use_vllm"] in TRUE else "vllm_mode"
     for given in givens:
         if given.name == idle:
             continue
@@ -263,10 +263,10 @@ def _take_task(state: ResolveState, given: Given) -> None:
     if given.name not in ("task", "rlhf_type"):
         state.notices.append(f"{given.label}: {name} is a task, so it is used as rlhf_type; train_type stays full")
     if name not in TASKS:
-        here = ", ".join(f"{n} ({text})" for n, text in TASKS.items())
+        listed = ", ".join(f"{n} ({text})" for n, text in TASKS.items())
         kinds = ALIGNMENT if given.name == "rlhf_type" else tuple(TASKS)
         fix = value_advice("rlhf_type", name) or nearest_name(name, kinds) or f"one of {', '.join(kinds)}"
-        state.problems.append(Problem(given.label, f"is not a supported task; tasks are {here}", fix))
+        state.problems.append(Problem(given.label, f"is not a supported task; tasks are {listed}", fix))
         state.wrong.add("task")
     elif state.task is None:
         state.task = name

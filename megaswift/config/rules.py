@@ -350,11 +350,11 @@ def _clashes(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> I
 def _batch(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
     reads = {"per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "data_parallel_size"}
     if not wrong & reads:
-        found = list(batch_problems(c.train, c.parallel.data_parallel_size, labels))
-        yield from found
+        problems = list(batch_problems(c.train, c.parallel.data_parallel_size, labels))
+        yield from problems
         if (
             c.task in RL
-            and not found
+            and not problems
             and not wrong & {"generation_batch_size", "steps_per_generation", "num_generations"}
         ):
             yield from generation_problems(c, labels)

@@ -68,12 +68,12 @@ class CommandLine:
 
 def from_environment(environ: Mapping[str, str]) -> ConfigSource:
     """The launch section from torchrun-style variables. Not for workers: there torchrun has set some of them itself."""
-    found = [
+    givens = [
         Given(n.lower(), environ[n], f"{n}={environ[n]} (environment)", f"{n} (environment)")
         for n in ENVIRONMENT
         if environ.get(n)
     ]
-    return ConfigSource(tuple(found), ambient=True)
+    return ConfigSource(tuple(givens), ambient=True)
 
 
 def from_mapping(options: Mapping[str, Any]) -> ConfigSource:
@@ -162,10 +162,10 @@ def read_file(path: str) -> ConfigSource:
 
 def _text(file: Path) -> str:
     with file.open("rb") as stream:
-        found = stream.read(LARGEST_FILE + 1)
-    if len(found) > LARGEST_FILE:
+        content = stream.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
         raise _Malformed(f"is larger than {LARGEST_FILE >> 20} MiB, too large for a configuration file")
-    return found.decode("utf-8")
+    return content.decode("utf-8")
 
 
 class _Malformed(Exception):

@@ -198,7 +198,7 @@ def _list(option: Option, raw: Any) -> tuple[Any, ...]:
 
 def _map(option: Option, raw: Any) -> dict[str, str]:
     items = list(raw) if isinstance(raw, list | tuple) else [raw]
-    found: dict[str, str] = {}
+    mapping: dict[str, str] = {}
     for item in items:
         if isinstance(item, str) and item.strip().startswith("{"):
             try:
@@ -215,8 +215,8 @@ def _map(option: Option, raw: Any) -> dict[str, str]:
             item = {k: json.dumps(v) if isinstance(v, bool | int | float) else v for k, v in item.items()}
         if not isinstance(item, dict) or not all(isinstance(v, str) for v in item.values()):
             raise Invalid("must be FROM=TO pairs or a JSON object of strings", example_value(option))
-        found.update({str(k): v for k, v in item.items()})
-    return found
+        mapping.update({str(k): v for k, v in item.items()})
+    return mapping
 
 
 _SCALARS = {"text": _text, "int": _int, "float": _float, "bool": _bool}

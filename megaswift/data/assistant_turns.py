@@ -67,8 +67,8 @@ def _mark_text(text: str, i: int, how: _Marking, start: bool) -> str:
     core = text if how.outside else text.strip()
     if not core.strip():
         return text
-    at = text.index(core)
-    lead, trail = text[:at], text[at + len(core) :]
+    offset = text.index(core)
+    lead, trail = text[:offset], text[offset + len(core) :]
     if not start:
         return lead + core + _end(i) + trail
     head, closing, answer = core.rpartition("</think>")
@@ -140,8 +140,8 @@ class TurnFinder:
         return None if self._tails[role] == "\0" else self._tails[role]
 
     def _first_special(self, text: str, begin: int = 0) -> str | None:
-        found = [(text.find(t, begin), -len(t), t) for t in self._specials]
-        return min((f for f in found if f[0] >= 0), default=(0, 0, None))[2]
+        candidates = [(text.find(t, begin), -len(t), t) for t in self._specials]
+        return min((f for f in candidates if f[0] >= 0), default=(0, 0, None))[2]
 
     def _learn_ends(self) -> tuple[str, ...]:
         """The tokens that end an assistant's turn: in the last place, after a tool call, and in the middle."""
@@ -222,14 +222,14 @@ class TurnFinder:
                 if tail is not None and marked.startswith(space + tail, position):
                     return position + len(space + tail)
         if self.header:
-            at = marked.find(self.header, position, where.get(_end(i)))
-            return at + len(self.header) if at >= 0 else content
+            header_at = marked.find(self.header, position, where.get(_end(i)))
+            return header_at + len(self.header) if header_at >= 0 else content
         return content
 
     def _stop(self, marked: str, begin: int, has_content: bool) -> int:
-        found = [(at, at + len(t)) for t in self.ends if (at := marked.find(t, begin)) >= 0]
-        if found:
-            return min(found)[1]
+        matches = [(at, at + len(t)) for t in self.ends if (at := marked.find(t, begin)) >= 0]
+        if matches:
+            return min(matches)[1]
         return begin if has_content else len(marked)
 
 

@@ -55,9 +55,9 @@ def _differences(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[Probl
     if len(was) != len(sets):
         rule = f"the data sets were {_names(was)} in the checkpoint, but are {_names(sets)} now"
         return [Problem(WHAT, rule, FIX)]
-    found = [_changed(a, b) for a, b in zip(was, sets, strict=True) if a["content"] != b["content"]]
-    if found:
-        return [Problem(WHAT, rule, FIX) for rule in found]
+    changed = [_changed(a, b) for a, b in zip(was, sets, strict=True) if a["content"] != b["content"]]
+    if changed:
+        return [Problem(WHAT, rule, FIX) for rule in changed]
     rule = (
         f"the data set is the same, but other rows of it are taken, or they are cut differently: "
         f"{state['documents']:,} "

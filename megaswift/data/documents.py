@@ -158,8 +158,8 @@ def _without_torn(docs: Documents, max_length: int, strategy: str) -> Documents:
     """Without documents that would lose an image: cut before the end of the last one, or on the left."""
     if strategy not in ("left", "right"):
         return docs
-    kept = max_length if strategy == "right" else 0
-    torn = (docs.length > max_length) & (docs.image_end > kept)
+    edge = max_length if strategy == "right" else 0
+    torn = (docs.length > max_length) & (docs.image_end > edge)
     return (
         replace(docs, counted=docs.counted | {"deleted": int(torn.sum())}).take(np.flatnonzero(~torn))
         if torn.any()
@@ -240,5 +240,5 @@ def hold_out(docs: Documents, ratio: float, seed: int) -> tuple[Documents, Docum
     """(training, evaluation) documents: the held-out rows leave training; both keep the file's order."""
     if ratio <= 0:
         return docs, None
-    held = held_out(docs.sample, ratio, seed)
-    return docs.take(np.flatnonzero(~held)), docs.take(np.flatnonzero(held))
+    is_held_out = held_out(docs.sample, ratio, seed)
+    return docs.take(np.flatnonzero(~is_held_out)), docs.take(np.flatnonzero(is_held_out))

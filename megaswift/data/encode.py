@@ -175,8 +175,8 @@ class Encoder:
         """The sample of a row, with the run's column names and system message."""
         sample = sample_of(self.named(row), self.spec.task)
         if sample.prompt is not None and self.spec.system:
-            found = "plain text, which is trained without a chat template, so --system cannot be applied"
-            raise RowError("prompt", found, "messages, or omit --system")
+            fault = "plain text, which is trained without a chat template, so --system cannot be applied"
+            raise RowError("prompt", fault, "messages, or omit --system")
         return with_system(sample, self.spec.system)
 
     def located(self, path: str, row: Any) -> Rendered:
@@ -228,12 +228,14 @@ class Encoder:
     def _tokenize_pieces(
         self, pieces: CachedEncoder, rendered: Sequence[Rendered]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        found = pieces.encode([r.text for r in rendered], [() if self._end is not None else r.spans for r in rendered])
+        encoded = pieces.encode(
+            [r.text for r in rendered], [() if self._end is not None else r.spans for r in rendered]
+        )
         begin = 0
-        for end in found.ends.tolist():
-            ids = found.ids[begin:end]
+        for end in encoded.ends.tolist():
+            ids = encoded.ids[begin:end]
             if self._end is None:
-                yield ids, found.mask[begin:end]
+                yield ids, encoded.mask[begin:end]
             else:
                 yield np.append(ids, np.int32(self._end)), np.ones(len(ids) + 1, dtype=np.uint8)
             begin = end
@@ -301,8 +303,8 @@ def check_text(text: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as e:
-            found = f"an unpaired surrogate (\\u{ord(text[e.start]):04x}) after rendering"
-            raise RowError("messages", found, "complete characters in the chat template and in --system") from None
+            fault = f"an unpaired surrogate (\\u{ord(text[e.start]):04x}) after rendering"
+            raise RowError("messages", fault, "complete characters in the chat template and in --system") from None
 
 
 def row_problem(path: str, line: int, error: RowError) -> Problem:

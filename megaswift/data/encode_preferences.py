@@ -87,14 +87,14 @@ class PreferenceEncoder:
 
     def _rendered(self, unit: PreferenceExample) -> list[Rendered]:
         """The text and the loss spans of each document."""
-        found = []
+        documents = []
         for sample in unit.samples:
             if sample.text is None:
-                found.append(self._texts.rendered(sample))
+                documents.append(self._texts.rendered(sample))
             else:
                 text = sample.text if sample.text.endswith(self._end) else sample.text + self._end
-                found.append(Rendered(text, ((unit.prompt, len(text)),)))
-        return found
+                documents.append(Rendered(text, ((unit.prompt, len(text)),)))
+        return documents
 
     def _checked(self, unit: PreferenceExample, sides: Sequence[Side]) -> list[Side]:
         """The documents of a unit that can be trained on; UnitError for others. Plain texts: masked alike, from where

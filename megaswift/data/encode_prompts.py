@@ -48,13 +48,13 @@ class PromptEncoder(Encoder):
             raise RowError(
                 "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja, or plain text in prompt"
             )
-        said: Any = sample.text
+        content: Any = sample.text
         text = sample.text
         notes: tuple[str, ...] = ()
         if text is None:
             assert self._chat is not None
-            said, text, notes = sample.messages, self._chat.prompt(sample), self._chat.prompt_notes(sample)
+            content, text, notes = sample.messages, self._chat.prompt(sample), self._chat.prompt_notes(sample)
             check_text(text)
         # dates and the like as text
-        beside = json.dumps({"said": said, "columns": question.columns, "tools": sample.tools}, default=str)
+        beside = json.dumps({"said": content, "columns": question.columns, "tools": sample.tools}, default=str)
         return PromptText(text, (), notes, plain=sample.text is not None, beside=beside)

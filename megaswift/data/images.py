@@ -132,12 +132,12 @@ def _filed(part: Part, waiting: Iterator[Any], home: ImageRoot, files: list[Sour
 
 def _in_front(messages: list[dict[str, Any]], parts: list[Part]) -> None:
     """Images that no text has a place for stand before the first question."""
-    at = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
-    if at is None:
+    first_user = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
+    if first_user is None:
         raise RowError("images", f"{len(parts)} files but no user message", "a user message that refers to them")
-    content = messages[at].get("content") or []
+    content = messages[first_user].get("content") or []
     rest = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    messages[at] = {**messages[at], "content": [*parts, *rest]}
+    messages[first_user] = {**messages[first_user], "content": [*parts, *rest]}
 
 
 def _file(value: Any, home: ImageRoot, files: list[Source]) -> str:
@@ -204,6 +204,6 @@ def open_image(image: Source, sent: bool = False) -> Any:
         return load_image(opened)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         # what Pillow raises for a broken file
-        said = "its format is none that is known" if isinstance(error, UnidentifiedImageError) else first_line(error)
+        reason = "its format is none that is known" if isinstance(error, UnidentifiedImageError) else first_line(error)
         expected = f"an image in {', '.join(SENT)}" if sent else "an image file that Pillow opens"
-        raise RowError("images", f"{label} cannot be read ({said})", expected) from None
+        raise RowError("images", f"{label} cannot be read ({reason})", expected) from None

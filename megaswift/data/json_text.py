@@ -74,11 +74,11 @@ def check_characters(value: Any) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         where, text = next((w, t) for w, t in _strings(value, "") if SURROGATE.search(t))
-        found = SURROGATE.search(text)
-        assert found is not None
+        match = SURROGATE.search(text)
+        assert match is not None
         raise JsonError(
             where or "line",
-            f"\\u{ord(found[0]):04x} at character {found.start() + 1} is an unpaired surrogate (incomplete character)",
+            f"\\u{ord(match[0]):04x} at character {match.start() + 1} is an unpaired surrogate (incomplete character)",
             "complete characters",
         ) from None
 

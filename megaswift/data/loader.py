@@ -56,8 +56,8 @@ class LoaderGeometry:
         """This rank's micro-batches of a global batch: row (m x dp + rank) x per_device + i is row i of micro-batch
         m."""
         width = self.per_device * self.dp_size
-        at = self.dp_rank * self.per_device
-        return [rows[m * width + at : m * width + at + self.per_device] for m in range(self.accumulation)]
+        begin = self.dp_rank * self.per_device
+        return [rows[m * width + begin : m * width + begin + self.per_device] for m in range(self.accumulation)]
 
 
 class BatchSource(Protocol):
@@ -227,7 +227,7 @@ class StoredSource:
         """This rank's micro-batches of the next global batch."""
         start, size = self._taken, self.geometry.global_batch
         if self.threads == 0:
-            made = self._make(start)
+            batch = self._make(start)
         else:
             self._pool = self._pool or ThreadPoolExecutor(self.threads, thread_name_prefix="megaswift-data")
             nearest = self._ahead[-1][0] + size if self._ahead else start
@@ -235,9 +235,9 @@ class StoredSource:
                 first = max(at, 0)
                 self.order.slice(first, first + size)  # here, so that threads only read the cached permutation
                 self._ahead.append((at, self._pool.submit(self._make, at)))
-            made = self._ahead.popleft()[1].result()
+            batch = self._ahead.popleft()[1].result()
         self._taken += size
-        return made
+        return batch
 
     @property
     def epoch(self) -> float:
@@ -269,7 +269,10 @@ class StoredSource:
         if isinstance(self.data, DocumentRows) and "packing" in state:
             self._go_on(self.data, state)
         elif state["rows"] != self.rows:  # of an older version, which did not save how it packed
-            rule = f"documents are packed into {self.rows} sequences, but into {state['rows']} in the checkpoint: packed for another layout"
+            rule = (
+                f"documents are packed into {self.rows} sequences, but into {state['rows']} in the checkpoint: "
+                "packed for another layout"
+            )
             raise DataError(Problem(WHAT, rule, "use --cp, --tp, --sequence_parallel and --packing of the checkpoint"))
 
     def _go_on(self, data: DocumentRows, state: Mapping[str, Any]) -> None:

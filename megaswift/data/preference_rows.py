@@ -55,27 +55,27 @@ def number_in_column(row: Mapping[str, Any], column: str = "margin") -> float:
     if value is None or value == "":
         return math.nan
     try:
-        found = math.nan if isinstance(value, bool) else float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if not math.isfinite(found):
+        number = math.nan
+    if not math.isfinite(number):
         raise RowError(column, describe_value(value), "a number")
-    return found
+    return number
 
 
 def label_in_column(row: Mapping[str, Any], column: str = "label") -> float:
     """1 or 0 for the label in `column`: a truth value, as JSON, as a number, or as a flat file writes it."""
     value = row.get(column)
-    found = TRUTH.get(str(int(value) if isinstance(value, float) and value in (0, 1) else value).strip().lower())
-    if found is None or not isinstance(value, (bool, int, float, str)):
+    label = TRUTH.get(str(int(value) if isinstance(value, float) and value in (0, 1) else value).strip().lower())
+    if label is None or not isinstance(value, (bool, int, float, str)):
         raise RowError(column, describe_value(value), "true for a desirable completion, false otherwise (or 1 and 0)")
-    return float(found)
+    return float(label)
 
 
 def _silent(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether no assistant message of these says or calls anything."""
-    said = [m for m in messages if m["role"] == "assistant"]
-    return not any(m.get("tool_calls") or (c.strip() if isinstance(c := m.get("content"), str) else c) for m in said)
+    answers = [m for m in messages if m["role"] == "assistant"]
+    return not any(m.get("tool_calls") or (c.strip() if isinstance(c := m.get("content"), str) else c) for m in answers)
 
 
 def _only(sample: Sample, begin: int) -> Sample:
@@ -113,8 +113,8 @@ def make_pair(chosen: Sample, rejected: Sample, margin: float, columns: tuple[st
 def make_example(sample: Sample, label: float, column: str, begin: int | None = None) -> PreferenceExample:
     """A conversation as an example: the completion is what follows the last question (or begins at message `begin`)."""
     messages = sample.messages
-    asked = max((i for i, m in enumerate(messages) if m["role"] in ASKING), default=-1) + 1
-    begin = asked if begin is None else begin
+    prompt_end = max((i for i, m in enumerate(messages) if m["role"] in ASKING), default=-1) + 1
+    begin = prompt_end if begin is None else begin
     if _silent(messages[begin:]):
         raise PreferenceError(
             EMPTY,
@@ -138,9 +138,9 @@ def plain_texts(prompt: str, completions: Mapping[str, str], value: float) -> Pr
     for column, text in completions.items():
         if not text.strip():
             raise PreferenceError(EMPTY, column, "an empty completion", "a non-empty completion")
-    found = list(completions.values())
-    if len(found) == 2 and found[0] == found[1]:
+    texts = list(completions.values())
+    if len(texts) == 2 and texts[0] == texts[1]:
         raise PreferenceError(
             IDENTICAL, list(completions)[1], "identical to the chosen completion", "a different completion"
         )
-    return PreferenceExample(tuple(Sample(text=prompt + text) for text in found), value, len(prompt))
+    return PreferenceExample(tuple(Sample(text=prompt + text) for text in texts), value, len(prompt))

@@ -128,8 +128,8 @@ def _json_item(row: Any, halves: bool) -> Any:
         if halves:
             json_text.check_characters(row)
     except json_text.JsonError as e:
-        found = e.found.replace("is an unpaired surrogate", "is a byte that is not UTF-8, or an unpaired surrogate")
-        return LineError(e.where, found, e.expected)
+        fault = e.found.replace("is an unpaired surrogate", "is a byte that is not UTF-8, or an unpaired surrogate")
+        return LineError(e.where, fault, e.expected)
     return row
 
 

@@ -84,8 +84,8 @@ def rest_of(lengths: np.ndarray, stages: Sequence[LayoutSpan], now: PackShape, e
     if not len(left):
         return Rest(epoch, tuple(stages), Packing(left, np.zeros(1, dtype=np.int64), now.capacity), left)
     packing = now.pack(lengths[left])
-    found = Packing(left[packing.documents], packing.offsets, packing.capacity)
-    return Rest(epoch, tuple(stages), found, _order(len(found), order, epoch, len(stages)))
+    remaining = Packing(left[packing.documents], packing.offsets, packing.capacity)
+    return Rest(epoch, tuple(stages), remaining, _order(len(remaining), order, epoch, len(stages)))
 
 
 def _order(rows: int, like: Order, epoch: int, stage: int) -> np.ndarray:

@@ -154,32 +154,32 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 def fold_repeats(texts: Sequence[str], mask: Sequence[int]) -> tuple[list[str], list[int]]:
     """(texts, mask) with long runs of one token without loss, as images have them, as one: `<image> x 64`."""
     out: list[str] = []
-    kept: list[int] = []
-    at = 0
-    while at < len(texts):
-        end = at
-        while end < len(texts) and texts[end] == texts[at] and not mask[end]:
+    folded_mask: list[int] = []
+    position = 0
+    while position < len(texts):
+        end = position
+        while end < len(texts) and texts[end] == texts[position] and not mask[end]:
             end += 1
-        run = end - at
-        out += [f"{texts[at]} x {run}"] if run > 3 else texts[at : max(end, at + 1)]
-        kept += [0] if run > 3 else mask[at : max(end, at + 1)]
-        at = max(end, at + 1)
-    return out, kept
+        run = end - position
+        out += [f"{texts[position]} x {run}"] if run > 3 else texts[position : max(end, position + 1)]
+        folded_mask += [0] if run > 3 else mask[position : max(end, position + 1)]
+        position = max(end, position + 1)
+    return out, folded_mask
 
 
 def sample_text(texts: Sequence[str], mask: Sequence[int], colour: bool) -> str:
     """The tokens of one sample; runs with loss in green, or in brackets."""
-    out, at = [], 0
-    while at < len(texts):
-        end = at
-        while end < len(texts) and bool(mask[end]) == bool(mask[at]):
+    out, position = [], 0
+    while position < len(texts):
+        end = position
+        while end < len(texts) and bool(mask[end]) == bool(mask[position]):
             end += 1
-        run = "|".join(texts[at:end])
+        run = "|".join(texts[position:end])
         if colour:
-            out.append(f"{GREEN if mask[at] else DIM}{run}{OFF}")
+            out.append(f"{GREEN if mask[position] else DIM}{run}{OFF}")
         else:
-            out.append(f"[{run}]" if mask[at] else run)
-        at = end
+            out.append(f"[{run}]" if mask[position] else run)
+        position = end
     return ("|" if colour else " ").join(out).replace("⏎", "⏎\n")
 
 
@@ -205,7 +205,7 @@ def histogram(values: np.ndarray, title: str, width: int = 40) -> list[str]:
     return lines
 
 
-def summary(docs: Documents, held: Documents | None, max_length: int, packing: bool = True) -> list[str]:
+def summary(docs: Documents, evaluation: Documents | None, max_length: int, packing: bool = True) -> list[str]:
     """Counts, lengths, and how rows would be packed."""
     tokens, labels = int(docs.length.sum()), int(docs.labels.sum())
     happened = ", ".join(worded_counts(docs.counted))
@@ -213,10 +213,10 @@ def summary(docs: Documents, held: Documents | None, max_length: int, packing: b
         f"{docs.counted['rows']:,} rows{f' ({happened})' if happened else ''}, {tokens:,} tokens, {labels:,} label "
         f"tokens ({100 * labels / tokens:.1f}%)"
     ]
-    if held is not None:
+    if evaluation is not None:
         lines.append(
-            f"evaluation: {len(held):,} rows, {int(held.length.sum()):,} tokens, {int(held.labels.sum()):,} "
-            f"label tokens"
+            f"evaluation: {len(evaluation):,} rows, {int(evaluation.length.sum()):,} tokens, "
+            f"{int(evaluation.labels.sum()):,} label tokens"
         )
     lines += ["", *histogram(docs.length, "tokens per sample")]
     return lines + ["", *packing_summary(docs, max_length)] if packing else lines
@@ -285,37 +285,37 @@ def show_rows(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[st
     from megaswift.data.build import load_documents
     from megaswift.data.processor import Processor
 
-    docs, held = load_documents(cfg.data, cfg.train, reader, task)
+    docs, evaluation = load_documents(cfg.data, cfg.train, reader, task)
     lines = []
     for i in _shown(which, len(docs), "samples"):
         lines += [f"--- sample {i} (row {docs.sample[i]}): {_counts(docs, i)}", _document(docs, i, reader) + "\n"]
     sees = isinstance(reader, Processor)
     show_packing = not sees and (bool(cfg.data.packing) or "packing" not in cfg.given)
-    return lines + summary(docs, held, cfg.data.max_length, show_packing)
+    return lines + summary(docs, evaluation, cfg.data.max_length, show_packing)
 
 
 def show_units(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
     """Some pairs or labelled answers, each of their documents, then statistics of all documents."""
     from megaswift.data.build import load_preferences, row_unit
 
-    made, held = load_preferences(cfg.data, cfg.train, tokenizer, task)
-    kind, docs, lines = row_unit(task), made.docs, []
-    for i in _shown(which, len(made), kind):
-        value = made.values[i]
+    units, evaluation = load_preferences(cfg.data, cfg.train, tokenizer, task)
+    kind, docs, lines = row_unit(task), units.docs, []
+    for i in _shown(which, len(units), kind):
+        value = units.values[i]
         pairs = kind == "pairs"
         names = ("chosen", "rejected") if pairs else ("desirable" if value else "undesirable",)
         lines.append(
-            f"--- {kind[:-1]} {i} (row {docs.sample[i * made.width]})"
+            f"--- {kind[:-1]} {i} (row {docs.sample[i * units.width]})"
             + f", margin {value:g}" * bool(pairs and value == value)
         )
-        for name, k in zip(names, range(i * made.width, (i + 1) * made.width), strict=True):
+        for name, k in zip(names, range(i * units.width, (i + 1) * units.width), strict=True):
             lines += [f"{name}: {_counts(docs, k)}", _document(docs, k, tokenizer) + "\n"]
     lines.append(
-        f"{len(made):,} {kind}, {len(docs):,} documents"
+        f"{len(units):,} {kind}, {len(docs):,} documents"
         if kind == "pairs"
-        else f"{len(made):,} examples, {int(made.values.sum()):,} of them desirable"
+        else f"{len(units):,} examples, {int(units.values.sum()):,} of them desirable"
     )
-    lines += [] if held is None else [f"evaluation: {len(held):,} {kind}"]
+    lines += [] if evaluation is None else [f"evaluation: {len(evaluation):,} {kind}"]
     return lines + summary(docs, None, cfg.data.max_length, packing=False)
 
 
@@ -323,7 +323,7 @@ def show_prompts(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> l
     """Some prompts with the columns that rewards see, then their lengths."""
     from megaswift.data.prompts import prompts_of
 
-    source, held = prompts_of(cfg, tokenizer, 1)
+    source, evaluation = prompts_of(cfg, tokenizer, 1)
     prompts, lines = source.prompts, []
     for i in _shown(which, len(prompts), "prompts"):
         prompt = prompts.read(i)
@@ -335,7 +335,7 @@ def show_prompts(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> l
     happened = ", ".join(worded_counts(prompts.docs.counted))
     lines.append(
         f"{len(prompts):,} prompts{f' ({happened})' if happened else ''}"
-        + ("" if held is None else f", evaluation: {len(held):,}")
+        + ("" if evaluation is None else f", evaluation: {len(evaluation):,}")
     )
     return lines + histogram(prompts.docs.length, "tokens per prompt")
 

@@ -107,15 +107,15 @@ Amount = tuple[int | None, bool]
 def _split_spec(spec: str, flag: str) -> tuple[str, str | None, Amount]:
     """Path or id, subset and rows of `path:subset#500`, `path#:500`."""
     amount: Amount = (None, False)
-    found = re.fullmatch(r"(.+)#(:?)(\d+)", spec)
-    if found and not Path(spec).exists():
-        spec, amount = found[1], (int(found[3]), bool(found[2]))
+    match = re.fullmatch(r"(.+)#(:?)(\d+)", spec)
+    if match and not Path(spec).exists():
+        spec, amount = match[1], (int(match[3]), bool(match[2]))
         if amount[0] == 0:
             raise DataError(Problem(f"{flag} {spec}#0", "selects no rows", f"{spec}#500 for 500 rows"))
     if not Path(spec).exists():
-        found = re.fullmatch(r"(.+):([^:/]+)", spec)
-        if found:
-            return found[1], found[2], amount
+        match = re.fullmatch(r"(.+):([^:/]+)", spec)
+        if match:
+            return match[1], match[2], amount
     return spec, None, amount
 
 

@@ -151,20 +151,20 @@ def _patterns(component: Any) -> list[list[str]] | None:
     if component is None:
         return None
     facts = _facts(component)
-    found: list[list[str]] = []
+    patterns: list[list[str]] = []
     for stage in facts["pretokenizers"] if facts["type"] == "Sequence" else [facts]:
         if stage["type"] == "ByteLevel" and not stage["add_prefix_space"]:
-            found += [_alternatives(_GPT2)] if stage.get("use_regex", True) else []
+            patterns += [_alternatives(_GPT2)] if stage.get("use_regex", True) else []
         elif (
             stage["type"] == "Split"
             and stage["behavior"] == "Isolated"
             and not stage["invert"]
             and "Regex" in stage["pattern"]
         ):
-            found.append(_alternatives(stage["pattern"]["Regex"]))
+            patterns.append(_alternatives(stage["pattern"]["Regex"]))
         elif stage["type"] != "Digits":  # runs of digits hold neither white space nor line ends
             return None
-    return found if all(SAFE.issuperset(p) for p in found) else None
+    return patterns if all(SAFE.issuperset(p) for p in patterns) else None
 
 
 def _alternatives(pattern: str) -> list[str]:

@@ -177,10 +177,10 @@ class StreamSource:
         """This rank's micro-batches of the next global batch. A malformed row leaves the position where it was."""
         saved = self._block, self._used, self._after
         try:
-            made = self.contents.batches(self._take(self.geometry.global_batch), self.geometry)
-            for batch in made if self.watched else ():
+            batches = self.contents.batches(self._take(self.geometry.global_batch), self.geometry)
+            for batch in batches if self.watched else ():
                 check_batch(batch, self.geometry.vocabulary)
-            return made
+            return batches
         except DataError:
             self._block, self._used, self._after = saved
             raise

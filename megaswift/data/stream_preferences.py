@@ -46,8 +46,8 @@ class PreferenceContents:
 
     def _items(self, rows: Sequence[Row], tally: StreamCounts, spread: Spread = whole_stream) -> list[Item]:
         read = spread(rows, lambda share: [*self.encoder.read((path, located) for path, located, _ in share)])
-        found = [self._item(row, one, tally) for row, one in zip(rows, read, strict=True)]
-        return [item for item in found if item is not None]
+        items = [self._item(row, one, tally) for row, one in zip(rows, read, strict=True)]
+        return [item for item in items if item is not None]
 
     def _item(self, row: Row, found: EncodedPreference | RowError, tally: StreamCounts) -> Item | None:
         path, located, number = row
@@ -99,12 +99,12 @@ class PreferenceContents:
 
     def _none(self, sources: Sequence[DatasetFiles], tally: StreamCounts) -> DataError:
         unit, counted = "pair" if self.layout.width == 2 else "row", tally.counted
-        told = ", ".join(f"{count} {what}" for what, count in sorted(counted.items()))
+        causes = ", ".join(f"{count} {what}" for what, count in sorted(counted.items()))
         return DataError(
             Problem(
                 names_of(sources),
                 f"no {unit} of a whole epoch is usable within --max_length {self.options.max_length} "
-                f"(--truncation_strategy {self.options.truncation_strategy}): {told}",
+                f"(--truncation_strategy {self.options.truncation_strategy}): {causes}",
                 "a larger --max_length, or other data",
             )
         )

@@ -44,8 +44,8 @@ class TokenRowContents:
 
     def items(self, rows: Sequence[Row], spread: Spread) -> list[tuple[Made, int]] | list[list[Document]]:
         """Tokens of rows, or packed rows."""
-        made = [(self._kept(one), number) for one, (_, _, number) in zip(spread(rows, self._made), rows, strict=True)]
-        return self._pack(made) if self.options.packing else made
+        items = [(self._kept(one), number) for one, (_, _, number) in zip(spread(rows, self._made), rows, strict=True)]
+        return self._pack(items) if self.options.packing else items
 
     def _made(self, rows: Sequence[Row]) -> list[Read]:
         rendered = [self._render(path, located) for path, located, _ in rows]
@@ -139,14 +139,14 @@ class TokenRowContents:
                 raise self._too_long(number, len(ids))
             if len(ids) > size and strategy == "delete":
                 continue
-            kept = (
+            usable = (
                 mask
                 if strategy == "split" and self.options.packing
                 else mask[-size:]
                 if strategy == "left"
                 else mask[:size]
             )
-            if kept[1:].any():
+            if usable[1:].any():
                 return True
         return False
 

@@ -261,10 +261,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """`str.format` of bounded width."""
-        made = super().wrap_str_format(value)
-        if made is None:
+        formatter = super().wrap_str_format(value)
+        if formatter is None:
             return None
-        text, plain = value.__self__, made
+        text, plain = value.__self__, formatter
 
         def limited(*args: Any, **kwargs: Any) -> str:
             _made("format", text, ())

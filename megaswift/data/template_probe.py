@@ -73,7 +73,7 @@ class TemplateProbe:
 
         `trained`: of each assistant message, whether it carries loss.
         """
-        found = [UNUSED_TOOLS] if sample.tools and not self.tools else []
+        notes = [UNUSED_TOOLS] if sample.tools and not self.tools else []
         carries = iter(trained)
         for i, message in enumerate(sample.messages):
             role = message["role"]
@@ -83,9 +83,9 @@ class TemplateProbe:
                 if "tool_calls" in message and message["tool_calls"] and not self.calls:
                     raise RowError(f"messages[{i}].tool_calls", "tool calls, which the chat template omits", FIX)
                 if next(carries, False) and is_empty(message):
-                    found.append(EMPTY_ANSWERS)
+                    notes.append(EMPTY_ANSWERS)
             elif not self.role(role):
                 if role not in ("system", "developer"):
                     raise RowError(f"messages[{i}]", f"a {role} message, which the chat template omits", FIX)
-                found.append(UNUSED_SYSTEM)
-        return tuple(dict.fromkeys(found)) if found else ()
+                notes.append(UNUSED_SYSTEM)
+        return tuple(dict.fromkeys(notes)) if notes else ()

@@ -141,12 +141,12 @@ def tokenize_datasets(
 def check_columns(data: Any, task: str) -> None:
     """DataError for columns of --columns that no row of the run's data sets has. `response` may be made
     (questions.py)."""
-    asked = {old: new for old, new in data.columns.items() if old != ANSWER or task not in RL}
-    if asked:
+    renamed = {old: new for old, new in data.columns.items() if old != ANSWER or task not in RL}
+    if renamed:
         root = cache_root(data.dataset_cache_dir)
         files = [dataset_files(name, root) for name in data.dataset]
         columns.check_columns_exist(
-            [*files, *(dataset_files(name, root, "--val_dataset") for name in data.val_dataset)], asked
+            [*files, *(dataset_files(name, root, "--val_dataset") for name in data.val_dataset)], renamed
         )
 
 
@@ -173,17 +173,17 @@ def _malformed(reports: list[PieceReport]) -> DataError:
     """What ends a strict build: the malformed rows of the first piece that has any, whoever has read others."""
     first = next(i for i, r in enumerate(reports) if r.bad)
     read, bad = reports[: first + 1], reports[first].bad
-    told = alike(reports[first].problems[:SHOWN])
+    problems = alike(reports[first].problems[:SHOWN])
     if bad > SHOWN:
-        told.append(Problem(f"and {bad - SHOWN} more rows", "are malformed too"))
+        problems.append(Problem(f"and {bad - SHOWN} more rows", "are malformed too"))
     fix = "correct the row, or --strict false to skip such rows and count them"
     if bad > 1 and not any(r.rows or r.causes for r in read):
         other = (
             "other data, another task, another template (--chat_template FILE), "
             "or --columns FROM=TO where columns have other names"
         )
-        fix = f"no valid row so far: {next((p.fix for p in told if p.fix), other)}"
-    return DataError([*(replace(p, fix="") for p in told[:-1]), replace(told[-1], fix=fix)])
+        fix = f"no valid row so far: {next((p.fix for p in problems if p.fix), other)}"
+    return DataError([*(replace(p, fix="") for p in problems[:-1]), replace(problems[-1], fix=fix)])
 
 
 def _build(scratch: Path, target: Path, source: DatasetFiles, how: tuple[EncodeSpec, int]) -> None:
@@ -241,9 +241,9 @@ def _run_workers(scratch: Path, spec: EncodeSpec, parts: list[FilePart], count: 
         for w in workers:
             if w.poll() is None:
                 w.kill()
-    told = [Problem(*p) for path in sorted(scratch.glob("error-*.json")) for p in json.loads(path.read_text())]
-    if told:
-        raise DataError(list(dict.fromkeys(told)))
+    problems = [Problem(*p) for path in sorted(scratch.glob("error-*.json")) for p in json.loads(path.read_text())]
+    if problems:
+        raise DataError(list(dict.fromkeys(problems)))
     if any(codes):
         raise DataError(
             Problem(

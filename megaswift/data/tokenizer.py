@@ -46,11 +46,11 @@ def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
     from transformers import AutoTokenizer
 
     with _as_problem(f"tokenizer in {folder}", "cannot be read: {}", fix, UNREADABLE):
-        made = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
-        made("x")  # what its files say of lengths and special tokens is first read here
-        if (largest := largest_token(made)) > MOST_TOKENS:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+        tokenizer("x")  # what its files say of lengths and special tokens is first read here
+        if (largest := largest_token(tokenizer)) > MOST_TOKENS:
             raise ValueError(f"token ID {largest:,} exceeds the maximum of {MOST_TOKENS:,}")
-        return made
+        return tokenizer
 
 
 def largest_token(tokenizer: Any) -> int:

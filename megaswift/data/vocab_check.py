@@ -36,11 +36,11 @@ def check_vocabulary(data: Sequence[Documents], tokenizer: Any, rows: int) -> No
     stores = {store.folder: store for docs in data for store in docs.stores}
     for store in stores.values() if exceeds_embedding(tokenizer, rows) else ():
         for start in range(0, len(store.tokens), BLOCK):
-            found = np.flatnonzero(store.tokens[start : start + BLOCK] >= rows)
-            if len(found):
-                at = start + int(found[0])
-                token = int(store.tokens[at])
-                row = int(np.searchsorted(store.offsets, at, side="right")) - 1
+            unknown = np.flatnonzero(store.tokens[start : start + BLOCK] >= rows)
+            if len(unknown):
+                position = start + int(unknown[0])
+                token = int(store.tokens[position])
+                row = int(np.searchsorted(store.offsets, position, side="right")) - 1
                 raise _beyond(store.place(row), f"{token} ({tokenizer.convert_ids_to_tokens(token)})", rows)
 
 
@@ -48,10 +48,10 @@ def check_batch(batch: Batch, rows: int) -> None:
     """The same for tokens that are on their way to the model."""
     ids = batch.input_ids.masked_fill(~batch.valid, 0)
     if int(ids.max()) >= rows:
-        line, at = (ids >= rows).nonzero()[0].tolist()
-        which = line if batch.cu_seqlens is None else int((batch.cu_seqlens <= at).sum()) - 1
+        line, column = (ids >= rows).nonzero()[0].tolist()
+        which = line if batch.cu_seqlens is None else int((batch.cu_seqlens <= column).sum()) - 1
         place = "a row" if batch.sample_ids is None else f"row {int(batch.sample_ids[which]) + 1}"
-        raise _beyond(place, str(int(ids[line, at])), rows)
+        raise _beyond(place, str(int(ids[line, column])), rows)
 
 
 def _beyond(place: str, token: str, rows: int) -> DataError:

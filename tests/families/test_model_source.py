@@ -115,7 +115,7 @@ def test_a_run_of_adapters_is_no_model(engine: str, tmp_path: Path) -> None:
     for name in (tmp_path / "OUT", step):
         folder = locate_model(WeightsOptions(model=str(name)))
         (problem,) = missing_files(folder, random_init=False)
-        assert problem.rule == "contains LoRA adapters, not a model"
+        assert problem.rule == "holds the adapters of a LoRA run, not a model"
         assert problem.fix == f"--model models/base --adapters {step / 'adapter'}"
     assert missing_files(folder, random_init=True) == []
     with pytest.raises(UserError, match="holds the adapters of a LoRA run"):

@@ -207,7 +207,7 @@ def test_a_port_in_use_is_refused_before_torch_is_imported(model: Path, monkeypa
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "BadRequestError",
-            "images are not read: this model accepts only text",
+            "images are not read: this model reads text only",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
@@ -278,7 +278,7 @@ def test_other_addresses_need_a_token_and_options_must_fit(monkeypatch: pytest.M
         "8",
     )
     assert all(f"--{name}" in text for name in ("device_map cpu", "max_waiting 3", "quantization_bit 8"))
-    assert "--max_body_size 3 apples: is no size" in refused("--model", "x", "--max_body_size", "3 apples")
+    assert "--max_body_size 3 apples: is not a valid size" in refused("--model", "x", "--max_body_size", "3 apples")
     assert "--temperature 1e-300: is too close to 0" in refused("--model", "x", "--temperature", "1e-300")
     assert "--repetition_penalty 1e-300" in refused("--model", "x", "--repetition_penalty", "1e-300")
     assert "--tp 2: applies only to --infer_backend vllm" in refused("--model", "x", "--tp", "2")

@@ -135,7 +135,7 @@ def test_rows_that_cannot_be_asked_are_told_with_their_lines_and_no_model_is_loa
         "d.jsonl:3 and 1 more like it: column nosuch",
         "d.jsonl:4: column messages[0].role",
         "d.jsonl:5: the prompt has 203 tokens, the model takes 128",
-        "d.jsonl:6: images are not read: this model accepts only text",
+        "d.jsonl:6: images are not read: this model reads text only",
         "d.jsonl:7: column messages",
     ):
         assert part in text, text
@@ -170,7 +170,7 @@ def test_all_mistakes_of_a_command_line_at_once(tmp_path: Path) -> None:
         "--dataset nosuch.jsonl: no such file",
         "--quantization_bit 5: must be 4 or 8",
         "--top_logprobs 3: needs --logprobs",
-        "'gpu' is no device",
+        "'gpu' is not a device",
     ):
         assert part in text, text
     assert "(8 problems)" in text  # and --result_path
