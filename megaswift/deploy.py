@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from megaswift.serve.auth import AccessRules
 
 USAGE = """\
-megaswift deploy: a server for OpenAI's API (chat, completions, models) over transformers or vLLM
+megaswift deploy: serve an OpenAI-compatible API (chat, completions, models) with transformers or vLLM
 
-  megaswift deploy --model DIR                                    http://127.0.0.1:8000/v1, for this machine only
+  megaswift deploy --model DIR    http://127.0.0.1:8000/v1, reachable from this machine only
   MEGASWIFT_API_KEY=... megaswift deploy --model DIR --host 0.0.0.0"""
 HINTS = {
     "max_num_seqs": "--max_batch_size",

@@ -1,6 +1,5 @@
-"""What `accelerate launch` was told (flags, or `--config_file FILE`) as options of the run: its settings are for
-accelerate's own `Accelerator`, which no run here makes. Each is taken, or told to have no effect, or refused. Names and
-meanings: accelerate 1.15.
+"""Translates settings of `accelerate launch` (flags, or `--config_file FILE`) into options of the run. Each setting
+is applied, reported as without effect, or rejected. Names and meanings: accelerate 1.15.
 
 A run's own options go over these.
 """

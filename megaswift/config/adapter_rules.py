@@ -1,4 +1,4 @@
-"""Which options belong to which adapter, and over which weights and on which engine an adapter trains."""
+"""Rules for adapters: which options, quantized weights and engines each adapter supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that only Transformer Engine can serve, refused with the reason where it is not installed. No torch.
+"""Rejects options that need Transformer Engine if it is not installed. No torch.
 
 Owns what can be told without a device; whether a device can do it (FP8, say), Transformer Engine tells.
 """

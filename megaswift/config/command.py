@@ -25,8 +25,8 @@ from megaswift.errors import ConfigError, Problem
 from megaswift.redaction import redacted
 
 LEGEND = (
-    "Each option stands with its default and unit; CAPITALS: not set. Dashes and underscores are the same. "
-    "A switch alone means true."
+    "Each option is shown with its default and unit; CAPITALS: not set by default. Dashes and underscores are "
+    "interchangeable. A boolean flag without a value means true."
 )
 
 

@@ -1,4 +1,4 @@
-"""Section `data`: what is read, how rows become token sequences, how they are ordered."""
+"""Section `data`: data sets, truncation, packing, order of rows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A user's DeepSpeed JSON made one with the run: "auto" filled in, what contradicts the run told. Pure, no torch, no
-DeepSpeed.
+"""Merges a user's DeepSpeed JSON with the run: fills in "auto" and reports conflicts. Pure, no torch, no DeepSpeed.
 
 Owns the presets of the six kinds (`configs/deepspeed/*.json` are these, written out), the meaning of "auto", and the
 list of what the torch engine serves. Batch sizes, clipping, learning rate and optimizer are the run's own, so the file

@@ -1,4 +1,4 @@
-"""Section `engine`: what spreads the model over processes, and the options of what is not the native engine."""
+"""Section `engine`: the distributed backend and the options of the torch engines."""
 
 from __future__ import annotations
 

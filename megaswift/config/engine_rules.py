@@ -1,5 +1,4 @@
-"""Which engine a configuration asks for, and which options belong to which: those of another one would be ignored, and
-are refused."""
+"""Determines the engine of a configuration, and rejects options that apply only to another engine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Names and values of other toolkits (ms-swift, Megatron-LM, TRL, transformers, accelerate) that are no options here,
-each with what to do instead.
+"""Option names and values of other toolkits (ms-swift, Megatron-LM, TRL, transformers, accelerate) that do not exist
+here, each with its replacement.
 
 Owns the tables. A name that stands in none of them gets a guess only where it looks mistyped (`errors.nearest`).
 """

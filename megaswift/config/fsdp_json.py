@@ -1,4 +1,5 @@
-"""A user's `--fsdp_config` file (transformers' and accelerate's keys) as options of this run. Pure, no torch.
+"""Translates a user's `--fsdp_config` file (keys of transformers and accelerate) into options of the run. Pure, no
+torch.
 
 Owns which keys say how fsdp2 shards, which describe what is always so here, and which would be ignored: those are
 mistakes, as are keys that contradict an option of the run. FSDP1's spellings mean their like in FSDP2.

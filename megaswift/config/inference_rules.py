@@ -1,5 +1,5 @@
-"""What the options of `infer`, `deploy` and `export` allow together. No torch: whatever a command line alone shows is
-refused at once."""
+"""Rules for the options of `infer`, `deploy` and `export`. No torch: errors of the command line are reported
+immediately."""
 
 from __future__ import annotations
 

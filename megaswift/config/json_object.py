@@ -1,4 +1,4 @@
-"""The JSON object in a file that an option names, or one message that says why there is none."""
+"""Reads the JSON object in a file given by an option, or raises one error with the reason."""
 
 from __future__ import annotations
 

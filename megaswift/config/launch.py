@@ -1,4 +1,4 @@
-"""Section `launch`: the processes that `megaswift sft` starts, and by whom. Starting them is `megaswift.launchers`."""
+"""Section `launch`: the processes of a run and their launcher. `megaswift.launchers` starts them."""
 
 from __future__ import annotations
 

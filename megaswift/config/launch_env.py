@@ -1,5 +1,5 @@
-"""What a process has from the launcher that started it: torchrun, `accelerate launch` (torchrun inside), `deepspeed` or
-Ray.
+"""Environment variables and arguments set by the launcher of a process: torchrun, `accelerate launch` (torchrun
+inside), `deepspeed` or Ray.
 
 Owns the names of their variables and the word that some add to the command line. What accelerate says beside:
 `accelerate_options.py`.

@@ -1,4 +1,4 @@
-"""Which launch options belong to which launcher, and what a launcher needs to be told."""
+"""Rules for launch options: which launcher they apply to, and what it requires."""
 
 from __future__ import annotations
 

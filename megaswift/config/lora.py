@@ -1,5 +1,4 @@
-"""Section `lora`: what low-rank adapters are put where, and what becomes of them. What a name matches is in
-`families.projections`."""
+"""Section `lora`: rank, targets and output of LoRA adapters. Matching of target names is in `families.projections`."""
 
 from __future__ import annotations
 

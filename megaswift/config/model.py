@@ -1,4 +1,4 @@
-"""Section `model`: which weights, in which precision, with which kernels."""
+"""Section `model`: model folder, training type, precision and kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the options of layout, recomputation and kernels mean together on the native engine."""
+"""Rules for options of layout, recomputation and kernels on the native engine."""
 
 from __future__ import annotations
 

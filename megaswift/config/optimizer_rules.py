@@ -1,4 +1,4 @@
-"""What options of the optimizer mean together, and which engine can step which. The names: `config/optim.py`."""
+"""Rules for optimizer options, and which engines support which optimizer. The names are in `config/optim.py`."""
 
 from __future__ import annotations
 

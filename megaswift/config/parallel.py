@@ -1,5 +1,5 @@
-"""Section `parallel`: how many ranks each axis has and how they talk. Checks against model and machine:
-`megaswift.parallel`."""
+"""Section `parallel`: sizes of all kinds of parallelism, and communication options. `megaswift.parallel` checks them
+against model and node."""
 
 from __future__ import annotations
 

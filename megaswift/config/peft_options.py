@@ -1,5 +1,5 @@
-"""Section `peft`: what adapters other than LoRA take, under PEFT's own names. Which adapter takes what:
-`peft_methods.py`."""
+"""Section `peft`: options of adapters other than LoRA, with PEFT's names. `peft_methods.py` lists which adapter has
+which."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Section `preference`: objectives on pairs of answers and on judged answers, and the reference. The formulas are in
-`megaswift.losses`.
+"""Section `preference`: losses on preference pairs and labeled completions, and the reference model. The formulas
+are in `megaswift.losses`.
 
 Reinforcement learning has its own section, `rl`; it shares the reference, `beta` and `loss_type`.
 """

@@ -1,4 +1,4 @@
-"""Section `quantization`: the frozen weights under adapters in 4 or 8 bits, by bitsandbytes."""
+"""Section `quantization`: quantized base models with bitsandbytes."""
 
 from __future__ import annotations
 

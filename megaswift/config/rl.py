@@ -59,13 +59,13 @@ class RlConfig:
         tasks=RL,
     )
     num_iterations: int = option(
-        1, "Training passes over each generation", aliases=("num_ppo_epochs",), minimum=1, unit="times", tasks=RL
+        1, "Training passes over each generation", aliases=("num_ppo_epochs",), minimum=1, unit="passes", tasks=RL
     )
     dynamic_sample: bool = option(
         False, "Resample prompt groups whose rewards are all equal (DAPO, arXiv:2503.14476)", tasks=GRPO
     )
     max_resample_times: int = option(
-        3, "Maximum number of resampling rounds of dynamic_sample", minimum=1, unit="times", tasks=GRPO
+        3, "Maximum number of resampling rounds of dynamic_sample", minimum=1, unit="rounds", tasks=GRPO
     )
     async_generation: bool = option(
         False,
@@ -75,7 +75,7 @@ class RlConfig:
     )
     environment: str | None = option(
         None,
-        "Multi-turn environment class: FILE.py:NAME",
+        "Environment for multi-turn rollouts",
         aliases=("multi_turn_scheduler",),
         tasks=RL,
         metavar="FILE.py:NAME",

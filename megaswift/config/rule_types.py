@@ -1,5 +1,4 @@
-"""What a rule about options is: one that would be ignored, or some that cannot go together. The rules themselves:
-`rules.py`."""
+"""Types of rules about options: an option without effect, and conflicting options. The rules are in `rules.py`."""
 
 from __future__ import annotations
 

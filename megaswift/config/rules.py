@@ -1,5 +1,4 @@
-"""What options mean together, as a table: one that would be ignored, two that contradict each other, one that lacks
-another.
+"""Rules about combinations of options, as tables: options without effect, conflicts, missing requirements.
 
 Owns rules that need nothing but the options. What depends on model, machine or data is checked where these are known.
 """

@@ -1,4 +1,4 @@
-"""All sections together: the table of options, of their spellings, and the plain record that rules look at."""
+"""All sections together: the tables of options and aliases, and the record that rules read."""
 
 from __future__ import annotations
 

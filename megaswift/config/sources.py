@@ -1,4 +1,5 @@
-"""Where values come from: a YAML or JSON file, the command line, the environment, Python. Each gives a list of `Given`.
+"""Sources of option values: a YAML or JSON file, the command line, the environment, Python. Each gives a list of
+`Given`.
 
 Owns reading and what the user literally wrote; it neither types values nor knows rules.
 """

@@ -1,5 +1,5 @@
-"""Options for speed and noise that transformers' models have and the native engine has not, and what they cannot go
-with. No torch."""
+"""Rules for options that only torch engines support (compilation, liger-kernel, NEFTune), and for deterministic
+runs. No torch."""
 
 from __future__ import annotations
 

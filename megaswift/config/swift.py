@@ -1,5 +1,4 @@
-"""`SwiftConfig`: one run's configuration, checked once where it is made and frozen since; and how it is loaded and
-written."""
+"""`SwiftConfig`: the validated, frozen configuration of one run; loading and writing it."""
 
 from __future__ import annotations
 

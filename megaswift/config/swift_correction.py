@@ -1,5 +1,5 @@
-"""ms-swift's options of the correction between sampler and trainer, in ours: the same names of modes mean something
-else there.
+"""Translates ms-swift's options of the importance sampling correction, whose modes have the same names with
+different meanings.
 
 Its `sequence_*` takes the geometric mean of a completion's ratios, where TRL takes the product, and its `sequence_mask`
 keeps the weights of tokens (`_apply_rollout_importance_sampling` of its GRPO trainer). Both options are read together,

@@ -1,4 +1,4 @@
-"""Section `train`: batch sizes, length of the run, what is logged and saved, and where. Arithmetic is in `batch.py`."""
+"""Section `train`: batch sizes, length of the run, logging and checkpoints. Batch arithmetic is in `batch.py`."""
 
 from __future__ import annotations
 

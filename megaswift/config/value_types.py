@@ -1,4 +1,4 @@
-"""A raw value (text of a flag, or what YAML or Python gives) to the value of an option, or what is wrong with it.
+"""Parses raw values (text of a flag, or YAML and Python values) into option values, or reports the error.
 
 Text means the same everywhere, so YAML's `1e-5` (which YAML 1.1 reads as text) works as on the command line.
 """

@@ -1,4 +1,4 @@
-"""Where each assistant turn lies in the text of a template that does not mark it.
+"""Locates assistant turns in rendered text for chat templates without `{% generation %}`.
 
 A turn is what the assistant wrote (content, reasoning, tool calls) and the token that ends its turn. Templates trim
 contents, strip reasoning from earlier turns, move the system message and write headers, so contents cannot be searched

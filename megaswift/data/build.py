@@ -1,4 +1,4 @@
-"""The data layer's front door: from options and a tokenizer to batch sources.
+"""Entry point of the data layer: builds batch sources from options and a tokenizer.
 
 Owns the wiring and the checks of the whole data set (anything to train on? enough for a batch?). Every step has a file
 of its own.

@@ -1,4 +1,5 @@
-"""One build a job: who tokenises, who waits, and where the result lies.
+"""Builds the token cache once per node or shared folder: which process tokenizes, which wait, and where the result
+is stored.
 
 Owns the cache folder's protocol. A build is named by the hash of everything it depends on. The process of local rank 0
 builds it under a file lock (so that nodes and jobs that share the folder build it once); the others wait for the folder

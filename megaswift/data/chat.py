@@ -1,4 +1,4 @@
-"""Conversations to text through the tokenizer's own chat template, and which characters carry loss.
+"""Renders conversations with the tokenizer's chat template and determines which characters are trained on.
 
 Owns rendering (always transformers' own, so that the text is what `apply_chat_template` gives) and the choice of turns
 by `loss_scale` and the rows' `loss` flags. Finding turns in templates without `{% generation %}` belongs to

@@ -1,4 +1,5 @@
-"""Documents to one micro-batch's tensors: padding, shifted labels, positions and document edges.
+"""Collates documents into the tensors of one micro-batch: padding, shifted labels, positions and document
+boundaries.
 
 Owns the shapes of `losses.contract.Batch`. Which documents come together belongs to `loader.py`.
 """

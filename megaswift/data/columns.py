@@ -1,4 +1,4 @@
-"""`--columns`: rows under the names that formats know, and names that no row has."""
+"""`--columns`: renames the columns of rows, and reports names that no row has."""
 
 from __future__ import annotations
 

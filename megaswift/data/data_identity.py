@@ -1,4 +1,4 @@
-"""Whether a resumed run has the data that its checkpoint's run had; if not, what differs.
+"""Checks that a resumed run uses the data of its checkpoint, and reports differences.
 
 Owns what a checkpoint keeps of the data sets (name, rows, tokens, a hash of each) and the comparison with those of now.
 """

@@ -1,4 +1,4 @@
-"""The documents to train on: a view over token stores, cut to length.
+"""Training documents as a view over token stores, truncated to `--max_length`.
 
 Owns taking `#rows`, truncation (raise, delete, left, right, split) and the split for evaluation. Nothing is copied: a
 document is a store, a start and a length.

@@ -1,4 +1,4 @@
-"""Rows to tokens and loss masks: the work of one process.
+"""Encodes rows as tokens and loss masks, in one process.
 
 Owns tokenising in batches and turning character spans into token masks, exactly. Everything it needs comes in
 `EncodeSpec`, plain values that travel to worker processes; reading files belongs to `sources.py`, keeping the result to

@@ -1,4 +1,4 @@
-"""Units of preferences to tokens and loss masks: one or two documents each, and the checks that only tokens tell.
+"""Encodes preference units (one or two documents each) as tokens and loss masks, with the checks that need tokens.
 
 Owns where the completion begins in tokens. Rendering, tokenising and masks are `encode.py`'s, the same as for SFT.
 """

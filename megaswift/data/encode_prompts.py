@@ -1,4 +1,4 @@
-"""Rows to prompts: tokens up to where the model speaks, and beside them what the row says and its other columns.
+"""Encodes rows as prompts: tokens up to the assistant's turn, and the columns that reward functions read.
 
 Owns what of a row is kept for rewards, as JSON. Which columns are the question is `prompt_rows.py`'s, tokenising
 `encode.py`'s.

@@ -1,4 +1,4 @@
-"""Data sets by id from a hub: fetched with `datasets`, kept as Parquet beside the token cache.
+"""Downloads data sets by hub ID with `datasets` and stores them as Parquet next to the token cache.
 
 Owns the download only. Without `datasets` or without a reachable hub the answer is a DataError that says so.
 """

@@ -1,4 +1,4 @@
-"""The images of a row: where they stand in its messages, which files they are, and reading one.
+"""Images of a row: their placeholders in the messages, their files, and opening them.
 
 Owns two forms of rows: parts of a content, as chat templates take them ({"type": "image", "image" | "path" | "url":
 FILE}, OpenAI's `image_url` too), and a column `images` (or `image`) beside texts with `<image>` where each one goes. An

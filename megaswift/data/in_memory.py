@@ -1,4 +1,4 @@
-"""Rows that a Python program already holds, as a file that a run reads: a list of dictionaries or a `datasets.Dataset`.
+"""Writes rows from Python (a list of dictionaries or a `datasets.Dataset`) to a file that a run can read.
 
 Owns the file's name and contents. It lies in the cache folder and is named by a hash of its rows, so that every process
 of a job writes the same file, `config.yaml` names it, and a resumed run finds it again.

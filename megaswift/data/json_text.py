@@ -1,4 +1,4 @@
-"""JSON text to values that can become tokens, or what is wrong with it in one line.
+"""Parses JSON text into values that can be tokenized, or raises a one-line error.
 
 Owns what the json module lets through, or raises in other ways than by `JSONDecodeError`: halves of surrogate pairs,
 numbers of thousands of digits, nesting without end. Which row it was is the caller's to say.

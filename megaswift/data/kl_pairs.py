@@ -1,4 +1,4 @@
-"""KTO's reference point: each prompt with another example's completion.
+"""Batches for KTO's KL term: each prompt with the completion of another sample.
 
     (x_1, y_1), ..., (x_n, y_n)  ->  (x_1, y_n), (x_2, y_1), ..., (x_n, y_{n-1})
 

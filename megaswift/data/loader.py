@@ -1,4 +1,4 @@
-"""Micro-batches for one data-parallel rank, step after step, with a position that can be saved and gone back to.
+"""Micro-batches for one data-parallel rank, with a position that can be saved and restored.
 
 Owns the cut of global batches into ranks and micro-batches, read-ahead, padding statistics and the sources' state. The
 order of rows belongs to `order.py`, tensors to `collate.py`, streaming to `stream.py`.

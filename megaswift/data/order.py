@@ -1,5 +1,4 @@
-"""In which order rows come, without end: a permutation an epoch, and global batches that run on across epoch ends.
-Pure."""
+"""Order of rows over all epochs: a permutation per epoch; global batches may span epoch boundaries. Pure."""
 
 from __future__ import annotations
 

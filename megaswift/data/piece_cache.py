@@ -1,4 +1,4 @@
-"""Tokens of texts, each distinct piece of which is encoded once.
+"""Tokenizes texts by encoding each distinct piece only once.
 
 Owns a table from pieces to tokens. Texts are cut where `split_points.py` has proven that it changes nothing; a piece
 is a word

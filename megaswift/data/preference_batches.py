@@ -1,4 +1,5 @@
-"""Pairs and labelled answers to micro-batches, packed or not, with the fields that losses of preferences read.
+"""Collates preference pairs and labeled completions into micro-batches, packed or not, with the fields that
+preference losses read.
 
 Documents come in the order chosen_0, rejected_0, chosen_1, ... Packed, a micro-batch's own documents lie end to end in
 one row; which units are in a micro-batch does not depend on it. `fields`: `pairs` int64 [p, 2], document numbers, and

@@ -1,4 +1,4 @@
-"""What preferences are made of before tokens: a pair of answers to one prompt, or one answer with a label.
+"""Preference data before tokenization: a pair of completions of one prompt, or one labeled completion.
 
 Owns `PreferenceExample`, where its completions begin, and the checks that every preference format shares. The
 completion is what

@@ -1,4 +1,4 @@
-"""The pairs or labelled answers to train on: documents in groups, cut to length together.
+"""Preference pairs and labeled completions for training: groups of documents that are truncated together.
 
 Owns what truncation means for a unit, and that no unit is left that teaches nothing: without a label, without a prompt,
 or with the same tokens twice. `#rows`, the store behind it and the split for evaluation are those of `documents.py`.

@@ -1,4 +1,4 @@
-"""A vision-language model's processor: from a conversation's text and its images to what the model reads.
+"""Wraps the processor of a vision-language model: from a conversation's text and images to model inputs.
 
 Owns loading it, one call for one conversation, and what each of its outputs is: a value a token, a row or an image.
 transformers does the work; which rows come together belongs to `vision_batches.py`.

@@ -1,4 +1,4 @@
-"""Rows as questions: what is asked, the answer that a row brings along, and whatever else it holds.
+"""Splits a row into prompt, reference answer and other columns.
 
 Owns which columns of a row are the question. Formats are those of training; an answer need not be there.
 """

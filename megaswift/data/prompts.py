@@ -1,5 +1,5 @@
-"""The prompts of reinforcement learning: which ones the next generation answers, the same on every rank, and a position
-to go back to.
+"""Prompts for reinforcement learning: those of the next generation, the same on all ranks, with a position that can
+be restored.
 
 Owns the room that a prompt has, the order of prompts and their state. Tokens and columns come from the stores that
 `encode_prompts.py` fills; what is sampled from a prompt, and how it is judged, belongs to the trainers.

@@ -1,4 +1,4 @@
-"""Reading rows from each kind of file, lazily, each with its line (or row) number.
+"""Reads rows lazily from each file type, each with its line or row number.
 
 Owns the file kinds' grammar only. A row that cannot be read comes out as an error in its place, so that the caller
 decides whether to stop.

@@ -1,4 +1,4 @@
-"""The rest of an epoch whose rows were packed otherwise before a run was resumed. Pure numpy.
+"""Repacks the remaining documents of an epoch when a run is resumed with another packing. Pure numpy.
 
 Packing depends on the layout: with context parallelism each document is padded. When a run goes on with other padding,
 rows are other rows, and a position in the old ones says nothing about the new. So the old rows are packed again, which

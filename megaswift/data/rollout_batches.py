@@ -1,4 +1,5 @@
-"""Prompts with completions of a policy to micro-batches, packed or not, with the fields that losses of policies read.
+"""Collates prompts with sampled completions into micro-batches, packed or not, with the fields that policy losses
+read.
 
 Owns where a completion's numbers stand in a micro-batch: at the positions whose label is one of the policy's own
 tokens. Text of a tool or an environment between them carries no label. `fields["completions"]` int64 [n]: the documents

@@ -1,5 +1,4 @@
-"""What is counted of the rows of a data set, and how each count is worded: for warnings, the first screen, the report
-and `data show`.
+"""Counters of skipped and changed rows, and their wording in warnings, the run summary, the report and `data show`.
 
 Owns names and words. Who counts is `token_store.py` (while reading), `documents.py` and `preferences.py` (cut to
 length), and `stream.py`.

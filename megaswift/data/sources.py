@@ -1,4 +1,4 @@
-"""Where rows come from: dataset specifications, local files, and rows with their place in the file.
+"""Data set specifications, local files, and rows with their positions in files.
 
 Owns `path#500`, `path:subset`, folders, the file kinds (JSONL, JSON, CSV, Parquet, text) and cutting files into parts
 that worker processes read on their own. Ids on a hub belong to `hub.py`; what the columns mean belongs to `formats/`.

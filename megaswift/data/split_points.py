@@ -1,4 +1,4 @@
-"""Where a text can be cut so that the tokenizer gives the parts the same tokens as the whole.
+"""Positions at which a text can be split without changing its tokens.
 
 Owns the proof, which is about the tokenizer's own rules and never about sample texts. `split_points_of` returns None
 for a tokenizer that is not proven; `encode.py` then encodes whole texts. Encoding the parts belongs to `pieces.py`.

@@ -1,4 +1,4 @@
-"""Rows read as they are needed, for data that do not fit a cache.
+"""Streaming: rows are read on demand, for data that does not fit into the cache.
 
 Owns blocks and the position in them; where reading stands is `stream_cursor.py`, what rows become is `stream_rows.py`
 and `stream_preferences.py`. The files are read in order, again and again; BLOCK rows at a time become items, which are

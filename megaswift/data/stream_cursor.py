@@ -1,4 +1,4 @@
-"""Where a stream stands in its files, how reading goes on from there, and how much of a pass that is."""
+"""Position of a stream in its files, how reading continues from it, and its progress."""
 
 from __future__ import annotations
 

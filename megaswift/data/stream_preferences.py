@@ -1,4 +1,4 @@
-"""Pairs and labelled answers in a stream.
+"""Preference pairs and labeled completions in a stream.
 
 Whether one is of use is known when its answers are tokens. What is of no use has no place in a block: batches are those
 of stored data.

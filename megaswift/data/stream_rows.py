@@ -1,4 +1,4 @@
-"""Rows of SFT and pt in a stream: rendered, tokenised, packed.
+"""Rows of sft and pt in a stream: rendered, tokenized, packed.
 
 A row that is too long or (with `--strict false`) malformed keeps its place in the batch, without weight.
 """

@@ -1,5 +1,4 @@
-"""`--chat_template` and `--system`: a file's text, or the text itself. One reader for all, light enough for the first
-checks."""
+"""Reads `--chat_template` and `--system`: text, or a file that contains it."""
 
 from __future__ import annotations
 

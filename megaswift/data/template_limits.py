@@ -1,4 +1,4 @@
-"""Limits on the work and the output of a chat template, which comes with a model from anywhere.
+"""Limits on computation and output of chat templates, which are untrusted input.
 
 jinja2's sandbox limits `range` alone: `'x' * 10**9`, nested loops and texts that double have no end there. Owns the
 environment that counts, which takes the place of the sandbox in transformers (`install_template_limits`), so that

@@ -1,4 +1,4 @@
-"""What of a conversation a chat template writes: tools, tool calls, messages of each role.
+"""Probes which parts of a conversation a chat template renders: tools, tool calls, messages of each role.
 
 Owns the probes, each rendered once a template, and what is counted or refused of a row whose parts it leaves out. A
 template that raises for a probe is taken to write the part: the row itself then shows it.

@@ -1,4 +1,4 @@
-"""Tokens on disk, memory-mapped: one folder a data set.
+"""Token store: memory-mapped tokens on disk, one folder per data set.
 
     tokens.bin int32 [all tokens]   mask.bin uint8 [all tokens]   rows.npy int64 [rows + 1] offsets
     labels.npy int64 [rows]: tokens with a label   lines.npy int64 [rows]: place in the file

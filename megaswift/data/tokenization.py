@@ -1,5 +1,4 @@
-"""From `--dataset` to token stores: each sample is tokenised once per job, in parallel, and kept on disk by content
-hash.
+"""Tokenizes `--dataset` into token stores, once per job, in parallel, cached by content hash.
 
 Owns the cache key (file contents, tokenizer, template, options, our code) and running the workers. What the key leaves
 out on purpose: max_length, truncation, packing and order, which are views over the store (`documents.py`, `packing.py`,

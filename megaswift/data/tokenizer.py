@@ -1,5 +1,4 @@
-"""A model folder's tokenizer, or one message that says why it cannot be read. transformers is imported when one is
-asked for."""
+"""Loads the tokenizer of a model folder, or raises one error with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro-batches of a vision-language model: rows as any others, and what its towers read of their images.
+"""Micro-batches of vision-language models: text as for other models, plus the inputs of the vision encoder.
 
 Owns `Batch.extra`. Every micro-batch has an image: where no row brings one, a blank one stands behind the first row's
 end, where causal attention does not look back from. So all parameters of the towers take part on every rank, with

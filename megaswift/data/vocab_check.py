@@ -1,5 +1,4 @@
-"""Tokens that the tokenizer has and the model's embedding has no row for, as when tokens were added to the tokenizer
-alone.
+"""Checks for token IDs beyond the model's embedding, for example after adding tokens only to the tokenizer.
 
 Owns finding them. Nobody else would in every layout: tensor-parallel ranks take such a token for a vector of zeros, and
 as a label for one that lies on another rank.

@@ -143,5 +143,7 @@ def test_what_differs_in_the_data_is_named(tmp_path: Path) -> None:
     cfg = config(tmp_path, str(tmp_path / "d.jsonl"), packing=True, max_length=512)
     cfg = cfg.replace(dataset=(str(tmp_path / "d.jsonl"), str(tmp_path / "e.jsonl")))
     two = build_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), CP1)[0]
-    with pytest.raises(DataError, match=r"the data sets were .*d.jsonl in the checkpoint, now .*d.jsonl, .*e.jsonl"):
+    with pytest.raises(
+        DataError, match=r"the data sets were .*d.jsonl in the checkpoint, but are .*d.jsonl, .*e.jsonl now"
+    ):
         two.load_state_dict(state)
