@@ -92,7 +92,7 @@ def launch_problems(cfg: SwiftConfig) -> list[Problem]:
         return [
             Problem(
                 f"--launcher {cfg.launch.launcher}",
-                "the Python API starts no processes",
+                "the Python API does not start processes",
                 "the command line: megaswift sft",
             )
         ]
@@ -105,7 +105,7 @@ def launch_problems(cfg: SwiftConfig) -> list[Problem]:
     return [
         Problem(
             " ".join(given),
-            "the Python API starts no processes",
+            "the Python API does not start processes",
             f"torchrun {' '.join(given)} SCRIPT.py, or the command line",
         )
     ]

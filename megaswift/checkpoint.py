@@ -23,10 +23,10 @@ from megaswift.trainers.run_lock import RunLock
 
 HEAD = ("step", "saved", "size", "files", "SHA-256", "engine", "trains", "layout", "")
 USAGE = """\
-megaswift checkpoint ls OUT [--verify]        the saved steps of a run
-megaswift checkpoint verify PATH [PATH ...]   compare files with their SHA-256; exit code 2 where one differs
-megaswift checkpoint rm STEP [STEP ...]       delete steps; never the last intact one without --force,
-                                              and none while a run writes to the folder
+megaswift checkpoint ls OUT [--verify]        list the checkpoints of a run
+megaswift checkpoint verify PATH [PATH ...]   check files against their SHA-256; exit code 2 on a mismatch
+megaswift checkpoint rm STEP [STEP ...]       delete checkpoints; --force also deletes the last intact one;
+                                              refused while a run is writing to the folder
 """
 
 
@@ -45,15 +45,15 @@ def _parser(name: str, text: str) -> Parser:
 
 
 def _list(argv: list[str]) -> int:
-    parser = _parser("ls", "The saved steps of a run, in the order they were saved.")
-    parser.add_argument("path", metavar="OUT", type=Path, help="a run's output directory, or its checkpoints")
-    parser.add_argument("--verify", action="store_true", help="compare every file with its SHA-256: reads all of them")
+    parser = _parser("ls", "Lists the checkpoints of a run in the order they were saved.")
+    parser.add_argument("path", metavar="OUT", type=Path, help="output directory of a run, or its checkpoints folder")
+    parser.add_argument("--verify", action="store_true", help="check every file against its SHA-256 (reads all files)")
     given = parser.parse_args(argv)
     store = _store(given.path)
     rows = [_row(store, saved.path, given.verify) for saved in store.complete()]
     rows += [(p.name.removeprefix("step-"), "", "", _why_not(p), "", "", "", "", "") for p in store.incomplete()]
     if not rows:
-        print(f"{store.root}: no steps")
+        print(f"{store.root}: no checkpoints")
         return 0
     table = [HEAD, *rows]
     widths = [max(len(row[i]) for row in table) for i in range(len(HEAD))]
@@ -63,7 +63,7 @@ def _list(argv: list[str]) -> int:
 
 
 def _why_not(path: Path) -> str:
-    return f"unusable: {step_manifest.MARKER} damaged or missing" if STEP.fullmatch(path.name) else "not complete"
+    return f"unusable: {step_manifest.MARKER} is damaged or missing" if STEP.fullmatch(path.name) else "incomplete"
 
 
 def _row(store: CheckpointStore, step: Path, verify: bool) -> tuple[str, ...]:
@@ -91,10 +91,10 @@ def _row(store: CheckpointStore, step: Path, verify: bool) -> tuple[str, ...]:
 
 def _engine_facts(step: Path) -> dict[str, Any]:
     try:
-        found = json.loads((step / ENGINE / FACTS).read_text(encoding="utf-8"))
+        facts = json.loads((step / ENGINE / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def _layout(manifest: dict[str, Any]) -> str:
@@ -105,29 +105,31 @@ def _layout(manifest: dict[str, Any]) -> str:
 
 
 def _verify(argv: list[str]) -> int:
-    parser = _parser("verify", "Compares every file of steps with the SHA-256 in their manifests.")
-    parser.add_argument("paths", metavar="PATH", type=Path, nargs="+", help="step-N, or a run's output directory")
+    parser = _parser("verify", "Checks every file of the checkpoints against the SHA-256 in their manifests.")
+    parser.add_argument(
+        "paths", metavar="PATH", type=Path, nargs="+", help="a step-N folder, or the output directory of a run"
+    )
     given = parser.parse_args(argv)
     problems: list[Problem] = []
     for step in [step for path in given.paths for step in _steps(path)]:
-        found = step_manifest.damaged_files(step)
-        problems += found
-        print(f"{step}: {'damaged' if found else 'intact'}", flush=True)
+        damaged = step_manifest.damaged_files(step)
+        problems += damaged
+        print(f"{step}: {'damaged' if damaged else 'intact'}", flush=True)
     if problems:
         raise CheckpointError(problems)
     return 0
 
 
 def _remove(argv: list[str]) -> int:
-    parser = _parser("rm", "Deletes steps. The pointer latest.json moves to the newest one that is left.")
+    parser = _parser("rm", "Deletes checkpoints and points latest.json to the newest remaining one.")
     parser.add_argument("steps", metavar="STEP", type=Path, nargs="+", help="OUT/checkpoints/step-N")
-    parser.add_argument("--force", action="store_true", help="also where no intact step would be left")
+    parser.add_argument("--force", action="store_true", help="delete even if no intact checkpoint remains")
     given = parser.parse_args(argv)
     by_store: dict[Path, list[Path]] = {}
     for path in given.steps:
         step = path.absolute()
         if not step.is_dir() or not STEP.fullmatch(step.name):
-            rule = "is not the folder of a step" if path.exists() else "does not exist"
+            rule = "is not a checkpoint folder" if path.exists() else "does not exist"
             fix = "OUT/checkpoints/step-N; megaswift checkpoint ls OUT" if path.exists() else path_hint(step)
             raise CheckpointError(Problem(str(path), rule, fix))
         by_store.setdefault(step.parent, []).append(step)
@@ -140,7 +142,7 @@ def _remove(argv: list[str]) -> int:
     locks = [lock for root in by_store if (lock := RunLock(root.parent)).path.is_file()]
     try:
         for lock in locks:
-            lock.take(fix="wait until it ends, or end it")
+            lock.take(fix="wait until the run ends, or stop it")
         for root, gone in by_store.items():
             for step in CheckpointStore(root).remove(gone):
                 print(f"removed {step}")
@@ -158,12 +160,14 @@ def _leaves_none(store: CheckpointStore, gone: Sequence[Path]) -> Problem | None
     if all(step_manifest.damaged_files(step) for step in gone):
         return None
     names = ", ".join(step.name for step in gone)
-    return Problem(str(store.root), f"no intact step is left without {names}", "keep one, or add --force")
+    return Problem(
+        str(store.root), f"no intact checkpoint would remain without {names}", "keep one of them, or add --force"
+    )
 
 
 def _store(path: Path) -> CheckpointStore:
     if not path.is_dir():
-        raise CheckpointError(Problem(str(path), "is not a folder", "a run's output directory"))
+        raise CheckpointError(Problem(str(path), "is not a folder", "the output directory of a run"))
     inner = path / "checkpoints"
     return CheckpointStore((inner if inner.is_dir() else path).absolute())
 
@@ -173,10 +177,12 @@ def _steps(path: Path) -> list[Path]:
     if STEP.fullmatch(path.name) or (path / step_manifest.MARKER).is_file():
         return [path]
     store = _store(path)
-    found = sorted([*(s.path for s in store.complete()), *step_manifest.damaged_steps(store.root)])
-    if not found:
-        raise CheckpointError(Problem(str(path), "has no steps", "a run's output directory, or OUT/checkpoints/step-N"))
-    return found
+    steps = sorted([*(s.path for s in store.complete()), *step_manifest.damaged_steps(store.root)])
+    if not steps:
+        raise CheckpointError(
+            Problem(str(path), "has no checkpoints", "a run's output directory, or OUT/checkpoints/step-N")
+        )
+    return steps
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {"ls": _list, "verify": _verify, "rm": _remove}

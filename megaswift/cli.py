@@ -49,10 +49,7 @@ def _data(argv: list[str]) -> int:
         return show(argv[1:], reader_for)
     if argv and argv[0] not in HELP:
         raise no_command("megaswift data", argv[0], ("show",))
-    print(
-        "megaswift data show DATASET --model DIR     samples as tokens with their loss mask; lengths and packing "
-        "(show --help)"
-    )
+    print("megaswift data show DATASET --model DIR     inspect tokens, loss mask, lengths and packing (show --help)")
     return 0 if argv else 2
 
 
@@ -95,22 +92,22 @@ def _doctor(argv: list[str]) -> int:
 
 
 CONFIG_USAGE = """\
-megaswift config FILE [--name value ...]     check a configuration and print it with every default
-megaswift config --task pt --lr 1e-4 ...     the same without a file (task: sft unless said)
-megaswift config --schema                    JSON schema of the configuration file, for editors
+megaswift config FILE [--name value ...]     check a configuration and print it with all defaults
+megaswift config --task pt --lr 1e-4 ...     the same without a file (default task: sft)
+megaswift config --schema                    JSON schema of configuration files, for editors
 """
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     **{task: (text, _train(task)) for task, text in TASKS.items()},
-    "rlhf": ("one of these by --rlhf_type", _train("rlhf")),
-    "config": ("check and print a configuration; --schema for editors", _config),
-    "data": ("data show: samples as tokens with their loss mask, lengths, packing", _data),
-    "convert": ("weights: Hugging Face to Megatron and back, verify, merge adapters", _convert),
-    "checkpoint": ("saved steps of a run: ls, verify, rm", _checkpoint),
-    "infer": ("answers: a conversation in the terminal, or a file of prompts", _infer),
-    "deploy": ("a server for OpenAI's API over a model", _deploy),
-    "export": ("a model's folder with adapters merged in, or quantised", _export),
-    "doctor": ("versions and devices of this machine", _doctor),
+    "rlhf": ("the task given by --rlhf_type", _train("rlhf")),
+    "config": ("check and print a configuration; print the JSON schema", _config),
+    "data": ("data show: inspect tokens, loss mask, lengths and packing", _data),
+    "convert": ("convert, verify and merge weights (Hugging Face, Megatron)", _convert),
+    "checkpoint": ("list, verify and remove the checkpoints of a run", _checkpoint),
+    "infer": ("generate: interactive chat, or batch inference on a prompt file", _infer),
+    "deploy": ("serve a model over an OpenAI-compatible API", _deploy),
+    "export": ("write a model folder with adapters merged, or quantized", _export),
+    "doctor": ("print package versions and devices", _doctor),
 }
 
 
@@ -118,7 +115,7 @@ def usage() -> str:
     """The page of `megaswift --help`."""
     commands = "\n".join(f"  {name:<11}{text}" for name, (text, _) in COMMANDS.items())
     return f"""\
-megaswift {__version__}: Hugging Face models trained by Megatron-Core on any layout
+megaswift {__version__}: train Hugging Face models with Megatron-Core
 
 usage: megaswift COMMAND ...     (megaswift COMMAND --help)
 

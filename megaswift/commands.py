@@ -23,9 +23,9 @@ ELSEWHERE = {
     "rollout": "vllm serve, then megaswift grpo --rollout_backend vllm_server (docs/samplers.md)",
     "merge-lora": "megaswift export --merge_lora true",
     "merge_lora": "megaswift export --merge_lora true",
-    "eval": "megaswift infer --result_path FILE for answers; the loss: --val_dataset FILE in training",
-    "web-ui": "megaswift --help lists the commands; there is no web interface",
-    "app": "megaswift deploy, and a chat interface for OpenAI's API",
+    "eval": "megaswift infer --result_path FILE to generate; --val_dataset FILE in training for the loss",
+    "web-ui": "megaswift --help for the commands; there is no web interface",
+    "app": "megaswift deploy, with a chat client for OpenAI's API",
     "list": "megaswift checkpoint ls OUT",
 }
 """Commands of other toolkits, and what takes their place."""
@@ -37,7 +37,7 @@ def no_command(program: str, word: str, commands: Iterable[str]) -> UserError:
     return UserError(
         Problem(
             f"{program} {word}",
-            f"is no command; commands are {', '.join(known)}",
+            f"is not a command; commands are {', '.join(known)}",
             (ELSEWHERE.get(word.lower(), "") if program == "megaswift" else "")
             or nearest_name(word, known)
             or f"{program} --help",

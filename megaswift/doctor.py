@@ -31,9 +31,9 @@ PACKAGES = (
 def main(argv: list[str]) -> int:
     """Prints the report; takes no options."""
     if argv and argv[0] not in HELP:
-        raise UserError(Problem(f"megaswift doctor {argv[0]}", "doctor takes no options", "megaswift doctor"))
+        raise UserError(Problem(f"megaswift doctor {argv[0]}", "takes no options", "megaswift doctor"))
     if argv:
-        print("megaswift doctor     versions and devices of this machine; no options")
+        print("megaswift doctor     print package versions and devices; takes no options")
         return 0
     print("\n".join(doctor_report()))
     return 0

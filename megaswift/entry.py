@@ -70,7 +70,7 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
     worker = is_worker(os.environ)
     if task == RLHF and cfg.task not in ALIGNMENT:
         raise ConfigError(
-            Problem("--rlhf_type", "is missing: it says which objective", f"--rlhf_type {' | '.join(ALIGNMENT)}")
+            Problem("--rlhf_type", "is missing: it selects the task", f"--rlhf_type {' | '.join(ALIGNMENT)}")
         )
     cfg = resumed_config(cfg, attempt(os.environ))
     world = process_count(cfg)
@@ -124,14 +124,14 @@ def resumed_config(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
 
 def other_processes(cfg: SwiftConfig) -> list[Problem]:
     """Options that say otherwise than the launcher that started this worker."""
-    found = other_launcher(cfg.launch.launcher, os.environ)
+    problems = other_launcher(cfg.launch.launcher, os.environ)
     for name in COUNTS:
         wanted, real = cfg.value(name), started(name, os.environ)
         if wanted is not None and real is not None and wanted != real:
             fix = (
                 RAY_FIX
                 if cfg.launch.launcher == "ray"
-                else "leave it out here, and say it to torchrun, accelerate or deepspeed"
+                else "leave it out here, and set it in torchrun, accelerate or deepspeed"
             )
-            found.append(Problem(f"--{name} {wanted}", f"the launcher was started with {real}", fix))
-    return found
+            problems.append(Problem(f"--{name} {wanted}", f"does not match the launcher, which started {real}", fix))
+    return problems

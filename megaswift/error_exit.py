@@ -28,17 +28,17 @@ FORGET_SECONDS = 60.0
 def print_error_once(error: UserError, environ: Mapping[str, str], patience: float = PATIENCE_SECONDS) -> int:
     """Tells the user unless another rank has, and returns the exit code."""
     rank = environ.get("RANK", "0")
-    said = _marker(environ)
-    if rank == "0" or said is None:
-        if said is not None:
-            _claim(said)
+    marker = _marker(environ)
+    if rank == "0" or marker is None:
+        if marker is not None:
+            _claim(marker)
         _say(error.message())
         record_for_torchrun(error, environ)
         return error.exit_code
     end = time.monotonic() + patience
-    while time.monotonic() < end and not _fresh(said):
+    while time.monotonic() < end and not _fresh(marker):
         time.sleep(0.05)
-    if _claim(said):
+    if _claim(marker):
         _say(f"[rank {rank}] {error.message()}")
         record_for_torchrun(error, environ)
     else:
@@ -49,9 +49,9 @@ def print_error_once(error: UserError, environ: Mapping[str, str], patience: flo
 def record_for_torchrun(error: UserError, environ: Mapping[str, str]) -> None:
     """Writes the message to torchrun's error file, so that torchrun's summary ends with it."""
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):
-        told = {"message": error.message(), "extraInfo": {"timestamp": int(time.time())}}
+        message = {"message": error.message(), "extraInfo": {"timestamp": int(time.time())}}
         with contextlib.suppress(OSError):  # the message has been printed, or will be
-            Path(path).write_text(json.dumps({"message": told}), encoding="utf-8")
+            Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def exit_worker(code: int, environ: Mapping[str, str]) -> NoReturn:

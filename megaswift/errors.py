@@ -119,7 +119,7 @@ def storage_error(error: OSError, path: Path | None = None) -> StorageError | No
     what = str(named) if named is not None else "writing the output"
     if error.errno in NO_PATH:
         what = what if len(what) <= LONGEST_SHOWN else f"{what[:LONGEST_SHOWN]}... ({len(what):,} characters)"
-        fix = "a path that the file system can have"
+        fix = "a path that is valid on this file system"
     elif error.errno in FULL:
         fix = ROOM
     elif named is not None and not os.path.exists(named):

@@ -47,7 +47,9 @@ class Registry(Generic[T]):
             known = ", ".join(sorted(self._items))
             raise ConfigError(
                 Problem(
-                    f"{self.kind} {name!r}", f"is not known; known are {known}", nearest_name(name, list(self._items))
+                    f"{self.kind} {name!r}",
+                    f"is unknown; known names are {known}",
+                    nearest_name(name, list(self._items)),
                 )
             )
         return self._items[name]

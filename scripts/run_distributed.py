@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if mine.algorithm
             else ("--algorithm", "")
         )
-        rule = f"is {'not a task' if mine.algorithm else 'missing'}; tasks are {', '.join(TASKS)}"
+        rule = f"is {'not a supported task' if mine.algorithm else 'missing'}; tasks are {', '.join(TASKS)}"
         problems.append(Problem(given, rule, fix or "--algorithm sft"))
     if not mine.config:
         problems.append(Problem("--config", "is missing", "--config run.yaml"))

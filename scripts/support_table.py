@@ -61,7 +61,7 @@ def table(full: bool) -> list[str]:
         "`model_type`",
         "what it is",
         "layers",
-        *(["held against Hugging Face on", "published models read"] if full else []),
+        *(["compared with Hugging Face on", "published models read"] if full else []),
     ]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name in FAMILIES.names():
@@ -75,7 +75,7 @@ def refusals() -> list[str]:
     """What each family's configuration must not ask for, with the reason."""
     lines = [
         "",
-        "Refused, each with its reason:",
+        "Rejected configurations:",
         "",
         "| family | field of config.json | must be | because |",
         "|---|---|---|---|",

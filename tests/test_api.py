@@ -34,7 +34,7 @@ def test_launch_options_that_are_not_followed_are_refused(monkeypatch: pytest.Mo
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     trainer = Trainer("NO_SUCH_DIR", SwiftConfig(nproc_per_node=2))
-    with pytest.raises(ConfigError, match="--nproc_per_node 2: the Python API starts no processes"):
+    with pytest.raises(ConfigError, match="--nproc_per_node 2: the Python API does not start processes"):
         trainer.train("d.jsonl")
     assert launch_problems(SwiftConfig()) == launch_problems(SwiftConfig(nproc_per_node=1)) == []
     monkeypatch.setenv("RANK", "0")

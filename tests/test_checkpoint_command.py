@@ -57,7 +57,7 @@ def test_ls(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and lines[0].split()[:3] == ["step", "saved", "size"] and len(lines) == 5
     assert lines[1].startswith("4 ") and "not compared" in lines[1] and "fsdp2" in lines[1] and "sft lora" in lines[1]
     assert lines[2].startswith("6 ") and lines[2].endswith("latest") and "TP2" in lines[2].upper().replace(" ", "")
-    assert "2 " in lines[3] and "manifest.json damaged" in lines[3] and "not complete" in lines[4]
+    assert "2 " in lines[3] and "manifest.json is damaged" in lines[3] and "incomplete" in lines[4]
     _, text, _ = ran(capsys, "ls", out / "checkpoints", "--verify")
     assert "1 of 2 differ" in text.splitlines()[1] and "intact" in text.splitlines()[2]
 
@@ -83,7 +83,7 @@ def test_rm_keeps_the_last_intact_step(out: Path, capsys: pytest.CaptureFixture[
     for number in (2, 4):
         flip(step(out, number) / "engine" / "weights.bin")
     code, _, error = ran(capsys, "rm", step(out, 6))
-    assert code == 2 and "no intact step is left without step-6" in error and step(out, 6).is_dir()
+    assert code == 2 and "no intact checkpoint would remain without step-6" in error and step(out, 6).is_dir()
     assert ran(capsys, "rm", step(out, 2), step(out, 4))[0] == 0 and pointer(out) == "step-6"
     assert ran(capsys, "rm", step(out, 6))[0] == 2
     assert ran(capsys, "rm", step(out, 6), "--force")[0] == 0
@@ -97,7 +97,7 @@ def test_rm_keeps_the_last_intact_step(out: Path, capsys: pytest.CaptureFixture[
 def test_rm_takes_steps_only(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (out, out / "checkpoints", step(out, 6) / "engine", out / "step-9"):
         code, _, error = ran(capsys, "rm", path)
-        assert code == 2 and ("is not the folder of a step" in error or "does not exist" in error)
+        assert code == 2 and ("is not a checkpoint folder" in error or "does not exist" in error)
     assert "look in" in ran(capsys, "rm", out / "checkpoints" / "none-of-them")[2]
     assert "did you mean engine?" in ran(capsys, "rm", step(out, 6) / "engin")[2]
     assert ran(capsys, "rm")[0] == 2 and ran(capsys, "prune", out)[0] == 2

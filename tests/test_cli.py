@@ -322,7 +322,7 @@ def test_torchrun_and_its_flags_must_agree() -> None:
         WORLD_SIZE="1",
         LOCAL_WORLD_SIZE="1",
     )
-    assert code == 2 and "--nproc_per_node 4: the launcher was started with 1" in err
+    assert code == 2 and "--nproc_per_node 4: does not match the launcher, which started 1" in err
 
 
 SPEAK = """

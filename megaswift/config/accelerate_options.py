@@ -1,6 +1,5 @@
-"""What `accelerate launch` was told (flags, or `--config_file FILE`) as options of the run: its settings are for
-accelerate's own `Accelerator`, which no run here makes. Each is taken, or told to have no effect, or refused. Names and
-meanings: accelerate 1.15.
+"""Translates settings of `accelerate launch` (flags, or `--config_file FILE`) into options of the run. Each setting
+is applied, reported as without effect, or rejected. Names and meanings: accelerate 1.15.
 
 A run's own options go over these.
 """
@@ -37,7 +36,7 @@ _WITHOUT_EFFECT = {
         "--gradient_accumulation_steps",
     ),
     "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", ("auto", "none"), "--max_grad_norm"),
-    "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "the run's own options"),
+    "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "the options of the run"),
     "FSDP_MIN_NUM_PARAMS": (
         "fsdp_min_num_params",
         ("0", "100000000"),
@@ -51,13 +50,13 @@ _WITHOUT_EFFECT = {
 
 def from_accelerate(environ: Mapping[str, str]) -> ConfigSource:
     """The options that accelerate's settings amount to, and which of them cannot be followed."""
-    found = [*_precision(environ)]
+    givens = [*_precision(environ)]
     problems = [*_refused(environ)]
     if _on(environ, ZERO) and not problems:
-        found.append(Given("deepspeed", _zero(environ), "accelerate's deepspeed_config"))
+        givens.append(Given("deepspeed", _zero(environ), "accelerate's deepspeed_config"))
     if _on(environ, FSDP) and not problems:
-        found += _fsdp(environ)
-    return ConfigSource(tuple(found), tuple(problems))
+        givens += _fsdp(environ)
+    return ConfigSource(tuple(givens), tuple(problems))
 
 
 def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> Iterator[str]:
@@ -69,31 +68,31 @@ def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> 
         yield f"from accelerate's settings: {' '.join(f'--{g.name} {show(g.value)}' for g in taken)}"
     for g in givens:
         if g not in taken:
-            yield f"{g.label} has no effect; the run's own --{g.name} {show(c.value(g.name))} counts"
+            yield f"{g.label} has no effect; it is overridden by --{g.name} {show(c.value(g.name))} of the run"
     for variable, (name, silent, instead) in _WITHOUT_EFFECT.items():
         value = environ.get(variable, "").lower()
         idle = variable.startswith("FSDP_") and not _on(environ, FSDP)
         if value and value not in silent and not idle:
-            yield f"accelerate's {name} {value} has no effect; what counts is {instead}"
+            yield f"accelerate's {name} {value} has no effect; it is determined by {instead}"
     if _on(environ, FSDP) and environ.get("FSDP_VERSION", "1") == "1":
-        yield "FSDP of version 1 runs as FSDP2"
+        yield "FSDP version 1 is replaced by FSDP2"
     if alone and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= environ.keys():
         yield (
-            "accelerate started one process, as it does with --cpu whatever --num_processes says; for several: "
+            "accelerate started one process (with --cpu it ignores --num_processes); for several:  "
             "accelerate launch --multi_gpu (on a CPU too), or torchrun"
         )
 
 
 def not_read(environ: Mapping[str, str]) -> list[Problem]:
     """For the Python API, whose configuration is made by the user's own code: engines asked of accelerate."""
-    asked = {ZERO: ("deepspeed", "zero2"), FSDP: ("fsdp", "fsdp2"), MEGATRON: ("megatron_lm", "megatron")}
+    settings = {ZERO: ("deepspeed", "zero2"), FSDP: ("fsdp", "fsdp2"), MEGATRON: ("megatron_lm", "megatron")}
     return [
         Problem(
             f"accelerate launch --use_{name}",
             "the Python API does not read accelerate's settings",
             f"accelerate launch --multi_gpu ..., and SwiftConfig(engine='{engine}')",
         )
-        for variable, (name, engine) in asked.items()
+        for variable, (name, engine) in settings.items()
         if _on(environ, variable)
     ]
 
@@ -146,7 +145,7 @@ def _sharding(environ: Mapping[str, str]) -> str:
 
 
 def _refused(environ: Mapping[str, str]) -> Iterator[Problem]:
-    only = "accelerate only starts the processes, and these settings are not read"
+    only = "is not supported: only the launcher of accelerate is used"
     if _on(environ, MEGATRON):
         yield Problem(
             "accelerate launch --use_megatron_lm",
@@ -171,11 +170,11 @@ def _refused_zero(environ: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem(
             "accelerate's deepspeed_config",
             f"stage {stage} with the optimizer on {optimizer} and the weights on {weights} "
-            f"is not served; these are: {', '.join(sorted(_KINDS.values()))}",
+            f"is not supported; supported are: {', '.join(sorted(_KINDS.values()))}",
             "a DeepSpeed file, as deepspeed_config_file",
         )
     if environ.get(f"{_ZERO}MOE_LAYER_CLS_NAMES"):
-        yield Problem("accelerate's deepspeed_moe_layer_cls_names", "is not served", "leave it out")
+        yield Problem("accelerate's deepspeed_moe_layer_cls_names", "is not supported", "leave it out")
 
 
 def _refused_fsdp(environ: Mapping[str, str]) -> Iterator[Problem]:
@@ -183,8 +182,8 @@ def _refused_fsdp(environ: Mapping[str, str]) -> Iterator[Problem]:
     if environ.get("FSDP_VERSION") != "2" and strategy.lower() in ("3", "5", "no_shard", "hybrid_shard_zero2"):
         yield Problem(
             f"accelerate's fsdp_sharding_strategy {strategy}",
-            "is not served",
+            "is not supported",
             "FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD; --engine ddp for no sharding",
         )
     if environ.get("FSDP_IGNORED_MODULES", "None") != "None":
-        yield Problem("accelerate's fsdp_ignored_modules", "is not served", "leave it out")
+        yield Problem("accelerate's fsdp_ignored_modules", "is not supported", "leave it out")

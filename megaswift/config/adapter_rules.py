@@ -1,4 +1,4 @@
-"""Which options belong to which adapter, and over which weights and on which engine an adapter trains."""
+"""Rules for adapters: which options, quantized weights and engines each adapter supports."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _owner(name: str) -> IgnoredOption:
         name,
         _TYPE,
         lambda c: c.model.train_type not in owners,
-        f"belongs to train_type {' or '.join(owners)} (train_type is {{train_type}})",
+        f"applies only to train_type {' or '.join(owners)} (train_type is {{train_type}})",
         f"--train_type {owners[0]}",
         (None, OPTIONS[name].default),
     )
@@ -73,7 +73,7 @@ def _owner(name: str) -> IgnoredOption:
 
 ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
     *(
-        IgnoredOption(name, _TYPE, _takes(name), "{train_type} has none in PEFT", "--train_type lora")
+        IgnoredOption(name, _TYPE, _takes(name), "PEFT's {train_type} does not have this setting", "--train_type lora")
         for name in (*SHARED, *LORA_ONLY)
     ),
     *(_owner(name) for name in OWNERS),
@@ -81,7 +81,7 @@ ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
         "peft_config",
         _TYPE,
         lambda c: peft_method_of(c) is None,
-        "is for PEFT's other adapters (train_type is {train_type})",
+        "applies only to PEFT adapters other than LoRA (train_type is {train_type})",
         f"--train_type {next(iter(METHODS))}",
         ({},),
     ),
@@ -90,8 +90,8 @@ ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
             name,
             ("adapters", "train_type"),
             lambda c: peft_method_of(c) is not None and c.lora.adapters is not None,
-            "the folder {adapters} says it itself",
-            "new adapters: no --adapters",
+            "the adapter folder {adapters} determines it",
+            "omit --adapters to train new adapters",
             (None, {}, OPTIONS[name].default),
         )
         for name in (*OWNERS, "peft_config")
@@ -101,7 +101,7 @@ ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
             name,
             (*_BITS, *READS),
             lambda c: _native(c),
-            "is bitsandbytes' (the native engine has NF4 of its own)",
+            "applies to bitsandbytes; the native engine has its own NF4 implementation",
             "--engine ddp",
             (OPTIONS[name].default,),
         )
@@ -112,7 +112,7 @@ ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
             name,
             (*_BITS, *READS),
             lambda c: not _native(c) and bits_of(c) != 4,
-            "is for weights in 4 bits",
+            "applies only to 4-bit weights",
             "--quantization_bit 4",
             (OPTIONS[name].default,),
         )
@@ -124,34 +124,31 @@ ADAPTER_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("train_type", *READS),
         lambda c: peft_method_of(c) is not None and _native(c),
-        (
-            "is PEFT's, and needs an engine of torch (the native one has lora, with --use_dora and --use_rslora, and "
-            "qlora)"
-        ),
+        ("needs a torch engine (the native engine supports lora, with --use_dora and --use_rslora, and qlora)"),
         "--engine ddp",
     ),
     ConflictingOptions(
         ("train_type", *READS),
         _wrong_engine,
-        "needs every gradient whole, on every rank, to allocate ranks by",
+        "needs unsharded gradients on every rank for its rank allocation",
         "--engine ddp",
     ),
     ConflictingOptions(
         ("train_type", *READS),
         _split,
-        "cannot be split over ranks: its parameters are shared by all layers",
+        "cannot be sharded: its parameters are shared by all layers",
         "--engine zero2",
     ),
     ConflictingOptions(
         ("target_r", "init_r", "train_type"),
         lambda c: c.model.train_type == "adalora" and c.peft.target_r >= c.peft.init_r,
-        "is not below init_r {init_r}: no rank would be taken away",
+        "is not below init_r {init_r}: no rank would be pruned",
         "--init_r 12 --target_r 8",
     ),
     ConflictingOptions(
         ("boft_block_num", "boft_block_size"),
         lambda c: c.peft.boft_block_num is not None and "boft_block_size" in c.given,
-        "and boft_block_size each follow from the other",
+        "conflicts with boft_block_size: each determines the other",
         ONE_OF,
     ),
     ConflictingOptions(
@@ -163,31 +160,31 @@ ADAPTER_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         _BITS,
         lambda c: c.quantization.quantization_bit is not None and c.model.train_type == "full",
-        "are too few to train a weight: adapters train over it",
+        "needs adapters: quantized weights cannot be trained",
         "--train_type qlora",
     ),
     ConflictingOptions(
         _BITS,
         lambda c: c.quantization.quantization_bit == 8 and c.model.train_type == "qlora",
-        "is LoRA over 8 bits, and train_type qlora over 4",
+        "conflicts with train_type qlora, which is LoRA on 4-bit weights",
         "--train_type lora",
     ),
     ConflictingOptions(
         (*_BITS, *READS),
         lambda c: c.quantization.quantization_bit is not None and c.model.train_type == "lora" and _native(c),
-        "is bitsandbytes', for engines of torch; the native engine has 4 bits of its own",
+        "uses bitsandbytes, which needs a torch engine; the native engine supports 4 bits by train_type qlora",
         "--train_type qlora, or --engine ddp",
     ),
     ConflictingOptions(
         (*_BITS, *READS),
         lambda c: bits_of(c) is not None and not _native(c) and engine_of(c) in SHARDED,
-        "is whole on every rank: bitsandbytes' blocks cannot be split",
-        "--engine ddp, zero2, or megatron, whose qlora splits by --tp",
+        "is not supported with sharded weights: bitsandbytes blocks cannot be split",
+        "--engine ddp, zero2, or megatron, which shards qlora with --tp",
     ),
     ConflictingOptions(
         (*_BITS,),
         lambda c: (m := peft_method_of(c)) is not None and bits_of(c) is not None and bits_of(c) not in m.bits,
-        "is not what PEFT trains {train_type} over",
+        "is not supported by PEFT's {train_type}",
         "--train_type lora",
     ),
 )

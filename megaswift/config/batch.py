@@ -56,6 +56,6 @@ def batch_problems(train: TrainConfig, dp: int | None, labels: Mapping[str, str]
         better = f"--global_batch_size {known}"
         if total % (rows * dp) == 0:
             better += f", or --gradient_accumulation_steps {total // (rows * dp)}"
-        yield Problem(what, f"three numbers disagree: {product}", better)
+        yield Problem(what, f"batch sizes are inconsistent: {product}", better)
     elif total % known:
         yield Problem(what, f"is not a multiple of {product}", f"--global_batch_size {near}")

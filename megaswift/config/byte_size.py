@@ -19,10 +19,10 @@ UNITS = {
 
 def parse_size(text: str) -> int | None:
     """Bytes; None where `text` is no size above 0."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if found is None or found[2].upper() not in UNITS or float(found[1]) <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in UNITS or float(match[1]) <= 0:
         return None
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 def bytes_text(count: float) -> str:

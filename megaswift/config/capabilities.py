@@ -1,4 +1,4 @@
-"""Options that only Transformer Engine can serve, refused with the reason where it is not installed. No torch.
+"""Rejects options that need Transformer Engine if it is not installed. No torch.
 
 Owns what can be told without a device; whether a device can do it (FP8, say), Transformer Engine tells.
 """
@@ -15,14 +15,14 @@ from megaswift.errors import Problem
 
 _FUSED_ADAM = "Megatron-Core's implementation needs Transformer Engine's fused Adam"
 _LAYERS = "needs Transformer Engine's layers"
-_RECOMPUTES = "layernorm and moe_act are parts of Transformer Engine's layers"
-_GATHERS = "the torch layers gather keys and values; other exchanges need Transformer Engine"
+_RECOMPUTES = "recomputing layernorm and moe_act needs Transformer Engine's layers"
+_GATHERS = "cp_comm_type other than all_gather needs Transformer Engine"
 
 NEED_TRANSFORMER_ENGINE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("precision_aware_optimizer", bool, _FUSED_ADAM, "--precision_aware_optimizer false"),
     ("fp8_format", bool, _LAYERS, "--fp8_format none"),
     ("moe_grouped_gemm", bool, _LAYERS, "--moe_grouped_gemm false"),
-    ("transformer_impl", lambda v: v == "transformer_engine", "asks for it", "--transformer_impl auto"),
+    ("transformer_impl", lambda v: v == "transformer_engine", "needs Transformer Engine", "--transformer_impl auto"),
     ("recompute_modules", lambda v: bool({"layernorm", "moe_act"} & set(v)), _RECOMPUTES, "core_attn, mlp or moe"),
     ("cp_comm_type", lambda v: v not in (None, "all_gather"), _GATHERS, "--cp_comm_type all_gather, or leave it out"),
     ("attn_impl", lambda v: v in ("flash", "fused", "unfused"), _LAYERS, "--attn_impl sdpa"),
@@ -48,10 +48,10 @@ def missing_transformer_engine(c: Sections, installed: bool | None = None) -> li
     if there and c.value("transformer_impl") != "torch":
         return []
     lack = (
-        "this run takes the torch layers (--transformer_impl torch)" if there else "transformer_engine is not installed"
+        "this run uses the torch layers (--transformer_impl torch)" if there else "transformer_engine is not installed"
     )
     return [
-        Problem(f"--{name} {show(c.value(name))}", f"{why}, and {lack}", fix)
+        Problem(f"--{name} {show(c.value(name))}", f"{why}, but {lack}", fix)
         for name, wants, why, fix in NEED_TRANSFORMER_ENGINE
         if is_set(c, name) and wants(c.value(name))
     ]

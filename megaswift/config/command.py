@@ -25,8 +25,8 @@ from megaswift.errors import ConfigError, Problem
 from megaswift.redaction import redacted
 
 LEGEND = (
-    "Each option stands with its default and unit; CAPITALS: not set. Dashes and underscores are the same. "
-    "A switch alone means true."
+    "Each option is shown with its default and unit; CAPITALS: not set by default. Dashes and underscores are "
+    "interchangeable. A boolean flag without a value means true."
 )
 
 
@@ -85,7 +85,7 @@ class Command(Generic[Config]):
         line = read_command_line(list(argv), self.table)
         state = ResolveState(problems=list(line.problems))
         state.problems += [
-            Problem(word, f"belongs to no option of megaswift {self.name}", f"megaswift {self.name} --help")
+            Problem(word, f"is an unexpected argument of megaswift {self.name}", f"megaswift {self.name} --help")
             for word in line.files
         ]
         first: dict[str, Given] = {}
@@ -96,11 +96,11 @@ class Command(Generic[Config]):
                 continue
             take_value(state, option, given, first.get(option.name))
             first.setdefault(option.name, given)
-        made = {
+        sections = {
             key: cls(**{n: v for n, v in state.values.items() if self.table.options[n].section == key})
             for key, cls in self.sections.items()
         }
-        parsed = Parsed(made, {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None})
+        parsed = Parsed(sections, {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None})
         checked = [p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong]
         problems = state.problems + as_typed(checked, parsed.typed, self.table.names)
         if problems:
@@ -108,9 +108,9 @@ class Command(Generic[Config]):
         return parsed
 
     def _unknown(self, given: Given) -> Problem:
-        found = unknown_option(given, self.table.names, self.name)
+        problem = unknown_option(given, self.table.names, self.name)
         off = str(given.value).strip().lower() in FALSE
-        return replace(found, fix=self.hints[given.name]) if given.name in self.hints and not off else found
+        return replace(problem, fix=self.hints[given.name]) if given.name in self.hints and not off else problem
 
     def help(self, width: int | None = None) -> str:
         """The help page, `width` columns wide (None: as wide as the terminal, at most 120)."""

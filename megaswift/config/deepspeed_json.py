@@ -1,5 +1,4 @@
-"""A user's DeepSpeed JSON made one with the run: "auto" filled in, what contradicts the run told. Pure, no torch, no
-DeepSpeed.
+"""Merges a user's DeepSpeed JSON with the run: fills in "auto" and reports conflicts. Pure, no torch, no DeepSpeed.
 
 Owns the presets of the six kinds (`configs/deepspeed/*.json` are these, written out), the meaning of "auto", and the
 list of what the torch engine serves. Batch sizes, clipping, learning rate and optimizer are the run's own, so the file
@@ -207,13 +206,15 @@ def fill_auto(given: Mapping[str, Any], facts: RunFacts, label: str) -> FilledCo
             zero.pop(name) if size is None else zero.update({name: size})
     for path in _autos(config):
         problems.append(
-            Problem(f'{label}: "{path}": "auto"', "the run has no value for it", "a value, or leave it out")
+            Problem(f'{label}: "{path}": "auto"', "the run does not provide this value", "set a value, or leave it out")
         )
     kind = deepspeed_kind(config)
     if kind is None and not problems:
-        fix = "configs/deepspeed has one each"
+        fix = "see the examples in configs/deepspeed"
         problems.append(
-            Problem(f'{label}: "stage": {zero.get("stage")}', f"with this offload is none of {', '.join(KINDS)}", fix)
+            Problem(
+                f'{label}: "stage": {zero.get("stage")}', f"with this offload is not one of {', '.join(KINDS)}", fix
+            )
         )
     return FilledConfig(kind or "zero0", config, tuple(problems))
 
@@ -235,14 +236,14 @@ def _unserved(config: Mapping[str, Any], zero: Mapping[str, Any], label: str) ->
     for name in config:
         if name not in SERVED:
             fix = INSTEAD.get(name) or nearest_name(name, SERVED) or "leave it out"
-            yield Problem(f'{label}: "{name}"', "would be ignored: the torch engine does not serve it", fix)
+            yield Problem(f'{label}: "{name}"', "would be ignored: torch engines do not support it", fix)
     for name, only in NOT_SERVED.items():
         if name in zero and zero[name] != only:
-            rule = "is not served: it changes numbers, or the layout that checkpoints read"
+            rule = "is not supported: it changes results, or the layout that checkpoints rely on"
             yield Problem(f'{label}: "{name}": {zero[name]}', rule, "leave it out")
     for part in ("optimizer", "param"):
         if (device := (zero.get(f"offload_{part}") or {}).get("device", "none")) not in ("none", "cpu"):
-            yield Problem(f'{label}: "offload_{part}": "device": "{device}"', "is not served", '"cpu"')
+            yield Problem(f'{label}: "offload_{part}": "device": "{device}"', "is not supported", '"cpu"')
 
 
 def _numbers(config: dict[str, Any], facts: RunFacts, label: str) -> Iterator[Problem]:
@@ -257,13 +258,17 @@ def _numbers(config: dict[str, Any], facts: RunFacts, label: str) -> Iterator[Pr
 
 def _agree(section: dict[str, Any], name: str, value: Any, flag: str, label: str) -> Iterator[Problem]:
     """Fills in `name`, or tells that it says something else than the run."""
-    found = section.get(name)
-    if found == "auto":
+    value_in_file = section.get(name)
+    if value_in_file == "auto":
         section.pop(name) if value is None else section.update({name: value})
-    elif found is not None and value is not None and not _same(found, value):
-        shown = found if isinstance(found, list) else [found]
+    elif value_in_file is not None and value is not None and not _same(value_in_file, value):
+        shown = value_in_file if isinstance(value_in_file, list) else [value_in_file]
         typed = " ".join(f"{option} {number}" for option, number in zip(flag.split(), shown, strict=False))
-        yield Problem(f'{label}: "{name}": {found}', f"the run says {value}", f'{typed}, or "auto" in the file')
+        yield Problem(
+            f'{label}: "{name}": {value_in_file}',
+            f"conflicts with the run, which uses {value}",
+            f'{typed}, or "auto" in the file',
+        )
 
 
 def _same(found: Any, value: Any) -> bool:
@@ -275,17 +280,19 @@ def _precision(config: dict[str, Any], facts: RunFacts, label: str) -> Iterator[
     half = facts.dtype == "bfloat16"
     if (config.pop("fp16", None) or {}).get("enabled") is True:
         yield Problem(
-            f'{label}: "fp16"', "float16 is not served: its gradients need a loss scale", '"bf16": {"enabled": "auto"}'
+            f'{label}: "fp16"',
+            "float16 is not supported: it needs gradient loss scaling",
+            '"bf16": {"enabled": "auto"}',
         )
     section = config.setdefault("bf16", {})
-    found = section.setdefault("enabled", "auto")
-    if found == "auto":
+    enabled = section.setdefault("enabled", "auto")
+    if enabled == "auto":
         section["enabled"] = half
-    elif bool(found) != half:
-        other = "bfloat16" if found else "float32"
+    elif bool(enabled) != half:
+        other = "bfloat16" if enabled else "float32"
         yield Problem(
-            f'{label}: "bf16": {{"enabled": {json.dumps(found)}}}',
-            f"the run computes in {facts.dtype}",
+            f'{label}: "bf16": {{"enabled": {json.dumps(enabled)}}}',
+            f"conflicts with the compute dtype {facts.dtype}",
             f'--torch_dtype {other}, or "auto" in the file',
         )
 
@@ -298,7 +305,7 @@ def _optimizer(config: dict[str, Any], facts: RunFacts, label: str) -> Iterator[
         "adam_w_mode", True
     ) is False:
         yield Problem(
-            f'{label}: "optimizer": "{kind}"', "the run's optimizer is AdamW", '"AdamW", or leave the section out'
+            f'{label}: "optimizer": "{kind}"', "the optimizer is always AdamW", '"AdamW", or leave the section out'
         )
     names = {
         "lr": (facts.learning_rate, "--learning_rate"),
@@ -314,13 +321,15 @@ def _optimizer(config: dict[str, Any], facts: RunFacts, label: str) -> Iterator[
         fix = f"--lr_scheduler_type {SCHEDULES[kind]}" if kind in SCHEDULES else "--lr_scheduler_type"
         yield Problem(
             f'{label}: "scheduler": "{kind}"',
-            f"the run's schedule is {facts.schedule}",
+            f"the schedule of the run is {facts.schedule}",
             f"{fix}, or leave the section out",
         )
     for name, value in params.items():
         if value != "auto" and name in SCHEDULER_NUMBERS:
             fix = '"auto", with --warmup_steps, --max_steps and --min_lr'
-            yield Problem(f'{label}: "{name}": {value}', "the schedule is the run's own", fix)
+            yield Problem(
+                f'{label}: "{name}": {value}', "conflicts with the schedule, which is set by options of the run", fix
+            )
 
 
 def _autos(node: Any, path: str = "") -> Iterator[str]:

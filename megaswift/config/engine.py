@@ -1,4 +1,4 @@
-"""Section `engine`: what spreads the model over processes, and the options of what is not the native engine."""
+"""Section `engine`: the distributed backend and the options of the torch engines."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ FSDP_WORDS = ("full_shard", "shard_grad_op", "hybrid_shard", "offload", "auto_wr
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Engine"""
+    """Distributed engine"""
 
     engine: str = option(
         "megatron",
-        "What spreads the model; auto: by layout, size and devices",
+        "Distributed backend; auto: chosen by layout, model size and devices",
         aliases=("distributed_strategy",),
         choices=ENGINES,
         spellings=SPELLINGS,
     )
     deepspeed: str | None = option(
-        None, "The same as engine zero2 and so on, or a DeepSpeed JSON file", metavar="zero2|FILE"
+        None, "Same as --engine zero2 and so on, or a DeepSpeed JSON file", metavar="zero2|FILE"
     )
-    use_fsdp: bool = option(False, "The same as engine fsdp2")
-    fsdp: tuple[str, ...] = option((), "How fsdp2 shards; unset: full_shard", choices=FSDP_WORDS, metavar="WORD...")
-    fsdp_config: str | None = option(None, "transformers' JSON file of FSDP, as options of fsdp2", metavar="FILE")
+    use_fsdp: bool = option(False, "Same as --engine fsdp2")
+    fsdp: tuple[str, ...] = option(
+        (), "FSDP2 sharding strategy and options; unset: full_shard", choices=FSDP_WORDS, metavar="WORD..."
+    )
+    fsdp_config: str | None = option(
+        None, "FSDP JSON file in the format of transformers, applied to fsdp2", metavar="FILE"
+    )
     fsdp_transformer_layer_cls_to_wrap: tuple[str, ...] = option(
-        (), "Classes of modules that fsdp2 shards; unset: the decoder layers", metavar="CLASS..."
+        (), "Module classes that fsdp2 shards as units; unset: the decoder layers", metavar="CLASS..."
     )

@@ -1,5 +1,4 @@
-"""Which engine a configuration asks for, and which options belong to which: those of another one would be ignored, and
-are refused."""
+"""Determines the engine of a configuration, and rejects options that apply only to another engine."""
 
 from __future__ import annotations
 
@@ -144,7 +143,7 @@ ENGINE_IGNORED: tuple[IgnoredOption, ...] = (
             name,
             READS,
             _TORCH,
-            "belongs to the native engine",
+            "applies only to the native engine",
             "--engine megatron",
             (None, False, 0, (), OPTIONS[name].default),
         )
@@ -155,14 +154,14 @@ ENGINE_IGNORED: tuple[IgnoredOption, ...] = (
             name,
             READS,
             lambda c: not capabilities_of(c).vision,
-            "is for vision-language models, which the native engine does not train",
+            "applies only to vision-language models, which the native engine does not support",
             "--engine ddp",
             (None,),
         )
         for name in _PARTS
     ),
     *(
-        IgnoredOption(name, READS, when, "belongs to the engine fsdp2 (engine is {engine})", fix)
+        IgnoredOption(name, READS, when, "applies only to engine fsdp2 (engine is {engine})", fix)
         for when, fix in _FSDP_MISSING
         for name in FSDP_ONLY
     ),
@@ -172,37 +171,37 @@ ENGINE_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("deepspeed", "engine"),
         lambda c: c.engine.deepspeed is not None and engine_of(c) != zero_kind(c.engine.deepspeed),
-        "engine is {engine}",
+        "conflicts with engine {engine}",
         ONE_OF,
     ),
     ConflictingOptions(
         ("use_fsdp", "engine"),
         lambda c: c.engine.use_fsdp and engine_of(c) != "fsdp2",
-        "engine is {engine}",
+        "conflicts with engine {engine}",
         ONE_OF,
     ),
     ConflictingOptions(
         ("fsdp",),
         lambda c: len({"full_shard", "shard_grad_op", "hybrid_shard"} & set(c.engine.fsdp)) > 1,
-        "names more than one way to shard",
+        "has more than one sharding strategy",
         "--fsdp full_shard",
     ),
     ConflictingOptions(
         ("recompute_granularity", *READS),
         lambda c: _TORCH(c) and c.model.recompute_granularity == "selective",
-        "needs the native engine; transformers recomputes whole layers",
+        "needs the native engine; torch engines recompute whole layers",
         "--recompute_granularity full",
     ),
     ConflictingOptions(
         ("torch_dtype", *READS),
         lambda c: _TORCH(c) and c.model.torch_dtype == "float16",
-        "needs a loss scale for its gradients, which the native engine alone has",
+        "needs gradient loss scaling, which only the native engine supports",
         "--torch_dtype bfloat16, or --engine megatron",
     ),
     ConflictingOptions(
         ("freeze_llm", "freeze_vit", "freeze_aligner"),
         lambda c: c.model.freeze_llm and c.model.freeze_vit is not False and c.model.freeze_aligner is not False,
-        "leaves nothing to train: freeze_vit and freeze_aligner are true unless said otherwise",
+        "leaves nothing to train: freeze_vit and freeze_aligner are true by default",
         "--freeze_aligner false",
     ),
 )

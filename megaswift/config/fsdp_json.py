@@ -1,4 +1,5 @@
-"""A user's `--fsdp_config` file (transformers' and accelerate's keys) as options of this run. Pure, no torch.
+"""Translates a user's `--fsdp_config` file (keys of transformers and accelerate) into options of the run. Pure, no
+torch.
 
 Owns which keys say how fsdp2 shards, which describe what is always so here, and which would be ignored: those are
 mistakes, as are keys that contradict an option of the run. FSDP1's spellings mean their like in FSDP2.
@@ -29,22 +30,22 @@ WORDS: Mapping[Any, str] = {
 """What `reshard_after_forward` and FSDP1's `sharding_strategy` (also by accelerate's numbers) may say, as words of
 `--fsdp`."""
 ALWAYS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "cpu_ram_efficient_loading": ((True,), "a model is never whole in a process's memory while it is loaded"),
+    "cpu_ram_efficient_loading": ((True,), "models are always loaded shard by shard"),
     "sync_module_states": ((True, False), ""),
     "use_orig_params": ((True,), "FSDP2 always keeps the original parameters"),
     "limit_all_gathers": ((True,), "FSDP2 always limits them"),
-    "backward_prefetch": (("BACKWARD_PRE",), "FSDP2 gathers the next layer before the gradients of this one"),
-    "forward_prefetch": ((False,), "FSDP2 gathers the next layer by itself"),
-    "auto_wrap_policy": (("TRANSFORMER_BASED_WRAP",), "units are classes of layers"),
-    "min_num_params": ((0,), "units are classes of layers"),
+    "backward_prefetch": (("BACKWARD_PRE",), "FSDP2 always prefetches the next layer in the backward pass"),
+    "forward_prefetch": ((False,), "FSDP2 always prefetches the next layer in the forward pass"),
+    "auto_wrap_policy": (("TRANSFORMER_BASED_WRAP",), "FSDP2 wraps by layer class"),
+    "min_num_params": ((0,), "FSDP2 wraps by layer class"),
     "state_dict_type": (
         ("FULL_STATE_DICT",),
-        "steps hold whole tensors, from which any engine on any number of processes goes on",
+        "checkpoints contain full tensors, from which any engine and number of processes can resume",
     ),
-    "version": ((1, 2), "FSDP2 is what runs"),
-    "xla": ((False,), "there is no XLA here"),
-    "xla_fsdp_v2": ((False,), "there is no XLA here"),
-    "xla_fsdp_grad_ckpt": ((False,), "there is no XLA here"),
+    "version": ((1, 2), "FSDP2 is always used"),
+    "xla": ((False,), "XLA is not supported"),
+    "xla_fsdp_v2": ((False,), "XLA is not supported"),
+    "xla_fsdp_grad_ckpt": ((False,), "XLA is not supported"),
 }
 """Key -> the values that say what is so anyway, and what is so."""
 INSTEAD = {
@@ -81,7 +82,9 @@ def options_from_fsdp(given: Mapping[str, Any], label: str) -> FsdpFileOptions:
         return FsdpFileOptions({}, tuple(problems))
     ways = list(dict.fromkeys(WORDS[plain[name]] for name in SHARDS if name in plain))
     if len(ways) > 1:
-        problems.append(Problem(f"{label}: {' and '.join(SHARDS)}", f"say {' and '.join(ways)}", "one of the two"))
+        problems.append(
+            Problem(f"{label}: {' and '.join(SHARDS)}", f"conflict: {' and '.join(ways)}", "keep one of the two")
+        )
     words = (*ways[:1], *(("offload",) if any(plain.get(name) for name in OFFLOADS) else ()))
     layers = next((plain[name] for name in LAYERS if plain.get(name)), ())
     options: dict[str, Any] = {}
@@ -113,7 +116,7 @@ def _idle(plain: Mapping[str, Any], label: str) -> Iterator[Problem]:
                 yield Problem(f'{label}: "{name}": {json.dumps(value)}', f"would be ignored: {why}", fix)
         elif name not in TAKEN:
             fix = INSTEAD.get(name) or nearest_name(name, [*TAKEN, *ALWAYS]) or "leave it out"
-            yield Problem(f'{label}: "{name}"', "would be ignored: fsdp2 does not serve it", fix)
+            yield Problem(f'{label}: "{name}"', "would be ignored: fsdp2 does not support it", fix)
 
 
 def _types(plain: dict[str, Any], label: str) -> Iterator[Problem]:
@@ -123,17 +126,17 @@ def _types(plain: dict[str, Any], label: str) -> Iterator[Problem]:
             value = plain[name].upper() if isinstance(plain[name], str) else plain[name]
             plain[name] = value if isinstance(value, bool) else str(value)
             if plain[name] not in WORDS:
-                fix = "--engine ddp, without the file" if plain[name] in ("NO_SHARD", "3") else "true or false"
-                yield Problem(f'{label}: "{name}": {json.dumps(value)}', "is no way to shard here", fix)
+                fix = "--engine ddp without the file" if plain[name] in ("NO_SHARD", "3") else "true or false"
+                yield Problem(f'{label}: "{name}": {json.dumps(value)}', "is not a supported sharding strategy", fix)
     for name in (*OFFLOADS, RECOMPUTES):
         if not isinstance(plain.get(name, False), bool):
-            yield Problem(f'{label}: "{name}": {json.dumps(plain[name])}', "should be true or false", "true")
+            yield Problem(f'{label}: "{name}": {json.dumps(plain[name])}', "must be true or false", "true")
     for name in LAYERS:
         value = plain.get(name, [])
         plain[name] = value = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
         if not (isinstance(value, list) and all(isinstance(part, str) and part for part in value)):
             yield Problem(
-                f'{label}: "{name}": {json.dumps(value)}', "should name classes of layers", '["Qwen3DecoderLayer"]'
+                f'{label}: "{name}": {json.dumps(value)}', "must be a list of layer classes", '["Qwen3DecoderLayer"]'
             )
 
 
@@ -144,21 +147,21 @@ def fsdp_file_options(c: Sections) -> FsdpFileOptions:
         return FsdpFileOptions({})
     path = Path(named)
     try:
-        found = options_from_fsdp(read_fsdp_file(path), path.name)
+        settings = options_from_fsdp(read_fsdp_file(path), path.name)
     except ConfigError as error:
         return FsdpFileOptions({}, tuple(error.problems))
-    return FsdpFileOptions(found.options, (*found.problems, *_contradictions(c, found.options, path.name)))
+    return FsdpFileOptions(settings.options, (*settings.problems, *_contradictions(c, settings.options, path.name)))
 
 
 def _contradictions(c: Sections, options: Mapping[str, Any], label: str) -> Iterator[Problem]:
     for name, value in options.items():
         if name in c.given and _meaning(name, c.value(name)) != _meaning(name, value):
-            said, own = (" ".join(v) if isinstance(v, tuple) else v or "none" for v in (value, c.value(name)))
-            yield Problem(f"--{name} {own}", f"{label} says {said}", "one of the two")
+            from_file, own = (" ".join(v) if isinstance(v, tuple) else v or "none" for v in (value, c.value(name)))
+            yield Problem(f"--{name} {own}", f"conflicts with {label}, which sets {from_file}", "keep one of the two")
 
 
 def _meaning(name: str, value: Any) -> set[str]:
     if not isinstance(value, tuple):
         return {value or "none"}
-    found = set(value) - {"auto_wrap"}
-    return found | {"full_shard"} if name == "fsdp" and not found - {"offload"} else found
+    words = set(value) - {"auto_wrap"}
+    return words | {"full_shard"} if name == "fsdp" and not words - {"offload"} else words

@@ -16,19 +16,19 @@ from megaswift.config.value_types import show
 USAGE = """\
 megaswift {task}: {what}
 
-  megaswift {task} run.yaml --lr 2e-5     a YAML or JSON file, options over it
+  megaswift {task} run.yaml --lr 2e-5     YAML or JSON file; flags override it
   NPROC_PER_NODE=8 megaswift {task} --tp 4 --model DIR --dataset FILE
   torchrun --nproc_per_node 8 megaswift/{task}.py --model DIR --dataset FILE"""
 RLHF_USAGE = """\
-megaswift rlhf: the task that rlhf_type names
+megaswift rlhf: run the task given by --rlhf_type
 
-  megaswift rlhf --rlhf_type dpo --model DIR --dataset FILE      the same as: megaswift dpo --model DIR --dataset FILE
+  megaswift rlhf --rlhf_type dpo --model DIR --dataset FILE      same as: megaswift dpo --model DIR --dataset FILE
   megaswift rlhf run.yaml                                        rlhf_type: dpo in the file
 
 """ + "\n".join(f"  {name:<8}{TASKS[name]} (megaswift {name} --help)" for name in ALIGNMENT)
 LEGEND = (
-    "Each option stands with its default and unit; CAPITALS: not set. Dashes and underscores are the same. "
-    "A switch alone means true. A file takes the same names, flat or under section headings."
+    "Each option is shown with its default and unit; CAPITALS: not set by default. Dashes and underscores are "
+    "interchangeable. A boolean flag without a value means true. Files take the same names, flat or by section."
 )
 
 
@@ -53,7 +53,7 @@ def entry(option: Option, width: int, task: str | None = None) -> Iterator[str]:
     text = option.help
     choices = option.choices_in(task)
     if len(choices) > 1:
-        text += f" ({' | '.join(choices)})"
+        text += f" [{' | '.join(choices)}]"
     if task is not None and (readers := readers_text(task, option.name) or estimators_text(task, option.name)):
         text += f"; {readers}"
     body = textwrap.wrap(text, width - column, break_on_hyphens=False)

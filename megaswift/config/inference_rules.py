@@ -1,5 +1,5 @@
-"""What the options of `infer`, `deploy` and `export` allow together. No torch: whatever a command line alone shows is
-refused at once."""
+"""Rules for the options of `infer`, `deploy` and `export`. No torch: errors of the command line are reported
+immediately."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ def _unused(parsed: Parsed, names: Iterable[str], why: str, fix: str = "leave it
 
 def _model(options: WeightsOptions | SourceOptions) -> Iterator[Problem]:
     if options.model is None:
-        yield Problem("--model", "is missing", "--model DIR: a Hugging Face folder, OUT of a run, or a checkpoint")
+        yield Problem(
+            "--model",
+            "is missing",
+            "--model DIR: a Hugging Face folder, the output directory of a run, or a checkpoint",
+        )
     if options.adapters is not None and not (Path(options.adapters) / ADAPTER_CONFIG).is_file():
         rule = f"has no {ADAPTER_CONFIG}" if Path(options.adapters).is_dir() else "no such folder"
         yield Problem(
@@ -71,36 +75,37 @@ def _placement(parsed: Parsed) -> Iterator[Problem]:
         yield placed
     elif options.device_map not in AUTOMATIC:
         yield from _unused(
-            parsed, ["max_memory"], f"would be ignored: {parsed.label('device_map')} says where everything goes"
+            parsed, ["max_memory"], f"would be ignored: {parsed.label('device_map')} already places all modules"
         )
         if DISK not in placed.values():  # type: ignore[union-attr]
             yield from _unused(
-                parsed, ["offload_folder"], f"would be ignored: {parsed.label('device_map')} puts nothing on the disk"
+                parsed, ["offload_folder"], f"would be ignored: {parsed.label('device_map')} offloads nothing to disk"
             )
     if options.max_memory is not None and isinstance(limits := max_memory(options.max_memory), Problem):
         yield limits
     if weights.adapters is None:
-        yield from _unused(
-            parsed, ["merge_adapters"] * weights.merge_adapters, "there are no adapters", "--adapters DIR"
-        )
+        yield from _unused(parsed, ["merge_adapters"] * weights.merge_adapters, "needs adapters", "--adapters DIR")
     elif weights.merge_adapters and options.quantization_bit is not None:
         yield Problem(
             "--merge_adapters",
             f"would round the adapters to {options.quantization_bit} bits",
-            "leave it out: adapters beside quantised weights keep their precision",
+            "leave it out: unmerged adapters keep their precision",
         )
 
 
 def _generation(options: GenerationOptions, parsed: Parsed) -> Iterator[Problem]:
     if options.temperature == 0:
         yield from _unused(
-            parsed, ("top_p", "top_k", "seed"), "would be ignored: --temperature 0 draws nothing", "--temperature 0.7"
+            parsed,
+            ("top_p", "top_k", "seed"),
+            "would be ignored: --temperature 0 is greedy decoding",
+            "--temperature 0.7",
         )
     if options.temperature is not None and 0 < options.temperature < COLD:
-        rule = f"is too near 0: scores divided by it overflow; at least {COLD:g}, or 0 for the likeliest token"
+        rule = f"is too close to 0: logits would overflow; the minimum is {COLD:g}, or 0 for greedy decoding"
         yield Problem(f"--temperature {options.temperature:g}", rule, "--temperature 0")
     if any(not text for text in options.stop):
-        yield Problem("--stop", "holds an empty text", '--stop "</s>"')
+        yield Problem("--stop", "contains an empty string", '--stop "</s>"')
 
 
 def _beams(options: GenerationOptions, parsed: Parsed, chat: bool) -> Iterator[Problem]:
@@ -108,31 +113,35 @@ def _beams(options: GenerationOptions, parsed: Parsed, chat: bool) -> Iterator[P
         fix = "--num_beams 1"
         if chat:
             yield Problem(
-                parsed.label("num_beams"), "knows its answer only at the end, so there is nothing to stream", fix
+                parsed.label("num_beams"),
+                "cannot be used in interactive chat: beam search does not support streaming",
+                fix,
             )
-        yield from _unused(parsed, ("stop", "logprobs"), f"does not go with {parsed.label('num_beams')}", fix)
+        yield from _unused(parsed, ("stop", "logprobs"), f"conflicts with {parsed.label('num_beams')}", fix)
 
 
 def _file(options: FileOptions, parsed: Parsed) -> Iterator[Problem]:
     if options.dataset is None:
         names = ("columns", "result_path", "per_device_eval_batch_size", "logprobs", "top_logprobs")
-        yield from _unused(parsed, names, "is for a file of prompts", "--dataset FILE.jsonl")
+        yield from _unused(parsed, names, "applies only to a prompt file", "--dataset FILE.jsonl")
         return
     if not options.logprobs:
-        yield from _unused(parsed, ["top_logprobs"], "is for --logprobs", "--logprobs true")
+        yield from _unused(parsed, ["top_logprobs"], "needs --logprobs", "--logprobs true")
     if not Path(options.dataset).is_file():
         yield Problem(f"--dataset {options.dataset}", "no such file", "a .jsonl, .json, .csv or .parquet file")
     if options.result_path is None:
-        yield Problem("--result_path", "is missing", "--result_path answers.jsonl, the file to make")
+        yield Problem("--result_path", "is missing", "--result_path answers.jsonl (the file to write)")
         return
     path, label = Path(options.result_path), f"--result_path {options.result_path}"
     if not path.absolute().parent.is_dir():
-        yield Problem(label, "its folder does not exist", f"mkdir -p {path.parent}")
+        yield Problem(label, "the parent folder does not exist", f"mkdir -p {path.parent}")
     elif path.is_dir():
         yield Problem(label, "is a folder", f"--result_path {path / 'answers.jsonl'}")
     elif path.exists():
         same = Path(options.dataset).exists() and path.samefile(options.dataset)
-        yield Problem(label, "is the file of prompts" if same else "exists", "another name; nothing is overwritten")
+        yield Problem(
+            label, "is the file of prompts" if same else "already exists", "use another name; nothing is overwritten"
+        )
 
 
 def check_infer(parsed: Parsed) -> Iterator[Problem]:
@@ -168,25 +177,28 @@ def check_deploy(parsed: Parsed) -> Iterator[Problem]:
     yield from _placement(parsed)
     yield from _generation(generation, parsed)
     yield from _unused(
-        parsed, ("num_beams", "seed"), "is not for a server: answers are streamed, and requests bring their own seed"
+        parsed, ("num_beams", "seed"), "does not apply to a server: output is streamed, and the seed is set per request"
     )
     if not is_loopback(server.host) and token(server) is None:
         yield Problem(
             f"--host {server.host}",
-            "others could use the model: an address beyond this machine needs a token",
+            "an address reachable from other machines requires a token",
             f"{TOKEN_VARIABLE}=... megaswift deploy ..., or --host 127.0.0.1",
         )
     if server.max_body_size is not None and not parse_size(server.max_body_size):
-        yield Problem(f"--max_body_size {server.max_body_size}", "is no size", "--max_body_size 8MiB")
+        yield Problem(f"--max_body_size {server.max_body_size}", "is not a valid size", "--max_body_size 8MiB")
     if server.infer_backend == "vllm":
-        yield from _unused(parsed, TRANSFORMERS_ONLY, "would be ignored: vLLM decides that itself")
+        yield from _unused(parsed, TRANSFORMERS_ONLY, "would be ignored by vLLM")
         if parsed.sections["placement"].quantization_bit == 8:
             yield Problem(
-                "--quantization_bit 8", "is not what vLLM makes of a model while loading it", "--quantization_bit 4"
+                "--quantization_bit 8", "is not supported by vLLM's in-flight quantization", "--quantization_bit 4"
             )
     else:
         yield from _unused(
-            parsed, ["tensor_parallel_size"], "is for --infer_backend vllm", "--device_map auto spreads over all GPUs"
+            parsed,
+            ["tensor_parallel_size"],
+            "applies only to --infer_backend vllm",
+            "--device_map auto, which splits the model over all GPUs",
         )
 
 
@@ -196,9 +208,9 @@ def _no_adapters(model: str | None) -> Problem:
         with suppress(OSError, ValueError, AttributeError):
             text = (folder / ADAPTER_CONFIG).read_text(encoding="utf-8")
             base = json.loads(text).get("base_model_name_or_path") or "BASE"
-            rule = "holds the adapters of a LoRA run, not a model"
+            rule = "contains LoRA adapters, not a model"
             return Problem(f"--model {model}", rule, f"--model {base} --adapters {folder} --merge_lora true")
-    return Problem("--merge_lora true", "there are no adapters", "--adapters DIR")
+    return Problem("--merge_lora true", "needs adapters", "--adapters DIR")
 
 
 def check_export(parsed: Parsed) -> Iterator[Problem]:
@@ -209,17 +221,19 @@ def check_export(parsed: Parsed) -> Iterator[Problem]:
     yield from _bits(export.quantization_bit)
     if not export.merge_lora and export.quantization_bit is None:
         yield Problem(
-            "megaswift export", "has nothing to do", "--merge_lora true --adapters DIR, or --quantization_bit 4"
+            "megaswift export",
+            "needs --merge_lora or --quantization_bit",
+            "--merge_lora true --adapters DIR, or --quantization_bit 4",
         )
     if export.merge_lora and source.adapters is None:
         yield _no_adapters(source.model)
     if not export.merge_lora:
         yield from _unused(parsed, ["adapters"], "would be ignored", "--merge_lora true")
     if export.merge_lora and export.quantization_bit is None:
-        yield from _unused(parsed, ["trust_remote_code"], "would be ignored: merging runs no code of the model")
+        yield from _unused(parsed, ["trust_remote_code"], "would be ignored: merging does not run model code")
     if parse_size(export.max_shard_size) is None:
-        yield Problem(f"--max_shard_size {export.max_shard_size}", "is no size", "--max_shard_size 5GB")
+        yield Problem(f"--max_shard_size {export.max_shard_size}", "is not a valid size", "--max_shard_size 5GB")
     if export.output_dir is None:
-        yield Problem("--output_dir", "is missing", "--output_dir DIR, the folder to make")
+        yield Problem("--output_dir", "is missing", "--output_dir DIR (the folder to write)")
     elif Path(export.output_dir).exists():
-        yield Problem(f"--output_dir {export.output_dir}", "exists", "another name; nothing is overwritten")
+        yield Problem(f"--output_dir {export.output_dir}", "already exists", "use another name; nothing is overwritten")

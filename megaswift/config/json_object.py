@@ -1,4 +1,4 @@
-"""The JSON object in a file that an option names, or one message that says why there is none."""
+"""Reads the JSON object in a file given by an option, or raises one error with the reason."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megaswift.errors import ConfigError, Problem
 def read_object(path: Path, what: str, fix: str) -> dict[str, Any]:
     """The object; ConfigError with `what` as the option and its value, and `fix`, where there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(Problem(what, f"cannot be read: {error.strerror}", fix)) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(Problem(what, f"is not JSON: {error}", fix)) from error
-    if not isinstance(found, dict):
-        raise ConfigError(Problem(what, "holds no JSON object", fix))
-    return found
+    if not isinstance(value, dict):
+        raise ConfigError(Problem(what, "does not contain a JSON object", fix))
+    return value

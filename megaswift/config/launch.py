@@ -1,4 +1,4 @@
-"""Section `launch`: the processes that `megaswift sft` starts, and by whom. Starting them is `megaswift.launchers`."""
+"""Section `launch`: the processes of a run and their launcher. `megaswift.launchers` starts them."""
 
 from __future__ import annotations
 
@@ -14,35 +14,33 @@ PLACEMENTS = ("pack", "spread", "strict_pack", "strict_spread")
 class LaunchConfig:
     """Launch
 
-    Also from the environment, below flags and above the file: NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR,
-    MASTER_PORT."""
+    Also read from the environment, which overrides the file and is overridden by flags: NPROC_PER_NODE, NNODES,
+    NODE_RANK, MASTER_ADDR, MASTER_PORT."""
 
-    launcher: str = option("torchrun", "What starts the processes", choices=LAUNCHERS)
+    launcher: str = option("torchrun", "Process launcher", choices=LAUNCHERS)
     nproc_per_node: int | None = option(
-        None, "Processes on this machine; unset: one, without a launcher", minimum=1, unit="processes"
+        None, "Processes on this node; unset: one process, without a launcher", minimum=1, unit="processes"
     )
-    nnodes: int | None = option(None, "Machines", minimum=1, unit="machines")
-    node_rank: int | None = option(None, "Number of this machine, from 0", minimum=0, metavar="RANK")
-    master_addr: str | None = option(None, "Address of machine 0", metavar="HOST")
+    nnodes: int | None = option(None, "Number of nodes", minimum=1, unit="nodes")
+    node_rank: int | None = option(None, "Rank of this node, from 0", minimum=0, metavar="RANK")
+    master_addr: str | None = option(None, "Address of node 0", metavar="HOST")
     master_port: int | None = option(
         None,
-        "Free port on machine 0; unset: 29500, or any on a single machine",
+        "Free port on node 0; unset: 29500, or any free port on a single node",
         minimum=1,
         maximum=65535,
         metavar="PORT",
     )
     max_restarts: int = option(
         0,
-        "Times failed processes are started again, from the last checkpoint",
+        "Restarts after a process fails, each from the last checkpoint",
         minimum=0,
-        unit="times",
+        unit="restarts",
     )
-    num_workers: int | None = option(
-        None, "Ray: processes of the run, wherever Ray puts them", minimum=1, unit="processes"
-    )
+    num_workers: int | None = option(None, "Ray: total number of processes", minimum=1, unit="processes")
     ray_address: str | None = option(
-        None, "Ray: HOST:PORT, auto, local; unset: RAY_ADDRESS, else local", metavar="ADDRESS"
+        None, "Ray: HOST:PORT, auto or local; unset: RAY_ADDRESS, else local", metavar="ADDRESS"
     )
-    use_gpu: bool | None = option(None, "Ray: a GPU for each process; unset: if the cluster has any", metavar="auto")
-    cpus_per_worker: int = option(1, "Ray: CPU cores that it reserves for each process", minimum=1, unit="cores")
-    placement_strategy: str = option("pack", "Ray: how it lays processes on machines", choices=PLACEMENTS)
+    use_gpu: bool | None = option(None, "Ray: one GPU per process; unset: if the cluster has GPUs", metavar="auto")
+    cpus_per_worker: int = option(1, "Ray: CPU cores reserved per process", minimum=1, unit="cores")
+    placement_strategy: str = option("pack", "Ray: placement of processes on nodes", choices=PLACEMENTS)

@@ -1,5 +1,5 @@
-"""What a process has from the launcher that started it: torchrun, `accelerate launch` (torchrun inside), `deepspeed` or
-Ray.
+"""Environment variables and arguments set by the launcher of a process: torchrun, `accelerate launch` (torchrun
+inside), `deepspeed` or Ray.
 
 Owns the names of their variables and the word that some add to the command line. What accelerate says beside:
 `accelerate_options.py`.
@@ -43,7 +43,9 @@ def other_launcher(launcher: str, environ: Mapping[str, str]) -> list[Problem]:
         return []
     return [
         Problem(
-            "--launcher ray", "another launcher has started this process", "megaswift sft --launcher ray ..., by itself"
+            "--launcher ray",
+            "this process was already started by another launcher",
+            "run megaswift sft --launcher ray ... directly",
         )
     ]
 
@@ -68,5 +70,5 @@ def without_local_rank(words: Sequence[str], environ: Mapping[str, str]) -> list
             rule = (
                 f"the launcher has set LOCAL_RANK={real}" if is_worker(environ) else "no launcher started this process"
             )
-            raise ConfigError(Problem(f"{flag} {value}".rstrip(), rule, "leave it out: the launcher says it itself"))
+            raise ConfigError(Problem(f"{flag} {value}".rstrip(), rule, "leave it out: the launcher sets it"))
     return kept

@@ -1,4 +1,4 @@
-"""Which launch options belong to which launcher, and what a launcher needs to be told."""
+"""Rules for launch options: which launcher they apply to, and what it requires."""
 
 from __future__ import annotations
 
@@ -31,20 +31,24 @@ _TORCHRUN_ALONE: Test = lambda c: _TORCHRUN(c) and _one_machine(c)  # noqa: E731
 _TORCHRUN_SEVERAL: Test = lambda c: _TORCHRUN(c) and not _one_machine(c)  # noqa: E731
 
 LAUNCH_IGNORED: tuple[IgnoredOption, ...] = (
-    IgnoredOption("node_rank", ("nnodes", "launcher"), _TORCHRUN_ALONE, "there is one machine", "--nnodes 2"),
-    IgnoredOption("master_addr", ("nnodes", "launcher"), _TORCHRUN_ALONE, "there is one machine", "--nnodes 2"),
+    IgnoredOption(
+        "node_rank", ("nnodes", "launcher"), _TORCHRUN_ALONE, "applies only to multi-node runs", "--nnodes 2"
+    ),
+    IgnoredOption(
+        "master_addr", ("nnodes", "launcher"), _TORCHRUN_ALONE, "applies only to multi-node runs", "--nnodes 2"
+    ),
     IgnoredOption(
         "master_port",
         ("nnodes", "nproc_per_node", "launcher"),
         lambda c: _TORCHRUN_ALONE(c) and c.launch.nproc_per_node is None,
-        "there is one process",
+        "a run of one process needs no port",
         "--nproc_per_node 2",
     ),
     IgnoredOption(
         "max_restarts",
         ("nnodes", "nproc_per_node", "launcher"),
         lambda c: _TORCHRUN(c) and c.launch.nproc_per_node is None and c.launch.nnodes is None,
-        "there is one process, without a launcher",
+        "a single process without a launcher is not restarted",
         "--nproc_per_node 1; after torchrun: torchrun --max-restarts 3",
     ),
     *_ignored_by_launcher(),
@@ -54,19 +58,19 @@ LAUNCH_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("node_rank", "nnodes", "launcher"),
         lambda c: _TORCHRUN_SEVERAL(c) and (c.launch.nnodes or 1) <= (c.launch.node_rank or 0),
-        "counts machines from 0, and there are {nnodes}",
+        "must be less than nnodes ({nnodes})",
         "--node_rank 0",
     ),
     ConflictingOptions(
         ("nnodes", "master_addr", "launcher"),
         lambda c: _TORCHRUN_SEVERAL(c) and c.launch.master_addr is None,
-        "needs the address of machine 0",
+        "needs the address of node 0",
         "--master_addr HOST (or MASTER_ADDR)",
     ),
     ConflictingOptions(
         ("nnodes", "node_rank", "launcher"),
         lambda c: _TORCHRUN_SEVERAL(c) and c.launch.node_rank is None,
-        "needs the number of this machine",
+        "needs the rank of this node",
         "--node_rank 0 (or NODE_RANK)",
     ),
     ConflictingOptions(
@@ -78,13 +82,13 @@ LAUNCH_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("num_workers", "launcher", "nproc_per_node", "nnodes"),
         lambda c: _RAY(c) and c.launch.num_workers is not None and {"nproc_per_node", "nnodes"} & c.given,
-        "and nproc_per_node or nnodes both count the processes",
-        "one of the two",
+        "conflicts with nproc_per_node and nnodes, which also set the number of processes",
+        "keep one of the two",
     ),
     ConflictingOptions(
         ("max_restarts", "nnodes", "launcher"),
         lambda c: c.launch.max_restarts > 0 and _TORCHRUN_SEVERAL(c),
-        "restarts the processes of one machine, and there are {nnodes}",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d --max-restarts 3 on each machine",
+        "supports only single-node runs (nnodes is {nnodes})",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d --max-restarts 3 on each node",
     ),
 )

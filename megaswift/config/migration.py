@@ -158,8 +158,8 @@ def changed_for(c: Sections, toolkit: str) -> Iterator[ChangedDefault]:
     """The defaults of a toolkit that `c` would have had there and has not here."""
     adapts = c.model.train_type != "full"
     for row in CHANGED:
-        here = row.toolkit == toolkit and c.task in row.tasks and row.option not in c.given
-        if here and row.adapters in (None, adapts):
+        applies = row.toolkit == toolkit and c.task in row.tasks and row.option not in c.given
+        if applies and row.adapters in (None, adapts):
             yield row
 
 
@@ -170,12 +170,12 @@ def changed_defaults(c: Sections, names: Iterable[str], idle: Collection[str] = 
     """
     used = list(names)
     for toolkit, spellings in SPELLINGS.items():
-        found = [name for name in used if name in spellings]
-        rows = [row for row in changed_for(c, toolkit) if row.option not in idle] if found else []
+        foreign = [name for name in used if name in spellings]
+        rows = [row for row in changed_for(c, toolkit) if row.option not in idle] if foreign else []
         if rows:
             listed = "; ".join(f"{row.option} {row.ours} ({row.theirs})" for row in rows)
             yield (
-                f"{found[0]} is a name of {toolkit}. Where options are left out, megaswift has other defaults "
+                f"{foreign[0]} is a name of {toolkit}. Where options are left out, megaswift has other defaults "
                 f"({PAGE}), theirs in brackets: {listed}"
             )
             return

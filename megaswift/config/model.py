@@ -1,4 +1,4 @@
-"""Section `model`: which weights, in which precision, with which kernels."""
+"""Section `model`: model folder, training type, precision and kernels."""
 
 from __future__ import annotations
 
@@ -34,43 +34,43 @@ class ModelConfig:
 
     model: str | None = option(
         None,
-        "Hugging Face folder, an output directory, or a hub id",
+        "Hugging Face model folder, output directory of a run, or hub ID",
         aliases=("model_id_or_path", "model_name_or_path"),
         metavar="DIR",
     )
-    use_hf: bool = option(True, "A hub id of the model is Hugging Face's; false: ModelScope's")
-    model_revision: str | None = option(None, "Branch, tag or commit of a hub id", metavar="REV")
-    trust_remote_code: bool = option(False, "Run Python code that comes with the model's folder")
-    random_init: bool = option(False, "Random weights from config.json alone, for pretraining from scratch")
+    use_hf: bool = option(True, "Download hub IDs from Hugging Face; false: from ModelScope")
+    model_revision: str | None = option(None, "Branch, tag or commit of the hub ID", metavar="REV")
+    trust_remote_code: bool = option(False, "Allow Python code from the model folder to run")
+    random_init: bool = option(False, "Initialize weights randomly from config.json, to pretrain from scratch")
     train_type: str = option(
         "full",
-        "What trains: all weights; adapters on them; qlora: over weights in NF4",
+        "Train all weights, or adapters on a frozen base model (qlora: LoRA on NF4)",
         aliases=("tuner_type",),
         choices=("full", "lora", "qlora", *METHODS),
     )
     torch_dtype: str = option(
         "auto",
-        "Compute precision; auto: the checkpoint's on a GPU, float32 on a CPU",
+        "Compute dtype; auto: the checkpoint's on a GPU, float32 on a CPU",
         aliases=("dtype", "model_dtype"),
         choices=("auto", "float32", "bfloat16", "float16"),
         spellings=DTYPES,
     )
     attn_impl: str = option(
         "auto",
-        "Attention kernel: of Transformer Engine (but sdpa, flex), or of transformers",
+        "Attention backend (flash, fused, unfused: Transformer Engine; others: PyTorch)",
         spellings=ATTENTION,
         aliases=("attn_implementation", "attention_backend"),
         choices=("auto", "flash", "fused", "unfused", "sdpa", "flex"),
     )
     transformer_impl: str = option(
         "auto",
-        "Layer kernels; auto: Transformer Engine on a GPU that has it",
+        "Layer implementation; auto: Transformer Engine on a GPU where it is installed",
         choices=("auto", "transformer_engine", "torch"),
         spellings={"te": "transformer_engine", "local": "torch"},
     )
     recompute_granularity: str | None = option(
         None,
-        "Recompute activations in the backward pass",
+        "Activation recomputation",
         aliases=("gradient_checkpointing",),
         choices=("none", "full", "selective"),
         spellings=ON_OFF,
@@ -78,7 +78,7 @@ class ModelConfig:
     )
     recompute_method: str | None = option(
         None,
-        "Which layers full recompute takes: in groups, or the first; unset: uniform",
+        "Full recomputation of uniform groups or of the first layers; unset: uniform",
         choices=("uniform", "block"),
         metavar="METHOD",
     )
@@ -86,48 +86,51 @@ class ModelConfig:
         None, "Layers per group (uniform) or per stage (block); unset: 1", minimum=1, unit="layers"
     )
     recompute_modules: tuple[str, ...] = option(
-        (), "Parts that selective recompute takes", choices=("core_attn", "mlp", "moe", "moe_act", "layernorm")
+        (),
+        "Submodules that selective recomputation covers",
+        choices=("core_attn", "mlp", "moe", "moe_act", "layernorm"),
     )
     fp8_format: str | None = option(
-        None, "FP8 matrix products (GPU with Transformer Engine)", choices=("hybrid", "e4m3"), metavar="none"
+        None,
+        "FP8 format of matrix multiplications (GPU with Transformer Engine)",
+        choices=("hybrid", "e4m3"),
+        metavar="none",
     )
-    fp8_recipe: str = option(
-        "delayed", "How FP8 scales are chosen", choices=("delayed", "tensorwise", "blockwise", "mxfp8")
-    )
+    fp8_recipe: str = option("delayed", "FP8 scaling recipe", choices=("delayed", "tensorwise", "blockwise", "mxfp8"))
     moe_aux_loss_coeff: float | None = option(
         None,
-        "Weight of the MoE load-balancing loss; unset: the model's own",
+        "MoE load-balancing loss coefficient; unset: from the model's config.json",
         aliases=("router_aux_loss_coef",),
         minimum=0,
         metavar="X",
     )
     moe_z_loss_coeff: float | None = option(
-        None, "Weight of the MoE router's z loss; unset: none", minimum=0, metavar="X"
+        None, "MoE router z-loss coefficient; unset: no z-loss", minimum=0, metavar="X"
     )
-    moe_token_dispatcher_type: str = option(
-        "alltoall", "How tokens reach their experts", choices=("alltoall", "allgather")
-    )
+    moe_token_dispatcher_type: str = option("alltoall", "MoE token dispatcher", choices=("alltoall", "allgather"))
     moe_grouped_gemm: bool | None = option(
-        None, "One grouped product for all experts; unset: where TE is used without adapters"
+        None, "Grouped GEMM over the experts; unset: with Transformer Engine and no adapters"
     )
     freeze_parameters: tuple[str, ...] = option(
-        (), "Patterns of Hugging Face weight names that do not train", metavar="PATTERN..."
+        (), "Regular expressions for names of Hugging Face weights to freeze", metavar="PATTERN..."
     )
     freeze_vit: bool | None = option(
-        None, "A vision-language model's tower does not train; unset: true", metavar="true"
+        None, "Freeze the vision encoder of a vision-language model; unset: true", metavar="true"
     )
-    freeze_aligner: bool | None = option(None, "Nor what joins tower and language model; unset: true", metavar="true")
-    freeze_llm: bool | None = option(None, "Nor its language model; unset: false", metavar="false")
-    use_liger: bool = option(
-        False, "Layer kernels of liger-kernel (GPU; not the native engine)", aliases=("use_liger_kernel",)
+    freeze_aligner: bool | None = option(
+        None, "Freeze the aligner between vision encoder and language model; unset: true", metavar="true"
     )
-    torch_compile: bool = option(False, "Compile decoder layers (not the native engine)")
+    freeze_llm: bool | None = option(
+        None, "Freeze the language model of a vision-language model; unset: false", metavar="false"
+    )
+    use_liger: bool = option(False, "Use liger-kernel layers (GPU, torch engines only)", aliases=("use_liger_kernel",))
+    torch_compile: bool = option(False, "Compile decoder layers (torch engines only)")
     torch_compile_backend: str = option(
-        "inductor", "Compiler of torch_compile", choices=("inductor", "aot_eager", "eager")
+        "inductor", "Backend of torch.compile", choices=("inductor", "aot_eager", "eager")
     )
     torch_compile_mode: str | None = option(
         None,
-        "What inductor is to spare",
+        "Mode of torch.compile",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
         metavar="default",
     )

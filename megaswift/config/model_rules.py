@@ -1,4 +1,4 @@
-"""What the options of layout, recomputation and kernels mean together on the native engine."""
+"""Rules for options of layout, recomputation and kernels on the native engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MODEL_IGNORED: tuple[IgnoredOption, ...] = (
         "sequence_parallel",
         ("tensor_parallel_size",),
         lambda c: c.parallel.tensor_parallel_size == 1,
-        "splits over the tensor-parallel ranks, and there is one",
+        "needs tensor_parallel_size > 1",
         "--tensor_parallel_size 2",
     ),
     IgnoredOption(
@@ -67,13 +67,13 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: (
             c.parallel.pipeline_layout and (c.parallel.first_stage_layers, c.parallel.last_stage_layers) != (None, None)
         ),
-        "already places every layer; first_stage_layers and last_stage_layers place some of them",
+        "already assigns every layer to a stage; it conflicts with first_stage_layers and last_stage_layers",
         ONE_OF,
     ),
     ConflictingOptions(
         ("overlap_param_gather", "distributed_optimizer"),
         lambda c: c.parallel.overlap_param_gather and not c.parallel.distributed_optimizer,
-        "gathers what the distributed optimizer has split",
+        "needs distributed_optimizer",
         "--distributed_optimizer true",
     ),
     ConflictingOptions(
@@ -89,7 +89,7 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
             and c.parallel.pipeline_parallel_size == 2
             and (c.parallel.virtual_pipeline_parallel_size or 1) > 1
         ),
-        "two stages with chunks exchange two messages at once, which cross when they are sent as one batch",
+        "with two stages and model chunks, batched p2p messages would be mismatched",
         "--overlap_p2p_comm true",
     ),
     ConflictingOptions(
@@ -100,7 +100,7 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
             and c.parallel.pipeline_layout is None
             and (c.parallel.virtual_pipeline_parallel_size or 1) == 1
         ),
-        "Megatron-Core overlaps messages in the interleaved schedule only",
+        "Megatron-Core supports this only in the interleaved schedule",
         "--virtual_pipeline_parallel_size 2",
     ),
     ConflictingOptions(
@@ -116,13 +116,13 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
             and c.model.fp8_format is not None
             and c.model.fp8_recipe == "delayed"
         ),
-        "layernorm and moe_act cannot be recomputed under delayed FP8 scales (Megatron-Core)",
+        "Megatron-Core cannot recompute layernorm and moe_act with delayed FP8 scaling",
         "--fp8_recipe tensorwise",
     ),
     ConflictingOptions(
         ("recompute_modules", "recompute_granularity", "moe_grouped_gemm"),
         lambda c: _recomputes(c, "moe_act") and c.model.moe_grouped_gemm is False,
-        "moe_act is a part of the grouped product of experts (Megatron-Core)",
+        "recomputing moe_act needs the grouped GEMM (Megatron-Core)",
         "--moe_grouped_gemm true",
     ),
     ConflictingOptions(
@@ -140,25 +140,25 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("attn_impl", "transformer_impl"),
         lambda c: c.model.attn_impl in ("flash", "fused", "unfused") and c.model.transformer_impl == "torch",
-        "is a kernel of Transformer Engine, and transformer_impl is torch",
+        "is a Transformer Engine backend, but transformer_impl is torch",
         "--attn_impl sdpa",
     ),
     ConflictingOptions(
         ("attn_impl", "transformer_impl"),
         lambda c: c.model.attn_impl == "sdpa" and c.model.transformer_impl == "transformer_engine",
-        "belongs to transformer_impl torch",
+        "is supported only with transformer_impl torch",
         "--attn_impl flash",
     ),
     ConflictingOptions(
         ("moe_grouped_gemm", "train_type"),
         lambda c: c.model.moe_grouped_gemm and c.model.train_type != "full",
-        "runs all experts as one product, and adapters belong to single experts",
+        "is not supported with adapters, which are applied per expert",
         "--moe_grouped_gemm false",
     ),
     ConflictingOptions(
         ("fp8_format", "train_type"),
         lambda c: c.model.fp8_format and c.model.train_type == "qlora",
-        "needs Transformer Engine's layers, which have no weights in NF4",
+        "needs Transformer Engine's layers, which do not support NF4 weights",
         "--train_type lora",
     ),
 )

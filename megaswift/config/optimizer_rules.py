@@ -1,4 +1,4 @@
-"""What options of the optimizer mean together, and which engine can step which. The names: `config/optim.py`."""
+"""Rules for optimizer options, and which engines support which optimizer. The names are in `config/optim.py`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def _without(names: tuple[str, ...]) -> Test:
 
 OPTIMIZER_IGNORED: tuple[IgnoredOption, ...] = (
     *(
-        IgnoredOption(name, _NAME, _without(readers), "the optimizer {optimizer} has none", "--optimizer adam")
+        IgnoredOption(name, _NAME, _without(readers), "optimizer {optimizer} does not use it", "--optimizer adam")
         for name, readers in _OPTIONS.items()
     ),
     *(
         IgnoredOption(
-            name, _NAME, _NOT_GALORE, "belongs to GaLore (optimizer is {optimizer})", "--optimizer galore_adamw"
+            name, _NAME, _NOT_GALORE, "applies only to GaLore (optimizer is {optimizer})", "--optimizer galore_adamw"
         )
         for name in _GALORE_OPTIONS
     ),
@@ -34,31 +34,31 @@ OPTIMIZER_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("optimizer", *READS),
         lambda c: engine_of(c) == NATIVE and c.optim.optimizer not in EVERYWHERE,
-        "the native engine steps adam and sgd",
+        "the native engine supports adam and sgd",
         "--engine ddp, or --optimizer adam",
     ),
     ConflictingOptions(
         ("optimizer", *READS),
         lambda c: engine_of(c) in ZERO and c.optim.optimizer != "adam",
-        "ZeRO steps AdamW",
+        "ZeRO supports only adam (AdamW)",
         "--optimizer adam, or --engine ddp",
     ),
     ConflictingOptions(
         ("optimizer", *READS),
         lambda c: engine_of(c) == "fsdp2" and c.optim.optimizer not in (*EVERYWHERE, *ON_PARTS),
-        "steps whole matrices, or blocks of them, and fsdp2 holds parts",
+        "needs whole matrices or blocks, but fsdp2 shards them",
         "--engine ddp, or --optimizer adam",
     ),
     ConflictingOptions(
         ("optimizer", *READS),
         lambda c: engine_of(c) == "fsdp2" and c.optim.optimizer in PAGED and "offload" in c.engine.fsdp,
-        "pages states to the host, where --fsdp offload has them all the time",
+        "conflicts with --fsdp offload, which already keeps optimizer states on the CPU",
         ONE_OF,
     ),
     ConflictingOptions(
         ("optimizer", "train_type"),
         lambda c: c.optim.optimizer in GALORE and c.model.train_type != "full",
-        "projects gradients of the model's matrices, and with train_type {train_type} none of them trains",
+        "projects gradients of weight matrices, which are frozen with train_type {train_type}",
         "--optimizer adam",
     ),
 )

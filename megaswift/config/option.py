@@ -102,15 +102,15 @@ _KINDS = {str: "text", int: "int", float: "float", bool: "bool", tuple: "list", 
 def options_of(section: str, cls: type) -> tuple[Option, ...]:
     """The options of a section class, in order."""
     hints = get_type_hints(cls)
-    found = []
+    options = []
     for f in dataclasses.fields(cls):
         arms = get_args(hints[f.name]) if type(None) in get_args(hints[f.name]) else (hints[f.name],)
         inner = next(a for a in arms if a is not type(None))
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
         details = {k: v for k, v in f.metadata.items() if k != "help"}
         kind = "numbers" if inner == tuple[float, ...] else _KINDS[get_origin(inner) or inner]
-        found.append(Option(f.name, section, kind, len(arms) > 1, default, f.metadata["help"], details))  # type: ignore[arg-type]
-    return tuple(found)
+        options.append(Option(f.name, section, kind, len(arms) > 1, default, f.metadata["help"], details))  # type: ignore[arg-type]
+    return tuple(options)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Section `parallel`: how many ranks each axis has and how they talk. Checks against model and machine:
-`megaswift.parallel`."""
+"""Section `parallel`: sizes of all kinds of parallelism, and communication options. `megaswift.parallel` checks them
+against model and node."""
 
 from __future__ import annotations
 
@@ -13,30 +13,44 @@ class ParallelConfig:
     """Parallel layout"""
 
     tensor_parallel_size: int = option(
-        1, "Ranks that split each weight matrix", aliases=("tp", "tensor_model_parallel_size"), minimum=1, unit="ranks"
+        1,
+        "Tensor-parallel ranks: split each weight matrix",
+        aliases=("tp", "tensor_model_parallel_size"),
+        minimum=1,
+        unit="ranks",
     )
     pipeline_parallel_size: int = option(
-        1, "Stages that split the layers", aliases=("pp", "pipeline_model_parallel_size"), minimum=1, unit="ranks"
+        1, "Pipeline stages: split the layers", aliases=("pp", "pipeline_model_parallel_size"), minimum=1, unit="ranks"
     )
     virtual_pipeline_parallel_size: int | None = option(
         None,
-        "Chunks of layers per stage (interleaved schedule)",
+        "Model chunks per pipeline stage (interleaved schedule)",
         aliases=("vpp", "virtual_pipeline_model_parallel_size"),
         minimum=1,
         unit="chunks",
     )
-    context_parallel_size: int = option(1, "Ranks that split each sequence", aliases=("cp",), minimum=1, unit="ranks")
+    context_parallel_size: int = option(
+        1, "Context-parallel ranks: split each sequence", aliases=("cp",), minimum=1, unit="ranks"
+    )
     expert_parallel_size: int = option(
-        1, "Ranks that share out the experts", aliases=("ep", "expert_model_parallel_size"), minimum=1, unit="ranks"
+        1,
+        "Expert-parallel ranks: distribute the experts",
+        aliases=("ep", "expert_model_parallel_size"),
+        minimum=1,
+        unit="ranks",
     )
     expert_tensor_parallel_size: int = option(
-        1, "Ranks that split each expert's matrices", aliases=("etp",), minimum=1, unit="ranks"
+        1, "Tensor-parallel ranks within each expert", aliases=("etp",), minimum=1, unit="ranks"
     )
     data_parallel_size: int | None = option(
-        None, "Only checked: follows from the world size and tp, pp, cp", aliases=("dp",), minimum=1, unit="ranks"
+        None,
+        "Data-parallel ranks; checked only, since world size, tp, pp and cp determine it",
+        aliases=("dp",),
+        minimum=1,
+        unit="ranks",
     )
     sequence_parallel: bool | None = option(
-        None, "Split norms and dropout over the tp ranks; unset: on when tp > 1", aliases=("sp",)
+        None, "Split norms and dropout over the tensor-parallel ranks; unset: on if tp > 1", aliases=("sp",)
     )
     first_stage_layers: int | None = option(
         None,
@@ -54,27 +68,27 @@ class ParallelConfig:
     )
     pipeline_layout: str | None = option(
         None,
-        "Custom stages in Megatron's syntax: 'Et*3|(t|)*4tL'",
+        "Custom pipeline layout in Megatron-Core's syntax: 'Et*3|(t|)*4tL'",
         aliases=("pipeline_model_parallel_layout",),
         metavar="LAYOUT",
     )
     cp_comm_type: str | None = option(
         None,
-        "How cp ranks exchange keys and values; unset: p2p, all_gather on torch layers",
+        "KV exchange in context parallelism; unset: p2p (all_gather on torch layers)",
         choices=("p2p", "a2a", "all_gather"),
         spellings={"allgather": "all_gather"},
         metavar="TYPE",
     )
     distributed_optimizer: bool = option(
-        True, "Split the optimizer state over the dp ranks", aliases=("use_distributed_optimizer",)
+        True, "Shard the optimizer state over the data-parallel ranks", aliases=("use_distributed_optimizer",)
     )
-    overlap_grad_reduce: bool | None = option(None, "Reduce gradients during the backward pass; unset: on a GPU")
+    overlap_grad_reduce: bool | None = option(None, "Overlap gradient reduction with the backward pass; unset: on GPU")
     overlap_param_gather: bool | None = option(
-        None, "Gather parameters in the forward (needs overlap_grad_reduce); unset: on a GPU"
+        None, "Overlap parameter gather and forward (needs overlap_grad_reduce); unset: on GPU"
     )
-    overlap_p2p_comm: bool | None = option(None, "Overlap the pipeline's messages with work; unset: with vpp > 1")
-    tp_comm_overlap: bool = option(False, "Overlap tp messages with products; not served by this version")
-    ddp_timeout: int = option(600, "A collective that takes longer ends the run", minimum=1, unit="seconds")
+    overlap_p2p_comm: bool | None = option(None, "Overlap pipeline communication with compute; unset: if vpp > 1")
+    tp_comm_overlap: bool = option(False, "Overlap tensor-parallel communication with compute; not supported yet")
+    ddp_timeout: int = option(600, "Timeout of a collective; the run ends when it expires", minimum=1, unit="seconds")
 
     @property
     def cp_exchange(self) -> str:

@@ -23,16 +23,16 @@ _DEVICE = re.compile(r"(?:cuda:|gpu:)?(\d+)|cpu|mps|disk|cuda")
 def device_of(text: Any) -> Device | None:
     """A device as accelerate names it: a GPU's number, cpu, mps, disk; None for anything else. `cuda:1` is 1, `cuda` is
     0."""
-    found = (
+    match = (
         _DEVICE.fullmatch(str(text).strip().lower())
         if isinstance(text, int | str) and not isinstance(text, bool)
         else None
     )
-    if found is None:
+    if match is None:
         return None
-    if found[1] is not None:
-        return int(found[1])
-    return 0 if found[0] == "cuda" else found[0]
+    if match[1] is not None:
+        return int(match[1])
+    return 0 if match[0] == "cuda" else match[0]
 
 
 def max_memory(text: str) -> dict[Device, int] | Problem:
@@ -47,21 +47,19 @@ def max_memory(text: str) -> dict[Device, int] | Problem:
         )
     except (ValueError, RecursionError) as error:
         return Problem(label, f"is not JSON: {error}", example)
-    found: dict[Device, int] = {}
+    limits: dict[Device, int] = {}
     for pair in pairs:
         if len(pair) != 2:
             return Problem(label, f"{pair[0]!r} is not DEVICE:SIZE", example)
         device, size = device_of(pair[0]), parse_size(str(pair[1]))
         if device is None or device == DISK:
-            return Problem(
-                label, f"{pair[0]!r} is no device whose memory has a limit", "GPUs by number, cpu: " + example
-            )
+            return Problem(label, f"{pair[0]!r} is not a device with a memory limit", "GPUs by number, cpu: " + example)
         if size is None:
-            return Problem(label, f"{pair[1]!r} is no size", example)
-        if device in found:
-            return Problem(label, f"names {pair[0]} twice", example)
-        found[device] = size
-    return found
+            return Problem(label, f"{pair[1]!r} is not a valid size", example)
+        if device in limits:
+            return Problem(label, f"contains {pair[0]} twice", example)
+        limits[device] = size
+    return limits
 
 
 def device_map(text: str) -> str | dict[str, Device] | Problem:
@@ -72,9 +70,7 @@ def device_map(text: str) -> str | dict[str, Device] | Problem:
     label = f"--device_map {text}"
     one = device_of(text)
     if one == DISK:
-        return Problem(
-            label, "has no device that computes", "--device_map cpu --max_memory cpu:1GiB --offload_folder DIR"
-        )
+        return Problem(label, "has no compute device", "--device_map cpu --max_memory cpu:1GiB --offload_folder DIR")
     if one is not None:
         return {"": one}
     return _of_file(Path(text), label)
@@ -93,12 +89,12 @@ def _of_file(path: Path, label: str) -> dict[str, Device] | Problem:
     except (OSError, ValueError, RecursionError) as error:
         return Problem(label, f"cannot be read: {error}", f"a JSON object: {example}")
     if not isinstance(value, dict) or not value:
-        return Problem(label, "holds no JSON object of modules", example)
+        return Problem(label, "does not contain a JSON object of modules", example)
     devices = {name: device_of(device) for name, device in value.items()}
     wrong = [name for name, device in devices.items() if device is None]
     if wrong:
-        return Problem(label, f"{wrong[0]}: {value[wrong[0]]!r} is no device", "a GPU's number, cpu or disk")
-    found = {name: device for name, device in devices.items() if device is not None}
-    if set(found.values()) == {DISK}:
-        return Problem(label, "has no device that computes", "at least one module on a GPU or cpu")
-    return found
+        return Problem(label, f"{wrong[0]}: {value[wrong[0]]!r} is not a device", "a GPU's number, cpu or disk")
+    device_map = {name: device for name, device in devices.items() if device is not None}
+    if set(device_map.values()) == {DISK}:
+        return Problem(label, "has no compute device", "at least one module on a GPU or cpu")
+    return device_map

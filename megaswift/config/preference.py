@@ -1,5 +1,5 @@
-"""Section `preference`: objectives on pairs of answers and on judged answers, and the reference. The formulas are in
-`megaswift.losses`.
+"""Section `preference`: losses on preference pairs and labeled completions, and the reference model. The formulas
+are in `megaswift.losses`.
 
 Reinforcement learning has its own section, `rl`; it shares the reference, `beta` and `loss_type`.
 """
@@ -28,14 +28,14 @@ class PreferenceConfig:
 
     beta: float | None = option(
         None,
-        "KL coefficient (orpo: odds-ratio weight); unset: 0.1, simpo 2, grpo 0, ppo 0.05",
+        "KL (orpo: odds-ratio) coefficient; unset: 0.1, simpo 2, grpo 0, ppo 0.05",
         aliases=("kl_coef",),
         minimum=0,
         tasks=("dpo", "kto", "orpo", "cpo", "simpo", *RL),
     )
     loss_type: tuple[str, ...] = option(
         (),
-        "Losses, summed; unset: sigmoid, for kto kto, for grpo dapo",
+        "Loss types, summed; unset: sigmoid (kto: kto, grpo: dapo)",
         choices=ALL_LOSSES,
         choices_of=LOSSES,
         spellings={"aot_pair": "aot_unpaired"},
@@ -46,15 +46,18 @@ class PreferenceConfig:
         (), "Weight of each loss_type; unset: 1 each", tasks=("dpo",), metavar="NUMBER..."
     )
     label_smoothing: float = option(
-        0.0, "Probability that a label is wrong", minimum=0, below=1, tasks=("dpo", "cpo", "simpo")
+        0.0, "Probability that a preference label is wrong", minimum=0, below=1, tasks=("dpo", "cpo", "simpo")
     )
     f_divergence_type: str = option(
-        "reverse_kl", "Divergence from the reference (arXiv:2309.16240)", choices=DIVERGENCES, tasks=("dpo",)
+        "reverse_kl",
+        "Divergence from the reference model (f-DPO, arXiv:2309.16240)",
+        choices=DIVERGENCES,
+        tasks=("dpo",),
     )
     f_alpha_divergence_coef: float = option(0.5, "Alpha of alpha_divergence", aliases=("f_alpha_coef",), tasks=("dpo",))
     ld_alpha: float | None = option(
         None,
-        "Weight of tokens beyond the shorter answer's length (LD-DPO, arXiv:2409.06411)",
+        "Weight of tokens beyond the shorter completion (LD-DPO, arXiv:2409.06411)",
         minimum=0,
         maximum=1,
         tasks=("dpo",),
@@ -63,46 +66,43 @@ class PreferenceConfig:
         False, "Weight pairs by their probability under the policy (WPO, arXiv:2406.11827)", tasks=("dpo",)
     )
     rpo_alpha: float | None = option(
-        None, "Weight of an added SFT loss on the chosen answer (RPO, arXiv:2404.19733)", above=0, tasks=("dpo",)
+        None, "Weight of an added NLL term on the chosen completion (RPO, arXiv:2404.19733)", above=0, tasks=("dpo",)
     )
-    discopop_tau: float = option(
-        0.05, "Temperature of the gate between logistic and exponential loss", above=0, tasks=("dpo",)
-    )
-    reference_free: bool = option(False, "Ignore the reference: its log-probabilities count as 0", tasks=("dpo",))
+    discopop_tau: float = option(0.05, "Temperature of discopop", above=0, tasks=("dpo",))
+    reference_free: bool = option(False, "Set all reference log-probabilities to 0", tasks=("dpo",))
     ref_model: str | None = option(
         None,
-        "Folder of the reference model; unset: the initial model",
+        "Reference model folder; unset: the initial model",
         aliases=("ref_model_name_or_path",),
         tasks=_REFERENCED,
         metavar="DIR",
     )
-    offload_reference: bool = option(False, "Offload the reference model to CPU when idle", tasks=_REFERENCED)
+    offload_reference: bool = option(False, "Offload reference weights to CPU memory when idle", tasks=_REFERENCED)
     precompute_ref_log_probs: bool = option(
-        False, "Precompute reference log-probabilities, then free the model", tasks=("dpo", "kto")
+        False,
+        "Precompute reference log-probabilities, then free the reference model",
+        tasks=("dpo", "kto"),
     )
     sync_ref_model: bool = option(
-        False, "Update the reference towards the policy (TR-DPO, arXiv:2404.09656)", tasks=_REFERENCED
+        False, "Update the reference model towards the policy (TR-DPO, arXiv:2404.09656)", tasks=_REFERENCED
     )
     ref_model_mixup_alpha: float = option(
-        0.6, "Share of the policy in each update of the reference", above=0, maximum=1, tasks=_REFERENCED
+        0.6, "Share of the policy in each reference update", above=0, maximum=1, tasks=_REFERENCED
     )
     ref_model_sync_steps: int = option(
-        512, "Steps between updates of the reference", minimum=1, unit="steps", tasks=_REFERENCED
+        512, "Steps between reference updates", minimum=1, unit="steps", tasks=_REFERENCED
     )
-    desirable_weight: float = option(1.0, "Weight of desirable answers", minimum=0, tasks=("kto",))
-    undesirable_weight: float = option(1.0, "Weight of undesirable answers", minimum=0, tasks=("kto",))
+    desirable_weight: float = option(1.0, "Loss weight of desirable completions", minimum=0, tasks=("kto",))
+    undesirable_weight: float = option(1.0, "Loss weight of undesirable completions", minimum=0, tasks=("kto",))
     cpo_alpha: float | None = option(
-        None, "Weight of the SFT loss on the chosen answer; unset: 1, simpo 0", minimum=0, tasks=("cpo", "simpo")
+        None, "Weight of the NLL term on the chosen completion; unset: 1, simpo 0", minimum=0, tasks=("cpo", "simpo")
     )
-    simpo_gamma: float = option(1.0, "Target reward margin (gamma)", minimum=0, tasks=("cpo", "simpo"))
+    simpo_gamma: float = option(1.0, "Target reward margin of SimPO", minimum=0, tasks=("cpo", "simpo"))
     alpha: float = option(
-        0.0, "Shape of the reward function; 0: log-probability (AlphaPO, arXiv:2501.03884)", tasks=("cpo", "simpo")
+        0.0, "Exponent of the AlphaPO reward; 0: log-probability (arXiv:2501.03884)", tasks=("cpo", "simpo")
     )
     center_rewards_coefficient: float | None = option(
-        None,
-        "Weight of the squared sum of a pair's rewards (arXiv:2312.09244)",
-        above=0,
-        tasks=("rm",),
+        None, "Weight of the penalty that centers rewards on zero (arXiv:2312.09244)", above=0, tasks=("rm",)
     )
 
 

@@ -1,4 +1,4 @@
-"""Section `quantization`: the frozen weights under adapters in 4 or 8 bits, by bitsandbytes."""
+"""Section `quantization`: quantized base models with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ DEFAULT_BITS = 4
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """Quantisation
+    """Quantization
 
-    Of the frozen weights under adapters, by bitsandbytes, with an engine of torch. --train_type qlora is LoRA over 4
-    bits on any engine."""
+    Quantizes the frozen base model with bitsandbytes; torch engines only. --train_type qlora is LoRA on a 4-bit base
+    model with any engine."""
 
     quantization_bit: int | None = option(
         None,
-        "Frozen linear layers in 4 or 8 bits (LLM.int8())",
+        "Quantize frozen linear layers: 4 bits, or 8 (LLM.int8())",
         aliases=("quant_bits",),
         minimum=4,
         maximum=8,
         metavar="BITS",
     )
-    bnb_4bit_quant_type: str = option("nf4", "Numbers of 4 bits", choices=("nf4", "fp4"))
-    bnb_4bit_use_double_quant: bool = option(False, "Quantise the scales of 4-bit weights too")
+    bnb_4bit_quant_type: str = option("nf4", "4-bit data type", choices=("nf4", "fp4"))
+    bnb_4bit_use_double_quant: bool = option(False, "Also quantize the scales of 4-bit weights")
     bnb_4bit_compute_dtype: str = option(
         "auto",
-        "Precision of products with 4-bit weights; auto: torch_dtype's",
+        "Compute dtype with 4-bit weights; auto: torch_dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         spellings=DTYPES,
     )

@@ -209,9 +209,9 @@ def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
 def _spelled_out(givens: Sequence[Given]) -> Iterator[Given]:
     """`train_type dora` is lora with `use_dora`; of `use_vllm` and `vllm_mode` together the second says which, where
     the first is true. `deepspeed: {config_path: FILE}` is the file."""
-    said = {given.name: str(given.value).strip().lower() for given in givens}
-    twice = {"use_vllm", "vllm_mode"} <= said.keys()
-    idle = None if not twice else "use_vllm" if said["use_vllm"] in TRUE else "vllm_mode"
+    values = {given.name: str(given.value).strip().lower() for given in givens}
+    twice = {"use_vllm", "vllm_mode"} <= values.keys()
+    idle = None if not twice else "use_vllm" if values["use_vllm"] in TRUE else "vllm_mode"
     for given in givens:
         if given.name == idle:
             continue
@@ -242,8 +242,8 @@ def take_value(state: ResolveState, option: Option, given: Given, earlier: Given
         state.typed.setdefault(option.name, Typed(given.spelling, given.label))
         return
     if earlier and option.name not in state.wrong and value != state.values[option.name]:
-        rule = f"{earlier.label} says otherwise" + (f" (both set {option.name})" if earlier.name != given.name else "")
-        state.problems.append(Problem(given.label, rule, f"one of the two: --{option.name} {show(value)}"))
+        rule = f"conflicts with {earlier.label}" + (f" (both set {option.name})" if earlier.name != given.name else "")
+        state.problems.append(Problem(given.label, rule, f"keep one of the two: --{option.name} {show(value)}"))
         return
     state.values[option.name], state.typed[option.name] = value, Typed(given.spelling, given.label)
     state.wrong.discard(option.name)
@@ -255,23 +255,25 @@ def _refusal(option: Option, raw: Any) -> Invalid:
         parse_value(option, raw)
     except Invalid as error:
         return error
-    raise AssertionError("parsed before, with more choices")
+    raise AssertionError("the value was parsed before, with more choices")
 
 
 def _take_task(state: ResolveState, given: Given) -> None:
     name = str(given.value).lower()
     if given.name not in ("task", "rlhf_type"):
-        state.notices.append(f"{given.label}: {name} is a task, so it is taken as rlhf_type; train_type stays full")
+        state.notices.append(f"{given.label}: {name} is a task, so it is used as rlhf_type; train_type stays full")
     if name not in TASKS:
-        here = ", ".join(f"{n} ({text})" for n, text in TASKS.items())
+        listed = ", ".join(f"{n} ({text})" for n, text in TASKS.items())
         kinds = ALIGNMENT if given.name == "rlhf_type" else tuple(TASKS)
         fix = value_advice("rlhf_type", name) or nearest_name(name, kinds) or f"one of {', '.join(kinds)}"
-        state.problems.append(Problem(given.label, f"is not a task of this version; tasks are {here}", fix))
+        state.problems.append(Problem(given.label, f"is not a supported task; tasks are {listed}", fix))
         state.wrong.add("task")
     elif state.task is None:
         state.task = name
     elif name != state.task:
-        state.problems.append(Problem(given.label, f"but this is {state.task}", f"megaswift {name} ..."))
+        state.problems.append(
+            Problem(given.label, f"conflicts with the command, which is {state.task}", f"megaswift {name} ...")
+        )
 
 
 def unknown_option(given: Given, known: Mapping[str, str], command: str | None = None) -> Problem:
@@ -283,7 +285,7 @@ def unknown_option(given: Given, known: Mapping[str, str], command: str | None =
     elif not fix and positive != given.name:
         fix = option_advice(positive, "false", known)
     of = f" of megaswift {command}" if command else ""
-    lists = f"megaswift {command} --help lists them all" if command else LISTS_ALL
+    lists = f"megaswift {command} --help lists all options" if command else LISTS_ALL
     return Problem(given.label, f"is not an option{of}", fix or nearest_name(given.name, known) or lists)
 
 

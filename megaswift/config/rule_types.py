@@ -1,5 +1,4 @@
-"""What a rule about options is: one that would be ignored, or some that cannot go together. The rules themselves:
-`rules.py`."""
+"""Types of rules about options: an option without effect, and conflicting options. The rules are in `rules.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 
 from megaswift.config.sections import Sections
 
-ONE_OF = "one of the two"
+ONE_OF = "keep one of the two"
 """The fix where two options say the same thing: either may go."""
 
 

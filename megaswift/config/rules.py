@@ -1,5 +1,4 @@
-"""What options mean together, as a table: one that would be ignored, two that contradict each other, one that lacks
-another.
+"""Rules about combinations of options, as tables: options without effect, conflicts, missing requirements.
 
 Owns rules that need nothing but the options. What depends on model, machine or data is checked where these are known.
 """
@@ -46,17 +45,20 @@ def _is_folder(c: Sections) -> bool:
 
 _SCHEDULE = ("lr_scheduler_type",)
 _EVALUATION = ("val_dataset", "split_dataset_ratio")
-_ADAM, _SGD = "belongs to the optimizer adam", "belongs to the optimizer sgd"
-_NO_VAL = "needs data to evaluate on"
+_ADAM, _SGD = "applies only to optimizer adam", "applies only to optimizer sgd"
+_NO_VAL = "needs evaluation data"
 _VAL_FIX = "--val_dataset FILE or --split_dataset_ratio 0.01"
 _NOT_ADAM: Test = lambda c: c.optim.optimizer != "adam"  # noqa: E731
 _NO_LORA: Test = lambda c: c.model.train_type == "full"  # noqa: E731
 _FROM_ADAPTERS: Test = lambda c: c.model.train_type != "full" and c.lora.adapters is not None  # noqa: E731
 _LORA = ("train_type",)
 _OF_ADAPTERS = ("adapters", "train_type")
-_IS_LORA, _GIVEN = "belongs to train_type lora (train_type is {train_type})", "the folder {adapters} says it itself"
+_IS_LORA, _GIVEN = (
+    "applies only to train_type lora (train_type is {train_type})",
+    "the adapter folder {adapters} determines it",
+)
 _NEW = ("lora_rank", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save")
-_HUB = "belongs to a hub id, and the model is a folder"
+_HUB = "applies only to hub IDs, but the model is a local folder"
 _STREAM = ("streaming", "val_dataset")
 _ONLY_STREAMS: Test = lambda c: c.data.streaming and not c.data.val_dataset  # noqa: E731
 _NO_EXPORT: Test = lambda c: c.model.train_type != "full" and not c.lora.merge_lora  # noqa: E731
@@ -66,7 +68,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
         "min_lr",
         _SCHEDULE,
         lambda c: c.optim.lr_scheduler_type == "constant",
-        "a constant schedule has no lowest learning rate",
+        "a constant schedule has no final learning rate",
         "--lr_scheduler_type cosine",
     ),
     IgnoredOption(
@@ -84,7 +86,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
         "distributed_optimizer",
         ("optimizer",),
         lambda c: c.optim.optimizer == "sgd",
-        "Megatron-Core splits the state of adam only",
+        "Megatron-Core shards only the state of adam",
         "--optimizer adam",
     ),
     IgnoredOption("eval_steps", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
@@ -94,60 +96,68 @@ IGNORED: tuple[IgnoredOption, ...] = (
         "data_seed",
         ("shuffle", "split_dataset_ratio", "dataset", "val_dataset"),
         _no_random_order,
-        "orders and splits rows, and nothing is ordered or split",
+        "seeds shuffling and splitting, but rows are neither shuffled nor split",
         "--shuffle true",
     ),
     IgnoredOption(
-        "dataset_cache_dir", _STREAM, _ONLY_STREAMS, "nothing is kept on disk while streaming", "--streaming false"
+        "dataset_cache_dir", _STREAM, _ONLY_STREAMS, "streaming does not cache tokenized data", "--streaming false"
     ),
     IgnoredOption(
-        "dataset_num_proc", _STREAM, _ONLY_STREAMS, "a stream is tokenised as it is read", "--streaming false", (1,)
+        "dataset_num_proc",
+        _STREAM,
+        _ONLY_STREAMS,
+        "streaming tokenizes rows as they are read",
+        "--streaming false",
+        (1,),
     ),
     IgnoredOption(
         "dataloader_num_workers",
         ("streaming",),
         lambda c: c.data.streaming,
-        "a stream is read in order, by the process itself",
+        "streaming reads rows in order in the training process",
         "--streaming false",
     ),
     IgnoredOption(
         "num_train_epochs",
         ("max_steps",),
         lambda c: c.train.max_steps is not None,
-        "max_steps {max_steps} already says how long the run is",
+        "max_steps {max_steps} already sets the length of the run",
         ONE_OF,
     ),
     IgnoredOption(
         "save_total_limit",
         ("save_steps",),
         lambda c: c.train.save_steps is None,
-        "needs save_steps: one checkpoint is written, at the end",
+        "needs save_steps; without it only one checkpoint is written, at the end",
         "--save_steps 500",
     ),
     IgnoredOption(
         "warmup_ratio",
         ("warmup_steps",),
         lambda c: c.optim.warmup_steps > 0,
-        "warmup_steps {warmup_steps} already says how long the warm-up is",
+        "warmup_steps {warmup_steps} already sets the length of the warmup",
         ONE_OF,
     ),
     *(
         IgnoredOption(name, _LORA, _NO_LORA, _IS_LORA, "--train_type lora")
         for name in (*_NEW, "lora_dropout", "adapters", "merge_lora")
     ),
-    *(IgnoredOption(name, _OF_ADAPTERS, _FROM_ADAPTERS, _GIVEN, "new adapters: no --adapters") for name in _NEW),
+    *(
+        IgnoredOption(name, _OF_ADAPTERS, _FROM_ADAPTERS, _GIVEN, "omit --adapters to train new adapters")
+        for name in _NEW
+    ),
     IgnoredOption(
         "export_hf",
         ("train_type", "merge_lora"),
         _NO_EXPORT,
-        "with train_type {train_type} the export is OUT/adapter, and OUT/hf with merge_lora only",
+        "with train_type {train_type} the export is OUT/adapter; OUT/hf is written only with merge_lora",
         "--merge_lora true",
     ),
     IgnoredOption(
         "freeze_parameters",
         _LORA,
         lambda c: c.model.train_type != "full",
-        "with train_type {train_type} no weight of the model trains but modules_to_save",
+        "with train_type {train_type} all model weights except modules_to_save are frozen",
         "--train_type full",
     ),
     *MODEL_IGNORED,
@@ -164,25 +174,25 @@ CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("truncation_strategy",),
         lambda c: c.data.truncation_strategy == "split" and c.task == "sft",
-        "a conversation cannot be split: later parts lack what they answer (split is for pt)",
+        "conversations cannot be split: later parts would lack their context (split is for pt)",
         "--truncation_strategy delete",
     ),
     ConflictingOptions(
         ("split_dataset_ratio", "val_dataset"),
         lambda c: c.data.split_dataset_ratio > 0 and c.data.val_dataset,
-        "val_dataset is given too, so nothing is split",
+        "conflicts with val_dataset: evaluation data is already given",
         ONE_OF,
     ),
     ConflictingOptions(
         ("split_dataset_ratio", "streaming"),
         lambda c: c.data.split_dataset_ratio > 0 and c.data.streaming,
-        "a stream has no length of which to take a part",
+        "a fraction of a stream is undefined: its length is unknown",
         "--val_dataset FILE",
     ),
     ConflictingOptions(
         ("streaming", "max_steps"),
         lambda c: c.data.streaming and c.train.max_steps is None,
-        "a stream has no length, so the run needs max_steps",
+        "the length of a stream is unknown, so max_steps is required",
         "--max_steps 1000",
     ),
     ConflictingOptions(
@@ -194,14 +204,14 @@ CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("optimizer_cpu_offload", "optimizer"),
         lambda c: c.optim.optimizer_cpu_offload and c.optim.optimizer != "adam",
-        "moves Adam's two moments to the host, and the optimizer is {optimizer}",
+        "offloads Adam's moments, but the optimizer is {optimizer}",
         "--optimizer_cpu_offload false",
     ),
     ConflictingOptions(
         ("optimizer_cpu_offload", "precision_aware_optimizer"),
         lambda c: c.optim.optimizer_cpu_offload and c.optim.precision_aware_optimizer,
         (
-            "updates float32 moments on the host; those in lower precision are updated by Transformer Engine's Adam, "
+            "updates float32 moments on the CPU; moments in lower precision are updated by Transformer Engine's Adam "
             "on the GPU"
         ),
         ONE_OF,
@@ -215,19 +225,19 @@ CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("random_init", "train_type"),
         lambda c: c.model.random_init and c.model.train_type != "full",
-        "adapters belong to a trained model, and nobody could load them on random weights",
+        "adapters on random weights would be useless: the base model could not be loaded again",
         "--random_init false",
     ),
     ConflictingOptions(
         ("train_type", "transformer_impl"),
         lambda c: c.model.train_type == "qlora" and c.model.transformer_impl == "transformer_engine",
-        "Transformer Engine's layers have no weights in NF4",
+        "Transformer Engine's layers do not support NF4 weights",
         "--transformer_impl torch",
     ),
     ConflictingOptions(
         ("merge_lora", "export_hf"),
         lambda c: c.model.train_type != "full" and c.lora.merge_lora and not c.train.export_hf,
-        "writes the export that export_hf false leaves out",
+        "writes OUT/hf, which export_hf false disables",
         ONE_OF,
     ),
     ConflictingOptions(
@@ -277,7 +287,7 @@ def _wrong_task(c: Sections, labels: Mapping[str, str]) -> Iterator[Problem]:
         if not option.belongs_to(c.task):
             yield Problem(
                 labels[name],
-                f"has no effect in {c.task}; it belongs to {', '.join(option.details['tasks'])}",
+                f"has no effect in {c.task}; it applies to {', '.join(option.details['tasks'])}",
                 "leave it out",
             )
 
@@ -332,18 +342,18 @@ def _clashes(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> I
             name = next((n for n in r.options if n in c.given), r.options[0])
             what, why, first = labels.get(name, f"--{name} {show(c.value(name))}"), _fill(r.why, c), r.options[0]
             if name != first and c.value(first) is not None and c.value(first) is not False:
-                why = f"{first} is {show(c.value(first))} unless it is given: {why}"
+                why = f"{first} defaults to {show(c.value(first))}: {why}"
             yield Problem(what, why, _fill(r.fix, c))
 
 
 def _batch(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
     reads = {"per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "data_parallel_size"}
     if not wrong & reads:
-        found = list(batch_problems(c.train, c.parallel.data_parallel_size, labels))
-        yield from found
+        problems = list(batch_problems(c.train, c.parallel.data_parallel_size, labels))
+        yield from problems
         if (
             c.task in RL
-            and not found
+            and not problems
             and not wrong & {"generation_batch_size", "steps_per_generation", "num_generations"}
         ):
             yield from generation_problems(c, labels)

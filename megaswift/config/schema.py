@@ -45,19 +45,19 @@ def _describe(option: Option) -> dict[str, Any]:
     text = option.help + (f" [{option.unit}]" if option.unit else "")
     default = option.default
     kinds = {"list": _list, "numbers": _numbers, "map": _map, "bool": _bool}
-    found = kinds.get(option.kind, _choice if option.choices else _plain)(option)
-    return {"description": text, **found, "default": list(default) if isinstance(default, tuple) else default}
+    description = kinds.get(option.kind, _choice if option.choices else _plain)(option)
+    return {"description": text, **description, "default": list(default) if isinstance(default, tuple) else default}
 
 
 def _plain(option: Option) -> dict[str, Any]:
     """Free text, or a number in its range."""
     if option.kind == "text":
         return {"type": [*_TYPES["text"], *(["null"] if option.optional else [])]}
-    found: dict[str, Any] = {"type": [*_TYPES[option.kind], "string", "null"], "pattern": _NONE}
+    description: dict[str, Any] = {"type": [*_TYPES[option.kind], "string", "null"], "pattern": _NONE}
     limits = {word: option.details[key] for key, word in _LIMITS.items() if key in option.details}  # type: ignore[literal-required]
     if unset := option.details.get("unset"):
-        return found | {"anyOf": [limits, {"enum": [int(word) for word in unset]}]}
-    return found | limits
+        return description | {"anyOf": [limits, {"enum": [int(word) for word in unset]}]}
+    return description | limits
 
 
 def _choice(option: Option) -> dict[str, Any]:

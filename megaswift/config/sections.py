@@ -1,4 +1,4 @@
-"""All sections together: the table of options, of their spellings, and the plain record that rules look at."""
+"""All sections together: the tables of options and aliases, and the record that rules read."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from megaswift.config.user_spelling import Typed
 TASKS = {
     "sft": "supervised fine-tuning on conversations",
     "pt": "pretraining on plain text",
-    "dpo": "preference learning from pairs of answers: DPO and its kin",
-    "kto": "preference learning from answers with a label: KTO, BCO",
-    "orpo": "preference learning without a reference: ORPO",
-    "cpo": "preference learning without a reference: CPO",
-    "simpo": "preference learning without a reference: SimPO",
-    "rm": "a reward model from pairs of answers",
-    "grpo": "reinforcement learning without a critic: GRPO and its kin",
+    "dpo": "preference learning from pairs: DPO and variants",
+    "kto": "preference learning from labeled completions: KTO, BCO",
+    "orpo": "preference learning without a reference model: ORPO",
+    "cpo": "preference learning without a reference model: CPO",
+    "simpo": "preference learning without a reference model: SimPO",
+    "rm": "reward model training from preference pairs",
+    "grpo": "reinforcement learning without a critic: GRPO and variants",
     "ppo": "reinforcement learning with a critic: PPO",
 }
 

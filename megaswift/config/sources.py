@@ -1,4 +1,5 @@
-"""Where values come from: a YAML or JSON file, the command line, the environment, Python. Each gives a list of `Given`.
+"""Sources of option values: a YAML or JSON file, the command line, the environment, Python. Each gives a list of
+`Given`.
 
 Owns reading and what the user literally wrote; it neither types values nor knows rules.
 """
@@ -68,12 +69,12 @@ class CommandLine:
 
 def from_environment(environ: Mapping[str, str]) -> ConfigSource:
     """The launch section from torchrun-style variables. Not for workers: there torchrun has set some of them itself."""
-    found = [
+    givens = [
         Given(n.lower(), environ[n], f"{n}={environ[n]} (environment)", f"{n} (environment)")
         for n in ENVIRONMENT
         if environ.get(n)
     ]
-    return ConfigSource(tuple(found), ambient=True)
+    return ConfigSource(tuple(givens), ambient=True)
 
 
 def from_mapping(options: Mapping[str, Any]) -> ConfigSource:
@@ -117,18 +118,20 @@ def read_file(path: str) -> ConfigSource:
     try:
         folder = file.is_dir()
     except OSError as error:  # a name that is too long
-        rule = f"is no name of a file ({error.strerror})"
-        raise ConfigError(Problem(f"{path[:40]}...", rule, "a YAML or JSON file of options")) from None
+        rule = f"is not a file name ({error.strerror})"
+        raise ConfigError(Problem(f"{path[:40]}...", rule, "a YAML or JSON configuration file")) from None
     if folder:
         raise ConfigError(
             Problem(
-                path, "is a folder; the first word without a flag is a YAML or JSON file of options", f"--model {path}"
+                path,
+                "is a folder; the first positional argument must be a YAML or JSON configuration file",
+                f"--model {path}",
             )
         )
     if file.suffix.lower() in DATA_SUFFIXES:
-        raise ConfigError(Problem(path, "is no configuration (a YAML or JSON file of options)", f"--dataset {path}"))
+        raise ConfigError(Problem(path, "is not a configuration file (YAML or JSON)", f"--dataset {path}"))
     if not file.exists():
-        raise ConfigError(Problem(path, "no such file", f"a YAML or JSON file of options; {path_hint(file)}"))
+        raise ConfigError(Problem(path, "no such file", f"a YAML or JSON configuration file; {path_hint(file)}"))
     try:
         text = _text(file)
         pairs = list(_json_pairs(text) if file.suffix.lower() == ".json" else _yaml_pairs(text))
@@ -136,7 +139,7 @@ def read_file(path: str) -> ConfigSource:
         raise ConfigError(Problem(path, f"cannot be read: {error}")) from None
     except _Malformed as error:
         raise ConfigError(
-            Problem(f"{path}{error.line}", error.rule, "name: value, one a line, or sections of these")
+            Problem(f"{path}{error.line}", error.rule, "one `name: value` per line, optionally grouped in sections")
         ) from None
     givens: list[Given] = []
     problems: list[Problem] = []
@@ -147,11 +150,11 @@ def read_file(path: str) -> ConfigSource:
             if (section, "") not in seen:
                 fix = nearest_name(section, [*SECTIONS, *NAMES])
                 problems.append(
-                    Problem(f"{path}{line} {section}", f"is no section; sections are {', '.join(SECTIONS)}", fix)
+                    Problem(f"{path}{line} {section}", f"is not a section; sections are {', '.join(SECTIONS)}", fix)
                 )
             seen.add((section, ""))
         elif (section, name) in seen:
-            problems.append(Problem(label, "stands twice in the file", "remove one of the two"))
+            problems.append(Problem(label, "occurs twice in the file", "remove one of the two"))
         elif section or value is not None or not is_section(normal(name), {}):  # else an empty section
             givens.append(Given(normal(name), value, label, f"{path}{line} {name}:"))
         seen.add((section, name))
@@ -160,10 +163,10 @@ def read_file(path: str) -> ConfigSource:
 
 def _text(file: Path) -> str:
     with file.open("rb") as stream:
-        found = stream.read(LARGEST_FILE + 1)
-    if len(found) > LARGEST_FILE:
-        raise _Malformed(f"is larger than {LARGEST_FILE >> 20} MiB, too large for a file of options")
-    return found.decode("utf-8")
+        content = stream.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise _Malformed(f"is larger than {LARGEST_FILE >> 20} MiB, too large for a configuration file")
+    return content.decode("utf-8")
 
 
 class _Malformed(Exception):
@@ -196,7 +199,7 @@ def _yaml_pairs(text: str) -> Iterator[_Pair]:
     except RecursionError:
         raise _Malformed("is nested too deeply") from None
     except ValueError as error:  # of a number or date that Python cannot represent
-        raise _Malformed(f"holds a value that cannot be read: {error}") from None
+        raise _Malformed(f"contains a value that cannot be read: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -219,7 +222,7 @@ def _walk(loader: Any, node: Any, section: str) -> Iterator[_Pair]:
     if node is None:
         return
     if not isinstance(node, yaml.MappingNode):
-        raise _Malformed("must hold `name: value` entries", f":{node.start_mark.line + 1}")
+        raise _Malformed("must contain `name: value` entries", f":{node.start_mark.line + 1}")
     for key, value in node.value:
         name, line = str(key.value), f":{key.start_mark.line + 1}"
         plain = loader.construct_object(value, deep=True)
@@ -238,9 +241,9 @@ def _json_pairs(text: str) -> Iterator[_Pair]:
     except RecursionError:
         raise _Malformed("is nested too deeply") from None
     except ValueError as error:  # a number of thousands of digits
-        raise _Malformed(f"is not JSON that can be read: {error}") from None
+        raise _Malformed(f"is not valid JSON:  {error}") from None
     if not isinstance(root, _Pairs):
-        raise _Malformed("must hold an object of options")
+        raise _Malformed("must contain a JSON object of options")
     for name, value in root:
         known = normal(name) in NAMES and not is_section(normal(name), {})
         if isinstance(value, _Pairs) and not known:
@@ -276,7 +279,7 @@ def _one_dash(word: str, table: OptionTable) -> bool:
 
 def _with_two_dashes(words: Sequence[str]) -> Problem:
     typed = " ".join(words)
-    return Problem(typed, "is not an option: names of options begin with two dashes", f"-{typed}")
+    return Problem(typed, "is not an option: option names begin with two dashes", f"-{typed}")
 
 
 def read_command_line(argv: list[str], table: OptionTable = TRAINING) -> CommandLine:
@@ -295,7 +298,9 @@ def read_command_line(argv: list[str], table: OptionTable = TRAINING) -> Command
                 continue
             line.problems.append(
                 _stray(
-                    word, "belongs to no option", "--name value; the configuration file comes first or after --config"
+                    word,
+                    "is an unexpected argument",
+                    "--name value; the configuration file comes first or after --config",
                 )
             )
             continue
@@ -306,7 +311,11 @@ def read_command_line(argv: list[str], table: OptionTable = TRAINING) -> Command
         _take(line, flag, values, table)
     if len(line.files) > 1:
         line.problems.append(
-            Problem(" and ".join(line.files), "are two configuration files", "one file, then options that override it")
+            Problem(
+                " and ".join(line.files),
+                "only one configuration file is allowed",
+                "one file, followed by options that override it",
+            )
         )
     return line
 
@@ -332,10 +341,12 @@ def _take(line: CommandLine, flag: str, values: list[str], table: OptionTable) -
         line.givens.append(Given(name, values, label, flag))
     elif option.kind == "bool" and (not values or values[0].lower() not in TRUE + FALSE) and len(values) != 1:
         line.givens.append(Given(name, True, label, flag))
-        line.problems += [Problem(v, f"belongs to no option ({flag} is a switch)", f"{flag} true") for v in values]
+        line.problems += [
+            Problem(v, f"is an unexpected argument ({flag} is a boolean flag)", f"{flag} true") for v in values
+        ]
     else:
         line.givens.append(Given(name, values[0] if values else None, " ".join([flag, *values[:1]]), flag))
         line.problems += [
-            _stray(v, f"belongs to no option ({flag} takes one value)", f'quotes around text with spaces: {flag} "a b"')
+            _stray(v, f"is an unexpected argument ({flag} takes one value)", f'quote values with spaces: {flag} "a b"')
             for v in values[1:]
         ]

@@ -1,5 +1,5 @@
-"""Options for speed and noise that transformers' models have and the native engine has not, and what they cannot go
-with. No torch."""
+"""Rules for options that only torch engines support (compilation, liger-kernel, NEFTune), and for deterministic
+runs. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
 _NATIVE: Test = lambda c: engine_of(c) == NATIVE  # noqa: E731
 _TORCH: Test = lambda c: engine_of(c) not in (NATIVE, AUTO)  # noqa: E731
 _PLAIN: Test = lambda c: not c.model.torch_compile  # noqa: E731
-_OTHER = "belongs to transformers' models, which the native engine does not run"
+_OTHER = "applies only to torch engines"
 TORCH_ONLY = ("use_liger", "torch_compile", "neftune_noise_alpha")
 
 SPEED_IGNORED: tuple[IgnoredOption, ...] = (
@@ -23,25 +23,25 @@ SPEED_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("attn_impl", *READS),
         lambda c: _NATIVE(c) and c.model.attn_impl == "flex",
-        "is a kernel of transformers' models, which the native engine does not run",
+        "is not supported by the native engine",
         "--engine ddp, or --attn_impl auto",
     ),
     ConflictingOptions(
         ("attn_impl", *READS),
         lambda c: _TORCH(c) and c.model.attn_impl == "fused",
-        "is a kernel of Transformer Engine, which transformers' models do not run",
+        "is a Transformer Engine backend, which torch engines do not support",
         "--attn_impl sdpa",
     ),
     ConflictingOptions(
         ("attn_impl", "torch_dtype", *READS),
         lambda c: _TORCH(c) and c.model.attn_impl == "flash" and c.model.torch_dtype == "float32",
-        "computes in half precision, and torch_dtype is float32",
+        "needs a half-precision dtype, but torch_dtype is float32",
         "--attn_impl sdpa, or --torch_dtype bfloat16",
     ),
     ConflictingOptions(
         ("torch_compile", *READS),
         lambda c: c.model.torch_compile and engine_of(c) in ("zero3", "zero3_offload"),
-        "reads whole weights, which ZeRO-3 gathers for each small module by hooks that cannot be compiled",
+        "is not supported with ZeRO-3: its hooks that gather weights cannot be compiled",
         "--engine fsdp2",
     ),
     ConflictingOptions(
@@ -51,25 +51,25 @@ SPEED_CLASHES: tuple[ConflictingOptions, ...] = (
             and c.model.torch_compile_mode is not None
             and c.model.torch_compile_backend != "inductor"
         ),
-        "is for the inductor, and torch_compile_backend is {torch_compile_backend}",
+        "applies only to inductor, but torch_compile_backend is {torch_compile_backend}",
         "--torch_compile_backend inductor",
     ),
     ConflictingOptions(
         ("deterministic", "rollout_backend"),
         lambda c: c.train.deterministic and c.task in RL and c.rl.rollout_backend != "transformers",
-        "is not possible with {rollout_backend}: the result for a completion depends on the others in its batch",
+        "is not supported with {rollout_backend}: completions depend on the other requests in their batch",
         "--rollout_backend transformers",
     ),
     ConflictingOptions(
         ("deterministic", "async_generation"),
         lambda c: c.train.deterministic and c.task in RL and c.rl.async_generation,
-        "is not possible: the weights that sample a completion depend on the time that others take",
+        "conflicts with async_generation: the weights used for a completion depend on timing",
         "--async_generation false",
     ),
     ConflictingOptions(
         ("deterministic", "torch_compile"),
         lambda c: c.train.deterministic and c.model.torch_compile,
-        "is not possible: compiled kernels are chosen by measured speed",
+        "conflicts with torch_compile: kernels are selected by measured speed",
         "--torch_compile false",
     ),
 )

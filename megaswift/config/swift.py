@@ -1,5 +1,4 @@
-"""`SwiftConfig`: one run's configuration, checked once where it is made and frozen since; and how it is loaded and
-written."""
+"""`SwiftConfig`: the validated, frozen configuration of one run; loading and writing it."""
 
 from __future__ import annotations
 
@@ -38,14 +37,14 @@ class SwiftConfig(Sections):
         cls, task: str | None, sources: Sequence[ConfigSource], complete: bool = False, beyond: Beyond | None = None
     ) -> SwiftConfig:
         """From what was read elsewhere, later sources over earlier ones. `beyond`: as `load` has it."""
-        made = cls.__new__(cls)
+        config = cls.__new__(cls)
 
         def seen(refused: Sections) -> Iterable[Problem]:
-            made._fill(refused)
-            return beyond(made) if beyond else ()
+            config._fill(refused)
+            return beyond(config) if beyond else ()
 
-        made._fill(resolve_sections(task, sources, complete, seen))
-        return made
+        config._fill(resolve_sections(task, sources, complete, seen))
+        return config
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SwiftConfig:
@@ -54,24 +53,24 @@ class SwiftConfig(Sections):
 
     def replace(self, **options: Any) -> SwiftConfig:
         """The same configuration with these options over it; a value of None unsets one."""
-        kept = {n: self.value(n) for n in sorted(self.given)}
+        given = {n: self.value(n) for n in sorted(self.given)}
         derived = defaults(self.model.train_type)
-        again = {*kept, "gradient_accumulation_steps"}  # worked out again from the batch options that are given
+        again = {*given, "gradient_accumulation_steps"}  # worked out again from the batch options that are given
         ambient = {
             n: self.value(n)
             for n, o in OPTIONS.items()
             if n not in again and self.value(n) not in (o.default, derived.get(n, o.default))
         }
-        sources = [replace(from_mapping(ambient), ambient=True), from_mapping(kept), from_mapping(options)]
+        sources = [replace(from_mapping(ambient), ambient=True), from_mapping(given), from_mapping(options)]
         return type(self).from_sources(self.task, sources)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by section, complete enough to repeat the run; options that play no part are left out."""
         idle = ignored_names(self)
-        found: dict[str, Any] = {"task": self.task}
+        sections: dict[str, Any] = {"task": self.task}
         for key in SECTIONS:
-            found[key] = {n: _plain(self.value(n)) for n, o in OPTIONS.items() if o.section == key and n not in idle}
-        return found
+            sections[key] = {n: _plain(self.value(n)) for n, o in OPTIONS.items() if o.section == key and n not in idle}
+        return sections
 
     def to_yaml(self) -> str:
         """`to_dict` as the text of a file that `megaswift sft FILE` takes."""

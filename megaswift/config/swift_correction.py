@@ -1,5 +1,5 @@
-"""ms-swift's options of the correction between sampler and trainer, in ours: the same names of modes mean something
-else there.
+"""Translates ms-swift's options of the importance sampling correction, whose modes have the same names with
+different meanings.
 
 Its `sequence_*` takes the geometric mean of a completion's ratios, where TRL takes the product, and its `sequence_mask`
 keeps the weights of tokens (`_apply_rollout_importance_sampling` of its GRPO trainer). Both options are read together,
@@ -28,18 +28,20 @@ UNSET = ("none", "null", "")
 
 def in_our_terms(sources: Sequence[ConfigSource]) -> list[ConfigSource]:
     """The sources without these two options, and what they mean where the last of them stood."""
-    held = [
+    foreign = [
         (i, given) for i, source in enumerate(sources) for given in source.givens if given.name in (MODE, THRESHOLD)
     ]
-    if not held:
+    if not foreign:
         return list(sources)
-    last = {given.name: given for _, given in held}
-    found = [
+    last = {given.name: given for _, given in foreign}
+    rest = [
         replace(s, givens=tuple(given for given in s.givens if given.name not in (MODE, THRESHOLD))) for s in sources
     ]
-    at = held[-1][0]
-    found[at] = replace(found[at], givens=(*found[at].givens, *_meant(last.get(MODE), last.get(THRESHOLD))))
-    return found
+    last_source = foreign[-1][0]
+    rest[last_source] = replace(
+        rest[last_source], givens=(*rest[last_source].givens, *_meant(last.get(MODE), last.get(THRESHOLD)))
+    )
+    return rest
 
 
 def _meant(mode: Given | None, threshold: Given | None) -> Iterator[Given]:

@@ -1,4 +1,4 @@
-"""Section `train`: batch sizes, length of the run, what is logged and saved, and where. Arithmetic is in `batch.py`."""
+"""Section `train`: batch sizes, length of the run, logging and checkpoints. Batch arithmetic is in `batch.py`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ class TrainConfig:
 
     per_device_train_batch_size: int = option(
         1,
-        "Rows of one forward pass on a dp rank",
+        "Micro-batch size per data-parallel rank",
         aliases=("micro_batch_size", "per_device_batch_size"),
         minimum=1,
-        unit="rows",
+        unit="samples",
     )
     per_device_eval_batch_size: int | None = option(
-        None, "The same in evaluation; unset: as in training", minimum=1, unit="rows"
+        None, "Micro-batch size in evaluation; unset: same as in training", minimum=1, unit="samples"
     )
     gradient_accumulation_steps: int | None = option(
-        None, "Forward passes per optimizer step; unset: from global_batch_size, else 1", minimum=1, unit="passes"
+        None, "Micro-batches per optimizer step; unset: from global_batch_size, else 1", minimum=1, unit="micro-batches"
     )
     global_batch_size: int | None = option(
-        None, "Rows per optimizer step over all ranks", aliases=("gbs",), minimum=1, unit="rows"
+        None, "Samples per optimizer step over all ranks", aliases=("gbs",), minimum=1, unit="samples"
     )
     max_steps: int | None = option(
         None,
@@ -36,45 +36,47 @@ class TrainConfig:
         unit="steps",
     )
     num_train_epochs: float = option(
-        1.0, "Passes over the data", aliases=("num_epochs", "max_epochs"), above=0, unit="epochs"
+        1.0, "Passes over the training data", aliases=("num_epochs", "max_epochs"), above=0, unit="epochs"
     )
-    seed: int = option(42, "Seed of weights, dropout and data order", minimum=0, maximum=LARGEST_SEED)
+    seed: int = option(42, "Seed for weight initialization, dropout and data order", minimum=0, maximum=LARGEST_SEED)
     deterministic: bool = option(
         False,
-        "Two runs of one command are equal bit by bit; slower on GPUs",
+        "Bitwise reproducible runs; slower on GPUs",
         aliases=("deterministic_mode", "full_determinism"),
     )
     logging_steps: int = option(
-        1, "Steps between lines of metrics.jsonl", aliases=("log_interval",), minimum=1, unit="steps"
+        1, "Steps between entries in metrics.jsonl", aliases=("log_interval",), minimum=1, unit="steps"
     )
     eval_steps: int | None = option(
-        None, "Steps between evaluations; unset: at the end only", aliases=("eval_interval",), minimum=1, unit="steps"
+        None, "Steps between evaluations; unset: only at the end", aliases=("eval_interval",), minimum=1, unit="steps"
     )
     eval_iters: int | None = option(
         None,
-        "Evaluation batches of global_batch_size rows each; unset: all rows",
+        "Evaluation batches of global_batch_size samples each; unset: all samples",
         minimum=1,
         unset=("-1",),
         unit="batches",
     )
     save_steps: int | None = option(
-        None, "Steps between checkpoints; unset: at the end only", aliases=("save_interval",), minimum=1, unit="steps"
+        None, "Steps between checkpoints; unset: only at the end", aliases=("save_interval",), minimum=1, unit="steps"
     )
     save_total_limit: int | None = option(
-        None, "Checkpoints kept, the newest; unset: all", minimum=1, unset=("-1",), unit="checkpoints"
+        None, "Number of checkpoints to keep, newest first; unset: all", minimum=1, unset=("-1",), unit="checkpoints"
     )
-    output_dir: str = option("output", "Folder for everything the run writes", aliases=("save",))
-    overwrite_output_dir: bool = option(False, "Replace the run that output_dir holds")
+    output_dir: str = option("output", "Output directory of the run", aliases=("save",))
+    overwrite_output_dir: bool = option(False, "Replace an earlier run in output_dir")
     resume_from_checkpoint: str | None = option(
         None,
-        "Go on from a checkpoint folder, or from the latest of output_dir",
+        "Checkpoint folder to resume from; latest: the newest in output_dir",
         aliases=("load",),
         metavar="DIR|latest",
     )
     report_to: tuple[str, ...] = option(
-        ("tensorboard",), "Other places for the metrics; none: no other", choices=("tensorboard", "wandb")
+        ("tensorboard",),
+        "Experiment trackers, in addition to metrics.jsonl; none: no tracker",
+        choices=("tensorboard", "wandb"),
     )
-    export_hf: bool = option(True, "Write output_dir/hf at the end")
+    export_hf: bool = option(True, "Write the trained model to output_dir/hf at the end")
     neftune_noise_alpha: float | None = option(
-        None, "Noise on embeddings in training (NEFTune; not the native engine); unset: none", above=0, metavar="X"
+        None, "NEFTune noise on embeddings (torch engines only); unset: no noise", above=0, metavar="X"
     )

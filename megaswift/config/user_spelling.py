@@ -1,5 +1,5 @@
-"""Messages name an option as the user typed it: `--val_datasets` where the check says `--val_dataset`, the line of a
-file where it stands there.
+"""Rewrites messages to show options as the user typed them: `--val_datasets` for `--val_dataset`, or the line of a
+file.
 
 Checks of later stages know an option by its canonical name only; their errors pass through here on the way out.
 """

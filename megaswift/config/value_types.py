@@ -1,4 +1,4 @@
-"""A raw value (text of a flag, or what YAML or Python gives) to the value of an option, or what is wrong with it.
+"""Parses raw values (text of a flag, or YAML and Python values) into option values, or reports the error.
 
 Text means the same everywhere, so YAML's `1e-5` (which YAML 1.1 reads as text) works as on the command line.
 """
@@ -139,7 +139,7 @@ def _number(option: Option, raw: Any) -> float:
 def _int(option: Option, raw: Any) -> int:
     number = _number(option, raw)
     if number != int(number):
-        raise Invalid("must be a whole number", f"--{option.name} {math.ceil(number)}")
+        raise Invalid("must be an integer", f"--{option.name} {math.ceil(number)}")
     try:
         value = int(raw)  # keeps digits that a float would lose
     except ValueError:
@@ -198,7 +198,7 @@ def _list(option: Option, raw: Any) -> tuple[Any, ...]:
 
 def _map(option: Option, raw: Any) -> dict[str, str]:
     items = list(raw) if isinstance(raw, list | tuple) else [raw]
-    found: dict[str, str] = {}
+    mapping: dict[str, str] = {}
     for item in items:
         if isinstance(item, str) and item.strip().startswith("{"):
             try:
@@ -207,16 +207,16 @@ def _map(option: Option, raw: Any) -> dict[str, str]:
                 raise Invalid(f"is not JSON: {error.msg} at column {error.colno}", example_value(option)) from None
             except (RecursionError, ValueError):
                 raise Invalid(
-                    "is not JSON that can be read: nested too deeply, or a number is too long", example_value(option)
+                    "is not valid JSON: nested too deeply, or a number is too long", example_value(option)
                 ) from None
         elif isinstance(item, str) and "=" in item:
             item = dict([item.split("=", 1)])
         if isinstance(item, dict):
             item = {k: json.dumps(v) if isinstance(v, bool | int | float) else v for k, v in item.items()}
         if not isinstance(item, dict) or not all(isinstance(v, str) for v in item.values()):
-            raise Invalid("must be pairs FROM=TO or a JSON object of text", example_value(option))
-        found.update({str(k): v for k, v in item.items()})
-    return found
+            raise Invalid("must be FROM=TO pairs or a JSON object of strings", example_value(option))
+        mapping.update({str(k): v for k, v in item.items()})
+    return mapping
 
 
 _SCALARS = {"text": _text, "int": _int, "float": _float, "bool": _bool}

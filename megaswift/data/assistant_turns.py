@@ -1,4 +1,4 @@
-"""Where each assistant turn lies in the text of a template that does not mark it.
+"""Locates assistant turns in rendered text for chat templates without `{% generation %}`.
 
 A turn is what the assistant wrote (content, reasoning, tool calls) and the token that ends its turn. Templates trim
 contents, strip reasoning from earlier turns, move the system message and write headers, so contents cannot be searched
@@ -67,8 +67,8 @@ def _mark_text(text: str, i: int, how: _Marking, start: bool) -> str:
     core = text if how.outside else text.strip()
     if not core.strip():
         return text
-    at = text.index(core)
-    lead, trail = text[:at], text[at + len(core) :]
+    offset = text.index(core)
+    lead, trail = text[:offset], text[offset + len(core) :]
     if not start:
         return lead + core + _end(i) + trail
     head, closing, answer = core.rpartition("</think>")
@@ -140,8 +140,8 @@ class TurnFinder:
         return None if self._tails[role] == "\0" else self._tails[role]
 
     def _first_special(self, text: str, begin: int = 0) -> str | None:
-        found = [(text.find(t, begin), -len(t), t) for t in self._specials]
-        return min((f for f in found if f[0] >= 0), default=(0, 0, None))[2]
+        candidates = [(text.find(t, begin), -len(t), t) for t in self._specials]
+        return min((f for f in candidates if f[0] >= 0), default=(0, 0, None))[2]
 
     def _learn_ends(self) -> tuple[str, ...]:
         """The tokens that end an assistant's turn: in the last place, after a tool call, and in the middle."""
@@ -163,7 +163,7 @@ class TurnFinder:
     def find(self, messages: Sequence[Message], tools: Any, text: str) -> list[tuple[int, int]]:
         """Character ranges of the assistant turns in `text`, in order of the assistant messages."""
         if MARKS.search(text):
-            raise RowError("messages", "holds characters of Unicode's private use plane 15", "text without them")
+            raise RowError("messages", "characters from Unicode's private use plane 15", "text without such characters")
         edges = any(isinstance(c := m.get("content"), str) and c != c.strip() for m in messages)
         for how in _MARKINGS:
             if how.outside and not edges:
@@ -177,8 +177,8 @@ class TurnFinder:
                 return self._turns(messages, found)
         raise RowError(
             "messages",
-            "the chat template changes with the contents in a way that hides the assistant's turns",
-            "a template with {% generation %} around the assistant's part (--chat_template)",
+            "the assistant's turns cannot be located: the chat template transforms message contents",
+            "a chat template with {% generation %} around the assistant's turns (--chat_template)",
         )
 
     def _turns(self, messages: Sequence[Message], marked: str) -> list[tuple[int, int]]:
@@ -197,8 +197,8 @@ class TurnFinder:
             if begin is None:
                 raise RowError(
                     f"messages[{i}]",
-                    "the chat template leaves this assistant message out, or hides where it begins",
-                    "a template with {% generation %} around the assistant's part (--chat_template)",
+                    "the chat template omits this assistant message, or its start cannot be located",
+                    "a chat template with {% generation %} around the assistant's turns (--chat_template)",
                 )
             stop = self._stop(marked, end if end is not None else begin, end is not None)
             turns.append((begin, stop))
@@ -222,14 +222,14 @@ class TurnFinder:
                 if tail is not None and marked.startswith(space + tail, position):
                     return position + len(space + tail)
         if self.header:
-            at = marked.find(self.header, position, where.get(_end(i)))
-            return at + len(self.header) if at >= 0 else content
+            header_at = marked.find(self.header, position, where.get(_end(i)))
+            return header_at + len(self.header) if header_at >= 0 else content
         return content
 
     def _stop(self, marked: str, begin: int, has_content: bool) -> int:
-        found = [(at, at + len(t)) for t in self.ends if (at := marked.find(t, begin)) >= 0]
-        if found:
-            return min(found)[1]
+        matches = [(at, at + len(t)) for t in self.ends if (at := marked.find(t, begin)) >= 0]
+        if matches:
+            return min(matches)[1]
         return begin if has_content else len(marked)
 
 

@@ -1,4 +1,4 @@
-"""The data layer's front door: from options and a tokenizer to batch sources.
+"""Entry point of the data layer: builds batch sources from options and a tokenizer.
 
 Owns the wiring and the checks of the whole data set (anything to train on? enough for a batch?). Every step has a file
 of its own.
@@ -59,12 +59,12 @@ def load_documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> 
 def load_preferences(data: Any, train: Any, tokenizer: Any, task: str) -> tuple[Preferences, Preferences | None]:
     """(training, evaluation) pairs or labelled answers of a task of preferences, cut to length."""
     check_task(data, task)
-    found = gather_preferences(tokenize_datasets(data, tokenizer, task, seed=data_seed(data, train)))
-    made = truncate_preferences(found, data.max_length, data.truncation_strategy)
-    _tell(made.docs, data, data.dataset)
+    gathered = gather_preferences(tokenize_datasets(data, tokenizer, task, seed=data_seed(data, train)))
+    truncated = truncate_preferences(gathered, data.max_length, data.truncation_strategy)
+    _tell(truncated.docs, data, data.dataset)
     if data.val_dataset:
-        return made, _held_out_units(data, tokenizer, task)
-    return hold_out_preferences(made, data.split_dataset_ratio, data_seed(data, train))
+        return truncated, _held_out_units(data, tokenizer, task)
+    return hold_out_preferences(truncated, data.split_dataset_ratio, data_seed(data, train))
 
 
 def row_unit(task: str) -> str:
@@ -80,7 +80,7 @@ def check_task(data: Any, task: str) -> None:
         raise DataError(
             Problem(
                 "--truncation_strategy split",
-                "is for plain text (pt): it would tear conversations apart",
+                "is only for plain text (pt): conversations cannot be split",
                 "delete, left or right",
             )
         )
@@ -88,7 +88,7 @@ def check_task(data: Any, task: str) -> None:
         raise DataError(
             Problem(
                 "--truncation_strategy split",
-                "a stream keeps only the first piece without packing",
+                "without packing, streaming would keep only the first piece",
                 "--packing true, or right",
             )
         )
@@ -100,7 +100,7 @@ def _tell(docs: Documents, data: Any, names: Sequence[str]) -> None:
         raise DataError(
             Problem(
                 ", ".join(names),
-                f"no token of {len(docs)} rows carries loss",
+                f"none of {len(docs)} rows has label tokens",
                 "rows with assistant messages (not all `loss: false`), a larger --max_length, or --loss_scale all",
             )
         )
@@ -119,25 +119,25 @@ def _tell(docs: Documents, data: Any, names: Sequence[str]) -> None:
             )
     silent = int((docs.labels == 0).sum())
     if silent:
-        log.warn(f"{where}{silent} of {len(docs)} rows have no token that carries loss")
+        log.warn(f"{where}{silent} of {len(docs)} rows have no label tokens")
 
 
 def _held_out(data: Any, tokenizer: Any, task: str) -> Documents:
-    held = truncate_documents(
+    documents = truncate_documents(
         gather_documents(tokenize_datasets(data, tokenizer, task, val=True)), data.max_length, data.truncation_strategy
     )
-    _tell(held, data, data.val_dataset)
-    return held
+    _tell(documents, data, data.val_dataset)
+    return documents
 
 
 def _held_out_units(data: Any, tokenizer: Any, task: str) -> Preferences:
-    held = truncate_preferences(
+    units = truncate_preferences(
         gather_preferences(tokenize_datasets(data, tokenizer, task, val=True)),
         data.max_length,
         data.truncation_strategy,
     )
-    _tell(held.docs, data, data.val_dataset)
-    return held
+    _tell(units.docs, data, data.val_dataset)
+    return units
 
 
 def padding_of(tokenizer: Any, geometry: LoaderGeometry) -> PaddingShape:
@@ -161,12 +161,14 @@ def build_sources(
     check_task(data, task)
     if data.streaming:
         assert not isinstance(tokenizer, Processor), "rows with images are not streamed"
-        held: RowData | None = None
+        evaluation: RowData | None = None
         if data.val_dataset and task in PREFERENCES:
-            held = PreferenceDataset(_held_out_units(data, tokenizer, task), data.packing is not False, prompt_labels)
+            evaluation = PreferenceDataset(
+                _held_out_units(data, tokenizer, task), data.packing is not False, prompt_labels
+            )
         elif data.val_dataset:
-            held = make_rows(_held_out(data, tokenizer, task), data.packing, data.max_length, shape)
-        vocab_check.check_vocabulary([] if held is None else [held.docs], words, geometry.vocabulary)
+            evaluation = make_rows(_held_out(data, tokenizer, task), data.packing, data.max_length, shape)
+        vocab_check.check_vocabulary([] if evaluation is None else [evaluation.docs], words, geometry.vocabulary)
         stream = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, shape), prompt_labels)
         stream.watched = vocab_check.exceeds_embedding(words, geometry.vocabulary)
         source: BatchSource = stream
@@ -185,8 +187,8 @@ def build_sources(
                 if d is not None
             ]
         vocab_check.check_vocabulary([r.docs for r in rows], words, geometry.vocabulary)
-        source, held = _stored(rows[0], data, train, (geometry, shape)), rows[1] if len(rows) > 1 else None
-    return source, None if held is None else EvalSource(held, apart, shape)
+        source, evaluation = _stored(rows[0], data, train, (geometry, shape)), rows[1] if len(rows) > 1 else None
+    return source, None if evaluation is None else EvalSource(evaluation, apart, shape)
 
 
 def _stored(rows: RowData, data: Any, train: Any, where: tuple[LoaderGeometry, PaddingShape]) -> StoredSource:
@@ -216,8 +218,8 @@ def _stream(
     data: Any, train: Any, spec: EncodeSpec, where: tuple[LoaderGeometry, PaddingShape], prompt_labels: bool
 ) -> StreamSource:
     (geometry, shape), units = where, spec.task in PREFERENCES
-    found = [dataset_files(name, cache_root(data.dataset_cache_dir)) for name in data.dataset]
-    sources = [replace(source, sample_by=data.sample_by) for source in found]
+    datasets = [dataset_files(name, cache_root(data.dataset_cache_dir)) for name in data.dataset]
+    sources = [replace(source, sample_by=data.sample_by) for source in datasets]
     packs = bool(data.packing) and not units  # which units are in a micro-batch does not depend on how they lie there
     options = StreamOptions(data.max_length, data.truncation_strategy, packs, data.shuffle, data_seed(data, train))
     contents: StreamContents = TokenRowContents(Encoder(spec), options, shape)

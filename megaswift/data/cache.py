@@ -1,4 +1,5 @@
-"""One build a job: who tokenises, who waits, and where the result lies.
+"""Builds the token cache once per node or shared folder: which process tokenizes, which wait, and where the result
+is stored.
 
 Owns the cache folder's protocol. A build is named by the hash of everything it depends on. The process of local rank 0
 builds it under a file lock (so that nodes and jobs that share the folder build it once); the others wait for the folder
@@ -21,7 +22,7 @@ from pathlib import Path
 from megaswift.errors import DataError, Problem
 
 SILENCE_S = 600.0
-"""A waiting process gives up when the builder has shown no sign of life for this long."""
+"""A waiting process gives up when the builder has not touched its heartbeat file for this long."""
 BEAT_S = 5.0
 _LOADED = time.time()
 """A failure published before this process began is an earlier run's."""
@@ -36,7 +37,7 @@ def cache_root(folder: str | None) -> Path:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise DataError(
-            Problem(f"--dataset_cache_dir {root}", f"cannot be made ({e.strerror})", "a folder that can be written")
+            Problem(f"--dataset_cache_dir {root}", f"cannot be created ({e.strerror})", "a writable folder")
         ) from None
     return root
 
@@ -99,8 +100,8 @@ def build_once(target: Path, build: Callable[[Path], None]) -> None:
             error = DataError(
                 Problem(
                     f"--dataset_cache_dir {target.parent}",
-                    f"the tokenised data could not be made ({e})",
-                    "a folder that can be written and has room",
+                    f"the tokenized data could not be written ({e})",
+                    "a writable folder with enough space",
                 )
             )
             _publish_failure(failed, error)
@@ -123,9 +124,10 @@ def wait_for(target: Path, watch: Path | None = None) -> None:
         if time.monotonic() - since > SILENCE_S:
             raise DataError(
                 Problem(
-                    f"waiting for the tokenised data ({target})",
-                    f"no sign of life of the building process for {SILENCE_S:.0f} s",
-                    "--dataset_cache_dir on a file system that all processes of the node see; is local rank 0 alive?",
+                    f"waiting for tokenized data ({target})",
+                    f"no heartbeat from the building process for {SILENCE_S:.0f} s",
+                    "--dataset_cache_dir on a file system shared by all processes of the node; "
+                    "check that local rank 0 is alive",
                 )
             )
         time.sleep(0.1)

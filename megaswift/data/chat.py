@@ -1,4 +1,4 @@
-"""Conversations to text through the tokenizer's own chat template, and which characters carry loss.
+"""Renders conversations with the tokenizer's chat template and determines which characters are trained on.
 
 Owns rendering (always transformers' own, so that the text is what `apply_chat_template` gives) and the choice of turns
 by `loss_scale` and the rows' `loss` flags. Finding turns in templates without `{% generation %}` belongs to
@@ -69,7 +69,7 @@ def templates_of(tokenizer: Any, chat_template: str | None) -> ChatTemplates:
             Problem(
                 f"the tokenizer of {tokenizer.name_or_path or 'the model'}",
                 "has no chat template",
-                "--chat_template FILE.jinja (or the template itself)",
+                "--chat_template FILE.jinja (or the template text)",
             )
         )
     added = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
@@ -122,21 +122,21 @@ class ChatRenderer:
             )
         except TemplateLimit as e:
             raise DataError(
-                Problem("the chat template", f"is refused: {e}", "another template (--chat_template FILE)")
+                Problem("the chat template", f"is not allowed: {e}", "use another template (--chat_template FILE)")
             ) from None
         except TemplateSyntaxError as e:
             raise DataError(
                 Problem(
                     "the chat template",
                     f"is not valid Jinja: line {e.lineno}: {first_line(e)}",
-                    "correct it, or another template (--chat_template FILE)",
+                    "correct it, or use another template (--chat_template FILE)",
                 )
             ) from None
         except REFUSED as e:
             raise RowError(
                 "messages",
-                f"the chat template refuses this conversation ({first_line(e)})",
-                "a conversation that it can render",
+                f"the chat template rejects this conversation ({first_line(e)})",
+                "a conversation that the template can render",
             ) from None
         texts, spans = rendered
         return texts[0], spans[0] if track else []
@@ -200,8 +200,8 @@ class ChatRenderer:
         else:
             raise RowError(
                 "messages",
-                f"the template marks {len(spans)} generated parts for {len(wanted)} assistant messages",
-                "one a message, where single messages are left out of the loss",
+                f"the template marks {len(spans)} generation blocks for {len(wanted)} assistant messages",
+                "one per message if some messages have `loss: false`",
             )
         if everything:
             holes = [t for t, keep in zip(turns, wanted, strict=True) if not keep]

@@ -1,4 +1,5 @@
-"""Documents to one micro-batch's tensors: padding, shifted labels, positions and document edges.
+"""Collates documents into the tensors of one micro-batch: padding, shifted labels, positions and document
+boundaries.
 
 Owns the shapes of `losses.contract.Batch`. Which documents come together belongs to `loader.py`.
 """
@@ -83,12 +84,12 @@ def collate_packed(rows: Sequence[Sequence[Document]], shape: PaddingShape, leng
     arrays = _empty(1, sum(lengths), shape.pad_id)
     starts, ids, begin = [], [], 0
     for row, length in zip(rows, lengths, strict=True):
-        at = begin
+        position = begin
         for document in row:
-            _fill(arrays, (0, at), document)
-            starts.append(at)
+            _fill(arrays, (0, position), document)
+            starts.append(position)
             ids.append(document[2])
-            at += -(-len(document[0]) // shape.doc_multiple) * shape.doc_multiple
+            position += -(-len(document[0]) // shape.doc_multiple) * shape.doc_multiple
         if not row:
             starts.append(begin)
             ids.append(-1)

@@ -1,4 +1,4 @@
-"""`--columns`: rows under the names that formats know, and names that no row has."""
+"""`--columns`: renames the columns of rows, and reports names that no row has."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_columns_exist(sources: Sequence[DatasetFiles], columns: Mapping[str, s
     problems = [
         Problem(
             f"--columns {old}={new}",
-            f"no row has a column {old}; there are {', '.join(list(seen)[:20])}",
+            f"no row has a column {old}; columns are {', '.join(list(seen)[:20])}",
             nearest_name(old, list(seen)) or "FROM=TO, the file's name first",
         )
         for old, new in lacking.items()

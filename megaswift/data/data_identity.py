@@ -1,4 +1,4 @@
-"""Whether a resumed run has the data that its checkpoint's run had; if not, what differs.
+"""Checks that a resumed run uses the data of its checkpoint, and reports differences.
 
 Owns what a checkpoint keeps of the data sets (name, rows, tokens, a hash of each) and the comparison with those of now.
 """
@@ -37,7 +37,7 @@ def _facts(store: TokenStore) -> dict[str, Any]:
 def same_data(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """DataError when a checkpoint's position is one in other data, or in another order; it names what differs."""
     problems = [
-        Problem(WHAT, f"{option} was {state.get(key)} in the checkpoint, now {now[key]}", FIX)
+        Problem(WHAT, f"{option} was {state.get(key)} in the checkpoint, but is {now[key]} now", FIX)
         for key, option in _OPTIONS.items()
         if state.get(key) != now[key]
     ]
@@ -50,20 +50,20 @@ def same_data(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 def _differences(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
     was, sets = state.get(_SETS), now.get(_SETS)
     if not was or not sets:  # a checkpoint of an older version
-        rule = f"the data set, its tokenisation or --max_length is not what it was in the checkpoint ({CHOICE})"
+        rule = f"the data set, its tokenization or --max_length differs from the checkpoint ({CHOICE})"
         return [Problem(WHAT, rule, FIX)]
     if len(was) != len(sets):
-        rule = f"the data sets were {_names(was)} in the checkpoint, now {_names(sets)}"
+        rule = f"the data sets were {_names(was)} in the checkpoint, but are {_names(sets)} now"
         return [Problem(WHAT, rule, FIX)]
-    found = [_changed(a, b) for a, b in zip(was, sets, strict=True) if a["content"] != b["content"]]
-    if found:
-        return [Problem(WHAT, rule, FIX) for rule in found]
+    changed = [_changed(a, b) for a, b in zip(was, sets, strict=True) if a["content"] != b["content"]]
+    if changed:
+        return [Problem(WHAT, rule, FIX) for rule in changed]
     rule = (
         f"the data set is the same, but other rows of it are taken, or they are cut differently: "
         f"{state['documents']:,} "
         f"documents in the checkpoint, now {now['documents']:,} (max_length, or another option that selects rows)"
     )
-    return [Problem(WHAT, rule, f"the same {CHOICE}, or a new run from the exported weights")]
+    return [Problem(WHAT, rule, f"keep the same {CHOICE}, or start a new run from the exported weights")]
 
 
 def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -73,7 +73,7 @@ def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         for what in ("rows", "tokens")
         if was[what] != now[what]
     )
-    why = "its file changed, or the tokenizer, the chat template or an option of tokenisation did"
+    why = "its file, the tokenizer, the chat template or a tokenization option has changed"
     return f"the data set {name} has other content: {counts or 'as many rows and tokens, other tokens'} ({why})"
 
 

@@ -1,4 +1,4 @@
-"""The documents to train on: a view over token stores, cut to length.
+"""Training documents as a view over token stores, truncated to `--max_length`.
 
 Owns taking `#rows`, truncation (raise, delete, left, right, split) and the split for evaluation. Nothing is copied: a
 document is a store, a start and a length.
@@ -80,15 +80,15 @@ def gather_documents(stores: Sequence[tuple[DatasetFiles, TokenStore]]) -> Docum
         if len(store) == 0:
             bad = store.manifest["bad"]
             useless = (
-                f"none of its {bad} rows can be read"
+                f"none of its {bad} rows is valid"
                 if not store.manifest["causes"]
-                else f"no row is of use; {store.skipped}"
+                else f"no row is usable; {store.skipped}"
             )
             raise DataError(
                 Problem(
                     source.name,
-                    useless if bad else "holds no rows",
-                    "--strict true tells what is wrong with them" if bad else "",
+                    useless if bad else "contains no rows",
+                    "--strict true to see the errors" if bad else "",
                 )
             )
         units = len(store) // store.width
@@ -147,7 +147,7 @@ def truncate_documents(docs: Documents, max_length: int, strategy: str) -> Docum
         raise DataError(
             Problem(
                 f"--max_length {max_length}",
-                f"no row is left of {len(whole)}: the longest has {longest} tokens",
+                f"none of {len(whole)} rows remains: the longest has {longest} tokens",
                 f"--max_length {longest}, or --truncation_strategy right (or split, for pt)",
             )
         )
@@ -158,8 +158,8 @@ def _without_torn(docs: Documents, max_length: int, strategy: str) -> Documents:
     """Without documents that would lose an image: cut before the end of the last one, or on the left."""
     if strategy not in ("left", "right"):
         return docs
-    kept = max_length if strategy == "right" else 0
-    torn = (docs.length > max_length) & (docs.image_end > kept)
+    edge = max_length if strategy == "right" else 0
+    torn = (docs.length > max_length) & (docs.image_end > edge)
     return (
         replace(docs, counted=docs.counted | {"deleted": int(torn.sum())}).take(np.flatnonzero(~torn))
         if torn.any()
@@ -229,7 +229,7 @@ def held_out(sample: np.ndarray, ratio: float, seed: int) -> np.ndarray:
         raise DataError(
             Problem(
                 f"--split_dataset_ratio {ratio}",
-                f"leaves {len(rows) - count} of {len(rows)} rows for training, {count} for evaluation",
+                f"leaves {len(rows) - count} of {len(rows)} rows for training and {count} for evaluation",
                 f"--split_dataset_ratio {1 / len(rows):.2g}" if len(rows) > 1 else "more rows",
             )
         )
@@ -240,5 +240,5 @@ def hold_out(docs: Documents, ratio: float, seed: int) -> tuple[Documents, Docum
     """(training, evaluation) documents: the held-out rows leave training; both keep the file's order."""
     if ratio <= 0:
         return docs, None
-    held = held_out(docs.sample, ratio, seed)
-    return docs.take(np.flatnonzero(~held)), docs.take(np.flatnonzero(held))
+    is_held_out = held_out(docs.sample, ratio, seed)
+    return docs.take(np.flatnonzero(~is_held_out)), docs.take(np.flatnonzero(is_held_out))

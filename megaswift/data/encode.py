@@ -1,4 +1,4 @@
-"""Rows to tokens and loss masks: the work of one process.
+"""Encodes rows as tokens and loss masks, in one process.
 
 Owns tokenising in batches and turning character spans into token masks, exactly. Everything it needs comes in
 `EncodeSpec`, plain values that travel to worker processes; reading files belongs to `sources.py`, keeping the result to
@@ -96,7 +96,7 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         raise DataError(
             Problem(
                 f"the tokenizer of {tokenizer.name_or_path or 'the model'}",
-                "has no end-of-text token (eos_token) to put after a document",
+                "has no end-of-text token (eos_token), which is appended to documents",
             )
         )
     plain = task == "pt" or (not tokenizer.chat_template and data.chat_template is None)
@@ -175,8 +175,8 @@ class Encoder:
         """The sample of a row, with the run's column names and system message."""
         sample = sample_of(self.named(row), self.spec.task)
         if sample.prompt is not None and self.spec.system:
-            found = "a text, trained without a chat template; --system has no place in it"
-            raise RowError("prompt", found, "messages, or no --system")
+            fault = "plain text, which is trained without a chat template, so --system cannot be applied"
+            raise RowError("prompt", fault, "messages, or omit --system")
         return with_system(sample, self.spec.system)
 
     def located(self, path: str, row: Any) -> Rendered:
@@ -197,7 +197,7 @@ class Encoder:
             return Rendered(sample.text, ((0, len(sample.text)),))
         if self._chat is None:
             raise RowError(
-                "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja (or the template itself)"
+                "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja (or the template text)"
             )
         made = self._chat.render(sample)
         check_text(made.text)
@@ -228,12 +228,14 @@ class Encoder:
     def _tokenize_pieces(
         self, pieces: CachedEncoder, rendered: Sequence[Rendered]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        found = pieces.encode([r.text for r in rendered], [() if self._end is not None else r.spans for r in rendered])
+        encoded = pieces.encode(
+            [r.text for r in rendered], [() if self._end is not None else r.spans for r in rendered]
+        )
         begin = 0
-        for end in found.ends.tolist():
-            ids = found.ids[begin:end]
+        for end in encoded.ends.tolist():
+            ids = encoded.ids[begin:end]
             if self._end is None:
-                yield ids, found.mask[begin:end]
+                yield ids, encoded.mask[begin:end]
             else:
                 yield np.append(ids, np.int32(self._end)), np.ones(len(ids) + 1, dtype=np.uint8)
             begin = end
@@ -301,8 +303,8 @@ def check_text(text: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as e:
-            found = f"half of a surrogate pair (\\u{ord(text[e.start]):04x}) after rendering"
-            raise RowError("messages", found, "whole characters in the chat template and --system") from None
+            fault = f"an unpaired surrogate (\\u{ord(text[e.start]):04x}) after rendering"
+            raise RowError("messages", fault, "complete characters in the chat template and in --system") from None
 
 
 def row_problem(path: str, line: int, error: RowError) -> Problem:

@@ -1,4 +1,4 @@
-"""Units of preferences to tokens and loss masks: one or two documents each, and the checks that only tokens tell.
+"""Encodes preference units (one or two documents each) as tokens and loss masks, with the checks that need tokens.
 
 Owns where the completion begins in tokens. Rendering, tokenising and masks are `encode.py`'s, the same as for SFT.
 """
@@ -80,21 +80,21 @@ class PreferenceEncoder:
         if self.spec.system and not unit.samples[0].messages:
             raise RowError(
                 "prompt",
-                "a text, trained without a chat template; --system has no place in it",
-                "messages, or no --system",
+                "plain text, which is trained without a chat template, so --system cannot be applied",
+                "messages, or omit --system",
             )
         return replace(unit, samples=tuple(with_system(s, self.spec.system) for s in unit.samples))
 
     def _rendered(self, unit: PreferenceExample) -> list[Rendered]:
         """The text and the loss spans of each document."""
-        found = []
+        documents = []
         for sample in unit.samples:
             if sample.text is None:
-                found.append(self._texts.rendered(sample))
+                documents.append(self._texts.rendered(sample))
             else:
                 text = sample.text if sample.text.endswith(self._end) else sample.text + self._end
-                found.append(Rendered(text, ((unit.prompt, len(text)),)))
-        return found
+                documents.append(Rendered(text, ((unit.prompt, len(text)),)))
+        return documents
 
     def _checked(self, unit: PreferenceExample, sides: Sequence[Side]) -> list[Side]:
         """The documents of a unit that can be trained on; UnitError for others. Plain texts: masked alike, from where
@@ -109,27 +109,25 @@ class PreferenceEncoder:
             for ids, mask in sides
         ]
         if not all(mask.any() for _, mask in sides):
-            raise PreferenceError(
-                EMPTY, "(answer)", "no token of an answer carries loss", "an answer that says something"
-            )
+            raise PreferenceError(EMPTY, "(answer)", "the completion has no label tokens", "a non-empty completion")
         prompt = min(first_label(mask) for _, mask in sides)
         if len(sides) == 2:
             (a, _), (b, _) = sides
             shared = shared_prefix(a, b)
             if shared == len(a) == len(b):
                 raise PreferenceError(
-                    IDENTICAL, "(tokens)", "both answers become the same tokens", "two different answers"
+                    IDENTICAL, "(tokens)", "both completions have the same tokens", "two different completions"
                 )
             if shared < prompt and not plain:
                 raise PreferenceError(
                     PROMPTS,
                     "(tokens)",
-                    f"the chat template renders the prompt of the two answers differently from token {shared} on",
-                    "a template whose prompt does not depend on the answer (--chat_template)",
+                    f"the chat template renders the prompt differently for the two completions, from token {shared} on",
+                    "a template that renders the prompt independently of the completion (--chat_template)",
                 )
             prompt = min(prompt, shared)
         if prompt == 0:
-            raise PreferenceError(NO_PROMPT, "(tokens)", "no token before the answer", "a prompt")
+            raise PreferenceError(NO_PROMPT, "(tokens)", "no token before the completion", "a prompt")
         if plain:
             for _, mask in sides:
                 mask[prompt:] = 1

@@ -1,4 +1,4 @@
-"""Rows to prompts: tokens up to where the model speaks, and beside them what the row says and its other columns.
+"""Encodes rows as prompts: tokens up to the assistant's turn, and the columns that reward functions read.
 
 Owns what of a row is kept for rewards, as JSON. Which columns are the question is `prompt_rows.py`'s, tokenising
 `encode.py`'s.
@@ -41,20 +41,20 @@ class PromptEncoder(Encoder):
         if sample.text is not None and self.spec.system:
             raise RowError(
                 "prompt",
-                "a text, which goes to the model without a chat template; --system has no place in it",
-                "messages, or no --system",
+                "plain text, which is used without a chat template, so --system cannot be applied",
+                "messages, or omit --system",
             )
         if sample.text is None and self._chat is None:
             raise RowError(
-                "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja, or a text in prompt"
+                "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja, or plain text in prompt"
             )
-        said: Any = sample.text
+        content: Any = sample.text
         text = sample.text
         notes: tuple[str, ...] = ()
         if text is None:
             assert self._chat is not None
-            said, text, notes = sample.messages, self._chat.prompt(sample), self._chat.prompt_notes(sample)
+            content, text, notes = sample.messages, self._chat.prompt(sample), self._chat.prompt_notes(sample)
             check_text(text)
         # dates and the like as text
-        beside = json.dumps({"said": said, "columns": question.columns, "tools": sample.tools}, default=str)
+        beside = json.dumps({"said": content, "columns": question.columns, "tools": sample.tools}, default=str)
         return PromptText(text, (), notes, plain=sample.text is not None, beside=beside)

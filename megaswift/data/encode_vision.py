@@ -1,4 +1,4 @@
-"""Rows with images to tokens and loss masks: `encode.py` for vision-language models.
+"""Encodes rows with images as tokens and loss masks: `encode.py` for vision-language models.
 
 A row is rendered as any other, then the model's processor puts each image's tokens where its placeholder is. The longer
 text is tokenised by the same code as text rows, loss spans moved along, and must give the processor's own tokens. Every
@@ -73,8 +73,7 @@ class VisionEncoder(Encoder):
             raise DataError(
                 Problem(
                     f"the processor in {self._processor.spec.folder}",
-                    "gives other tokens than its tokenizer does for the "
-                    "text that it makes, so the assistant's tokens cannot be told",
+                    "tokenizes its text differently from its tokenizer, so the assistant's tokens cannot be located",
                     "another model",
                 )
             )

@@ -1,4 +1,4 @@
-"""Data sets by id from a hub: fetched with `datasets`, kept as Parquet beside the token cache.
+"""Downloads data sets by hub ID with `datasets` and stores them as Parquet next to the token cache.
 
 Owns the download only. Without `datasets` or without a reachable hub the answer is a DataError that says so.
 """
@@ -15,7 +15,7 @@ from megaswift.errors import DataError, Problem, first_line
 def fetch_dataset(cache: Path, flag: str, name: str, subset: str | None) -> tuple[Path, ...]:
     """The training split of `name`, an entry of the option `flag`, as a Parquet file under `cache`."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise DataError(Problem(f"{flag} {name}", "neither a file or folder here nor an id of a hub"))
+        raise DataError(Problem(f"{flag} {name}", "is neither a local file or folder nor a hub ID"))
     target = cache / "hub" / (re.sub(r"\W", "_", f"{name}__{subset or 'default'}") + ".parquet")
     if target.is_file():
         return (target,)
@@ -25,8 +25,8 @@ def fetch_dataset(cache: Path, flag: str, name: str, subset: str | None) -> tupl
         raise DataError(
             Problem(
                 f"{flag} {name}",
-                "no such file or folder here, and `datasets`, which fetches ids from a hub, is not installed",
-                "pip install datasets, or the path of a local file",
+                "no such local file or folder, and `datasets`, which loads hub IDs, is not installed",
+                "pip install datasets, or use a local file",
             )
         ) from None
     try:
@@ -36,13 +36,13 @@ def fetch_dataset(cache: Path, flag: str, name: str, subset: str | None) -> tupl
         raise DataError(
             Problem(
                 f"{flag} {name}",
-                f"no such file or folder here, and no hub gave it ({first_line(e)})",
-                "the path of a local file, or a machine that reaches the hub",
+                f"no such local file or folder, and it could not be loaded from a hub ({first_line(e)})",
+                "a local file, or a machine with access to the hub",
             )
         ) from None
     split = loaded["train"] if isinstance(loaded, dict) and "train" in loaded else None
     if split is None:
-        raise DataError(Problem(f"{flag} {name}", f"has no split `train` but {', '.join(map(str, loaded))}"))
+        raise DataError(Problem(f"{flag} {name}", f"has no split `train`; splits are {', '.join(map(str, loaded))}"))
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_suffix(f".{uuid.uuid4().hex}.part")  # every rank that fetches writes its own
     split.to_parquet(str(part))

@@ -1,4 +1,4 @@
-"""The images of a row: where they stand in its messages, which files they are, and reading one.
+"""Images of a row: their placeholders in the messages, their files, and opening them.
 
 Owns two forms of rows: parts of a content, as chat templates take them ({"type": "image", "image" | "path" | "url":
 FILE}, OpenAI's `image_url` too), and a column `images` (or `image`) beside texts with `<image>` where each one goes. An
@@ -73,7 +73,7 @@ def no_images(row: Mapping[str, Any], sample: Sample) -> None:
     """RowError for a row that speaks of images where the model reads text only."""
     if has_images(row, sample):
         raise RowError(
-            "images", "images, and this model reads text only", "rows without them, or a vision-language model"
+            "images", "images, but this model accepts only text", "rows without them, or a vision-language model"
         )
 
 
@@ -93,7 +93,9 @@ def place_images(row: Mapping[str, Any], sample: Sample, home: ImageRoot) -> tup
         _in_front(messages, [{"type": "image", "image": _file(value, home, files)} for value in left])
     elif left:
         raise RowError(
-            "images", f"{len(given)} files for {len(given) - len(left)} places", f"as many places ({TAG}) as files"
+            "images",
+            f"{len(given)} files for {len(given) - len(left)} placeholders",
+            f"as many placeholders ({TAG}) as files",
         )
     return replace(sample, messages=tuple(messages)), files
 
@@ -123,19 +125,19 @@ def _filed(part: Part, waiting: Iterator[Any], home: ImageRoot, files: list[Sour
     value = named[0] if named else next(waiting, None)
     if value is None:
         raise RowError(
-            "images", f"no file for image {len(files) + 1}", f"as many files as places ({TAG} or image parts)"
+            "images", f"no file for image {len(files) + 1}", f"as many files as placeholders ({TAG} or image parts)"
         )
     return {"type": "image", "image": _file(value, home, files)}
 
 
 def _in_front(messages: list[dict[str, Any]], parts: list[Part]) -> None:
     """Images that no text has a place for stand before the first question."""
-    at = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
-    if at is None:
-        raise RowError("images", f"{len(parts)} files and no user message", "a conversation that asks about them")
-    content = messages[at].get("content") or []
+    first_user = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
+    if first_user is None:
+        raise RowError("images", f"{len(parts)} files but no user message", "a user message that refers to them")
+    content = messages[first_user].get("content") or []
     rest = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    messages[at] = {**messages[at], "content": [*parts, *rest]}
+    messages[first_user] = {**messages[first_user], "content": [*parts, *rest]}
 
 
 def _file(value: Any, home: ImageRoot, files: list[Source]) -> str:
@@ -149,7 +151,7 @@ def _file(value: Any, home: ImageRoot, files: list[Source]) -> str:
     elif isinstance(value, str) and value:
         files.append(str(_found(value, home.data)))
     else:
-        raise RowError("images", describe_value(value), "the path of a file, or its bytes")
+        raise RowError("images", describe_value(value), "a file path, or the bytes of the file")
     last = files[-1]
     return last if isinstance(last, str) else CARRIED
 
@@ -157,9 +159,9 @@ def _file(value: Any, home: ImageRoot, files: list[Source]) -> str:
 def _found(name: str, folder: Path | None) -> Path:
     scheme, mark, rest = name.partition("://")
     if mark and scheme.lower() != "file":
-        raise RowError("images", f"{name[:60]}: images are not fetched", "the path of a file" if folder else DATA_URL)
+        raise RowError("images", f"{name[:60]}: URLs are not downloaded", "the path of a file" if folder else DATA_URL)
     if folder is None:
-        raise RowError("images", f"{name[:60]}: files of this machine are not read for others", DATA_URL)
+        raise RowError("images", f"{name[:60]}: files on the server are not read for clients", DATA_URL)
     path = Path(rest if mark else name).expanduser()
     path = path if path.is_absolute() else folder.absolute() / path
     if not path.is_file():
@@ -172,7 +174,7 @@ def _decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text.partition(",")[2], validate=True)
     except ValueError:
-        raise RowError("images", f"{text[:40]}... is not base64", f"{DATA_URL} or the path of a file") from None
+        raise RowError("images", f"{text[:40]}... is not base64", f"{DATA_URL} or a file path") from None
 
 
 def _kept(content: bytes, folder: Path) -> Path:
@@ -202,6 +204,6 @@ def open_image(image: Source, sent: bool = False) -> Any:
         return load_image(opened)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         # what Pillow raises for a broken file
-        said = "its format is none that is known" if isinstance(error, UnidentifiedImageError) else first_line(error)
+        reason = "its format is none that is known" if isinstance(error, UnidentifiedImageError) else first_line(error)
         expected = f"an image in {', '.join(SENT)}" if sent else "an image file that Pillow opens"
-        raise RowError("images", f"{label} cannot be read ({said})", expected) from None
+        raise RowError("images", f"{label} cannot be read ({reason})", expected) from None

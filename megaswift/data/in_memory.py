@@ -1,4 +1,4 @@
-"""Rows that a Python program already holds, as a file that a run reads: a list of dictionaries or a `datasets.Dataset`.
+"""Writes rows from Python (a list of dictionaries or a `datasets.Dataset`) to a file that a run can read.
 
 Owns the file's name and contents. It lies in the cache folder and is named by a hash of its rows, so that every process
 of a job writes the same file, `config.yaml` names it, and a resumed run finds it again.
@@ -70,7 +70,9 @@ def _stored(rows: Iterable[Mapping[str, Any]], option: str, cache: str | None) -
         fresh.replace(target)
     except OSError as error:
         raise DataError(
-            Problem(f"--dataset_cache_dir {folder}", f"cannot be written ({error.strerror})", "a folder with space")
+            Problem(
+                f"--dataset_cache_dir {folder}", f"cannot be written ({error.strerror})", "a folder with free space"
+            )
         ) from None
     finally:
         with suppress(OSError):
@@ -87,7 +89,7 @@ def _line(row: Mapping[str, Any], number: int, option: str) -> bytes:
         raise ConfigError(
             Problem(
                 option,
-                f"row {number}, column {column}: {type(row.get(column)).__name__} has no place in JSON",
+                f"row {number}, column {column}: {type(row.get(column)).__name__} cannot be represented in JSON",
                 "text, numbers, lists and dictionaries; images as paths; or a Parquet file: dataset.to_parquet(FILE)",
             )
         ) from None

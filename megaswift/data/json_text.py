@@ -1,4 +1,4 @@
-"""JSON text to values that can become tokens, or what is wrong with it in one line.
+"""Parses JSON text into values that can be tokenized, or raises a one-line error.
 
 Owns what the json module lets through, or raises in other ways than by `JSONDecodeError`: halves of surrogate pairs,
 numbers of thousands of digits, nesting without end. Which row it was is the caller's to say.
@@ -45,7 +45,7 @@ def parse_json(text: str) -> Any:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as e:
-        raise JsonError(f"character {e.pos + 1}", syntax_error(e), "one JSON object a line") from None
+        raise JsonError(f"character {e.pos + 1}", syntax_error(e), "one JSON object per line") from None
     except (ValueError, RecursionError) as e:
         raise exceeded_limit(e) from None
     if has_surrogate_escape(text):
@@ -63,7 +63,7 @@ def has_surrogate_escape(text: str) -> bool:
 def exceeded_limit(error: ValueError | RecursionError) -> JsonError:
     """The limit of the json module that a well-formed text exceeds."""
     if isinstance(error, RecursionError):
-        return JsonError("line", "lists or objects nested too deep", f"at most {MOST_NESTED} levels")
+        return JsonError("line", "lists or objects nested too deeply", f"at most {MOST_NESTED} levels")
     digits = sys.get_int_max_str_digits()
     return JsonError("line", f"an integer of more than {digits:,} digits", "a shorter number, or a string")
 
@@ -74,12 +74,12 @@ def check_characters(value: Any) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         where, text = next((w, t) for w, t in _strings(value, "") if SURROGATE.search(t))
-        found = SURROGATE.search(text)
-        assert found is not None
+        match = SURROGATE.search(text)
+        assert match is not None
         raise JsonError(
             where or "line",
-            f"\\u{ord(found[0]):04x} at character {found.start() + 1} is half of a surrogate pair (a cut character)",
-            "whole characters",
+            f"\\u{ord(match[0]):04x} at character {match.start() + 1} is an unpaired surrogate (incomplete character)",
+            "complete characters",
         ) from None
 
 

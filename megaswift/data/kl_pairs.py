@@ -1,4 +1,4 @@
-"""KTO's reference point: each prompt with another example's completion.
+"""Batches for KTO's KL term: each prompt with the completion of another sample.
 
     (x_1, y_1), ..., (x_n, y_n)  ->  (x_1, y_n), (x_2, y_1), ..., (x_n, y_{n-1})
 
@@ -26,14 +26,14 @@ def documents_of(batch: Batch) -> list[Document]:
         spans = [(row, 0, batch.input_ids.shape[1]) for row in range(batch.input_ids.shape[0])]
     else:
         spans = [(0, a, b) for a, b in pairwise(batch.cu_seqlens.tolist())]
-    found: list[Document] = []
+    documents: list[Document] = []
     for i, (row, a, b) in enumerate(spans):
         size = int(batch.valid[row, a:b].sum())
         mask = np.zeros(size, dtype=np.uint8)
         mask[1:] = batch.loss_weights[row, a : a + max(0, size - 1)].cpu().numpy() > 0
         ids = batch.input_ids[row, a : a + size].cpu().numpy().astype(np.int32)
-        found.append((ids, mask, -1 if batch.sample_ids is None else int(batch.sample_ids[i])))
-    return found
+        documents.append((ids, mask, -1 if batch.sample_ids is None else int(batch.sample_ids[i])))
+    return documents
 
 
 def kl_batches(made: Sequence[Batch], shape: PaddingShape, max_length: int, uniform: bool = False) -> list[Batch]:

@@ -1,4 +1,4 @@
-"""Micro-batches for one data-parallel rank, step after step, with a position that can be saved and gone back to.
+"""Micro-batches for one data-parallel rank, with a position that can be saved and restored.
 
 Owns the cut of global batches into ranks and micro-batches, read-ahead, padding statistics and the sources' state. The
 order of rows belongs to `order.py`, tensors to `collate.py`, streaming to `stream.py`.
@@ -56,8 +56,8 @@ class LoaderGeometry:
         """This rank's micro-batches of a global batch: row (m x dp + rank) x per_device + i is row i of micro-batch
         m."""
         width = self.per_device * self.dp_size
-        at = self.dp_rank * self.per_device
-        return [rows[m * width + at : m * width + at + self.per_device] for m in range(self.accumulation)]
+        begin = self.dp_rank * self.per_device
+        return [rows[m * width + begin : m * width + begin + self.per_device] for m in range(self.accumulation)]
 
 
 class BatchSource(Protocol):
@@ -227,7 +227,7 @@ class StoredSource:
         """This rank's micro-batches of the next global batch."""
         start, size = self._taken, self.geometry.global_batch
         if self.threads == 0:
-            made = self._make(start)
+            batch = self._make(start)
         else:
             self._pool = self._pool or ThreadPoolExecutor(self.threads, thread_name_prefix="megaswift-data")
             nearest = self._ahead[-1][0] + size if self._ahead else start
@@ -235,9 +235,9 @@ class StoredSource:
                 first = max(at, 0)
                 self.order.slice(first, first + size)  # here, so that threads only read the cached permutation
                 self._ahead.append((at, self._pool.submit(self._make, at)))
-            made = self._ahead.popleft()[1].result()
+            batch = self._ahead.popleft()[1].result()
         self._taken += size
-        return made
+        return batch
 
     @property
     def epoch(self) -> float:
@@ -269,8 +269,11 @@ class StoredSource:
         if isinstance(self.data, DocumentRows) and "packing" in state:
             self._go_on(self.data, state)
         elif state["rows"] != self.rows:  # of an older version, which did not save how it packed
-            rule = f"documents lie in {self.rows} rows, in {state['rows']} in the checkpoint: packed for another layout"
-            raise DataError(Problem(WHAT, rule, "the checkpoint's --cp, --tp, --sequence_parallel and --packing"))
+            rule = (
+                f"documents are packed into {self.rows} sequences, but into {state['rows']} in the checkpoint: "
+                "packed for another layout"
+            )
+            raise DataError(Problem(WHAT, rule, "use --cp, --tp, --sequence_parallel and --packing of the checkpoint"))
 
     def _go_on(self, data: DocumentRows, state: Mapping[str, Any]) -> None:
         """In the middle of an epoch, with the documents that rows of another packing have left."""
@@ -283,7 +286,7 @@ class StoredSource:
             taken = self._taken - ((epoch + 1) * rows - len(left))
         if was != data.pack_shape:
             if len(was.pack(data.docs.length)) != rows:
-                raise DataError(Problem(WHAT, "the rows of the checkpoint cannot be packed again", FIX))
+                raise DataError(Problem(WHAT, "the remaining rows of the checkpoint cannot be repacked", FIX))
             stages = (*stages, LayoutSpan(was, taken)) if taken or stages else ()
         if not stages:
             self._taken = epoch * self.rows + taken
@@ -292,7 +295,7 @@ class StoredSource:
         done = 0 if was != data.pack_shape else taken
         self._taken = (epoch + 1) * self.rows - len(self._rest) + done
         if was != data.pack_shape:
-            info(f"the {len(self._rest)} rows that are left of epoch {epoch + 1} are packed again for this layout")
+            info(f"repacking the remaining {len(self._rest)} rows of epoch {epoch + 1} for this layout")
 
     @property
     def stats(self) -> dict[str, float]:

@@ -1,5 +1,4 @@
-"""In which order rows come, without end: a permutation an epoch, and global batches that run on across epoch ends.
-Pure."""
+"""Order of rows over all epochs: a permutation per epoch; global batches may span epoch boundaries. Pure."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ class Order:
         """int64 [stop - start]: the rows at these places of the endless sequence."""
         pieces = []
         while start < stop:
-            number, at = divmod(start, self.rows)
-            end = min(self.rows, at + stop - start)
-            pieces.append(self.epoch(number)[at:end] if self.shuffle else np.arange(at, end))
-            start += end - at
+            number, offset = divmod(start, self.rows)
+            end = min(self.rows, offset + stop - start)
+            pieces.append(self.epoch(number)[offset:end] if self.shuffle else np.arange(offset, end))
+            start += end - offset
         return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Several documents in a row of tokens: best fit decreasing.
+"""Packs documents into sequences by best-fit decreasing.
 
 Owns the assignment only, in numpy. A document of length L goes to the fullest row that still has room for it. Rows with
 the same room are alike, so documents of one length are placed in bulk: the work grows with the number of distinct

@@ -1,4 +1,4 @@
-"""Tokens of texts, each distinct piece of which is encoded once.
+"""Tokenizes texts by encoding each distinct piece only once.
 
 Owns a table from pieces to tokens. Texts are cut where `split_points.py` has proven that it changes nothing; a piece
 is a word
@@ -105,9 +105,9 @@ class CachedEncoder:
         new, self._numbers.new = self._numbers.new, []
         if not new:
             return
-        found = encode(new)
-        counts = np.fromiter(map(len, found), np.int64, len(found))
-        self._ids = np.concatenate([self._ids, *found])
+        encodings = encode(new)
+        counts = np.fromiter(map(len, encodings), np.int64, len(encodings))
+        self._ids = np.concatenate([self._ids, *encodings])
         self._begin = np.concatenate([self._begin, self._begin[-1] + np.cumsum(counts)])
         self._chars = np.concatenate([self._chars, np.fromiter(map(len, new), np.int64, len(new))])
 
@@ -124,9 +124,9 @@ class CachedEncoder:
         groups = [pieces[i : i + JOINED] for i in range(0, len(pieces), JOINED)]
         out: list[np.ndarray] = []
         for group, ids in zip(groups, self._apart([self._cuts.separator.join(g) for g in groups]), strict=True):
-            at = [-1, *np.flatnonzero(ids == self._separator).tolist(), len(ids)]
-            whole = len(at) == len(group) + 1  # or the normaliser has made another separator
-            out += [ids[a + 1 : b] for a, b in pairwise(at)] if whole else self._apart(group)
+            separators = [-1, *np.flatnonzero(ids == self._separator).tolist(), len(ids)]
+            whole = len(separators) == len(group) + 1  # or the normaliser has made another separator
+            out += [ids[a + 1 : b] for a, b in pairwise(separators)] if whole else self._apart(group)
         return out
 
     def _mask(self, pieces: list[str], char_at: np.ndarray, token_at: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -144,14 +144,14 @@ class CachedEncoder:
 
     def _edge(self, piece: str, at: int) -> tuple[int, int]:
         """(first token of a span that begins, one past the last of one that ends) at a character inside `piece`."""
-        found = self._edges.get((piece, at))
-        if found is None:
+        edge = self._edges.get((piece, at))
+        if edge is None:
             encoding = self._tokenizer.encode(piece, add_special_tokens=False)
             first, last = self._token_range(encoding, at, len(piece), len(piece))
-            found = first if last else len(encoding), self._token_range(encoding, 0, at, len(piece))[1]
+            edge = first if last else len(encoding), self._token_range(encoding, 0, at, len(piece))[1]
             if len(piece) <= REMEMBERED:
-                self._edges[piece, at] = found
-        return found
+                self._edges[piece, at] = edge
+        return edge
 
 
 def _sums(counts: np.ndarray) -> np.ndarray:

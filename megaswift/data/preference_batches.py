@@ -1,4 +1,5 @@
-"""Pairs and labelled answers to micro-batches, packed or not, with the fields that losses of preferences read.
+"""Collates preference pairs and labeled completions into micro-batches, packed or not, with the fields that
+preference losses read.
 
 Documents come in the order chosen_0, rejected_0, chosen_1, ... Packed, a micro-batch's own documents lie end to end in
 one row; which units are in a micro-batch does not depend on it. `fields`: `pairs` int64 [p, 2], document numbers, and
@@ -61,12 +62,12 @@ class PreferenceCollator:
 
     def batches(self, rows: Sequence[Micro], shape: PaddingShape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches."""
-        made = [self._documents(micro) for micro in rows]
-        laid = collate_preferences(made, self.packing, shape, uniform)
+        documents = [self._documents(micro) for micro in rows]
+        laid = collate_preferences(documents, self.packing, shape, uniform)
         fields = [self._fields(micro) for micro in rows]
         if self.prompt_labels:
             fields = [{**f, "completion": batch.loss_weights > 0} for f, batch in zip(fields, laid, strict=True)]
-            labelled = [[None if d is None else (d[0], np.ones_like(d[1]), d[2]) for d in micro] for micro in made]
+            labelled = [[None if d is None else (d[0], np.ones_like(d[1]), d[2]) for d in micro] for micro in documents]
             laid = collate_preferences(labelled, self.packing, shape, uniform)
         return [replace(batch, fields=f) for f, batch in zip(fields, laid, strict=True)]
 
@@ -75,15 +76,15 @@ class PreferenceCollator:
 
     def _fields(self, micro: Micro) -> dict[str, torch.Tensor]:
         """Document numbers; packed, units without weight have no documents."""
-        held = [(i, unit.value) for i, unit in enumerate(micro) if unit]
+        units = [(i, unit.value) for i, unit in enumerate(micro) if unit]
         first = torch.tensor(
-            [(n if self.packing else i) * self.width for n, (i, _) in enumerate(held)], dtype=torch.int64
+            [(n if self.packing else i) * self.width for n, (i, _) in enumerate(units)], dtype=torch.int64
         )
-        values = torch.tensor([value for _, value in held], dtype=torch.float32)
+        values = torch.tensor([value for _, value in units], dtype=torch.float32)
         if self.width == 2:
             pairs = torch.stack([first, first + 1], dim=1)
             return {"pairs": pairs, "margin": values} if self.margins else {"pairs": pairs}
-        label = torch.zeros(max(1, len(held)) if self.packing else len(micro), dtype=torch.bool)
+        label = torch.zeros(max(1, len(units)) if self.packing else len(micro), dtype=torch.bool)
         label[first] = values > 0
         return {"examples": first, "label": label}
 

@@ -1,4 +1,4 @@
-"""What preferences are made of before tokens: a pair of answers to one prompt, or one answer with a label.
+"""Preference data before tokenization: a pair of completions of one prompt, or one labeled completion.
 
 Owns `PreferenceExample`, where its completions begin, and the checks that every preference format shares. The
 completion is what
@@ -15,7 +15,7 @@ from typing import Any
 
 from megaswift.data.sample import RowError, Sample, describe_value
 
-IDENTICAL, EMPTY, NO_PROMPT, PROMPTS = "identical answers", "an empty answer", "no prompt", "two prompts"
+IDENTICAL, EMPTY, NO_PROMPT, PROMPTS = "identical completions", "an empty completion", "no prompt", "two prompts"
 """Why a unit is of no use, as it is counted."""
 ASKING = ("user", "system", "developer")
 """Roles that belong to a prompt; what the model or its tools wrote may be part of a completion."""
@@ -55,27 +55,27 @@ def number_in_column(row: Mapping[str, Any], column: str = "margin") -> float:
     if value is None or value == "":
         return math.nan
     try:
-        found = math.nan if isinstance(value, bool) else float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if not math.isfinite(found):
+        number = math.nan
+    if not math.isfinite(number):
         raise RowError(column, describe_value(value), "a number")
-    return found
+    return number
 
 
 def label_in_column(row: Mapping[str, Any], column: str = "label") -> float:
     """1 or 0 for the label in `column`: a truth value, as JSON, as a number, or as a flat file writes it."""
     value = row.get(column)
-    found = TRUTH.get(str(int(value) if isinstance(value, float) and value in (0, 1) else value).strip().lower())
-    if found is None or not isinstance(value, (bool, int, float, str)):
-        raise RowError(column, describe_value(value), "true for a desirable answer, false for another (or 1 and 0)")
-    return float(found)
+    label = TRUTH.get(str(int(value) if isinstance(value, float) and value in (0, 1) else value).strip().lower())
+    if label is None or not isinstance(value, (bool, int, float, str)):
+        raise RowError(column, describe_value(value), "true for a desirable completion, false otherwise (or 1 and 0)")
+    return float(label)
 
 
 def _silent(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether no assistant message of these says or calls anything."""
-    said = [m for m in messages if m["role"] == "assistant"]
-    return not any(m.get("tool_calls") or (c.strip() if isinstance(c := m.get("content"), str) else c) for m in said)
+    answers = [m for m in messages if m["role"] == "assistant"]
+    return not any(m.get("tool_calls") or (c.strip() if isinstance(c := m.get("content"), str) else c) for m in answers)
 
 
 def _only(sample: Sample, begin: int) -> Sample:
@@ -92,22 +92,20 @@ def make_pair(chosen: Sample, rejected: Sample, margin: float, columns: tuple[st
     a, b = chosen.messages, rejected.messages
     shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     if shared == len(a) == len(b):
-        raise PreferenceError(IDENTICAL, columns[1], "the same as the chosen answer", "another answer")
+        raise PreferenceError(IDENTICAL, columns[1], "identical to the chosen completion", "a different completion")
     for messages, column in ((a, columns[0]), (b, columns[1])):
         if shared == len(messages):
-            raise PreferenceError(
-                EMPTY, column, "no answer after what both conversations share", "an assistant message"
-            )
+            raise PreferenceError(EMPTY, column, "no completion after the shared prompt", "an assistant message")
         if messages[shared]["role"] in ASKING:
             raise PreferenceError(
                 PROMPTS,
                 column,
                 f"the conversations part at message {shared}, which is the {messages[shared]['role']}'s: "
                 + describe_value(messages[shared].get("content")),
-                "two answers to the same prompt",
+                "two completions of the same prompt",
             )
         if _silent(messages[shared:]):
-            raise PreferenceError(EMPTY, column, "an empty answer", "an answer that says something")
+            raise PreferenceError(EMPTY, column, "an empty completion", "a non-empty completion")
     _need_prompt(a[:shared], columns[0])
     return PreferenceExample((_only(chosen, shared), _only(rejected, shared)), margin)
 
@@ -115,14 +113,14 @@ def make_pair(chosen: Sample, rejected: Sample, margin: float, columns: tuple[st
 def make_example(sample: Sample, label: float, column: str, begin: int | None = None) -> PreferenceExample:
     """A conversation as an example: the completion is what follows the last question (or begins at message `begin`)."""
     messages = sample.messages
-    asked = max((i for i, m in enumerate(messages) if m["role"] in ASKING), default=-1) + 1
-    begin = asked if begin is None else begin
+    prompt_end = max((i for i, m in enumerate(messages) if m["role"] in ASKING), default=-1) + 1
+    begin = prompt_end if begin is None else begin
     if _silent(messages[begin:]):
         raise PreferenceError(
             EMPTY,
             column,
-            "no answer after the last question" if begin == len(messages) else "an empty answer",
-            "an assistant message that says something",
+            "no answer after the last question" if begin == len(messages) else "an empty completion",
+            "a non-empty assistant message",
         )
     _need_prompt(messages[:begin], column)
     return PreferenceExample((_only(sample, begin),), label)
@@ -130,17 +128,19 @@ def make_example(sample: Sample, label: float, column: str, begin: int | None = 
 
 def _need_prompt(messages: Sequence[Mapping[str, Any]], column: str) -> None:
     if not messages:
-        raise PreferenceError(NO_PROMPT, column, "no message before the answer", "a prompt: a user message first")
+        raise PreferenceError(NO_PROMPT, column, "no message before the completion", "a prompt: a user message first")
 
 
 def plain_texts(prompt: str, completions: Mapping[str, str], value: float) -> PreferenceExample:
     """A plain prompt, followed by each of `completions` (column -> text) without a chat template."""
     if not prompt:
-        raise PreferenceError(NO_PROMPT, "prompt", "an empty prompt", "a text that the answers go on from")
+        raise PreferenceError(NO_PROMPT, "prompt", "an empty prompt", "text that the completions continue")
     for column, text in completions.items():
         if not text.strip():
-            raise PreferenceError(EMPTY, column, "an empty answer", "an answer that says something")
-    found = list(completions.values())
-    if len(found) == 2 and found[0] == found[1]:
-        raise PreferenceError(IDENTICAL, list(completions)[1], "the same as the chosen answer", "another answer")
-    return PreferenceExample(tuple(Sample(text=prompt + text) for text in found), value, len(prompt))
+            raise PreferenceError(EMPTY, column, "an empty completion", "a non-empty completion")
+    texts = list(completions.values())
+    if len(texts) == 2 and texts[0] == texts[1]:
+        raise PreferenceError(
+            IDENTICAL, list(completions)[1], "identical to the chosen completion", "a different completion"
+        )
+    return PreferenceExample(tuple(Sample(text=prompt + text) for text in texts), value, len(prompt))

@@ -1,4 +1,4 @@
-"""The pairs or labelled answers to train on: documents in groups, cut to length together.
+"""Preference pairs and labeled completions for training: groups of documents that are truncated together.
 
 Owns what truncation means for a unit, and that no unit is left that teaches nothing: without a label, without a prompt,
 or with the same tokens twice. `#rows`, the store behind it and the split for evaluation are those of `documents.py`.
@@ -19,7 +19,7 @@ from megaswift.data.sources import DatasetFiles
 from megaswift.data.token_store import TokenStore
 from megaswift.errors import DataError, Problem
 
-NO_ANSWER, PROMPT_CUT = "the answer cut away", "the prompt cut away"
+NO_ANSWER, PROMPT_CUT = "the completion truncated away", "the prompt truncated away"
 CUT_CAUSES = (NO_ANSWER, PROMPT_CUT, IDENTICAL)
 """Why a unit that was cut is left out."""
 
@@ -62,8 +62,8 @@ def gather_preferences(stores: list[tuple[DatasetFiles, TokenStore]]) -> Prefere
         raise DataError(
             Problem(
                 _place(units, i),
-                f"{missing.sum()} of {len(units)} rows have no `margin`, the others have one",
-                "a margin in every row, 0 for none, or in no row",
+                f"{missing.sum()} of {len(units)} rows have no `margin`, but others do",
+                "a margin in every row (0 for no margin), or in none",
             )
         )
     return units
@@ -88,25 +88,25 @@ def truncate_preferences(units: Preferences, max_length: int, strategy: str) -> 
     touched = (docs.length > max_length).reshape(-1, units.width).any(axis=1)
     counted: Counter[str] = Counter(docs.counted)
     if strategy == "delete":
-        kept, out = ~touched, units
+        usable, out = ~touched, units
         counted["deleted"] += int(touched.sum())
     else:
         out = Preferences(cut_tokens(docs, long, max_length, strategy), units.values)
         why = {int(i): _useless(out, units, int(i)) for i in np.flatnonzero(touched)}
-        kept = np.array([why.get(i) is None for i in range(len(units))], dtype=bool)
+        usable = np.array([why.get(i) is None for i in range(len(units))], dtype=bool)
         counted["truncated"] += len(why)
         counted.update(cause for cause in why.values() if cause)
-    if not kept.any():
+    if not usable.any():
         longest = int(docs.length.max(initial=0))
         raise DataError(
             Problem(
                 f"--max_length {max_length}",
-                f"no {'pair' if units.width == 2 else 'row'} is left of {len(units)}: the "
-                f"longest answer with its prompt has {longest} tokens",
+                f"none of {len(units)} {'pairs' if units.width == 2 else 'rows'} remains: the "
+                f"longest completion with its prompt has {longest} tokens",
                 f"--max_length {longest}",
             )
         )
-    out = out.take(np.flatnonzero(kept))
+    out = out.take(np.flatnonzero(usable))
     return replace(out, docs=replace(out.docs, counted={k: v for k, v in counted.items() if v}))
 
 
@@ -125,13 +125,13 @@ def why_unusable(sides: Sequence[Side], parts: Sequence[slice]) -> str | None:
             return NO_ANSWER
         if part.start >= first_label(mask):
             return PROMPT_CUT
-    kept = [ids[part] for (ids, _), part in zip(sides, parts, strict=True)]
-    return IDENTICAL if len(kept) == 2 and np.array_equal(kept[0], kept[1]) else None
+    tokens = [ids[part] for (ids, _), part in zip(sides, parts, strict=True)]
+    return IDENTICAL if len(tokens) == 2 and np.array_equal(tokens[0], tokens[1]) else None
 
 
 def hold_out_preferences(units: Preferences, ratio: float, seed: int) -> tuple[Preferences, Preferences | None]:
     """(training, evaluation) units, chosen as rows are."""
     if ratio <= 0:
         return units, None
-    held = held_out(units.docs.sample[:: units.width], ratio, seed)
-    return units.take(np.flatnonzero(~held)), units.take(np.flatnonzero(held))
+    is_held_out = held_out(units.docs.sample[:: units.width], ratio, seed)
+    return units.take(np.flatnonzero(~is_held_out)), units.take(np.flatnonzero(is_held_out))

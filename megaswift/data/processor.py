@@ -1,4 +1,4 @@
-"""A vision-language model's processor: from a conversation's text and its images to what the model reads.
+"""Wraps the processor of a vision-language model: from a conversation's text and images to model inputs.
 
 Owns loading it, one call for one conversation, and what each of its outputs is: a value a token, a row or an image.
 transformers does the work; which rows come together belongs to `vision_batches.py`.
@@ -56,13 +56,13 @@ def unreadable(folder: Path, label: str) -> list[Problem]:
     """What a vision-language model's folder, or this machine, lacks for reading images. No torch."""
     problems = []
     if importlib.util.find_spec("PIL") is None:
-        problems.append(Problem(label, "reads images, and pillow is not installed", EXTRA))
+        problems.append(Problem(label, "needs pillow to read images, which is not installed", EXTRA))
     if not any((folder / name).is_file() for name in FILES[:2]):
         problems.append(
             Problem(
                 str(folder),
                 f"has no processor ({FILES[0]} or {FILES[1]})",
-                "copy the model's processor files beside config.json",
+                "copy the model's processor files into the folder of config.json",
             )
         )
     return problems
@@ -123,31 +123,31 @@ class Processor:
         except REFUSED as error:
             raise RowError(
                 "images",
-                f"the model's processor refuses this conversation ({first_line(error)})",
-                "as many images as its text has places for",
+                f"the model's processor rejects this conversation ({first_line(error)})",
+                "as many images as placeholders in the text",
             ) from None
 
     def expand(self, text: str, images: Sequence[Any]) -> ProcessedConversation:
         """The tokens of a rendered conversation, and where its images are."""
         out = self._call(text, images, return_text_replacement_offsets=True)
-        found = out.get("text_replacement_offsets")
-        if images and not (found and found[0]):
+        replacements = out.get("text_replacement_offsets")
+        if images and not (replacements and replacements[0]):
             raise WeightsError(
                 Problem(
                     f"the processor in {self.spec.folder} ({type(self.inner).__name__})",
-                    "does not say which text its images replace",
-                    "another model, or a newer transformers",
+                    "does not define the image placeholder in the text",
+                    "use another model, or a newer version of transformers",
                 )
             )
-        pieces, spans, gained, at = [], [], [], 0
-        for item in found[0] if images else ():
+        pieces, spans, gained, position = [], [], [], 0
+        for item in replacements[0] if images else ():
             begin, end = item["span"]
-            pieces += [text[at:begin], item["replacement"]]
+            pieces += [text[position:begin], item["replacement"]]
             spans.append(tuple(item["new_span"]))
             gained.append((end, item["new_span"][1] - end))
-            at = end
+            position = end
         return ProcessedConversation(
-            list(out["input_ids"][0]), "".join([*pieces, text[at:]]), tuple(spans), tuple(gained)
+            list(out["input_ids"][0]), "".join([*pieces, text[position:]]), tuple(spans), tuple(gained)
         )
 
     def inputs(self, text: str, images: Sequence[Any]) -> dict[str, Tensor]:
@@ -169,8 +169,8 @@ class Processor:
             raise WeightsError(
                 Problem(
                     f"the chat template in {self.spec.folder}",
-                    f"refuses a question with images ({first_line(error)})",
-                    "--chat_template FILE with places for images",
+                    f"rejects a user message with images ({first_line(error)})",
+                    "--chat_template FILE that supports images",
                 )
             ) from None
         # not of one colour: some models drop images of zeros
@@ -180,18 +180,18 @@ class Processor:
     @cached_property
     def dummy(self) -> DummyConversation:
         """The same on every rank."""
-        made = self._blank(1)[1]
-        return DummyConversation(made["input_ids"][0].tolist(), made)
+        inputs = self._blank(1)[1]
+        return DummyConversation(inputs["input_ids"][0].tolist(), inputs)
 
     @cached_property
     def kinds(self) -> dict[str, str]:
         """Of each output beside the tokens: whether it has a value a token [1, n, ...], a row [1, ...] or an image
         [..., ...]."""
-        made = self._blank(2)[1]
-        length = made["input_ids"].shape[1]
+        inputs = self._blank(2)[1]
+        length = inputs["input_ids"].shape[1]
         return {
             k: TOKEN if v.shape[:2] == (1, length) else ROW if v.shape[0] == 1 else IMAGE
-            for k, v in made.items()
+            for k, v in inputs.items()
             if k not in OWN
         }
 
@@ -206,10 +206,10 @@ def _load(spec: ProcessorSpec) -> Any:
 
     label = f"processor in {spec.folder}"
     try:
-        made = AutoProcessor.from_pretrained(spec.folder, trust_remote_code=spec.trust)
+        processor = AutoProcessor.from_pretrained(spec.folder, trust_remote_code=spec.trust)
     except ImportError as error:
-        made = _without_videos(spec)
-        if made is None:
+        processor = _without_videos(spec)
+        if processor is None:
             raise WeightsError(
                 Problem(label, f"needs a package that is not installed: {first_line(error)}", EXTRA)
             ) from None
@@ -217,11 +217,11 @@ def _load(spec: ProcessorSpec) -> Any:
         raise WeightsError(
             Problem(label, f"cannot be read: {first_line(error)}", "the model's own processor files")
         ) from None
-    if getattr(made, "image_processor", None) is None or getattr(made, "tokenizer", None) is None:
+    if getattr(processor, "image_processor", None) is None or getattr(processor, "tokenizer", None) is None:
         raise WeightsError(
-            Problem(label, "reads no images", f"the model's own processor files ({', '.join(FILES[:2])})")
+            Problem(label, "is not an image processor", f"the model's own processor files ({', '.join(FILES[:2])})")
         )
-    return made
+    return processor
 
 
 def _without_videos(spec: ProcessorSpec) -> Any:

@@ -1,4 +1,4 @@
-"""Rows as questions: what is asked, the answer that a row brings along, and whatever else it holds.
+"""Splits a row into prompt, reference answer and other columns.
 
 Owns which columns of a row are the question. Formats are those of training; an answer need not be there.
 """
@@ -65,7 +65,7 @@ def prompt_row(row: Row, task: str, names: Mapping[str, str]) -> PromptRow:
         end -= 1
         answer = sample.messages[end].get("content") if answer is None else answer
     if not end:
-        raise RowError(form.required[0], "nothing before the answer", "a question")
+        raise RowError(form.required[0], "no message before the completion", "a question")
     if isinstance(answer, str) and answer:
         columns.setdefault(names.get(ANSWER, ANSWER), answer)
     return PromptRow(replace(sample, messages=sample.messages[:end], loss=sample.loss[:end]), columns)

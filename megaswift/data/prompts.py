@@ -1,5 +1,5 @@
-"""The prompts of reinforcement learning: which ones the next generation answers, the same on every rank, and a position
-to go back to.
+"""Prompts for reinforcement learning: those of the next generation, the same on all ranks, with a position that can
+be restored.
 
 Owns the room that a prompt has, the order of prompts and their state. Tokens and columns come from the stores that
 `encode_prompts.py` fills; what is sampled from a prompt, and how it is judged, belongs to the trainers.
@@ -52,14 +52,14 @@ class PromptDataset:
     def read(self, i: int) -> Prompt:
         """Prompt i."""
         store = self.docs.stores[self.docs.store[i]]
-        kept = store.beside(row_of(self.docs, i))
-        assert kept is not None
-        said, tools = kept["said"], kept["tools"]
+        stored = store.beside(row_of(self.docs, i))
+        assert stored is not None
+        content, tools = stored["said"], stored["tools"]
         return Prompt(
             int(self.docs.sample[i]),
             tuple(self.docs.read(i)[0].tolist()),
-            said if isinstance(said, str) else tuple(said),
-            kept["columns"],
+            content if isinstance(content, str) else tuple(content),
+            stored["columns"],
             None if tools is None else tuple(tools),
         )
 
@@ -105,9 +105,9 @@ class PromptSource:
     def next(self) -> list[Prompt]:
         """The prompts of the next generation."""
         which = self.order.slice(self._taken, self._taken + self.per_generation)
-        found = [self.prompts.read(int(i)) for i in which]
+        prompts = [self.prompts.read(int(i)) for i in which]
         self._taken += self.per_generation
-        return found
+        return prompts
 
     def state_dict(self) -> dict[str, Any]:
         """The position in prompts, and what names the data and their order."""
@@ -146,22 +146,22 @@ def prompts_of(
     """(training, evaluation) prompts of a run: held out ones, or those of --val_dataset, in file order. `steps`: a
     generation's."""
     docs = _read(c, tokenizer, c.data.dataset)
-    held = _read(c, tokenizer, c.data.val_dataset, val=True) if c.data.val_dataset else None
+    evaluation_docs = _read(c, tokenizer, c.data.val_dataset, val=True) if c.data.val_dataset else None
     seed = data_seed(c.data, c.train)
-    if held is None:
-        docs, held = hold_out(docs, c.data.split_dataset_ratio, seed)
+    if evaluation_docs is None:
+        docs, evaluation_docs = hold_out(docs, c.data.split_dataset_ratio, seed)
     if len(docs) < per_generation:
         raise DataError(
             Problem(
                 ", ".join(c.data.dataset),
-                f"{log.count_text(len(docs), 'prompt')}, fewer than the {per_generation} of one generation",
-                "more completions of each (--num_generations), a smaller --global_batch_size or "
+                f"{log.count_text(len(docs), 'prompt')}, fewer than the {per_generation} prompts of one generation",
+                "more completions per prompt (--num_generations), a smaller --global_batch_size or "
                 f"--generation_batch_size, more data, or {c.data.dataset[0]}#{per_generation} to repeat rows",
             )
         )
-    kept = None if held is None else PromptDataset(held)
+    evaluation = None if evaluation_docs is None else PromptDataset(evaluation_docs)
     source = PromptSource(PromptDataset(docs), per_generation, Order(len(docs), c.data.shuffle, seed), steps)
-    return source, None if kept is None else [kept.read(i) for i in range(len(kept))]
+    return source, None if evaluation is None else [evaluation.read(i) for i in range(len(evaluation))]
 
 
 def _read(c: Sections, tokenizer: Any, names: Sequence[str], val: bool = False) -> Documents:
@@ -172,7 +172,7 @@ def _read(c: Sections, tokenizer: Any, names: Sequence[str], val: bool = False) 
         c.data.truncation_strategy,
     )
     where = f"{', '.join(names)}: " if val else ""
-    why = {"deleted": "are too long", "truncated": "are too long", "empty": "have no token"}
+    why = {"deleted": "are too long", "truncated": "are too long", "empty": "have no tokens"}
     for what, text in why.items():
         if docs.counted.get(what):
             room = f" ({_room(c.data.max_length, c.rl.max_completion_length)})" if what != "empty" else ""
@@ -208,17 +208,17 @@ def fitting_prompts(docs: Documents, longest: int, completion: int, strategy: st
         )
     if len(long):
         counted["deleted" if strategy == "delete" else "truncated"] = len(long)
-    kept = docs if strategy == "delete" else cut_tokens(docs, long, room, strategy)
-    fits = (kept.length > 0) & (kept.length <= room)
+    fitting = docs if strategy == "delete" else cut_tokens(docs, long, room, strategy)
+    fits = (fitting.length > 0) & (fitting.length <= room)
     if empty := int((docs.length < 1).sum()):
         counted["empty"] = empty
     if not fits.any():
         raise DataError(
             Problem(
                 f"--max_length {longest}",
-                f"no prompt is left of {len(docs)}: the shortest has {int(docs.length.min())} "
+                f"none of {len(docs)} prompts remains: the shortest has {int(docs.length.min())} "
                 f"tokens; {_room(longest, completion)}",
                 f"--max_length {int(docs.length.max()) + completion}",
             )
         )
-    return replace(kept, counted=counted).take(np.flatnonzero(fits))
+    return replace(fitting, counted=counted).take(np.flatnonzero(fits))

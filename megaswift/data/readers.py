@@ -1,4 +1,4 @@
-"""Reading rows from each kind of file, lazily, each with its line (or row) number.
+"""Reads rows lazily from each file type, each with its line or row number.
 
 Owns the file kinds' grammar only. A row that cannot be read comes out as an error in its place, so that the caller
 decides whether to stop.
@@ -60,7 +60,7 @@ def _text(raw: bytes) -> str | RowError:
         text = raw.decode("utf-8-sig" if raw.startswith(b"\xef\xbb\xbf") else "utf-8")
     except UnicodeDecodeError as e:
         return LineError(f"byte {e.start + 1}", "not UTF-8", "text in UTF-8")
-    return LineError(f"byte {raw.index(0) + 1}", "a NUL byte", "text without them") if "\0" in text else text
+    return LineError(f"byte {raw.index(0) + 1}", "a NUL byte", "text without such characters") if "\0" in text else text
 
 
 def _jsonl(path: Path, start: int, stop: int, first_line: int) -> Iterator[LocatedRow]:
@@ -102,7 +102,7 @@ def _json_rows(path: Path) -> list[Any]:
             Problem(
                 f"{path}:{e.lineno}:{e.colno}",
                 json_text.syntax_error(e),
-                "a list of objects, or .jsonl with one a line",
+                "a list of objects, or .jsonl with one object per line",
             )
         ) from None
     except (ValueError, RecursionError) as e:
@@ -128,10 +128,8 @@ def _json_item(row: Any, halves: bool) -> Any:
         if halves:
             json_text.check_characters(row)
     except json_text.JsonError as e:
-        found = e.found.replace(
-            "is half of a surrogate pair", "is a byte that is not UTF-8, or half of a surrogate pair"
-        )
-        return LineError(e.where, found, e.expected)
+        fault = e.found.replace("is an unpaired surrogate", "is a byte that is not UTF-8, or an unpaired surrogate")
+        return LineError(e.where, fault, e.expected)
     return row
 
 
@@ -161,10 +159,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
 def _csv_error(error: csv.Error, first: int, last: int) -> LineError:
     lines = f"lines {first} to {last}" if last > first else "row"
     if "unexpected end" in str(error):
-        return LineError(
-            lines, "a quote that is opened here is not closed before the end of the file", "a closing quote"
-        )
-    return LineError(lines, f"not CSV: {error}", "quotes only around whole cells, doubled inside them")
+        return LineError(lines, "an opening quote that is not closed before the end of the file", "a closing quote")
+    return LineError(lines, f"not CSV: {error}", "quotes only around whole cells, doubled within a cell")
 
 
 def _csv_row(header: list[str], cells: list[str]) -> dict[str, str] | LineError:
@@ -172,7 +168,7 @@ def _csv_row(header: list[str], cells: list[str]) -> dict[str, str] | LineError:
         return LineError("row", f"{len(cells)} cells", f"{len(header)}, as in the header")
     for name, cell in zip(header, cells, strict=True):
         if "\0" in cell:
-            return LineError(f"column {name}", "a NUL byte", "text without them")
+            return LineError(f"column {name}", "a NUL byte", "text without such characters")
         if not cell.isascii() and json_text.SURROGATE.search(cell):
             return LineError(f"column {name}", "not UTF-8", "text in UTF-8")
     return dict(zip(header, cells, strict=True))
@@ -183,13 +179,13 @@ def _header(path: Path, reader: Any) -> list[str]:
     try:
         header: list[str] = next((cells for cells in reader if cells), [])
     except csv.Error as e:
-        raise DataError(Problem(f"{path}:1", f"not CSV: {e}", "a first line with the names of the columns")) from None
+        raise DataError(Problem(f"{path}:1", f"not CSV: {e}", "column names in the first line")) from None
     place = f"{path}:{max(1, reader.line_num)}"
     if any("\0" in name or json_text.SURROGATE.search(name) for name in header):
         raise DataError(Problem(place, "not UTF-8 (UTF-16?)", "text in UTF-8"))
     twice = sorted({name for name in header if name and header.count(name) > 1})
     if twice:
-        raise DataError(Problem(place, f"two columns are called {twice[0]}", "a name of its own for each column"))
+        raise DataError(Problem(place, f"two columns are named {twice[0]}", "a unique name for each column"))
     return header
 
 
@@ -210,11 +206,11 @@ def _parquet_file(path: Path) -> pq.ParquetFile:
         file = pq.ParquetFile(path, page_checksum_verification=True)
         claimed = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     except DAMAGED as e:
-        raise DataError(Problem(str(path), f"not a Parquet file: {reason(e)}", "a whole copy of the file")) from None
+        raise DataError(Problem(str(path), f"not a Parquet file: {reason(e)}", "a complete copy of the file")) from None
     most = ROWS_A_BYTE * path.stat().st_size
     if sum(claimed) != file.metadata.num_rows or min(claimed, default=0) < 0 or sum(claimed) > most:
-        rule = f"is damaged: it claims {file.metadata.num_rows:,} rows in {path.stat().st_size:,} bytes"
-        raise DataError(Problem(str(path), rule, "a whole copy of the file"))
+        rule = f"is damaged: the footer claims {file.metadata.num_rows:,} rows in {path.stat().st_size:,} bytes"
+        raise DataError(Problem(str(path), rule, "a complete copy of the file"))
     return file
 
 
@@ -235,7 +231,7 @@ def _parquet(path: Path, start: int, stop: int, first_line: int) -> Iterator[Loc
                 why = reason(e)
             for i in range(max(n, start), min(end, stop)):  # the pages from here on
                 yield LocatedRow(
-                    i + 1, LineError("row", f"damaged Parquet data ({why})", "a whole copy of the file"), i + 1
+                    i + 1, LineError("row", f"damaged Parquet data ({why})", "a complete copy of the file"), i + 1
                 )
         first = end
 
@@ -258,7 +254,7 @@ def _parquet_row(batch: pa.RecordBatch, i: int) -> Any:
     except UnicodeDecodeError:
         return LineError("row", "text that is not UTF-8", "text in UTF-8")
     except DAMAGED as e:
-        return LineError("row", f"a value that cannot be read ({reason(e)})", "text, numbers and lists of them")
+        return LineError("row", f"a value that cannot be read ({reason(e)})", "text, numbers, or lists of them")
 
 
 READERS: dict[str, Callable[[Path, int, int, int], Iterator[LocatedRow]]] = {

@@ -1,4 +1,4 @@
-"""The rest of an epoch whose rows were packed otherwise before a run was resumed. Pure numpy.
+"""Repacks the remaining documents of an epoch when a run is resumed with another packing. Pure numpy.
 
 Packing depends on the layout: with context parallelism each document is padded. When a run goes on with other padding,
 rows are other rows, and a position in the old ones says nothing about the new. So the old rows are packed again, which
@@ -84,8 +84,8 @@ def rest_of(lengths: np.ndarray, stages: Sequence[LayoutSpan], now: PackShape, e
     if not len(left):
         return Rest(epoch, tuple(stages), Packing(left, np.zeros(1, dtype=np.int64), now.capacity), left)
     packing = now.pack(lengths[left])
-    found = Packing(left[packing.documents], packing.offsets, packing.capacity)
-    return Rest(epoch, tuple(stages), found, _order(len(found), order, epoch, len(stages)))
+    remaining = Packing(left[packing.documents], packing.offsets, packing.capacity)
+    return Rest(epoch, tuple(stages), remaining, _order(len(remaining), order, epoch, len(stages)))
 
 
 def _order(rows: int, like: Order, epoch: int, stage: int) -> np.ndarray:

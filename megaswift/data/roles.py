@@ -1,4 +1,4 @@
-"""Who speaks in a conversation: the roles that chat templates know, and other data sets' names for them.
+"""Roles in conversations: those of chat templates, and the aliases that data sets use.
 
 Owns the table of names, and tool calls that are turns of their own. What a template does with a role is its own
 matter (`template_probe.py`).

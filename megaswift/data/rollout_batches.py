@@ -1,4 +1,5 @@
-"""Prompts with completions of a policy to micro-batches, packed or not, with the fields that losses of policies read.
+"""Collates prompts with sampled completions into micro-batches, packed or not, with the fields that policy losses
+read.
 
 Owns where a completion's numbers stand in a micro-batch: at the positions whose label is one of the policy's own
 tokens. Text of a tool or an environment between them carries no label. `fields["completions"]` int64 [n]: the documents
@@ -75,26 +76,28 @@ class RolloutCollator:
         return [replace(batch, fields=self._fields(batch, micro)) for batch, micro in zip(laid, micros, strict=True)]
 
     def _fields(self, batch: Batch, micro: Micro) -> dict[str, Tensor]:
-        held = [(i, c) for i, c in enumerate(micro) if c is not None]
-        numbers = [n if self.packing else i for n, (i, _) in enumerate(held)]
-        found = {"completions": torch.tensor(numbers, dtype=torch.int64)}
-        for name in held[0][1].values if held else ():
-            found[name] = scatter_values(batch, torch.from_numpy(np.concatenate([c.values[name] for _, c in held])))
-        return found
+        completions = [(i, c) for i, c in enumerate(micro) if c is not None]
+        numbers = [n if self.packing else i for n, (i, _) in enumerate(completions)]
+        fields = {"completions": torch.tensor(numbers, dtype=torch.int64)}
+        for name in completions[0][1].values if completions else ():
+            fields[name] = scatter_values(
+                batch, torch.from_numpy(np.concatenate([c.values[name] for _, c in completions]))
+            )
+        return fields
 
 
 def scatter_values(batch: Batch, values: Tensor) -> Tensor:
     """[b, s]: `values` at the labelled positions in their order, 0 elsewhere."""
-    at = batch.loss_weights != 0
-    return torch.zeros(at.shape, dtype=values.dtype).masked_scatter(at, values)
+    labeled = batch.loss_weights != 0
+    return torch.zeros(labeled.shape, dtype=values.dtype).masked_scatter(labeled, values)
 
 
 def gather_values(batch: Batch, values: Tensor, micro: Micro) -> dict[int, np.ndarray]:
     """The inverse for one micro-batch: `values` [b, s] at each completion's own tokens, by its number."""
-    numbers, at = values.detach().cpu()[batch.loss_weights != 0].numpy(), 0
-    found = {}
+    numbers, position = values.detach().cpu()[batch.loss_weights != 0].numpy(), 0
+    gathered = {}
     for completed in micro:
         if completed is not None and not completed.silent:
-            found[completed.number] = numbers[at : at + completed.count]
-            at += completed.count
-    return found
+            gathered[completed.number] = numbers[position : position + completed.count]
+            position += completed.count
+    return gathered

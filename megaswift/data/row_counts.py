@@ -1,5 +1,4 @@
-"""What is counted of the rows of a data set, and how each count is worded: for warnings, the first screen, the report
-and `data show`.
+"""Counters of skipped and changed rows, and their wording in warnings, the run summary, the report and `data show`.
 
 Owns names and words. Who counts is `token_store.py` (while reading), `documents.py` and `preferences.py` (cut to
 length), and `stream.py`.
@@ -12,19 +11,19 @@ from collections.abc import Mapping
 EMPTY_ANSWERS, UNUSED_TOOLS, UNUSED_SYSTEM = "empty_answers", "unused_tools", "unused_system"
 MALFORMED, WITHOUT_LABELS = "malformed", "without_labels"
 NOTES = {
-    EMPTY_ANSWERS: "with an empty answer, which trains the model to end at once",
+    EMPTY_ANSWERS: "with an empty completion, which trains the model to stop immediately",
     UNUSED_TOOLS: "with tools that the chat template does not use",
-    UNUSED_SYSTEM: "with a system message that the chat template leaves out",
+    UNUSED_SYSTEM: "with a system message that the chat template omits",
 }
 """Of rows that are kept."""
 WORDS = NOTES | {
     MALFORMED: "malformed and skipped",
     "deleted": "deleted (longer than --max_length)",
-    "truncated": "cut to --max_length",
+    "truncated": "truncated to --max_length",
     "split": "split at --max_length",
     "empty": "without tokens",
     WITHOUT_LABELS: "without label tokens",
-    EMPTY_ANSWERS: "with an empty answer",
+    EMPTY_ANSWERS: "with an empty completion",
 }
 """Of all rows, as short as the first screen and the report need them."""
 

@@ -116,8 +116,8 @@ def _message(message: Any, where: str) -> tuple[dict[str, Any], bool | None]:
     loss = _flag(message, where)
     if loss and role != "assistant":
         raise RowError(f"{where}.loss", f"true on a {role} message", "true on assistant messages only")
-    kept = {k: v for k, v in message.items() if k != "loss" and v is not None}
-    return kept if kept["role"] == role else kept | {"role": role}, loss
+    fields = {k: v for k, v in message.items() if k != "loss" and v is not None}
+    return fields if fields["role"] == role else fields | {"role": role}, loss
 
 
 def _flag(message: Mapping[str, Any], where: str) -> bool | None:
@@ -129,10 +129,10 @@ def _flag(message: Mapping[str, Any], where: str) -> bool | None:
 
 def _call(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The calls of a turn that is one function call, or a list of them, as JSON."""
-    found = decode_json_cell(message.get("content"), f"{where}.content", "a JSON function call")
-    calls = found if isinstance(found, list) else [found]
+    call = decode_json_cell(message.get("content"), f"{where}.content", "a JSON function call")
+    calls = call if isinstance(call, list) else [call]
     if not calls or not all(isinstance(c, Mapping) and isinstance(c.get("name"), str) for c in calls):
-        raise RowError(f"{where}.content", describe_value(found), 'a function call: {"name": ..., "arguments": {...}}')
+        raise RowError(f"{where}.content", describe_value(call), 'a function call: {"name": ..., "arguments": {...}}')
     return {"role": TOOL_CALL, "tool_calls": [{"type": "function", "function": dict(c)} for c in calls]}
 
 
@@ -184,4 +184,8 @@ def plain_row(row: Mapping[str, Any]) -> None:
     """RowError for what only a chat template could write into plain texts."""
     for column in ("system", "tools"):
         if row.get(column):
-            raise RowError(column, "beside texts, which are trained without a chat template", "messages in their place")
+            raise RowError(
+                column,
+                "cannot be combined with plain text, which is trained without a chat template",
+                "messages instead of plain text",
+            )

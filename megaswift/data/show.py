@@ -30,15 +30,15 @@ USAGE = """\
 megaswift data show DATASET... --model DIR [options]
 megaswift data show run.yaml [options]
 
-Samples as tokens; tokens that carry loss are green (in [brackets] where there is no colour), `|` parts tokens. Then
-lengths and packing (as without context parallelism). The model's tokenizer is enough. Takes a run's configuration
-(.yaml or .json, as the first word; what it says of training is left aside), options of the section `data`
+Prints samples as tokens; label tokens are green (in [brackets] without color), `|` separates tokens. Then prints
+lengths and packing (without context parallelism). Needs only the model's tokenizer. Accepts a run configuration
+(.yaml or .json, as the first argument; training options in it are ignored), the options of section `data`
 (--max_length, --packing, --columns, --chat_template, --loss_scale, ...), --use_hf, --model_revision,
 --trust_remote_code, and
 
-  --samples N   samples to show (default 3)
-  --first N     number of the first one, from 0 (default 0)
-  --task TASK   pt: plain text; dpo, orpo, cpo, simpo, rm: pairs; kto: labelled answers; grpo, ppo: prompts
+  --samples N   number of samples to print (default 3)
+  --first N     index of the first sample, from 0 (default 0)
+  --task TASK   pt: plain text; dpo, orpo, cpo, simpo, rm: pairs; kto: labeled completions; grpo, ppo: prompts
                 (default sft: conversations)
 """
 MODEL_OPTIONS = ("model", "use_hf", "model_revision", "trust_remote_code")
@@ -107,22 +107,22 @@ def _check(cfg: SwiftConfig, words: Sequence[str]) -> None:
         if name in (*SPLIT_OPTIONS, "shuffle") and any("#" in d for d in cfg.data.dataset):
             continue  # which rows are drawn
         if name in SPLIT_OPTIONS:
-            used, why = cfg.data.split_dataset_ratio > 0, "chooses the held-out rows, and none are held out"
+            used, why = cfg.data.split_dataset_ratio > 0, "seeds the evaluation split, but no rows are held out"
         else:
             used = name in (*MODEL_OPTIONS, *PROMPT_OPTIONS) or (
                 OPTIONS[name].section == "data" and name not in ORDER_OPTIONS
             )
-            why = "samples are shown in the files' order" if name == "shuffle" else "belongs to training"
+            why = "samples are shown in file order" if name == "shuffle" else "applies only to training"
         if not used:
             problems.append(Problem(given.label, f"would be ignored by data show: {why}", "leave it out"))
     if cfg.model.model is None:
-        problems.append(
-            Problem("--model", "is not given; its tokenizer decides what the samples become", "--model DIR")
-        )
+        problems.append(Problem("--model", "is missing: its tokenizer is needed", "--model DIR"))
     if cfg.data.streaming:
         problems.append(
             Problem(
-                "--streaming true", "data show counts whole data sets", "--streaming false, and a part: data.jsonl#1000"
+                "--streaming true",
+                "data show reads whole data sets",
+                "--streaming false, with a subset: data.jsonl#1000",
             )
         )
     if problems:
@@ -131,7 +131,7 @@ def _check(cfg: SwiftConfig, words: Sequence[str]) -> None:
 
 def _number(own: dict[str, str], name: str) -> int:
     if not own[name].isdigit():
-        raise DataError(Problem(f"--{name} {own[name]}", "must be a whole number, 0 or more", f"--{name} 3"))
+        raise DataError(Problem(f"--{name} {own[name]}", "must be an integer, 0 or more", f"--{name} 3"))
     return int(own[name])
 
 
@@ -154,32 +154,32 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 def fold_repeats(texts: Sequence[str], mask: Sequence[int]) -> tuple[list[str], list[int]]:
     """(texts, mask) with long runs of one token without loss, as images have them, as one: `<image> x 64`."""
     out: list[str] = []
-    kept: list[int] = []
-    at = 0
-    while at < len(texts):
-        end = at
-        while end < len(texts) and texts[end] == texts[at] and not mask[end]:
+    folded_mask: list[int] = []
+    position = 0
+    while position < len(texts):
+        end = position
+        while end < len(texts) and texts[end] == texts[position] and not mask[end]:
             end += 1
-        run = end - at
-        out += [f"{texts[at]} x {run}"] if run > 3 else texts[at : max(end, at + 1)]
-        kept += [0] if run > 3 else mask[at : max(end, at + 1)]
-        at = max(end, at + 1)
-    return out, kept
+        run = end - position
+        out += [f"{texts[position]} x {run}"] if run > 3 else texts[position : max(end, position + 1)]
+        folded_mask += [0] if run > 3 else mask[position : max(end, position + 1)]
+        position = max(end, position + 1)
+    return out, folded_mask
 
 
 def sample_text(texts: Sequence[str], mask: Sequence[int], colour: bool) -> str:
     """The tokens of one sample; runs with loss in green, or in brackets."""
-    out, at = [], 0
-    while at < len(texts):
-        end = at
-        while end < len(texts) and bool(mask[end]) == bool(mask[at]):
+    out, position = [], 0
+    while position < len(texts):
+        end = position
+        while end < len(texts) and bool(mask[end]) == bool(mask[position]):
             end += 1
-        run = "|".join(texts[at:end])
+        run = "|".join(texts[position:end])
         if colour:
-            out.append(f"{GREEN if mask[at] else DIM}{run}{OFF}")
+            out.append(f"{GREEN if mask[position] else DIM}{run}{OFF}")
         else:
-            out.append(f"[{run}]" if mask[at] else run)
-        at = end
+            out.append(f"[{run}]" if mask[position] else run)
+        position = end
     return ("|" if colour else " ").join(out).replace("⏎", "⏎\n")
 
 
@@ -192,7 +192,7 @@ def histogram(values: np.ndarray, title: str, width: int = 40) -> list[str]:
     counts = np.bincount((values - low) // step)
     lines = [
         (
-            f"{title}: {len(values):,} in all, {low:,} to {high:,}, mean {values.mean():,.1f}, median "
+            f"{title}: {len(values):,} in total, {low:,} to {high:,}, mean {values.mean():,.1f}, median "
             f"{np.median(values):,.0f}"
         )
     ]
@@ -205,20 +205,20 @@ def histogram(values: np.ndarray, title: str, width: int = 40) -> list[str]:
     return lines
 
 
-def summary(docs: Documents, held: Documents | None, max_length: int, packing: bool = True) -> list[str]:
+def summary(docs: Documents, evaluation: Documents | None, max_length: int, packing: bool = True) -> list[str]:
     """Counts, lengths, and how rows would be packed."""
     tokens, labels = int(docs.length.sum()), int(docs.labels.sum())
     happened = ", ".join(worded_counts(docs.counted))
     lines = [
-        f"{docs.counted['rows']:,} rows{f' ({happened})' if happened else ''}, {tokens:,} tokens, {labels:,} carry "
-        f"loss ({100 * labels / tokens:.1f}%)"
+        f"{docs.counted['rows']:,} rows{f' ({happened})' if happened else ''}, {tokens:,} tokens, {labels:,} label "
+        f"tokens ({100 * labels / tokens:.1f}%)"
     ]
-    if held is not None:
+    if evaluation is not None:
         lines.append(
-            f"for evaluation: {len(held):,} rows, {int(held.length.sum()):,} tokens, {int(held.labels.sum()):,} "
-            f"carry loss"
+            f"evaluation: {len(evaluation):,} rows, {int(evaluation.length.sum()):,} tokens, "
+            f"{int(evaluation.labels.sum()):,} label tokens"
         )
-    lines += ["", *histogram(docs.length, "tokens a sample")]
+    lines += ["", *histogram(docs.length, "tokens per sample")]
     return lines + ["", *packing_summary(docs, max_length)] if packing else lines
 
 
@@ -234,13 +234,14 @@ def packing_summary(docs: Documents, max_length: int) -> list[str]:
     tokens, plain = int(docs.length.sum()), len(docs) * int(docs.length.max())
     filled = np.add.reduceat(docs.length[rows.packing.documents], rows.packing.offsets[:-1])
     line = (
-        f"packed into {count_text(len(rows), 'row')} of {max_length:,}: {100 * tokens / (len(rows) * max_length):.2f}% "
-        f"filled (one sample a row, padded to the longest: {100 * tokens / plain:.1f}%)"
+        f"packed into {count_text(len(rows), 'sequence')} of {max_length:,}: "
+        f"{100 * tokens / (len(rows) * max_length):.2f}% filled (without packing, padded to the longest: "
+        f"{100 * tokens / plain:.1f}%)"
     )
     return [
         line,
-        *histogram(np.diff(rows.packing.offsets), "samples a packed row"),
-        *histogram(filled, "tokens a packed row"),
+        *histogram(np.diff(rows.packing.offsets), "samples per packed sequence"),
+        *histogram(filled, "tokens per packed sequence"),
     ]
 
 
@@ -270,7 +271,11 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
 def _shown(which: range, count: int, of: str) -> range:
     if which and which.start >= count:
         raise DataError(
-            Problem(f"--first {which.start}", f"there are {count} {of}, counted from 0", f"--first {count - 1}")
+            Problem(
+                f"--first {which.start}",
+                f"out of range: there are {count} {of}, numbered from 0",
+                f"--first {count - 1}",
+            )
         )
     return range(which.start, min(which.stop, count))
 
@@ -280,37 +285,37 @@ def show_rows(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[st
     from megaswift.data.build import load_documents
     from megaswift.data.processor import Processor
 
-    docs, held = load_documents(cfg.data, cfg.train, reader, task)
+    docs, evaluation = load_documents(cfg.data, cfg.train, reader, task)
     lines = []
     for i in _shown(which, len(docs), "samples"):
         lines += [f"--- sample {i} (row {docs.sample[i]}): {_counts(docs, i)}", _document(docs, i, reader) + "\n"]
     sees = isinstance(reader, Processor)
     show_packing = not sees and (bool(cfg.data.packing) or "packing" not in cfg.given)
-    return lines + summary(docs, held, cfg.data.max_length, show_packing)
+    return lines + summary(docs, evaluation, cfg.data.max_length, show_packing)
 
 
 def show_units(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
     """Some pairs or labelled answers, each of their documents, then statistics of all documents."""
     from megaswift.data.build import load_preferences, row_unit
 
-    made, held = load_preferences(cfg.data, cfg.train, tokenizer, task)
-    kind, docs, lines = row_unit(task), made.docs, []
-    for i in _shown(which, len(made), kind):
-        value = made.values[i]
+    units, evaluation = load_preferences(cfg.data, cfg.train, tokenizer, task)
+    kind, docs, lines = row_unit(task), units.docs, []
+    for i in _shown(which, len(units), kind):
+        value = units.values[i]
         pairs = kind == "pairs"
         names = ("chosen", "rejected") if pairs else ("desirable" if value else "undesirable",)
         lines.append(
-            f"--- {kind[:-1]} {i} (row {docs.sample[i * made.width]})"
+            f"--- {kind[:-1]} {i} (row {docs.sample[i * units.width]})"
             + f", margin {value:g}" * bool(pairs and value == value)
         )
-        for name, k in zip(names, range(i * made.width, (i + 1) * made.width), strict=True):
+        for name, k in zip(names, range(i * units.width, (i + 1) * units.width), strict=True):
             lines += [f"{name}: {_counts(docs, k)}", _document(docs, k, tokenizer) + "\n"]
     lines.append(
-        f"{len(made):,} {kind}, {len(docs):,} documents"
+        f"{len(units):,} {kind}, {len(docs):,} documents"
         if kind == "pairs"
-        else f"{len(made):,} examples, {int(made.values.sum()):,} of them desirable"
+        else f"{len(units):,} examples, {int(units.values.sum()):,} of them desirable"
     )
-    lines += [] if held is None else [f"for evaluation: {len(held):,} {kind}"]
+    lines += [] if evaluation is None else [f"evaluation: {len(evaluation):,} {kind}"]
     return lines + summary(docs, None, cfg.data.max_length, packing=False)
 
 
@@ -318,7 +323,7 @@ def show_prompts(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> l
     """Some prompts with the columns that rewards see, then their lengths."""
     from megaswift.data.prompts import prompts_of
 
-    source, held = prompts_of(cfg, tokenizer, 1)
+    source, evaluation = prompts_of(cfg, tokenizer, 1)
     prompts, lines = source.prompts, []
     for i in _shown(which, len(prompts), "prompts"):
         prompt = prompts.read(i)
@@ -330,13 +335,13 @@ def show_prompts(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> l
     happened = ", ".join(worded_counts(prompts.docs.counted))
     lines.append(
         f"{len(prompts):,} prompts{f' ({happened})' if happened else ''}"
-        + ("" if held is None else f", for evaluation {len(held):,}")
+        + ("" if evaluation is None else f", evaluation: {len(evaluation):,}")
     )
-    return lines + histogram(prompts.docs.length, "tokens a prompt")
+    return lines + histogram(prompts.docs.length, "tokens per prompt")
 
 
 def _counts(docs: Documents, i: int) -> str:
-    return f"{docs.length[i]} tokens, {docs.labels[i]} carry loss"
+    return f"{docs.length[i]} tokens, {docs.labels[i]} label tokens"
 
 
 def _document(docs: Documents, i: int, reader: Any) -> str:

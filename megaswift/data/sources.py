@@ -1,4 +1,4 @@
-"""Where rows come from: dataset specifications, local files, and rows with their place in the file.
+"""Data set specifications, local files, and rows with their positions in files.
 
 Owns `path#500`, `path:subset`, folders, the file kinds (JSONL, JSON, CSV, Parquet, text) and cutting files into parts
 that worker processes read on their own. Ids on a hub belong to `hub.py`; what the columns mean belongs to `formats/`.
@@ -107,15 +107,15 @@ Amount = tuple[int | None, bool]
 def _split_spec(spec: str, flag: str) -> tuple[str, str | None, Amount]:
     """Path or id, subset and rows of `path:subset#500`, `path#:500`."""
     amount: Amount = (None, False)
-    found = re.fullmatch(r"(.+)#(:?)(\d+)", spec)
-    if found and not Path(spec).exists():
-        spec, amount = found[1], (int(found[3]), bool(found[2]))
+    match = re.fullmatch(r"(.+)#(:?)(\d+)", spec)
+    if match and not Path(spec).exists():
+        spec, amount = match[1], (int(match[3]), bool(match[2]))
         if amount[0] == 0:
-            raise DataError(Problem(f"{flag} {spec}#0", "takes no rows", f"{spec}#500 for 500 rows"))
+            raise DataError(Problem(f"{flag} {spec}#0", "selects no rows", f"{spec}#500 for 500 rows"))
     if not Path(spec).exists():
-        found = re.fullmatch(r"(.+):([^:/]+)", spec)
-        if found:
-            return found[1], found[2], amount
+        match = re.fullmatch(r"(.+):([^:/]+)", spec)
+        if match:
+            return match[1], match[2], amount
     return spec, None, amount
 
 
@@ -152,21 +152,21 @@ def resolve_dataset(
         return DatasetFiles(spec, files, *amount)
     if path.is_file():
         if subset is not None:
-            raise DataError(Problem(spec, "a single file has no subset", str(path)))
+            raise DataError(Problem(spec, "a single file does not have subsets", str(path)))
         if path.suffix.lower() in PACKED:
             unpack = f"{PACKED[path.suffix.lower()]} {path.name}"
-            raise DataError(Problem(spec, f"{path.suffix} files are not read", f"{unpack}, then {path.stem}"))
+            raise DataError(Problem(spec, f"{path.suffix} files are not supported", f"{unpack}, then {path.stem}"))
         if path.suffix.lower() not in KIND_OF:
             raise DataError(
                 Problem(
                     spec,
-                    f"files ending in {path.suffix or 'nothing'} are not known",
+                    f"unknown file type {path.suffix or '(no extension)'}",
                     "one of " + ", ".join(sorted(KIND_OF)),
                 )
             )
         return DatasetFiles(spec, (path,), *amount)
     if "#" in name:
-        raise DataError(Problem(spec, "what follows # is no number of rows", f"{name.partition('#')[0]}#500"))
+        raise DataError(Problem(spec, "the text after # is not a number of rows", f"{name.partition('#')[0]}#500"))
     if (
         path.suffix.lower() in KIND_OF
         or name.startswith((".", "/", "~"))

@@ -1,4 +1,4 @@
-"""Where a text can be cut so that the tokenizer gives the parts the same tokens as the whole.
+"""Positions at which a text can be split without changing its tokens.
 
 Owns the proof, which is about the tokenizer's own rules and never about sample texts. `split_points_of` returns None
 for a tokenizer that is not proven; `encode.py` then encodes whole texts. Encoding the parts belongs to `pieces.py`.
@@ -151,20 +151,20 @@ def _patterns(component: Any) -> list[list[str]] | None:
     if component is None:
         return None
     facts = _facts(component)
-    found: list[list[str]] = []
+    patterns: list[list[str]] = []
     for stage in facts["pretokenizers"] if facts["type"] == "Sequence" else [facts]:
         if stage["type"] == "ByteLevel" and not stage["add_prefix_space"]:
-            found += [_alternatives(_GPT2)] if stage.get("use_regex", True) else []
+            patterns += [_alternatives(_GPT2)] if stage.get("use_regex", True) else []
         elif (
             stage["type"] == "Split"
             and stage["behavior"] == "Isolated"
             and not stage["invert"]
             and "Regex" in stage["pattern"]
         ):
-            found.append(_alternatives(stage["pattern"]["Regex"]))
+            patterns.append(_alternatives(stage["pattern"]["Regex"]))
         elif stage["type"] != "Digits":  # runs of digits hold neither white space nor line ends
             return None
-    return found if all(SAFE.issuperset(p) for p in found) else None
+    return patterns if all(SAFE.issuperset(p) for p in patterns) else None
 
 
 def _alternatives(pattern: str) -> list[str]:

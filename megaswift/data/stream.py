@@ -1,4 +1,4 @@
-"""Rows read as they are needed, for data that do not fit a cache.
+"""Streaming: rows are read on demand, for data that does not fit into the cache.
 
 Owns blocks and the position in them; where reading stands is `stream_cursor.py`, what rows become is `stream_rows.py`
 and `stream_preferences.py`. The files are read in order, again and again; BLOCK rows at a time become items, which are
@@ -80,9 +80,7 @@ class StreamCounts:
         self.counted[what] += 1
         if not self.quiet and what not in self._told:
             self._told.add(what)
-            warn(
-                f"row {number + 1} is longer than --max_length {max_length}: {what}, as such rows will be from here on"
-            )
+            warn(f"row {number + 1} is longer than --max_length {max_length}: {what}, and so will further rows be")
 
     def note(self, notes: Sequence[str]) -> None:
         """What is counted of a row that is kept, of which the first of its kind is told."""
@@ -90,7 +88,7 @@ class StreamCounts:
             self.counted[note] += 1
             if not self.quiet and note not in self._told:
                 self._told.add(note)
-                warn(f"a row {NOTES[note]}; more of them are counted")
+                warn(f"a row {NOTES[note]}; further ones are counted without a message")
 
 
 class StreamContents(Protocol):
@@ -179,10 +177,10 @@ class StreamSource:
         """This rank's micro-batches of the next global batch. A malformed row leaves the position where it was."""
         saved = self._block, self._used, self._after
         try:
-            made = self.contents.batches(self._take(self.geometry.global_batch), self.geometry)
-            for batch in made if self.watched else ():
+            batches = self.contents.batches(self._take(self.geometry.global_batch), self.geometry)
+            for batch in batches if self.watched else ():
                 check_batch(batch, self.geometry.vocabulary)
-            return made
+            return batches
         except DataError:
             self._block, self._used, self._after = saved
             raise
@@ -234,15 +232,16 @@ class StreamSource:
         if state.get("sources") != names:
             raise DataError(
                 Problem(
-                    "--resume_from_checkpoint", f"--dataset was {state.get('sources')} in the checkpoint, now {names}"
+                    "--resume_from_checkpoint",
+                    f"--dataset was {state.get('sources')} in the checkpoint, but is {names} now",
                 )
             )
         now, was = asdict(self.options), state.get("options", {})  # absent from older checkpoints
         changed = [
             Problem(
                 "--resume_from_checkpoint",
-                f"{'--data_seed' if k == 'seed' else '--' + k} was {was[k]} in the checkpoint, now {v}",
-                "the same options, or a new run from the exported weights",
+                f"{'--data_seed' if k == 'seed' else '--' + k} was {was[k]} in the checkpoint, but is {v} now",
+                "use the same options, or start a new run from the exported weights",
             )
             for k, v in now.items()
             if k in was and was[k] != v
@@ -252,9 +251,9 @@ class StreamSource:
             rule = (
                 f"the checkpoint is in the middle of a block of the stream whose rows were packed for another layout "
                 f"(documents padded to {before.get('multiple')} tokens, now {packed['multiple']}; rows of "
-                f"{before.get('capacity')}, now {packed['capacity']}): rows would be lost or come twice"
+                f"{before.get('capacity')}, now {packed['capacity']}): rows would be lost or repeated"
             )
-            fix = "the checkpoint's --cp, --tp and --sequence_parallel, or the data without --streaming"
+            fix = "use --cp, --tp and --sequence_parallel of the checkpoint, or the data without --streaming"
             changed.append(Problem("--resume_from_checkpoint", rule, fix))
         if changed:
             raise DataError(changed)

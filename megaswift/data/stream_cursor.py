@@ -1,4 +1,4 @@
-"""Where a stream stands in its files, how reading goes on from there, and how much of a pass that is."""
+"""Position of a stream in its files, how reading continues from it, and its progress."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ Placed = tuple[str, LocatedRow, Cursor]
 """(file, row, where reading goes on after it)."""
 
 
-def read_on(sources: Sequence[DatasetFiles], at: Cursor) -> Iterator[Placed]:
+def read_on(sources: Sequence[DatasetFiles], cursor: Cursor) -> Iterator[Placed]:
     """Rows without end from `at` on."""
     while True:
-        before = at
-        source = sources[at.source]
-        for placed in _file(source, at):
+        before = cursor
+        source = sources[cursor.source]
+        for placed in _file(source, cursor):
             yield placed
-            at = placed[2]
-        done = source.rows is not None and at.taken >= source.rows
-        if not done and at.file + 1 < len(source.files):
-            at = replace(at, file=at.file + 1, offset=0, line=1)
-        elif not done and source.rows is not None and at.taken:
-            at = replace(at, file=0, offset=0, line=1)
-        elif at.source + 1 < len(sources):
-            at = replace(at, source=at.source + 1, file=0, offset=0, line=1, taken=0)
-        elif at.rows == 0:
-            raise DataError(Problem(", ".join(s.name for s in sources), "holds no rows"))
+            cursor = placed[2]
+        done = source.rows is not None and cursor.taken >= source.rows
+        if not done and cursor.file + 1 < len(source.files):
+            cursor = replace(cursor, file=cursor.file + 1, offset=0, line=1)
+        elif not done and source.rows is not None and cursor.taken:
+            cursor = replace(cursor, file=0, offset=0, line=1)
+        elif cursor.source + 1 < len(sources):
+            cursor = replace(cursor, source=cursor.source + 1, file=0, offset=0, line=1, taken=0)
+        elif cursor.rows == 0:
+            raise DataError(Problem(", ".join(s.name for s in sources), "contains no rows"))
         else:
-            at = Cursor(epoch=before.epoch + 1, rows=at.rows)
+            cursor = Cursor(epoch=before.epoch + 1, rows=cursor.rows)
 
 
 def _file(source: DatasetFiles, at: Cursor) -> Iterator[Placed]:

@@ -1,4 +1,4 @@
-"""Pairs and labelled answers in a stream.
+"""Preference pairs and labeled completions in a stream.
 
 Whether one is of use is known when its answers are tokens. What is of no use has no place in a block: batches are those
 of stored data.
@@ -46,8 +46,8 @@ class PreferenceContents:
 
     def _items(self, rows: Sequence[Row], tally: StreamCounts, spread: Spread = whole_stream) -> list[Item]:
         read = spread(rows, lambda share: [*self.encoder.read((path, located) for path, located, _ in share)])
-        found = [self._item(row, one, tally) for row, one in zip(rows, read, strict=True)]
-        return [item for item in found if item is not None]
+        items = [self._item(row, one, tally) for row, one in zip(rows, read, strict=True)]
+        return [item for item in items if item is not None]
 
     def _item(self, row: Row, found: EncodedPreference | RowError, tally: StreamCounts) -> Item | None:
         path, located, number = row
@@ -85,8 +85,8 @@ class PreferenceContents:
             self._sure, self.layout = True, replace(self.layout, margins=has)
         if has == self.layout.margins:
             return item
-        rule = "has a `margin`, and rows before it have none" if has else "has no `margin`, and rows before it have one"
-        return Problem(place, rule, "a margin in every row, 0 for none, or in no row")
+        rule = "has a `margin`, but earlier rows do not" if has else "has no `margin`, but earlier rows do"
+        return Problem(place, rule, "a margin in every row (0 for no margin), or in none")
 
     def batches(self, taken: Sequence[Item], geometry: LoaderGeometry) -> list[Batch]:
         """Tensors of a step's micro-batches."""
@@ -99,12 +99,12 @@ class PreferenceContents:
 
     def _none(self, sources: Sequence[DatasetFiles], tally: StreamCounts) -> DataError:
         unit, counted = "pair" if self.layout.width == 2 else "row", tally.counted
-        told = ", ".join(f"{count} {what}" for what, count in sorted(counted.items()))
+        causes = ", ".join(f"{count} {what}" for what, count in sorted(counted.items()))
         return DataError(
             Problem(
                 names_of(sources),
-                f"no {unit} of a whole epoch is of use within --max_length {self.options.max_length} "
-                f"(--truncation_strategy {self.options.truncation_strategy}): {told}",
+                f"no {unit} of a whole epoch is usable within --max_length {self.options.max_length} "
+                f"(--truncation_strategy {self.options.truncation_strategy}): {causes}",
                 "a larger --max_length, or other data",
             )
         )

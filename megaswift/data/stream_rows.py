@@ -1,4 +1,4 @@
-"""Rows of SFT and pt in a stream: rendered, tokenised, packed.
+"""Rows of sft and pt in a stream: rendered, tokenized, packed.
 
 A row that is too long or (with `--strict false`) malformed keeps its place in the batch, without weight.
 """
@@ -44,8 +44,8 @@ class TokenRowContents:
 
     def items(self, rows: Sequence[Row], spread: Spread) -> list[tuple[Made, int]] | list[list[Document]]:
         """Tokens of rows, or packed rows."""
-        made = [(self._kept(one), number) for one, (_, _, number) in zip(spread(rows, self._made), rows, strict=True)]
-        return self._pack(made) if self.options.packing else made
+        items = [(self._kept(one), number) for one, (_, _, number) in zip(spread(rows, self._made), rows, strict=True)]
+        return self._pack(items) if self.options.packing else items
 
     def _made(self, rows: Sequence[Row]) -> list[Read]:
         rendered = [self._render(path, located) for path, located, _ in rows]
@@ -124,7 +124,7 @@ class TokenRowContents:
         return DataError(
             Problem(
                 names_of(sources),
-                "no row of a whole epoch has a token that carries loss within "
+                "no row of a whole epoch has label tokens within "
                 f"--max_length {self.options.max_length} (--truncation_strategy {self.options.truncation_strategy})",
                 "a larger --max_length, or --truncation_strategy left or right",
             )
@@ -139,14 +139,14 @@ class TokenRowContents:
                 raise self._too_long(number, len(ids))
             if len(ids) > size and strategy == "delete":
                 continue
-            kept = (
+            usable = (
                 mask
                 if strategy == "split" and self.options.packing
                 else mask[-size:]
                 if strategy == "left"
                 else mask[:size]
             )
-            if kept[1:].any():
+            if usable[1:].any():
                 return True
         return False
 
@@ -178,14 +178,12 @@ class TokenRowContents:
         if self._usable(some):
             return
         if not readable:
-            raise DataError(
-                Problem(names, f"none of its {looked} rows can be read", "--strict true tells what is wrong with them")
-            )
+            raise DataError(Problem(names, f"none of its {looked} rows is valid", "--strict true to see the errors"))
         if not labelled:
             raise DataError(
                 Problem(
                     names,
-                    f"no token of {looked} rows carries loss",
+                    f"none of {looked} rows has label tokens",
                     "rows with assistant messages, or --loss_scale all",
                 )
             )

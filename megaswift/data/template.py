@@ -1,5 +1,4 @@
-"""`--chat_template` and `--system`: a file's text, or the text itself. One reader for all, light enough for the first
-checks."""
+"""Reads `--chat_template` and `--system`: text, or a file that contains it."""
 
 from __future__ import annotations
 
@@ -32,9 +31,9 @@ def read_template(value: str) -> str:
     except UnicodeDecodeError:
         raise DataError(Problem(flag, "is not UTF-8", "text in UTF-8")) from None
     if text is None:
-        raise DataError(Problem(flag, "is neither a file nor a template (no {{ or {% in it)", fix))
+        raise DataError(Problem(flag, "is neither a file nor a template (it contains neither {{ nor {%)", fix))
     if not _is_template(text):
-        raise DataError(Problem(flag, "holds no template (no {{ or {% in it)", fix))
+        raise DataError(Problem(flag, "does not contain a template (neither {{ nor {%)", fix))
     _parse(text, flag)
     return text
 
@@ -55,7 +54,7 @@ def _parse(text: str, flag: str) -> None:
         Environment(extensions=[_Generation, loopcontrols]).parse(text)
     except TemplateSyntaxError as error:
         rule = f"is not valid Jinja: line {error.lineno}: {first_line(error)}"
-        raise DataError(Problem(flag, rule, "correct it, or another template (--chat_template FILE)")) from None
+        raise DataError(Problem(flag, rule, "correct it, or use another template (--chat_template FILE)")) from None
     except RecursionError:
         raise DataError(Problem(flag, "is nested too deeply", "a simpler template")) from None
 
@@ -68,14 +67,12 @@ def read_system(value: str | None) -> str | None:
     """The system message that `value` is, or that the file of this name holds (its last line end left out)."""
     if value is None or "\n" in value:
         return value
-    fix = "--system FILE, or the message itself"
+    fix = "--system FILE, or the message text"
     try:
         path = Path(value).expanduser()
         if not path.is_file():
             if path.suffix.lower() in TEXT_SUFFIXES and " " not in value:
-                raise DataError(
-                    Problem(f"--system {value}", "no such file", f"{path_hint(path)}, or the message itself")
-                )
+                raise DataError(Problem(f"--system {value}", "no such file", f"{path_hint(path)}, or the message text"))
             return value
         text = path.read_text(encoding="utf-8-sig").rstrip("\r\n")
     except UnicodeDecodeError:

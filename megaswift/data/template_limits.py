@@ -1,4 +1,4 @@
-"""Limits on the work and the output of a chat template, which comes with a model from anywhere.
+"""Limits on computation and output of chat templates, which are untrusted input.
 
 jinja2's sandbox limits `range` alone: `'x' * 10**9`, nested loops and texts that double have no end there. Owns the
 environment that counts, which takes the place of the sandbox in transformers (`install_template_limits`), so that
@@ -261,10 +261,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """`str.format` of bounded width."""
-        made = super().wrap_str_format(value)
-        if made is None:
+        formatter = super().wrap_str_format(value)
+        if formatter is None:
             return None
-        text, plain = value.__self__, made
+        text, plain = value.__self__, formatter
 
         def limited(*args: Any, **kwargs: Any) -> str:
             _made("format", text, ())

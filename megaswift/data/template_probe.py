@@ -1,4 +1,4 @@
-"""What of a conversation a chat template writes: tools, tool calls, messages of each role.
+"""Probes which parts of a conversation a chat template renders: tools, tool calls, messages of each role.
 
 Owns the probes, each rendered once a template, and what is counted or refused of a row whose parts it leaves out. A
 template that raises for a probe is taken to write the part: the row itself then shows it.
@@ -73,7 +73,7 @@ class TemplateProbe:
 
         `trained`: of each assistant message, whether it carries loss.
         """
-        found = [UNUSED_TOOLS] if sample.tools and not self.tools else []
+        notes = [UNUSED_TOOLS] if sample.tools and not self.tools else []
         carries = iter(trained)
         for i, message in enumerate(sample.messages):
             role = message["role"]
@@ -81,11 +81,11 @@ class TemplateProbe:
                 continue
             if role == "assistant":
                 if "tool_calls" in message and message["tool_calls"] and not self.calls:
-                    raise RowError(f"messages[{i}].tool_calls", "tool calls, which the chat template leaves out", FIX)
+                    raise RowError(f"messages[{i}].tool_calls", "tool calls, which the chat template omits", FIX)
                 if next(carries, False) and is_empty(message):
-                    found.append(EMPTY_ANSWERS)
+                    notes.append(EMPTY_ANSWERS)
             elif not self.role(role):
                 if role not in ("system", "developer"):
-                    raise RowError(f"messages[{i}]", f"a {role} message, which the chat template leaves out", FIX)
-                found.append(UNUSED_SYSTEM)
-        return tuple(dict.fromkeys(found)) if found else ()
+                    raise RowError(f"messages[{i}]", f"a {role} message, which the chat template omits", FIX)
+                notes.append(UNUSED_SYSTEM)
+        return tuple(dict.fromkeys(notes)) if notes else ()

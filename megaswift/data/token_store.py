@@ -1,4 +1,4 @@
-"""Tokens on disk, memory-mapped: one folder a data set.
+"""Token store: memory-mapped tokens on disk, one folder per data set.
 
     tokens.bin int32 [all tokens]   mask.bin uint8 [all tokens]   rows.npy int64 [rows + 1] offsets
     labels.npy int64 [rows]: tokens with a label   lines.npy int64 [rows]: place in the file
@@ -103,7 +103,7 @@ def merge_pieces(folder: Path, paths: list[str], target: Path, facts: dict[str, 
     np.save(new / "rows.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     np.save(new / "labels.npy", labels)
     np.save(new / "lines.npy", lines)
-    kept = _merge_beside(folder, len(paths), new)
+    columns = _merge_beside(folder, len(paths), new)
     values = [np.load(path) for path in sorted(folder.glob("piece-*.values.npy"))]
     if values:
         np.save(new / "values.npy", joined := np.concatenate(values))
@@ -118,7 +118,7 @@ def merge_pieces(folder: Path, paths: list[str], target: Path, facts: dict[str, 
                 "labels": int(labels.sum()),
                 "files": files,
                 "content": "-".join(d.hexdigest() for d in digests.values()),
-                "beside": kept,
+                "beside": columns,
             }
             | facts,
             indent=1,
@@ -218,8 +218,8 @@ class TokenStore:
             return None
         with (self.folder / "beside.bin").open("rb") as f:
             f.seek(int(self._beside[0, i]))
-            found: dict[str, Any] = json.loads(f.read(int(self._beside[0, i + 1] - self._beside[0, i])))
-        return found
+            columns: dict[str, Any] = json.loads(f.read(int(self._beside[0, i + 1] - self._beside[0, i])))
+        return columns
 
     def check_images(self) -> None:
         """DataError for rows whose images are gone since they were tokenised."""
@@ -228,6 +228,6 @@ class TokenStore:
             (i, file) for i in rows for file in (self.beside(i) or {"files": ()})["files"] if not Path(file).is_file()
         ]
         if lost:
-            told = [Problem(self.place(i), f"column images: no such file: {file}") for i, file in lost[:10]]
-            more = [Problem(f"and {len(lost) - 10} more images", "are gone too")] if len(lost) > 10 else []
-            raise DataError([*told, *more])
+            problems = [Problem(self.place(i), f"column images: no such file: {file}") for i, file in lost[:10]]
+            more = [Problem(f"and {len(lost) - 10} more images", "are missing too")] if len(lost) > 10 else []
+            raise DataError([*problems, *more])

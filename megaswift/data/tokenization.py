@@ -1,5 +1,4 @@
-"""From `--dataset` to token stores: each sample is tokenised once per job, in parallel, and kept on disk by content
-hash.
+"""Tokenizes `--dataset` into token stores, once per job, in parallel, cached by content hash.
 
 Owns the cache key (file contents, tokenizer, template, options, our code) and running the workers. What the key leaves
 out on purpose: max_length, truncation, packing and order, which are views over the store (`documents.py`, `packing.py`,
@@ -8,6 +7,7 @@ out on purpose: max_length, truncation, packing and order, which are views over 
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
@@ -36,41 +37,49 @@ WORKER_BYTES = 2 << 20
 """Input that is worth the start of another process (about a second)."""
 IMAGE_WORKER_BYTES = 1 << 16
 """The same where each row brings images, which take far longer than its text."""
-_CODE = (
-    "chat.py",
-    "template_limits.py",
-    "template_probe.py",
-    "assistant_turns.py",
-    "columns.py",
-    "encode.py",
-    "encode_preferences.py",
-    "preference_rows.py",
-    "encode_prompts.py",
-    "prompt_rows.py",
-    "row_counts.py",
-    "split_points.py",
-    "piece_cache.py",
-    "sample.py",
-    "roles.py",
-    "json_text.py",
-    "readers.py",
-    "sources.py",
-    "token_store.py",
-    "images.py",
-    "processor.py",
-    "encode_vision.py",
-    "formats",
-)
+ENTRY = "tokenize_worker.py"
+"""The module that tokenises; with all that it imports, the code that decides which tokens a row becomes."""
+
+
+def tokenization_code() -> list[Path]:
+    """The files of `megaswift.data` that `ENTRY` imports, directly or not, within functions too; itself included. Of an
+    imported package (`formats`, whose modules register themselves) all files."""
+    folder = Path(__file__).parent
+    reached: set[Path] = set()
+    pending = [folder / ENTRY]
+    while pending:
+        file = pending.pop()
+        if file not in reached:
+            reached.add(file)
+            pending += [path for name in _imported(file) for path in _files_of(folder, name)]
+    return sorted(reached)
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """Dotted names below `megaswift.data` that a file imports; of `from package import name` both readings."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        yield from (name.removeprefix("megaswift.data.") for name in names if name.startswith("megaswift.data."))
+
+
+def _files_of(folder: Path, name: str) -> list[Path]:
+    """The file of a module, or all files of a package; none where the name is not a module."""
+    path = folder.joinpath(*name.split("."))
+    return (
+        sorted(path.glob("*.py")) if path.is_dir() else [file for file in [path.with_suffix(".py")] if file.is_file()]
+    )
 
 
 @cache
 def code_version() -> str:
     """Hash of the code that decides which tokens a row becomes."""
-    here = Path(__file__).parent
     digest = hashlib.sha256()
-    for name in _CODE:
-        for path in sorted((here / name).glob("*.py")) if (here / name).is_dir() else [here / name]:
-            digest.update(path.read_bytes())
+    for file in tokenization_code():
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
@@ -108,7 +117,7 @@ def tokenize_datasets(
     root = cache_root(data.dataset_cache_dir)
     names = data.val_dataset if val else data.dataset
     if not names:
-        raise DataError(Problem("--dataset", "is not given", "--dataset data.jsonl"))
+        raise DataError(Problem("--dataset", "is missing", "--dataset data.jsonl"))
     stores = []
     if not val:
         check_columns(data, task)
@@ -131,12 +140,12 @@ def tokenize_datasets(
 def check_columns(data: Any, task: str) -> None:
     """DataError for columns of --columns that no row of the run's data sets has. `response` may be made
     (questions.py)."""
-    asked = {old: new for old, new in data.columns.items() if old != ANSWER or task not in RL}
-    if asked:
+    renamed = {old: new for old, new in data.columns.items() if old != ANSWER or task not in RL}
+    if renamed:
         root = cache_root(data.dataset_cache_dir)
         files = [dataset_files(name, root) for name in data.dataset]
         columns.check_columns_exist(
-            [*files, *(dataset_files(name, root, "--val_dataset") for name in data.val_dataset)], asked
+            [*files, *(dataset_files(name, root, "--val_dataset") for name in data.val_dataset)], renamed
         )
 
 
@@ -163,17 +172,17 @@ def _malformed(reports: list[PieceReport]) -> DataError:
     """What ends a strict build: the malformed rows of the first piece that has any, whoever has read others."""
     first = next(i for i, r in enumerate(reports) if r.bad)
     read, bad = reports[: first + 1], reports[first].bad
-    told = alike(reports[first].problems[:SHOWN])
+    problems = alike(reports[first].problems[:SHOWN])
     if bad > SHOWN:
-        told.append(Problem(f"and {bad - SHOWN} more rows", "malformed too"))
+        problems.append(Problem(f"and {bad - SHOWN} more rows", "are malformed too"))
     fix = "correct the row, or --strict false to skip such rows and count them"
     if bad > 1 and not any(r.rows or r.causes for r in read):
         other = (
             "other data, another task, another template (--chat_template FILE), "
             "or --columns FROM=TO where columns have other names"
         )
-        fix = f"no row so far could be read: {next((p.fix for p in told if p.fix), other)}"
-    return DataError([*(replace(p, fix="") for p in told[:-1]), replace(told[-1], fix=fix)])
+        fix = f"no valid row so far: {next((p.fix for p in problems if p.fix), other)}"
+    return DataError([*(replace(p, fix="") for p in problems[:-1]), replace(problems[-1], fix=fix)])
 
 
 def _build(scratch: Path, target: Path, source: DatasetFiles, how: tuple[EncodeSpec, int]) -> None:
@@ -231,14 +240,14 @@ def _run_workers(scratch: Path, spec: EncodeSpec, parts: list[FilePart], count: 
         for w in workers:
             if w.poll() is None:
                 w.kill()
-    told = [Problem(*p) for path in sorted(scratch.glob("error-*.json")) for p in json.loads(path.read_text())]
-    if told:
-        raise DataError(list(dict.fromkeys(told)))
+    problems = [Problem(*p) for path in sorted(scratch.glob("error-*.json")) for p in json.loads(path.read_text())]
+    if problems:
+        raise DataError(list(dict.fromkeys(problems)))
     if any(codes):
         raise DataError(
             Problem(
-                "tokenising",
-                f"worker processes ended with exit codes {codes}",
-                "a smaller --dataset_num_proc when memory ran out; their messages are above",
+                "tokenization",
+                f"worker processes failed with exit codes {codes}",
+                "see their messages above; if they ran out of memory: a smaller --dataset_num_proc",
             )
         )

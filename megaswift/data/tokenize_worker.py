@@ -1,4 +1,4 @@
-"""A process that tokenises parts of files: `python -m megaswift.data.tokenize_worker JOB NUMBER OF`.
+"""Worker process that tokenizes parts of files: `python -m megaswift.data.tokenize_worker JOB NUMBER OF`.
 
 Owns nothing but this entry. It is a program of its own, not a fork, because forks of a process with threads or a device
 deadlock, and not `spawn`, because that imports the user's script again.

@@ -1,5 +1,4 @@
-"""A model folder's tokenizer, or one message that says why it cannot be read. transformers is imported when one is
-asked for."""
+"""Loads the tokenizer of a model folder, or raises one error with the reason."""
 
 from __future__ import annotations
 
@@ -46,11 +45,11 @@ def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
     from transformers import AutoTokenizer
 
     with _as_problem(f"tokenizer in {folder}", "cannot be read: {}", fix, UNREADABLE):
-        made = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
-        made("x")  # what its files say of lengths and special tokens is first read here
-        if (largest := largest_token(made)) > MOST_TOKENS:
-            raise ValueError(f"a token has the id {largest:,}; at most {MOST_TOKENS:,}")
-        return made
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+        tokenizer("x")  # what its files say of lengths and special tokens is first read here
+        if (largest := largest_token(tokenizer)) > MOST_TOKENS:
+            raise ValueError(f"token ID {largest:,} exceeds the maximum of {MOST_TOKENS:,}")
+        return tokenizer
 
 
 def largest_token(tokenizer: Any) -> int:
@@ -62,7 +61,7 @@ def fast_tokenizer(text: str) -> Any:
     """The fast tokenizer of this JSON text, which transformers may have made of files that do not fit each other."""
     from tokenizers import Tokenizer
 
-    rule = "its vocabulary and merges do not fit each other: {}"
+    rule = "its vocabulary and merges do not match: {}"
     with _as_problem("tokenizer.json", rule, "the model's own tokenizer files"):
         return Tokenizer.from_str(text)
 

@@ -1,4 +1,4 @@
-"""Micro-batches of a vision-language model: rows as any others, and what its towers read of their images.
+"""Micro-batches of vision-language models: text as for other models, plus the inputs of the vision encoder.
 
 Owns `Batch.extra`. Every micro-batch has an image: where no row brings one, a blank one stands behind the first row's
 end, where causal attention does not look back from. So all parameters of the towers take part on every rank, with
@@ -57,24 +57,24 @@ class VisionCollator:
         ids, _, sample = document
         k = int(np.searchsorted(self._first, sample, side="right")) - 1
         store, number = self.stores[k], sample - int(self._first[k])
-        kept = store.beside(number)
-        if kept is None:
+        stored = store.beside(number)
+        if stored is None:
             return None
         try:
-            made = self.processor.inputs(kept["text"], [open_image(file) for file in kept["files"]])
+            inputs = self.processor.inputs(stored["text"], [open_image(file) for file in stored["files"]])
         except RowError as error:
             raise DataError(
                 Problem(store.place(number), f"column {error.column}: {error.found}", error.expected)
             ) from None
-        if made["input_ids"][0, : len(ids)].tolist() != ids.tolist():
+        if inputs["input_ids"][0, : len(ids)].tolist() != ids.tolist():
             raise DataError(
                 Problem(
                     store.place(number),
-                    "its images are not those that it was tokenised with: their sizes changed",
-                    "the images as they were, or another --dataset_cache_dir",
+                    "its images have changed since tokenization: their sizes differ",
+                    "restore the images, or use another --dataset_cache_dir",
                 )
             )
-        return ImageInputs(row, 0, len(ids), made)
+        return ImageInputs(row, 0, len(ids), inputs)
 
     def _blank(self, rows: list[Document | None]) -> ImageInputs:
         """A blank image behind the tokens of the first row, which is changed in place."""
@@ -90,21 +90,21 @@ def join_image_inputs(
 ) -> dict[str, Tensor]:
     """The pieces' outputs as those of one micro-batch `[b, s]`; what is padded is 0."""
     rows, length = size
-    found = {}
+    joined = {}
     for key, kind in kinds.items():
         parts = [p.inputs[key] for p in pieces]
         skipped = 2 if kind == TOKEN else 1
         widths = [max(p.shape[d] for p in parts) for d in range(skipped, parts[0].dim())]
         parts = [_padded(p, widths, skipped) for p in parts]
         if kind not in (TOKEN, ROW):
-            found[key] = torch.cat(parts)
+            joined[key] = torch.cat(parts)
             continue
         whole = parts[0].new_zeros((rows, length, *widths) if kind == TOKEN else (rows, *widths))
         for piece, part in zip(pieces, parts, strict=True):
-            at = slice(piece.start, piece.start + piece.tokens) if kind == TOKEN else slice(None)
-            whole[piece.row, at] = part[0, : piece.tokens] if kind == TOKEN else part[0]
-        found[key] = whole
-    return found
+            where = slice(piece.start, piece.start + piece.tokens) if kind == TOKEN else slice(None)
+            whole[piece.row, where] = part[0, : piece.tokens] if kind == TOKEN else part[0]
+        joined[key] = whole
+    return joined
 
 
 def _padded(tensor: Tensor, widths: Sequence[int], skipped: int) -> Tensor:

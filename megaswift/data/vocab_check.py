@@ -1,5 +1,4 @@
-"""Tokens that the tokenizer has and the model's embedding has no row for, as when tokens were added to the tokenizer
-alone.
+"""Checks for token IDs beyond the model's embedding, for example after adding tokens only to the tokenizer.
 
 Owns finding them. Nobody else would in every layout: tensor-parallel ranks take such a token for a vector of zeros, and
 as a label for one that lies on another rank.
@@ -36,11 +35,11 @@ def check_vocabulary(data: Sequence[Documents], tokenizer: Any, rows: int) -> No
     stores = {store.folder: store for docs in data for store in docs.stores}
     for store in stores.values() if exceeds_embedding(tokenizer, rows) else ():
         for start in range(0, len(store.tokens), BLOCK):
-            found = np.flatnonzero(store.tokens[start : start + BLOCK] >= rows)
-            if len(found):
-                at = start + int(found[0])
-                token = int(store.tokens[at])
-                row = int(np.searchsorted(store.offsets, at, side="right")) - 1
+            unknown = np.flatnonzero(store.tokens[start : start + BLOCK] >= rows)
+            if len(unknown):
+                position = start + int(unknown[0])
+                token = int(store.tokens[position])
+                row = int(np.searchsorted(store.offsets, position, side="right")) - 1
                 raise _beyond(store.place(row), f"{token} ({tokenizer.convert_ids_to_tokens(token)})", rows)
 
 
@@ -48,13 +47,11 @@ def check_batch(batch: Batch, rows: int) -> None:
     """The same for tokens that are on their way to the model."""
     ids = batch.input_ids.masked_fill(~batch.valid, 0)
     if int(ids.max()) >= rows:
-        line, at = (ids >= rows).nonzero()[0].tolist()
-        which = line if batch.cu_seqlens is None else int((batch.cu_seqlens <= at).sum()) - 1
+        line, column = (ids >= rows).nonzero()[0].tolist()
+        which = line if batch.cu_seqlens is None else int((batch.cu_seqlens <= column).sum()) - 1
         place = "a row" if batch.sample_ids is None else f"row {int(batch.sample_ids[which]) + 1}"
-        raise _beyond(place, str(int(ids[line, at])), rows)
+        raise _beyond(place, str(int(ids[line, column])), rows)
 
 
 def _beyond(place: str, token: str, rows: int) -> DataError:
-    return DataError(
-        Problem(place, f"token {token} is not among the {rows:,} of the model's embedding: the tokenizer has more", FIX)
-    )
+    return DataError(Problem(place, f"token {token} is out of range: the model's embedding has {rows:,} rows", FIX))

@@ -34,4 +34,4 @@ def assert_contradiction(name: str, words: str, task: str = "sft") -> None:
     found = problems(words, task)
     assert len(found) == 1 and "ignored" not in found[0], found
     typed = found[0].startswith((f"--{name} ", f"--{name}:"))
-    assert typed or (f"--{name}" not in words and f": {name} is " in found[0]), found
+    assert typed or (f"--{name}" not in words and f": {name} defaults to " in found[0]), found

@@ -37,8 +37,8 @@ def test_plan(options: dict, dp: int, plan: tuple[int, int, int]) -> None:
         (
             {"global_batch_size": 24, "micro_batch_size": 2, "gradient_accumulation_steps": 3},
             2,
-            "three numbers disagree: per_device_train_batch_size 2 x gradient_accumulation_steps 3 x 2 data-parallel "
-            "ranks = 12\n"
+            "batch sizes are inconsistent: per_device_train_batch_size 2 x gradient_accumulation_steps 3 x 2 "
+            "data-parallel ranks = 12\n"
             "    try: --global_batch_size 12, or --gradient_accumulation_steps 6",
         ),
     ],
@@ -52,7 +52,7 @@ def test_disagreement(options: dict, dp: int, part: str) -> None:
 
 def test_disagreement_is_told_as_early_as_it_is_known() -> None:
     SwiftConfig(gbs=24, micro_batch_size=2, gradient_accumulation_steps=3)
-    with pytest.raises(ConfigError, match="gbs=24: three numbers disagree"):
+    with pytest.raises(ConfigError, match="gbs=24: batch sizes are inconsistent"):
         SwiftConfig(gbs=24, micro_batch_size=2, gradient_accumulation_steps=3, dp=2)
     with pytest.raises(ConfigError, match="gbs=7: is not a multiple of"):
         SwiftConfig(gbs=7, micro_batch_size=2, gradient_accumulation_steps=3)

@@ -30,7 +30,7 @@ def refused(*argv: str) -> str:
         (f"--data_seed {2**63}", f"must be >= 0 and <= {2**62}"),
         (f"--max_length {2**60}", f"must be <= {2**53}"),
         (f"--lora_rank {10**400}", "must be a finite number"),
-        ("--columns " + '{"a":' * 5000, "is not JSON that can be read"),
+        ("--columns " + '{"a":' * 5000, "is not valid JSON"),
     ],
 )
 def test_absurd_values(words: str, part: str) -> None:
@@ -55,10 +55,10 @@ BOMB = (
         ("deep.yaml", "dataset: " + "[" * 20_000, "is nested too deeply"),
         ("block.yaml", "\n".join(" " * i + "a:" for i in range(1000)), "is nested too deeply"),
         ("long.yaml", "x" * (2 << 20), "is larger than 1 MiB"),
-        ("digits.yaml", "seed: " + "1" * 5000, "holds a value that cannot be read"),
-        ("date.yaml", "seed: 2026-99-99", "holds a value that cannot be read"),
+        ("digits.yaml", "seed: " + "1" * 5000, "contains a value that cannot be read"),
+        ("date.yaml", "seed: 2026-99-99", "contains a value that cannot be read"),
         ("deep.json", '{"dataset": ' + "[" * 100_000, "is nested too deeply"),
-        ("digits.json", '{"seed": ' + "1" * 5000 + "}", "is not JSON that can be read"),
+        ("digits.json", '{"seed": ' + "1" * 5000 + "}", "is not valid JSON"),
     ],
 )
 def test_files_without_end(tmp_path: Path, name: str, text: str, part: str) -> None:

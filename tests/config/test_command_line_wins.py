@@ -57,8 +57,12 @@ def test_what_the_file_says_beside_it_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, words, part",
     [
-        ("train_type: lora\n", "--random_init true", "--random_init true: adapters belong"),  # another run without it
-        ("engine: ddp\n", "--tp 2", "--tp 2: would be ignored: belongs to the native engine"),
+        (
+            "train_type: lora\n",
+            "--random_init true",
+            "--random_init true: adapters on random weights",
+        ),  # another run without it
+        ("engine: ddp\n", "--tp 2", "--tp 2: would be ignored: applies only to the native engine"),
         ("streaming: true\nmax_steps: 9\n", "--num_train_epochs 2", "--num_train_epochs 2: would be ignored"),
         (
             "max_steps: 9\nnum_train_epochs: 2\n",

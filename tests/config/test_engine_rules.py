@@ -35,8 +35,8 @@ def test_options_of_the_native_engine(name: str) -> None:
     value = other_value(name)
     with pytest.raises(ConfigError) as error:
         SwiftConfig(engine="ddp", **{name: value})
-    assert any(name in p.what and "belongs to the native engine" in p.rule for p in error.value.problems)
-    assert not [p for p in _told(name, value) if "belongs to the native engine" in p]
+    assert any(name in p.what and "applies only to the native engine" in p.rule for p in error.value.problems)
+    assert not [p for p in _told(name, value) if "applies only to the native engine" in p]
 
 
 def _told(name: str, value: object) -> list[str]:
@@ -53,7 +53,7 @@ def test_options_of_fsdp(name: str) -> None:
     assert SwiftConfig(engine="fsdp2", **{name: value}).value(name) == (
         tuple(value) if isinstance(value, list) else value
     )
-    with pytest.raises(ConfigError, match="belongs to the engine fsdp2"):
+    with pytest.raises(ConfigError, match="applies only to engine fsdp2"):
         SwiftConfig(engine="ddp", **{name: value})
 
 

@@ -65,17 +65,17 @@ def test_what_is_taken() -> None:
     ("content", "said"),
     [
         ({"backward_prefetch": "no_prefetch"}, ("backward_prefetch", "would be ignored", "BACKWARD_PRE")),
-        ({"state_dict_type": "SHARDED_STATE_DICT"}, ("would be ignored", "whole tensors")),
-        ({"xla": True}, ("no XLA",)),
-        ({"cpu_ram_efficient_loading": False}, ("never whole",)),
+        ({"state_dict_type": "SHARDED_STATE_DICT"}, ("would be ignored", "full tensors")),
+        ({"xla": True}, ("XLA is not supported",)),
+        ({"cpu_ram_efficient_loading": False}, ("shard by shard",)),
         ({"mixed_precision_policy": "bf16"}, ("--torch_dtype",)),
         ({"reshard_after_foward": True}, ("reshard_after_forward",)),
         ({"sharding_strategy": "NO_SHARD"}, ("--engine ddp",)),
         ({"offload_params": 3}, ("true or false",)),
-        ({"transformer_layer_cls_to_wrap": [1]}, ("classes of layers",)),
+        ({"transformer_layer_cls_to_wrap": [1]}, ("must be a list of layer classes",)),
         (
             {"reshard_after_forward": True, "sharding_strategy": "HYBRID_SHARD"},
-            ("full_shard and hybrid_shard", "one of the two"),
+            ("full_shard and hybrid_shard", "keep one of the two"),
         ),
     ],
 )
@@ -108,7 +108,12 @@ def test_contradictions_are_told_together(tmp_path: Path) -> None:
         )
     text = str(caught.value)
     named = "--fsdp_transformer_layer_cls_to_wrap Other"
-    for part in ("--fsdp full_shard", "fsdp.json says shard_grad_op offload", named, "learning_rate"):
+    for part in (
+        "--fsdp full_shard",
+        "conflicts with fsdp.json, which sets shard_grad_op offload",
+        named,
+        "learning_rate",
+    ):
         assert part in text, text
     with pytest.raises(ConfigError, match="engine ddp|would be ignored"):
         made(tmp_path, ACCELERATE, engine="ddp")

@@ -19,13 +19,13 @@ def test_page(task: str, width: int) -> None:
             assert (f"--{name} " in page.replace("\n", " ")) == o.belongs_to(task), name
     for words in (
         "--max_length 2048 tokens",
-        "--per_device_train_batch_size 1 row",
+        "--per_device_train_batch_size 1 sample",
         "--eval_steps STEPS",
         "--learning_rate 1e-05",
         "also --tp --tensor_model_parallel_size",
     ):
         assert words in page
-    assert "1 rows" not in page
+    assert "1 samples" not in page
 
 
 def test_schema_is_complete_and_json() -> None:
@@ -33,7 +33,7 @@ def test_schema_is_complete_and_json() -> None:
     assert set(schema["properties"]) >= {*NAMES, *SECTIONS, "task"}
     assert set(schema["$defs"]["section"]["properties"]) == {*NAMES, "rlhf_type"}
     assert schema["$defs"]["learning_rate"] == {
-        "description": "Highest learning rate; unset with adapters: 1e-4",
+        "description": "Peak learning rate; unset with adapters: 1e-4",
         "type": ["number", "string", "null"],
         "pattern": "^([Nn]one|NONE|[Nn]ull|NULL)?$",
         "exclusiveMinimum": 0,

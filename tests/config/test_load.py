@@ -120,14 +120,14 @@ def test_all_mistakes_at_once_each_as_written(tmp_path: Path) -> None:
         f"{path}:1 tp: 0: must be >= 1",
         f"{path}:3 learnin_rate: 1: is not an option\n    try: did you mean learning_rate?",
         f"{path}:5 min_lr: 1e-6: would be ignored",
-        "--max-steps 1.5: must be a whole number\n    try: --max_steps 2",
-        "--pipeline_parallel_size 4: --pp 2 says otherwise",
+        "--max-steps 1.5: must be an integer\n    try: --max_steps 2",
+        "--pipeline_parallel_size 4: conflicts with --pp 2",
         "--attn_impl flsh: must be one of auto | flash",
         "did you mean flash?",
         "--packing maybe: must be true or false",
         "--nosuch 7: is not an option",
         "--gbs 7: is not a multiple of per_device_train_batch_size 2\n    try: --global_batch_size 8",
-        "stray: belongs to no option",
+        "stray: is an unexpected argument",
         "--model: is missing",
         "--dataset: is missing",
     ):
@@ -145,8 +145,8 @@ def test_all_mistakes_at_once_each_as_written(tmp_path: Path) -> None:
         (["--master_port", "70000"], "try: --master_port 65535"),
         (["--lr"], "--lr: has no value"),
         (["--dataset"], "--dataset: has no value"),
-        (["--lr", "1", "2"], "2: belongs to no option (--lr takes one value)"),
-        (["--lr", "1", "--lr", "2"], "--lr 2: --lr 1 says otherwise"),
+        (["--lr", "1", "2"], "2: is an unexpected argument (--lr takes one value)"),
+        (["--lr", "1", "--lr", "2"], "--lr 2: conflicts with --lr 1"),
         (["--no-shuffle"], "try: --shuffle false"),
         (["--bf16"], "try: --torch_dtype bfloat16"),
         (["--tensor_paralel_size", "2"], "did you mean tensor_parallel_size?"),
@@ -155,20 +155,20 @@ def test_all_mistakes_at_once_each_as_written(tmp_path: Path) -> None:
             ["--report_to", "wandb", "wandbb"],
             "--report_to wandb wandbb: wandbb must be one of tensorboard | wandb\n    try: did you mean",
         ),
-        (["--train_type", "dpo"], "but this is sft\n    try: megaswift dpo"),
-        (["--rlhf_type", "gkd"], "is not a task of this version; tasks are sft"),
-        (["--train_type", "pt"], "but this is sft\n    try: megaswift pt"),
+        (["--train_type", "dpo"], "conflicts with the command, which is sft\n    try: megaswift dpo"),
+        (["--rlhf_type", "gkd"], "is not a supported task; tasks are sft"),
+        (["--train_type", "pt"], "conflicts with the command, which is sft\n    try: megaswift pt"),
         (["--columns", "{q"], "is not JSON"),
-        (["--columns", "q"], "must be pairs FROM=TO"),
+        (["--columns", "q"], "must be FROM=TO pairs"),
         (["--config"], "--config: has no value"),
         (["a.yaml", "--config", "b.yaml"], "no such file"),
         (
             ["d.jsonl", "--model", "DIR"],
-            "d.jsonl: is no configuration (a YAML or JSON file of options)\n    try: --dataset d.jsonl",
+            "d.jsonl: is not a configuration file (YAML or JSON)\n    try: --dataset d.jsonl",
         ),
         (
             ["--model", "DIR", "d.jsonl"],
-            "d.jsonl: belongs to no option (--model takes one value)\n    try: --dataset d.jsonl",
+            "d.jsonl: is an unexpected argument (--model takes one value)\n    try: --dataset d.jsonl",
         ),
     ],
 )
@@ -179,18 +179,18 @@ def test_wrong_flags(argv: list[str], part: str) -> None:
 @pytest.mark.parametrize(
     "text, part",
     [
-        ("lr: 1\nlr: 2\n", ":2 lr: 2: stands twice in the file"),
-        ("lr: 1\nlearning_rate: 2\n", ":1 lr: 1 says otherwise (both set learning_rate)"),
-        ("optim: {lr: 1}\nlr: 2\n", "says otherwise"),
-        ("paralel:\n  tp: 2\n  pp: 2\n", "paralel: is no section; sections are model"),
+        ("lr: 1\nlr: 2\n", ":2 lr: 2: occurs twice in the file"),
+        ("lr: 1\nlearning_rate: 2\n", ":1 lr: 1 (both set learning_rate)"),
+        ("optim: {lr: 1}\nlr: 2\n", "conflicts with"),
+        ("paralel:\n  tp: 2\n  pp: 2\n", "paralel: is not a section; sections are model"),
         ("lr: [1, 2]\n", "takes one value"),
         ("packing: 3\n", "must be true or false"),
         ("max_steps: true\n", "must be a number"),
         ("lr: {a: 1}\n", "must be a number"),
-        ("- lr\n", "must hold `name: value` entries"),
+        ("- lr\n", "must contain `name: value` entries"),
         ("lr: 'a\n", "is not YAML"),
         ("lr: !!python/object:os.system 1\n", "is not YAML"),
-        ("task: pt\n", "task: pt: but this is sft"),
+        ("task: pt\n", "task: pt: conflicts with the command, which is sft"),
     ],
 )
 def test_wrong_files(tmp_path: Path, text: str, part: str) -> None:
@@ -199,14 +199,14 @@ def test_wrong_files(tmp_path: Path, text: str, part: str) -> None:
 
 def test_wrong_json_says_where(tmp_path: Path) -> None:
     assert "run.json:2: is not JSON" in refused(write(tmp_path, '{"lr": 1,\n lr: 2}', "run.json"))
-    assert "stands twice" in refused(write(tmp_path, '{"lr": 1, "lr": 2}', "run.json"))
+    assert "occurs twice" in refused(write(tmp_path, '{"lr": 1, "lr": 2}', "run.json"))
     assert "did you mean run.json?" in refused(str(tmp_path / "run.jsn"))
     assert "is a folder" in refused(str(tmp_path))
 
 
 def test_a_task_given_as_train_type_is_taken_with_a_notice() -> None:
     cfg = load("sft", ["--tuner_type", "sft"], environ={})
-    assert cfg.model.train_type == "full" and "taken as rlhf_type" in cfg.notices[0]
+    assert cfg.model.train_type == "full" and "used as rlhf_type" in cfg.notices[0]
     assert load(None, ["--train_type", "pt"], environ={}).task == "pt"
 
 

@@ -302,7 +302,7 @@ def test_a_loss_of_another_task_is_not_proposed() -> None:
 
 def test_two_backends_are_a_contradiction() -> None:
     assert (
-        "says otherwise" in problems("--use_vllm --rollout_backend sglang --rollout_server_url http://h:1", "grpo")[0]
+        "conflicts with" in problems("--use_vllm --rollout_backend sglang --rollout_server_url http://h:1", "grpo")[0]
     )
 
 
@@ -335,7 +335,7 @@ def test_what_is_left_out_of_other_tasks() -> None:
 def test_help_names_the_losses_of_the_task() -> None:
     pages = {task: " ".join(task_help(task, 120).split()) for task in ("grpo", "ppo", "dpo")}
     assert (
-        f"({' | '.join(loss_names('grpo'))})" in pages["grpo"]
+        f"[{' | '.join(loss_names('grpo'))}]" in pages["grpo"]
         and "| aot |" not in pages["grpo"]
         and "dr_grpo" not in pages["dpo"]
     )

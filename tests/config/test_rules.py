@@ -185,7 +185,7 @@ def test_a_value_that_says_off_is_no_mistake(words: str) -> None:
 
 def test_options_of_another_task() -> None:
     for words in ("--system x", "--loss_scale all", "--chat_template x"):
-        assert problems(words) == [] and "has no effect in pt; it belongs to sft" in problems(words, "pt")[0]
+        assert problems(words) == [] and "has no effect in pt; it applies to sft" in problems(words, "pt")[0]
     assert problems("--truncation_strategy split", "pt") == []
 
 

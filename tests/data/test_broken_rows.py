@@ -33,11 +33,11 @@ def row(answer: str) -> str:
 
 
 BROKEN: list[tuple[bytes, str]] = [
-    (row(r'"b \ud83d"').encode(), r"messages[1].content: \ud83d at character 3 is half of a surrogate pair"),
+    (row(r'"b \ud83d"').encode(), r"messages[1].content: \ud83d at character 3 is an unpaired surrogate"),
     (row(r'"b \uD83D \ude00"').encode(), r"messages[1].content: \ud83d at character 3"),
     (rb'{"messages": [], "id\udc00": 1}', r"\udc00 at character 3"),
     (b'{"n": ' + b"7" * DIGITS + b"}", "an integer of more than 4,300 digits"),
-    (b'{"n": ' + b"[" * DEEP + b"]" * DEEP + b"}", f"nested too deep; expected at most {MOST_NESTED} levels"),
+    (b'{"n": ' + b"[" * DEEP + b"]" * DEEP + b"}", f"nested too deeply; expected at most {MOST_NESTED} levels"),
     (b'{"n": ' + b"[" * 300 + b"]" * 300 + b"}", "nested too deep"),
     (b'{"messages": "a\tb"}', """character 16: not JSON: Invalid control character near '{"messages": "a\\tb"}'"""),
     (b'{"messages": [', "not JSON: Expecting value near '{\"messages\": ['"),
@@ -80,7 +80,7 @@ def test_broken_lines_are_skipped_and_counted_in_files_and_streams(tmp_path: Pat
     source.next()
     assert source.stats["malformed"] == len(BROKEN)
     strict = config(tmp_path, lines(tmp_path / "e.jsonl", BROKEN[0][0], good()), streaming=True)
-    with pytest.raises(DataError, match=r"e.jsonl:1: messages\[1\].content: .* surrogate pair"):
+    with pytest.raises(DataError, match=r"e.jsonl:1: messages\[1\].content: .* unpaired surrogate"):
         build_sources(strict.data, strict.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry())
 
 
@@ -124,12 +124,12 @@ def test_deep_json_is_split_as_json_reads_it() -> None:
 CSV = [
     (b"query,response\na,b\nc\0,d\ne,f\n", 2, ":3: column query: a NUL byte"),
     (b"query,response\na,b\nc,\xff\ne,f\n", 2, ":3: column response: not UTF-8"),
-    (b'query,response\na,b\nc,"open\ne,f\n', 1, ":3: lines 3 to 4: a quote that is opened here is not closed"),
+    (b'query,response\na,b\nc,"open\ne,f\n', 1, ":3: lines 3 to 4: an opening quote that is not closed"),
     (b'query,response\na,b\n"c"x,d\ne,f\n', 2, ":3: row: not CSV: ',' expected after '\"'"),
     (b"query,response\na,b\nc,d,e\ne,f\n", 2, ":3: row: 3 cells; expected 2"),
     (b"\xef\xbb\xbf\n\nquery,response\na,b\n", 1, ""),
     ("query,response\na,b\n".encode("utf-16"), None, ":1: not UTF-8"),
-    (b"query,response,query\na,b,c\n", None, ":1: two columns are called query"),
+    (b"query,response,query\na,b,c\n", None, ":1: two columns are named query"),
 ]
 
 
@@ -167,7 +167,7 @@ def test_text_lines(tmp_path: Path) -> None:
 
 def test_packed_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl.gz").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"\.gz files are not read\n    try: gunzip d.jsonl.gz, then d.jsonl"):
+    with pytest.raises(DataError, match=r"\.gz files are not supported\n    try: gunzip d.jsonl.gz, then d.jsonl"):
         counted(tmp_path, str(tmp_path / "d.jsonl.gz"))
 
 

@@ -131,12 +131,12 @@ def test_masks_without_marks_in_the_template(processor: Processor, folder: Path)
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (turns([vision.image("9.png"), vision.part(ASK)]), r"data.jsonl:1: column images: no such file: .*9.png"),
-    (turns([{"type": "image", "url": "https://host/a.png"}]), "images are not fetched"),
+    (turns([{"type": "image", "url": "https://host/a.png"}]), "URLs are not downloaded"),
     (turns([{"type": "image", "image": "data:image/png;base64,?"}]), "is not base64"),
     (turns([{"type": "image", "image": "data:image/png;base64,AAAA"}]), "cannot be read"),
     (turns([{"type": "image"}]), "no file for image 1"),
     (turns("<image> and <image>") | {"images": ["images/0.png"]}, "no file for image 2"),
-    (turns("<image>") | {"images": ["images/0.png", "images/1.png"]}, "2 files for 1 places"),
+    (turns("<image>") | {"images": ["images/0.png", "images/1.png"]}, "2 files for 1 placeholders"),
     (turns(ASK) | {"images": [7]}, "int 7"),
     (turns([{"type": "video", "video": "a.mp4"}]), "a part of type 'video'"),
     (turns([vision.image("broken.png")]), r"broken.png cannot be read"),
@@ -162,7 +162,7 @@ def test_text_models_refuse_images() -> None:
     from megaswift.data.sample import RowError
 
     for row in FORMS:
-        with pytest.raises(RowError, match="reads text only"):
+        with pytest.raises(RowError, match="accepts only text"):
             encoder.render(row)
     encoder.render(turns(ASK) | {"image": "an unused column"})
 
@@ -180,7 +180,7 @@ def test_no_cut_goes_through_an_image(processor: Processor, folder: Path) -> Non
     assert batch.input_ids.shape[1] == size and all(v.shape[1] == size for v in batch.extra.values() if v.dim() == 2)
     left = sources(processor, folder, *rows, max_length=size, truncation_strategy="left")
     assert left.data.docs.sample.tolist() == [1] and left.data.docs.counted["deleted"] == 2
-    with pytest.raises(DataError, match="no row is left of 1"):
+    with pytest.raises(DataError, match="none of 1 rows remains"):
         sources(processor, folder, rows[2], max_length=20, truncation_strategy="right")
 
 

@@ -46,7 +46,7 @@ def test_paths_stay_paths(tmp_path: Path) -> None:
         (b"abc", "is of type bytes"),
         (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[:1])}), "DatasetDict of train.*splits"),
         (datasets.Dataset.from_list(ROWS[:1]).to_iterable_dataset(), "IterableDataset, which has no length"),
-        ([{"a": 1}, {"a": 1, "b": {1, 2}}], "dataset: row 1, column b: set has no place in JSON"),
+        ([{"a": 1}, {"a": 1, "b": {1, 2}}], "dataset: row 1, column b: set cannot be represented in JSON"),
     ],
     ids=lambda v: type(v).__name__,
 )

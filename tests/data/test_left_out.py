@@ -42,9 +42,7 @@ def made(tmp_path: Path, rows: list[Any], template: str = PLAIN, **options: Any)
 def test_calls_that_a_template_leaves_out_are_no_empty_answer(tmp_path: Path) -> None:
     """On the template of a model without tools such a row taught nothing but the end token."""
     cfg, tok = made(tmp_path, [{"conversations": [ASK, CALL], "tools": [TOOL]}, chat("q", "a")], strict=True)
-    with pytest.raises(
-        DataError, match=r"d.jsonl:1: column messages\[1\].tool_calls: .*leaves out.*--chat_template FILE"
-    ):
+    with pytest.raises(DataError, match=r"d.jsonl:1: column messages\[1\].tool_calls: .*omits.*--chat_template FILE"):
         load_documents(cfg.data, cfg.train, tok)
     rows = [{"conversations": [ASK, CALL, RESULT, ANSWER]}, {"conversations": [ASK, RESULT, ANSWER]}, chat("q", "a")]
     cfg, tok = made(tmp_path, rows)
@@ -111,11 +109,11 @@ def test_every_reason_is_counted_and_told(tmp_path: Path, capsys: pytest.Capture
     said = capsys.readouterr().err
     for part in (
         "d.jsonl: 1 malformed rows skipped",
-        "d.jsonl: 2 rows with an empty answer, which trains the model to end at once",
+        "d.jsonl: 2 rows with an empty completion, which trains the model to stop immediately",
         "d.jsonl: 1 rows with tools that the chat template does not use",
-        "d.jsonl: 1 rows with a system message that the chat template leaves out",
+        "d.jsonl: 1 rows with a system message that the chat template omits",
         "1 of 7 rows deleted (longer than --max_length 300)",
-        "1 of 6 rows have no token that carries loss",
+        "1 of 6 rows have no label tokens",
     ):
         assert part in said
     source, _ = build_sources(cfg.data, cfg.train, tok, LoaderGeometry())
@@ -123,9 +121,9 @@ def test_every_reason_is_counted_and_told(tmp_path: Path, capsys: pytest.Capture
         for part in (
             "1 malformed and skipped",
             "1 deleted (longer than --max_length)",
-            "2 with an empty answer",
+            "2 with an empty completion",
             "1 with tools that the chat template does not use",
-            "1 with a system message that the chat template leaves out",
+            "1 with a system message that the chat template omits",
             "1 without label tokens",
         ):
             assert part in text
@@ -185,7 +183,7 @@ def test_a_text_completion_is_trained_as_trl_does(tmp_path: Path, kind: str) -> 
     source, _ = build_sources(stream.data, stream.train, tok, LoaderGeometry(per_device=2))
     batch = source.next()[0]
     assert batch.input_ids[0][: len(docs.read(0)[0])].tolist() == docs.read(0)[0].tolist()
-    with pytest.raises(DataError, match="--system has no place in it"):
+    with pytest.raises(DataError, match="--system cannot be applied"):
         cfg = config(tmp_path, path, system="s")
         load_documents(cfg.data, cfg.train, tok)
 
@@ -219,7 +217,7 @@ def test_text_files_as_whole_documents(tmp_path: Path) -> None:
 
 def test_a_template_that_writes_half_a_character_is_refused(tmp_path: Path) -> None:
     cfg, tok = made(tmp_path, [chat("q", "a")], PLAIN + "{{ '\\ud83d' }}", strict=True)
-    with pytest.raises(DataError, match=r"half of a surrogate pair \(\\ud83d\) after rendering"):
+    with pytest.raises(DataError, match=r"an unpaired surrogate \(\\ud83d\) after rendering"):
         load_documents(cfg.data, cfg.train, tok)
 
 
@@ -227,6 +225,6 @@ def test_the_proposed_columns_are_ready_to_paste(tmp_path: Path) -> None:
     cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [{"question": "q", "answer": "a"}] * 2))
     with pytest.raises(DataError) as e:
         load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
-    assert str(e.value).endswith("try: no row so far could be read: --columns question=query answer=response")
+    assert str(e.value).endswith("try: no valid row so far: --columns question=query answer=response")
     with pytest.raises(RowError, match="nested too deep"):
         conversation(json.dumps([[]]).replace("[]", "[" * 500 + "]" * 500), "messages")

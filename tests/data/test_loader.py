@@ -205,7 +205,9 @@ def test_evaluation_takes_the_same_rows_on_every_layout(tmp_path: Path, limit: i
 
 def test_a_ratio_that_leaves_nothing_names_one_that_does(tmp_path: Path) -> None:
     for ratio in (0.001, 0.999):
-        with pytest.raises(DataError, match=r"for training, \d+ for evaluation\n    try: --split_dataset_ratio 0.033$"):
+        with pytest.raises(
+            DataError, match=r"for training and \d+ for evaluation\n    try: --split_dataset_ratio 0.033$"
+        ):
             source(tmp_path, 30, LoaderGeometry(), split_dataset_ratio=ratio)
     assert source(tmp_path, 30, LoaderGeometry(), split_dataset_ratio=0.033)[1] is not None
 
@@ -279,7 +281,7 @@ def test_warnings_and_errors_name_the_evaluation_data(tmp_path: Path, capsys: py
         tmp_path / "v.jsonl",
         [{"messages": [*chat("q", "a")["messages"][:1], {"role": "assistant", "content": "a", "loss": False}]}],
     )
-    with pytest.raises(DataError, match=r"v.jsonl: no token of 1 rows carries loss"):
+    with pytest.raises(DataError, match=r"v.jsonl: none of 1 rows has label tokens"):
         source(tmp_path, 4, LoaderGeometry(), val_dataset=[val])
 
 

@@ -154,9 +154,9 @@ SEES_THE_END = (
     "%}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
 USELESS = [
-    (pair("q", "a", "a"), "identical answers"),
-    (pair("q", "a", " "), "an empty answer"),
-    (pair("q", "  a", "a "), "identical answers"),
+    (pair("q", "a", "a"), "identical completions"),
+    (pair("q", "a", " "), "an empty completion"),
+    (pair("q", "  a", "a "), "identical completions"),
     ({"chosen": [says("a")], "rejected": [says("b")]}, "no prompt"),
     ({"chosen": [user("x"), says("a")], "rejected": [user("y"), says("b")]}, "two prompts"),
 ]
@@ -177,15 +177,15 @@ def test_or_are_skipped_and_counted_by_cause(tmp_path: Path, capsys: pytest.Capt
     kept = made(tmp_path, rows, strict=False, kind="mistral", name="mistral")
     assert len(kept) == 1 and kept.docs.sample.tolist() == [0, 0]
     assert (
-        "d.jsonl: 7 rows skipped: 1 malformed, 1 with an empty answer, 3 with identical answers, 1 with no prompt, 1 "
-        "with two prompts (--strict false)"
+        "d.jsonl: 7 rows skipped: 1 malformed, 1 with an empty completion, 3 with identical completions, 1 with no "
+        "prompt, 1 with two prompts (--strict false)"
     ) in capsys.readouterr().err
-    with pytest.raises(DataError, match="no row is of use; 5 rows skipped"):
+    with pytest.raises(DataError, match="no row is usable; 5 rows skipped"):
         made(tmp_path, rows[:5], strict=False, kind="mistral", name="mistral")
 
 
 def test_a_template_whose_prompt_depends_on_the_answer_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="renders the prompt of the two answers differently from token"):
+    with pytest.raises(DataError, match="renders the prompt differently for the two completions, from token"):
         made(tmp_path, [pair("q", "a", "bcd")], chat_template=SEES_THE_END)
 
 
@@ -197,7 +197,7 @@ def test_a_conversation_needs_a_template_and_texts_do_not(tmp_path: Path) -> Non
 def test_a_system_message_goes_into_both_conversations_and_into_no_text(tmp_path: Path) -> None:
     kept, tok = made(tmp_path, [pair("q", "a", "b")], system="be"), tokenizer("qwen", "bare")
     assert all(tok.decode(kept.docs.read(i)[0]).startswith("<|im_start|>system\nbe<|im_end|>") for i in (0, 1))
-    with pytest.raises(DataError, match="--system has no place in it"):
+    with pytest.raises(DataError, match="--system cannot be applied"):
         made(tmp_path, PLAIN[:1], system="be")
 
 
@@ -219,13 +219,18 @@ def test_right_cuts_answers_and_left_prompts(tmp_path: Path, capsys: pytest.Capt
     whole = made(tmp_path, LONG)
     right = made(tmp_path, LONG, max_length=40, truncation_strategy="right")
     assert right.docs.sample[::2].tolist() == [0, 1]
-    assert right.docs.counted == {"rows": 4, "truncated": 3, "the answer cut away": 1, "identical answers": 1}
+    assert right.docs.counted == {
+        "rows": 4,
+        "truncated": 3,
+        "the completion truncated away": 1,
+        "identical completions": 1,
+    }
     assert right.docs.read(2)[0].tolist() == whole.docs.read(2)[0][:40].tolist()
     assert right.docs.read(3)[0].tolist() == whole.docs.read(3)[0].tolist()
     said = capsys.readouterr().err
     for part in (
         "3 of 4 rows truncated",
-        "1 of 4 rows skipped with the answer cut away",
+        "1 of 4 rows skipped with the completion truncated away",
         "1 of 4 rows skipped with ident",
     ):
         assert part in said
@@ -233,13 +238,13 @@ def test_right_cuts_answers_and_left_prompts(tmp_path: Path, capsys: pytest.Capt
     assert left.docs.sample[::2].tolist() == [0, 2] and left.docs.counted == {
         "rows": 4,
         "truncated": 3,
-        "the prompt cut away": 2,
+        "the prompt truncated away": 2,
     }
     assert left.docs.read(2)[0].tolist() == whole.docs.read(4)[0][-40:].tolist()
     assert left.docs.labels.tolist() == [left.docs.read(i)[1][1:].sum() for i in range(4)]
     with pytest.raises(DataError, match=r"d.jsonl:2: \d+ tokens, --max_length is 40"):
         made(tmp_path, LONG, max_length=40, truncation_strategy="raise")
-    with pytest.raises(DataError, match="no pair is left of 1"):
+    with pytest.raises(DataError, match="none of 1 pairs remains"):
         made(tmp_path, LONG[1:2], max_length=9)
 
 

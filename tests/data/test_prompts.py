@@ -146,9 +146,9 @@ def test_what_json_cannot_hold_is_text(tmp_path: Path) -> None:
     [
         ({"prompt": ""}, "column prompt: an empty prompt"),
         ({"prompt": 3}, "column prompt: int 3; expected a string or a list"),
-        ({"prompt": "a", "tools": TOOLS}, "column tools: beside texts"),
-        ({"prompt": [U, says("a")]}, "ends with the assistant's message"),
-        ({"messages": [says("a")]}, "column messages: nothing before the answer"),
+        ({"prompt": "a", "tools": TOOLS}, "column tools: cannot be combined with plain text"),
+        ({"prompt": [U, says("a")]}, "the last message is the assistant's"),
+        ({"messages": [says("a")]}, "column messages: no message before the completion"),
         ({"question": "q"}, "prompt: prompt [tools, system]"),
         ({"text": "t"}, "the format text is for megaswift pt, not for grpo"),
     ],
@@ -161,7 +161,7 @@ def test_rows_that_ask_nothing(tmp_path: Path, row: dict[str, Any], part: str) -
 
 
 def test_a_text_takes_no_system_message_and_messages_take_a_template(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="--system has no place in it"):
+    with pytest.raises(DataError, match="--system cannot be applied"):
         source(tmp_path, [{"prompt": "a"}], system="s")
     with pytest.raises(DataError, match="no chat template"):
         source(tmp_path, [{"prompt": [U]}], name=None)
@@ -220,7 +220,9 @@ def test_prompts_that_are_held_out(tmp_path: Path) -> None:
 
 
 def test_fewer_prompts_than_a_generation(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"3 prompts, fewer than the 4 of one generation\n.*d.jsonl#4 to repeat"):
+    with pytest.raises(
+        DataError, match=r"3 prompts, fewer than the 4 prompts of one generation\n.*d.jsonl#4 to repeat"
+    ):
         source(tmp_path, numbered(3), 4)
     made = source(tmp_path, numbered(3), 4, repeat="#4", shuffle=False)[0]
     assert [p.columns["n"] for p in made.next()] == [0, 1, 2, 0]
@@ -247,7 +249,7 @@ def test_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "--- prompt 0 (row 0): " in out
         and 'gold: "Zażółć"' in out
         and "2 prompts" in out
-        and "tokens a prompt: 2 in all" in out
+        and "tokens per prompt: 2 in total" in out
     )
     assert (
         out.split("--- ")[1].replace("|", "").partition("gold")[0].endswith("<im_start>assistant⏎\n\n")

@@ -35,7 +35,7 @@ def test_colour_only_on_a_terminal_and_without_no_color(monkeypatch: pytest.Monk
 def test_histogram_counts_everything_once() -> None:
     values = np.array([1, 1, 2, 30, 60])
     lines = show.histogram(values, "lengths")
-    assert lines[0] == "lengths: 5 in all, 1 to 60, mean 18.8, median 2"
+    assert lines[0] == "lengths: 5 in total, 1 to 60, mean 18.8, median 2"
     assert [int(line.split()[-1]) for line in lines[1:]] == [3, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
 
 
@@ -75,7 +75,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--- sample 1 (row 1)" in out and "--- sample 2" in out and "sample 3 " not in out and "sample 0 " not in out
     assert out.partition("[")[2].partition("]")[0].replace("|", "").startswith("Paris")
     assert "|<|im_end|>] " in out
-    assert "8 rows," in out and "packed into" in out and "\033" not in out and "for evaluation" not in out
+    assert "8 rows," in out and "packed into" in out and "\033" not in out and "evaluation:" not in out
 
 
 def test_an_output_directory_as_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +117,7 @@ def test_a_configuration_comes_first(tmp_path: Path, capsys: pytest.CaptureFixtu
     }
     (tmp_path / name).write_text(json.dumps(run))
     out = shown(capsys, tmp_path, str(tmp_path / name), "--split_dataset_ratio", "0.25", "--seed", "1")
-    assert "packed into" in out and "rows of 128:" in out and "6 in all" in out and "for evaluation: 2 rows," in out
+    assert "packed into" in out and "sequences of 128:" in out and "6 in total" in out and "evaluation: 2 rows," in out
     assert "rows of 128:" not in shown(capsys, tmp_path, str(tmp_path / name), "--packing", "false")
     assert "3 rows," in shown(capsys, tmp_path, str(tmp_path / name), rows(tmp_path / "other.jsonl", 3))
 
@@ -139,7 +139,7 @@ def test_options_that_would_do_nothing_are_refused(tmp_path: Path) -> None:
         "--lr 1e-5: would be ignored",
         "--tp 2",
         "--shuffle true",
-        "files' order",
+        "in file order",
         "--data_seed 3: would be ignored",
     ):
         assert part in text
@@ -152,8 +152,8 @@ def test_help_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     data, model = rows(tmp_path / "d.jsonl"), folder(tmp_path / "m")
     assert "--model DIR" in refused(data)
     assert "no such folder" in refused(data, "--model", str(tmp_path / "nowhere"))
-    assert "whole number" in refused(data, "--model", model, "--samples", "x")
-    assert "--samples -1: must be a whole number, 0 or more" in refused(data, "--model", model, "--samples", "-1")
+    assert "integer" in refused(data, "--model", model, "--samples", "x")
+    assert "--samples -1: must be an integer, 0 or more" in refused(data, "--model", model, "--samples", "-1")
     assert "did you mean samples?" in refused(data, "--model", model, "--smaples", "2")
     assert "there are 8 samples" in refused(
         data, "--model", model, "--first", "8", "--dataset_cache_dir", str(tmp_path / "c")
@@ -190,5 +190,5 @@ def test_pairs_and_labelled_answers(tmp_path: Path, capsys: pytest.CaptureFixtur
         text = "\n".join(show.show_units(cfg, task, tokenizer("qwen", "qwen2_5"), range(1, 2)))
         for part in parts:
             assert part in text
-        with pytest.raises(DataError, match="there are 3 (pairs|examples), counted from 0"):
+        with pytest.raises(DataError, match="there are 3 (pairs|examples), numbered from 0"):
             show.show_units(cfg, task, tokenizer("qwen", "qwen2_5"), range(3, 4))

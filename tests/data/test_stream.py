@@ -114,10 +114,10 @@ def test_a_stream_stops_at_a_malformed_row_with_its_position_kept(
 def test_a_stream_without_a_label_is_refused(tmp_path: Path) -> None:
     question, answer = chat("q", "a")["messages"]
     jsonl(tmp_path / "d.jsonl", [{"messages": [question, answer | {"loss": False}]}] * 3)
-    with pytest.raises(DataError, match="d.jsonl: no token of 3 rows carries loss"):
+    with pytest.raises(DataError, match="d.jsonl: none of 3 rows has label tokens"):
         source(tmp_path, 0, LoaderGeometry(), streaming=True)
     jsonl(tmp_path / "d.jsonl", [{"messages": 3}] * 3)
-    with pytest.raises(DataError, match="d.jsonl: none of its 3 rows can be read"):
+    with pytest.raises(DataError, match="d.jsonl: none of its 3 rows is valid"):
         source(tmp_path, 0, LoaderGeometry(), streaming=True, strict=False)
     silent = {"messages": [question, answer | {"loss": False}]}
     jsonl(tmp_path / "d.jsonl", [silent] * 300 + [chat("q", "a")])
@@ -157,7 +157,7 @@ def test_a_stream_resumes_with_the_same_options_only(tmp_path: Path) -> None:
     state = source(tmp_path, 9, LoaderGeometry(), streaming=True)[0].state_dict()
     for options, said in (
         ({"data_seed": 9}, "--data_seed"),
-        ({"shuffle": False}, "--shuffle was True in the checkpoint, now False"),
+        ({"shuffle": False}, "--shuffle was True in the checkpoint, but is False now"),
         ({"packing": True}, "--packing"),
         ({"max_length": 99}, "--max_length"),
         ({"truncation_strategy": "right"}, "--truncation_strategy"),

@@ -81,11 +81,11 @@ def test_rows_of_no_use_are_skipped_counted_and_leave_no_gap(
     for _ in range(4):
         assert_equal(ours.next(), stored.next())
     told = {k: v for k, v in ours.stats.items() if k != "rows_read"}
-    assert told == {"identical answers": 1, "an empty answer": 1, "malformed": 1, "two prompts": 1}
+    assert told == {"identical completions": 1, "an empty completion": 1, "malformed": 1, "two prompts": 1}
     said = capsys.readouterr().err
     assert (
         "d.jsonl:4: column" in said
-        and "(1 rows skipped so far: identical answers)" in said
+        and "(1 rows skipped so far: identical completions)" in said
         and "d.jsonl:9: column messages" in said
     )
 
@@ -137,10 +137,10 @@ def test_margins_are_for_all_rows_or_none(tmp_path: Path) -> None:
 
 def test_data_of_no_use_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"no pair of a whole epoch is of use within --max_length 2048 .*: 40 identical answers"
+        DataError, match=r"no pair of a whole epoch is usable within --max_length 2048 .*: 40 identical completions"
     ):
         streamed(tmp_path, [pair("q", "a", "a")] * 40, LoaderGeometry(), strict=False)
-    with pytest.raises(DataError, match="no row of a whole epoch is of use within --max_length 4 .*: 17 deleted"):
+    with pytest.raises(DataError, match="no row of a whole epoch is usable within --max_length 4 .*: 17 deleted"):
         streamed(tmp_path, JUDGED, LoaderGeometry(), "kto", max_length=4)
     val = jsonl(tmp_path / "v.jsonl", PAIRS[:3])
     s, held = source(

@@ -28,7 +28,7 @@ def test_a_file_a_file_below_home_and_the_template_itself(tmp_path: Path, monkey
         ("{ braces }.jinja", "neither a file"),
         ("x" * 300, "cannot be read"),
         ("~no-such-user-here/t.jinja", "cannot be read"),
-        ("plain.jinja", "holds no template"),
+        ("plain.jinja", "does not contain a template"),
         ("latin.jinja", "not UTF-8"),
         (".", "neither a file"),
     ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 from megaswift.data import cache, encode
 from megaswift.data.build import build_sources, load_documents
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.tokenization import tokenize_datasets
+from megaswift.data.tokenization import ENTRY, tokenization_code, tokenize_datasets
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 from tests.parity.pool import Pool
@@ -96,7 +98,7 @@ def test_a_column_that_no_row_has_is_named(
     for streaming in (False, True):
         with pytest.raises(
             DataError,
-            match=r"--columns presona=system: no row has a column presona; there are query, response, persona",
+            match=r"--columns presona=system: no row has a column presona; columns are query, response, persona",
         ):
             cfg = config(tmp_path, [path, other], columns=wrong, streaming=streaming)
             build_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry())
@@ -138,7 +140,7 @@ def test_truncation(tmp_path: Path) -> None:
     docs, _ = load_documents(cfg.data, cfg.train, tok)
     assert docs.counted == {"rows": 2, "truncated": 1}
     assert docs.labels.tolist() == [docs.read(i)[1][1:].sum() for i in range(2)]
-    with pytest.raises(DataError, match="no row is left of 2"):
+    with pytest.raises(DataError, match="none of 2 rows remains"):
         texts(tmp_path, path, max_length=2)
 
 
@@ -163,7 +165,7 @@ def test_malformed_rows_are_told_with_file_line_and_column(tmp_path: Path) -> No
 
 def test_a_data_set_of_malformed_rows_alone(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "d.jsonl", [{"query": 1, "response": 2}] * 3)
-    with pytest.raises(DataError, match="d.jsonl: none of its 3 rows can be read"):
+    with pytest.raises(DataError, match="d.jsonl: none of its 3 rows is valid"):
         texts(tmp_path, path, strict=False)
 
 
@@ -171,7 +173,7 @@ def test_at_most_ten_are_shown(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "d.jsonl", [{"query": "x", "response": i} for i in range(25)])
     with pytest.raises(DataError, match="and 15 more rows") as e:
         texts(tmp_path, path)
-    assert len(e.value.problems) == 11 and "try: no row so far could be read" in str(e.value)
+    assert len(e.value.problems) == 11 and "try: no valid row so far" in str(e.value)
     jsonl(tmp_path / "d.jsonl", [ROWS[0], *({"query": "x", "response": i} for i in range(25))])
     with pytest.raises(DataError, match="and 15 more rows(.|\n)*try: correct the row, or --strict false"):
         texts(tmp_path, path)
@@ -182,7 +184,7 @@ def test_the_same_mistake_of_several_rows_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(DataError) as e:
         texts(tmp_path, mixed)
     assert [p.what for p in e.value.problems] == [f"{mixed}:1 and 1 more like it", f"{mixed}:2 and 1 more like it"]
-    assert "is for megaswift pt, not for sft" in str(e.value) and "try: no row so far could be read" in str(e.value)
+    assert "is for megaswift pt, not for sft" in str(e.value) and "try: no valid row so far" in str(e.value)
 
 
 def test_csv_rows_of_the_wrong_width(tmp_path: Path) -> None:
@@ -196,15 +198,15 @@ def test_csv_rows_of_the_wrong_width(tmp_path: Path) -> None:
     [
         ("nothing.jsonl", "no such file"),
         ("/nowhere/at/all", "no such file"),
-        ("d.bin", "not known"),
-        ("d.jsonl:train", "no subset"),
+        ("d.bin", "unknown file type"),
+        ("d.jsonl:train", "does not have subsets"),
         ("empty", "no data files"),
         ("none.jsonl", "no rows"),
         ("bad.json", r"bad.json:1:2: not JSON"),
-        ("d.jsonl#0", "takes no rows"),
-        ("silent.jsonl", "carries loss"),
+        ("d.jsonl#0", "selects no rows"),
+        ("silent.jsonl", "has label tokens"),
         ("d.josnl", "no such file or folder\n    try: did you mean d.jsonl?"),
-        ("d.jsonl#5k", "what follows # is no number of rows\n    try: d.jsonl#500"),
+        ("d.jsonl#5k", "the text after # is not a number of rows\n    try: d.jsonl#500"),
         (".:nome", "named nome in this folder\n    try: did you mean none?"),
         (".:train", "try: .:bad, d, none, silent"),
     ],
@@ -224,7 +226,7 @@ def test_wrong_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, datase
 def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(DataError, match="no hub gave it"):
+    with pytest.raises(DataError, match="could not be loaded from a hub"):
         texts(tmp_path, "nobody/nothing-of-this-name")
 
 
@@ -246,7 +248,7 @@ def test_a_hub_that_gives_a_data_set_is_asked_once(tmp_path: Path, monkeypatch: 
     assert texts(tmp_path, "some/set") == expected(ROWS) and texts(tmp_path, "some/set#:5") == expected(ROWS[:5])
     assert texts(tmp_path, "some/set:part#:6") == expected((ROWS[:4] * 2)[:6])
     assert asked == [("some/set", None), ("some/set", "part")]
-    with pytest.raises(DataError, match="has no split `train` but test"):
+    with pytest.raises(DataError, match="has no split `train`; splits are test"):
         texts(tmp_path, "some/tests")
 
 
@@ -328,9 +330,9 @@ def test_waiting_ends_with_the_build_its_failure_or_its_silence(
         cache.wait_for(full)
     monkeypatch.setattr(cache, "SILENCE_S", 0.3)
     os.utime(tmp_path / "full.failed", (1, 1))  # an earlier run's
-    with pytest.raises(DataError, match="no sign of life"):
+    with pytest.raises(DataError, match="no heartbeat"):
         cache.wait_for(full)
-    with pytest.raises(DataError, match="no sign of life"):
+    with pytest.raises(DataError, match="no heartbeat"):
         cache.wait_for(tmp_path / "never")
 
 
@@ -347,3 +349,24 @@ def test_ranks_of_a_node_build_once(tmp_path: Path, pool: Pool) -> None:
     path = jsonl(tmp_path / "d.jsonl", ROWS)
     (built, parts), (waited, none) = pool.run("tests.data.test_tokenization:building", (tmp_path, path), 2)
     assert waited == built and none == 0 and parts > 0
+
+
+@pytest.mark.process
+def test_the_cache_key_covers_the_modules_that_tokenise() -> None:
+    """What a worker has loaded once it has the encoders, against the files that the key is computed from."""
+    loaded = (
+        "import sys, megaswift.data.tokenize_worker as entry; from megaswift.data.formats import FORMATS; "
+        "FORMATS.names(); "
+        "print(*{m.__file__ for n, m in sys.modules.items() if n.startswith('megaswift.data.')})"
+    )
+    run = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
+    keyed = {str(path) for path in tokenization_code()}
+    assert set(run.stdout.split()) <= keyed
+    assert {Path(path).name for path in keyed} >= {
+        ENTRY,
+        "chat.py",
+        "template_limits.py",
+        "split_points.py",
+        "alpaca.py",
+    }
+    assert not any(path.endswith(("/packing.py", "/loader.py", "/order.py")) for path in keyed)

@@ -34,7 +34,7 @@ def source(tmp_path: Path, answers: list[str], **options: Any) -> Any:
 def test_stored_rows_are_named_with_file_and_line(tmp_path: Path, options: dict[str, Any]) -> None:
     _, rows = grown()
     with pytest.raises(
-        DataError, match=rf"d.jsonl:3: token {rows} \(<extra>\) is not among the {rows} of the model's embedding"
+        DataError, match=rf"d.jsonl:3: token {rows} \(<extra>\) is out of range: the model's embedding has {rows} rows"
     ):
         source(tmp_path, ["a", "b", "c <extra> d", "e"], **options)
     assert source(tmp_path, ["a", "b", "c", "d"], **options) is not None
@@ -53,7 +53,7 @@ def test_a_stream_stops_at_the_row_with_its_position_kept(tmp_path: Path, packin
         tmp_path, ["a", "b", "c", "d <extra>"], streaming=True, shuffle=False, packing=packing, max_length=128
     )
     before, seen = rows.state_dict(), 0
-    with pytest.raises(DataError, match=r"row 4: token \d+ is not among"):
+    with pytest.raises(DataError, match=r"row 4: token \d+ is out of range"):
         while seen < 4:
             before = rows.state_dict()
             seen += len(rows.next())

@@ -216,7 +216,7 @@ def test_rows_that_cannot_be_asked(model: Callable[[str], Opened], tmp_path: Pat
         main(["--model", str(folder), "--dataset", str(data), "--result_path", str(tmp_path / "a.jsonl")])
     for part in (
         "rows.jsonl:1: images: no such file",
-        "rows.jsonl:2: images: http://host/a.png: images are not fetched",
+        "rows.jsonl:2: images: http://host/a.png: URLs are not downloaded",
         "rows.jsonl:3: images: ",
         "format is none that is known",
         "rows.jsonl:4: messages[0].content: a part of type 'video'",
@@ -290,8 +290,8 @@ def test_the_server_reads_what_it_was_sent_and_nothing_else(
         {"type": "image", "image": "/etc/passwd"},
         {"type": "image", "image": "/nowhere"},
     ):
-        assert "files of this machine are not read for others; expected data:image/png" in clients.refused(part, "x")
-    assert "images are not fetched" in clients.refused(sent("https://host/a.png"), "x")
+        assert "files on the server are not read for clients; expected data:image/png" in clients.refused(part, "x")
+    assert "URLs are not downloaded" in clients.refused(sent("https://host/a.png"), "x")
     assert "is not base64" in clients.refused(sent("data:image/png;base64,?"), "x")
     assert "detail of an image" in clients.refused(sent(url(folder, 0), detail="low"), "x")
     assert "hold 17 images, and 16 are read" in clients.refused(*[sent(url(folder, 0))] * 17, "x")

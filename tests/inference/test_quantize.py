@@ -61,11 +61,11 @@ def test_merged_and_quantised_is_one_after_the_other(model: Path, tmp_path: Path
 def test_mistakes() -> None:
     with pytest.raises(ConfigError) as caught:
         main(["--model", "x", "--merge_lora", "true", "--quantization_bit", "4"])
-    for part in ("there are no adapters", "--output_dir: is missing"):
+    for part in ("needs adapters", "--output_dir: is missing"):
         assert part in str(caught.value)
     with pytest.raises(ConfigError, match="merge_adapters true: is not an option .*\n.*--merge_lora true"):
         main(["--model", "x", "--merge_adapters", "true", "--output_dir", "y"])
-    with pytest.raises(ConfigError, match="has nothing to do"):
+    with pytest.raises(ConfigError, match="needs --merge_lora or --quantization_bit"):
         main(["--model", "x", "--output_dir", "y"])
 
 
@@ -77,5 +77,5 @@ def test_the_folder_of_a_lora_run_as_the_model_is_told_as_infer_tells_it(inner: 
     with pytest.raises(ConfigError) as caught:
         main(["--model", str(tmp_path), "--merge_lora", "true", "--output_dir", "y"])
     (problem,) = caught.value.problems
-    assert problem.rule == "holds the adapters of a LoRA run, not a model"
+    assert problem.rule == "contains LoRA adapters, not a model"
     assert problem.fix == f"--model /models/base --adapters {folder} --merge_lora true"

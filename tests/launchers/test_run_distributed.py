@@ -31,8 +31,14 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     "line, parts",
     [
         ("--config run.yaml", [f"--algorithm: is missing; {KNOWN}"]),
-        ("--config run.yaml --algorithm sfft", [f"--algorithm sfft: is not a task; {KNOWN}", "did you mean sft?"]),
-        ("--algorithm nosuch", ["(2 problems)", f"--algorithm nosuch: is not a task; {KNOWN}", "--config: is missing"]),
+        (
+            "--config run.yaml --algorithm sfft",
+            [f"--algorithm sfft: is not a supported task; {KNOWN}", "did you mean sft?"],
+        ),
+        (
+            "--algorithm nosuch",
+            ["(2 problems)", f"--algorithm nosuch: is not a supported task; {KNOWN}", "--config: is missing"],
+        ),
         ("--config none.yaml --algorithm sft --use_torchrun", ["none.yaml: no such file"]),
         ("--config none.yaml --algorithm sft", ["none.yaml: no such file"]),
         (

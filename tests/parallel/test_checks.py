@@ -178,7 +178,7 @@ def test_all_mistakes_at_once():
         (dict(pp=2, vpp=2), 2, ["--vpp 2", "multiples of --pp 2; a step has 1", "--gradient_accumulation_steps 2"]),
         (dict(pp=2, vpp=2, gbs=6), 4, ["a step has 3", "--global_batch_size 8, or --global_batch_size 4"]),
         (dict(gbs=6), 4, ["global_batch_size 6", "is not a multiple of", "4 data-parallel ranks = 4"]),
-        (dict(tp=2, pp=2, gbs=6, gradient_accumulation_steps=2), 8, ["three numbers disagree"]),
+        (dict(tp=2, pp=2, gbs=6, gradient_accumulation_steps=2), 8, ["batch sizes are inconsistent"]),
     ],
 )
 def test_batches(options, world, says):

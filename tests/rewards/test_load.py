@@ -70,7 +70,7 @@ def test_two_functions_of_one_name_are_told_apart(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("acuracy", "reward function 'acuracy': is not known; known are"),
+        ("acuracy", "reward function 'acuracy': is unknown; known names are"),
         ("{file}", "names a file and no function"),
         ("{file}:everythin", "mine.py has no everythin"),
         ("{folder}/mina.py:f", "did you mean mine.py?"),

@@ -181,9 +181,9 @@ def test_a_port_in_use_is_refused_before_torch_is_imported(model: Path, monkeypa
     monkeypatch.setitem(sys.modules, "megaswift.inference.generator", None)  # its import would fail
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: cannot be listened on") as caught:
+        with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: cannot bind") as caught:
             deploy(["--model", str(model), "--port", str(port)])
-    assert caught.value.problems[0].fix == "--port 0 takes any free port"
+    assert caught.value.problems[0].fix == "--port 0 for any free port"
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_the_words_of_model_are_its_other_name_unless_it_was_given_one() -> None
 def test_other_addresses_need_a_token_and_options_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGASWIFT_API_KEY", raising=False)
     for host in ("0.0.0.0", "192.168.1.2", "::", "example.org"):
-        assert "an address beyond this machine needs a token" in refused("--model", "x", "--host", host)
+        assert "an address reachable from other machines requires a token" in refused("--model", "x", "--host", host)
     for host in ("127.0.0.1", "localhost", "::1", "127.5.5.5"):
         COMMAND.parse(["--model", "x", "--host", host])
     COMMAND.parse(["--model", "x", "--host", "0.0.0.0", "--api_key", "k"])
@@ -278,10 +278,10 @@ def test_other_addresses_need_a_token_and_options_must_fit(monkeypatch: pytest.M
         "8",
     )
     assert all(f"--{name}" in text for name in ("device_map cpu", "max_waiting 3", "quantization_bit 8"))
-    assert "--max_body_size 3 apples: is no size" in refused("--model", "x", "--max_body_size", "3 apples")
-    assert "--temperature 1e-300: is too near 0" in refused("--model", "x", "--temperature", "1e-300")
+    assert "--max_body_size 3 apples: is not a valid size" in refused("--model", "x", "--max_body_size", "3 apples")
+    assert "--temperature 1e-300: is too close to 0" in refused("--model", "x", "--temperature", "1e-300")
     assert "--repetition_penalty 1e-300" in refused("--model", "x", "--repetition_penalty", "1e-300")
-    assert "--tp 2: is for --infer_backend vllm" in refused("--model", "x", "--tp", "2")
+    assert "--tp 2: applies only to --infer_backend vllm" in refused("--model", "x", "--tp", "2")
 
 
 @pytest.mark.parametrize(

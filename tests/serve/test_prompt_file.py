@@ -169,8 +169,8 @@ def test_all_mistakes_of_a_command_line_at_once(tmp_path: Path) -> None:
         "--model: is missing",
         "--dataset nosuch.jsonl: no such file",
         "--quantization_bit 5: must be 4 or 8",
-        "--top_logprobs 3: is for --logprobs",
-        "'gpu' is no device",
+        "--top_logprobs 3: needs --logprobs",
+        "'gpu' is not a device",
     ):
         assert part in text, text
     assert "(8 problems)" in text  # and --result_path
@@ -194,10 +194,10 @@ def test_all_mistakes_of_a_command_line_at_once(tmp_path: Path) -> None:
         "off",
     )
     for part in (
-        "--num_beams 3: knows its answer only at the end",
+        "--num_beams 3: cannot be used in interactive chat",
         "--top_p 0.5: would be ignored",
         "has no adapter_config.json",
-        "--result_path a.jsonl: is for a file",
+        "--result_path a.jsonl: applies only to a prompt file",
         "--offload_folder off: would be ignored",
     ):
         assert part in text, text

@@ -180,5 +180,7 @@ def test_a_stream_ends_with_the_counts_of_what_was_left_out(capsys: pytest.Captu
     tally.long("deleted", 8, 100)
     tally.note(["empty_answers"])
     session.tell_rows(source)
-    text = "of 1,234 rows read: 3 malformed and skipped, 1 deleted (longer than --max_length), 1 with an empty answer"
+    text = (
+        "of 1,234 rows read: 3 malformed and skipped, 1 deleted (longer than --max_length), 1 with an empty completion"
+    )
     assert f"d.jsonl: {text}" in capsys.readouterr().err and session.rows == [("rows", text)]

@@ -133,12 +133,12 @@ def suggestion(row: Row, task: str) -> str:
     """`--columns question=query answer=response` where the row's columns are known by other names; else nothing."""
     lower = {name.lower().replace(" ", "_"): name for name, value in reversed(list(row.items())) if value is not None}
     for wanted in SUGGESTED.get(task, SUGGESTED["rl" if task in RL else "preference"]):
-        found = {
+        candidates = {
             new: next((lower[n] for n in (new, *OTHER_NAMES[new]) if n in lower and _fits(new, row[lower[n]])), None)
             for new in wanted
         }
-        if all(found.values()) and len(set(found.values())) == len(found):
-            pairs = [f"{old}={new}" for new, old in found.items() if old != new]
+        if all(candidates.values()) and len(set(candidates.values())) == len(candidates):
+            pairs = [f"{old}={new}" for new, old in candidates.items() if old != new]
             return f"--columns {shlex.join(pairs)}"
     return ""
 

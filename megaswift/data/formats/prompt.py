@@ -10,17 +10,19 @@ from megaswift.data.sample import RowError, Sample, conversation, plain_row, tex
 
 def parse(row: Row) -> Sample:
     """The prompt."""
-    found = text_or_messages(row, "prompt")
-    if isinstance(found, str):
-        if not found.strip():
-            raise RowError("prompt", "an empty prompt", "a text that the model goes on from, or messages")
+    prompt = text_or_messages(row, "prompt")
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise RowError("prompt", "an empty prompt", "text for the model to continue, or messages")
         plain_row(row)
-        return Sample(text=found)
-    if found.messages[-1]["role"] == "assistant":
+        return Sample(text=prompt)
+    if prompt.messages[-1]["role"] == "assistant":
         raise RowError(
-            "prompt", "ends with the assistant's message", "a question at the end; an answer in a column of its own"
+            "prompt",
+            "the last message is the assistant's",
+            "a user message at the end; the reference answer in a separate column",
         )
-    return conversation(found.messages, "prompt", text_in_column(row, "system", optional=True), row.get("tools"))
+    return conversation(prompt.messages, "prompt", text_in_column(row, "system", optional=True), row.get("tools"))
 
 
 FORMATS.register("prompt", Format("prompt", ("prompt",), parse, ("tools", "system"), RL, rank=7, common=True))

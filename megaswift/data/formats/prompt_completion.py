@@ -25,7 +25,7 @@ def parse(row: Row) -> Sample:
         plain_row(row)
         if not prompt:
             raise RowError(
-                "prompt", "an empty prompt", "a text before the completion; `megaswift pt` trains texts alone"
+                "prompt", "an empty prompt", "text before the completion; for text without prompts: megaswift pt"
             )
         return Sample(text=prompt + completion, prompt=prompt)
     before = conversation([{"role": "user", "content": prompt}], "prompt") if isinstance(prompt, str) else prompt
@@ -34,7 +34,7 @@ def parse(row: Row) -> Sample:
     else:
         after = completion
     if not any(m["role"] == "assistant" for m in after.messages):
-        raise RowError("completion", describe_value(row["completion"]), "messages of the assistant")
+        raise RowError("completion", describe_value(row["completion"]), "assistant messages")
     joined = conversation(
         [*before.messages, *after.messages], "prompt", text_in_column(row, "system", True), row.get("tools")
     )

@@ -36,7 +36,7 @@ def _chosen(row: Row) -> Sample:
             EMPTY,
             "messages",
             f"the last message is the {sample.messages[-1]['role']}'s",
-            "the chosen answer, an assistant message, at the end",
+            "the chosen completion, an assistant message, at the end",
         )
     return sample
 

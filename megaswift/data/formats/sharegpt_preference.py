@@ -25,9 +25,9 @@ def _turns(value: Any, column: str) -> list[Any]:
 
 
 def _answered(row: Row, column: str) -> Sample:
-    asked = parse_conversations(row)
+    prompt = parse_conversations(row)
     answer = parse_conversations({"conversations": _turns(row[column], column)})
-    return Sample(asked.messages + answer.messages, asked.loss + answer.loss, asked.tools)
+    return Sample(prompt.messages + answer.messages, prompt.loss + answer.loss, prompt.tools)
 
 
 def parse(row: Row) -> PreferenceExample:
