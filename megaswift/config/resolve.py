@@ -79,12 +79,12 @@ class ResolveState:
         return rest
 
 
-Beyond = Callable[[Sections], Iterable[Problem]]
+_SectionsCheck = Callable[[Sections], Iterable[Problem]]
 """Further checks of sections, which the options alone do not decide."""
 
 
 def resolve_sections(
-    task: str | None, sources: Iterable[ConfigSource], complete: bool = False, beyond: Beyond | None = None
+    task: str | None, sources: Iterable[ConfigSource], complete: bool = False, beyond: _SectionsCheck | None = None
 ) -> Sections:
     """The checked sections of `task` (None: what the sources say, else sft). `complete`: model and dataset must be
     there.

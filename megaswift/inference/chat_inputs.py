@@ -24,7 +24,7 @@ from megaswift.inference.load import PreparedModel
 
 IMAGES = ("image", "image_url")
 """Types of a content's parts that are images."""
-Message = Mapping[str, Any]
+_Message = Mapping[str, Any]
 STRANGERS = ImageRoot(None)
 """Whoever asks names no file of this machine."""
 
@@ -74,7 +74,7 @@ class ChatInputs:
             )
 
     def of_chat(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, row: Message | None = None
+        self, messages: Sequence[_Message], tools: Sequence[_Message] | None = None, row: _Message | None = None
     ) -> ChatInput:
         """The conversation up to where the assistant speaks; `row` may have a column of its images."""
         turns = [dict(m) for m in messages]
@@ -102,7 +102,7 @@ class ChatInputs:
             raise ChatInputError(f"parts of type {', '.join(other)} are not read; text is")
         return "".join(str(p.get("text", "")) for p in parts)
 
-    def _of_images(self, reader: Processor, turns: list[dict[str, Any]], tools: Any, row: Message) -> ChatInput:
+    def _of_images(self, reader: Processor, turns: list[dict[str, Any]], tools: Any, row: _Message) -> ChatInput:
         """The same for a vision-language model, whatever images there are."""
         if not self.tokenizer.chat_template:
             raise ChatInputError("the model has no chat template")

@@ -16,8 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 from megaswift.errors import Problem, nearest_name
 from megaswift.rewards.validation import Value, checked_rewards, failed_reward, user_code_error
 
-Message = Mapping[str, Any]
-Said = str | Sequence[Message]
+_Message = Mapping[str, Any]
+PromptOrCompletion = str | Sequence[_Message]
 """A text, or messages where the row's prompt was messages."""
 
 
@@ -25,8 +25,8 @@ Said = str | Sequence[Message]
 class RewardInput:
     """A completion and all that a reward may know of it."""
 
-    prompt: Said
-    completion: Said
+    prompt: PromptOrCompletion
+    completion: PromptOrCompletion
     """Of the prompt's kind: a text, or `[{"role": "assistant", "content": ...}]`, with tools' turns between in a longer
     one."""
     token_ids: Sequence[int]
