@@ -15,7 +15,7 @@ SCRIPT = """
 import sys, time
 from megaswift import log
 from megaswift.trainers import interrupt
-with interrupt.listen() as signal:
+with interrupt.listen_for_signals() as signal:
     print("ready", flush=True)
     while not signal.number:
         time.sleep(0.01)
