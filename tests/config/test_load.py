@@ -1,5 +1,8 @@
 """Files, command lines and Python give the same configuration; every mistake is told, all at once, as it was
-written."""
+written.
+
+Covers: megaswift/config/resolve.py, megaswift/config/sources.py, megaswift/config/swift.py.
+"""
 
 import json
 import pickle

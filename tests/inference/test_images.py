@@ -1,5 +1,8 @@
 """Questions about images: answers of files, of the server and in the terminal are transformers' own on its processor's
-inputs."""
+inputs.
+
+Covers: megaswift/inference/chat_inputs.py, megaswift/inference/precheck.py.
+"""
 
 from __future__ import annotations
 

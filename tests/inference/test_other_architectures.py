@@ -1,4 +1,7 @@
-"""Models that are no family here answer as transformers does, each prompt alone, also in batches padded on the left."""
+"""Models that are no family here answer as transformers does, each prompt alone, also in batches padded on the left.
+
+Covers: megaswift/inference/padding_check.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rewards for programs: the forms of tests, what passes, what does not."""
+"""Rewards for programs: the forms of tests, what passes, what does not.
+
+Covers: megaswift/rewards/code_tests.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Calling reward functions: what they get, what they may return, several at once."""
+"""Calling reward functions: what they get, what they may return, several at once.
+
+Covers: megaswift/rewards/validation.py.
+"""
 
 from __future__ import annotations
 

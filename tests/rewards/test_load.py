@@ -1,4 +1,7 @@
-"""From --reward_funcs to functions: names, files, and what is told of mistakes."""
+"""From --reward_funcs to functions: names, files, and what is told of mistakes.
+
+Covers: megaswift/rewards/user_function.py.
+"""
 
 from __future__ import annotations
 

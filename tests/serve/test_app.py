@@ -1,5 +1,9 @@
 """The server as a process, driven with the public openai client; answers and log-probabilities are transformers'
-own."""
+own.
+
+Covers: megaswift/deploy.py, megaswift/rollout/vllm_package.py, megaswift/serve/openai_requests.py,
+megaswift/serve/openai_responses.py, megaswift/serve/vllm_server.py.
+"""
 
 from __future__ import annotations
 
@@ -287,7 +291,7 @@ def test_other_addresses_need_a_token_and_options_must_fit(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("version", "part"),
     [
-        (None, "vLLM is not installed here"),
+        (None, "vLLM is not installed"),
         ("0.9.2", "needs vLLM 0.10 or later, and 0.9.2 is installed"),
         ("0.10.0rc1", ""),
         ("1.0", ""),

@@ -1,5 +1,8 @@
 """Files of prompts: order, columns, answers that rows bring, going on after an interruption, rows that cannot be
-asked."""
+asked.
+
+Covers: megaswift/infer.py, megaswift/serve/prompt_file_rows.py.
+"""
 
 from __future__ import annotations
 
