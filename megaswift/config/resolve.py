@@ -187,6 +187,7 @@ def _with_one_dropped(state: ResolveState, sections: Sections) -> tuple[ResolveS
 
 def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
     state.problems += source.problems
+    state.notices += source.notices
     state.secrets += secrets_of(source.givens)
     first: dict[str, Given] = {}
     for given in _spelled_out(source.givens):
