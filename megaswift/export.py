@@ -1,4 +1,4 @@
-"""`megaswift export`: a model's folder made from another: adapters merged in, or linear layers quantised."""
+"""`megaswift export`: writes a model folder with adapters merged in, or with quantised linear layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megaswift.config.inference import ExportConfig, WeightsOptions
 from megaswift.config.inference_rules import check_export
 
 USAGE = """\
-megaswift export: a model's folder from another
+megaswift export: merge adapters into a model, or quantise it
 
   megaswift export --model DIR --adapters OUT/adapter --merge_lora true --output_dir MERGED
   megaswift export --model DIR --quantization_bit 4 --output_dir SMALL
@@ -35,7 +35,7 @@ def _main(cfg: ExportConfig) -> int:
     target, both = Path(str(cfg.export.output_dir)), cfg.export.merge_lora and cfg.export.quantization_bit is not None
     log.quiet_libraries()
     log.print_result(
-        f"made {_both(cfg, target) if both else (_merge if cfg.export.merge_lora else _quantise)(cfg, target)}"
+        f"wrote {_both(cfg, target) if both else (_merge if cfg.export.merge_lora else _quantise)(cfg, target)}"
     )
     return 0
 

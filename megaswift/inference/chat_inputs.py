@@ -90,7 +90,7 @@ class ChatInputs:
                 turns, tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=True, return_dict=True
             )["input_ids"]
         except REFUSED as error:
-            raise ChatInputError(f"the chat template refuses this conversation ({first_line(error)})") from None
+            raise ChatInputError(f"the chat template rejects this conversation ({first_line(error)})") from None
         return ChatInput(self._checked(ids))
 
     def _text(self, parts: Sequence[Any]) -> str:
@@ -140,7 +140,7 @@ class ChatInputs:
         ids, count = self._checked(prompt), len(self.tokenizer)
         wrong = next((t for t in ids if not 0 <= t < count), None)
         if wrong is not None:
-            raise ChatInputError(f"{wrong} is no token of this model; there are {count}")
+            raise ChatInputError(f"{wrong} is not a token id of this model (0 to {count - 1})")
         return ChatInput(ids)
 
     def of_text(self, text: str) -> ChatInput:
@@ -149,9 +149,11 @@ class ChatInputs:
 
     def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
         if not ids:
-            raise ChatInputError("the prompt has no token")
+            raise ChatInputError("the prompt is empty")
         if self.context is not None and len(ids) >= self.context:
-            raise ChatInputError(f"the prompt has {len(ids)} tokens, the model takes {self.context} with the answer")
+            raise ChatInputError(
+                f"the prompt has {len(ids)} tokens, the context length is {self.context}, answer included"
+            )
         return tuple(ids)
 
     def request(
@@ -171,7 +173,7 @@ class ChatInputs:
             except RowError as error:
                 raise _told(error) from None
             if again.ids != prompt.ids:
-                raise ChatInputError("its images are not those that were looked at first: their sizes changed")
+                raise ChatInputError("its images changed size since the file was read")
             pictures = again.pictures
         room = most if self.context is None else min(most, self.context - len(prompt.ids))
         return AnswerRequest(prompt.ids, room, stop, logprobs, listener, pictures)

@@ -145,8 +145,8 @@ def _writes(config: Any, flag: str) -> None:
         raise WeightsError(
             Problem(
                 flag,
-                f"is an encoder ({config.model_type}), which sees the tokens behind a token and writes no text",
-                'a model that writes text; "is_decoder": true in config.json of an encoder that was trained to',
+                f"is an encoder ({config.model_type}), whose attention is not causal; it does not generate text",
+                'a causal language model; "is_decoder": true in config.json of an encoder that was trained to',
             )
         )
 
@@ -199,7 +199,7 @@ def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any
             Problem(
                 flag,
                 f"{what}: {names}",
-                "--offload_folder DIR to read them from disk in every step, a larger --max_memory, or "
+                "--offload_folder DIR to load them from disk in every step, a larger --max_memory, or "
                 "--quantization_bit 4",
             )
         )
@@ -207,7 +207,7 @@ def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any
         raise ConfigError(
             Problem(
                 flag,
-                "puts the whole model on the disk, and its layers have to be computed somewhere",
+                "places all layers on disk; at least one device must compute",
                 "a larger --max_memory",
             )
         )
@@ -215,7 +215,7 @@ def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any
         raise ConfigError(
             Problem(
                 f"--quantization_bit {options.quantization_bit}",
-                "does not go with weights on disk",
+                "cannot be combined with weights on disk",
                 "a larger --max_memory, or no --quantization_bit",
             )
         )
@@ -223,7 +223,7 @@ def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any
         raise ConfigError(
             Problem(
                 "--merge_adapters",
-                "does not go with weights on disk",
+                "cannot be combined with weights on disk",
                 "leave it out, or megaswift export --merge_lora true first",
             )
         )
@@ -237,9 +237,7 @@ def _quantisation(prepared: PreparedModel, bits: int | None, dtype: torch.dtype)
     if stored is not None:
         method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", "")
         raise ConfigError(
-            Problem(
-                f"--quantization_bit {bits}", f"the model's weights are quantised already ({method})", "leave it out"
-            )
+            Problem(f"--quantization_bit {bits}", f"the weights are already quantised ({method})", "leave it out")
         )
     return {"quantization_config": bits_and_bytes(bits, dtype)}
 
@@ -381,7 +379,7 @@ def _onto_devices(adapted: Any, folder: str, device: torch.device) -> None:
             raise WeightsError(
                 Problem(
                     f"--adapters {folder}",
-                    f"{name} cannot lie beside weights that are offloaded",
+                    f"{name} cannot be combined with offloaded weights",
                     "megaswift export --merge_lora true first, or a larger --max_memory",
                 )
             )

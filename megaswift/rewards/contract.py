@@ -141,7 +141,7 @@ def missing_columns(functions: Sequence[RewardFunction], columns: frozenset[str]
     return [
         Problem(
             flag_of(f),
-            f"needs the column {name}; {has}",
+            f"requires the column {name}; {has}",
             _parameter(f, name) or f"--columns {yours}={name}",
         )
         for f in functions

@@ -46,12 +46,12 @@ def checked_rewards(flag: str, returned: Any, judged: Sequence[RewardInput]) -> 
             Problem(
                 flag,
                 f"returned {_kind(returned)}, not a list of {len(judged)} numbers",
-                "return [float, ...], one for each completion",
+                "return [float, ...], one per completion",
             )
         )
     if len(values) != len(judged):
         raise RewardError(
-            Problem(flag, f"returned {len(values)} values for {len(judged)} samples", "one value for each completion")
+            Problem(flag, f"returned {len(values)} values for {len(judged)} samples", "one value per completion")
         )
     return [_checked(flag, value, judged[i], f"sample {i} of {len(judged)}") for i, value in enumerate(values)]
 
@@ -67,7 +67,7 @@ def _checked(flag: str, value: Any, sample: RewardInput, where: str) -> Value:
             f"returned {len(each)} numbers for the {sample.written} tokens of {where}, the completion {_shown(sample)}"
         )
         raise RewardError(
-            Problem(flag, rule, "one number, or one for each of completion_ids where completion_mask is 1")
+            Problem(flag, rule, "one number, or one per token of completion_ids where completion_mask is 1")
         )
     return tuple(_finite(flag, one, sample, f"token {t} of {where}") for t, one in enumerate(each))
 
@@ -113,7 +113,9 @@ def user_code_error(say: Callable[[str], UserError]) -> Iterator[None]:
 def failed_reward(flag: str, judged: Sequence[RewardInput]) -> Callable[[str], RewardError]:
     """The error of a function that raised: the function, the samples, and where in the user's code."""
     what = f"failed on samples 0 to {len(judged) - 1}, the first of them {_shown(judged[0])}"
-    return lambda trace: RewardError(Problem(flag, f"{what}\n{trace}", "call it on such samples by itself"))
+    return lambda trace: RewardError(
+        Problem(flag, f"{what}\n{trace}", "call the function on such samples outside of the run")
+    )
 
 
 def user_trace(error: BaseException) -> str:

@@ -1,6 +1,6 @@
-"""Rows of a file to prompts: the same formats as training reads, with or without answers.
+"""Converts rows of a file to prompts: the data formats of training, with or without answers.
 
-Owns what of a row is asked. An answer that a row brings is no part of the prompt; it is kept as `labels`.
+Owns which part of a row is the prompt. An answer in the row is not part of it; it is kept as `labels`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: ChatInp
     sample = _sample(named)
     if has_images(named, sample) and (prompts.blind or sample.text is not None):
         raise ChatInputError(
-            f"images are not read: {prompts.blind or 'a text is continued without a template for them'}"
+            f"images are not read: {prompts.blind or 'a plain text is continued without a chat template'}"
         )
     if sample.prompt is not None and sample.text is not None:
         return prompts.of_text(sample.prompt), sample.text.removeprefix(sample.prompt) or None
@@ -63,7 +63,7 @@ def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: ChatInp
         parts = [{"text": content}] if isinstance(content, str) else content
         answer = "".join(p.get("text") or "" for p in parts) or None
     if not messages:
-        raise RowError("messages", "nothing before the answer", "a question")
+        raise RowError("messages", "no message before the answer", "a question")
     return replace(prompts.of_chat(messages, sample.tools, named), pictures=None), answer
 
 
@@ -82,15 +82,11 @@ def read_prompt_file(path: str, columns: Mapping[str, str], prompts: ChatInputs)
         except ChatInputError as error:
             problems.append(Problem(f"{path}:{line}", str(error)))
     if problems:
-        more = (
-            [Problem(f"and {len(problems) - SHOWN} more rows", "cannot be asked either")]
-            if len(problems) > SHOWN
-            else []
-        )
+        more = [Problem(f"and {len(problems) - SHOWN} more rows", "have problems too")] if len(problems) > SHOWN else []
         raise DataError(alike(problems[:SHOWN]) + more)
     if not asked:
         raise DataError(
-            Problem(f"--dataset {path}", "holds no row", 'rows like {"messages": [{"role": "user", "content": "..."}]}')
+            Problem(f"--dataset {path}", "is empty", 'rows like {"messages": [{"role": "user", "content": "..."}]}')
         )
     return asked
 

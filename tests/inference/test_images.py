@@ -297,7 +297,7 @@ def test_the_server_reads_what_it_was_sent_and_nothing_else(
     assert "images are not fetched" in clients.refused(sent("https://host/a.png"), "x")
     assert "is not base64" in clients.refused(sent("data:image/png;base64,?"), "x")
     assert "detail of an image" in clients.refused(sent(url(folder, 0), detail="low"), "x")
-    assert "hold 17 images, and 16 are read" in clients.refused(*[sent(url(folder, 0))] * 17, "x")
+    assert "have 17 images; the limit is 16" in clients.refused(*[sent(url(folder, 0))] * 17, "x")
     assert "no file for image 1" in clients.refused({"type": "image_url"}, "x")
     held = io.BytesIO()
     Image.new("RGB", (8, 8)).save(held, "TIFF")
@@ -316,7 +316,7 @@ def test_in_the_terminal(model: Callable[[str], Opened], monkeypatch: pytest.Mon
     lines = ["/image images/9.png", "/image images/3.png", "/clear", "/image images/0.png", "what is it?"]
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
     terminal.run()
-    assert "no such file" in out.getvalue() and out.getvalue().count("goes with the next question") == 2
+    assert "no such file" in out.getvalue() and out.getvalue().count("attached to the next message") == 2
     assert theirs(folder, CONVERSATIONS[0], prepared) in out.getvalue()
     assert [type(m["content"]) for m in terminal.messages] == [list, str] and terminal.images == []
 

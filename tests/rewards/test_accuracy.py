@@ -129,5 +129,5 @@ def test_what_the_parser_cannot_finish_gets_0() -> None:
 
 def test_a_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs the package math-verify"):
+    with pytest.raises(ConfigError, match="requires the package math-verify"):
         reward_functions(["accuracy"], OPTIONS)

@@ -137,7 +137,7 @@ def test_rows_that_cannot_be_asked_are_told_with_their_lines_and_no_model_is_loa
         "d.jsonl:2: character 2: not JSON",
         "d.jsonl:3 and 1 more like it: column nosuch",
         "d.jsonl:4: column messages[0].role",
-        "d.jsonl:5: the prompt has 203 tokens, the model takes 128",
+        "d.jsonl:5: the prompt has 203 tokens, the context length is 128",
         "d.jsonl:6: images are not read: this model reads text only",
         "d.jsonl:7: column messages",
     ):
