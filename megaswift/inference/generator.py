@@ -250,8 +250,8 @@ class Generator:
             self._tried[shown] = padding_agrees(self.model, self._inputs(pair), (first, second), self.pad)
             if not self._tried[shown]:
                 log.info(
-                    f"this model's answers to prompts{' with images' * shown} of different lengths depend on the batch; "
-                    "prompts run one at a time"
+                    f"this model's answers to prompts{' with images' * shown} of different lengths depend on the "
+                    "batch; prompts run one at a time"
                 )
         return self._tried[shown]
 

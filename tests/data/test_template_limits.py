@@ -84,7 +84,7 @@ WRONG += [
 
 @pytest.mark.parametrize("template", WRONG)
 def test_a_template_that_fails_refuses_the_row(template: str) -> None:
-    with pytest.raises(RowError, match="the chat template rejects this conversation"):
+    with pytest.raises(RowError, match="the chat template refuses this conversation"):
         rendered(template)
 
 

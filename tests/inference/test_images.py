@@ -195,7 +195,7 @@ def test_an_image_that_went_before_its_turn_is_told(model: Callable[[str], Opene
     kept = type(prompt)(prompt.ids, prompt.text, prompt.images)
     assert prompts.request(kept, NEW, ()).pictures is not None
     (folder.parent / "images" / "2.png").rename(tmp_path / image)
-    with pytest.raises(ChatInputError, match="their sizes changed"):
+    with pytest.raises(ChatInputError, match="its images changed size"):
         prompts.request(kept, NEW, ())
     (tmp_path / image).unlink()
     with pytest.raises(ChatInputError, match="cannot be read"):
@@ -223,7 +223,7 @@ def test_rows_that_cannot_be_asked(model: Callable[[str], Opened], tmp_path: Pat
         "rows.jsonl:3: images: ",
         "format is none that is known",
         "rows.jsonl:4: messages[0].content: a part of type 'video'",
-        "rows.jsonl:5: images are not read: a text is continued without",
+        "rows.jsonl:5: images are not read: a plain text is continued without",
     ):
         assert part in str(caught.value), caught.value
 
@@ -296,7 +296,7 @@ def test_the_server_reads_what_it_was_sent_and_nothing_else(
         assert "files of this machine are not read for others; expected data:image/png" in clients.refused(part, "x")
     assert "images are not fetched" in clients.refused(sent("https://host/a.png"), "x")
     assert "is not base64" in clients.refused(sent("data:image/png;base64,?"), "x")
-    assert "detail of an image" in clients.refused(sent(url(folder, 0), detail="low"), "x")
+    assert "an image detail other than high" in clients.refused(sent(url(folder, 0), detail="low"), "x")
     assert "have 17 images; the limit is 16" in clients.refused(*[sent(url(folder, 0))] * 17, "x")
     assert "no file for image 1" in clients.refused({"type": "image_url"}, "x")
     held = io.BytesIO()

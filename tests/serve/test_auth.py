@@ -179,7 +179,7 @@ def test_conversations_have_the_same_limits(server: Server) -> None:
     turn = {"role": "user", "content": "a" * 100}
     for messages, words in (
         ([turn] * 2049, "must be a list of 1 to 2048 messages"),
-        ([turn] * 21, "the prompt has 2184 characters, at most 2048"),
+        ([turn] * 21, "the prompt has 2184 characters; the limit is 2048"),
         ([{**turn, "type": "image", "content": "a" * 3000}], "the prompt has 3009 characters"),
         ([3], "[0] is not a message"),
         ("ab", "must be a list of 1 to 2048 messages"),

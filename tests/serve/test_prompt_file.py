@@ -105,7 +105,7 @@ def test_a_run_that_was_stopped_goes_on(
     assert len(read(partial)) == 7  # its owner and two batches
     with partial.open("a") as file:
         file.write('{"row": 5, "answ')  # killed while writing
-    with pytest.raises(ConfigError, match="another generation"):
+    with pytest.raises(ConfigError, match="different generation"):
         main([*words, "--top_k", "5", *(() if how else ("--temperature", "1"))])
     assert main(words) == 0 and calls == [3, 3, 1, 1]
     assert read(tmp_path / "a.jsonl") == whole and not partial.exists()

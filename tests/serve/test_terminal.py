@@ -62,7 +62,7 @@ def test_turns_build_on_one_another_until_they_are_cleared(
     )
     want = expected(model, ["1+2?", "and \nx"], "be")
     assert [m["content"] for m in terminal.messages] == ["1+2?", want[0]]
-    assert out.count(want[0]) == 2 and want[1] in out and "forgotten" in out and "never" not in out
+    assert out.count(want[0]) == 2 and want[1] in out and "conversation cleared" in out and "never" not in out
     assert out.index(want[0]) < out.index(want[1])
 
 

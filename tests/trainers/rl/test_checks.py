@@ -60,7 +60,7 @@ def test_a_run_s_folder_and_a_language_model_are_no_reward_models(tmp_path: Path
     "options, expected",
     [
         ({"reward_funcs": ["formt"]}, "reward function 'formt': is not known"),
-        ({"reward_funcs": ["no/file.py:f"]}, "--reward_funcs no/file.py:f: no such file: no/file.py"),
+        ({"reward_funcs": ["no/file.py:f"]}, "--reward_funcs no/file.py:f: there is no file no/file.py"),
         ({"reward_funcs": ["file.py"]}, "--reward_funcs file.py: names nothing in a file"),
         ({"environment": "game"}, "--environment game: names nothing in a file"),
         ({"reward_model": ["no/model"]}, "--reward_model no/model: no such folder"),
