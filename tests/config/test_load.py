@@ -352,7 +352,7 @@ def test_the_config_yaml_of_another_version_is_read_and_says_so(
     header = f"# The resolved configuration of this run, written by megaswift{written}.\n"
     path = write(tmp_path, header + "task: sft\noptim: {lr: 3.0e-05}\nparallel: {tp: 2}\n")
     cfg = load("sft", [path], environ={})
-    assert (cfg.optim.learning_rate, cfg.parallel.tp) == (3e-5, 2)
+    assert (cfg.optim.learning_rate, cfg.parallel.tensor_parallel_size) == (3e-5, 2)
     found = [line for line in cfg.notices if "written by" in line]
     assert found == (
         []
