@@ -115,19 +115,23 @@ class ChatInputs:
 
     def _looked(self, reader: Processor, prompt: ChatInput) -> ChatInput:
         """The prompt with its tokens and what its towers read."""
-        made = reader.inputs(prompt.text, [open_image(image, sent=self.home.data is None) for image in prompt.images])
-        seen = (
-            ImageFeatures({k: v for k, v in made.items() if k in reader.kinds}, reader.kinds) if prompt.images else None
+        model_inputs = reader.inputs(
+            prompt.text, [open_image(image, sent=self.home.data is None) for image in prompt.images]
         )
-        return ChatInput(self._checked(made["input_ids"][0].tolist()), prompt.text, prompt.images, seen)
+        seen = (
+            ImageFeatures({k: v for k, v in model_inputs.items() if k in reader.kinds}, reader.kinds)
+            if prompt.images
+            else None
+        )
+        return ChatInput(self._checked(model_inputs["input_ids"][0].tolist()), prompt.text, prompt.images, seen)
 
     def image(self, path: str) -> dict[str, Any]:
         """The part of a message that shows this file; it is opened, so that a wrong one is told at once."""
         if self.blind:
             raise ChatInputError(f"images are not read: {self.blind}")
-        asked = {"role": "user", "content": [{"type": "image", "image": path}]}
+        message = {"role": "user", "content": [{"type": "image", "image": path}]}
         try:
-            sample, images = place_images({}, Sample((asked,), (None,)), self.home)
+            sample, images = place_images({}, Sample((message,), (None,)), self.home)
             open_image(images[0])
         except RowError as error:
             raise _told(error) from None

@@ -128,8 +128,12 @@ def _reader(folder: Path, options: WeightsOptions, chat_template: str | None) ->
     if problems := unreadable(folder, f"--model {options.model}"):
         return f"{problems[0].what} {problems[0].rule}"
     try:
-        made = read_processor(folder, options.trust_remote_code, chat_template)
-        return made if made.tokenizer.chat_template and made.kinds else "the model has no chat template to put them in"
+        processor = read_processor(folder, options.trust_remote_code, chat_template)
+        return (
+            processor
+            if processor.tokenizer.chat_template and processor.kinds
+            else "the model has no chat template to put them in"
+        )
     except (UserError, RowError) as error:
         return (
             first_line(error) if isinstance(error, RowError) else f"{error.problems[0].what} {error.problems[0].rule}"
@@ -299,8 +303,8 @@ def load_model(prepared: PreparedModel, options: PlacementOptions) -> tuple[Any,
             loaded = type(skeleton).from_pretrained(None, config=prepared.config, state_dict=weights, **how)
             # from_pretrained looks for it beside files of weights only
             loaded[0].generation_config = prepared.generation
-    model, told = without_cpu_repacking(loaded[0]), loaded[1]
-    lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in told[key])
+    model, loading_info = without_cpu_repacking(loaded[0]), loaded[1]
+    lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in loading_info[key])
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         raise WeightsError(
@@ -319,18 +323,18 @@ def _fitting(skeleton: Any, options: WeightsOptions) -> None:
     folder, modules = Path(options.adapters), dict(skeleton.named_modules())
     depth = getattr(skeleton.config.get_text_config(), "num_hidden_layers", None)
     for name, shape in adapter_shapes(folder).items():
-        found = LORA.fullmatch(name)
-        if found is None:
+        match = LORA.fullmatch(name)
+        if match is None:
             continue
-        module, half = modules.get(found["module"]), found["half"]
-        layer = LAYER.match(found["module"])
+        module, half = modules.get(match["module"]), match["half"]
+        layer = LAYER.match(match["module"])
         wrong = ""
         if isinstance(module, torch.nn.Linear):
             side, ours = ("inputs", module.in_features) if half == "A" else ("outputs", module.out_features)
             theirs = shape[-1 if half == "A" else 0]
-            wrong = f"{found['module']} has {theirs} {side} there and {ours} in this model" if theirs != ours else ""
+            wrong = f"{match['module']} has {theirs} {side} there and {ours} in this model" if theirs != ours else ""
         elif module is None and layer is not None and depth is not None and int(layer["number"]) >= depth:
-            wrong = f"it has {found['module']}, and this model has {log.count_text(depth, 'layer')}"
+            wrong = f"it has {match['module']}, and this model has {log.count_text(depth, 'layer')}"
         if wrong:
             base = base_of(folder)
             rule = f"was trained on another model{f' ({base})' * bool(base)}: {wrong}"

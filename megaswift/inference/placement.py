@@ -61,8 +61,10 @@ class ModuleSizes:
 def stored_bits(config: Any) -> int | None:
     """Bits of the linear layers of a checkpoint that is quantised already; None: as its dtype says."""
     stored = getattr(config, "quantization_config", None) or {}
-    told = stored if isinstance(stored, dict) else stored.to_dict()
-    bits = told.get("bits") or (4 if told.get("load_in_4bit") else 8 if told.get("load_in_8bit") else None)
+    quantization = stored if isinstance(stored, dict) else stored.to_dict()
+    bits = quantization.get("bits") or (
+        4 if quantization.get("load_in_4bit") else 8 if quantization.get("load_in_8bit") else None
+    )
     return bits if bits in (4, 8) else None
 
 

@@ -48,8 +48,8 @@ class RewardInput:
         """The model's answer: the completion, or what it said last."""
         if isinstance(self.completion, str):
             return self.completion
-        said = [m for m in self.completion if m.get("role", "assistant") == "assistant"]
-        content = said[-1].get("content") if said else ""
+        replies = [m for m in self.completion if m.get("role", "assistant") == "assistant"]
+        content = replies[-1].get("content") if replies else ""
         if isinstance(content, str) or content is None:
             return content or ""
         return "".join(part.get("text", "") for part in content)

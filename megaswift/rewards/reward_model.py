@@ -60,7 +60,7 @@ class RewardModel:
                 {} if self.options.attn_impl == "auto" else {"attn_implementation": self.options.attn_impl}
             )
             try:
-                model, told = AutoModelForSequenceClassification.from_pretrained(
+                model, loading_info = AutoModelForSequenceClassification.from_pretrained(
                     self.folder,
                     dtype=dtype,
                     trust_remote_code=self.options.trust_remote_code,
@@ -71,7 +71,7 @@ class RewardModel:
                 raise WeightsError(
                     Problem(f"--reward_model {self.folder}", f"transformers cannot load it: {first_line(error)}")
                 ) from None
-            lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in told[key])
+            lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in loading_info[key])
             if lost:
                 raise WeightsError(
                     Problem(f"--reward_model {self.folder}", f"has no weights for {', '.join(lost[:4])}")
@@ -156,7 +156,7 @@ def reward_models(folders: Sequence[str], options: WeightsOptions, taken: Collec
     """The models in their order, each under a name of its own; WeightsError with all that is wrong. `taken`: names of
     other rewards."""
     quiet_transformers()
-    found: list[RewardModel] = []
+    models: list[RewardModel] = []
     problems: list[Problem] = []
     names = set(taken)
     for folder in folders:
@@ -168,9 +168,9 @@ def reward_models(folders: Sequence[str], options: WeightsOptions, taken: Collec
         )
         names.add(name)
         try:
-            found.append(_made(replace(options, model=folder), name))
+            models.append(_made(replace(options, model=folder), name))
         except WeightsError as error:
             problems += error.problems
     if problems:
         raise WeightsError(problems)
-    return found
+    return models

@@ -232,7 +232,7 @@ def _there(table: dict[str, _CallNumbers], column: int) -> Iterator[int]:
 def filter_instructions(machine: str, reading: bool = False) -> list[Instruction]:
     """The filter for one architecture; `reading`: files may be read."""
     column, architecture = ARCHITECTURES[machine]
-    found: list[Instruction] = [
+    instructions: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, KILL),
@@ -242,13 +242,13 @@ def filter_instructions(machine: str, reading: bool = False) -> list[Instruction
     ]
     for argument, table in OPENING.items():
         for number in _there(table, column):
-            found += _by_bits(number, argument, WRITING, (KILL, ALLOW if reading else REFUSE))
+            instructions += _by_bits(number, argument, WRITING, (KILL, ALLOW if reading else REFUSE))
     for number in _there(WITHOUT_EXEC, column):
-        found += _by_bits(number, 2, PROT_EXEC, (ALLOW if reading else REFUSE, ALLOW))
+        instructions += _by_bits(number, 2, PROT_EXEC, (ALLOW if reading else REFUSE, ALLOW))
     for table, verdict in ((ALLOWED, ALLOW), (READING if reading else {}, ALLOW), (FATAL, KILL)):
         for number in _there(table, column):
-            found += _returns(number, verdict)
-    return [*found, (_RETURN, 0, 0, REFUSE)]
+            instructions += _returns(number, verdict)
+    return [*instructions, (_RETURN, 0, 0, REFUSE)]
 
 
 def filter_program(machine: str, reading: bool = False) -> bytes:

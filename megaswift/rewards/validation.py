@@ -73,12 +73,12 @@ def _checked(flag: str, value: Any, sample: RewardInput, where: str) -> Value:
 
 
 def _finite(flag: str, value: Any, sample: RewardInput, where: str) -> float:
-    found = as_float(value)
-    if found is None or not math.isfinite(found):
-        what = f"{value!r} ({type(value).__name__})" if found is None else str(found)
+    number = as_float(value)
+    if number is None or not math.isfinite(number):
+        what = f"{value!r} ({type(value).__name__})" if number is None else str(number)
         fix = "a finite number for every sample, or None for one that the function does not apply to"
         raise RewardError(Problem(flag, f"returned {what[:SHOWN]} for {where}, the completion {_shown(sample)}", fix))
-    return found
+    return number
 
 
 def _item(value: Any) -> Any:

@@ -182,15 +182,15 @@ class Servers:
     at_once: int
     """Maximum concurrent requests per server."""
 
-    def each(self, ask: Callable[[Server], Any]) -> list[Any]:
+    def each(self, call: Callable[[Server], Any]) -> list[Any]:
         """Calls `ask` for all servers in parallel; results in the servers' order."""
         with ThreadPoolExecutor(len(self.servers)) as pool:
-            return list(pool.map(ask, self.servers))
+            return list(pool.map(call, self.servers))
 
-    def complete(self, ask: Callable[[Server, int], Completion], count: int) -> list[Completion]:
+    def complete(self, call: Callable[[Server, int], Completion], count: int) -> list[Completion]:
         """`ask` for each of `count` prompts, spread evenly: prompt i goes to server i mod n."""
         with ThreadPoolExecutor(max(1, min(count, self.at_once * len(self.servers)))) as pool:
-            return list(pool.map(lambda i: ask(self.servers[i % len(self.servers)], i), range(count)))
+            return list(pool.map(lambda i: call(self.servers[i % len(self.servers)], i), range(count)))
 
 
 def _numbers(value: Any, kinds: tuple[type, ...]) -> bool:

@@ -143,22 +143,25 @@ def build_app(served: ServerState) -> FastAPI:
 
 
 def _chat(served: ServerState, body: bytes) -> ParsedRequest:
-    asked = parse_request(ChatRequest, body)
-    _same_model(served, asked.model)
-    if asked.top_logprobs is not None and not asked.logprobs:
+    parsed = parse_request(ChatRequest, body)
+    _same_model(served, parsed.model)
+    if parsed.top_logprobs is not None and not parsed.logprobs:
         raise RequestRefused(400, "top_logprobs requires logprobs: true", "top_logprobs")
-    prompt = _prompt(served, served.prompts.of_chat, asked.messages, "messages")
+    prompt = _prompt(served, served.prompts.of_chat, parsed.messages, "messages")
     return ParsedRequest(
-        asked, [prompt], asked.told(), ChatResponses(served.name, served.tokenizer, bool(asked.logprobs))
+        parsed, [prompt], parsed.told(), ChatResponses(served.name, served.tokenizer, bool(parsed.logprobs))
     )
 
 
 def _text(served: ServerState, body: bytes) -> ParsedRequest:
-    asked = parse_request(CompletionRequest, body)
-    _same_model(served, asked.model)
-    prompts = [_prompt(served, served.prompts.of_any, p, "prompt") for p in asked.prompts()]
+    parsed = parse_request(CompletionRequest, body)
+    _same_model(served, parsed.model)
+    prompts = [_prompt(served, served.prompts.of_any, p, "prompt") for p in parsed.prompts()]
     return ParsedRequest(
-        asked, prompts, asked.logprobs, CompletionResponses(served.name, served.tokenizer, asked.logprobs is not None)
+        parsed,
+        prompts,
+        parsed.logprobs,
+        CompletionResponses(served.name, served.tokenizer, parsed.logprobs is not None),
     )
 
 
@@ -190,15 +193,15 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
-async def _answer(served: ServerState, request: Request, asked: ParsedRequest) -> Any:
+async def _answer(served: ServerState, request: Request, parsed: ParsedRequest) -> Any:
     """Waits for the answers of a request, or streams them."""
-    wish, prompts, form = asked.request, asked.prompts, asked.form
+    wish, prompts, form = parsed.request, parsed.prompts, parsed.form
     try:
         sampling = wish.sampling(served.defaults, served.own)
     except UserError as error:
         raise RequestRefused(400, "; ".join(p.rule for p in error.problems), "temperature") from None
     most, stop = wish.wanted(served.defaults.max_new_tokens), (*served.defaults.stop, *wish.stops())
-    wanted = [served.prompts.request(p, most, stop, asked.told) for p in prompts for _ in range(wish.n or 1)]
+    wanted = [served.prompts.request(p, most, stop, parsed.told) for p in prompts for _ in range(wish.n or 1)]
     read = sum(len(p.ids) for p in prompts)
     ticket = QueuedRequest(wanted, sampling)
     if wish.stream:

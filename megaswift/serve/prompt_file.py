@@ -109,23 +109,23 @@ class PromptFileRun:
 
     cfg: InferConfig
     rows: Sequence[PromptFileRow]
-    kept: AnswerJournal
+    journal: AnswerJournal
     sampling: GenerationParams
     prompts: ChatInputs
 
     def run(self, make: Callable[[], Generator]) -> Path:
         """Answers all rows that have none yet; the result file. `make` loads the model, if a row is left."""
-        done = self.kept.read()
+        done = self.journal.read()
         left = [
             b
             for b in length_batches(self.rows, self.cfg.file.per_device_eval_batch_size)
             if any(i not in done for i in b)
         ]
         if done:
-            log.info(f"{len(done)} of {len(self.rows)} rows are already answered in {self.kept.path}; resuming")
+            log.info(f"{len(done)} of {len(self.rows)} rows are already answered in {self.journal.path}; resuming")
         if left:
             generator, began, before = make(), time.monotonic(), len(done)
-            with self.kept.open() as file:
+            with self.journal.open() as file:
                 for batch in left:
                     self._append(file, batch, self._answers(generator, batch), done)
                     log.info(
@@ -136,15 +136,17 @@ class PromptFileRun:
 
     def _answers(self, generator: Generator, batch: Sequence[int]) -> list[dict[str, Any]]:
         """One batch. Its seed is its own, so that a run that goes on draws what the whole run would have drawn."""
-        told = (self.cfg.file.top_logprobs or 0) if self.cfg.file.logprobs else None
-        requests = [self._request(self.rows[i], told) for i in batch]
+        top_logprobs = (self.cfg.file.top_logprobs or 0) if self.cfg.file.logprobs else None
+        requests = [self._request(self.rows[i], top_logprobs) for i in batch]
         seed = (SEED if self.sampling.seed is None else self.sampling.seed) + batch[0]
         found = generator.generate(requests, replace(self.sampling, seed=seed))
         return [_columns(c, generator.tokenizer, self.cfg.file.logprobs) for c in found]
 
-    def _request(self, row: PromptFileRow, told: int | None) -> AnswerRequest:
+    def _request(self, row: PromptFileRow, top_logprobs: int | None) -> AnswerRequest:
         try:
-            return self.prompts.request(row.prompt, self.cfg.generation.max_new_tokens, self.cfg.generation.stop, told)
+            return self.prompts.request(
+                row.prompt, self.cfg.generation.max_new_tokens, self.cfg.generation.stop, top_logprobs
+            )
         except ChatInputError as error:  # an image that changed or went since it was looked at
             raise DataError(Problem(f"{self.cfg.file.dataset}:{row.line}", str(error))) from None
 
@@ -167,7 +169,7 @@ class PromptFileRun:
             file.flush()
             os.fsync(file.fileno())
         writing.rename(result)
-        self.kept.path.unlink(missing_ok=True)
+        self.journal.path.unlink(missing_ok=True)
         return result
 
 

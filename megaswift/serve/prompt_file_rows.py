@@ -69,14 +69,14 @@ def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: ChatInp
 
 def read_prompt_file(path: str, columns: Mapping[str, str], prompts: ChatInputs) -> list[PromptFileRow]:
     """All rows in order; DataError with file and line of those that cannot be asked."""
-    asked: list[PromptFileRow] = []
+    prompt_rows: list[PromptFileRow] = []
     problems: list[Problem] = []
     for line, row in _located(path):
         try:
             if isinstance(row, RowError):
                 raise row
             prompt, answer = _prompt(row, columns, prompts)
-            asked.append(PromptFileRow(line, _columns(row, answer), prompt))
+            prompt_rows.append(PromptFileRow(line, _columns(row, answer), prompt))
         except RowError as error:
             problems.append(row_problem(path, line, error))
         except ChatInputError as error:
@@ -84,11 +84,11 @@ def read_prompt_file(path: str, columns: Mapping[str, str], prompts: ChatInputs)
     if problems:
         more = [Problem(f"and {len(problems) - SHOWN} more rows", "have problems too")] if len(problems) > SHOWN else []
         raise DataError(alike(problems[:SHOWN]) + more)
-    if not asked:
+    if not prompt_rows:
         raise DataError(
             Problem(f"--dataset {path}", "is empty", 'rows like {"messages": [{"role": "user", "content": "..."}]}')
         )
-    return asked
+    return prompt_rows
 
 
 def _located(path: str) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
@@ -98,5 +98,5 @@ def _located(path: str) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
 
 
 def _columns(row: Mapping[str, Any], answer: str | None) -> dict[str, Any]:
-    kept = {k: v for k, v in row.items() if k not in ("response", "logprobs")}
-    return kept | ({"labels": answer} if answer is not None and "labels" not in kept else {})
+    result_columns = {k: v for k, v in row.items() if k not in ("response", "logprobs")}
+    return result_columns | ({"labels": answer} if answer is not None and "labels" not in result_columns else {})

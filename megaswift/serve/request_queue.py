@@ -122,13 +122,13 @@ class RequestQueue:
     def _batches(self, requests: Sequence[AnswerRequest], sampling: GenerationParams) -> list[Answer]:
         """Answers, as many at a time as a batch has. Each further batch of a request with a seed has another one that
         follows from it: the same seed would draw the same answers again."""
-        found: list[Answer] = []
+        answered: list[Answer] = []
         for number, start in enumerate(range(0, len(requests), max(1, self.batch))):
             drawn = sampling
             if number and sampling.seed is not None:
                 drawn = replace(sampling, seed=(sampling.seed + number * SPREAD) % 2**63)
-            found += self._generate(requests[start : start + max(1, self.batch)], drawn)
-        return found
+            answered += self._generate(requests[start : start + max(1, self.batch)], drawn)
+        return answered
 
     def _answer(self, tickets: Sequence[QueuedRequest]) -> None:
         wanted = [t for t in tickets if not t.cancelled]
@@ -138,7 +138,7 @@ class RequestQueue:
         if not wanted:
             return
         try:
-            found = self._batches([r for t in wanted for r in t.requests], wanted[0].sampling)
+            answered = self._batches([r for t in wanted for r in t.requests], wanted[0].sampling)
         except (
             UserError,
             RuntimeError,
@@ -154,5 +154,5 @@ class RequestQueue:
                     ticket.done.set_exception(error)
             return
         for ticket in wanted:
-            ticket.done.set_result(found[: len(ticket.requests)])
-            found = found[len(ticket.requests) :]
+            ticket.done.set_result(answered[: len(ticket.requests)])
+            answered = answered[len(ticket.requests) :]

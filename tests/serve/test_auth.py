@@ -172,7 +172,7 @@ def test_a_body_says_that_it_is_json(server: Server) -> None:
 )
 def test_what_is_too_much_is_told_in_a_few_words(body: Any, words: str, server: Server) -> None:
     status, message = server.refused(TEXT, body)
-    assert words in message and status == (404 if "served" in words else 400)
+    assert words in message and status == (404 if "does not exist" in words else 400)
 
 
 def test_conversations_have_the_same_limits(server: Server) -> None:
