@@ -198,7 +198,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 }
 
 
-def usage() -> str:
+def convert_usage() -> str:
     """The page of `megaswift convert --help`."""
     rows = "\n".join(f"  {name:<16}{text}" for name, (text, _) in COMMANDS.items())
     return f"usage: megaswift convert COMMAND ...     (megaswift convert COMMAND --help)\n\n{rows}\n"
@@ -207,7 +207,7 @@ def usage() -> str:
 def convert(argv: Sequence[str]) -> int:
     """`megaswift convert ...`; returns the exit code, or raises a UserError."""
     if not argv or argv[0] in HELP:
-        print(usage(), end="", file=sys.stdout if argv else sys.stderr)
+        print(convert_usage(), end="", file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
         raise no_command("megaswift convert", argv[0], COMMANDS)

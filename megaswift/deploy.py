@@ -1,4 +1,4 @@
-"""`megaswift deploy`: a model behind OpenAI's HTTP API, on this machine unless a token guards it."""
+"""`megaswift deploy`: a model behind OpenAI's HTTP API; without a token for local requests only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 USAGE = """\
 megaswift deploy: serve an OpenAI-compatible API (chat, completions, models) with transformers or vLLM
 
-  megaswift deploy --model DIR    http://127.0.0.1:8000/v1, reachable from this machine only
+  megaswift deploy --model DIR                                    http://127.0.0.1:8000/v1, local requests only
   MEGASWIFT_API_KEY=... megaswift deploy --model DIR --host 0.0.0.0"""
 HINTS = {
     "max_num_seqs": "--max_batch_size",
@@ -77,7 +77,7 @@ def _listening(host: str, port: int) -> socket.socket:
         raise ConfigError(
             Problem(
                 f"--host {host} --port {port}",
-                f"cannot bind:  {error.strerror or error}",
+                f"cannot listen on this address: {error.strerror or error}",
                 "--port 0 for any free port",
             )
         ) from None
@@ -119,7 +119,7 @@ def _transformers(cfg: DeployConfig) -> int:
     host, port = listener.getsockname()[:2]
     log.info(
         f"serving {served.name} at {_address(host, port)}"
-        f" ({'with a token' if secret else 'without a token, reachable from this machine only'})"
+        f" ({'token required' if secret else 'no token, local requests only'})"
     )
     try:
         settings = uvicorn.Config(
@@ -146,7 +146,7 @@ def _vllm(cfg: DeployConfig) -> int:
         raise ConfigError(
             Problem(
                 f"--model {cfg.weights.model}",
-                "is a checkpoint, but vLLM reads Hugging Face model folders",
+                "is a training checkpoint; vLLM reads Hugging Face folders",
                 f"megaswift convert megatron-to-hf {cfg.weights.model} DST",
             )
         )
@@ -154,7 +154,7 @@ def _vllm(cfg: DeployConfig) -> int:
     with _listening(cfg.server.host, cfg.server.port) as listener:
         host, port = listener.getsockname()[:2]
     words = vllm_server.server_command(cfg, folder, model_name(cfg), port)
-    log.info(f"starting vLLM with {model_name(cfg)} at {_address(host, port)}; available once the model is loaded")
+    log.info(f"vLLM will serve {model_name(cfg)} at {_address(host, port)} once the model is loaded")
     sys.stderr.flush()
     # in this one's place: signals reach it
     os.execve(words[0], words, vllm_server.server_environment(os.environ, token(cfg.server)))

@@ -1,4 +1,4 @@
-"""`megaswift export`: a model's folder made from another: adapters merged in, or linear layers quantised."""
+"""`megaswift export`: writes a model folder with adapters merged in, or with quantised linear layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megaswift infer`: a model in the terminal, or on a file of prompts, spread over what devices there are."""
+"""`megaswift infer`: chat in the terminal, or answers to a file of prompts, on all available devices."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ megaswift infer: interactive chat, or batch inference on a prompt file
   megaswift infer --model DIR --dataset q.jsonl --result_path a.jsonl  prompt file
   megaswift infer --model DIR --adapters OUT/adapter --max_memory 0:20GiB,cpu:64GiB --offload_folder /disk/tmp"""
 HINTS = {
-    "do_sample": "--temperature: above 0 samples, 0 decodes greedily",
-    "stream": "leave it out: output is always streamed",
+    "do_sample": "--temperature: above 0 samples, 0 is greedy",
+    "stream": "answers are always streamed",
     "merge_lora": "--merge_adapters, or megaswift export --merge_lora true",
     "ckpt_dir": "--adapters",
     "output_dir": "--result_path FILE",
-    "tp": "--device_map auto, which splits the model over all GPUs",
+    "tp": "--device_map auto places a model over all GPUs",
     "max_length": "--max_new_tokens",
 }
 COMMAND = Command("infer", USAGE, InferConfig, check_infer, HINTS)
@@ -38,7 +38,7 @@ def _main(cfg: InferConfig) -> int:
     try:
         return _run(cfg)
     except KeyboardInterrupt:
-        log.info("stopped" + ("; run the same command to continue" if cfg.file.dataset else ""))
+        log.info("stopped" + ("; the same command resumes" if cfg.file.dataset else ""))
         return 128 + signal.SIGINT
 
 
@@ -61,15 +61,15 @@ def _run(cfg: InferConfig) -> int:
         generation_params(cfg.generation, prepared.generation),
     )
 
-    def make() -> Generator:
+    def load() -> Generator:
         model, device = load_model(prepared, cfg.placement)
         return Generator(model, prepared.tokenizer, device)
 
     if cfg.file.dataset is not None:
         rows = read_prompt_file(cfg.file.dataset, cfg.file.columns, prompts)
         run = PromptFileRun(cfg, rows, open_journal(cfg, Path(prepared.folder)), sampling, prompts)
-        log.print_result(f"wrote {run.run(make)}")
+        log.print_result(f"wrote {run.run(load)}")
         return 0
     prompts.need_template()
-    Terminal(make(), prompts, sampling, cfg.generation.max_new_tokens, cfg.generation.stop).run()
+    Terminal(load(), prompts, sampling, cfg.generation.max_new_tokens, cfg.generation.stop).run()
     return 0

@@ -1,4 +1,7 @@
-"""The commands as users start them: what --help costs, exit codes, and who speaks when several processes fail."""
+"""The commands as users start them: what --help costs, exit codes, and which process reports when several fail.
+
+Covers: megaswift/doctor.py, megaswift/error_exit.py, megaswift/errors.py, megaswift/registry.py,
+megaswift/stdout.py."""
 
 import importlib
 import json

@@ -52,6 +52,15 @@ FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.u
 FOREIGN_SIGNATURE = "# noqa: PLR0913 (Megatron's signature)"
 
 
+PROTOCOL_FUNCTIONS = {
+    "main": ("megaswift.",),
+    "parse": ("megaswift.data.formats.",),
+    "missing": ("megaswift.rollout.backends.",),
+    "build": ("megaswift.rollout.backends.",),
+}
+"""Function names that several modules may define, each as its part of one protocol, and where: `main(argv)` of a
+command or program, `parse(row)` of a data format, `missing()` and `build(...)` of a sampler's backend."""
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -95,6 +104,38 @@ def names(source: Source) -> Iterator[str]:
     if source.folder == "megaswift":
         own += source.path.parts[1:2][: len(source.path.parts) - 2]
     yield from (f"{source.path}: {name} is the name of a library" for name in own if name.lower() in TAKEN)
+
+
+def public_names(source: Source) -> Iterator[tuple[str, str]]:
+    """("type" or "function", name) of the public classes, type aliases and functions that a module of the package
+    defines at its top level."""
+    for node in source.tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield "type", node.name
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            yield "function", node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and re.fullmatch(r"[A-Z]\w*[a-z]\w*", target.id):
+                yield "type", target.id
+
+
+def duplicate_names(files: Iterable[Source]) -> list[str]:
+    """Public names with two meanings: one line for each, with the modules that define it."""
+    modules: dict[tuple[str, str], list[str]] = {}
+    for source in files:
+        for kind, name in public_names(source):
+            if not name.startswith("_"):
+                modules.setdefault((kind, name), []).append(source.module)
+    return [
+        f"{kind} {name}: {', '.join(where)}"
+        for (kind, name), where in modules.items()
+        if len(where) > 1 and not (kind == "function" and _implements_protocol(name, where))
+    ]
+
+
+def _implements_protocol(name: str, modules: Iterable[str]) -> bool:
+    return name in PROTOCOL_FUNCTIONS and all(m.startswith(PROTOCOL_FUNCTIONS[name]) for m in modules)
 
 
 def handlers(source: Source) -> Iterator[str]:
@@ -195,6 +236,31 @@ RULES: tuple[Rule, ...] = (budgets, names, handlers, calls, skips, empty_tests, 
 def test_the_repository_follows(rule: Rule) -> None:
     found = [line for source in sources() for line in rule(source)]
     assert not found, "\n" + "\n".join(found)
+
+
+def test_public_names_have_one_meaning() -> None:
+    found = duplicate_names(sources(folders=("megaswift",)))
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "count"),
+    [
+        ("class Piece: ...", "class Piece: ...", 1),
+        ("class Piece: ...", "Piece = dict[str, int]", 1),
+        ("Piece: TypeAlias = int", "Piece = str", 1),
+        ("def load(): ...", "async def load(): ...", 1),
+        ("def parse(row): ...", "def parse(row): ...", 1),
+        ("class _Piece: ...", "class _Piece: ...", 0),
+        ("_Piece = int", "_Piece = str", 0),
+        ("LIMIT = 1", "LIMIT = 2", 0),
+        ("def main(argv): ...", "def main(argv): ...", 0),
+        ("def _load(): ...", "def _load(): ...", 0),
+    ],
+)
+def test_a_name_with_two_meanings_is_found(first: str, second: str, count: int) -> None:
+    files = [Source(Path("megaswift/data/a.py"), first), Source(Path("megaswift/losses/b.py"), second)]
+    assert len(duplicate_names(files)) == count
 
 
 BAD: list[tuple[Rule, str, str]] = [

@@ -15,7 +15,7 @@ from torch import Tensor
 from megaswift.bridge.adapters import HALVES, deinterleave_gate_up
 from megaswift.families.projections import Projection
 
-Read = Callable[[], Tensor]
+TensorReader = Callable[[], Tensor]
 
 
 def stacks(names: Iterable[str]) -> list[str]:
@@ -25,7 +25,9 @@ def stacks(names: Iterable[str]) -> list[str]:
     )
 
 
-def unstacked_readers(stack: str, a: Read, b: Read, known: Mapping[str, Projection]) -> Iterator[tuple[str, Read]]:
+def unstacked_readers(
+    stack: str, a: TensorReader, b: TensorReader, known: Mapping[str, Projection]
+) -> Iterator[tuple[str, TensorReader]]:
     """(name, how to read it) of an A and B for each expert's module; nothing where the stack fits none of the model's.
 
     The module's name does not say which of its parameters a stack is for; shapes do: [2 f, h] is never [h, f]. Where
@@ -53,11 +55,11 @@ def unstacked_readers(stack: str, a: Read, b: Read, known: Mapping[str, Projecti
             )
 
 
-def _expert_a(read: Read, experts: int, expert: int) -> Tensor:
+def _expert_a(read: TensorReader, experts: int, expert: int) -> Tensor:
     return read().unflatten(0, (experts, -1))[expert]
 
 
-def _expert_b(read: Read, which: tuple[int, int], rows: slice, alternating: int) -> Tensor:
+def _expert_b(read: TensorReader, which: tuple[int, int], rows: slice, alternating: int) -> Tensor:
     experts, expert = which
     return deinterleave_gate_up(read().unflatten(1, (-1, experts))[rows, :, expert], alternating)
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaswift.bridge.adapters import HALVES, MAGNITUDE, PREFIX, Adapter, AdapterPlan, AdapterSettings, Half, by_pattern
-from megaswift.bridge.expert_stacks import Read, parameter_of, stacks, unstacked_readers
+from megaswift.bridge.expert_stacks import TensorReader, parameter_of, stacks, unstacked_readers
 from megaswift.bridge.file_tensor import FileTensor, mapped_tensor
 from megaswift.bridge.plan import SHOWN, WeightPlan
 from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_header
@@ -133,10 +133,10 @@ class PeftFolder:
         }
         return replace(s, ranks={m: r for m, r in ranks.items() if r != s.rank}, alphas={**s.alphas, **alphas})
 
-    def _tensors(self, known: Mapping[str, Projection]) -> dict[str, Read]:
+    def _tensors(self, known: Mapping[str, Projection]) -> dict[str, TensorReader]:
         """How to read each tensor; stacks of experts taken apart."""
-        found: dict[str, Read] = {name: partial(self._read, name) for name in self._stored}
-        apart: dict[str, Read] = {}
+        found: dict[str, TensorReader] = {name: partial(self._read, name) for name in self._stored}
+        apart: dict[str, TensorReader] = {}
         for stack in stacks(found):
             names = [f"{stack}.lora_{half}.weight" for half in HALVES]
             if all(name in found for name in names):
@@ -166,7 +166,7 @@ class PeftFolder:
 class LazyTensors(Mapping[str, Tensor]):
     """Tensors by name, read from their file at each use."""
 
-    def __init__(self, readers: Mapping[str, Read]) -> None:
+    def __init__(self, readers: Mapping[str, TensorReader]) -> None:
         self.readers = readers
 
     def __getitem__(self, name: str) -> Tensor:

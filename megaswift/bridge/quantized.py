@@ -39,7 +39,7 @@ POWERS = torch.tensor([2.0 ** (e - 127) for e in range(256)], dtype=torch.float6
 HALVES = torch.tensor([[2.0 ** ((e - 127) // 2), 2.0 ** ((e - 126) // 2)] for e in range(256)])
 """[256, 2]: the same as two factors, so that 0 x 2^128 stays 0 and 0.5 x 2^128 finite, as by ldexp."""
 
-Read = Callable[[str, Slices], Tensor]
+_SliceReader = Callable[[str, Slices], Tensor]
 
 
 class QuantizedWeight(Protocol):
@@ -53,7 +53,7 @@ class QuantizedWeight(Protocol):
     def parts(self) -> tuple[str, ...]:
         """The stored tensors, values first."""
 
-    def fill(self, read: Read, ranges: Sequence[Span], out: Tensor) -> None:
+    def fill(self, read: _SliceReader, ranges: Sequence[Span], out: Tensor) -> None:
         """Dequantise the part `ranges` into `out`."""
 
 
@@ -79,7 +79,7 @@ class Fp8Weight:
         """The stored tensors."""
         return (self.name, self.scale)
 
-    def fill(self, read: Read, ranges: Sequence[Span], out: Tensor) -> None:
+    def fill(self, read: _SliceReader, ranges: Sequence[Span], out: Tensor) -> None:
         """W = float32(W) x scale of its block, rounded once: what transformers computes."""
         *lead, (top, bottom), (left, right) = ranges
         rows, columns = self.block
@@ -120,7 +120,7 @@ class Mxfp4Weight:
         """The stored tensors."""
         return (self.blocks, self.scales)
 
-    def fill(self, read: Read, ranges: Sequence[Span], out: Tensor) -> None:
+    def fill(self, read: _SliceReader, ranges: Sequence[Span], out: Tensor) -> None:
         """W = value x 2^exponent, exact in bfloat16 but for what overflows."""
         (first, last), (left, right), (top, bottom) = ranges
         near, far = left // GROUP, -(-right // GROUP)

@@ -79,12 +79,12 @@ class ResolveState:
         return rest
 
 
-Beyond = Callable[[Sections], Iterable[Problem]]
+_SectionsCheck = Callable[[Sections], Iterable[Problem]]
 """Further checks of sections, which the options alone do not decide."""
 
 
 def resolve_sections(
-    task: str | None, sources: Iterable[ConfigSource], complete: bool = False, beyond: Beyond | None = None
+    task: str | None, sources: Iterable[ConfigSource], complete: bool = False, beyond: _SectionsCheck | None = None
 ) -> Sections:
     """The checked sections of `task` (None: what the sources say, else sft). `complete`: model and dataset must be
     there.
@@ -187,6 +187,7 @@ def _with_one_dropped(state: ResolveState, sections: Sections) -> tuple[ResolveS
 
 def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
     state.problems += source.problems
+    state.notices += source.notices
     state.secrets += secrets_of(source.givens)
     first: dict[str, Given] = {}
     for given in _spelled_out(source.givens):

@@ -19,12 +19,15 @@ from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TRAINING, is_sec
 from megaswift.config.value_types import FALSE, TRUE, example_value, show
 from megaswift.errors import ConfigError, Problem, nearest_name, path_hint
 from megaswift.redaction import MASK, is_secret
+from megaswift.version import __version__
 
 ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
 """Of files that are no configuration, whatever is in them."""
 
 
+CONFIG_HEADER = "# The resolved configuration of this run, written by megaswift"
+"""How the first line of a run's config.yaml begins; the version that wrote it follows, and a full stop."""
 LONGEST = 200
 """Characters of a value of the Python API in a message."""
 LARGEST_FILE = 1 << 20
@@ -53,6 +56,8 @@ class ConfigSource:
 
     givens: tuple[Given, ...] = ()
     problems: tuple[Problem, ...] = ()
+    notices: tuple[str, ...] = ()
+    """Lines for the user that are not mistakes."""
     ambient: bool = False
     """Values that happen to be there, for other programs too: they count where they apply, and are no mistake where
     not."""
@@ -158,7 +163,22 @@ def read_file(path: str) -> ConfigSource:
         elif section or value is not None or not is_section(normal(name), {}):  # else an empty section
             givens.append(Given(normal(name), value, label, f"{path}{line} {name}:"))
         seen.add((section, name))
-    return ConfigSource(tuple(givens), tuple(problems))
+    return ConfigSource(tuple(givens), tuple(problems), version_notices(path, text))
+
+
+def version_notices(path: str, text: str) -> tuple[str, ...]:
+    """A line for the config.yaml of a run by another version: it is read by the same rules, old spellings included."""
+    first = text.partition("\n")[0]
+    if not first.startswith(CONFIG_HEADER):
+        return ()
+    version = first.removeprefix(CONFIG_HEADER).strip(" .")
+    if version == __version__:
+        return ()
+    written = f"megaswift {version}" if version else "an earlier version of megaswift"
+    return (
+        f"{path}: written by {written}, read by {__version__}; "
+        "options that it does not name take their present defaults",
+    )
 
 
 def _text(file: Path) -> str:

@@ -34,7 +34,11 @@ class SwiftConfig(Sections):
 
     @classmethod
     def from_sources(
-        cls, task: str | None, sources: Sequence[ConfigSource], complete: bool = False, beyond: Beyond | None = None
+        cls,
+        task: str | None,
+        sources: Sequence[ConfigSource],
+        complete: bool = False,
+        beyond: _ConfigCheck | None = None,
     ) -> SwiftConfig:
         """From what was read elsewhere, later sources over earlier ones. `beyond`: as `load` has it."""
         config = cls.__new__(cls)
@@ -88,7 +92,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
 
 
-Beyond = Callable[[SwiftConfig], Iterable[Problem]]
+_ConfigCheck = Callable[[SwiftConfig], Iterable[Problem]]
 
 
 def load(
@@ -96,7 +100,7 @@ def load(
     argv: Sequence[str],
     complete: bool = False,
     environ: Mapping[str, str] | None = None,
-    beyond: Beyond | None = None,
+    beyond: _ConfigCheck | None = None,
 ) -> SwiftConfig:
     """A configuration from a command line: file, then environment (launch options only), then flags, the last one
     counts.

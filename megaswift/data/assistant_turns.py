@@ -19,8 +19,8 @@ from typing import Any
 
 from megaswift.data.sample import RowError
 
-Message = dict[str, Any]
-Render = Callable[[Sequence[Message], Any, bool], str]
+_Message = dict[str, Any]
+_Render = Callable[[Sequence[_Message], Any, bool], str]
 
 BASE = 0xF0000
 """First character of Unicode's supplementary private use area A."""
@@ -78,7 +78,7 @@ def _mark_text(text: str, i: int, how: _Marking, start: bool) -> str:
     return lead + _start(i) + core + _end(i) + trail
 
 
-def _marked(message: Message, i: int, how: _Marking) -> Message:
+def _marked(message: _Message, i: int, how: _Marking) -> _Message:
     answers = message["role"] == "assistant"
     content = message.get("content")
     if not (answers or (how.others and message["role"] != "system")):
@@ -91,12 +91,12 @@ def _marked(message: Message, i: int, how: _Marking) -> Message:
     return message
 
 
-def _has_reasoning(message: Message) -> bool:
+def _has_reasoning(message: _Message) -> bool:
     content = message.get("content")
     return any(message.get(k) for k in REASONING) or (isinstance(content, str) and "</think>" in content)
 
 
-def _trailing(message: Message) -> str:
+def _trailing(message: _Message) -> str:
     content = message.get("content")
     return content[len(content.rstrip()) :] if isinstance(content, str) else ""
 
@@ -104,14 +104,14 @@ def _trailing(message: Message) -> str:
 class TurnFinder:
     """Finds assistant turns for one template; what the template writes around turns is learnt once."""
 
-    def __init__(self, render: Render, end_tokens: Sequence[str]) -> None:
+    def __init__(self, render: _Render, end_tokens: Sequence[str]) -> None:
         self._render = render
         self._specials = sorted((t for t in end_tokens if t), key=len, reverse=True)
         self._tails: dict[str, str] = {}
         self.header = self._learn_header()
         self.ends = self._learn_ends()
 
-    def _try(self, messages: Sequence[Message], prompt: bool = False) -> str | None:
+    def _try(self, messages: Sequence[_Message], prompt: bool = False) -> str | None:
         try:
             return self._render(messages, None, prompt)
         except RowError:
@@ -128,7 +128,7 @@ class TurnFinder:
     def _tail(self, role: str) -> str | None:
         """What stands between the end of a `role` message's content and the beginning of an answer."""
         if role not in self._tails:
-            probe: list[Message] = [{"role": role, "content": "x" + _end(0)}]
+            probe: list[_Message] = [{"role": role, "content": "x" + _end(0)}]
             if role not in ("user", "system", "developer"):
                 probe = [
                     {"role": "user", "content": "x"},
@@ -160,7 +160,7 @@ class TurnFinder:
         ends += [t for t in self._specials if calling.rstrip().endswith(t)][:1]
         return tuple(dict.fromkeys(ends))
 
-    def find(self, messages: Sequence[Message], tools: Any, text: str) -> list[tuple[int, int]]:
+    def find(self, messages: Sequence[_Message], tools: Any, text: str) -> list[tuple[int, int]]:
         """Character ranges of the assistant turns in `text`, in order of the assistant messages."""
         if MARKS.search(text):
             raise RowError("messages", "characters from Unicode's private use plane 15", "text without such characters")
@@ -181,7 +181,7 @@ class TurnFinder:
             "a chat template with {% generation %} around the assistant's turns (--chat_template)",
         )
 
-    def _turns(self, messages: Sequence[Message], marked: str) -> list[tuple[int, int]]:
+    def _turns(self, messages: Sequence[_Message], marked: str) -> list[tuple[int, int]]:
         where: dict[str, int] = {}
         marks = [m.start() for m in MARKS.finditer(marked)]
         for at in marks:
@@ -207,7 +207,7 @@ class TurnFinder:
         return [(a - shift(a), b - shift(b)) for a, b in turns]
 
     def _begin(
-        self, messages: Sequence[Message], i: int, marked: str, where: dict[str, int], position: int
+        self, messages: Sequence[_Message], i: int, marked: str, where: dict[str, int], position: int
     ) -> int | None:
         content = where.get(_start(i))
         if content is not None and not _has_reasoning(messages[i]):

@@ -23,7 +23,7 @@ from megaswift.data.template_probe import TemplateProbe
 from megaswift.errors import DataError, Problem, first_line
 
 install_template_limits()
-Span = tuple[int, int]
+_Span = tuple[int, int]
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -32,7 +32,7 @@ class Rendered:
     """A conversation's text and the character ranges that carry loss, in order, not overlapping."""
 
     text: str
-    spans: tuple[Span, ...]
+    spans: tuple[_Span, ...]
     notes: tuple[str, ...] = ()
     """What is counted of the row (`counts.NOTES`)."""
     plain: bool = False
@@ -105,7 +105,7 @@ class ChatRenderer:
 
     def _render(
         self, template: str, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool, track: bool
-    ) -> tuple[str, list[Span]]:
+    ) -> tuple[str, list[_Span]]:
         if self._asks and template not in self._parts:
             self._parts[template] = False
             self._parts[template] = self._reads_no_strings(template)
@@ -209,7 +209,7 @@ class ChatRenderer:
         return Rendered(text, tuple(t for t, keep in zip(turns, wanted, strict=True) if keep), notes)
 
 
-def _without(holes: Sequence[Span], length: int) -> tuple[Span, ...]:
+def _without(holes: Sequence[_Span], length: int) -> tuple[_Span, ...]:
     edges = [0, *(edge for hole in holes for edge in hole), length]
     return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
 

@@ -31,7 +31,7 @@ class PreferenceItem(NamedTuple):
     value: float
 
 
-Micro = Sequence[PreferenceItem | tuple[()]]
+PreferenceMicrobatch = Sequence[PreferenceItem | tuple[()]]
 """The units of a micro-batch; an empty one is without weight."""
 
 
@@ -60,7 +60,7 @@ class PreferenceCollator:
     """Prompts carry labels too (ORPO's likelihood); `fields["completion"]` bool [b, s] then says which are the
     completion's."""
 
-    def batches(self, rows: Sequence[Micro], shape: PaddingShape, uniform: bool) -> list[Batch]:
+    def batches(self, rows: Sequence[PreferenceMicrobatch], shape: PaddingShape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches."""
         documents = [self._documents(micro) for micro in rows]
         laid = collate_preferences(documents, self.packing, shape, uniform)
@@ -71,10 +71,10 @@ class PreferenceCollator:
             laid = collate_preferences(labelled, self.packing, shape, uniform)
         return [replace(batch, fields=f) for f, batch in zip(fields, laid, strict=True)]
 
-    def _documents(self, micro: Micro) -> list[Document | None]:
+    def _documents(self, micro: PreferenceMicrobatch) -> list[Document | None]:
         return [d for unit in micro for d in (unit.documents if unit else [None] * self.width)]
 
-    def _fields(self, micro: Micro) -> dict[str, torch.Tensor]:
+    def _fields(self, micro: PreferenceMicrobatch) -> dict[str, torch.Tensor]:
         """Document numbers; packed, units without weight have no documents."""
         units = [(i, unit.value) for i, unit in enumerate(micro) if unit]
         first = torch.tensor(
@@ -118,7 +118,7 @@ class PreferenceDataset:
         which = range(row * width, (row + 1) * width)
         return PreferenceItem([(*docs.read(i), int(docs.sample[i])) for i in which], float(self.units.values[row]))
 
-    def batches(self, rows: Sequence[Micro], shape: PaddingShape, uniform: bool) -> list[Batch]:
+    def batches(self, rows: Sequence[PreferenceMicrobatch], shape: PaddingShape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches."""
         return self.layout.batches(rows, shape, uniform)
 

@@ -53,7 +53,7 @@ class RolloutTokens:
         )
 
 
-Micro = Sequence[RolloutTokens | None]
+RolloutMicrobatch = Sequence[RolloutTokens | None]
 """The completions of a micro-batch; None is without weight."""
 
 
@@ -65,7 +65,7 @@ class RolloutCollator:
     packing: bool
     uniform: bool
 
-    def batches(self, micros: Sequence[Micro]) -> list[Batch]:
+    def batches(self, micros: Sequence[RolloutMicrobatch]) -> list[Batch]:
         """A step's micro-batches."""
         laid = collate_preferences(
             [[None if c is None else c.document for c in micro] for micro in micros],
@@ -75,7 +75,7 @@ class RolloutCollator:
         )
         return [replace(batch, fields=self._fields(batch, micro)) for batch, micro in zip(laid, micros, strict=True)]
 
-    def _fields(self, batch: Batch, micro: Micro) -> dict[str, Tensor]:
+    def _fields(self, batch: Batch, micro: RolloutMicrobatch) -> dict[str, Tensor]:
         completions = [(i, c) for i, c in enumerate(micro) if c is not None]
         numbers = [n if self.packing else i for n, (i, _) in enumerate(completions)]
         fields = {"completions": torch.tensor(numbers, dtype=torch.int64)}
@@ -92,7 +92,7 @@ def scatter_values(batch: Batch, values: Tensor) -> Tensor:
     return torch.zeros(labeled.shape, dtype=values.dtype).masked_scatter(labeled, values)
 
 
-def gather_values(batch: Batch, values: Tensor, micro: Micro) -> dict[int, np.ndarray]:
+def gather_values(batch: Batch, values: Tensor, micro: RolloutMicrobatch) -> dict[int, np.ndarray]:
     """The inverse for one micro-batch: `values` [b, s] at each completion's own tokens, by its number."""
     numbers, position = values.detach().cpu()[batch.loss_weights != 0].numpy(), 0
     gathered = {}

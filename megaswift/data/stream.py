@@ -35,13 +35,13 @@ GO_ON = (
     "correct the row, or --strict false to skip such rows; a run that has begun goes on with "
     "--resume_from_checkpoint latest"
 )
-Row = tuple[str, LocatedRow, int]
+NumberedRow = tuple[str, LocatedRow, int]
 """(file, row, its number since the beginning)."""
-Spread = Callable[[Sequence[Row], Callable[[Sequence[Row]], list[Any]]], list[Any]]
+Spread = Callable[[Sequence[NumberedRow], Callable[[Sequence[NumberedRow]], list[Any]]], list[Any]]
 """Work on rows, done by several ranks together; all results, in order, on each of them."""
 
 
-def whole_stream(rows: Sequence[Row], work: Callable[[Sequence[Row]], list[Any]]) -> list[Any]:
+def whole_stream(rows: Sequence[NumberedRow], work: Callable[[Sequence[NumberedRow]], list[Any]]) -> list[Any]:
     """All of it here."""
     return work(rows)
 
@@ -96,7 +96,7 @@ class StreamContents(Protocol):
 
     tally: StreamCounts
 
-    def items(self, rows: Sequence[Row], spread: Spread) -> list[Any]:
+    def items(self, rows: Sequence[NumberedRow], spread: Spread) -> list[Any]:
         """A block's rows as what global batches are made of, in file order; a Problem for a row that stops the run.
         Collective."""
 
@@ -158,7 +158,7 @@ class StreamSource:
 
     def _read_block(self) -> _Block:
         begin = end = self._after
-        rows: list[Row] = []
+        rows: list[NumberedRow] = []
         epoch = None
         for path, located, cursor in read_on(self.sources, begin):
             if epoch not in (None, cursor.epoch):

@@ -20,7 +20,16 @@ from megaswift.data.preference_rows import PreferenceError
 from megaswift.data.preferences import why_unusable
 from megaswift.data.sample import RowError
 from megaswift.data.sources import DatasetFiles
-from megaswift.data.stream import AHEAD, Row, Spread, StreamCounts, StreamOptions, names_of, raise_first, whole_stream
+from megaswift.data.stream import (
+    AHEAD,
+    NumberedRow,
+    Spread,
+    StreamCounts,
+    StreamOptions,
+    names_of,
+    raise_first,
+    whole_stream,
+)
 from megaswift.data.stream_cursor import Cursor, read_on
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
@@ -40,16 +49,16 @@ class PreferenceContents:
     _sure: bool = False
     """Whether the layout knows if the data have margins: the first unit says it."""
 
-    def items(self, rows: Sequence[Row], spread: Spread) -> list[Item]:
+    def items(self, rows: Sequence[NumberedRow], spread: Spread) -> list[Item]:
         """Units that are of use."""
         return self._items(rows, self.tally, spread)
 
-    def _items(self, rows: Sequence[Row], tally: StreamCounts, spread: Spread = whole_stream) -> list[Item]:
+    def _items(self, rows: Sequence[NumberedRow], tally: StreamCounts, spread: Spread = whole_stream) -> list[Item]:
         read = spread(rows, lambda share: [*self.encoder.read((path, located) for path, located, _ in share)])
         items = [self._item(row, one, tally) for row, one in zip(rows, read, strict=True)]
         return [item for item in items if item is not None]
 
-    def _item(self, row: Row, found: EncodedPreference | RowError, tally: StreamCounts) -> Item | None:
+    def _item(self, row: NumberedRow, found: EncodedPreference | RowError, tally: StreamCounts) -> Item | None:
         path, located, number = row
         if not isinstance(found, EncodedPreference):
             problem = row_problem(path, located.line, found)
@@ -115,7 +124,7 @@ class PreferenceContents:
 
     def check(self, sources: Sequence[DatasetFiles]) -> None:
         """Reads up to the first unit that is of use; DataError for what would stop the run before it."""
-        tally, some = StreamCounts(quiet=True), list[Row]()
+        tally, some = StreamCounts(quiet=True), list[NumberedRow]()
         for path, located, cursor in read_on(sources, Cursor()):
             if cursor.epoch:
                 break
@@ -127,7 +136,7 @@ class PreferenceContents:
         if not self._found(some, tally):
             raise self._none(sources, tally)
 
-    def _found(self, rows: Sequence[Row], tally: StreamCounts) -> bool:
+    def _found(self, rows: Sequence[NumberedRow], tally: StreamCounts) -> bool:
         items = self._items(rows, tally)
         raise_first(items[:1])
         return bool(items)

@@ -20,16 +20,25 @@ from megaswift.data.readers import LocatedRow
 from megaswift.data.row_counts import WITHOUT_LABELS
 from megaswift.data.sample import RowError
 from megaswift.data.sources import DatasetFiles
-from megaswift.data.stream import AHEAD, Row, Spread, StreamCounts, StreamOptions, malformed, names_of, raise_first
+from megaswift.data.stream import (
+    AHEAD,
+    NumberedRow,
+    Spread,
+    StreamCounts,
+    StreamOptions,
+    malformed,
+    names_of,
+    raise_first,
+)
 from megaswift.data.stream_cursor import Cursor, read_on
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 
 Tokens = tuple[np.ndarray, np.ndarray]
 """int32 tokens [n] and uint8 mask [n]."""
-Read = tuple[Tokens, tuple[str, ...]] | Problem
+_ReadRow = tuple[Tokens, tuple[str, ...]] | Problem
 """A row's tokens and what is counted of it, or what is wrong with it."""
-Made = Tokens | Problem | None
+_RowResult = Tokens | Problem | None
 """A row's tokens; what is wrong with it, to be told when its turn comes; or nothing, where such rows are skipped."""
 
 
@@ -42,12 +51,12 @@ class TokenRowContents:
     shape: PaddingShape
     tally: StreamCounts = field(default_factory=StreamCounts)
 
-    def items(self, rows: Sequence[Row], spread: Spread) -> list[tuple[Made, int]] | list[list[Document]]:
+    def items(self, rows: Sequence[NumberedRow], spread: Spread) -> list[tuple[_RowResult, int]] | list[list[Document]]:
         """Tokens of rows, or packed rows."""
         items = [(self._kept(one), number) for one, (_, _, number) in zip(spread(rows, self._made), rows, strict=True)]
         return self._pack(items) if self.options.packing else items
 
-    def _made(self, rows: Sequence[Row]) -> list[Read]:
+    def _made(self, rows: Sequence[NumberedRow]) -> list[_ReadRow]:
         rendered = [self._render(path, located) for path, located, _ in rows]
         tokens = self.encoder.tokenize([r for r in rendered if isinstance(r, Rendered)])
         return [(next(tokens), r.notes) if isinstance(r, Rendered) else r for r in rendered]
@@ -58,7 +67,7 @@ class TokenRowContents:
         except RowError as e:
             return row_problem(path, located.line, e)
 
-    def _kept(self, made: Read) -> Made:
+    def _kept(self, made: _ReadRow) -> _RowResult:
         if isinstance(made, tuple):
             self.tally.note(made[1])
             return made[0]
@@ -67,7 +76,7 @@ class TokenRowContents:
         self.tally.malformed(made)
         return None
 
-    def _documents(self, made: Sequence[tuple[Made, int]]) -> list[list[Document]]:
+    def _documents(self, made: Sequence[tuple[_RowResult, int]]) -> list[list[Document]]:
         """Of each row: one, none, or several of a split text."""
         raise_first([one for one, _ in made])
         return [self._cut(*one, number) if isinstance(one, tuple) else [] for one, number in made]
@@ -105,7 +114,7 @@ class TokenRowContents:
             return {}
         return {"multiple": self.shape.doc_multiple, "capacity": self.shape.row_length(self.options.max_length)}
 
-    def _pack(self, items: Sequence[tuple[Made, int]]) -> list[list[Document]]:
+    def _pack(self, items: Sequence[tuple[_RowResult, int]]) -> list[list[Document]]:
         documents = [d for group in self._documents(items) for d in group]
         if not documents:
             return []

@@ -14,8 +14,8 @@ from megaswift.data.assistant_turns import REASONING
 from megaswift.data.row_counts import EMPTY_ANSWERS, UNUSED_SYSTEM, UNUSED_TOOLS
 from megaswift.data.sample import RowError, Sample
 
-Message = Mapping[str, Any]
-Render = Callable[[Sequence[Message], Any], str | None]
+_Message = Mapping[str, Any]
+_Render = Callable[[Sequence[_Message], Any], str | None]
 """The text of messages and tools; None where the template refuses them."""
 NAME = "megaswiftprobe"
 _ASK = {"role": "user", "content": "x"}
@@ -26,7 +26,7 @@ _TOOL = {"type": "function", "function": _SCHEMA}
 FIX = "a chat template that writes them (--chat_template FILE), or rows without them"
 
 
-def is_empty(message: Message) -> bool:
+def is_empty(message: _Message) -> bool:
     """Whether an assistant message says and calls nothing."""
     content = message.get("content")
     if isinstance(content, str) and content and not content.isspace() or message.get("tool_calls"):
@@ -39,11 +39,11 @@ def is_empty(message: Message) -> bool:
 class TemplateProbe:
     """One template's answers."""
 
-    def __init__(self, render: Render) -> None:
+    def __init__(self, render: _Render) -> None:
         self._render = render
         self._roles: dict[str, bool] = {}
 
-    def _writes(self, messages: Sequence[Message], tools: Any = None) -> bool:
+    def _writes(self, messages: Sequence[_Message], tools: Any = None) -> bool:
         text = self._render(messages, tools)
         return text is None or NAME in text
 
@@ -64,7 +64,7 @@ class TemplateProbe:
             probe = {"role": role, "content": NAME}
             answer = {**probe, "name": "f", "tool_call_id": "abcdefghi"}
             call = {**_CALL, "function": {"name": "f", "arguments": {}}}
-            messages: list[Message] = [_ASK, {**_CALLING, "tool_calls": [call]}, answer]
+            messages: list[_Message] = [_ASK, {**_CALLING, "tool_calls": [call]}, answer]
             self._roles[role] = self._writes([probe, _ASK] if role in ("system", "developer") else messages)
         return self._roles[role]
 

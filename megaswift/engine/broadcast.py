@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Named = tuple[str, Tensor]
+_NamedTensor = tuple[str, Tensor]
 
 
-def broadcast_tensors(items: Iterable[Named]) -> list[Named]:
+def broadcast_tensors(items: Iterable[_NamedTensor]) -> list[_NamedTensor]:
     """Rank 0's `items`, tensors of the CPU, on every rank; the others' own are dropped. Collective over all ranks."""
     held = [(name, tensor.contiguous()) for name, tensor in items]
     if not dist.is_initialized() or dist.get_world_size() == 1:

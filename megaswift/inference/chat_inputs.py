@@ -24,7 +24,7 @@ from megaswift.inference.load import PreparedModel
 
 IMAGES = ("image", "image_url")
 """Types of a content's parts that are images."""
-Message = Mapping[str, Any]
+_Message = Mapping[str, Any]
 STRANGERS = ImageRoot(None)
 """Whoever asks names no file of this machine."""
 
@@ -74,7 +74,7 @@ class ChatInputs:
             )
 
     def of_chat(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, row: Message | None = None
+        self, messages: Sequence[_Message], tools: Sequence[_Message] | None = None, row: _Message | None = None
     ) -> ChatInput:
         """The conversation up to where the assistant speaks; `row` may have a column of its images."""
         turns = [dict(m) for m in messages]
@@ -90,7 +90,7 @@ class ChatInputs:
                 turns, tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=True, return_dict=True
             )["input_ids"]
         except REFUSED as error:
-            raise ChatInputError(f"the chat template refuses this conversation ({first_line(error)})") from None
+            raise ChatInputError(f"the chat template rejects this conversation ({first_line(error)})") from None
         return ChatInput(self._checked(ids))
 
     def _text(self, parts: Sequence[Any]) -> str:
@@ -102,7 +102,7 @@ class ChatInputs:
             raise ChatInputError(f"parts of type {', '.join(other)} are not read; text is")
         return "".join(str(p.get("text", "")) for p in parts)
 
-    def _of_images(self, reader: Processor, turns: list[dict[str, Any]], tools: Any, row: Message) -> ChatInput:
+    def _of_images(self, reader: Processor, turns: list[dict[str, Any]], tools: Any, row: _Message) -> ChatInput:
         """The same for a vision-language model, whatever images there are."""
         if not self.tokenizer.chat_template:
             raise ChatInputError("the model has no chat template")
@@ -115,19 +115,23 @@ class ChatInputs:
 
     def _looked(self, reader: Processor, prompt: ChatInput) -> ChatInput:
         """The prompt with its tokens and what its towers read."""
-        made = reader.inputs(prompt.text, [open_image(image, sent=self.home.data is None) for image in prompt.images])
-        seen = (
-            ImageFeatures({k: v for k, v in made.items() if k in reader.kinds}, reader.kinds) if prompt.images else None
+        model_inputs = reader.inputs(
+            prompt.text, [open_image(image, sent=self.home.data is None) for image in prompt.images]
         )
-        return ChatInput(self._checked(made["input_ids"][0].tolist()), prompt.text, prompt.images, seen)
+        seen = (
+            ImageFeatures({k: v for k, v in model_inputs.items() if k in reader.kinds}, reader.kinds)
+            if prompt.images
+            else None
+        )
+        return ChatInput(self._checked(model_inputs["input_ids"][0].tolist()), prompt.text, prompt.images, seen)
 
     def image(self, path: str) -> dict[str, Any]:
         """The part of a message that shows this file; it is opened, so that a wrong one is told at once."""
         if self.blind:
             raise ChatInputError(f"images are not read: {self.blind}")
-        asked = {"role": "user", "content": [{"type": "image", "image": path}]}
+        message = {"role": "user", "content": [{"type": "image", "image": path}]}
         try:
-            sample, images = place_images({}, Sample((asked,), (None,)), self.home)
+            sample, images = place_images({}, Sample((message,), (None,)), self.home)
             open_image(images[0])
         except RowError as error:
             raise _told(error) from None
@@ -140,7 +144,7 @@ class ChatInputs:
         ids, count = self._checked(prompt), len(self.tokenizer)
         wrong = next((t for t in ids if not 0 <= t < count), None)
         if wrong is not None:
-            raise ChatInputError(f"{wrong} is no token of this model; there are {count}")
+            raise ChatInputError(f"{wrong} is not a token id of this model (0 to {count - 1})")
         return ChatInput(ids)
 
     def of_text(self, text: str) -> ChatInput:
@@ -149,9 +153,11 @@ class ChatInputs:
 
     def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
         if not ids:
-            raise ChatInputError("the prompt has no token")
+            raise ChatInputError("the prompt is empty")
         if self.context is not None and len(ids) >= self.context:
-            raise ChatInputError(f"the prompt has {len(ids)} tokens, the model takes {self.context} with the answer")
+            raise ChatInputError(
+                f"the prompt has {len(ids)} tokens, the context length is {self.context}, answer included"
+            )
         return tuple(ids)
 
     def request(
@@ -171,7 +177,7 @@ class ChatInputs:
             except RowError as error:
                 raise _told(error) from None
             if again.ids != prompt.ids:
-                raise ChatInputError("its images are not those that were looked at first: their sizes changed")
+                raise ChatInputError("its images changed size since the file was read")
             pictures = again.pictures
         room = most if self.context is None else min(most, self.context - len(prompt.ids))
         return AnswerRequest(prompt.ids, room, stop, logprobs, listener, pictures)

@@ -101,7 +101,7 @@ def generation_params(options: GenerationOptions, own: Any, seed: int | None = N
                 [
                     Problem(
                         f"--{n} {getattr(options, n)}",
-                        "would be ignored: this model takes the likeliest token unless told otherwise",
+                        "would be ignored: the default of this model is greedy decoding",
                         "--temperature 0.7",
                     )
                     for n in given
@@ -250,8 +250,8 @@ class Generator:
             self._tried[shown] = padding_agrees(self.model, self._inputs(pair), (first, second), self.pad)
             if not self._tried[shown]:
                 log.info(
-                    f"this model answers prompts of several lengths{' with images' * shown} otherwise together than "
-                    "alone: one after the other, then"
+                    f"this model's answers to prompts{' with images' * shown} of different lengths depend on the "
+                    "batch; prompts run one at a time"
                 )
         return self._tried[shown]
 
@@ -297,9 +297,9 @@ class Generator:
         except torch.OutOfMemoryError as error:
             raise UserError(
                 Problem(
-                    "memory of the GPU",
+                    "GPU memory",
                     str(error).splitlines()[0],
-                    "fewer answers at a time, fewer --max_new_tokens, or less --max_memory for this GPU",
+                    "a smaller batch, fewer --max_new_tokens, or a lower --max_memory for this GPU",
                 )
             ) from None
         except ValueError as error:
@@ -308,8 +308,8 @@ class Generator:
             raise UserError(
                 Problem(
                     "images",
-                    f"the model refuses what its processor made of them ({first_line(error)})",
-                    "a chat template with a place for each image",
+                    f"the model rejects the output of its processor ({first_line(error)})",
+                    "a chat template with a placeholder for each image",
                 )
             ) from None
         finally:

@@ -128,8 +128,12 @@ def _reader(folder: Path, options: WeightsOptions, chat_template: str | None) ->
     if problems := unreadable(folder, f"--model {options.model}"):
         return f"{problems[0].what} {problems[0].rule}"
     try:
-        made = read_processor(folder, options.trust_remote_code, chat_template)
-        return made if made.tokenizer.chat_template and made.kinds else "the model has no chat template to put them in"
+        processor = read_processor(folder, options.trust_remote_code, chat_template)
+        return (
+            processor
+            if processor.tokenizer.chat_template and processor.kinds
+            else "the model has no chat template to put them in"
+        )
     except (UserError, RowError) as error:
         return (
             first_line(error) if isinstance(error, RowError) else f"{error.problems[0].what} {error.problems[0].rule}"
@@ -145,8 +149,8 @@ def _writes(config: Any, flag: str) -> None:
         raise WeightsError(
             Problem(
                 flag,
-                f"is an encoder ({config.model_type}), which sees the tokens behind a token and writes no text",
-                'a model that writes text; "is_decoder": true in config.json of an encoder that was trained to',
+                f"is an encoder ({config.model_type}), whose attention is not causal; it does not generate text",
+                'a causal language model; "is_decoder": true in config.json of an encoder that was trained to',
             )
         )
 
@@ -199,7 +203,7 @@ def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any
             Problem(
                 flag,
                 f"{what}: {names}",
-                "--offload_folder DIR to read them from disk in every step, a larger --max_memory, or "
+                "--offload_folder DIR to load them from disk in every step, a larger --max_memory, or "
                 "--quantization_bit 4",
             )
         )
@@ -207,7 +211,7 @@ def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any
         raise ConfigError(
             Problem(
                 flag,
-                "puts the whole model on the disk, and its layers have to be computed somewhere",
+                "places all layers on disk; at least one device must compute",
                 "a larger --max_memory",
             )
         )
@@ -215,7 +219,7 @@ def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any
         raise ConfigError(
             Problem(
                 f"--quantization_bit {options.quantization_bit}",
-                "does not go with weights on disk",
+                "cannot be combined with weights on disk",
                 "a larger --max_memory, or no --quantization_bit",
             )
         )
@@ -223,7 +227,7 @@ def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any
         raise ConfigError(
             Problem(
                 "--merge_adapters",
-                "does not go with weights on disk",
+                "cannot be combined with weights on disk",
                 "leave it out, or megaswift export --merge_lora true first",
             )
         )
@@ -237,9 +241,7 @@ def _quantisation(prepared: PreparedModel, bits: int | None, dtype: torch.dtype)
     if stored is not None:
         method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", "")
         raise ConfigError(
-            Problem(
-                f"--quantization_bit {bits}", f"the model's weights are quantised already ({method})", "leave it out"
-            )
+            Problem(f"--quantization_bit {bits}", f"the weights are already quantised ({method})", "leave it out")
         )
     return {"quantization_config": bits_and_bytes(bits, dtype)}
 
@@ -301,8 +303,8 @@ def load_model(prepared: PreparedModel, options: PlacementOptions) -> tuple[Any,
             loaded = type(skeleton).from_pretrained(None, config=prepared.config, state_dict=weights, **how)
             # from_pretrained looks for it beside files of weights only
             loaded[0].generation_config = prepared.generation
-    model, told = without_cpu_repacking(loaded[0]), loaded[1]
-    lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in told[key])
+    model, loading_info = without_cpu_repacking(loaded[0]), loaded[1]
+    lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in loading_info[key])
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         raise WeightsError(
@@ -321,18 +323,18 @@ def _fitting(skeleton: Any, options: WeightsOptions) -> None:
     folder, modules = Path(options.adapters), dict(skeleton.named_modules())
     depth = getattr(skeleton.config.get_text_config(), "num_hidden_layers", None)
     for name, shape in adapter_shapes(folder).items():
-        found = LORA.fullmatch(name)
-        if found is None:
+        match = LORA.fullmatch(name)
+        if match is None:
             continue
-        module, half = modules.get(found["module"]), found["half"]
-        layer = LAYER.match(found["module"])
+        module, half = modules.get(match["module"]), match["half"]
+        layer = LAYER.match(match["module"])
         wrong = ""
         if isinstance(module, torch.nn.Linear):
             side, ours = ("inputs", module.in_features) if half == "A" else ("outputs", module.out_features)
             theirs = shape[-1 if half == "A" else 0]
-            wrong = f"{found['module']} has {theirs} {side} there and {ours} in this model" if theirs != ours else ""
+            wrong = f"{match['module']} has {theirs} {side} there and {ours} in this model" if theirs != ours else ""
         elif module is None and layer is not None and depth is not None and int(layer["number"]) >= depth:
-            wrong = f"it has {found['module']}, and this model has {log.count_text(depth, 'layer')}"
+            wrong = f"it has {match['module']}, and this model has {log.count_text(depth, 'layer')}"
         if wrong:
             base = base_of(folder)
             rule = f"was trained on another model{f' ({base})' * bool(base)}: {wrong}"
@@ -381,7 +383,7 @@ def _onto_devices(adapted: Any, folder: str, device: torch.device) -> None:
             raise WeightsError(
                 Problem(
                     f"--adapters {folder}",
-                    f"{name} cannot lie beside weights that are offloaded",
+                    f"{name} cannot be combined with offloaded weights",
                     "megaswift export --merge_lora true first, or a larger --max_memory",
                 )
             )

@@ -61,8 +61,10 @@ class ModuleSizes:
 def stored_bits(config: Any) -> int | None:
     """Bits of the linear layers of a checkpoint that is quantised already; None: as its dtype says."""
     stored = getattr(config, "quantization_config", None) or {}
-    told = stored if isinstance(stored, dict) else stored.to_dict()
-    bits = told.get("bits") or (4 if told.get("load_in_4bit") else 8 if told.get("load_in_8bit") else None)
+    quantization = stored if isinstance(stored, dict) else stored.to_dict()
+    bits = quantization.get("bits") or (
+        4 if quantization.get("load_in_4bit") else 8 if quantization.get("load_in_8bit") else None
+    )
     return bits if bits in (4, 8) else None
 
 
@@ -87,7 +89,7 @@ def decide_device_map(sizes: ModuleSizes, how: str, limits: Mapping[Device, int]
         raise ConfigError(
             Problem(
                 f"--device_map {how}",
-                "accelerate finds no map for this model, which does not fit on one device",
+                "accelerate found no device map for this model, and it does not fit on one device",
                 "a larger --max_memory, or --device_map FILE.json",
             )
         ) from None
@@ -100,7 +102,7 @@ def check_device_map(sizes: ModuleSizes, given: Mapping[str, Device], flag: str)
     _check_devices([d for d in given.values() if d != DISK], flag)
     known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
     problems = [
-        Problem(f"{flag}, {name}", "is no module of this model", nearest_name(name, sorted(known)))
+        Problem(f"{flag}, {name}", "is not a module of this model", nearest_name(name, sorted(known)))
         for name in given
         if name not in known
     ]
@@ -156,7 +158,7 @@ def _check_devices(devices: Sequence[Device], flag: str) -> None:
     missing = sorted({d for d in devices if isinstance(d, int) and d >= count})
     if missing:
         has = f"has {count} GPUs" if count else "has no GPU"
-        raise ConfigError(Problem(f"{flag}, GPU {missing[0]}", f"this machine {has}", "cpu, or a GPU that is there"))
+        raise ConfigError(Problem(f"{flag}, GPU {missing[0]}", f"this machine {has}", "cpu, or an existing GPU"))
 
 
 def main_device(placed: Mapping[str, Device]) -> torch.device:
@@ -181,7 +183,7 @@ def try_offloaded(model: Any, device: torch.device, flag: str) -> None:
             f"be brought for each step"
         )
         raise ConfigError(
-            Problem(flag, rule, "a larger --max_memory, for all weights to stay on the devices that compute")
+            Problem(flag, rule, "a larger --max_memory, so that all weights stay on compute devices")
         ) from None
 
 

@@ -100,10 +100,10 @@ class TextStream:
         return last
 
     def _give(self, new: str) -> str:
-        found = [at for stop in self._stops if (at := stop.find(new)) is not None]
+        positions = [at for stop in self._stops if (at := stop.find(new)) is not None]
         self._held += new
-        if found:
-            keep, self.stopped = len(new) - min(found), True
+        if positions:
+            keep, self.stopped = len(new) - min(positions), True
         else:
             keep = max((stop.begun for stop in self._stops), default=0)
         at = len(self._held) - keep

@@ -63,7 +63,7 @@ class LayoutRequest(AxisSizes):
         return None if model < 1 or self.world_size % model else self.world_size // model
 
 
-Rule = Callable[[ModelShape, LayoutRequest], Iterator[Problem]]
+_LayoutRule = Callable[[ModelShape, LayoutRequest], Iterator[Problem]]
 
 
 def broken_rules(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
@@ -222,7 +222,7 @@ def _batch(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
         yield Problem(f"--vpp {asked.vpp}", rule, f"{fix}, or no --vpp")
 
 
-RULES: tuple[Rule, ...] = (_heads, _widths, _layers, _context, _sequence_parallel, _experts, _data, _batch)
+RULES: tuple[_LayoutRule, ...] = (_heads, _widths, _layers, _context, _sequence_parallel, _experts, _data, _batch)
 
 
 def _flags(flag: str, values: list[int], asked: int) -> str:

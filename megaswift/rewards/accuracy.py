@@ -35,7 +35,7 @@ class CorrectnessCache:
     def check(self, flag: str) -> None:
         """ConfigError unless a right answer is found right."""
         if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(Problem(flag, "needs the package math-verify", "pip install math-verify"))
+            raise ConfigError(Problem(flag, "requires the package math-verify", "pip install math-verify"))
         try:
             right = self.verdicts([("1", "\\boxed{1}")]) == [1.0]
         except RewardError:
@@ -43,7 +43,13 @@ class CorrectnessCache:
             self.sandbox.locked = False  # a parser under limits, as it is without us
             right = self.verdicts([("1", "\\boxed{1}")]) == [1.0]
         if not right:
-            raise ConfigError(Problem(flag, "math-verify does not find 1 equal to 1", "pip install -U math-verify"))
+            raise ConfigError(
+                Problem(
+                    flag,
+                    "the installed math-verify does not work (1 and 1 are not equal)",
+                    "pip install -U math-verify",
+                )
+            )
 
     def verdicts(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
         """1, 0 or None of each (solution, completion); 0 where the parser takes too long."""
@@ -86,7 +92,9 @@ class AccuracyReward:
         solution = sample.columns.get(SOLUTION)
         if not isinstance(solution, str | int | float) or isinstance(solution, bool):
             what = f"the solution of sample {number} is {solution!r}, not a text"
-            raise RewardError(Problem(flag_of(self), what, "a column `solution` of texts: --columns YOURS=solution"))
+            raise RewardError(
+                Problem(flag_of(self), what, "a column `solution` of strings; rename with --columns YOURS=solution")
+            )
         return str(solution), sample.text.rpartition(THOUGHT)[2] if self.after_thought else sample.text
 
     def __call__(self, judged: Sequence[RewardInput]) -> list[float]:
@@ -97,9 +105,7 @@ class AccuracyReward:
         if None in verdicts and not judge.warned:
             judge.warned = True
             example = pairs[verdicts.index(None)][0]
-            log.warn(
-                f"{self.name}: some solutions cannot be parsed, and their rows get 0, for example {example[:80]!r}"
-            )
+            log.warn(f"{self.name}: solutions that cannot be parsed get reward 0, for example {example[:80]!r}")
         return self.shape(judged, verdicts)
 
 

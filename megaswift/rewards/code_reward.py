@@ -58,7 +58,7 @@ class CodeReward:
                 Problem(
                     flag_of(self),
                     f"the column {TESTS} of sample {number} {rule}",
-                    '[{"input": "1 2", "output": "3"}], or another form of docs/rewards.md',
+                    '[{"input": "1 2", "output": "3"}], or another form described in docs/rewards.md',
                 )
             ) from None
 
@@ -94,9 +94,7 @@ def _sandbox(limits: JobLimits, locked: bool) -> Sandbox:
 def _built(name: str, options: RewardOptions, all_or_nothing: bool) -> CodeReward:
     sandbox = _sandbox(JobLimits(options.code_timeout, options.code_memory), not options.allow_unsafe_code)
     if options.allow_unsafe_code:
-        log.warn(
-            "--allow_unsafe_code true: programs of the model run on this machine with limits, but without a sandbox"
-        )
+        log.warn("--allow_unsafe_code true: generated programs run here with resource limits, but without a sandbox")
     else:
         check_sandbox(sandbox, f"--reward_funcs {name}")
     return CodeReward(name, sandbox, all_or_nothing)

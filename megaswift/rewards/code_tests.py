@@ -81,7 +81,7 @@ def read_tests(value: Any) -> list[CodeTest]:
         try:
             value = json.loads(value)
         except ValueError:
-            raise ValueError("is a text, and not JSON") from None
+            raise ValueError("is a string that is not JSON") from None
     if isinstance(value, Mapping) and "test_cases" in value:
         value = value["test_cases"]
     if isinstance(value, Mapping) and {"inputs", "outputs"} <= value.keys():
@@ -118,7 +118,7 @@ def _one(given: Any, expected: Any, function: Any, wrapped: bool = False) -> Cod
         given = [json.loads(line) for line in given.splitlines() if line.strip()]
         expected = json.loads(expected) if isinstance(expected, str) else expected
     if not isinstance(given, list | tuple):
-        raise ValueError(f"holds the arguments {str(given)[:60]!r}, which are no list")
+        raise ValueError(f"holds the arguments {str(given)[:60]!r}, which are not a list")
     return CodeTest(_json(expected), function=str(function), arguments=_json(given), wrapped=wrapped)
 
 
@@ -127,7 +127,7 @@ def _json(value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, default=lambda v: {"set": sorted(v, key=repr)}))
     except TypeError:
-        raise ValueError(f"holds {str(value)[:60]!r}, which JSON cannot hold") from None
+        raise ValueError(f"holds {str(value)[:60]!r}, which JSON cannot represent") from None
 
 
 def _assertion(text: str) -> CodeTest:

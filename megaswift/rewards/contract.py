@@ -16,8 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 from megaswift.errors import Problem, nearest_name
 from megaswift.rewards.validation import Value, checked_rewards, failed_reward, user_code_error
 
-Message = Mapping[str, Any]
-Said = str | Sequence[Message]
+_Message = Mapping[str, Any]
+PromptOrCompletion = str | Sequence[_Message]
 """A text, or messages where the row's prompt was messages."""
 
 
@@ -25,8 +25,8 @@ Said = str | Sequence[Message]
 class RewardInput:
     """A completion and all that a reward may know of it."""
 
-    prompt: Said
-    completion: Said
+    prompt: PromptOrCompletion
+    completion: PromptOrCompletion
     """Of the prompt's kind: a text, or `[{"role": "assistant", "content": ...}]`, with tools' turns between in a longer
     one."""
     token_ids: Sequence[int]
@@ -48,8 +48,8 @@ class RewardInput:
         """The model's answer: the completion, or what it said last."""
         if isinstance(self.completion, str):
             return self.completion
-        said = [m for m in self.completion if m.get("role", "assistant") == "assistant"]
-        content = said[-1].get("content") if said else ""
+        replies = [m for m in self.completion if m.get("role", "assistant") == "assistant"]
+        content = replies[-1].get("content") if replies else ""
         if isinstance(content, str) or content is None:
             return content or ""
         return "".join(part.get("text", "") for part in content)
@@ -141,7 +141,7 @@ def missing_columns(functions: Sequence[RewardFunction], columns: frozenset[str]
     return [
         Problem(
             flag_of(f),
-            f"needs the column {name}; {has}",
+            f"requires the column {name}; {has}",
             _parameter(f, name) or f"--columns {yours}={name}",
         )
         for f in functions

@@ -1,4 +1,4 @@
-"""Rewards by name that need no other library: the form of a text, repetition, length.
+"""Built-in rewards without dependencies: format, repetition, length.
 
 Values are TRL's (`trl.rewards`) where it has the function; `format` is ms-swift's. Correctness is `accuracy`, programs
 are `code_reward`.
@@ -68,7 +68,7 @@ def soft_overlong(options: RewardOptions) -> PerCompletionReward:
         raise ConfigError(
             Problem(
                 "--reward_funcs soft_overlong",
-                "needs --soft_cache_length, the tokens over which the punishment grows",
+                "requires --soft_cache_length, the tokens over which the penalty grows",
                 f"--soft_cache_length {max(longest // 5, 1)}",
             )
         )
@@ -76,7 +76,7 @@ def soft_overlong(options: RewardOptions) -> PerCompletionReward:
         raise ConfigError(
             Problem(
                 f"--soft_cache_length {cache}",
-                f"is more than the longest completion, {longest} tokens",
+                f"exceeds the maximum completion length of {longest} tokens",
                 f"--soft_cache_length {max(longest // 5, 1)}",
             )
         )

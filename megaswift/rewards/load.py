@@ -1,5 +1,5 @@
-"""From `--reward_funcs` to functions: by name, or `FILE.py:function`. Everything that can be wrong is told before
-anything is built."""
+"""Resolves `--reward_funcs`: built-in names or `FILE.py:function`. All problems are reported before anything is
+built."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _one(name: str, options: RewardOptions) -> RewardFunction:
     if not is_file_function(name):
         return NAMED.get(SPELLINGS.get(name, name))(options)
     if name.endswith(".py"):
-        raise ConfigError(Problem(f"--reward_funcs {name}", "names a file and no function", f"{name}:FUNCTION"))
+        raise ConfigError(Problem(f"--reward_funcs {name}", "names a file without a function", f"{name}:FUNCTION"))
     return user_function(name)
 
 

@@ -60,7 +60,7 @@ class RewardModel:
                 {} if self.options.attn_impl == "auto" else {"attn_implementation": self.options.attn_impl}
             )
             try:
-                model, told = AutoModelForSequenceClassification.from_pretrained(
+                model, loading_info = AutoModelForSequenceClassification.from_pretrained(
                     self.folder,
                     dtype=dtype,
                     trust_remote_code=self.options.trust_remote_code,
@@ -71,7 +71,7 @@ class RewardModel:
                 raise WeightsError(
                     Problem(f"--reward_model {self.folder}", f"transformers cannot load it: {first_line(error)}")
                 ) from None
-            lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in told[key])
+            lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in loading_info[key])
             if lost:
                 raise WeightsError(
                     Problem(f"--reward_model {self.folder}", f"has no weights for {', '.join(lost[:4])}")
@@ -91,8 +91,8 @@ class RewardModel:
             raise RewardError(
                 Problem(
                     f"--reward_model {self.folder}",
-                    "its tokenizer has no chat template, and the prompts are messages",
-                    "prompts of plain text, or chat_template.jinja in that folder",
+                    "its tokenizer has no chat template, which prompts of messages need",
+                    "plain text prompts, or chat_template.jinja in that folder",
                 )
             )
         return self.tokenizer.apply_chat_template([*sample.prompt, *sample.completion], tokenize=False)
@@ -146,7 +146,7 @@ def _made(options: WeightsOptions, name: str) -> RewardModel:
     flag = f"--reward_model {options.model}"
     folder = locate_model(options)
     if find_checkpoint(folder) is not None:
-        raise WeightsError(Problem(flag, "is a checkpoint of training", "the run's export: the folder hf"))
+        raise WeightsError(Problem(flag, "is a training checkpoint", "the run's export: the folder hf"))
     if problems := missing_files(folder, random_init=False) or score_problems(flag, read_config(folder)):
         raise WeightsError(problems)
     return RewardModel(name, folder, options, read_tokenizer(folder, options.trust_remote_code, None))
@@ -156,7 +156,7 @@ def reward_models(folders: Sequence[str], options: WeightsOptions, taken: Collec
     """The models in their order, each under a name of its own; WeightsError with all that is wrong. `taken`: names of
     other rewards."""
     quiet_transformers()
-    found: list[RewardModel] = []
+    models: list[RewardModel] = []
     problems: list[Problem] = []
     names = set(taken)
     for folder in folders:
@@ -168,9 +168,9 @@ def reward_models(folders: Sequence[str], options: WeightsOptions, taken: Collec
         )
         names.add(name)
         try:
-            found.append(_made(replace(options, model=folder), name))
+            models.append(_made(replace(options, model=folder), name))
         except WeightsError as error:
             problems += error.problems
     if problems:
         raise WeightsError(problems)
-    return found
+    return models

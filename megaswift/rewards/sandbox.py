@@ -146,7 +146,7 @@ class Sandbox:
             return self._control
         self.close()
         if not sys.platform.startswith("linux"):
-            raise RewardError(Problem("the sandbox", f"needs Linux, and this is {sys.platform}"))
+            raise RewardError(Problem("the sandbox", f"requires Linux; this is {sys.platform}"))
         self._folder = tempfile.TemporaryDirectory(prefix="megaswift-sandbox-")
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -209,13 +209,13 @@ class Sandbox:
                 socket.send_fds(control, [json.dumps(asdict(order)).encode()], files[number])
             message = control.recv(MESSAGE)
             if not message:
-                raise ConnectionResetError("it closed its socket")
+                raise ConnectionResetError("the sandbox process closed its socket")
             report = json.loads(message)
             ended = files[report["number"]]
             state = _read(ended[-1], MESSAGE)
             if self.locked and state.startswith(sandbox_child.REFUSED):
                 what = state.removeprefix(sandbox_child.REFUSED).decode()
-                raise RewardError(Problem("the sandbox", f"could not be locked, nothing was run: {what}"))
+                raise RewardError(Problem("the sandbox", f"could not be set up; no program was run: {what}"))
             found[report["number"]] = _outcome(ended, report, limits)
             for file in files.pop(report["number"]):
                 os.close(file)
@@ -250,7 +250,7 @@ def check_sandbox(sandbox: Sandbox, flag: str) -> None:
         raise ConfigError(
             Problem(
                 flag,
-                f"programs of the model run in a sandbox, and this system offers none: {problem}",
+                f"generated programs need a sandbox, which is not available here: {problem}",
                 "Linux on x86_64 or aarch64, in a container that allows seccomp filters; or "
                 "--allow_unsafe_code true, on a machine that holds nothing of value",
             )

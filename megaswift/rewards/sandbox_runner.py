@@ -121,17 +121,17 @@ def _fork(order: ChildLimits, files: list[int], kind: str) -> int:
 
 def _reports(running: dict[int, JudgedChild]) -> list[dict[str, Any]]:
     """What became of the children that have ended; those that are overdue are killed."""
-    found = []
+    exited = []
     for pid, child in list(running.items()):
         done, status, usage = os.wait4(pid, os.WNOHANG)
         if done:
             del running[pid]
             cpu = usage.ru_utime + usage.ru_stime
-            found.append({"number": child.number, "status": status, "cpu": cpu, "overdue": child.overdue})
+            exited.append({"number": child.number, "status": status, "cpu": cpu, "overdue": child.overdue})
         elif time.monotonic() > child.deadline and not child.overdue:
             child.overdue = True
             os.kill(pid, signal.SIGKILL)
-    return found
+    return exited
 
 
 def _patience(running: Mapping[int, JudgedChild]) -> int:
@@ -155,10 +155,10 @@ def serve_jobs(control: socket.socket, kind: str, workers: int) -> None:
         ready = dict(poll.poll(_patience(running)))
         if os.getppid() != trainer:  # its other children may still have the socket open
             return
-        asked = ready.get(control.fileno(), 0)
-        if asked & select.POLLHUP:
+        requested = ready.get(control.fileno(), 0)
+        if requested & select.POLLHUP:
             return
-        if asked:
+        if requested:
             message, files, _, _ = socket.recv_fds(control, MESSAGE, FILES)
             order = ChildLimits(**json.loads(message))
             deadline = time.monotonic() + order.clock

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables, and AUDIT_ARCH of linux/audit.h."""
 
-Numbers = tuple[int | None, int | None]
+_CallNumbers = tuple[int | None, int | None]
 """On x86_64 and aarch64; None: not there."""
 
-ALLOWED: dict[str, Numbers] = {
+ALLOWED: dict[str, _CallNumbers] = {
     "futex": (202, 98),
     "read": (0, 63),
     "write": (1, 64),
@@ -68,9 +68,9 @@ ALLOWED: dict[str, Numbers] = {
 }
 """Whatever their arguments."""
 
-WITHOUT_EXEC: dict[str, Numbers] = {"mmap": (9, 222), "mprotect": (10, 226)}
+WITHOUT_EXEC: dict[str, _CallNumbers] = {"mmap": (9, 222), "mprotect": (10, 226)}
 """Allowed unless the memory is to be run."""
-READING: dict[str, Numbers] = {
+READING: dict[str, _CallNumbers] = {
     "stat": (4, None),
     "fstat": (5, 80),
     "lstat": (6, None),
@@ -90,7 +90,7 @@ READING: dict[str, Numbers] = {
 """Also allowed to a parser that still imports its own modules; and so are opening a file without writing, and memory
 that is run."""
 
-FATAL: dict[str, Numbers] = {
+FATAL: dict[str, _CallNumbers] = {
     "socket": (41, 198),
     "socketpair": (53, 199),
     "connect": (42, 203),
@@ -194,7 +194,7 @@ FATAL: dict[str, Numbers] = {
 }
 """The process ends with SIGSYS: whatever it said before, it tried this."""
 
-OPENING: dict[int, dict[str, Numbers]] = {1: {"open": (2, None)}, 2: {"openat": (257, 56)}}
+OPENING: dict[int, dict[str, _CallNumbers]] = {1: {"open": (2, None)}, 2: {"openat": (257, 56)}}
 """By the argument that holds the flags."""
 WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400
 """O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND: the same on both architectures."""
@@ -225,14 +225,14 @@ def _by_bits(number: int, argument: int, bits: int, verdicts: tuple[int, int]) -
     yield (_RETURN, 0, 0, verdicts[1])
 
 
-def _there(table: dict[str, Numbers], column: int) -> Iterator[int]:
+def _there(table: dict[str, _CallNumbers], column: int) -> Iterator[int]:
     return (number for numbers in table.values() if (number := numbers[column]) is not None)
 
 
 def filter_instructions(machine: str, reading: bool = False) -> list[Instruction]:
     """The filter for one architecture; `reading`: files may be read."""
     column, architecture = ARCHITECTURES[machine]
-    found: list[Instruction] = [
+    instructions: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, KILL),
@@ -242,13 +242,13 @@ def filter_instructions(machine: str, reading: bool = False) -> list[Instruction
     ]
     for argument, table in OPENING.items():
         for number in _there(table, column):
-            found += _by_bits(number, argument, WRITING, (KILL, ALLOW if reading else REFUSE))
+            instructions += _by_bits(number, argument, WRITING, (KILL, ALLOW if reading else REFUSE))
     for number in _there(WITHOUT_EXEC, column):
-        found += _by_bits(number, 2, PROT_EXEC, (ALLOW if reading else REFUSE, ALLOW))
+        instructions += _by_bits(number, 2, PROT_EXEC, (ALLOW if reading else REFUSE, ALLOW))
     for table, verdict in ((ALLOWED, ALLOW), (READING if reading else {}, ALLOW), (FATAL, KILL)):
         for number in _there(table, column):
-            found += _returns(number, verdict)
-    return [*found, (_RETURN, 0, 0, REFUSE)]
+            instructions += _returns(number, verdict)
+    return [*instructions, (_RETURN, 0, 0, REFUSE)]
 
 
 def filter_program(machine: str, reading: bool = False) -> bytes:

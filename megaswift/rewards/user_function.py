@@ -67,7 +67,7 @@ def import_user_file(path: Path, flag: str) -> Mapping[str, Any]:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    with user_code_error(lambda trace: ConfigError(Problem(flag, f"the file fails when it is imported\n{trace}"))):
+    with user_code_error(lambda trace: ConfigError(Problem(flag, f"importing the file failed\n{trace}"))):
         spec.loader.exec_module(module)
     return vars(module)
 
@@ -78,7 +78,7 @@ def user_function(text: str) -> UserFunction:
     file, _, name = text.rpartition(":")
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ConfigError(Problem(flag, f"there is no file {path}", path_hint(path)))
+        raise ConfigError(Problem(flag, f"no such file: {path}", path_hint(path)))
     names = import_user_file(path, flag)
     if name not in names:
         own = [n for n, thing in names.items() if callable(thing) and not n.startswith("_")]
@@ -109,7 +109,9 @@ def _described(name: str, function: Callable[..., Any], flag: str) -> UserFuncti
     if unnamed:
         raise ConfigError(
             Problem(
-                flag, f"{name} takes {', '.join(unnamed)} by position only; it is called with names", "leave out the /"
+                flag,
+                f"{name} takes {', '.join(unnamed)} as positional-only parameters; it is called with keywords",
+                "remove the /",
             )
         )
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -46,12 +46,12 @@ def checked_rewards(flag: str, returned: Any, judged: Sequence[RewardInput]) -> 
             Problem(
                 flag,
                 f"returned {_kind(returned)}, not a list of {len(judged)} numbers",
-                "return [float, ...], one for each completion",
+                "return [float, ...], one per completion",
             )
         )
     if len(values) != len(judged):
         raise RewardError(
-            Problem(flag, f"returned {len(values)} values for {len(judged)} samples", "one value for each completion")
+            Problem(flag, f"returned {len(values)} values for {len(judged)} samples", "one value per completion")
         )
     return [_checked(flag, value, judged[i], f"sample {i} of {len(judged)}") for i, value in enumerate(values)]
 
@@ -67,18 +67,18 @@ def _checked(flag: str, value: Any, sample: RewardInput, where: str) -> Value:
             f"returned {len(each)} numbers for the {sample.written} tokens of {where}, the completion {_shown(sample)}"
         )
         raise RewardError(
-            Problem(flag, rule, "one number, or one for each of completion_ids where completion_mask is 1")
+            Problem(flag, rule, "one number, or one per token of completion_ids where completion_mask is 1")
         )
     return tuple(_finite(flag, one, sample, f"token {t} of {where}") for t, one in enumerate(each))
 
 
 def _finite(flag: str, value: Any, sample: RewardInput, where: str) -> float:
-    found = as_float(value)
-    if found is None or not math.isfinite(found):
-        what = f"{value!r} ({type(value).__name__})" if found is None else str(found)
+    number = as_float(value)
+    if number is None or not math.isfinite(number):
+        what = f"{value!r} ({type(value).__name__})" if number is None else str(number)
         fix = "a finite number for every sample, or None for one that the function does not apply to"
         raise RewardError(Problem(flag, f"returned {what[:SHOWN]} for {where}, the completion {_shown(sample)}", fix))
-    return found
+    return number
 
 
 def _item(value: Any) -> Any:
@@ -113,7 +113,9 @@ def user_code_error(say: Callable[[str], UserError]) -> Iterator[None]:
 def failed_reward(flag: str, judged: Sequence[RewardInput]) -> Callable[[str], RewardError]:
     """The error of a function that raised: the function, the samples, and where in the user's code."""
     what = f"failed on samples 0 to {len(judged) - 1}, the first of them {_shown(judged[0])}"
-    return lambda trace: RewardError(Problem(flag, f"{what}\n{trace}", "call it on such samples by itself"))
+    return lambda trace: RewardError(
+        Problem(flag, f"{what}\n{trace}", "call the function on such samples outside of the run")
+    )
 
 
 def user_trace(error: BaseException) -> str:

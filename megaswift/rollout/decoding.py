@@ -1,7 +1,7 @@
-"""The loop that makes completions: one batch of prompts, read once each, then a token for every row and step.
+"""The decode loop of the transformers sampler: prefill of one batch of prompts, then one token per row and step.
 
-Prompts are padded on the left. Equal prompts are read once. Rows that are finished leave the batch as soon as an eighth
-of it is done. No state is shared between rows but the matrix products, so a row's tokens do not depend on the others.
+Prompts are padded on the left. Equal prompts are prefilled once. Finished rows are dropped from the batch once they are
+an eighth of it. Rows share nothing but the matrix products, so a row's tokens do not depend on the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megaswift.rollout.token_sampling import RowGenerators, choose_tokens
 
 
 class DecodingBatch:
-    """Rows that grow together, each a prompt with its seed."""
+    """The state of a batch: KV cache, masks, positions and generators of its rows, each a prompt with its seed."""
 
     def __init__(
         self, model: Any, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, seeds: Sequence[int]
@@ -33,20 +33,20 @@ class DecodingBatch:
         self.cache = row_cache(model.config, self.origin, self.width + min(sampling.max_tokens, STEP))
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=self.device)
         self.lengths = torch.tensor([len(p) for p in prompts], device=self.device)
-        """Of each row's prompt: also the position of its next token."""
-        room = self.width + sampling.max_tokens if len({len(p) for p in unique}) > 1 else 0
-        self.mask = torch.ones(len(prompts), room, dtype=torch.bool, device=self.device) if room else None
-        """[rows, columns]: False where a prompt is padded; None where none is."""
+        """[rows]: length of each row's prompt, also the position of its first completion token."""
+        columns = self.width + sampling.max_tokens if len({len(p) for p in unique}) > 1 else 0
+        self.mask = torch.ones(len(prompts), columns, dtype=torch.bool, device=self.device) if columns else None
+        """[rows, columns] bool: False at padding; None where all prompts have one length."""
         if self.mask is not None:
             self.mask[:, : self.width] = (
                 torch.arange(self.width, device=self.device) >= self.width - self.lengths[:, None]
             )
         self.seen: Tensor | None = None
-        """[rows, V]: tokens of prompt and completion, where they are penalised."""
+        """[rows, V] bool: tokens of prompt and completion, for the repetition penalty; None without one."""
         self.unique = list(unique)
 
     def read(self) -> Tensor:
-        """Reads the prompts; logits [rows, V] of the first token."""
+        """Prefills the prompts; returns logits [rows, V] of the first token."""
         ids = torch.tensor(
             [[0] * (self.width - len(p)) + list(p) for p in self.unique], device=self.device
         )  # [prompts, width]
@@ -64,7 +64,7 @@ class DecodingBatch:
             self.seen = seen.index_select(0, self.origin)
         return logits
 
-    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, **how: Any) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, **options: Any) -> Tensor:
         """Logits [b, V] of the last position."""
         out = self.model(
             input_ids=ids,
@@ -72,19 +72,19 @@ class DecodingBatch:
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
-            **how,
+            **options,
         )
         return out.logits[:, -1]
 
     def feed(self, tokens: Tensor, step: int) -> Tensor:
-        """Takes the tokens [rows] of a step; logits [rows, V] of the next."""
+        """Appends the tokens [rows] of a step; returns logits [rows, V] of the next."""
         if self.seen is not None:
             self.seen.scatter_(1, tokens[:, None], True)
         mask = None if self.mask is None else self.mask[:, : self.width + step + 1]
         return self._forward(tokens[:, None], mask, (self.lengths + step)[:, None])
 
     def keep(self, rows: Tensor) -> None:
-        """Goes on with these rows."""
+        """Drops all rows but these (indices, ascending)."""
         keep_rows(self.cache, rows)
         self.lengths = self.lengths[rows]
         self.mask = None if self.mask is None else self.mask[rows]
@@ -98,36 +98,36 @@ class DecodingBatch:
 def decode_batch(
     model: Any, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, seeds: Sequence[int]
 ) -> list[Completion]:
-    """The completions of one batch, in order."""
+    """The completions of one batch, in the order of `prompts`."""
     batch = DecodingBatch(model, prompts, sampling, seeds)
     steps, count = sampling.max_tokens, len(prompts)
     tokens: list[Tensor] = []
     logprobs: list[Tensor] = []
     rows: list[Tensor] = []
-    live = torch.arange(count, device=batch.device)  # of each row of the batch, its number
+    live = torch.arange(count, device=batch.device)  # prompt index of each row that is left
     ends = torch.full((count,), steps, device=batch.device)  # tokens of each completion
     finished = torch.zeros(count, dtype=torch.bool, device=batch.device)
     active = torch.ones(count, dtype=torch.bool, device=batch.device)  # rows of the batch that are not done
     logits = batch.read()
     for step in range(steps):
-        chosen, told = choose_tokens(
+        chosen, chosen_logprobs = choose_tokens(
             logits, sampling, None if batch.draws is None else batch.draws.at(step), batch.seen
         )
         tokens.append(chosen)
-        logprobs.append(told)
+        logprobs.append(chosen_logprobs)
         rows.append(live)
         if len(batch.stops):
             done = active & torch.isin(chosen, batch.stops)
             if bool(done.any()):
                 ends[live[done]], finished[live[done]] = step + 1, True
                 active = active & ~done
-                left = int(active.sum())
-                if not left:
+                remaining = int(active.sum())
+                if not remaining:
                     break
-                if 8 * left <= 7 * len(live):
-                    kept = active.nonzero()[:, 0]
-                    batch.keep(kept)
-                    chosen, live, active = chosen[kept], live[kept], active[kept]
+                if 8 * remaining <= 7 * len(live):
+                    unfinished = active.nonzero()[:, 0]
+                    batch.keep(unfinished)
+                    chosen, live, active = chosen[unfinished], live[unfinished], active[unfinished]
         if step + 1 < steps:
             logits = batch.feed(chosen, step)
     return _completions(tokens, logprobs, rows, (ends, finished))
@@ -136,10 +136,10 @@ def decode_batch(
 def _completions(
     tokens: Sequence[Tensor], logprobs: Sequence[Tensor], rows: Sequence[Tensor], ended: tuple[Tensor, Tensor]
 ) -> list[Completion]:
-    """From steps to rows; what came after a row's end is cut."""
+    """Regroups tokens and log-probabilities from steps to rows, without the tokens after a row's end."""
     ends, finished = (t.tolist() for t in ended)
     ids: list[list[int]] = [[] for _ in ends]
-    told: list[list[float]] = [[] for _ in ends]
+    values: list[list[float]] = [[] for _ in ends]
     for row, token, logprob in zip(
         torch.cat(list(rows)).tolist(),
         torch.cat(list(tokens)).tolist(),
@@ -148,9 +148,9 @@ def _completions(
     ):
         if len(ids[row]) < ends[row]:
             ids[row].append(token)
-            told[row].append(logprob)
-    if any(not abs(value) < float("inf") for row in told for value in row):
+            values[row].append(logprob)
+    if any(not abs(value) < float("inf") for row in values for value in row):
         raise UserError(
-            Problem("sampling", "the model's logits are not finite", "look at the step before: its loss and grad_norm")
+            Problem("sampling", "the model's logits are not finite", "check loss and grad_norm of the previous step")
         )
-    return [Completion(tuple(i), tuple(t), bool(f)) for i, t, f in zip(ids, told, finished, strict=True)]
+    return [Completion(tuple(i), tuple(t), bool(f)) for i, t, f in zip(ids, values, finished, strict=True)]

@@ -1,7 +1,7 @@
-"""What a trainer may ask of a sampler: completions with their log-probabilities, new weights, and its memory back.
+"""The Sampler protocol: completions with log-probabilities, weight sync, sleep and wake.
 
-Owns the protocol, the options of all backends, and finding a backend by name: the module
-`backends/<name>_sampler.py`, imported when it is chosen. Prompts, rewards and ranks are the trainer's.
+Owns the protocol, the options of all backends, and the lookup of a backend by name: the module
+`backends/<name>_sampler.py`, imported when selected. Prompts, rewards and ranks belong to the trainer.
 """
 
 from __future__ import annotations
@@ -20,111 +20,108 @@ from megaswift.errors import ConfigError, Problem, nearest_name
 from megaswift.rollout import backends as package
 
 SUFFIX = "_sampler"
-"""Of a backend's module."""
+"""Suffix of a backend's module name."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen, the same for all prompts of a call. Filters work in this order, as in transformers."""
+    """Sampling parameters of one call. Filters are applied in the order of the fields, as in transformers."""
 
     max_tokens: int
-    """Of a completion, the stop token included."""
+    """Maximum completion length, stop token included."""
     temperature: float = 1.0
-    """0: the likeliest token."""
+    """0: greedy."""
     top_k: int = 0
-    """0: all."""
+    """0: off."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    """On the tokens of prompt and completion, before the temperature."""
+    """Applied to the tokens of prompt and completion, before the temperature."""
     stop_token_ids: tuple[int, ...] = ()
 
     @property
     def scale(self) -> float:
-        """The temperature of the log-probabilities: greedy completions have those of the model itself."""
+        """The temperature at which log-probabilities are taken; 1 for greedy sampling."""
         return self.temperature or 1.0
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer."""
+    """A completion as token ids, with the sampler's log-probabilities."""
 
     token_ids: tuple[int, ...]
-    """The stop token included."""
+    """Stop token included."""
     logprobs: tuple[float, ...]
-    """Of each token: log-softmax of the model's logits / temperature in float32, before penalty, top-k, top-p and
+    """One per token: log-softmax of the model's logits / temperature in float32, before penalty, top-k, top-p and
     min-p."""
     finished: bool
-    """By a stop token, not by `max_tokens`."""
+    """Whether it ended with a stop token; False: cut at `max_tokens`."""
 
 
 @dataclass(frozen=True)
 class SamplerOptions:
-    """What backends are made of. Each takes what it knows."""
+    """Options of all backends; each backend reads the ones that apply to it."""
 
     dtype: str = "auto"
-    """Of the weights: a torch name, or `auto` for config.json's."""
+    """Weight dtype: a torch name, or `auto` for the one in config.json."""
     device: str = "cpu"
-    """Of a sampler in this process."""
+    """Device of a sampler in this process."""
     attn_impl: str = "auto"
-    """transformers' name of an attention."""
+    """transformers' `attn_implementation`."""
     trust_remote_code: bool = False
     batch_size: int = 64
-    """Most completions under way at a time."""
+    """Maximum concurrent completions."""
     max_length: int | None = None
-    """Most tokens of prompt and completion together; None: the model's own limit."""
+    """Maximum tokens of prompt plus completion; None: the model's own limit."""
     memory_share: float = 0.3
-    """Of the GPU's memory (without one: the host's), for the weights and caches of vLLM in this process."""
+    """Share of GPU memory (host memory without a GPU) for weights and KV cache of vLLM in this process."""
     tensor_parallel_size: int = 1
-    """Ranks that share one vLLM engine; each of them then asks for the same prompts."""
+    """Ranks that share one vLLM engine; all of them pass the same prompts."""
     base_urls: tuple[str, ...] = ()
-    """Servers; prompts are spread over them, weights go to each."""
+    """Server URLs; prompts are distributed over them, weights are synced to each."""
     timeout: float = 600.0
-    """Seconds for one request to a server."""
+    """Timeout of one request, in seconds."""
     wait: float = 0.0
-    """Seconds for servers to be there at the start."""
+    """Seconds to wait for servers at startup."""
     sync_folder: Path | None = None
-    """A folder that this process writes and the servers read, at the same path, for new weights."""
+    """Folder for weight sync, at the same path for this process and the servers."""
     lora_rank: int = 0
-    """Largest rank of the adapters that `update_adapter` will bring, onto the weights in the model's folder; 0: none
-    will come."""
+    """Maximum LoRA rank of the adapters passed to `update_adapter`; 0: weights are synced, not adapters."""
 
 
 class Sampler(Protocol):
-    """A model that answers prompts of tokens.
+    """Generates completions for prompts of token ids.
 
-    Its weights come by `update_weights`, all of them each time. Or, where `lora_rank` says so, it has those of the
-    model's folder, by itself and after every sleep, and only adapters come, by `update_adapter`: what does not change
-    is not sent.
+    Without `lora_rank`, `update_weights` brings all weights each time. With it, the sampler loads the base weights from
+    the model's folder itself, also after every sleep, and `update_adapter` brings only adapters.
     """
 
     shared: bool
-    """Whether the samplers of all processes are one, servers somewhere: then one process updates them, while none
-    generates."""
+    """Whether all processes use the same servers: one process then updates them while none generates."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
-        """A completion for each prompt, in order. Its tokens depend on prompt, weights, sampling and its own seed."""
+        """One completion per prompt, in order. It depends on the prompt, weights, sampling and its own seed only."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """All weights: (Hugging Face name, full tensor), taken one at a time. Wakes a sampler that sleeps."""
+        """Loads all weights: (Hugging Face name, full tensor), consumed one at a time. Wakes a sleeping sampler."""
 
     def update_adapter(self, folder: Path) -> None:
-        """The adapters in a PEFT folder on the weights that are there, in place of those before."""
+        """Loads the adapter in a PEFT folder in place of the previous one."""
 
     def sleep(self) -> None:
-        """Gives its memory back, weights and caches; an update has to come before the next completion."""
+        """Releases memory of weights and caches; an update must precede the next `generate`."""
 
     def wake(self) -> None:
-        """Takes memory for weights again; nothing where it is awake."""
+        """Allocates memory for weights again; does nothing where awake."""
 
     def close(self) -> None:
-        """The end."""
+        """Releases all resources; the sampler is not used afterwards."""
 
 
 def backends() -> list[str]:
-    """Names that `make_sampler` knows."""
+    """Names of the available backends."""
     return sorted(m.name.removesuffix(SUFFIX) for m in pkgutil.iter_modules(package.__path__))
 
 
@@ -133,19 +130,20 @@ def _module(name: str) -> ModuleType:
     if name not in known:
         raise ConfigError(
             Problem(
-                f"--rollout_backend {name}", f"is not known; known are {', '.join(known)}", nearest_name(name, known)
+                f"--rollout_backend {name}", f"is unknown; backends are {', '.join(known)}", nearest_name(name, known)
             )
         )
     return importlib.import_module(f"{package.__name__}.{name}{SUFFIX}")
 
 
 def missing_for_backend(name: str, options: SamplerOptions) -> list[Problem]:
-    """What this machine or these options lack for a backend. Quick: nothing is built, no server is asked."""
+    """Problems of a backend with these options on this machine. Cheap: builds nothing, contacts no server."""
     return _module(name).missing(options)
 
 
 def make_sampler(name: str, folder: Path, options: SamplerOptions) -> Sampler:
-    """The backend `name` for the model in `folder`; its weights there are read only where adapters alone will come."""
+    """The backend `name` for the model in `folder`, whose weights are read only with `lora_rank`; ConfigError with
+    everything that `missing` reports."""
     module = _module(name)
     problems = module.missing(options)
     if problems:

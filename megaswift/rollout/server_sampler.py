@@ -1,7 +1,7 @@
-"""What clients of sampling servers share: what is built, and how completions, weights and adapters pass.
+"""Base class of the samplers that use servers: startup checks, generation, weight and adapter sync.
 
-One process updates the servers, any number may generate. Servers have devices of their own, so `sleep` leaves them
-alone.
+One process updates the servers; any number of processes may generate. Servers have their own devices, so `sleep` does
+nothing.
 """
 
 from __future__ import annotations
@@ -19,81 +19,81 @@ from megaswift.rollout.server_client import Server, ServerError, Servers, loopba
 from megaswift.rollout.sync_folder import WeightFolder
 
 ADAPTER = "megaswift-policy"
-"""The name of a run's adapters at its servers; every process asks for it."""
+"""Name under which the servers hold a run's adapter."""
 
 
 class ServerSampler(ABC):
-    """Completions of one or more servers of a kind."""
+    """Sampler over one or more servers of one kind."""
 
     kind: ClassVar[str]
     port: ClassVar[int]
-    """Where one on this machine listens, unless told otherwise."""
+    """Default port of a server on this machine."""
     shared = True
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         self.folder, self.options = folder, options
         self.adapts = options.lora_rank > 0
         start = self.command()
-        made = [Server(url, options.timeout, self.kind, start) for url in loopback(options, self.port)]
-        self.servers = Servers(made, options.batch_size)
+        servers = [Server(url, options.timeout, self.kind, start) for url in loopback(options, self.port)]
+        self.servers = Servers(servers, options.batch_size)
         self.weights = None if options.sync_folder is None else WeightFolder(options.sync_folder, folder)
-        self.names = dict(zip(made, self.servers.each(self._fit), strict=True))
+        self.names = dict(zip(servers, self.servers.each(self._fit), strict=True))
 
     def _fit(self, server: Server) -> str:
-        """`fit`; ServerError for one whose answers have another shape."""
+        """`fit`; ServerError where a response does not have the expected structure."""
         try:
             return self.fit(server)
         except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
-            rule = f"does not describe itself as a {self.kind} server does ({first_line(error)})"
+            rule = f"its responses are not those of a {self.kind} server ({first_line(error)})"
             raise ServerError(Problem(server.base_url, rule, server.start)) from None
 
     @abstractmethod
     def command(self) -> str:
-        """What starts such a server, for messages."""
+        """The command that starts such a server, for messages."""
 
     @abstractmethod
     def fit(self, server: Server) -> str:
-        """The name of the model that a server has; errors for one that cannot be used."""
+        """Checks a server and returns the name of its model; ConfigError or ServerError for one that cannot be used."""
 
     @abstractmethod
     def settings(self, sampling: SamplingParams) -> dict[str, Any]:
-        """What all requests of a call have in common."""
+        """The sampling fields that all requests of a call share."""
 
     @abstractmethod
     def ask(self, server: Server, common: Mapping[str, Any], prompt: list[int], seed: int) -> Any:
-        """The answer to one prompt."""
+        """The server's response to one prompt."""
 
     @abstractmethod
     def completion(self, answer: Any, sampling: SamplingParams) -> Completion:
-        """What it means; ServerError for one that cannot be trained on."""
+        """The completion in a response; ServerError for one that cannot be used for training."""
 
     @abstractmethod
     def load(self, server: Server, folder: Path) -> None:
-        """Has a server take the weights in a folder, and forget what it remembers of prompts."""
+        """Loads the weights in `folder` into a server and resets its prefix cache."""
 
     @abstractmethod
     def load_adapter(self, server: Server, folder: Path) -> None:
-        """The same for adapters, in place of those before."""
+        """Loads the adapter in `folder` in place of the previous one and resets the prefix cache."""
 
     def check_adapters(self, server: Server, widest: int, load_format: object) -> None:
-        """ConfigError for a server that has no room for the run's adapters (`widest`: a rank, 0 for none), or nothing
-        to put them on."""
+        """ConfigError for a server whose maximum LoRA rank (`widest`; 0: LoRA is off) is too small, or which has dummy
+        base weights."""
         rank = self.options.lora_rank
         if widest < rank:
             rule = (
-                f"takes adapters up to rank {widest}, and those of the run have {rank}"
+                f"the maximum LoRA rank is {widest}; the run's adapters have rank {rank}"
                 if widest
-                else "takes no adapters"
+                else "LoRA is not enabled"
             )
             raise ConfigError(Problem(server.base_url, rule, server.start))
         if load_format == "dummy":
-            rule = "has made-up weights, and adapters belong to the model's own"
+            rule = "has dummy weights; adapters need the model's own weights"
             raise ConfigError(Problem(server.base_url, rule, f"{server.start}, without --load-format dummy"))
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
-        """One request a prompt, each with its seed."""
+        """One request per prompt, each with its seed."""
         assert len(prompts) == len(seeds)
         common = self.settings(sampling)
         return self.servers.complete(
@@ -102,23 +102,23 @@ class ServerSampler(ABC):
         )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Writes them as a folder, which every server loads."""
-        assert self.weights is not None, "missing() asks for sync_folder"
+        """Writes the weights to the sync folder, from which every server loads them."""
+        assert self.weights is not None, "missing() requires sync_folder"
         folder = self.weights.write(weights)
         self.servers.each(lambda server: self.load(server, folder.absolute()))
         self.weights.taken(folder)
 
     def update_adapter(self, folder: Path) -> None:
-        """Every server loads them."""
+        """Every server loads the adapter in `folder`."""
         self.servers.each(lambda server: self.load_adapter(server, folder.absolute()))
 
-    def sleep(self) -> None:  # noqa: B027 (there is nothing for the kinds to add)
-        """Nothing: the memory is not this machine's."""
+    def sleep(self) -> None:  # noqa: B027 (subclasses have nothing to add)
+        """Does nothing: the servers keep their memory."""
 
     def wake(self) -> None:  # noqa: B027
-        """Nothing."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Removes the files; servers go on."""
+        """Removes the sync folder's files; the servers keep running."""
         if self.weights is not None:
             self.weights.close()

@@ -1,4 +1,4 @@
-"""New weights and adapters as folders of files, below one that trainer and samplers both see."""
+"""Weight and adapter sync through folders, below a root that trainer and samplers both see."""
 
 from __future__ import annotations
 
@@ -17,50 +17,49 @@ from megaswift.errors import Problem, UserError, first_line
 
 SHARD_BYTES = 1 << 30
 CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
-"""What goes with the weights into a folder that a server reads, from the model's own."""
+"""Files of the model's folder that are copied beside the weights."""
 
 
 class SyncRounds:
-    """A folder of its own for each round, below `root`; the one before goes when the next is taken."""
+    """One folder below `root` per sync; the previous one is removed once the next has been loaded."""
 
     def __init__(self, root: Path, kind: str) -> None:
         self.root, self.kind = root, kind
         self.round = 0
         self.last: Path | None = None
-        self._made = False
-        """Whether `root` was not there before."""
+        self._created_root = False
+        """Whether this object created `root`."""
 
     def begin(self) -> Path:
-        """The folder of a new round, which is not there yet. Its name has this process's number: runs may share
-        `root`."""
+        """The path of the next folder, not created yet. Named with this process's id, as runs may share `root`."""
         self.round += 1
-        self._made |= not self.root.exists()
+        self._created_root |= not self.root.exists()
         return self.root / f"{self.kind}-{os.getpid()}-{self.round}"
 
     def taken(self, folder: Path) -> None:
-        """The samplers have read it: the round before is not needed any more."""
+        """All samplers have loaded `folder`: removes the previous one."""
         self.close()
         self.last = folder
 
     def close(self) -> None:
-        """Removes what is left, and `root` with it where it is this run's and nobody else has something there."""
+        """Removes the last folder, and `root` where this object created it and it is empty."""
         if self.last is not None:
             shutil.rmtree(self.last, ignore_errors=True)
             with suppress(OSError):
-                if self._made:
+                if self._created_root:
                     self.root.rmdir()
         self.last = None
 
 
 class WeightFolder(SyncRounds):
-    """Rounds of weights, each a Hugging Face folder."""
+    """Weight sync: each round is a Hugging Face model folder."""
 
     def __init__(self, root: Path, model: Path) -> None:
         super().__init__(root, "weights")
         self.model = model
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
-        """A new folder with these weights, written in shards as they come."""
+        """Writes the weights to a new folder, shard by shard as they arrive; UserError where it cannot be written."""
         folder = self.begin()
         try:
             folder.mkdir(parents=True)
@@ -75,13 +74,13 @@ class WeightFolder(SyncRounds):
                 Problem(
                     str(folder),
                     f"weights for the sampler cannot be written ({first_line(error)})",
-                    "a folder with room for the model",
+                    "a folder with free space for the model",
                 )
             ) from None
         return folder
 
     def _shards(self, folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-        where: dict[str, str] = {}
+        weight_map: dict[str, str] = {}
         shard: dict[str, Tensor] = {}
         size = total = number = 0
 
@@ -89,7 +88,7 @@ class WeightFolder(SyncRounds):
             name = f"model-{number:05d}.safetensors"
             with safetensors_to(folder / name):
                 save_file(shard, folder / name, metadata={"format": "pt"})
-            where.update(dict.fromkeys(shard, name))
+            weight_map.update(dict.fromkeys(shard, name))
             shard.clear()
 
         for name, tensor in weights:
@@ -99,5 +98,5 @@ class WeightFolder(SyncRounds):
             shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
             size, total = size + tensor.nbytes, total + tensor.nbytes
         close()
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")

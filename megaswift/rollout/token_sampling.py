@@ -1,8 +1,8 @@
-"""From logits to the next token of each row: penalty, temperature, top-k, top-p, min-p, and a draw by one uniform
-number a row.
+"""Samples the next token of each row from logits: repetition penalty, temperature, top-k, top-p, min-p, and inverse
+transform sampling with one uniform number per row.
 
-The sets that filters leave are those of transformers' warpers. The uniform number is an argument, so that no row
-depends on another.
+The filters keep the same tokens as transformers' warpers. The uniform number is an argument, so that rows are
+independent.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from torch import Tensor
 from megaswift.rollout.sampler import SamplingParams
 
 BLOCK = 128
-"""Uniform numbers that a row's generator gives at a time: always so many, so that the n-th is the same for every
+"""Uniform numbers drawn from a row's generator at a time: fixed, so that the n-th number does not depend on the
 length."""
 LARGEST = 1 - 2.0**-40
-"""Of the uniform numbers, so that their product with a sum stays below the sum."""
+"""Upper bound of the uniform numbers, so that their product with a sum stays below the sum."""
 PART, FEW = 128, 1024
-"""Columns whose sum is looked at first, so that running sums over a whole vocabulary are not needed; vocabularies that
-need no parts."""
+"""Columns per part: the part is drawn first, which avoids cumulative sums over the whole vocabulary. Vocabularies of up
+to FEW tokens are one part."""
 
 
 class RowGenerators:
-    """A generator for each row, and its numbers of the present block of steps. On the CPU, whatever the model is on."""
+    """A generator per row and its numbers for the current block of steps. Drawn on the CPU, whatever the model's
+    device."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -33,20 +34,20 @@ class RowGenerators:
         self.block = torch.empty(0)
 
     def at(self, step: int) -> Tensor:
-        """[rows] float64 in [0, 1), for the token of this step; steps are asked for one after the other."""
+        """[rows] float64 in [0, 1), for the token of this step; steps must be consecutive."""
         if step % BLOCK == 0:
             numbers = [torch.rand(BLOCK, generator=g, dtype=torch.float64) for g in self.generators]
             self.block = torch.stack(numbers, 1).clamp_(max=LARGEST).to(self.device)  # [BLOCK, rows]
         return self.block[step % BLOCK]
 
     def keep(self, rows: Tensor) -> None:
-        """Goes on with these rows only."""
+        """Drops all rows but these (indices, ascending)."""
         self.generators = [self.generators[i] for i in rows.tolist()]
         self.block = self.block[:, rows]
 
 
 def filter_logits(scores: Tensor, sampling: SamplingParams) -> Tensor:
-    """`scores` [b, V] with -inf for what top-k, then top-p, then min-p leave out."""
+    """`scores` [b, V] with -inf for tokens removed by top-k, then top-p, then min-p."""
     out = float("-inf")
     if 0 < sampling.top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[:, -1:], out)
@@ -56,8 +57,8 @@ def filter_logits(scores: Tensor, sampling: SamplingParams) -> Tensor:
         drop[:, -1] = False  # the likeliest stays
         scores = scores.masked_fill(torch.zeros_like(drop).scatter_(1, order, drop), out)
     if sampling.min_p > 0:
-        chances = scores.softmax(-1)
-        drop = chances < sampling.min_p * chances.amax(-1, keepdim=True)
+        probs = scores.softmax(-1)
+        drop = probs < sampling.min_p * probs.amax(-1, keepdim=True)
         scores = scores.masked_fill(drop, out)
     return scores
 
@@ -75,8 +76,8 @@ def part_sums(weights: Tensor) -> Tensor:
 def _passed(weights: Tensor, uniform: Tensor) -> Tensor:
     """[b, 1]: the column at which the running sum of `weights` [b, n] passes the share `uniform` [b] of their sum."""
     sums = weights.cumsum(-1, dtype=torch.float64)
-    found = torch.searchsorted(sums, (uniform * sums[:, -1])[:, None], right=True)
-    return found.clamp_(max=weights.shape[-1] - 1)  # only where weights are not finite
+    columns = torch.searchsorted(sums, (uniform * sums[:, -1])[:, None], right=True)
+    return columns.clamp_(max=weights.shape[-1] - 1)  # only where weights are not finite
 
 
 def draw_tokens(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
@@ -98,20 +99,20 @@ def choose_tokens(
     """(tokens [b], their log-probabilities [b]) from logits [b, V]. `seen` [b, V]: tokens that are penalised."""
     logits = logits.float()
     scores = logits if sampling.scale == 1 else logits / sampling.scale
-    wanted = scores
+    penalised = scores
     if seen is not None:
         penalty = sampling.repetition_penalty
-        wanted = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+        penalised = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top).exp_()
     sums = part_sums(weights)
     total = sums.sum(-1)
     if uniform is None:
-        tokens = wanted.argmax(-1)
+        tokens = penalised.argmax(-1)
     else:
-        wanted = filter_logits(wanted, sampling)
-        if wanted is not scores:
-            weights = wanted.softmax(-1)
+        filtered = filter_logits(penalised, sampling)
+        if filtered is not scores:
+            weights = filtered.softmax(-1)
             sums = part_sums(weights)
         tokens = draw_tokens(weights, sums, uniform)
     return tokens, ((scores.gather(1, tokens[:, None]) - top)[:, 0] - total.log()).float()

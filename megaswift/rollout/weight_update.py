@@ -1,10 +1,8 @@
-"""New weights for a transformers model, tensor by tensor: names of its files to parameters, filled in place. Adapters
-too.
+"""In-place weight sync into a transformers model, tensor by tensor: checkpoint names to parameters. Adapters too.
 
-Names and conversions (stacked experts, fused projections) are transformers' own, cut into pieces by the engine for such
-models. Tensors that become one parameter together are kept until all of them are there; others are copied at once.
-Adapters stand beside the weights, in PEFT's layers, and are never added to them: weights stay as they were read,
-however often adapters change.
+Names and conversions (stacked experts, fused projections) are transformers' own, grouped by
+`engine/torch/conversions.py`. Tensors that form one parameter together are buffered until all have arrived; others are
+copied at once. Adapters are separate PEFT layers and never merged, so the base weights do not change with them.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ NAME = "policy"
 
 
 class _Names:
-    """A source of weights of which names are known and nothing else."""
+    """A WeightSource with names only."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
 
     def names(self) -> list[str]:
-        """As `WeightSource` has it."""
+        """The checkpoint's tensor names."""
         return list(self._names)
 
 
@@ -46,17 +44,17 @@ def _problem(rule: str, names: Sequence[str], fix: str = "") -> WeightsError:
 
 
 class WeightUpdate:
-    """Where each tensor of the model's files goes. Made once for a model; `fill` for each round of weights."""
+    """Maps checkpoint tensors to parameters. Built once per model; `fill` loads one round of weights."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in self._targets().items()}
         names = list(disk_names(model, shapes))
-        found = conversion_groups(model, cast(Any, _Names(names)))
+        groups = conversion_groups(model, cast(Any, _Names(names)))
         self.first = first_names(model)
-        self.of_name: dict[str, ConversionGroup] = {name: piece for piece in found for _, name in piece.stored}
+        self.of_name: dict[str, ConversionGroup] = {name: group for group in groups for _, name in group.stored}
         tied = {name: first for name, first in self.first.items() if name != first}
-        """A tied parameter's other names, by which a file may also hold it."""
+        """Other names of tied parameters, which a file may use too."""
         self.of_name |= {
             name: ConversionGroup(((name, name),), first) for name, first in tied.items() if name not in self.of_name
         }
@@ -68,15 +66,14 @@ class WeightUpdate:
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies each tensor into the model; WeightsError for names that it does not have, and for those that did not
-        come."""
+        """Copies each tensor into the model; WeightsError for unknown, missing and mismatching tensors."""
         targets, waiting = self._targets(), dict[str, dict[str, Tensor]]()
         filled: set[str] = set()
         for name, tensor in weights:
             piece = self.of_name.get(name)
             if piece is None:
                 raise _problem(
-                    "the model has no", [name], "the folder of the model that is trained, for the sampler too"
+                    "have tensors that the model lacks:", [name], "the trained model's own folder for the sampler"
                 )
             if len(piece.stored) == 1 and piece.conversion is None:
                 self._copy(targets, filled, piece.target, tensor)
@@ -84,53 +81,51 @@ class WeightUpdate:
             ready = waiting.setdefault(piece.target, {})
             ready[name] = tensor
             if len(ready) == len(piece.stored):
-                for target, made in piece.convert(self.model, waiting.pop(piece.target)).items():
-                    self._copy(targets, filled, target, made)
+                for target, value in piece.convert(self.model, waiting.pop(piece.target)).items():
+                    self._copy(targets, filled, target, value)
                 filled.add(piece.target)
-        lacking = [
+        missing = [
             name
             for name, piece in self.of_name.items()
             if piece.target not in filled and self.first.get(name, name) == name
         ]
-        if lacking:
-            raise _problem(f"lack {len(lacking)} of {len(self.of_name)} tensors:", sorted(lacking))
+        if missing:
+            raise _problem(f"lack {len(missing)} of {len(self.of_name)} tensors:", sorted(missing))
 
     def _copy(self, targets: dict[str, Tensor], filled: set[str], name: str, tensor: Tensor) -> None:
         target = targets[name]
         if target.shape != tensor.shape:
-            raise _problem(
-                f"have another shape than the model ({list(tensor.shape)}, not {list(target.shape)}):", [name]
-            )
+            raise _problem(f"have shape {list(tensor.shape)}, the model has {list(target.shape)}:", [name])
         if name in filled and not torch.equal(target, tensor.to(target)):
-            raise _problem("bring two values for a parameter that the model ties:", [name])
+            raise _problem("have two different values for a tied parameter:", [name])
         target.copy_(tensor)
         filled.add(name)
 
 
 class AdapterUpdate:
-    """Where each tensor of a PEFT folder of LoRA goes."""
+    """Maps the tensors of a PEFT LoRA folder to the model's adapter parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.own: dict[str, nn.Parameter] = {}
-        """By the folder's names; empty until the first folder has told which modules carry adapters."""
+        """Adapter parameters by their names in the folder; empty until the first folder, which defines the modules."""
 
     @torch.no_grad()
     def fill(self, folder: Path) -> None:
-        """The adapters in `folder` in place of those before; WeightsError where they are not exactly the model's."""
+        """Loads the adapter in `folder`; WeightsError where its tensors are not exactly those of the model's
+        adapters."""
         if not self.own:
             self._add(folder)
         tensors = load_file(folder / TENSORS)
         if other := sorted(tensors.keys() ^ self.own.keys()):
             raise _problem(
-                f"{'lack' if other[0] in self.own else 'bring too much:'} adapters", other, "--rollout_lora false"
+                f"{'lack' if other[0] in self.own else 'have additional'} adapters:", other, "--rollout_lora false"
             )
         for name, tensor in tensors.items():
             self.own[name].copy_(tensor)
 
     def _add(self, folder: Path) -> None:
-        """PEFT's layers around the modules that the folder's configuration names, in the dtype and place of their
-        weights."""
+        """Injects PEFT layers into the modules that the folder's configuration names, in their dtype and device."""
         from peft import LoraConfig, inject_adapter_in_model
 
         with torch.random.fork_rng():  # PEFT draws what `fill` overwrites

@@ -1,8 +1,8 @@
-"""The HTTP application of `megaswift deploy`: OpenAI's chat, completions and models, over one waiting line before one
+"""The HTTP application of `megaswift deploy`: OpenAI's chat, completions and models, over one request queue before one
 model.
 
-Owns routes and what errors look like. Access and the size of requests are checked before, by `middleware`; fields are
-checked by `openai_requests`, answers written by `openai_answers`. The event loop does none of it: parsing, tokenising,
+Owns routes and what errors look like. Access and the size of requests are checked before, by `auth`; fields are checked
+by `openai_requests`, responses built by `openai_responses`. The event loop does none of it: parsing, tokenising,
 opening images and writing answers happen in two threads, so that /health answers at once.
 """
 
@@ -52,7 +52,7 @@ Result = TypeVar("Result")
 
 
 class RequestRefused(Exception):
-    """A request that gets an error for an answer."""
+    """A request that is answered with an error."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class RequestRefused(Exception):
 
 @dataclass
 class ServerState:
-    """What the routes know."""
+    """State shared by the routes."""
 
     name: str
     prompts: ChatInputs
@@ -83,7 +83,7 @@ class ServerState:
         """What a body asks for; Full where too many wait for that."""
         self.line.admit(1)
         if self.unread >= MOST_UNREAD:
-            raise QueueFull(f"{self.unread} requests are being read")
+            raise QueueFull(f"{self.unread} requests are waiting to be parsed")
         self.unread += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self.reading, make, self, body)
@@ -102,7 +102,7 @@ class ServerState:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request that was understood."""
+    """A parsed and tokenised request."""
 
     request: ChatRequest | CompletionRequest
     prompts: Sequence[ChatInput]
@@ -112,7 +112,7 @@ class ParsedRequest:
 
 
 def build_app(served: ServerState) -> FastAPI:
-    """The application; `middleware.AccessMiddleware` wraps it."""
+    """The application; `auth.AuthMiddleware` wraps it."""
     app = FastAPI(title="megaswift", docs_url=None, redoc_url=None, openapi_url=None)
     _errors(app)
 
@@ -143,28 +143,31 @@ def build_app(served: ServerState) -> FastAPI:
 
 
 def _chat(served: ServerState, body: bytes) -> ParsedRequest:
-    asked = parse_request(ChatRequest, body)
-    _same_model(served, asked.model)
-    if asked.top_logprobs is not None and not asked.logprobs:
-        raise RequestRefused(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    prompt = _prompt(served, served.prompts.of_chat, asked.messages, "messages")
+    parsed = parse_request(ChatRequest, body)
+    _same_model(served, parsed.model)
+    if parsed.top_logprobs is not None and not parsed.logprobs:
+        raise RequestRefused(400, "top_logprobs requires logprobs: true", "top_logprobs")
+    prompt = _prompt(served, served.prompts.of_chat, parsed.messages, "messages")
     return ParsedRequest(
-        asked, [prompt], asked.told(), ChatResponses(served.name, served.tokenizer, bool(asked.logprobs))
+        parsed, [prompt], parsed.told(), ChatResponses(served.name, served.tokenizer, bool(parsed.logprobs))
     )
 
 
 def _text(served: ServerState, body: bytes) -> ParsedRequest:
-    asked = parse_request(CompletionRequest, body)
-    _same_model(served, asked.model)
-    prompts = [_prompt(served, served.prompts.of_any, p, "prompt") for p in asked.prompts()]
+    parsed = parse_request(CompletionRequest, body)
+    _same_model(served, parsed.model)
+    prompts = [_prompt(served, served.prompts.of_any, p, "prompt") for p in parsed.prompts()]
     return ParsedRequest(
-        asked, prompts, asked.logprobs, CompletionResponses(served.name, served.tokenizer, asked.logprobs is not None)
+        parsed,
+        prompts,
+        parsed.logprobs,
+        CompletionResponses(served.name, served.tokenizer, parsed.logprobs is not None),
     )
 
 
 def _same_model(served: ServerState, name: str) -> None:
     if name not in (served.name, *served.also):
-        what = f"the model {shorten(name)!r} is not served here; {served.name!r} is"
+        what = f"the model {shorten(name)!r} does not exist; this server has {served.name!r}"
         raise RequestRefused(404, what, "model", "model_not_found")
 
 
@@ -172,8 +175,8 @@ def _prompt(served: ServerState, make: Callable[[Any], ChatInput], what: Any, pa
     context, count = served.prompts.context, _characters(what)
     most = MOST_CHARACTERS if context is None else context * CHARACTERS_A_TOKEN
     if count > most:
-        why = "" if context is None else f": the model takes {context} tokens"
-        raise RequestRefused(400, f"the prompt has {count} characters, at most {most} are read{why}", param)
+        why = "" if context is None else f" (context length {context} tokens)"
+        raise RequestRefused(400, f"the prompt has {count} characters; the limit is {most}{why}", param)
     try:
         return make(what)
     except ChatInputError as error:
@@ -190,15 +193,15 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
-async def _answer(served: ServerState, request: Request, asked: ParsedRequest) -> Any:
+async def _answer(served: ServerState, request: Request, parsed: ParsedRequest) -> Any:
     """Waits for the answers of a request, or streams them."""
-    wish, prompts, form = asked.request, asked.prompts, asked.form
+    wish, prompts, form = parsed.request, parsed.prompts, parsed.form
     try:
         sampling = wish.sampling(served.defaults, served.own)
     except UserError as error:
         raise RequestRefused(400, "; ".join(p.rule for p in error.problems), "temperature") from None
     most, stop = wish.wanted(served.defaults.max_new_tokens), (*served.defaults.stop, *wish.stops())
-    wanted = [served.prompts.request(p, most, stop, asked.told) for p in prompts for _ in range(wish.n or 1)]
+    wanted = [served.prompts.request(p, most, stop, parsed.told) for p in prompts for _ in range(wish.n or 1)]
     read = sum(len(p.ids) for p in prompts)
     ticket = QueuedRequest(wanted, sampling)
     if wish.stream:
@@ -222,14 +225,14 @@ Piece = tuple[int, str, Sequence[TokenLogprob]]
 
 
 def _pieces(ticket: QueuedRequest) -> asyncio.Queue[Piece | None]:
-    """What the generating thread says, for this thread's loop; None when all is said."""
+    """A queue of the pieces that the generating thread emits, for this thread's event loop; None at the end."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[Piece | None]()
 
-    def hears(index: int) -> Any:
+    def listener_of(index: int) -> Any:
         return lambda text, told: loop.call_soon_threadsafe(queue.put_nowait, (index, text, tuple(told)))
 
     for index, wanted in enumerate(ticket.requests):
-        wanted.listener = hears(index)
+        wanted.listener = listener_of(index)
     ticket.done.add_done_callback(lambda _: loop.call_soon_threadsafe(queue.put_nowait, None))
     return queue
 
@@ -241,7 +244,7 @@ async def _stream(
     form: ChatResponses,
     read: int | None,
 ) -> AsyncIterator[str]:
-    """Server-sent events; a client that leaves ends its answers."""
+    """Server-sent events; a disconnected client cancels its answers."""
     lengths = [0] * len(ticket.requests)
     try:
         for index in range(len(lengths)):

@@ -39,7 +39,7 @@ Receive = Callable[[], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class AccessRules:
-    """Who may send which requests."""
+    """Access rules and size limits."""
 
     token: str | None
     """None: requests need no token, but must name this machine as the host."""
@@ -60,7 +60,7 @@ class _Refused(Exception):
 
 
 class _Left(Exception):
-    """The client closed the connection before its request was complete."""
+    """The client disconnected before its request was complete."""
 
 
 class AuthMiddleware:
@@ -109,13 +109,13 @@ class AuthMiddleware:
     def _may(self, scope: Any, headers: dict[bytes, bytes]) -> None:
         if self.rules.token is not None:
             if scope["path"] != HEALTH and not self._knows(headers):
-                raise _Refused(401, "a token is needed: Authorization: Bearer ...", "invalid_api_key")
+                raise _Refused(401, "a token is required: Authorization: Bearer ...", "invalid_api_key")
             return
         name = _host_name(headers.get(b"host", b"").decode("latin-1"))
         if not is_loopback(name) and name != self.rules.host.strip("[]").lower():
             raise _Refused(
                 403,
-                "this server has no token and answers requests to this machine only: the Host header must be localhost "
+                "this server has no token and accepts local requests only: the Host header must be localhost "
                 "or 127.0.0.1; start it with MEGASWIFT_API_KEY to use another name",
                 "host_not_allowed",
             )
@@ -151,7 +151,7 @@ class AuthMiddleware:
 
 
 async def _drained(receive: Receive, method: str) -> None:
-    """Takes some of a body that is refused and drops it: many clients read no answer while they send."""
+    """Reads and discards part of a refused body: many clients do not read a response while they send."""
     left = DRAINED_BYTES if method == "POST" else 0
     with suppress(TimeoutError):
         async with asyncio.timeout(DRAINED_SECONDS):
@@ -177,7 +177,7 @@ def _host_name(host: str) -> str:
 
 
 def _line(scope: Any, status: int, seconds: float) -> str:
-    """What the log says of a request. No query, no header and no body: they may hold secrets."""
+    """The log line of a request. Without query, headers and body, which may contain secrets."""
     client = scope.get("client") or ("?", 0)
     path = ascii(scope["path"])[1:-1]
     path = path if len(path) <= SHOWN_PATH else path[:SHOWN_PATH] + "..."

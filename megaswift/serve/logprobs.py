@@ -17,7 +17,7 @@ def _entry(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8"))}
 
 
-def logprob_json(found: TokenLogprob, tokenizer: Any) -> dict[str, Any]:
+def logprob_json(entry: TokenLogprob, tokenizer: Any) -> dict[str, Any]:
     """An entry of `logprobs.content`."""
-    top = [_entry(tokenizer, token, value) for token, value in found.top]
-    return {**_entry(tokenizer, found.token, found.logprob), "top_logprobs": top}
+    top = [_entry(tokenizer, token, value) for token, value in entry.top]
+    return {**_entry(tokenizer, entry.token, entry.logprob), "top_logprobs": top}

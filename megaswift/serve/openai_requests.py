@@ -1,7 +1,7 @@
-"""What clients may ask in OpenAI's chat and completions APIs, checked. What would change the answer and is not
-supported is refused.
+"""Request schemas of OpenAI's chat and completions APIs. Fields that would change the answer and are not supported are
+refused.
 
-Owns the fields and their ranges. Unknown fields are refused too: a client that misspells one should hear of it.
+Owns the fields and their ranges. Unknown fields are refused too, so that a misspelt field is not ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_MESSAGES = 2048
 """Of one conversation."""
 MOST_NUMBER = 2**31 - 1
 SHOWN_ERRORS, SHOWN_CHARACTERS = 4, 200
-"""Most mistakes that an answer names, and the length of what it repeats of a request."""
+"""Maximum number of mistakes in an error response, and length of a quoted part of the request."""
 OFF: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -43,7 +43,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "audio": (),
 }
-"""Fields that are taken only where they ask for nothing."""
+"""Unsupported fields and the values with which they have no effect."""
 
 
 def image_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -53,7 +53,7 @@ def image_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class InvalidRequest(Exception):
-    """A body that is no request; `param` is the field."""
+    """A body that is not a valid request; `param` is the field."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class InvalidRequest(Exception):
 
 
 def shorten(text: str) -> str:
-    """What an answer repeats of a request."""
+    """`text`, truncated for an error response."""
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
 
 
@@ -74,7 +74,7 @@ class StreamField(BaseModel):
 
 
 class RequestFields(BaseModel):
-    """What both APIs have."""
+    """Fields of both APIs."""
 
     model_config = ConfigDict(extra="forbid")
     model: str
@@ -112,9 +112,9 @@ class RequestFields(BaseModel):
     def _stops(cls, value: Any) -> Any:
         texts = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(texts, list) or len(texts) > MOST_STOPS:
-            raise ValueError(f"takes a text, or a list of up to {MOST_STOPS}")
+            raise ValueError(f"must be a string or a list of at most {MOST_STOPS} strings")
         if not all(isinstance(text, str) and 0 < len(text) <= MOST_STOP_CHARACTERS for text in texts):
-            raise ValueError(f"takes texts of 1 to {MOST_STOP_CHARACTERS} characters")
+            raise ValueError(f"must have strings of 1 to {MOST_STOP_CHARACTERS} characters")
         return value
 
     @field_validator("temperature")
@@ -163,32 +163,32 @@ class ChatRequest(RequestFields):
     @classmethod
     def _messages(cls, value: Any) -> list[dict[str, Any]]:
         if not isinstance(value, list) or not 0 < len(value) <= MOST_MESSAGES:
-            raise ValueError(f"takes a list of 1 to {MOST_MESSAGES} messages")
+            raise ValueError(f"must be a list of 1 to {MOST_MESSAGES} messages")
         for i, message in enumerate(value):
             if not isinstance(message, dict):
-                raise ValueError(f'[{i}] is no message: {{"role": ..., "content": ...}}')
+                raise ValueError(f'[{i}] is not a message: {{"role": ..., "content": ...}}')
             if not isinstance(message.get("role"), str):
                 raise ValueError(f"[{i}] has no role")
             if message["role"] not in ROLES:
-                raise ValueError(f"[{i}] has the role {message['role'][:40]!r}; known are {', '.join(ROLES)}")
+                raise ValueError(f"[{i}] has the role {message['role'][:40]!r}; roles are {', '.join(ROLES)}")
             if not isinstance(message.get("content"), str | list):
                 raise ValueError(f"[{i}] has no content")
         images = [part for message in value for part in image_parts(message)]
         if len(images) > MOST_IMAGES:
-            raise ValueError(f"hold {len(images)} images, and {MOST_IMAGES} are read")
+            raise ValueError(f"have {len(images)} images; the limit is {MOST_IMAGES}")
         if any(
             isinstance(u := part.get("image_url"), dict) and u.get("detail") not in (None, "auto", "high")
             for part in images
         ):
-            raise ValueError("ask for another detail of an image than high, which is not supported by this server")
+            raise ValueError("request an image detail other than high, which is not supported by this server")
         return value
 
     def wanted(self, default: int) -> int:
-        """Most tokens of an answer."""
+        """Maximum tokens of an answer."""
         return self.max_completion_tokens or self.max_tokens or default
 
     def told(self) -> int | None:
-        """How many likeliest tokens to tell; None: no log-probabilities."""
+        """Number of top log-probabilities per token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -207,9 +207,9 @@ class CompletionRequest(RequestFields):
         if isinstance(value, str) or (isinstance(value, list) and value and _tokens(value)):
             return value
         if isinstance(value, list) and len(value) > MOST_ANSWERS:
-            raise ValueError(f"holds {len(value)} prompts, and a request may have {MOST_ANSWERS}")
+            raise ValueError(f"has {len(value)} prompts; the limit is {MOST_ANSWERS}")
         if not isinstance(value, list) or not value or not all(isinstance(p, str) or _tokens(p) for p in value):
-            raise ValueError("takes a text, a list of tokens, or a list of texts or of lists of tokens")
+            raise ValueError("must be a string, a list of token ids, or a list of strings or of lists of token ids")
         return value
 
     def prompts(self) -> list[str | list[int]]:
@@ -217,7 +217,7 @@ class CompletionRequest(RequestFields):
         return [self.prompt] if isinstance(self.prompt, str) or _tokens(self.prompt) else self.prompt
 
     def wanted(self, default: int) -> int:
-        """Most tokens of an answer."""
+        """Maximum tokens of an answer."""
         return self.max_tokens or default
 
 
@@ -229,8 +229,7 @@ Kind = TypeVar("Kind", bound=RequestFields)
 
 
 def parse_request(kind: type[Kind], body: bytes) -> Kind:
-    """The request in a body; Unreadable says what is wrong. Takes time, and holds Python's lock meanwhile: about 15 ms
-    a megabyte."""
+    """Parses a body; InvalidRequest names what is wrong. Holds the GIL for about 15 ms per megabyte."""
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:

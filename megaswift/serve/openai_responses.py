@@ -50,8 +50,10 @@ class ChatResponses:
     def _body(self, kind: str, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
-    def _told(self, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        return {"content": [logprob_json(t, self.tokenizer) for t in found], "refusal": None} if self.logprobs else None
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return (
+            {"content": [logprob_json(t, self.tokenizer) for t in entries], "refusal": None} if self.logprobs else None
+        )
 
     def whole(self, answers: Sequence[Answer], counts: dict[str, int]) -> dict[str, Any]:
         """The answer in one."""
@@ -59,25 +61,25 @@ class ChatResponses:
             {
                 "index": i,
                 "message": {"role": "assistant", "content": a.text, "refusal": None},
-                "logprobs": self._told(a.logprobs),
+                "logprobs": self._logprobs(a.logprobs),
                 "finish_reason": finish_reason(a),
             }
             for i, a in enumerate(answers)
         ]
         return self._body("chat.completion", choices, {"usage": counts})
 
-    def _chunk(self, index: int, delta: dict[str, Any], told: Any, end: str | None) -> dict[str, Any]:
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, end: str | None) -> dict[str, Any]:
         return self._body(
-            "chat.completion.chunk", [{"index": index, "delta": delta, "logprobs": told, "finish_reason": end}], {}
+            "chat.completion.chunk", [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": end}], {}
         )
 
     def first(self, index: int) -> list[dict[str, Any]]:
         """Before any text of a choice."""
         return [self._chunk(index, {"role": "assistant", "content": ""}, None, None)]
 
-    def piece(self, index: int, text: str, found: Sequence[TokenLogprob], before: int) -> dict[str, Any]:
+    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob], before: int) -> dict[str, Any]:
         """Some more text; `before`: characters before it."""
-        return self._chunk(index, {"content": text}, self._told(found), None)
+        return self._chunk(index, {"content": text}, self._logprobs(entries), None)
 
     def last(self, index: int, answer: Answer) -> dict[str, Any]:
         """Why a choice ended."""
@@ -94,21 +96,21 @@ class CompletionResponses(ChatResponses):
 
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
 
-    def _tokens(self, found: Sequence[TokenLogprob], before: int) -> dict[str, Any] | None:
+    def _tokens(self, entries: Sequence[TokenLogprob], before: int) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
-        texts = [token_text(self.tokenizer, t.token) for t in found]
+        texts = [token_text(self.tokenizer, t.token) for t in entries]
         offsets = [*accumulate(map(len, texts[:-1]), initial=before)] if texts else []
-        top = [{token_text(self.tokenizer, token): value for token, value in t.top} or None for t in found]
+        top = [{token_text(self.tokenizer, token): value for token, value in t.top} or None for t in entries]
         return {
             "tokens": texts,
-            "token_logprobs": [t.logprob for t in found],
+            "token_logprobs": [t.logprob for t in entries],
             "top_logprobs": top,
             "text_offset": offsets,
         }
 
-    def _choice(self, index: int, text: str, told: Any, end: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": told, "finish_reason": end}
+    def _choice(self, index: int, text: str, logprobs: Any, end: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": end}
 
     def whole(self, answers: Sequence[Answer], counts: dict[str, int]) -> dict[str, Any]:
         """The answer in one."""
@@ -121,9 +123,9 @@ class CompletionResponses(ChatResponses):
         """Nothing comes before the text."""
         return []
 
-    def piece(self, index: int, text: str, found: Sequence[TokenLogprob], before: int) -> dict[str, Any]:
+    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob], before: int) -> dict[str, Any]:
         """Some more text."""
-        return self._body("text_completion", [self._choice(index, text, self._tokens(found, before), None)], {})
+        return self._body("text_completion", [self._choice(index, text, self._tokens(entries, before), None)], {})
 
     def last(self, index: int, answer: Answer) -> dict[str, Any]:
         """Why a choice ended."""

@@ -1,8 +1,7 @@
-"""`--dataset`: every row of a file answered, in batches of similar length; results in the file's order, and nothing
-lost when it stops.
+"""`--dataset`: answers every row of a file in batches of similar length; results are in the file's order.
 
-Answers are appended to RESULT.partial as soon as their batch is done. When all are there they are written to RESULT in
-order, and the partial file goes. A run that finds a partial file of the same run goes on after it.
+Answers are appended to RESULT.partial after each batch. At the end they are written to RESULT in order and the partial
+file is removed. A run that finds the partial file of an equal run resumes it.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ SEED = 42
 
 @dataclass(frozen=True)
 class AnswerJournal:
-    """The partial file: a line that says whose it is, then an answer a line with the number of its row."""
+    """The partial file: a first line with the run's settings, then one answer per line with its row number."""
 
     path: Path
     run: Mapping[str, Any]
-    """What must be equal for a run to go on."""
+    """Settings that must be equal to resume."""
 
     def read(self) -> dict[int, dict[str, Any]]:
         """Answers by row; a last line that was cut off is dropped. ConfigError where another run left the file."""
@@ -48,15 +47,19 @@ class AnswerJournal:
             found = {int(line["row"]): line["answer"] for line in lines[1:]}
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
-                Problem(str(self.path), "is no file of an interrupted run", "remove it, or another --result_path")
+                Problem(
+                    str(self.path),
+                    "is not the partial file of an interrupted run",
+                    "remove it, or another --result_path",
+                )
             ) from None
         other = sorted(k for k in {*owner, *self.run} if owner.get(k) != self.run.get(k))
         if other:
             raise ConfigError(
                 Problem(
                     str(self.path),
-                    f"was begun by a run with another {', '.join(other)}",
-                    "the same options to go on, or remove it to start anew",
+                    f"belongs to a run with different {', '.join(other)}",
+                    "the same options to resume, or remove the file to start over",
                 )
             )
         if len(whole) < len(raw):
@@ -106,23 +109,23 @@ class PromptFileRun:
 
     cfg: InferConfig
     rows: Sequence[PromptFileRow]
-    kept: AnswerJournal
+    journal: AnswerJournal
     sampling: GenerationParams
     prompts: ChatInputs
 
     def run(self, make: Callable[[], Generator]) -> Path:
         """Answers all rows that have none yet; the result file. `make` loads the model, if a row is left."""
-        done = self.kept.read()
+        done = self.journal.read()
         left = [
             b
             for b in length_batches(self.rows, self.cfg.file.per_device_eval_batch_size)
             if any(i not in done for i in b)
         ]
         if done:
-            log.info(f"{len(done)} of {len(self.rows)} rows are answered in {self.kept.path}; going on")
+            log.info(f"{len(done)} of {len(self.rows)} rows are already answered in {self.journal.path}; resuming")
         if left:
             generator, began, before = make(), time.monotonic(), len(done)
-            with self.kept.open() as file:
+            with self.journal.open() as file:
                 for batch in left:
                     self._append(file, batch, self._answers(generator, batch), done)
                     log.info(
@@ -133,15 +136,17 @@ class PromptFileRun:
 
     def _answers(self, generator: Generator, batch: Sequence[int]) -> list[dict[str, Any]]:
         """One batch. Its seed is its own, so that a run that goes on draws what the whole run would have drawn."""
-        told = (self.cfg.file.top_logprobs or 0) if self.cfg.file.logprobs else None
-        requests = [self._request(self.rows[i], told) for i in batch]
+        top_logprobs = (self.cfg.file.top_logprobs or 0) if self.cfg.file.logprobs else None
+        requests = [self._request(self.rows[i], top_logprobs) for i in batch]
         seed = (SEED if self.sampling.seed is None else self.sampling.seed) + batch[0]
         found = generator.generate(requests, replace(self.sampling, seed=seed))
         return [_columns(c, generator.tokenizer, self.cfg.file.logprobs) for c in found]
 
-    def _request(self, row: PromptFileRow, told: int | None) -> AnswerRequest:
+    def _request(self, row: PromptFileRow, top_logprobs: int | None) -> AnswerRequest:
         try:
-            return self.prompts.request(row.prompt, self.cfg.generation.max_new_tokens, self.cfg.generation.stop, told)
+            return self.prompts.request(
+                row.prompt, self.cfg.generation.max_new_tokens, self.cfg.generation.stop, top_logprobs
+            )
         except ChatInputError as error:  # an image that changed or went since it was looked at
             raise DataError(Problem(f"{self.cfg.file.dataset}:{row.line}", str(error))) from None
 
@@ -164,7 +169,7 @@ class PromptFileRun:
             file.flush()
             os.fsync(file.fileno())
         writing.rename(result)
-        self.kept.path.unlink(missing_ok=True)
+        self.journal.path.unlink(missing_ok=True)
         return result
 
 

@@ -1,6 +1,6 @@
-"""Rows of a file to prompts: the same formats as training reads, with or without answers.
+"""Converts rows of a file to prompts: the data formats of training, with or without answers.
 
-Owns what of a row is asked. An answer that a row brings is no part of the prompt; it is kept as `labels`.
+Owns which part of a row is the prompt. An answer in the row is not part of it; it is kept as `labels`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: ChatInp
     sample = _sample(named)
     if has_images(named, sample) and (prompts.blind or sample.text is not None):
         raise ChatInputError(
-            f"images are not read: {prompts.blind or 'a text is continued without a template for them'}"
+            f"images are not read: {prompts.blind or 'a plain text is continued without a chat template'}"
         )
     if sample.prompt is not None and sample.text is not None:
         return prompts.of_text(sample.prompt), sample.text.removeprefix(sample.prompt) or None
@@ -63,36 +63,32 @@ def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: ChatInp
         parts = [{"text": content}] if isinstance(content, str) else content
         answer = "".join(p.get("text") or "" for p in parts) or None
     if not messages:
-        raise RowError("messages", "nothing before the answer", "a question")
+        raise RowError("messages", "no message before the answer", "a question")
     return replace(prompts.of_chat(messages, sample.tools, named), pictures=None), answer
 
 
 def read_prompt_file(path: str, columns: Mapping[str, str], prompts: ChatInputs) -> list[PromptFileRow]:
     """All rows in order; DataError with file and line of those that cannot be asked."""
-    asked: list[PromptFileRow] = []
+    prompt_rows: list[PromptFileRow] = []
     problems: list[Problem] = []
     for line, row in _located(path):
         try:
             if isinstance(row, RowError):
                 raise row
             prompt, answer = _prompt(row, columns, prompts)
-            asked.append(PromptFileRow(line, _columns(row, answer), prompt))
+            prompt_rows.append(PromptFileRow(line, _columns(row, answer), prompt))
         except RowError as error:
             problems.append(row_problem(path, line, error))
         except ChatInputError as error:
             problems.append(Problem(f"{path}:{line}", str(error)))
     if problems:
-        more = (
-            [Problem(f"and {len(problems) - SHOWN} more rows", "cannot be asked either")]
-            if len(problems) > SHOWN
-            else []
-        )
+        more = [Problem(f"and {len(problems) - SHOWN} more rows", "have problems too")] if len(problems) > SHOWN else []
         raise DataError(alike(problems[:SHOWN]) + more)
-    if not asked:
+    if not prompt_rows:
         raise DataError(
-            Problem(f"--dataset {path}", "holds no row", 'rows like {"messages": [{"role": "user", "content": "..."}]}')
+            Problem(f"--dataset {path}", "is empty", 'rows like {"messages": [{"role": "user", "content": "..."}]}')
         )
-    return asked
+    return prompt_rows
 
 
 def _located(path: str) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
@@ -102,5 +98,5 @@ def _located(path: str) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
 
 
 def _columns(row: Mapping[str, Any], answer: str | None) -> dict[str, Any]:
-    kept = {k: v for k, v in row.items() if k not in ("response", "logprobs")}
-    return kept | ({"labels": answer} if answer is not None and "labels" not in kept else {})
+    result_columns = {k: v for k, v in row.items() if k not in ("response", "logprobs")}
+    return result_columns | ({"labels": answer} if answer is not None and "labels" not in result_columns else {})

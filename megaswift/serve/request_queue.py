@@ -1,8 +1,7 @@
-"""Requests of many clients to one model: what waits together with equal sampling is answered together; the rest waits
-its turn.
+"""The request queue before one model: waiting requests with equal sampling parameters form a batch; the others wait.
 
 A request of more answers than a batch has is answered in several, one after the other. A batch runs to its end; what
-arrives meanwhile waits. One that fails before it has said anything is tried again client by client, so that a request
+arrives meanwhile waits. A batch that fails before its first token is retried request by request, so that one request
 fails alone. A request with a seed of its own runs alone, so that its answer depends on nothing else. One thread owns
 the model.
 """
@@ -23,7 +22,7 @@ SPREAD = 0x9E3779B97F4A7C15
 
 
 class QueueFull(Exception):
-    """Too many answers are waiting already."""
+    """The queue is at its limit, or closed."""
 
 
 @dataclass
@@ -35,7 +34,7 @@ class QueuedRequest:
     done: Future[list[Answer]] = field(default_factory=Future)
 
     def cancel(self) -> None:
-        """Nobody waits for them any more."""
+        """Cancels all answers: the client has disconnected."""
         for request in self.requests:
             request.cancelled = True
 
@@ -46,7 +45,7 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """The waiting line before a generator, and the thread that serves it."""
+    """A bounded queue before a generator, and the thread that serves it."""
 
     def __init__(
         self, generate: Callable[[Sequence[AnswerRequest], GenerationParams], list[Answer]], batch: int, waiting: int
@@ -60,17 +59,17 @@ class RequestQueue:
 
     @classmethod
     def before(cls, generator: Generator, batch: int, waiting: int) -> RequestQueue:
-        """A line whose thread runs."""
+        """A queue with its thread started."""
         line = cls(generator.generate, batch, waiting)
         line.start()
         return line
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Starts the thread."""
         self._thread.start()
 
     def admit(self, answers: int) -> None:
-        """Full where so many more answers would not be taken."""
+        """QueueFull where `answers` more would exceed the limit."""
         with self._changed:
             self._admit(answers)
 
@@ -79,10 +78,10 @@ class RequestQueue:
             raise QueueFull("the server is stopping")
         ahead = sum(len(t.requests) for t in self._line)
         if ahead and ahead + answers > self.waiting:
-            raise QueueFull(f"{ahead} answers are waiting, at most {self.waiting} may")
+            raise QueueFull(f"{ahead} answers are waiting; the limit is {self.waiting}")
 
     def submit(self, ticket: QueuedRequest) -> QueuedRequest:
-        """Put at the end of the line; Full where it is too long."""
+        """Appends a request; QueueFull where the limit is exceeded."""
         with self._changed:
             self._admit(len(ticket.requests))
             self._line.append(ticket)
@@ -90,7 +89,7 @@ class RequestQueue:
         return ticket
 
     def close(self) -> None:
-        """End every answer at its next token."""
+        """Cancels every answer and joins the thread."""
         with self._changed:
             self._closed = True
             for ticket in [*self._line, *self._running]:
@@ -123,13 +122,13 @@ class RequestQueue:
     def _batches(self, requests: Sequence[AnswerRequest], sampling: GenerationParams) -> list[Answer]:
         """Answers, as many at a time as a batch has. Each further batch of a request with a seed has another one that
         follows from it: the same seed would draw the same answers again."""
-        found: list[Answer] = []
+        answered: list[Answer] = []
         for number, start in enumerate(range(0, len(requests), max(1, self.batch))):
             drawn = sampling
             if number and sampling.seed is not None:
                 drawn = replace(sampling, seed=(sampling.seed + number * SPREAD) % 2**63)
-            found += self._generate(requests[start : start + max(1, self.batch)], drawn)
-        return found
+            answered += self._generate(requests[start : start + max(1, self.batch)], drawn)
+        return answered
 
     def _answer(self, tickets: Sequence[QueuedRequest]) -> None:
         wanted = [t for t in tickets if not t.cancelled]
@@ -139,7 +138,7 @@ class RequestQueue:
         if not wanted:
             return
         try:
-            found = self._batches([r for t in wanted for r in t.requests], wanted[0].sampling)
+            answered = self._batches([r for t in wanted for r in t.requests], wanted[0].sampling)
         except (
             UserError,
             RuntimeError,
@@ -155,5 +154,5 @@ class RequestQueue:
                     ticket.done.set_exception(error)
             return
         for ticket in wanted:
-            ticket.done.set_result(found[: len(ticket.requests)])
-            found = found[len(ticket.requests) :]
+            ticket.done.set_result(answered[: len(ticket.requests)])
+            answered = answered[len(ticket.requests) :]

@@ -1,7 +1,7 @@
-"""A conversation in the terminal: answers appear token by token; Ctrl-C stops an answer, Ctrl-D ends.
+"""Interactive chat in the terminal: streamed answers; Ctrl-C stops an answer, Ctrl-D exits.
 
-Owns the loop and the signals. Standard input that is no terminal is read line by line, so that a conversation can be
-piped in.
+Owns the loop and the signal handling. Standard input that is not a terminal is read line by line, so that messages can
+be piped in.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megaswift.inference.chat_inputs import ChatInputError, ChatInputs
 from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator
 
 HELP = """\
-/clear forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer,
-a line that ends in \\ goes on in the next, //TEXT sends /TEXT
-/image FILE shows a vision-language model an image, with the next question"""
+/clear clears the conversation, /quit or Ctrl-D exits, Ctrl-C stops an answer,
+a line that ends in \\ continues on the next line, //TEXT sends /TEXT
+/image FILE attaches an image to the next message (vision-language models)"""
 ASK = "> "
 COMMANDS = ("/clear", "/help", "/image", "/quit")
 
@@ -37,10 +37,10 @@ class Terminal:
     out: TextIO = field(default_factory=lambda: sys.stdout)
     messages: list[dict[str, Any]] = field(default_factory=list)
     images: list[dict[str, Any]] = field(default_factory=list)
-    """Parts that go with the next question."""
+    """Image parts of the next message."""
 
     def run(self) -> None:
-        """Until the input ends."""
+        """Runs the chat until the input ends."""
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 (arrow keys and history for input())
@@ -51,7 +51,7 @@ class Terminal:
             if question == "/clear":
                 self.messages.clear()
                 self.images.clear()
-                print("(the conversation is forgotten)", file=self.out)
+                print("(conversation cleared)", file=self.out)
             elif question == "/help":
                 print(HELP, file=self.out)
             elif question.partition(" ")[0] == "/image":
@@ -69,7 +69,7 @@ class Terminal:
         except ChatInputError as error:
             print(f"({error})", file=self.out)
         else:
-            print("(goes with the next question)", file=self.out)
+            print("(attached to the next message)", file=self.out)
 
     def _question(self) -> str | None:
         lines: list[str] = []
@@ -80,7 +80,7 @@ class Terminal:
                 print(file=self.out)
                 return None
             except KeyboardInterrupt:
-                print("\n(Ctrl-D ends)", file=self.out)
+                print("\n(Ctrl-D exits)", file=self.out)
                 lines.clear()
                 continue
             lines.append(line.removesuffix("\\"))
@@ -88,7 +88,7 @@ class Terminal:
                 return "\n".join(lines).strip()
 
     def answer(self, question: str) -> None:
-        """Asks the model and prints what it says as it says it."""
+        """Sends a message and streams the answer to `out`."""
         content = [*self.images, {"type": "text", "text": question}] if self.images else question
         messages = [*self.messages, {"role": "user", "content": content}]
         try:
@@ -96,7 +96,7 @@ class Terminal:
                 self.prompts.of_chat(messages), self.max_new_tokens, self.stop, listener=self._show
             )
         except ChatInputError as error:
-            print(f"({error}; /clear forgets the conversation)", file=self.out)
+            print(f"({error}; /clear clears the conversation)", file=self.out)
             return
         self.images = []
         with _ctrl_c_stops(request):
@@ -112,7 +112,7 @@ class Terminal:
 
 
 def _unknown(question: str) -> str:
-    """What is said of a line that begins like a command; it is not sent to the model."""
+    """The hint for a line that begins like a command; it is not sent to the model."""
     word = question.split()[0]
     meant = nearest_name(word, COMMANDS) or f"the commands are {', '.join(COMMANDS)}"
     return f"({word} is not a command: {meant}; to send it to the model, write /{word})"

@@ -1,5 +1,5 @@
-"""`--infer_backend vllm`: vLLM's own server with the options that have a word there. It is started as a program, never
-imported."""
+"""`--infer_backend vllm`: the command line, environment and checks of vLLM's own server. vLLM is started as a program,
+never imported."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ QUANTISER = "bitsandbytes"
 
 
 def missing_vllm() -> list[Problem]:
-    """What this machine lacks."""
+    """Problems with the installed vLLM."""
     return unfit_message("--infer_backend vllm", OLDEST, "--infer_backend transformers")
 
 
 def impossible(cfg: DeployConfig) -> Iterator[Problem]:
-    """What the vLLM that is here does not do of what is asked."""
+    """Options that the installed vLLM does not support."""
     if cfg.placement.quantization_bit is not None and not quantises(QUANTISER):
         yield Problem(
             f"--quantization_bit {cfg.placement.quantization_bit}",
-            f"the vLLM that is installed knows no {QUANTISER}",
-            "--infer_backend transformers, or a model that is stored quantised (AWQ, GPTQ, FP8)",
+            f"the installed vLLM does not support {QUANTISER}",
+            "--infer_backend transformers, or a quantised checkpoint (AWQ, GPTQ, FP8)",
         )
     if (rank := adapters_rank(cfg)) > RANKS[-1]:
         yield Problem(
             f"--adapters {cfg.weights.adapters}",
-            f"rank {rank} is wider than vLLM's widest ({RANKS[-1]})",
+            f"rank {rank} exceeds vLLM's maximum LoRA rank ({RANKS[-1]})",
             "megaswift export --merge_lora true, and --model with its folder",
         )
 
@@ -102,5 +102,5 @@ def generation_defaults(cfg: DeployConfig, folder: Path) -> dict[str, Any]:
 
 
 def server_environment(environ: Mapping[str, str], token: str | None) -> dict[str, str]:
-    """The token goes where other users of the machine do not see it."""
+    """The environment with the token, which other users could read on the command line."""
     return {**environ, **({"VLLM_API_KEY": token} if token is not None else {})}

@@ -13,11 +13,13 @@ from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths import absolute_paths
 from megaswift.config.engine_rules import capabilities_of
+from megaswift.config.sources import CONFIG_HEADER
 from megaswift.config.swift import to_yaml
 from megaswift.errors import Problem, UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.run_lock import RunLock
+from megaswift.version import __version__
 
 NAMES = (
     "config.yaml",
@@ -34,8 +36,8 @@ NAMES = (
 )
 """What a run writes; nothing else in the folder is ours."""
 ASIDE = "replaced"
-HEADER = "# The resolved configuration of this run, written by megaswift.\n"
-"""First line of our config.yaml: one without it is the user's own."""
+HEADER = f"{CONFIG_HEADER} {__version__}.\n"
+"""First line of our config.yaml. A file without CONFIG_HEADER belongs to the user."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ class OutputFolder:
         """What of a run is there. What a start that failed before its first step left behind is no run."""
         found = [p for name in NAMES if (p := self.root / name).exists() and not _empty(p)]
         failed_start = {"config.yaml", "runs", "wandb", "loss.png", "report.html"}
-        ours = self.config.is_file() and self.config.read_text(encoding="utf-8", errors="replace").startswith(HEADER)
+        ours = self.config.is_file() and self.config.read_text(encoding="utf-8", errors="replace").startswith(
+            CONFIG_HEADER
+        )
         return [] if ours and all(p.name in failed_start for p in found) else found
 
 

@@ -1,5 +1,9 @@
 """HF -> checkpoint -> HF, bit for bit, for every family and dtype; interruptions, refusals, what lies in the
-folders."""
+folders.
+
+Covers: megaswift/bridge/atomic_folder.py, megaswift/bridge/conversion.py, megaswift/bridge/dist_source.py,
+megaswift/bridge/open_weights.py, megaswift/bridge/pickle_scan.py, megaswift/bridge/safetensors_header.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The converters as users start them: help, options, exit codes, Ctrl-C."""
+"""The converters as users start them: help, options, exit codes, Ctrl-C.
+
+Covers: megaswift/convert.py.
+"""
 
 from __future__ import annotations
 

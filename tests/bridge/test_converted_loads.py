@@ -1,5 +1,8 @@
 """Converted checkpoints on real ranks: Megatron's own loader and our engine, on layouts that nobody named when
-converting."""
+converting.
+
+Covers: megaswift/bridge/model_folder.py, megaswift/bridge/saved_dtypes.py.
+"""
 
 from __future__ import annotations
 

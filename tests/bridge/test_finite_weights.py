@@ -1,4 +1,8 @@
-"""Weights that are not finite are refused, and named, by either engine."""
+"""Weights that are not finite are refused, and named, by either engine.
+
+Covers: megaswift/bridge/hf_to_megatron.py, megaswift/bridge/megatron_to_hf.py, megaswift/families/layers.py,
+megaswift/families/served_quantization.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A few hundred damaged files of checkpoints, and the worst by hand: one message each, in bounded time and memory."""
+"""A few hundred damaged files of checkpoints, and the worst by hand: one message each, in bounded time and memory.
+
+Covers: megaswift/bridge/dist_index.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""NF4: the numbers and bytes of bitsandbytes, hand values, shards of a matrix, which weights are held so."""
+"""NF4: the numbers and bytes of bitsandbytes, hand values, shards of a matrix, which weights are held so.
+
+Covers: megaswift/families/four_bits.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Adapter folders between us and PEFT, both ways and merged, and how an adapter is cut over ranks."""
+"""Adapter folders between us and PEFT, both ways and merged, and how an adapter is cut over ranks.
+
+Covers: megaswift/bridge/adapters.py, megaswift/bridge/expert_stacks.py, megaswift/bridge/merge.py.
+"""
 
 from __future__ import annotations
 

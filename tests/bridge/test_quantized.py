@@ -1,5 +1,8 @@
 """FP8 and MXFP4 folders against transformers' own dequantisation and plain torch, whole and slice by slice; what is
-refused."""
+refused.
+
+Covers: megaswift/bridge/export.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Hugging Face -> Megatron shards -> Hugging Face: bitwise, for every family and tensor-parallel size, with each
-tensor's own dtype."""
+tensor's own dtype.
+
+Covers: megaswift/bridge/plan.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Keys and shapes against what the real engine saves; its checkpoints read by Hugging Face names from any layout."""
+"""Keys and shapes against what the real engine saves; its checkpoints read by Hugging Face names from any layout.
+
+Covers: megaswift/bridge/megatron_source.py, megaswift/families/checkpoint_folder.py.
+"""
 
 from __future__ import annotations
 

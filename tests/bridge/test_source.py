@@ -1,5 +1,8 @@
 """What can be wrong with a folder of safetensors: each mistake is told with its file and tensor, before any weight is
-read."""
+read.
+
+Covers: megaswift/bridge/hf_source.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Items of torch_dist files: torch.load reads ours, we find the bytes in torch's; parts of tensors in files."""
+"""Items of torch_dist files: torch.load reads ours, we find the bytes in torch's; parts of tensors in files.
+
+Covers: megaswift/bridge/file_tensor.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """`megaswift convert verify`: every kind of difference is found, told, reported and an exit code; what is equal is
-equal."""
+equal.
+
+Covers: megaswift/bridge/compare.py, megaswift/bridge/logits.py.
+"""
 
 from __future__ import annotations
 

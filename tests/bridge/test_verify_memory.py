@@ -1,4 +1,7 @@
-"""Memory of `convert verify`: some blocks, whatever the size of the models, also where they differ."""
+"""Memory of `convert verify`: some blocks, whatever the size of the models, also where they differ.
+
+Covers: megaswift/verify.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""accelerate's settings, as `accelerate launch` (1.15) leaves them in the environment: taken, told, or refused."""
+"""accelerate's settings, as `accelerate launch` (1.15) leaves them in the environment: taken, told, or refused.
+
+Covers: megaswift/config/json_object.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is absurd, nested without end or secret: one message, at once, and without the secret."""
+"""What is absurd, nested without end or secret: one message, at once, and without the secret.
+
+Covers: megaswift/config/option.py, megaswift/redaction.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Options of one engine with another, and the spellings that mean an engine."""
+"""Options of one engine with another, and the spellings that mean an engine.
+
+Covers: megaswift/trainers/engine_choice.py.
+"""
 
 from __future__ import annotations
 

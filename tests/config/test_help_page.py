@@ -1,4 +1,7 @@
-"""The help page holds every option of its task and fits the width; the schema accepts what the loader accepts."""
+"""The help page holds every option of its task and fits the width; the schema accepts what the loader accepts.
+
+Covers: megaswift/config/schema.py.
+"""
 
 import json
 

@@ -1,5 +1,8 @@
 """Files, command lines and Python give the same configuration; every mistake is told, all at once, as it was
-written."""
+written.
+
+Covers: megaswift/config/resolve.py, megaswift/config/sources.py, megaswift/config/swift.py.
+"""
 
 import json
 import pickle
@@ -14,6 +17,7 @@ from megaswift.config.data import RL
 from megaswift.config.engine_rules import engine_of
 from megaswift.config.rl_batch import generation_plan
 from megaswift.errors import ConfigError
+from megaswift.version import __version__
 
 
 def refused(*argv: str, task: str | None = "sft", complete: bool = False) -> str:
@@ -331,3 +335,27 @@ def test_a_data_set_as_the_value_of_a_keyword_is_shortened(name: str, fix: str) 
     with pytest.raises(ConfigError) as error:
         SwiftConfig(max_length=rows, output_dir=None, lora_rank="a" * 9999)
     assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("written", "notice"),
+    [
+        ("", "written by an earlier version of megaswift"),
+        (" 0.0.9", "written by megaswift 0.0.9"),
+        (f" {__version__}", None),
+    ],
+)
+def test_the_config_yaml_of_another_version_is_read_and_says_so(
+    tmp_path: Path, written: str, notice: str | None
+) -> None:
+    """An option's former names go on counting."""
+    header = f"# The resolved configuration of this run, written by megaswift{written}.\n"
+    path = write(tmp_path, header + "task: sft\noptim: {lr: 3.0e-05}\nparallel: {tp: 2}\n")
+    cfg = load("sft", [path], environ={})
+    assert (cfg.optim.learning_rate, cfg.parallel.tensor_parallel_size) == (3e-5, 2)
+    found = [line for line in cfg.notices if "written by" in line]
+    assert found == (
+        []
+        if notice is None
+        else [f"{path}: {notice}, read by {__version__}; options that it does not name take their present defaults"]
+    )

@@ -1,5 +1,8 @@
 """Options of preference learning: each row of the rules fires when it should and is silent when its condition is met;
-what tasks take."""
+what tasks take.
+
+Covers: megaswift/config/preference.py.
+"""
 
 from __future__ import annotations
 

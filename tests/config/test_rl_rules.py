@@ -1,5 +1,8 @@
 """Options of reinforcement learning: each row of the rules fires when it should, and is silent when its condition is
-met."""
+met.
+
+Covers: megaswift/config/rl_clashes.py, megaswift/config/rl_defaults.py, megaswift/config/swift_correction.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The option that was typed is the one that a message names: every alias, in every place, in early and late checks."""
+"""The option that was typed is the one that a message names: every alias, in every place, in early and late checks.
+
+Covers: megaswift/config/capabilities.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Rows that no reader can turn into text: named with their place, skipped and counted, alike in streams and workers."""
+"""Rows that no reader can turn into text: named with their place, skipped and counted, alike in streams and workers.
+
+Covers: megaswift/data/formats/query_response.py, megaswift/data/json_text.py, megaswift/data/readers.py,
+megaswift/data/tokenize_worker.py.
+"""
 
 from __future__ import annotations
 

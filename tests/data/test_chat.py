@@ -1,5 +1,8 @@
 """Chat masks: transformers' own for marked templates, hand-worked ones for the published templates that mark
-nothing."""
+nothing.
+
+Covers: megaswift/data/assistant_turns.py, megaswift/data/template_probe.py.
+"""
 
 from __future__ import annotations
 

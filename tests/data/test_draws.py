@@ -1,4 +1,7 @@
-"""Rows that are drawn (`path#500`), and system messages from files."""
+"""Rows that are drawn (`path#500`), and system messages from files.
+
+Covers: megaswift/data/sources.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Every format against the messages that a person would write down for it; malformed rows with their column."""
+"""Every format against the messages that a person would write down for it; malformed rows with their column.
+
+Covers: megaswift/data/formats/conversations.py, megaswift/data/formats/prompt_completion.py,
+megaswift/data/formats/sharegpt.py, megaswift/data/roles.py.
+"""
 
 from __future__ import annotations
 

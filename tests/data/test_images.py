@@ -1,4 +1,8 @@
-"""Rows with images: their forms, the tokens and masks that transformers gives them, what is refused, what is cut."""
+"""Rows with images: their forms, the tokens and masks that transformers gives them, what is refused, what is cut.
+
+Covers: megaswift/data/encode.py, megaswift/data/encode_vision.py, megaswift/data/processor.py,
+megaswift/data/token_store.py, megaswift/data/vision_batches.py.
+"""
 
 from __future__ import annotations
 

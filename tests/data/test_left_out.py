@@ -1,4 +1,8 @@
-"""What a chat template leaves out of a row, and answers that say nothing: refused, or counted and told everywhere."""
+"""What a chat template leaves out of a row, and answers that say nothing: refused, or counted and told everywhere.
+
+Covers: megaswift/data/build.py, megaswift/data/encode_preferences.py, megaswift/data/encode_prompts.py,
+megaswift/data/formats/prompt.py, megaswift/data/prompt_rows.py, megaswift/data/sample.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Batches: the order of rows by plain Python, shifted labels by hand, packing's edges, ranks, evaluation, resume,
-streaming."""
+streaming.
+
+Covers: megaswift/data/collate.py, megaswift/data/order.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Pieces beside whole texts: the same tokens and masks as tokenizers gives a whole text with offsets, for every
-published pattern."""
+published pattern.
+
+Covers: megaswift/data/split_points.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Batches of pairs and labelled answers: by hand, packed, on ranks, resumed, evaluated; KTO's rotation against TRL."""
+"""Batches of pairs and labelled answers: by hand, packed, on ranks, resumed, evaluated; KTO's rotation against TRL.
+
+Covers: megaswift/data/kl_pairs.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """Every form of preferences against the two conversations (or the one) that a person would write down; rows of no use
-by their cause."""
+by their cause.
+
+Covers: megaswift/data/formats/alpaca_preference.py, megaswift/data/formats/chosen_rejected.py,
+megaswift/data/formats/rejected_response.py, megaswift/data/formats/sharegpt_preference.py,
+megaswift/data/preference_rows.py.
+"""
 
 from __future__ import annotations
 

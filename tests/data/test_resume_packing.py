@@ -1,5 +1,8 @@
 """Resuming packed rows under another layout: over the resume, every row of an epoch comes exactly once. Counted by
-sample ids, which collating takes from the rows themselves."""
+sample ids, which collating takes from the rows themselves.
+
+Covers: megaswift/data/data_identity.py, megaswift/data/repack.py.
+"""
 
 from __future__ import annotations
 

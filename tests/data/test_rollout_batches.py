@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from megaswift.data.collate import PaddingShape
-from megaswift.data.rollout_batches import Micro, RolloutCollator, RolloutTokens, gather_values, scatter_values
+from megaswift.data.rollout_batches import (
+    RolloutCollator,
+    RolloutMicrobatch,
+    RolloutTokens,
+    gather_values,
+    scatter_values,
+)
 from megaswift.losses.segments import document_index
 
 
@@ -30,7 +36,7 @@ PLAIN, TOOL, SHORT, SILENT = (
     completed(2, 4, "x"),
     completed(3, 2, "xxx", silent=True),
 )
-MICROS: list[Micro] = [[PLAIN, TOOL], [SILENT, SHORT], [None, TOOL], [SILENT, None]]
+MICROS: list[RolloutMicrobatch] = [[PLAIN, TOOL], [SILENT, SHORT], [None, TOOL], [SILENT, None]]
 SHAPE = PaddingShape(4, 8)
 
 

@@ -1,4 +1,7 @@
-"""Streams of rows: resume on any number of ranks, the part of a pass, rows of no use, the same tokens as stored."""
+"""Streams of rows: resume on any number of ranks, the part of a pass, rows of no use, the same tokens as stored.
+
+Covers: megaswift/data/stream_cursor.py, megaswift/data/stream_rows.py.
+"""
 
 from __future__ import annotations
 

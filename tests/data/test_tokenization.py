@@ -1,4 +1,7 @@
-"""Files to stores: every kind of file, sampling, errors with file and line, the cache and who builds it."""
+"""Files to stores: every kind of file, sampling, errors with file and line, the cache and who builds it.
+
+Covers: megaswift/data/cache.py, megaswift/data/columns.py, megaswift/data/documents.py, megaswift/data/hub.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Tokens that were added to the tokenizer and not to the model: told with their row, whether data are stored or
-streamed."""
+streamed.
+
+Covers: megaswift/data/tokenizer.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""float16's loss scale, with Megatron-Core's own scaler: how a run begins, and when skipped steps end it."""
+"""float16's loss scale, with Megatron-Core's own scaler: how a run begins, and when skipped steps end it.
+
+Covers: megaswift/engine/megatron/optimizer.py.
+"""
 
 from __future__ import annotations
 

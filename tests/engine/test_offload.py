@@ -1,5 +1,8 @@
 """Memory that is given back for a while: storages are empty meanwhile, views stay views, and the order on a shared
-device."""
+device.
+
+Covers: megaswift/engine/megatron/engine_offload.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Weights from a seed have, tensor by tensor, the distribution that transformers initialises the same model with."""
+"""Weights from a seed have, tensor by tensor, the distribution that transformers initialises the same model with.
+
+Covers: megaswift/engine/megatron/weights.py.
+"""
 
 from __future__ import annotations
 

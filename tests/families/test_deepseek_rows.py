@@ -1,5 +1,8 @@
 """What the configurations of DeepSeek's line mean: heads of latent attention, routing, dense layers, and what is
-refused."""
+refused.
+
+Covers: megaswift/families/config_deepseek.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Fields of the dense families beyond Llama's kind: what they become, as transformers' own configuration class reads
-them, and refusals."""
+them, and refusals.
+
+Covers: megaswift/families/smollm3.py.
+"""
 
 from __future__ import annotations
 

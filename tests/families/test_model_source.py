@@ -1,4 +1,7 @@
-"""The tokenizer of a model folder: broken files, the template of the configuration, hub ids and exports."""
+"""The tokenizer of a model folder: broken files, the template of the configuration, hub ids and exports.
+
+Covers: megaswift/families/adapter_folder.py.
+"""
 
 from __future__ import annotations
 

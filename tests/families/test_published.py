@@ -1,5 +1,8 @@
 """Published config.json files, against the numbers on the model cards and transformers' own reading of the same
-file."""
+file.
+
+Covers: megaswift/families/expansion.py, megaswift/families/family.py, megaswift/families/spec.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rules against layouts written out by hand, and the two properties that all rules share."""
+"""Rules against layouts written out by hand, and the two properties that all rules share.
+
+Covers: megaswift/families/blocks.py, megaswift/families/rules_stacked.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Questions about images: answers of files, of the server and in the terminal are transformers' own on its processor's
-inputs."""
+inputs.
+
+Covers: megaswift/inference/chat_inputs.py, megaswift/inference/precheck.py.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +195,7 @@ def test_an_image_that_went_before_its_turn_is_told(model: Callable[[str], Opene
     kept = type(prompt)(prompt.ids, prompt.text, prompt.images)
     assert prompts.request(kept, NEW, ()).pictures is not None
     (folder.parent / "images" / "2.png").rename(tmp_path / image)
-    with pytest.raises(ChatInputError, match="their sizes changed"):
+    with pytest.raises(ChatInputError, match="its images changed size"):
         prompts.request(kept, NEW, ())
     (tmp_path / image).unlink()
     with pytest.raises(ChatInputError, match="cannot be read"):
@@ -220,7 +223,7 @@ def test_rows_that_cannot_be_asked(model: Callable[[str], Opened], tmp_path: Pat
         "rows.jsonl:3: images: ",
         "format is none that is known",
         "rows.jsonl:4: messages[0].content: a part of type 'video'",
-        "rows.jsonl:5: images are not read: a text is continued without",
+        "rows.jsonl:5: images are not read: a plain text is continued without",
     ):
         assert part in str(caught.value), caught.value
 
@@ -293,8 +296,8 @@ def test_the_server_reads_what_it_was_sent_and_nothing_else(
         assert "files on the server are not read for clients; expected data:image/png" in clients.refused(part, "x")
     assert "URLs are not downloaded" in clients.refused(sent("https://host/a.png"), "x")
     assert "is not base64" in clients.refused(sent("data:image/png;base64,?"), "x")
-    assert "detail of an image" in clients.refused(sent(url(folder, 0), detail="low"), "x")
-    assert "hold 17 images, and 16 are read" in clients.refused(*[sent(url(folder, 0))] * 17, "x")
+    assert "an image detail other than high" in clients.refused(sent(url(folder, 0), detail="low"), "x")
+    assert "have 17 images; the limit is 16" in clients.refused(*[sent(url(folder, 0))] * 17, "x")
     assert "no file for image 1" in clients.refused({"type": "image_url"}, "x")
     held = io.BytesIO()
     Image.new("RGB", (8, 8)).save(held, "TIFF")
@@ -313,7 +316,7 @@ def test_in_the_terminal(model: Callable[[str], Opened], monkeypatch: pytest.Mon
     lines = ["/image images/9.png", "/image images/3.png", "/clear", "/image images/0.png", "what is it?"]
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
     terminal.run()
-    assert "no such file" in out.getvalue() and out.getvalue().count("goes with the next question") == 2
+    assert "no such file" in out.getvalue() and out.getvalue().count("attached to the next message") == 2
     assert theirs(folder, CONVERSATIONS[0], prepared) in out.getvalue()
     assert [type(m["content"]) for m in terminal.messages] == [list, str] and terminal.images == []
 

@@ -1,5 +1,8 @@
 """Models as `infer` opens them: on disk, in four bits, with adapters, from checkpoints; answers equal to transformers'
-and PEFT's own."""
+and PEFT's own.
+
+Covers: megaswift/config/byte_size.py, megaswift/config/placement.py.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +140,7 @@ def test_adapters_beside_four_bits(model: Path, adapter: Path, avx512_bf16: bool
 def test_what_is_wrong_is_told_before_weights_are_read(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no device has room for \d+ modules?: .*\n.*--offload_folder DIR"):
         opened(model, max_memory="cpu:80KiB")
-    with pytest.raises(UserError, match="puts the whole model on the disk"):
+    with pytest.raises(UserError, match="places all layers on disk"):
         opened(model, max_memory="cpu:4KiB", offload_folder=str(tmp_path / "off"))
     (tmp_path / "config.json").write_text('{"model_type": "nosuch", "auto_map": {"AutoConfig": "code.Config"}}')
     (tmp_path / "tokenizer.json").write_text("{}")

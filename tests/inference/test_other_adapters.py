@@ -1,5 +1,8 @@
 """Adapters other than LoRA in answers: beside the weights, in them, over four bits; and their merge by `megaswift
-export`."""
+export`.
+
+Covers: megaswift/bridge/merge_by_peft.py, megaswift/bridge/transformers_weights.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Models that are no family here answer as transformers does, each prompt alone, also in batches padded on the left."""
+"""Models that are no family here answer as transformers does, each prompt alone, also in batches padded on the left.
+
+Covers: megaswift/inference/padding_check.py.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ ROOM = {
 }
 """KiB for those whose layers are larger."""
 REFUSED = {
-    "bert": "accelerate finds no map",
-    "roberta": "accelerate finds no map",
+    "bert": "accelerate found no device map",
+    "roberta": "accelerate found no device map",
     "jetmoe": "uses weights past their module's call",
 }
 """What cannot be on the disk, and what is said of it."""
@@ -87,9 +90,7 @@ def test_prompts_go_together_where_the_model_looks_at_the_mask(
             c.text for c in generator.generate([AnswerRequest(tuple(p), NEW) for p in prompts], GenerationParams())
         ] == want
     assert generator._tried == {False: together}
-    assert capsys.readouterr().err.count("of several lengths otherwise together than alone") == int(not together), (
-        "told once"
-    )
+    assert capsys.readouterr().err.count("of different lengths depend on the batch") == int(not together), "told once"
 
 
 @pytest.mark.parametrize("kind", ENCODERS)

@@ -57,7 +57,7 @@ def test_a_file_s_map_names_every_module_once(model: Any) -> None:
 
 def test_mistakes_in_a_file_s_map(model: Any) -> None:
     text = refused(model, {"model.embed_token": "cpu", "lm_head": "cpu"})
-    assert "model.embed_token: is no module of this model" in text and "did you mean model.embed_tokens?" in text
+    assert "model.embed_token: is not a module of this model" in text and "did you mean model.embed_tokens?" in text
     text = refused(model, {"model.layers": "cpu", "lm_head": "cpu"})
     assert "leaves out model.embed_tokens, model.norm" in text
     assert "leaves out lm_head" in refused(model, {"model": "cpu"})

@@ -26,5 +26,5 @@ def test_a_template_that_raises_refuses_the_conversation(template: str) -> None:
     prepared: Any = SimpleNamespace(
         tokenizer=tokens, context=None, reader="text only", options=SimpleNamespace(model="m")
     )
-    with pytest.raises(ChatInputError, match="the chat template refuses this conversation"):
+    with pytest.raises(ChatInputError, match="the chat template rejects this conversation"):
         ChatInputs(prepared, None).of_chat([{"role": "user", "content": "hi"}])

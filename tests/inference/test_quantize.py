@@ -1,4 +1,7 @@
-"""`megaswift export`: merged as PEFT merges, quantised as transformers saves it; nothing is overwritten."""
+"""`megaswift export`: merged as PEFT merges, quantised as transformers saves it; nothing is overwritten.
+
+Covers: megaswift/export.py.
+"""
 
 from __future__ import annotations
 

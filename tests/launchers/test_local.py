@@ -1,4 +1,7 @@
-"""The torchrun command from flags and environment, and what happens to its exit code."""
+"""The torchrun command from flags and environment, and what happens to its exit code.
+
+Covers: megaswift/launchers/parent_death.py.
+"""
 
 import os
 import signal

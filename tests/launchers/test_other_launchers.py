@@ -1,5 +1,8 @@
 """One run as users start it: by scripts/run_distributed.py, accelerate and DeepSpeed's launcher, on two processes of a
-CPU."""
+CPU.
+
+Covers: megaswift/entry.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs under Ray: real local Rays of two workers on a CPU, against the same runs under torchrun; and how they end."""
+"""Runs under Ray: real local Rays of two workers on a CPU, against the same runs under torchrun; and how they end.
+
+Covers: megaswift/launchers/ray_exchange.py, megaswift/launchers/ray_train.py, megaswift/launchers/ray_worker.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """DPO's losses against TRL's own: value, gradient of every label, metrics; every type and option, packed, padded, in
-micro-batches."""
+micro-batches.
+
+Covers: megaswift/losses/dpo_types.py, megaswift/losses/preference_pairs.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""KTO against TRL's own loss, z0 from mismatched answers included; BCO, which TRL no longer has, by hand."""
+"""KTO against TRL's own loss, z0 from mismatched answers included; BCO, which TRL no longer has, by hand.
+
+Covers: megaswift/losses/contract.py.
+"""
 
 from __future__ import annotations
 

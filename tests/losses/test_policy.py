@@ -1,5 +1,8 @@
 """Policy losses against TRL's GRPOTrainer and RLOOTrainer: value, gradient of every label, metrics; padded, packed, in
-micro-batches."""
+micro-batches.
+
+Covers: megaswift/losses/policy_metrics.py.
+"""
 
 from __future__ import annotations
 

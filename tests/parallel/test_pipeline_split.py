@@ -1,5 +1,8 @@
 """The layers of stages and chunks against Megatron-Core: its layout class, its counts and offsets, and what its config
-refuses."""
+refuses.
+
+Covers: megaswift/parallel/layout_string.py.
+"""
 
 import itertools
 from types import SimpleNamespace

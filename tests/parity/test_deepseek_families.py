@@ -1,5 +1,8 @@
 """DeepSeek's line of families under parallel layouts: latent attention, groups of experts, biases that no gradient
-trains."""
+trains.
+
+Covers: megaswift/engine/megatron/layers/latent_attention.py.
+"""
 
 from __future__ import annotations
 

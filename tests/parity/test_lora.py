@@ -1,5 +1,8 @@
 """LoRA under every kind of layout against Hugging Face: loss, each adapter's gradient, gradient norm, three steps, the
-adapters after."""
+adapters after.
+
+Covers: megaswift/engine/megatron/lora/adapters.py, megaswift/engine/megatron/lora/layers.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,13 @@
 """Every parallel layout against Hugging Face on one process: loss, each gradient, three optimizer steps, exported
-weights."""
+weights.
+
+Covers: megaswift/engine/megatron/engine.py, megaswift/engine/megatron/forward_backward.py,
+megaswift/engine/megatron/layers/aux_losses.py, megaswift/engine/megatron/layers/norm.py,
+megaswift/engine/megatron/layers/residual.py, megaswift/engine/megatron/layers/self_attention.py,
+megaswift/engine/megatron/layers/softcap.py, megaswift/engine/megatron/layers/spec.py,
+megaswift/engine/megatron/microbatch.py, megaswift/engine/megatron/model.py,
+megaswift/engine/megatron/model_config.py, megaswift/engine/megatron/parallel_context.py.
+"""
 
 from __future__ import annotations
 

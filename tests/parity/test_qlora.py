@@ -1,5 +1,8 @@
 """QLoRA under every kind of layout against bitsandbytes and PEFT: loss, adapters' gradients, gradient norm, three
-steps; bytes held."""
+steps; bytes held.
+
+Covers: megaswift/engine/megatron/layers/nf4.py.
+"""
 
 from __future__ import annotations
 

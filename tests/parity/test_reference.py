@@ -1,5 +1,8 @@
 """The reference of an engine: the weights of a moment, kept through training, put in place and taken away again bit by
-bit."""
+bit.
+
+Covers: megaswift/engine/reference.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """A scalar head in place of the vocabulary's: values and gradients as transformers' `...ForSequenceClassification` has
-them."""
+them.
+
+Covers: megaswift/bridge/new_head.py.
+"""
 
 from __future__ import annotations
 

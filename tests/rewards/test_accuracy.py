@@ -1,4 +1,7 @@
-"""Right answers: the values of TRL's functions on the same samples, and a parser that cannot hang the run."""
+"""Right answers: the values of TRL's functions on the same samples, and a parser that cannot hang the run.
+
+Covers: megaswift/rewards/math_answers.py.
+"""
 
 from __future__ import annotations
 
@@ -126,5 +129,5 @@ def test_what_the_parser_cannot_finish_gets_0() -> None:
 
 def test_a_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs the package math-verify"):
+    with pytest.raises(ConfigError, match="requires the package math-verify"):
         reward_functions(["accuracy"], OPTIONS)

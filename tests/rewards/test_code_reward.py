@@ -1,4 +1,7 @@
-"""Rewards for programs: the forms of tests, what passes, what does not."""
+"""Rewards for programs: the forms of tests, what passes, what does not.
+
+Covers: megaswift/rewards/code_tests.py.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +155,7 @@ def test_values_that_are_the_same(one: Any, other: Any, equal: bool) -> None:
     ("tests", "told"),
     [
         (None, "is NoneType"),
-        ("a test", "is a text, and not JSON"),
+        ("a test", "is a string that is not JSON"),
         ([], "is empty"),
         ([{"input": "1"}], "no `input` and `output`"),
         ("3", "is int"),
@@ -160,7 +163,7 @@ def test_values_that_are_the_same(one: Any, other: Any, equal: bool) -> None:
         (["import os"], "which is not"),
         (["assert f(1) == open('a')"], "which is not"),
         ({"inputs": ["1"], "outputs": []}, "zip"),
-        ([{"fn_name": "f", "input": 3, "output": 3}], "which are no list"),
+        ([{"fn_name": "f", "input": 3, "output": 3}], "which are not a list"),
     ],
 )
 def test_tests_that_are_none_are_told_with_their_sample(tests: Any, told: str) -> None:

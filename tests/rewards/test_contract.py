@@ -1,4 +1,7 @@
-"""Calling reward functions: what they get, what they may return, several at once."""
+"""Calling reward functions: what they get, what they may return, several at once.
+
+Covers: megaswift/rewards/validation.py.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +212,7 @@ def test_a_missing_column_is_told_before_the_run() -> None:
     needy = PerCompletionReward("accuracy", lambda s: 0.0, frozenset({"solution"}))
     (problem,) = missing_columns([needy, returning([])], frozenset({"answer"}))
     assert str(problem) == (
-        "--reward_funcs accuracy: needs the column solution; the data has answer\n    try: --columns answer=solution"
+        "--reward_funcs accuracy: requires the column solution; the data has answer\n    try: --columns answer=solution"
     )
     assert missing_columns([needy], frozenset({"solution"})) == []
 

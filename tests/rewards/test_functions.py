@@ -70,5 +70,5 @@ def test_soft_overlong_ends_at_the_longest_completion_by_default() -> None:
 def test_values_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="would reward repetition"):
         functions.repetition(replace(OPTIONS, repetition_max_penalty=1.0))
-    with pytest.raises(ConfigError, match="more than the longest completion, 100 tokens"):
+    with pytest.raises(ConfigError, match="exceeds the maximum completion length of 100 tokens"):
         functions.soft_overlong(replace(OPTIONS, soft_cache_length=101))

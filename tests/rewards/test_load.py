@@ -1,4 +1,7 @@
-"""From --reward_funcs to functions: names, files, and what is told of mistakes."""
+"""From --reward_funcs to functions: names, files, and what is told of mistakes.
+
+Covers: megaswift/rewards/user_function.py.
+"""
 
 from __future__ import annotations
 
@@ -71,15 +74,15 @@ def test_two_functions_of_one_name_are_told_apart(file: Path) -> None:
     ("name", "told"),
     [
         ("acuracy", "reward function 'acuracy': is unknown; known names are"),
-        ("{file}", "names a file and no function"),
+        ("{file}", "names a file without a function"),
         ("{file}:everythin", "mine.py has no everythin"),
         ("{folder}/mina.py:f", "did you mean mine.py?"),
         ("{file}:NUMBER", "NUMBER is int"),
         ("{file}:Scorer", "Scorer is a class"),
-        ("{file}:positional", "takes completions by position only"),
+        ("{file}:positional", "takes completions as positional-only parameters"),
         ("{folder}/bad.py:f", "ZeroDivisionError"),
         ("{folder}/worse.py:f", "SyntaxError"),
-        ("soft_overlong", "needs --soft_cache_length"),
+        ("soft_overlong", "requires --soft_cache_length"),
     ],
 )
 def test_a_mistake_is_told_with_what_to_do(name: str, told: str, file: Path) -> None:
@@ -114,5 +117,5 @@ def test_later_messages_name_what_was_typed(file: Path) -> None:
     assert [p.what for p in found] == [f"--reward_funcs {file}:fails", "--reward_funcs accuracy_reward"]
     with pytest.raises(RewardError, match="--reward_funcs accuracy_reward: the solution of sample 0"):
         score_rewards([again], [1.0], [judged("a")])
-    with pytest.raises(ConfigError, match="--reward_funcs get_soft_overlong_punishment: needs --soft_cache_length"):
+    with pytest.raises(ConfigError, match="--reward_funcs get_soft_overlong_punishment: requires --soft_cache_length"):
         reward_functions(["get_soft_overlong_punishment"], OPTIONS)

@@ -3,6 +3,8 @@ nor leave a trace.
 
 The attempts call the kernel by ctypes where Python's own modules would refuse first: the sandbox must hold against
 native code.
+
+Covers: megaswift/rewards/sandbox_child.py, megaswift/rewards/sandbox_runner.py, megaswift/rewards/seccomp.py.
 """
 
 from __future__ import annotations
@@ -342,9 +344,9 @@ def test_without_a_sandbox_nothing_runs() -> None:
     )
     done = run_python(program)
     assert done.stdout.splitlines()[1].startswith(
-        "  - the sandbox: could not be locked, nothing was run: [Errno 0] no filter for i686"
+        "  - the sandbox: could not be set up; no program was run: [Errno 0] no filter for i686"
     )
-    assert "--reward_funcs code: programs of the model run in a sandbox, and this system offers none" in done.stdout
+    assert "--reward_funcs code: generated programs need a sandbox, which is not available here" in done.stdout
     assert "--allow_unsafe_code true" in done.stdout and done.stdout.endswith("1\n\n")
 
 

@@ -255,7 +255,7 @@ class Sglang(Backend):
         }
 
     def update(self, body: dict[str, Any]) -> Any:
-        assert body["load_format"] == "auto", "it would load nothing where it was started with made-up weights"
+        assert body["load_format"] == "auto", "it would load nothing where it was started with dummy weights"
         self.load(body["model_path"])
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 

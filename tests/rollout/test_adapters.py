@@ -90,7 +90,7 @@ def test_the_global_generator_is_left_alone(model: Path, two: list[Path]) -> Non
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("change", ["lack", "bring too much"])
+@pytest.mark.parametrize("change", ["lack", "have additional"])
 def test_adapters_of_another_model_are_named(change: str, model: Path, two: list[Path], tmp_path: Path) -> None:
     tensors = load_file(two[0] / "adapter_model.safetensors")
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
@@ -101,7 +101,7 @@ def test_adapters_of_another_model_are_named(change: str, model: Path, two: list
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     made = alone(model)
     with pytest.raises(
-        WeightsError, match=rf"{change}.*adapters .*layers.\d.mlp.up_proj.lora_A.weight\n.*--rollout_lora false"
+        WeightsError, match=rf"{change}.*adapters: .*layers.\d.mlp.up_proj.lora_A.weight\n.*--rollout_lora false"
     ):
         made.update_adapter(tmp_path)
     with pytest.raises(AssertionError):
@@ -110,6 +110,6 @@ def test_adapters_of_another_model_are_named(change: str, model: Path, two: list
 
 def test_without_peft_adapters_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_sampler.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="need the package peft\n    try: pip install peft"):
+    with pytest.raises(ConfigError, match="require the package peft\n    try: pip install peft"):
         make_sampler("transformers", model, SamplerOptions(lora_rank=4))
     assert isinstance(make_sampler("transformers", model, SamplerOptions()), TransformersSampler)

@@ -1,5 +1,7 @@
-"""Clients of vLLM's and SGLang's servers against a small server that speaks their wire format; test_real_*.py ask the
-real ones."""
+"""Clients of vLLM's and SGLang's servers against a small server with their wire format (test_real_*.py: the real ones).
+
+Covers: megaswift/rollout/backends/sglang_sampler.py, megaswift/rollout/backends/vllm_server_sampler.py,
+megaswift/rollout/server_client.py, megaswift/rollout/server_sampler.py."""
 
 from __future__ import annotations
 
@@ -121,22 +123,22 @@ START = {
 @pytest.mark.parametrize(
     ("kind", "path", "said", "told"),
     [
-        ("vllm_server", None, None, "takes no adapters"),
-        ("vllm_server", "/server_info", told_of(8), "takes adapters up to rank 8, and those of the run have 9"),
-        ("vllm_server", "/server_info", told_of(16, load_config={"load_format": "dummy"}), "has made-up weights"),
-        ("vllm_server", "/server_info", told_of(16), "does not change adapters while it runs"),
-        ("sglang", None, None, "takes no adapters"),
+        ("vllm_server", None, None, "LoRA is not enabled"),
+        ("vllm_server", "/server_info", told_of(8), "maximum LoRA rank is 8; the run's adapters have rank 9"),
+        ("vllm_server", "/server_info", told_of(16, load_config={"load_format": "dummy"}), "has dummy weights"),
+        ("vllm_server", "/server_info", told_of(16), "does not allow runtime LoRA updates"),
+        ("sglang", None, None, "LoRA is not enabled"),
         (
             "sglang",
             "/get_server_info",
             {"version": "0.5.9", "enable_lora": True, "max_lora_rank": 4},
-            "takes adapters up to rank 4",
+            "maximum LoRA rank is 4",
         ),
         (
             "sglang",
             "/get_server_info",
             {"version": "0.5.9", "enable_lora": True, "load_format": "dummy"},
-            "has made-up weights",
+            "has dummy weights",
         ),
     ],
 )
@@ -153,12 +155,12 @@ def test_servers_started_without_adapters_are_told_how_to_start(
 
 
 def test_no_server_and_no_folder_are_told(kind: str, model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no folder for new weights"):
+    with pytest.raises(ConfigError, match="needs a folder for weight sync"):
         client(kind, model, "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match="is no address"):
+    with pytest.raises(ConfigError, match="is not a valid URL"):
         client(kind, model, "127.0.0.1:8000", sync_folder=tmp_path)
     with pytest.raises(
-        UserError, match=r"no answer of a .* server \(.*refused.*\)\n    try: .*(vllm serve|launch_server)"
+        UserError, match=r"no response from a .* server \(.*refused.*\)\n    try: .*(vllm serve|launch_server)"
     ):
         client(kind, model, "http://127.0.0.1:9", sync_folder=tmp_path)
 
@@ -190,13 +192,13 @@ def test_the_token_goes_with_every_request(
 MODEL = {"model_config": {"logprobs_mode": "raw_logprobs"}}
 CHOICE = {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-0.1, -0.2]}, "finish_reason": "stop"}
 WRONG: list[tuple[str, str, Any, str]] = [
-    ("vllm_server", "/version", {"version": "0.21.9"}, "0.22 or later is needed"),
+    ("vllm_server", "/version", {"version": "0.21.9"}, "0.22 or later is required"),
     ("vllm_server", "/server_info", Refused(404, "Not Found"), "VLLM_SERVER_DEV_MODE=1 vllm serve"),
     (
         "vllm_server",
         "/server_info",
         {"vllm_config": MODEL},
-        "tells raw_logprobs.*\n.*--logprobs-mode processed_logprobs",
+        "logprobs_mode is raw_logprobs.*\n.*--logprobs-mode processed_logprobs",
     ),
     (
         "vllm_server",
@@ -207,67 +209,67 @@ WRONG: list[tuple[str, str, Any, str]] = [
                 "load_config": {"load_format": "dummy"},
             }
         },
-        "takes no weights from files",
+        "cannot load weights from files",
     ),
     (
         "vllm_server",
         "/v1/models",
         {"data": [{"id": "m", "max_model_len": 80}]},
-        "takes 80 tokens .* 90 may come.*\n.*--max-model-len 90",
+        "max_model_len is 80.* 90 tokens.*\n.*--max-model-len 90",
     ),
-    ("vllm_server", "/v1/completions", {"choices": [{**CHOICE, "logprobs": None}]}, "has no token_ids, logprobs"),
-    ("vllm_server", "/v1/completions", {"choices": [CHOICE]}, "stops without one of the run's stop tokens"),
+    ("vllm_server", "/v1/completions", {"choices": [{**CHOICE, "logprobs": None}]}, "lacks token_ids, logprobs"),
+    ("vllm_server", "/v1/completions", {"choices": [CHOICE]}, "finished without one of the run's stop tokens"),
     (
         "vllm_server",
         "/v1/completions",
         {"choices": [{**CHOICE, "finish_reason": "length", "token_ids": [5]}]},
         "1 tokens and 2 log",
     ),
-    ("vllm_server", "/collective_rpc", Refused(500, "boom"), "answers 500: .*boom"),
-    ("vllm_server", "/reset_prefix_cache", {"success": False}, "keeps what it remembers of prompts"),
+    ("vllm_server", "/collective_rpc", Refused(500, "boom"), "responded with 500: .*boom"),
+    ("vllm_server", "/reset_prefix_cache", {"success": False}, "prefix cache not reset"),
     (
         "vllm_server",
         "/v1/completions",
         {"choices": [{**CHOICE, "finish_reason": "length"}]},
-        "after 2 tokens, and 12 were allowed",
+        "cut off at 2 tokens; the limit is 12",
     ),
     (
         "vllm_server",
         "/v1/completions",
         Refused(401, "Unauthorized"),
-        "answers 401.*\n    try: MEGASWIFT_ROLLOUT_API_KEY=",
+        "responded with 401.*\n    try: MEGASWIFT_ROLLOUT_API_KEY=",
     ),
-    ("sglang", "/get_server_info", {"version": "0.5.8.post1"}, "0.5.9 or later is needed"),
+    ("sglang", "/get_server_info", {"version": "0.5.8.post1"}, "0.5.9 or later is required"),
     (
         "sglang",
         "/get_server_info",
         {"version": "0.5.10", "max_req_input_len": 85},
-        "takes 89 tokens .* 90 may come.*\n.*--max_length 89, or .* --context-length 92",
+        "context length is 89.* 90 tokens.*\n.*--max_length 89, or .* --context-length 92",
     ),
     (
         "sglang",
         "/get_server_info",
         {"version": "0.5.10", "enable_deterministic_inference": True},
-        "--min_p 0.01: ends .*deterministic.*\n    try: leave it out",
+        "--min_p 0.01: .*deterministic.*\n    try: leave it out",
     ),
-    ("sglang", "/generate", {"text": "x", "meta_info": {}}, "has no output_token_logprobs"),
+    ("sglang", "/generate", {"text": "x", "meta_info": {}}, "lacks output_token_logprobs"),
     (
         "sglang",
         "/generate",
         {"meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}},
-        "ended by 'abort'",
+        "finish_reason is 'abort'",
     ),
     (
         "sglang",
         "/update_weights_from_disk",
         {"success": False, "message": "no such file"},
-        "did not take new weights: no such file",
+        "did not load the new weights: no such file",
     ),
     (
         "sglang",
         "/update_weights_from_disk",
         Refused(400, "Name or service not known"),
-        "answers 400: .*service not known.*\n    try: .*weights-.* has to be the same folder on its machine",
+        "responded with 400: .*service not known.*\n    try: .*weights-.* must be the same folder on its machine",
     ),
 ]
 
@@ -287,7 +289,7 @@ def test_what_servers_do_wrong_is_told(kind: str, path: str, said: Any, told: st
 def test_vllm_in_process_is_refused_where_it_is_not_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends() == ["sglang", "transformers", "vllm", "vllm_server"]
     monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="vLLM is not installed here"):
+    with pytest.raises(ConfigError, match="vLLM is not installed"):
         make_sampler("vllm", model, SamplerOptions())
     monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: True)
     monkeypatch.setattr(vllm_package.metadata, "version", lambda name: "0.11.2")
@@ -332,7 +334,7 @@ def test_the_token_goes_nowhere_else_and_into_no_message(monkeypatch: pytest.Mon
     with odd() as server, serving(Vllm.__new__(Vllm)) as elsewhere:
         for status in (301, 302, 307, 308):
             Odd.said = status, {"Location": f"{elsewhere}/health"}, b""
-            with pytest.raises(server_client.ServerError, match=f"the vLLM server answers {status}"):
+            with pytest.raises(server_client.ServerError, match=f"the vLLM server responded with {status}"):
                 server.get("/health")
         Odd.said = 401, {}, b"bad header: Bearer s3cret-token " + b"x" * 5000
         with pytest.raises(server_client.ServerError) as caught:
@@ -341,7 +343,7 @@ def test_the_token_goes_nowhere_else_and_into_no_message(monkeypatch: pytest.Mon
     assert {*Odd.heard} == {"Bearer s3cret-token"}
     urls = ("http://me:s3cret@127.0.0.1:8000", "http://s3cret@127.0.0.1")
     problems = server_client.unusable(SamplerOptions(base_urls=urls, sync_folder=Path("x")), "vllm_server")
-    assert [p.rule.startswith("has a user name or password") for p in problems] == [True, True]
+    assert [p.rule.startswith("contains a user name or password") for p in problems] == [True, True]
     assert "s3cret" not in str(problems)
 
 
@@ -351,7 +353,7 @@ def test_an_answer_has_a_size_and_a_depth(monkeypatch: pytest.MonkeyPatch) -> No
         Odd.said = 200, {}, b"[" * (1 << 19)
         assert server.get("/health") is None
         Odd.said = 200, {}, b" " * (1 << 21)
-        with pytest.raises(server_client.ServerError, match=r"answer is larger than 1\.0 MiB"):
+        with pytest.raises(server_client.ServerError, match=r"response is larger than 1\.0 MiB"):
             server.get("/health")
 
 

@@ -1,5 +1,8 @@
 """What vLLM in process is asked, by a stand-in that takes the same calls: order and arguments. vLLM itself has not been
-run."""
+run.
+
+Covers: megaswift/rollout/backends/vllm_sampler.py.
+"""
 
 from __future__ import annotations
 
@@ -136,4 +139,4 @@ def test_adapters_that_fit_into_no_vllm() -> None:
     assert [room_for(rank) for rank in (1, 2, 8, 33, 257, 512)] == [1, 8, 8, 64, 320, 512]
     assert too_wide(SamplerOptions(lora_rank=512)) == []
     [problem] = too_wide(SamplerOptions(lora_rank=513))
-    assert "wider than vLLM's widest (512)" in problem.rule
+    assert "exceed vLLM's maximum LoRA rank (512)" in problem.rule

@@ -1,5 +1,9 @@
 """The server as a process, driven with the public openai client; answers and log-probabilities are transformers'
-own."""
+own.
+
+Covers: megaswift/deploy.py, megaswift/rollout/vllm_package.py, megaswift/serve/openai_requests.py,
+megaswift/serve/openai_responses.py, megaswift/serve/vllm_server.py.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,7 @@ def serving(folder: Path, *words: str) -> Iterator[str]:
         while " at http://" not in log.read_text():
             assert process.poll() is None and time.monotonic() < end, log.read_text()
             time.sleep(0.2)
-        assert "with a token" in log.read_text()
+        assert "token required" in log.read_text()
         yield log.read_text().split(" at ")[1].split()[0]
     finally:
         process.send_signal(signal.SIGINT)
@@ -181,7 +185,9 @@ def test_a_port_in_use_is_refused_before_torch_is_imported(model: Path, monkeypa
     monkeypatch.setitem(sys.modules, "megaswift.inference.generator", None)  # its import would fail
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: cannot bind") as caught:
+        with pytest.raises(
+            ConfigError, match=f"--host 127.0.0.1 --port {port}: cannot listen on this address"
+        ) as caught:
             deploy(["--model", str(model), "--port", str(port)])
     assert caught.value.problems[0].fix == "--port 0 for any free port"
 
@@ -189,7 +195,7 @@ def test_a_port_in_use_is_refused_before_torch_is_imported(model: Path, monkeypa
 @pytest.mark.parametrize(
     ("how", "kind", "words"),
     [
-        ({"model": "other"}, "NotFoundError", "'other' is not served here; 'tiny' is"),
+        ({"model": "other"}, "NotFoundError", "'other' does not exist; this server has 'tiny'"),
         ({"temperature": 3}, "BadRequestError", "temperature: Input should be less than or equal to 2"),
         ({"extra_body": {"temprature": 1}}, "BadRequestError", "temprature: Extra inputs are not permitted"),
         ({"presence_penalty": 1}, "BadRequestError", "presence_penalty: is not supported by this server"),
@@ -201,9 +207,9 @@ def test_a_port_in_use_is_refused_before_torch_is_imported(model: Path, monkeypa
         (
             {"messages": [{"role": "user", "content": "a" * 200}]},
             "BadRequestError",
-            "the prompt has 203 tokens, the model takes 128",
+            "the prompt has 203 tokens, the context length is 128",
         ),
-        ({"messages": []}, "BadRequestError", "messages: takes a list of 1 to 2048 messages"),
+        ({"messages": []}, "BadRequestError", "messages: must be a list of 1 to 2048 messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "BadRequestError",
@@ -214,7 +220,7 @@ def test_a_port_in_use_is_refused_before_torch_is_imported(model: Path, monkeypa
             "BadRequestError",
             "parts of type input_audio are not read",
         ),
-        ({"top_logprobs": 2}, "BadRequestError", "top_logprobs needs logprobs"),
+        ({"top_logprobs": 2}, "BadRequestError", "top_logprobs requires logprobs"),
     ],
 )
 def test_mistakes_of_clients_in_openai_s_form(client: Any, how: dict[str, Any], kind: str, words: str) -> None:
@@ -287,8 +293,8 @@ def test_other_addresses_need_a_token_and_options_must_fit(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("version", "part"),
     [
-        (None, "vLLM is not installed here"),
-        ("0.9.2", "needs vLLM 0.10 or later, and 0.9.2 is installed"),
+        (None, "vLLM is not installed"),
+        ("0.9.2", "needs vLLM 0.10 or later; 0.9.2 is installed"),
         ("0.10.0rc1", ""),
         ("1.0", ""),
     ],

@@ -1,5 +1,8 @@
 """Files of prompts: order, columns, answers that rows bring, going on after an interruption, rows that cannot be
-asked."""
+asked.
+
+Covers: megaswift/infer.py, megaswift/serve/prompt_file_rows.py.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,7 @@ def test_a_run_that_was_stopped_goes_on(
     assert len(read(partial)) == 7  # its owner and two batches
     with partial.open("a") as file:
         file.write('{"row": 5, "answ')  # killed while writing
-    with pytest.raises(ConfigError, match="another generation"):
+    with pytest.raises(ConfigError, match="different generation"):
         main([*words, "--top_k", "5", *(() if how else ("--temperature", "1"))])
     assert main(words) == 0 and calls == [3, 3, 1, 1]
     assert read(tmp_path / "a.jsonl") == whole and not partial.exists()
@@ -134,7 +137,7 @@ def test_rows_that_cannot_be_asked_are_told_with_their_lines_and_no_model_is_loa
         "d.jsonl:2: character 2: not JSON",
         "d.jsonl:3 and 1 more like it: column nosuch",
         "d.jsonl:4: column messages[0].role",
-        "d.jsonl:5: the prompt has 203 tokens, the model takes 128",
+        "d.jsonl:5: the prompt has 203 tokens, the context length is 128",
         "d.jsonl:6: images are not read: this model reads text only",
         "d.jsonl:7: column messages",
     ):

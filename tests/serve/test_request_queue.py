@@ -64,7 +64,7 @@ def test_a_batch_has_a_size_and_choices_stay_together() -> None:
 def test_a_full_line_and_a_closed_one_refuse() -> None:
     line, model = opened(waiting=2)
     kept = [line.submit(ticket(1)), line.submit(ticket(2))]
-    with pytest.raises(QueueFull, match="2 answers are waiting, at most 2 may"):
+    with pytest.raises(QueueFull, match="2 answers are waiting; the limit is 2"):
         line.submit(ticket(3))
     model.go.set()
     assert all(t.done.result(20) for t in kept)

@@ -62,7 +62,7 @@ def test_turns_build_on_one_another_until_they_are_cleared(
     )
     want = expected(model, ["1+2?", "and \nx"], "be")
     assert [m["content"] for m in terminal.messages] == ["1+2?", want[0]]
-    assert out.count(want[0]) == 2 and want[1] in out and "forgotten" in out and "never" not in out
+    assert out.count(want[0]) == 2 and want[1] in out and "conversation cleared" in out and "never" not in out
     assert out.index(want[0]) < out.index(want[1])
 
 
@@ -84,7 +84,8 @@ def test_a_conversation_that_grows_too_long_is_told(
 ) -> None:
     out, terminal = conversation(open_model, ["a" * 130, "b"], monkeypatch)
     assert (
-        "the prompt has 133 tokens, the model takes 128" in out and [m["content"] for m in terminal.messages][0] == "b"
+        "the prompt has 133 tokens, the context length is 128" in out
+        and [m["content"] for m in terminal.messages][0] == "b"
     )
 
 

@@ -1,4 +1,7 @@
-"""What is said of adapters and of quantised checkpoints before a process group exists."""
+"""What is said of adapters and of quantised checkpoints before a process group exists.
+
+Covers: megaswift/bridge/peft_config.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The folder of checkpoints: what counts as one, which is the latest, what rotation may delete."""
+"""The folder of checkpoints: what counts as one, which is the latest, what rotation may delete.
+
+Covers: megaswift/families/step_manifest.py.
+"""
 
 from __future__ import annotations
 

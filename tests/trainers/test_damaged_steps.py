@@ -1,4 +1,7 @@
-"""Steps that were damaged after they were saved: no command uses one, and a history is never started over."""
+"""Steps that were damaged after they were saved: no command uses one, and a history is never started over.
+
+Covers: megaswift/trainers/verified_steps.py.
+"""
 
 from __future__ import annotations
 

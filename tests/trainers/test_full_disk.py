@@ -1,4 +1,7 @@
-"""Files that cannot be written or read: one message and exit code 2, and the report hides no error."""
+"""Files that cannot be written or read: one message and exit code 2, and the report hides no error.
+
+Covers: megaswift/disk.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """A LoRA run as users start one: its folder, what PEFT and transformers make of it, going on from it, and what is
-refused."""
+refused.
+
+Covers: megaswift/engine/megatron/lora/checkpoint.py.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import pytest
 
 from megaswift.config import SwiftConfig, load
 from megaswift.trainers.outputs import OutputFolder, check_output_folder, prepare_output_folder
+from megaswift.version import __version__
 
 
 def config(root: Path, **options: object) -> SwiftConfig:
@@ -95,3 +96,6 @@ def test_config_yaml_repeats_the_run(tmp_path: Path) -> None:
     made = config(tmp_path, learning_rate=3e-5, tp=2, max_steps=7, columns={"a": "query"})
     prepare_output_folder(made)
     assert load("sft", [str(OutputFolder(tmp_path).config)]).to_dict() == made.to_dict()
+    first = OutputFolder(tmp_path).config.read_text().partition("\n")[0]
+    assert first == f"# The resolved configuration of this run, written by megaswift {__version__}."
+    assert not [line for line in load("sft", [str(OutputFolder(tmp_path).config)]).notices if "written by" in line]

@@ -1,5 +1,8 @@
 """A reference that is asked once before training: the numbers find their rows, and runs are those of a reference that
-is kept."""
+is kept.
+
+Covers: megaswift/trainers/reference.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""report.html: one well-formed file that needs nothing from outside and tells what the run's files say."""
+"""report.html: one well-formed file that needs nothing from outside and tells what the run's files say.
+
+Covers: megaswift/trainers/charts.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Adapters on a reward model: beside TRL's trainer with PEFT, what their folder and its merge score, and going on bit
-for bit."""
+for bit.
+
+Covers: megaswift/trainers/model_spec.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Skipped steps: who had them, when a run has learned nothing; spikes of the loss."""
+"""Skipped steps: who had them, when a run has learned nothing; spikes of the loss.
+
+Covers: megaswift/losses/sft.py.
+"""
 
 from __future__ import annotations
 

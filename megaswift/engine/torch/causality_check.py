@@ -34,7 +34,7 @@ EXACT, ROUNDED = 1e-3, 0.1
 """The share of a change that counts as rounding, in float32 and in half precision; what leaks is of the size of the
 change."""
 
-Read = Callable[[Batch], Tensor]
+_TokenReader = Callable[[Batch], Tensor]
 """A batch of one row to a number a token [1, s]: a label's log-probability, or the value of a scalar head."""
 
 
@@ -71,7 +71,7 @@ def check_causality(engine: TorchEngine) -> None:
         raise ConfigError(found)
 
 
-def _problems(read: Read, vocab: int, limit: float, packing: bool, model: str) -> Iterator[Problem]:
+def _problems(read: _TokenReader, vocab: int, limit: float, packing: bool, model: str) -> Iterator[Problem]:
     """What is wrong with a model of so many tokens."""
     drawn = torch.randint(vocab, (BEFORE + DOCUMENT + END,), generator=torch.Generator().manual_seed(0))
     before, document, end = drawn.split((BEFORE, DOCUMENT, END))

@@ -20,7 +20,7 @@ from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import LIONS, OF_BITSANDBYTES, PAGED, OptimConfig
 from megaswift.engine.torch.strategy import groups_of, make_strategy_optimizer
 
-Named = list[tuple[str, nn.Parameter]]
+NamedParameters = list[tuple[str, nn.Parameter]]
 Metas = dict[str, TensorMeta]
 BLOCK = 256
 """Numbers that share a scale in bitsandbytes' 8-bit states."""
@@ -33,11 +33,11 @@ class Elementwise:
 
     inner: torch.optim.Optimizer
 
-    def __init__(self, named: Named, optim: OptimConfig) -> None:
+    def __init__(self, named: NamedParameters, optim: OptimConfig) -> None:
         self.optim = optim
         self.inner = self.make(named)
 
-    def make(self, named: Named) -> torch.optim.Optimizer:
+    def make(self, named: NamedParameters) -> torch.optim.Optimizer:
         """The library's optimizer, in groups with weight decay and without."""
         return make_strategy_optimizer(named, self.optim)
 
@@ -83,7 +83,7 @@ class Factored(Elementwise):
     """Adafactor (arXiv:1804.04235) of transformers, with the run's learning rate: row and column means of squared
     gradients."""
 
-    def make(self, named: Named) -> torch.optim.Optimizer:
+    def make(self, named: NamedParameters) -> torch.optim.Optimizer:
         """As transformers' Trainer makes it."""
         from transformers.optimization import Adafactor
 
@@ -107,7 +107,7 @@ class BitsAndBytes(Elementwise):
     """AdamW or Lion of bitsandbytes: 8-bit states in blocks of 256 with a scale each, or 32-bit ones; on a GPU also in
     paged memory."""
 
-    def make(self, named: Named) -> torch.optim.Optimizer:
+    def make(self, named: NamedParameters) -> torch.optim.Optimizer:
         """By name: `paged_` in memory that the driver moves to the host, `_8bit` or `_32bit`."""
         from bitsandbytes.optim import AdamW, Lion
 
@@ -141,7 +141,7 @@ class BitsAndBytes(Elementwise):
         self.count(parameter, steps)
 
 
-def optimizer_kind(name: str) -> Callable[[Named, OptimConfig], Elementwise]:
+def optimizer_kind(name: str) -> Callable[[NamedParameters, OptimConfig], Elementwise]:
     """Of an optimizer that takes all parameters alike."""
     if name in OF_BITSANDBYTES:
         return BitsAndBytes

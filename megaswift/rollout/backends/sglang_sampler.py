@@ -1,11 +1,11 @@
-"""A client of SGLang's server: tokens in, tokens and log-probabilities out, new weights through a folder. SGLang is not
-needed here.
+"""Sampler backend for SGLang servers: token ids in, token ids and log-probabilities out, weight sync through a shared
+folder. SGLang does not have to be installed in the trainer's environment.
 
     python -m sglang.launch_server --model-path DIR --enable-deterministic-inference
 
-Log-probabilities are at the temperature and before the filters, unless the server's environment says otherwise
-(SGLANG_RETURN_ORIGINAL_LOGPROB), but after a repetition penalty, which is on a completion's own tokens only. Seeds
-count under deterministic inference only.
+Log-probabilities are taken at the sampling temperature, before top-k, top-p and min-p (unless the server sets
+SGLANG_RETURN_ORIGINAL_LOGPROB) and after the repetition penalty, which SGLang applies to completion tokens only. Seeds
+take effect only with deterministic inference.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megaswift.rollout.server_client import Server, ServerError, checked_complet
 from megaswift.rollout.server_sampler import ADAPTER, ServerSampler
 
 OLDEST = (0, 5, 9)
-"""Draws by seeds as the probabilities say; releases before have a hash for it that is far from even."""
-HIDDEN = 4
-"""How many more tokens prompt and completion may have together than the longest prompt that a server tells."""
+"""First release whose seeded sampling follows the probabilities; the hash of earlier releases is far from uniform."""
+CONTEXT_MARGIN = 4
+"""Tokens by which the context length exceeds `max_req_input_len`, the longest prompt that a server reports."""
 
 
 def missing(options: SamplerOptions) -> list[Problem]:
-    """What the options lack; servers are asked later."""
+    """Problems that the options alone show; no server is contacted."""
     return unusable(options, "sglang")
 
 
 def build(folder: Path, options: SamplerOptions) -> SglangSampler:
-    """The client, once every server has answered."""
+    """The client, after every server has passed its checks."""
     return SglangSampler(folder, options)
 
 
@@ -42,17 +42,17 @@ class SglangSampler(ServerSampler):
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         self.seeded: list[Server] = []
-        """Those with deterministic inference."""
+        """Servers with deterministic inference."""
         super().__init__(folder, options)
 
     def command(self) -> str:
-        """With adapters, room for them too."""
+        """With adapters, includes the LoRA flags."""
         rank = self.options.lora_rank
         flags = f" --enable-lora --max-lora-rank {rank} --lora-target-modules all" if rank else ""
         return f"python -m sglang.launch_server --model-path {self.folder} --enable-deterministic-inference{flags}"
 
     def fit(self, server: Server) -> str:
-        """Version, room and adapters; a server has one model, whose name nobody asks for."""
+        """Checks version, context length and adapters; returns the model's path, as a server serves one model."""
         server.reach(self.options.wait)
         try:
             info = server.get("/server_info")
@@ -71,29 +71,29 @@ class SglangSampler(ServerSampler):
         return str(info.get("model_path"))
 
     def check_room(self, server: Server, prompt: int | None) -> None:
-        """ConfigError where a completion could be cut: the server does so by itself, and says that it was as long as
-        allowed."""
+        """ConfigError where the context length is too short: SGLang would truncate a completion without an error and
+        report `length`."""
         wanted = self.options.max_length
-        if wanted is None or prompt is None or prompt + HIDDEN >= wanted:
+        if wanted is None or prompt is None or prompt + CONTEXT_MARGIN >= wanted:
             return
-        room = prompt + HIDDEN
+        room = prompt + CONTEXT_MARGIN
         raise ConfigError(
             Problem(
                 server.base_url,
-                f"takes {room} tokens of prompt and completion, and {wanted} may come",
+                f"context length is {room}, but prompt and completion may have {wanted} tokens",
                 f"--max_length {room}, or {server.start} --context-length {wanted + 2}",
             )
         )
 
     def settings(self, sampling: SamplingParams) -> dict[str, Any]:
-        """`ignore_eos` would ignore the run's stop tokens too."""
+        """`ignore_eos` only without stop tokens: SGLang would ignore the run's stop tokens too."""
         if sampling.min_p and self.seeded:
-            rule = f"ends {self.seeded[0].base_url}, which runs with deterministic inference"
+            rule = f"is not supported with deterministic inference, which {self.seeded[0].base_url} uses"
             raise ConfigError(
                 Problem(
                     f"--min_p {sampling.min_p}",
                     rule,
-                    "leave it out, or start servers without --enable-deterministic-inference: seeds do not count then",
+                    "leave it out, or omit --enable-deterministic-inference (seeds then have no effect)",
                 )
             )
         return {
@@ -110,7 +110,7 @@ class SglangSampler(ServerSampler):
         }
 
     def ask(self, server: Server, common: Mapping[str, Any], prompt: list[int], seed: int) -> Any:
-        """Adapters are chosen by a field of their own."""
+        """SGLang selects an adapter by the `lora_path` field."""
         more = {"lora_path": ADAPTER} if self.adapts else {}
         return server.post(
             "/generate",
@@ -124,25 +124,31 @@ class SglangSampler(ServerSampler):
         )
 
     def completion(self, answer: Any, sampling: SamplingParams) -> Completion:
-        """Log-probabilities and tokens stand side by side: [[log-probability, token, text], ...]."""
+        """Reads `output_token_logprobs`: [[log-probability, token id, text], ...]."""
         try:
-            told = answer["meta_info"]["output_token_logprobs"]
+            entries = answer["meta_info"]["output_token_logprobs"]
             reason = answer["meta_info"]["finish_reason"]["type"]
-            tokens, logprobs = [entry[1] for entry in told], [entry[0] for entry in told]
+            tokens, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
         except (KeyError, TypeError, IndexError):
             raise ServerError(
                 Problem(
                     "a completion of SGLang",
-                    "has no output_token_logprobs or finish_reason",
-                    "a version of the server that this client was written for",
+                    "lacks output_token_logprobs or finish_reason",
+                    f"SGLang {'.'.join(map(str, OLDEST))} or later",
                 )
             ) from None
         if reason not in ("stop", "length"):
-            raise ServerError(Problem("a completion of SGLang", f"ended by {reason!r}", "look at the server's log"))
+            raise ServerError(
+                Problem(
+                    "a completion of SGLang",
+                    f"finish_reason is {reason!r}; stop or length expected",
+                    "see the server's log",
+                )
+            )
         return checked_completion(tokens, logprobs, reason == "stop", sampling)
 
     def load(self, server: Server, folder: Path) -> None:
-        """By SGLang's own loader of files, also where the server began with made-up weights."""
+        """Loads weights from disk with SGLang's own loader, also where the server started with dummy weights."""
         _take(
             server,
             "/update_weights_from_disk",
@@ -151,7 +157,7 @@ class SglangSampler(ServerSampler):
         )
 
     def load_adapter(self, server: Server, folder: Path) -> None:
-        """Those before have to go first; a run that was broken off may have left some too."""
+        """Unloads the previous adapter first; an interrupted run may have left one too."""
         try:
             server.post("/unload_lora_adapter", {"lora_name": ADAPTER})
         except ServerError as error:
@@ -162,16 +168,16 @@ class SglangSampler(ServerSampler):
 
 
 def _take(server: Server, path: str, body: Mapping[str, Any], folder: Path) -> None:
-    """Asks for files to be read. A folder that it does not have a server takes for a model's name on the internet, and
-    says so."""
-    fix = f"look at its log; and {folder} has to be the same folder on its machine (--rollout_sync_folder)"
+    """Posts a request to load files. SGLang takes a folder that it cannot see for a hub model name, so the fix names
+    the folder."""
+    fix = f"see the server's log; {folder} must be the same folder on its machine (--rollout_sync_folder)"
     try:
         answer = server.post(path, body)
     except ServerError as error:
         if error.status != 400:
             raise
-        [told] = error.problems
-        raise ServerError(Problem(told.what, told.rule, fix), error.status) from None
-    if not isinstance(answer, dict) or not answer.get("success"):  # the body says whether it worked
-        said = answer.get("message") or answer.get("error_message") if isinstance(answer, dict) else answer
-        raise ServerError(Problem(server.base_url, f"did not take new weights: {said}", fix))
+        [problem] = error.problems
+        raise ServerError(Problem(problem.what, problem.rule, fix), error.status) from None
+    if not isinstance(answer, dict) or not answer.get("success"):  # success is in the body, not in the status
+        message = answer.get("message") or answer.get("error_message") if isinstance(answer, dict) else answer
+        raise ServerError(Problem(server.base_url, f"did not load the new weights: {message}", fix))

@@ -1,8 +1,7 @@
-"""The sampler that runs anywhere: a transformers model in this process, decoded by our own loop.
+"""Sampler backend for any device: a transformers model in this process, decoded by our own loop.
 
-Owns the model: built from its configuration without memory, filled by `update_weights` or from its folder, emptied by
-`sleep`. The loop is `decoding`. Adapters are PEFT's own layers, so that what a run hands out is read as anybody would
-read it.
+Owns the model: built on the meta device, filled by `update_weights` or from its folder, released by `sleep`. The loop
+is in `decoding`. Adapters are PEFT layers loaded from the PEFT folder that the run writes, as a user would load it.
 """
 
 from __future__ import annotations
@@ -26,38 +25,38 @@ from megaswift.rollout.weight_update import AdapterUpdate, WeightUpdate
 
 
 def missing(options: SamplerOptions) -> list[Problem]:
-    """transformers is always there, PEFT may not be."""
+    """Problems with the options or this machine: PEFT not installed, an unknown dtype, no CUDA."""
     problems = []
     if options.lora_rank and util.find_spec("peft") is None:
         problems.append(
-            Problem("adapters in the sampler", "need the package peft", "pip install peft, or --rollout_lora false")
+            Problem("adapters in the sampler", "require the package peft", "pip install peft, or --rollout_lora false")
         )
     if options.dtype != "auto" and not isinstance(getattr(torch, options.dtype, None), torch.dtype):
         problems.append(
-            Problem(f"dtype {options.dtype} of the sampler", "is no type of torch", "auto, float32 or bfloat16")
+            Problem(f"dtype {options.dtype} of the sampler", "is not a torch dtype", "auto, float32 or bfloat16")
         )
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        problems.append(Problem(f"device {options.device} of the sampler", "this machine has no CUDA", "cpu"))
+        problems.append(Problem(f"device {options.device} of the sampler", "CUDA is not available", "cpu"))
     return problems
 
 
 def _model(folder: Path, options: SamplerOptions) -> Any:
-    """transformers' model with hollow parameters."""
+    """The transformers model on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     quiet_transformers()
     trust = options.trust_remote_code
-    how = {} if options.attn_impl == "auto" else {"attn_implementation": options.attn_impl}
+    attention = {} if options.attn_impl == "auto" else {"attn_implementation": options.attn_impl}
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
-        own = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+        dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
         if options.dtype != "auto":
-            own = getattr(torch, options.dtype)
+            dtype = getattr(torch, options.dtype)
         if hasattr(config, "quantization_config"):
-            del config.quantization_config  # weights come as floating-point tensors
+            del config.quantization_config  # weight sync sends floating-point tensors
         with torch.random.fork_rng(), meta_init.build_on_meta():
             model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=own or torch.float32, trust_remote_code=trust, **how
+                config, dtype=dtype or torch.float32, trust_remote_code=trust, **attention
             )
     except REFUSALS as error:
         raise WeightsError(
@@ -68,7 +67,7 @@ def _model(folder: Path, options: SamplerOptions) -> Any:
 
 
 class TransformersSampler:
-    """A transformers model that answers batches of prompts. Asleep, without memory, until weights come."""
+    """Generates completions in batches. Without weight storage until the first update."""
 
     shared = False
 
@@ -78,10 +77,10 @@ class TransformersSampler:
         check_layers(self.model.config)
         self.incoming, self.adapters = WeightUpdate(self.model), AdapterUpdate(self.model)
         self.ready = False
-        """Whether all weights are there."""
+        """Whether all weights are loaded."""
 
     def wake(self) -> None:
-        """Memory for the weights, with nothing in it yet; buffers to the device."""
+        """Allocates uninitialised storage for the weights and moves buffers to the device."""
         meta_init.allocate_storage(self.model.parameters(), self.device)
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
@@ -89,23 +88,24 @@ class TransformersSampler:
                     module._buffers[name] = buffer.to(self.device)
 
     def sleep(self) -> None:
-        """Lets the weights go."""
+        """Releases the weights' storage."""
         meta_init.drop_storage(self.model)
         self.ready = False
 
     def close(self) -> None:
-        """The same, for good."""
+        """Releases the weights' storage."""
         self.sleep()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies them in place, each as it comes."""
+        """Copies each tensor into its parameter as it arrives."""
         self.wake()
         self.ready = False
         self.incoming.fill(weights)
         self.ready = True
 
     def update_adapter(self, folder: Path) -> None:
-        """Puts them beside the model's weights, which are read from its folder where they are not there."""
+        """Loads the adapter in `folder`; reads the base weights from the model's folder first where they are not
+        loaded."""
         if not self.ready:
             source = open_weights(self.folder)
             self.update_weights((name, source.slice(name)) for name in source.names() if name in self.incoming.of_name)
@@ -116,23 +116,23 @@ class TransformersSampler:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
-        """Batches of prompts of similar length, each decoded to its end."""
+        """Decodes batches of prompts of similar length."""
         assert self.ready, "update_weights or update_adapter comes before generate, and again after sleep"
         assert len(prompts) == len(seeds) and all(len(p) for p in prompts) and sampling.max_tokens > 0
-        asked = [tuple(p) for p in prompts]
-        order = sorted(range(len(asked)), key=lambda i: (-len(asked[i]), asked[i]))  # equal prompts side by side
-        found: dict[int, Completion] = {}
+        unpadded = [tuple(p) for p in prompts]
+        order = sorted(range(len(unpadded)), key=lambda i: (-len(unpadded[i]), unpadded[i]))  # equal prompts adjacent
+        completions: dict[int, Completion] = {}
         try:
             with torch.inference_mode():
                 for start in range(0, len(order), self.options.batch_size):
-                    chosen = order[start : start + self.options.batch_size]
-                    done = decode_batch(self.model, [asked[i] for i in chosen], sampling, [seeds[i] for i in chosen])
-                    found |= dict(zip(chosen, done, strict=True))
+                    batch = order[start : start + self.options.batch_size]
+                    done = decode_batch(self.model, [unpadded[i] for i in batch], sampling, [seeds[i] for i in batch])
+                    completions |= dict(zip(batch, done, strict=True))
         except torch.OutOfMemoryError as error:
             raise UserError(
-                Problem("memory of the GPU, sampling", first_line(error), "a smaller --rollout_batch_size")
+                Problem("GPU memory during sampling", first_line(error), "a smaller --rollout_batch_size")
             ) from None
-        return [found[i] for i in range(len(asked))]
+        return [completions[i] for i in range(len(prompts))]
 
 
 def build(folder: Path, options: SamplerOptions) -> TransformersSampler:

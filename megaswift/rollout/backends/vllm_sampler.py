@@ -1,8 +1,8 @@
-"""vLLM in the trainer's own processes, on the trainer's own GPUs: it sleeps while the trainer works.
+"""Sampler backend for vLLM in the trainer's own processes, on the trainer's own GPUs (colocated, with sleep mode).
 
-It has run on CPUs (vLLM 0.32); for GPUs it is written from the documentation of releases from 0.22 on. Each rank has an
-engine, or a group of `tensor_parallel_size` consecutive ranks has one together: then these ranks ask for the same
-prompts, and each gets all completions. Engines make process groups of all ranks, so every rank of a run has one.
+Tested on CPUs (vLLM 0.32); the GPU path follows the documentation of releases from 0.22 on and has not been run. Each
+rank has an engine, or `tensor_parallel_size` consecutive ranks share one: these ranks then pass the same prompts, and
+each receives all completions. Engines create process groups over all ranks, so every rank of a run has one.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ OTHERS = "--rollout_backend vllm_server or transformers"
 
 
 def too_wide(options: SamplerOptions) -> list[Problem]:
-    """Adapters that fit into none."""
+    """The problem of a LoRA rank that exceeds vLLM's maximum."""
     if options.lora_rank <= RANKS[-1]:
         return []
     return [
         Problem(
             f"adapters of rank {options.lora_rank}",
-            f"are wider than vLLM's widest ({RANKS[-1]})",
+            f"exceed vLLM's maximum LoRA rank ({RANKS[-1]})",
             "--rollout_lora false",
         )
     ]
 
 
 def missing(options: SamplerOptions) -> list[Problem]:
-    """What this machine lacks."""
+    """Problems with the installed vLLM or the adapters' rank."""
     return unfit_message("--rollout_backend vllm", OLDEST, OTHERS) or too_wide(options)
 
 
 def build(folder: Path, options: SamplerOptions) -> VllmSampler:
-    """The engine; memory for weights and caches is taken, and given back at once."""
+    """The sampler with its engine, asleep: memory for weights and KV cache is allocated and released once."""
     return VllmSampler(folder, options)
 
 
 class VllmSampler:
-    """An engine of vLLM in this process."""
+    """A vLLM engine in this process."""
 
     shared = False
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
-        # the engine in this process: tensors are handed over, not copied
+        # engine in this process: tensors are passed without a copy
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        for name in ("RANK", "LOCAL_RANK"):  # vLLM reads them; a run of one process may have no launcher that sets them
+        for name in ("RANK", "LOCAL_RANK"):  # vLLM reads them; a run of one process may have no launcher
             os.environ.setdefault(name, "0")
         self.vllm: Any = importlib.import_module("vllm")
         self.sleeps = bool(importlib.import_module("vllm.platforms").current_platform.is_sleep_mode_available())
@@ -66,7 +66,7 @@ class VllmSampler:
             "max_loras": 1,
             "load_format": "auto",
         }
-        lora = adapted if self.adapts else {"load_format": "dummy"}  # adapters belong to the folder's own weights
+        lora = adapted if self.adapts else {"load_format": "dummy"}  # adapters need the folder's own weights
         self.llm: Any = self.vllm.LLM(
             model=str(folder),
             skip_tokenizer_init=True,
@@ -88,7 +88,7 @@ class VllmSampler:
         self.sleep()
 
     def wake(self) -> None:
-        """Memory for the weights; that of the caches waits for the first prompt."""
+        """Allocates memory for the weights; the KV cache is allocated at the first prompt."""
         self._wake("weights")
 
     def _wake(self, tag: str) -> None:
@@ -97,30 +97,31 @@ class VllmSampler:
         self.asleep -= {tag}
 
     def sleep(self) -> None:
-        """Gives the memory back, where this build can (for CPUs it cannot).
+        """Releases device memory where this build supports sleep mode (CPU builds do not).
 
-        A base model that only its adapters change stays in host memory, other weights are dropped.
+        With adapters the base weights are kept in host memory (level 1); otherwise weights are discarded (level 2).
         """
         if not self.asleep and self.sleeps:
             self.llm.sleep(level=1 if self.adapts else 2)
         self.asleep = frozenset({"weights", "kv_cache"})
 
     def close(self) -> None:
-        """Gives the memory back. vLLM's own end would take the trainer's process groups down, or fail once they are: it
-        does not come."""
+        """Releases device memory. vLLM's own shutdown is detached: it would destroy the trainer's process groups, or
+        fail where they are destroyed already."""
         self.sleep()
         finalizer = getattr(getattr(self.llm.llm_engine, "engine_core", None), "_finalizer", None)
         if finalizer is not None:
             finalizer.detach()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Hands the stream to vLLM, which loads and shards each tensor as it comes. On every rank of the engine."""
+        """Passes the stream to vLLM, which loads and shards each tensor as it arrives. Called on every rank of the
+        engine."""
         self._wake("weights")
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self.llm.reset_prefix_cache()
 
     def update_adapter(self, folder: Path) -> None:
-        """New adapters under a new number; those before are forgotten."""
+        """Loads the adapter under a new id and removes the previous one."""
         request = importlib.import_module("vllm.lora.request").LoRARequest
         self._wake("weights")
         number = 1 if self.adapter is None else self.adapter.lora_int_id + 1
@@ -132,10 +133,10 @@ class VllmSampler:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
-        """All prompts at once; vLLM batches them."""
+        """Passes all prompts at once; vLLM batches them."""
         assert len(prompts) == len(seeds) and "weights" not in self.asleep, "update_weights comes before generate"
         self._wake("kv_cache")
-        how = [
+        params = [
             self.vllm.SamplingParams(
                 max_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
@@ -151,10 +152,10 @@ class VllmSampler:
             )
             for seed in seeds
         ]
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with_adapter = {} if self.adapter is None else {"lora_request": self.adapter}
-        found = self.llm.generate(asked, how, use_tqdm=False, **with_adapter)
-        return [self._completion(request.outputs[0], sampling) for request in found]
+        outputs = self.llm.generate(requests, params, use_tqdm=False, **with_adapter)
+        return [self._completion(request.outputs[0], sampling) for request in outputs]
 
     def _completion(self, output: Any, sampling: SamplingParams) -> Completion:
         tokens = list(output.token_ids)

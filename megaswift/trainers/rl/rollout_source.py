@@ -18,14 +18,14 @@ import torch
 
 from megaswift.config.estimator_table import estimator_entry
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.rollout_batches import Micro, RolloutCollator, RolloutTokens
+from megaswift.data.rollout_batches import RolloutCollator, RolloutMicrobatch, RolloutTokens
 from megaswift.engine.protocol import Engine
 from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.contract import Batch, Needs
 from megaswift.trainers.loop import StepExtras
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
 from megaswift.trainers.rl.critic import Critic
-from megaswift.trainers.rl.forward_scores import Numbers, token_numbers
+from megaswift.trainers.rl.forward_scores import CompletionScores, token_numbers
 from megaswift.trainers.rl.multi_turn import action_mask
 from megaswift.trainers.rl.reward_scorer import RewardScorer, Rollout
 from megaswift.trainers.rl.rollout_metrics import has_spread, rollout_statistics
@@ -147,30 +147,30 @@ class RolloutSource:
         if critic is not None:
             self.put("values", self.numbers(critic.engine, critic.loss.needs))
 
-    def rollout_logprobs(self) -> Numbers:
+    def rollout_logprobs(self) -> CompletionScores:
         """The sampler's log-probabilities, where the run takes them as the old policy's and it knows them all."""
         sampled = {c.number: c.values["sampled"] for c in self.completed if not c.silent}
         known = self.settings.use_rollout_logprobs and not any(np.isnan(v).any() for v in sampled.values())
         return sampled if known else {}
 
-    def numbers(self, engine: Engine, needs: Needs) -> Numbers:
+    def numbers(self, engine: Engine, needs: Needs) -> CompletionScores:
         """Of all completions. Collective."""
         micros = [micro for k in range(self.settings.slices) for micro in self.micros(k)]
         return token_numbers(engine, micros, self.parts.layout, needs, self.parts.drawing.generation.first)
 
-    def put(self, name: str, numbers: Numbers) -> None:
+    def put(self, name: str, numbers: CompletionScores) -> None:
         """One more field of every completion; of silent ones without numbers."""
         self.completed = [
             replace(c, values={**c.values, name: NOTHING if c.silent else numbers[c.number]}) for c in self.completed
         ]
 
-    def micros(self, part: int) -> list[Micro]:
+    def micros(self, part: int) -> list[RolloutMicrobatch]:
         """This rank's micro-batches of one of the generation's optimizer steps, as completions."""
         order = np.random.default_rng([self.settings.seed, self.generations]).permutation(len(self.completed))
         which = order[part * self.settings.batch : (part + 1) * self.settings.batch]
         return [[self.completed[i] for i in micro] for micro in self.parts.geometry.own(which)]
 
-    def with_uncertain_ones(self, micros: list[Micro]) -> list[Micro]:
+    def with_uncertain_ones(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:
         """`keep`: the tokens whose entropy is in the upper part, over all ranks (arXiv:2506.01939)."""
         needs = Needs(fields=frozenset({"entropy"}), temperature=self.settings.temperature)
         found = token_numbers(
@@ -188,7 +188,7 @@ class RolloutSource:
             for micro in micros
         ]
 
-    def with_selected(self, micros: list[Micro]) -> list[Micro]:
+    def with_selected(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:
         """`selected`: the tokens of high covariance, over all ranks (arXiv:2505.22617)."""
         engine, first = self.parts.drawing.generation.engine, self.parts.drawing.generation.first
         needs = Needs(temperature=self.settings.temperature)

@@ -1,5 +1,8 @@
 """PEFT's adapters on the engines of torch, against a plain PEFT loop in one process: steps, folders, going on,
-merging."""
+merging.
+
+Covers: megaswift/engine/torch/merged_adapters.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """Models that are no family here, on the torch engine: as transformers computes them, or refused where they would learn
-something else."""
+something else.
+
+Covers: megaswift/engine/torch/causality_check.py, megaswift/engine/torch/loss_fields.py,
+megaswift/families/unlisted.py.
+"""
 
 from __future__ import annotations
 

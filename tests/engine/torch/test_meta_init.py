@@ -1,5 +1,8 @@
 """Models that are built without memory and filled from files a piece at a time: what `from_pretrained` makes, bit by
-bit."""
+bit.
+
+Covers: megaswift/engine/torch/conversions.py, megaswift/engine/torch/weight_loading.py.
+"""
 
 from __future__ import annotations
 

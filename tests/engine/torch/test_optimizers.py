@@ -1,4 +1,8 @@
-"""Optimizers beside Adam: what they keep for a parameter, told beforehand, and what GaLore projects."""
+"""Optimizers beside Adam: what they keep for a parameter, told beforehand, and what GaLore projects.
+
+Covers: megaswift/engine/torch/galore.py, megaswift/engine/torch/optimizer_registry.py,
+megaswift/engine/torch/strategy.py.
+"""
 
 from __future__ import annotations
 

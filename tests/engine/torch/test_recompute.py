@@ -1,4 +1,7 @@
-"""Recomputation keeps less for the backward pass, and the same gradients come out; compiled layers keep their names."""
+"""Recomputation keeps less for the backward pass, and the same gradients come out; compiled layers keep their names.
+
+Covers: megaswift/engine/torch/model.py.
+"""
 
 from __future__ import annotations
 

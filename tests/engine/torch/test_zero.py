@@ -1,5 +1,8 @@
 """DeepSpeed ZeRO at every stage, with and without offload, against plain torch on one process: gradients, norms,
-weights, shards."""
+weights, shards.
+
+Covers: megaswift/engine/torch/zero_config.py, megaswift/engine/torch/zero_tensors.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """From rewards to what losses read, against TRL's trainers; whitening, a controller and the critic's targets by
-hand."""
+hand.
+
+Covers: megaswift/trainers/rl/reward_scorer.py.
+"""
 
 from __future__ import annotations
 

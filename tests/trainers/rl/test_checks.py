@@ -73,7 +73,7 @@ def test_a_run_s_folder_and_a_language_model_are_no_reward_models(tmp_path: Path
         ),
         (
             {"rollout_backend": "sglang", "rollout_server_url": "here"},
-            "the server 'here' of the backend sglang: is no address",
+            "the server 'here' of the backend sglang: is not a valid URL",
         ),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_batch_that_the_layout_breaks_is_told_with_the_layout(tmp_path: Path) 
 
 def test_a_missing_library_is_told_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    assert told(use_vllm=True)[0].startswith("--rollout_backend vllm: vLLM is not installed here")
+    assert told(use_vllm=True)[0].startswith("--rollout_backend vllm: vLLM is not installed")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Conversations with an environment: their tokens are the template's own, the loss is on the model's, and mistakes have
-names."""
+names.
+
+Covers: megaswift/trainers/rl/environment.py.
+"""
 
 from __future__ import annotations
 

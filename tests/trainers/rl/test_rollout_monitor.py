@@ -1,4 +1,7 @@
-"""Warnings of generations that teach nothing: after three in a row, once, and again when trouble comes back."""
+"""Warnings of generations that teach nothing: after three in a row, once, and again when trouble comes back.
+
+Covers: megaswift/trainers/rl/forward_scores.py.
+"""
 
 from __future__ import annotations
 

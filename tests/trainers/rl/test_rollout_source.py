@@ -1,5 +1,8 @@
 """The steps of a policy without an engine: what a generation is, how long it lasts, what of it goes into a
-checkpoint."""
+checkpoint.
+
+Covers: megaswift/trainers/rl/scheduler.py.
+"""
 
 from __future__ import annotations
 

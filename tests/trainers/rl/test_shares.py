@@ -1,4 +1,7 @@
-"""Which completions a rank writes: of those that have samplers, each its part, in the order of the ranks."""
+"""Which completions a rank writes: of those that have samplers, each its part, in the order of the ranks.
+
+Covers: megaswift/trainers/rl/generation.py.
+"""
 
 from __future__ import annotations
 

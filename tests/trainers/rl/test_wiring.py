@@ -1,5 +1,9 @@
 """Each option of reinforcement learning arrives where it is used: in the loss, the sampler, the critic, the estimator,
-the table."""
+the table.
+
+Covers: megaswift/trainers/rl/completions_log.py, megaswift/trainers/rl/rewards.py, megaswift/trainers/rl/sampler.py,
+megaswift/trainers/rl/settings.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Checkpoints on real gloo ranks: bit-exact continuation, every change of layout, Megatron's own loader, unfit
-checkpoints."""
+checkpoints.
+
+Covers: megaswift/engine/megatron/checkpoint/optimizer_states.py.
+"""
 
 from __future__ import annotations
 

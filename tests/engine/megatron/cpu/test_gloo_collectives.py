@@ -1,5 +1,8 @@
 """Collectives in one exchange against sums and joins worked out from every rank's tensors, even and uneven, by memory
-and by gloo."""
+and by gloo.
+
+Covers: megaswift/engine/megatron/cpu/shared_exchange.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`megaswift checkpoint`: what it lists, what it finds, what it deletes and what it does not."""
+"""`megaswift checkpoint`: what it lists, verifies and deletes.
+
+Covers: megaswift/commands.py.
+"""
 
 from __future__ import annotations
 

@@ -153,36 +153,36 @@ def test_a_body_says_that_it_is_json(server: Server) -> None:
         (b"[" * 100000, "the body is not JSON: recursion limit"),
         (b"{" + b",".join(b'"a%d": 1' % i for i in range(99999)) + b"}", "a0: Extra inputs are not permitted"),
         (b'{"' + b"a" * 1000000 + b'": 1}', "aaa...: Extra inputs"),
-        (text(stop="a" * 257), "stop: takes texts of 1 to 256 characters"),
-        (text(stop=["a"] * 17), "stop: takes a text, or a list of up to 16"),
-        (text(stop=["a", ""]), "stop: takes texts of 1 to 256"),
-        (text(stop=[1] * 99999), "stop: takes a text"),
-        (text(["a"] * 20000, n=16), "prompt: holds 20000 prompts, and a request may have 128"),
+        (text(stop="a" * 257), "stop: must have strings of 1 to 256 characters"),
+        (text(stop=["a"] * 17), "stop: must be a string or a list of at most 16"),
+        (text(stop=["a", ""]), "stop: must have strings of 1 to 256"),
+        (text(stop=[1] * 99999), "stop: must be a string"),
+        (text(["a"] * 20000, n=16), "prompt: has 20000 prompts; the limit is 128"),
         (text(["a"] * 9, n=16), "9 prompts times n 16: a request may have at most 128 answers"),
-        (text([[1]] * 129), "prompt: holds 129 prompts"),
-        (text([1, "a", 2.5]), "prompt: takes a text, a list of tokens"),
-        (text([]), "prompt: takes a text, a list of tokens"),
-        (text("a" * 2049), "the prompt has 2049 characters, at most 2048 are read: the model takes 128 tokens"),
-        (text([1] * 200), "the prompt has 200 tokens, the model takes 128"),
+        (text([[1]] * 129), "prompt: has 129 prompts"),
+        (text([1, "a", 2.5]), "prompt: must be a string, a list of token ids"),
+        (text([]), "prompt: must be a string, a list of token ids"),
+        (text("a" * 2049), "the prompt has 2049 characters; the limit is 2048 (context length 128 tokens)"),
+        (text([1] * 200), "the prompt has 200 tokens, the context length is 128"),
         (text(temperature=2.5), "temperature: Input should be less than or equal to 2"),
         (text(repetition_penalty=1e-300), "repetition_penalty: Input should be greater than or equal to 0.01"),
         (text(max_tokens=10**30), "max_tokens: Input should be less than or equal to"),
-        ({"model": "x" * 100000, "prompt": "a"}, "xxx...' is not served here; 'tiny' is"),
+        ({"model": "x" * 100000, "prompt": "a"}, "xxx...' does not exist; this server has 'tiny'"),
     ],
 )
 def test_what_is_too_much_is_told_in_a_few_words(body: Any, words: str, server: Server) -> None:
     status, message = server.refused(TEXT, body)
-    assert words in message and status == (404 if "served" in words else 400)
+    assert words in message and status == (404 if "does not exist" in words else 400)
 
 
 def test_conversations_have_the_same_limits(server: Server) -> None:
     turn = {"role": "user", "content": "a" * 100}
     for messages, words in (
-        ([turn] * 2049, "takes a list of 1 to 2048 messages"),
-        ([turn] * 21, "the prompt has 2184 characters, at most 2048"),
+        ([turn] * 2049, "must be a list of 1 to 2048 messages"),
+        ([turn] * 21, "the prompt has 2184 characters; the limit is 2048"),
         ([{**turn, "type": "image", "content": "a" * 3000}], "the prompt has 3009 characters"),
-        ([3], "[0] is no message"),
-        ("ab", "takes a list of 1 to 2048 messages"),
+        ([3], "[0] is not a message"),
+        ("ab", "must be a list of 1 to 2048 messages"),
     ):
         status, message = server.refused(CHAT, {"model": "tiny", "messages": messages})
         assert words in message and status == 400
@@ -213,7 +213,7 @@ def test_who_comes_to_a_full_line_is_told_before_the_prompt_is_read(server: Serv
         until(lambda: bool(server.model.calls))
         waiting = [pool.submit(server.ask, TEXT, text(n=10)) for _ in range(4)]
         until(lambda: sum(len(t.requests) for t in server.served.line._line) == 40)
-        assert server.refused(TEXT, b"not even JSON") == (429, "40 answers are waiting, at most 40 may")
+        assert server.refused(TEXT, b"not even JSON") == (429, "40 answers are waiting; the limit is 40")
         server.model.go.set()
         assert {w.result()[0] for w in (first, *waiting)} == {200}
 
@@ -298,7 +298,7 @@ def test_requests_that_wait_to_be_read_have_a_number(server: Server, monkeypatch
     with ThreadPoolExecutor(2) as pool:
         first = [pool.submit(server.ask, TEXT, text()) for _ in range(2)]
         until(lambda: server.served.unread == 2)
-        assert server.refused(TEXT, text()) == (429, "2 requests are being read")
+        assert server.refused(TEXT, text()) == (429, "2 requests are waiting to be parsed")
         go.set()
         assert [f.result()[0] for f in first] == [200, 200]
 

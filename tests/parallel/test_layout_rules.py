@@ -1,5 +1,8 @@
 """Layout refusals: the verdict against Megatron-Core's own, the wording against hand values, the search against all
-layouts."""
+layouts.
+
+Covers: megaswift/parallel/checks.py, megaswift/parallel/model_shape.py.
+"""
 
 import itertools
 from dataclasses import replace
