@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from megaswift.disk import sync, sync_tree
+from megaswift.disk import replace_folder, restore_replaced_folder, sync_tree
 from megaswift.errors import CheckpointError, Problem
 
 WAITING, FEW = 1 << 27, 1 << 25
@@ -40,22 +40,9 @@ class _Block(NamedTuple):
     """The item that is complete with this block."""
 
 
-def replace_folder(fresh: Path, target: Path) -> None:
-    """By rename; what was at `target` goes only after the new folder is in its place."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    fresh.rename(target)
-    sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def check_target(target: Path, overwrite: bool) -> None:
     """Nothing is replaced unasked; an earlier replacement that was cut between its two renames is undone."""
-    old = target.with_name(f".{target.name}.old")
-    if old.exists() and not target.exists():
-        old.rename(target)
+    restore_replaced_folder(target)
     if target.exists() and not target.is_dir():
         raise CheckpointError(Problem(str(target), "is a file", "give a folder"))
     if target.exists() and not overwrite and any(target.iterdir()):

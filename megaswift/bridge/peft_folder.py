@@ -8,7 +8,6 @@ The stacked form that PEFT writes for transformers' fused experts is taken apart
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,7 @@ from megaswift.bridge.expert_stacks import Read, parameter_of, stacks, unstacked
 from megaswift.bridge.file_tensor import FileTensor, mapped_tensor
 from megaswift.bridge.plan import SHOWN, WeightPlan
 from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_header
-from megaswift.disk import safetensors_to
+from megaswift.disk import atomic_file, safetensors_to
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.families.adapter_folder import CLASSIFIER_TASK, CONFIG, LANGUAGE_TASK, TENSORS
 from megaswift.families.projections import WEIGHT, Projection, end_of, partly_chosen, projections, without_dora
@@ -279,14 +278,11 @@ def write_adapter(directory: Path, plan: AdapterPlan, tensors: Iterable[tuple[st
     assert found.keys() == wanted, f"adapter tensors differ from the plan: {sorted(found.keys() ^ wanted)[:4]}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with safetensors_to(directory / TENSORS):
-            save_file(found, directory / f".{TENSORS}.writing", metadata={"format": "pt"})
         text = json.dumps(adapter_config(plan, base), indent=2, sort_keys=True) + "\n"
-        (directory / f".{CONFIG}.writing").write_text(text, encoding="utf-8")
-        for name in (TENSORS, CONFIG):
-            with (directory / f".{name}.writing").open("rb") as file:
-                os.fsync(file.fileno())
-            (directory / f".{name}.writing").rename(directory / name)
+        with atomic_file(directory / CONFIG) as config_file, atomic_file(directory / TENSORS) as tensor_file:
+            config_file.write_text(text, encoding="utf-8")
+            with safetensors_to(directory / TENSORS):
+                save_file(found, tensor_file, metadata={"format": "pt"})
     except OSError as error:
         raise CheckpointError(Problem(str(directory), f"cannot be written: {error}")) from None
     return directory

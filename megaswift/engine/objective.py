@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaswift import distributed
 from megaswift.engine.protocol import MicrobatchLoss
 from megaswift.losses.contract import Batch, Difference, Loss, Max, Mean, Metric, Min, ModelOutputs, Needs, Sum
 from megaswift.parallel.layout import Coordinates, Layout
@@ -148,16 +149,16 @@ def _reduce(values: dict[str, float], op: dist.ReduceOp.RedOpType, context: Obje
 def reduce_report(objective: Objective, context: ObjectiveContext) -> tuple[float, dict[str, float]]:
     """(objective, metrics) of the global batch, on every rank: reduced on the last stage, then told to the others."""
     layout, at = context.layout, context.coordinates
-    result: list[Any] = [None]
+    result: tuple[float, dict[str, float]] = (0.0, {})
     if at.pp == layout.pp - 1:
         add, high, low = _local_sums(objective)
         add = _reduce(add, dist.ReduceOp.SUM, context)
         high, low = _reduce(high, dist.ReduceOp.MAX, context), _reduce(low, dist.ReduceOp.MIN, context)
         total, metrics = _finish(add, high, low)
-        result = [(total, metrics | _differences(objective, metrics))]
+        result = (total, metrics | _differences(objective, metrics))
     if layout.pp > 1:
-        dist.broadcast_object_list(result, group=context.groups.pp, group_src=layout.pp - 1, device=context.device)
-    return result[0]
+        result = distributed.broadcast_object(result, layout.pp - 1, context.groups.pp, context.device)
+    return result
 
 
 def _differences(objective: Objective, metrics: dict[str, float]) -> dict[str, float]:

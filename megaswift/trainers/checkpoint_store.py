@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.disk import sync
+from megaswift.disk import sync, write_atomically
 from megaswift.errors import CheckpointError, Problem, nearest_name
 from megaswift.families import step_manifest
 from megaswift.families.step_manifest import MARKER, POINTER, STEP, SavedStep, manifest_seal, read_manifest
@@ -28,11 +28,7 @@ SAVING, DELETING, REPLACED = ".saving", ".deleting", ".replaced"
 
 def write_json_durably(path: Path, value: Mapping[str, Any]) -> None:
     """JSON at `path`, whole or not at all, on disk when this returns."""
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    sync(fresh)
-    fresh.replace(path)
-    sync(path.parent)
+    write_atomically(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def step_files(folder: Path) -> list[Path]:

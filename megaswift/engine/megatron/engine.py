@@ -5,7 +5,7 @@ Owns the order in which the parts are built and used; each part is a module of i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaswift import distributed
 from megaswift.bridge.export import FolderOptions, dtypes_in_source, export_hf
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.model_folder import write_model
@@ -115,13 +116,11 @@ class MegatronEngine:
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """Parameters whose Hugging Face names match any pattern do not train. Before the model is wrapped."""
+        if not patterns:
+            return
         hits = freeze_matching(self.weights.placed, patterns)
-        gathered: list[Mapping[str, bool]] = [{}] * self.layout.world_size
-        if patterns and self.layout.world_size > 1:
-            dist.all_gather_object(gathered, {p: bool(names) for p, names in hits.items()})
-        else:
-            gathered = [{p: bool(names) for p, names in hits.items()}]
-        missing = [p for p in patterns if not any(g.get(p) for g in gathered)]
+        matched = {p for own in distributed.all_gather_objects([p for p, names in hits.items() if names]) for p in own}
+        missing = [p for p in patterns if p not in matched]
         if missing:
             like = ", ".join([name for entry in self.plan.entries[:12] for name in entry.hf][:4])
             raise ConfigError(

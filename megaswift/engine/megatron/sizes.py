@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
+from megaswift import distributed
 from megaswift.bridge.plan import WeightPlan
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.host_adam import HostAdam
@@ -68,12 +67,8 @@ def measure_sizes(engine: MegatronEngine) -> ParameterReport:
         for c in engine.chunks
         for b in c.buffers + c.expert_parallel_buffers
     )
-    largest = torch.tensor(
-        [own, weights, gradients, *_optimizer_bytes(engine)], dtype=torch.int64, device=engine.context.device
-    )
-    if engine.layout.world_size > 1:
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-    own, weights, gradients, optimizer, host = largest.tolist()
+    sizes = distributed.all_max([own, weights, gradients, *_optimizer_bytes(engine)])
+    own, weights, gradients, optimizer, host = map(int, sizes)
     total, flops = engine.plan.parameters, flop_parameters(engine.plan, engine.spec)
     if engine.lora is None:
         return ParameterReport(total, own, weights, gradients, optimizer, flops, host_bytes=host)

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaswift import distributed
 from megaswift.bridge import finite_weights
 from megaswift.bridge.new_head import seeded_normal
 from megaswift.bridge.plan import PlanEntry, PlanGroup, WeightPlan
 from megaswift.bridge.sharded_keys import padded_vocabulary
-from megaswift.engine.broadcast import broadcast_tensors
 from megaswift.engine.megatron.layers.nf4 import NF4Matrix
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
@@ -151,7 +151,9 @@ class RankWeights:
         """
         for group in self.plan.groups:
             yield from (
-                broadcast_tensors(self.stream_group(group, value)) if everywhere else self.stream_group(group, value)
+                distributed.broadcast_tensors(self.stream_group(group, value))
+                if everywhere
+                else self.stream_group(group, value)
             )
 
     def stream_group(self, group: PlanGroup, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
@@ -217,9 +219,8 @@ class RankWeights:
         layout, at = self.context.layout, self.context.coordinates
         if layout.pp == 1:
             return dict.fromkeys(mine, at.pp)
-        held: list[Any] = [None] * layout.pp
-        dist.all_gather_object(held, sorted(mine), group=self.context.groups.pp)
-        return {layer: stage for stage, layers in enumerate(held) for layer in layers}
+        by_stage = distributed.all_gather_objects(sorted(mine), group=self.context.groups.pp)
+        return {layer: stage for stage, layers in enumerate(by_stage) for layer in layers}
 
 
 class RandomSource:

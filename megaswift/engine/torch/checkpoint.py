@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megaswift import log
+from megaswift import distributed, log
 from megaswift.bridge.hf_source import HfSource, TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.saved_dtypes import dtype_problem
@@ -32,7 +31,7 @@ from megaswift.engine.torch.adapters import PREFIX, base_model
 from megaswift.engine.torch.conversions import conversion_groups, groups
 from megaswift.engine.torch.host_memory import returned_at_once
 from megaswift.engine.torch.strategy import WEIGHT
-from megaswift.errors import ROOM, CheckpointError, Problem, UserError
+from megaswift.errors import ROOM, Problem, UserError
 from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointFolder
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def save_step(engine: TorchEngine, directory: Path) -> None:
             sync(path)
     except OSError as error:
         problems = [Problem(str(directory), f"could not be written ({error})", ROOM)]
-    check_same_names(engine, problems)
+    distributed.raise_on_all_ranks(problems)
 
 
 def written_files(
@@ -134,7 +133,7 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
     facts, source = _open(engine, directory)
     same = facts["world_size"] == engine.layout.world_size
     states = rng_state.read_rng_state(directory, engine.rank if same else 0)
-    check_same_names(engine, [states] if isinstance(states, Problem) else [])
+    distributed.raise_on_all_ranks([states] if isinstance(states, Problem) else [])
     assert not isinstance(states, Problem)
     engine.strategy.steps = int(facts["step"])
     with returned_at_once():
@@ -206,7 +205,7 @@ def _open(engine: TorchEngine, directory: Path) -> tuple[dict[str, Any], HfSourc
         problems += error.problems
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
-    check_same_names(engine, problems)
+    distributed.raise_on_all_ranks(problems)
     assert source is not None
     return facts, source
 
@@ -236,14 +235,3 @@ def _differences(engine: TorchEngine, facts: dict[str, Any], source: HfSource) -
         and (other := dtype_problem(name, source.dtype(name), meta.dtype, not name.startswith(f"{WEIGHT}.")))
     ]
     return problems[:12]
-
-
-def check_same_names(engine: TorchEngine, problems: list[Problem]) -> None:
-    """All ranks' problems as one error on every rank, each once."""
-    found: list[Any] = [problems]
-    if engine.layout.world_size > 1:
-        found = [None] * engine.layout.world_size
-        dist.all_gather_object(found, problems)
-    everyone = list(dict.fromkeys(p for own in found for p in own))
-    if everyone:
-        raise CheckpointError(everyone)

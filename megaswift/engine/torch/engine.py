@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megaswift import distributed
 from megaswift.bridge import finite_weights
 from megaswift.bridge.model_folder import write_model
 from megaswift.bridge.transformers_weights import buffers, config_dtype, disk_dtypes, metas_like
@@ -226,8 +226,7 @@ class TorchEngine:
             self.spec.hf_config if self.spec.scored else None,
         )
         metas = metas if dtype is None else {name: meta._replace(dtype=dtype) for name, meta in metas.items()}
-        checkpoint.check_same_names(
-            self,
+        distributed.raise_on_all_ranks(
             checkpoint.written_files(
                 self, folder, metas, self.hf_weights(), lambda writer: writer.close(source, config)
             ),
@@ -269,10 +268,7 @@ class TorchEngine:
 
     def report(self) -> ParameterReport:
         """Exact sizes, for the first screen. Collective."""
-        largest = torch.tensor(self.strategy.sizes(), dtype=torch.int64, device=self.context.device)
-        if self.layout.world_size > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        own, weights, gradients, optimizer = largest.tolist()
+        own, weights, gradients, optimizer = map(int, distributed.all_max(self.strategy.sizes()))
         total = self.elements
         flops = total - (0 if self.spec.tied else self.spec.vocab_size * self.spec.hidden_size)
         if not self.adapts:

@@ -13,10 +13,10 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaswift import distributed
 from megaswift.config import SwiftConfig
 from megaswift.engine.objective import ObjectiveContext
 from megaswift.errors import ConfigError, Problem
@@ -89,8 +89,6 @@ class RouterLosses:
         Collective."""
         if not self.routers:
             return {}
-        sums = torch.tensor(self.sums, dtype=torch.float64, device=context.device) / len(self.routers)
-        if context.layout.world_size > 1:
-            dist.all_reduce(sums)
+        sums = distributed.all_sum([value / len(self.routers) for value in self.sums])
         self.sums = [0.0, 0.0]
-        return {name: value for name, value, c in zip(NAMES, sums.tolist(), self.coefficients, strict=True) if c}
+        return {name: value for name, value, c in zip(NAMES, sums, self.coefficients, strict=True) if c}

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaswift import distributed
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.new_head import NEW, NewHead, new_head
 from megaswift.bridge.open_weights import open_weights
@@ -154,11 +155,7 @@ def _from_first_rank(directory: Path, engine: TorchEngine, weights: bool) -> Wei
             fields = _prepare(directory, engine, weights)
         except UserError as error:
             problems = list(error.problems)
-    told: list[Any] = [problems]
-    if engine.layout.world_size > 1:
-        dist.broadcast_object_list(told, 0)
-    if told[0]:
-        raise WeightsError(told[0])
+    distributed.raise_on_all_ranks(problems, WeightsError)
     if fields is None:
         return WeightStart(_prepare(directory, engine, weights=False, empty=True), lambda engine: hand_out(engine, {}))
     whole = meta_init.drop_storage(fields)

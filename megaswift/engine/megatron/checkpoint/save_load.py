@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megaswift import log
+from megaswift import distributed, log
 from megaswift.bridge import dist_files as files
 from megaswift.bridge import dist_index
 from megaswift.bridge.sharded_keys import KEPT, MAIN, STATES
@@ -31,7 +29,7 @@ from megaswift.engine.megatron.checkpoint import optimizer_states as states
 from megaswift.engine.megatron.checkpoint import rng_state
 from megaswift.engine.megatron.lora import checkpoint
 from megaswift.engine.megatron.model import gather_weights
-from megaswift.errors import ROOM, CheckpointError, Problem
+from megaswift.errors import ROOM, Problem
 
 if TYPE_CHECKING:
     from megaswift.engine.megatron.engine import MegatronEngine
@@ -55,8 +53,8 @@ def save_engine(engine: MegatronEngine, directory: Path) -> None:
     ]
     own += boxes.carried_chunks(engine) if engine.lora is None else []
     files.write_chunks(directory, own)
-    facts = _facts(engine, max(_gather(engine, states.get_step_count(engine.optimizer))))
-    _agree(engine, _write_small(engine, directory, facts))
+    facts = _facts(engine, max(distributed.all_gather_objects(states.get_step_count(engine.optimizer))))
+    distributed.raise_on_all_ranks(_write_small(engine, directory, facts), limit=SHOWN)
 
 
 def _write_small(engine: MegatronEngine, directory: Path, facts: dict[str, Any]) -> list[Problem]:
@@ -108,7 +106,7 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     random_states = saved_states.read_rng_state(directory, engine.rank if same_layout else 0)
     problems += [random_states] if isinstance(random_states, Problem) else []
     problems += _unused(engine, index, {box.key for box in wanted})
-    _agree(engine, problems)
+    distributed.raise_on_all_ranks(problems, limit=SHOWN)
     assert not isinstance(random_states, Problem)
     files.read_chunks(directory, index, wanted, items)
     states.store_states(engine.optimizer, slices)
@@ -141,7 +139,7 @@ def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any
         problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
     index = dist_index.read_index(directory)
     problems += [index] if isinstance(index, Problem) else dist_index.file_problems(directory, index)
-    _agree(engine, problems)
+    distributed.raise_on_all_ranks(problems, limit=SHOWN)
     assert isinstance(index, Metadata)
     return facts, index
 
@@ -194,26 +192,8 @@ def _source(box: files.ShardChunk, index: Metadata) -> files.ShardChunk:
 
 def _unused(engine: MegatronEngine, index: Metadata, wanted: set[str]) -> list[Problem]:
     """Weights of the checkpoint that no rank of this model has."""
-    used = {key.removeprefix(MAIN) for keys in _gather(engine, wanted) for key in keys}
+    used = {key.removeprefix(MAIN) for keys in distributed.all_gather_objects(wanted) for key in keys}
     left = [key for key in index.state_dict_metadata if not key.startswith((STATES, KEPT)) and key not in used]
     return (
         [Problem(key, "is in the checkpoint and not in this model") for key in sorted(left)] if engine.rank == 0 else []
     )
-
-
-def _gather(engine: MegatronEngine, value: Any) -> list[Any]:
-    """`value` of every rank."""
-    if engine.layout.world_size == 1:
-        return [value]
-    found: list[Any] = [None] * engine.layout.world_size
-    dist.all_gather_object(found, value)
-    return found
-
-
-def _agree(engine: MegatronEngine, problems: Sequence[Problem]) -> None:
-    """All ranks' problems as one error on every rank, each once."""
-    everyone = list(dict.fromkeys(p for own in _gather(engine, list(problems)) for p in own))
-    if len(everyone) > SHOWN:
-        everyone = [*everyone[:SHOWN], Problem(f"{len(everyone) - SHOWN} more", "of the same kind")]
-    if everyone:
-        raise CheckpointError(everyone)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from megaswift import distributed
 from megaswift.bridge.adapters import Adapter, AdapterPlan, AdapterSettings, Half, merge_adapter
 from megaswift.bridge.new_head import NEW
 from megaswift.bridge.peft_folder import PeftFolder, adapter_values
 from megaswift.bridge.plan import PlanGroup, WeightPlan
 from megaswift.config.lora import LoraConfig
-from megaswift.engine.broadcast import broadcast_tensors
 from megaswift.engine.megatron.lora import layers
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.weights import LocalParam, RankWeights
@@ -185,7 +185,7 @@ class RankAdapters:
         Rank 0 gets them, or every rank.
         """
         for group in self.weights.plan.groups:
-            yield from broadcast_tensors(self._merged(group)) if everywhere else self._merged(group)
+            yield from distributed.broadcast_tensors(self._merged(group)) if everywhere else self._merged(group)
 
     def _merged(self, group: PlanGroup) -> Iterator[tuple[str, Tensor]]:
         mine = {name: self.plan.by_weight[name] for name in group.entries[0].hf if name in self.plan.by_weight}
