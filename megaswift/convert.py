@@ -37,10 +37,10 @@ AXES = {
 
 def byte_size(text: str) -> int:
     """`5GB`, `512 MiB` or plain bytes."""
-    found = parse_size(text)
-    if found is None:
+    size = parse_size(text)
+    if size is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB or 512MiB")
-    return found
+    return size
 
 
 def _count(text: str) -> int:
@@ -90,12 +90,12 @@ def to_megatron(argv: Sequence[str]) -> int:
     parser = _parser("hf-to-megatron", text, "a Hugging Face folder with safetensors")
     for axis, meaning in AXES.items():
         parser.add_argument(f"--{axis}", type=_count, metavar="N", help=meaning)
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     from megaswift.bridge.hf_to_megatron import ToMegatronOptions, hf_to_megatron
 
-    layout = {axis: value for axis in AXES if (value := getattr(given, axis)) is not None}
-    options = ToMegatronOptions(layout, _dtype(given.dtype), overwrite=given.overwrite)
-    log.print_result(f"made {hf_to_megatron(given.source, given.target, options)}")
+    layout = {axis: value for axis in AXES if (value := getattr(args, axis)) is not None}
+    options = ToMegatronOptions(layout, _dtype(args.dtype), overwrite=args.overwrite)
+    log.print_result(f"made {hf_to_megatron(args.source, args.target, options)}")
     return 0
 
 
@@ -107,11 +107,11 @@ def to_hf(argv: Sequence[str]) -> int:
         "a converted checkpoint, OUT/checkpoints/step-N, or OUT (its latest checkpoint)",
     )
     _shards(parser)
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     from megaswift.bridge.megatron_to_hf import MAX_SHARD_BYTES, ToHfOptions, megatron_to_hf
 
-    options = ToHfOptions(_dtype(given.dtype), given.max_shard_size or MAX_SHARD_BYTES, given.overwrite)
-    log.print_result(f"made {megatron_to_hf(given.source, given.target, options)}")
+    options = ToHfOptions(_dtype(args.dtype), args.max_shard_size or MAX_SHARD_BYTES, args.overwrite)
+    log.print_result(f"made {megatron_to_hf(args.source, args.target, options)}")
     return 0
 
 
@@ -154,11 +154,11 @@ def verify_command(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--all", action="store_true", help="print equal tensors too")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write everything as JSON")
-    given = parser.parse_args(argv)
-    given.dtype = DTYPES[given.dtype] if given.dtype else None
+    args = parser.parse_args(argv)
+    args.dtype = DTYPES[args.dtype] if args.dtype else None
     from megaswift.verify import verify_weights as run
 
-    return run(given)
+    return run(args)
 
 
 def merge_lora(argv: Sequence[str]) -> int:
@@ -181,12 +181,12 @@ def merge_lora(argv: Sequence[str]) -> int:
     )
     _target(parser)
     _shards(parser)
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
     from megaswift.bridge.merge import merge_folders
 
-    shard = given.max_shard_size or MAX_SHARD_BYTES
-    log.print_result(f"made {merge_folders(given.base, given.adapter, given.target, shard, given.overwrite)}")
+    shard = args.max_shard_size or MAX_SHARD_BYTES
+    log.print_result(f"made {merge_folders(args.base, args.adapter, args.target, shard, args.overwrite)}")
     return 0
 
 

@@ -106,8 +106,8 @@ class AtomicFolder:
             ) from None
         self._log.seek(0)
         header, *lines = self._log.read().split("\n")
-        whole = all(self._size(name) == size for name, size in self.files.items())
-        if header == self._header and whole:
+        complete = all(self._size(name) == size for name, size in self.files.items())
+        if header == self._header and complete:
             self.done = {int(line) for line in lines[:-1] if line.isdigit()}  # the last is empty, or was cut short
         else:
             self.discarded = bool(header) and self.folder.exists()
@@ -152,16 +152,18 @@ class AtomicFolder:
     def _write(self) -> None:
         while (block := self._blocks.get()) is not None:
             try:
-                at = 0
-                while at < len(block.data) and self._failure is None:
-                    at += os.pwrite(self._open[block.file], block.data[at : at + WRITE], block.offset + at)
+                written = 0
+                while written < len(block.data) and self._failure is None:
+                    written += os.pwrite(
+                        self._open[block.file], block.data[written : written + WRITE], block.offset + written
+                    )
             except OSError as error:
                 self._failure = error
             with self._room:  # after a failure too: nobody may wait for room for ever
                 self._waiting -= len(block.data)
                 if self._waiting <= FEW:
                     self._room.notify()
-            self.written += at
+            self.written += written
             if block.done is not None and self._failure is None:
                 self._finished.put(block.done)
 

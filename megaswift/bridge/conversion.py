@@ -80,7 +80,9 @@ def bands(spans: Sequence[Span], width: int, limit: int = BLOCK) -> Iterator[tup
         yield from ((slice(i, i + 1), *rest) for i in range(start, stop) for rest in bands(inner, width, limit))
         return
     rows = max(1, limit // row)
-    yield from ((slice(at, min(at + rows, stop)), *(slice(*span) for span in inner)) for at in range(start, stop, rows))
+    yield from (
+        (slice(first, min(first + rows, stop)), *(slice(*span) for span in inner)) for first in range(start, stop, rows)
+    )
 
 
 def blocks_of(source: WeightSource, name: str, region: Sequence[Span] | None = None) -> Iterator[Tensor]:
@@ -118,10 +120,10 @@ class ProgressMeter:
     def text(self, now: float) -> str:
         """`3.2 of 16.0 GB, 1.07 GB/s, ETA 0:12`."""
         speed = (self.done - self.first) / max(now - self.began, 1e-9)
-        left = round((self.total - self.done) / speed) if speed else 0
+        seconds_left = round((self.total - self.done) / speed) if speed else 0
         return (
             f"{self.done / 1e9:.1f} of {self.total / 1e9:.1f} GB, {speed / 1e9:.2f} GB/s, ETA "
-            f"{left // 60}:{left % 60:02d}"
+            f"{seconds_left // 60}:{seconds_left % 60:02d}"
         )
 
     def close(self) -> None:
@@ -151,25 +153,25 @@ def run_folder_job(work: FolderJob, stream: TextIO | None = None) -> Path:
     """Make the folder, or go on where an interrupted run of the same work stopped."""
     total = sum(item.nbytes for item in work.items)
     with AtomicFolder(work.target, work.files, work.made_from, work.overwrite) as stage:
-        left = [i for i in range(len(work.items)) if i not in stage.done]
+        pending = [i for i in range(len(work.items)) if i not in stage.done]
         if stage.discarded:
             log.info(f"{stage.folder} was made from something else: starting anew")
         elif stage.done:
             log.info(f"going on: {len(stage.done)} of {len(work.items)} tensors are there already")
-        meter = ProgressMeter(total, total - sum(work.items[i].nbytes for i in left), stream)
+        meter = ProgressMeter(total, total - sum(work.items[i].nbytes for i in pending), stream)
         try:
             with _stoppable():
                 for name, header in work.headers.items():
                     stage.put(name, 0, header)
-                bad = [item.name for i in left if not _move(stage, item := work.items[i], i, meter)]
+                bad = [item.name for i in pending if not _move(stage, item := work.items[i], i, meter)]
                 work.finish(stage.folder)
                 stage.commit()
         except KeyboardInterrupt:
-            told = (
+            notice = (
                 f"stopped; what is done stays in {stage.folder}: the same command goes on from there, and "
                 f"removing it gives up"
             )
-            raise ConversionInterrupted(told) from None
+            raise ConversionInterrupted(notice) from None
         finally:
             meter.close()
     warn_of(work.target, bad)
@@ -180,13 +182,13 @@ def _move(stage: AtomicFolder, item: TensorJob, number: int, meter: ProgressMete
     """Whether every value is finite; looked at while a block is in memory."""
     finite = True
     stage.put(item.file, item.offset, item.head)
-    at = item.offset + len(item.head)
+    position = item.offset + len(item.head)
     for block in item.blocks():
         data = bytes_view(block)
-        stage.put(item.file, at, data)
-        at += len(data)
+        stage.put(item.file, position, data)
+        position += len(data)
         meter.add(len(data))
         finite = finite and is_finite(block)
-    assert at == item.offset + len(item.head) + item.nbytes, f"item {number}: {at - item.offset} bytes"
-    stage.put(item.file, at, item.tail, number)
+    assert position == item.offset + len(item.head) + item.nbytes, f"item {number}: {position - item.offset} bytes"
+    stage.put(item.file, position, item.tail, number)
     return finite

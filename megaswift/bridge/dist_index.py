@@ -65,18 +65,18 @@ def read_index(directory: Path) -> Metadata | Problem:
     try:
         data = path.read_bytes()
         check_pickle(data)
-        found = _Tables(io.BytesIO(data)).load()
+        tables = _Tables(io.BytesIO(data)).load()
     except FileNotFoundError:
         return Problem(str(path), "is missing")
     except _BROKEN as error:
         return Problem(str(path), f"cannot be read ({error or type(error).__name__})")
-    if not isinstance(found, Metadata) or not getattr(found, "storage_data", None):
+    if not isinstance(tables, Metadata) or not getattr(tables, "storage_data", None):
         return Problem(str(path), "is not the index of a checkpoint")
     try:
-        wrong = _wrong(found)
+        wrong = _wrong(tables)
     except _BROKEN as error:
         wrong = f"a value of another type ({error or type(error).__name__})"
-    return Problem(str(path), f"is damaged: it has {wrong}") if wrong else found
+    return Problem(str(path), f"is damaged: it has {wrong}") if wrong else tables
 
 
 def _wrong(index: Metadata) -> str:
@@ -122,9 +122,9 @@ def _wrong_tensor(key: str, table: TensorStorageMetadata, places: dict[MetadataI
         info = places.get(MetadataIndex(key, chunk.offsets))
         if info is None:
             return "a part that lies in no file"
-        whole = math.prod(chunk.sizes) * width
-        if not getattr(info, "transform_descriptors", None) and whole > info.length:
-            return f"a part of {whole} bytes that lies in {info.length} bytes of a file"
+        chunk_bytes = math.prod(chunk.sizes) * width
+        if not getattr(info, "transform_descriptors", None) and chunk_bytes > info.length:
+            return f"a part of {chunk_bytes} bytes that lies in {info.length} bytes of a file"
     return ""
 
 
@@ -146,11 +146,11 @@ def file_problems(directory: Path, index: Metadata) -> list[Problem]:
     for name, size in sorted(need.items()):
         path = directory / name
         try:
-            found = path.stat().st_size if path.is_file() else None
+            actual = path.stat().st_size if path.is_file() else None
         except OSError:  # a name that no file can have
-            found = None
-        if found is None:
+            actual = None
+        if actual is None:
             problems.append(Problem(str(path), "is missing"))
-        elif found < size:
-            problems.append(Problem(str(path), f"is truncated: {found} bytes, {size} expected"))
+        elif actual < size:
+            problems.append(Problem(str(path), f"is truncated: {actual} bytes, {size} expected"))
     return problems

@@ -37,13 +37,15 @@ def unstacked_readers(stack: str, a: Read, b: Read, known: Mapping[str, Projecti
         if module.startswith(_on_disk(stack.removesuffix(".base_layer"), known) + "."):
             layers.setdefault(projection.megatron, []).append(projection)
     fitting = [
-        found for found in layers.values() if (sum(p.shape[0] for p in found), found[0].shape[1]) == (out, width)
+        members
+        for members in layers.values()
+        if (sum(p.shape[0] for p in members), members[0].shape[1]) == (out, width)
     ]
     if not fitting or rows_a != columns_b or rows_a % len(fitting):
         return
-    for expert, found in enumerate(fitting):
+    for expert, members in enumerate(fitting):
         first = 0
-        for p in found:
+        for p in members:
             rows = slice(first, first + p.shape[0])
             first = rows.stop
             yield f"{p.module}.lora_{HALVES[0]}.weight", partial(_expert_a, a, len(fitting), expert)

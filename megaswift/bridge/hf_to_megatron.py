@@ -112,12 +112,14 @@ def _arrange(
     plan: WeightPlan, weights: WeightSource, dtypes: Mapping[str, torch.dtype], padded: int, file_bytes: int
 ) -> tuple[list[SavedChunk], list[TensorJob], dict[str, int]]:
     """Every tensor's place: the boxes for the tables, the items to write, the files' sizes."""
-    one = _key_dtypes(plan, dtypes)
+    key_dtypes = _key_dtypes(plan, dtypes)
     parts = []
     for entry in plan.entries:
-        at = shard_region(entry, padded)
+        region = shard_region(entry, padded)
         content = functools.partial(entry_blocks, entry, weights, padded)
-        parts.append((entry.hf[0], (at.key, at.whole, at.offset, at.shape, one[at.key], content)))
+        parts.append(
+            (entry.hf[0], (region.key, region.whole, region.offset, region.shape, key_dtypes[region.key], content))
+        )
     for name in plan.kept(weights.names()):
         shape = weights.shape(name)
         content = functools.partial(blocks_of, weights, name)
@@ -141,10 +143,10 @@ def _arrange(
 
 def _key_dtypes(plan: WeightPlan, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
     """Key -> the dtype that holds all its Hugging Face tensors' values: a named tensor has one dtype."""
-    found: dict[str, list[torch.dtype]] = defaultdict(list)
+    dtypes_of: dict[str, list[torch.dtype]] = defaultdict(list)
     for entry in plan.entries:
-        found[shard_region(entry).key] += [dtypes[name] for name in entry.hf]
-    return {key: functools.reduce(torch.promote_types, each) for key, each in found.items()}
+        dtypes_of[shard_region(entry).key] += [dtypes[name] for name in entry.hf]
+    return {key: functools.reduce(torch.promote_types, each) for key, each in dtypes_of.items()}
 
 
 def _cast(blocks: functools.partial[Iterator[Tensor]], dtype: torch.dtype) -> Iterator[Tensor]:

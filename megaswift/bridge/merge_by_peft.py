@@ -49,10 +49,10 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
     except REFUSALS as error:
         raise WeightsError(Problem(f"{adapter} on {base}", f"PEFT cannot merge it: {first_line(error)}")) from None
     tensors = {**dict(merged.named_parameters()), **buffers(merged)}
-    named = disk_names(merged, {n: t.detach() for n, t in tensors.items()})
+    stored = disk_names(merged, {n: t.detach() for n, t in tensors.items()})
     config = classifier(scored_config(read_config(base)), base) if is_scored(adapter) else None
-    write_folder(target, named, base, max_shard_bytes, overwrite, config)
-    warn_of(target, [name for name, tensor in named.items() if not is_finite(tensor)])
+    write_folder(target, stored, base, max_shard_bytes, overwrite, config)
+    warn_of(target, [name for name, tensor in stored.items() if not is_finite(tensor)])
     return target
 
 

@@ -66,8 +66,8 @@ def write_model(
         json.dumps(plain_config(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )
     usual = Counter(dtypes.values()).most_common(1)[0][0]
-    others = {name: DTYPE_NAMES[dtype] for name, dtype in dtypes.items() if dtype != usual}
-    facts = {"format": FORMAT, "dtype": DTYPE_NAMES[usual], "other_dtypes": others}
+    other_dtypes = {name: DTYPE_NAMES[dtype] for name, dtype in dtypes.items() if dtype != usual}
+    facts = {"format": FORMAT, "dtype": DTYPE_NAMES[usual], "other_dtypes": other_dtypes}
     (target / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     copies = copy_side_files(source, target) if source is not None else []
     for path in (target / "config.json", target / FACTS, *copies, target):

@@ -71,15 +71,15 @@ class PeftFolder:
     def _config(self) -> dict[str, Any]:
         path = self.directory / CONFIG
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             fix = "a folder that PEFT or a run of ours wrote (OUT/adapter)"
             raise WeightsError(Problem(str(self.directory), f"has no {CONFIG}", fix)) from None
         except (OSError, ValueError, RecursionError) as error:
             raise WeightsError(Problem(str(path), f"cannot be read: {error}")) from None
-        if not isinstance(found, dict):
+        if not isinstance(values, dict):
             raise WeightsError(Problem(str(path), "is no JSON object"))
-        return found
+        return values
 
     @property
     def settings(self) -> AdapterSettings:
@@ -91,10 +91,10 @@ class PeftFolder:
 
     def plan(self, weights: WeightPlan) -> AdapterPlan:
         """The adapters of the folder on this model; a WeightsError names every tensor that does not fit it."""
-        known = {p.module: p for p in projections(weights.family, weights.spec)}
-        tensors = self._tensors(known)
+        by_module = {p.module: p for p in projections(weights.family, weights.spec)}
+        tensors = self._tensors(by_module)
         chosen, ranks, saved, problems = [], {}, [], []
-        for module, projection in known.items():
+        for module, projection in by_module.items():
             halves = [f"{module}.lora_{half}.weight" for half in HALVES] + [module + MAGNITUDE] * self.settings.dora
             if not any(name in tensors for name in halves):
                 continue
@@ -102,8 +102,8 @@ class PeftFolder:
             shapes = [tuple(tensors.pop(name)().shape) if name in tensors else None for name in halves]
             ranks[module] = shapes[0][0] if shapes[0] else 0
             out, width = projection.shape
-            wanted = [(ranks[module], width), (out, ranks[module]), (out,)][: len(halves)]
-            problems += [self._wrong(name, s, w) for name, s, w in zip(halves, shapes, wanted, strict=True) if s != w]
+            expected = [(ranks[module], width), (out, ranks[module]), (out,)][: len(halves)]
+            problems += [self._wrong(name, s, w) for name, s, w in zip(halves, shapes, expected, strict=True) if s != w]
         for name, read in tensors.items():
             if name not in weights.hf_shapes:
                 what = f"{self.directory}, tensor {name}"
@@ -119,8 +119,8 @@ class PeftFolder:
             raise WeightsError(problems[:SHOWN])
         return AdapterPlan(weights, chosen, self._with_ranks(ranks), saved)
 
-    def _wrong(self, name: str, shape: tuple[int, ...] | None, wanted: tuple[int, ...]) -> Problem:
-        rule = "is missing" if shape is None else f"has shape {list(shape)}, this model needs {list(wanted)}"
+    def _wrong(self, name: str, shape: tuple[int, ...] | None, expected: tuple[int, ...]) -> Problem:
+        rule = "is missing" if shape is None else f"has shape {list(shape)}, this model needs {list(expected)}"
         return Problem(f"{self.directory}, tensor {name}", rule)
 
     def _with_ranks(self, ranks: Mapping[str, int]) -> AdapterSettings:
@@ -132,18 +132,18 @@ class PeftFolder:
         }
         return replace(s, ranks={m: r for m, r in ranks.items() if r != s.rank}, alphas={**s.alphas, **alphas})
 
-    def _tensors(self, known: Mapping[str, Projection]) -> dict[str, Read]:
+    def _tensors(self, by_module: Mapping[str, Projection]) -> dict[str, Read]:
         """How to read each tensor; stacks of experts taken apart."""
-        found: dict[str, Read] = {name: partial(self._read, name) for name in self._stored}
+        readers: dict[str, Read] = {name: partial(self._read, name) for name in self._stored}
         apart: dict[str, Read] = {}
-        for stack in stacks(found):
+        for stack in stacks(readers):
             names = [f"{stack}.lora_{half}.weight" for half in HALVES]
-            if all(name in found for name in names):
-                experts = dict(unstacked_readers(stack, found[names[0]], found[names[1]], known))
-                found = {name: read for name, read in found.items() if not experts or name not in names}
+            if all(name in readers for name in names):
+                experts = dict(unstacked_readers(stack, readers[names[0]], readers[names[1]], by_module))
+                readers = {name: read for name, read in readers.items() if not experts or name not in names}
                 apart.update(experts)
         self._unstacked = {name.rsplit(".lora_", 1)[0] for name in apart}
-        return {**found, **apart}
+        return {**readers, **apart}
 
     def _read(self, name: str) -> Tensor:
         """The tensor over a mapping of its own: one of the whole file would count as this process's memory until the
@@ -230,7 +230,7 @@ def adapter_config(plan: AdapterPlan, base: str) -> dict[str, Any]:
     s, parameters = plan.settings, _parameters(plan)
     name = {a.module: a.projection.stack or a.module for a in plan.adapters}
     dropout = 0.0 if any(a.entry.expert is not None for a in plan.adapters) else s.dropout
-    whole = [name.removesuffix(WEIGHT) for name in plan.saved if name.endswith(WEIGHT)]
+    modules = [name.removesuffix(WEIGHT) for name in plan.saved if name.endswith(WEIGHT)]
     task = CLASSIFIER_TASK if plan.plan.spec.scored else LANGUAGE_TASK
     alpha = int(s.alpha) if float(s.alpha).is_integer() else s.alpha
     return {
@@ -248,7 +248,7 @@ def adapter_config(plan: AdapterPlan, base: str) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "target_modules": _targets(plan),
-        "modules_to_save": whole or None,
+        "modules_to_save": modules or None,
         "rank_pattern": {name[m]: rank for m, rank in s.ranks.items()},
         "alpha_pattern": {name.get(m, m): x for m, x in s.alphas.items()},
         **({"target_parameters": parameters} if parameters else {}),
@@ -257,32 +257,36 @@ def adapter_config(plan: AdapterPlan, base: str) -> dict[str, Any]:
 
 def _targets(plan: AdapterPlan) -> list[str]:
     """Last names of modules where they say exactly which, else whole names."""
-    mine = {a.module: a.projection.leaf for a in plan.adapters if not a.projection.stack}
-    alike = {p.module for p in projections(plan.plan.family, plan.plan.spec) if p.leaf in mine.values() and not p.stack}
-    return sorted(set(mine.values()) if alike == mine.keys() else mine)
+    leaf_of = {a.module: a.projection.leaf for a in plan.adapters if not a.projection.stack}
+    same_leaf = {
+        p.module for p in projections(plan.plan.family, plan.plan.spec) if p.leaf in leaf_of.values() and not p.stack
+    }
+    return sorted(set(leaf_of.values()) if same_leaf == leaf_of.keys() else leaf_of)
 
 
 def _parameters(plan: AdapterPlan) -> list[str]:
     """The same for experts that share a parameter: its name without the layer, or the whole one."""
-    mine = {a.projection.stack: end_of(a.projection.stack) for a in plan.adapters if a.projection.stack}
-    alike = {
-        p.stack for p in projections(plan.plan.family, plan.plan.spec) if p.stack and end_of(p.stack) in mine.values()
+    end_of_stack = {a.projection.stack: end_of(a.projection.stack) for a in plan.adapters if a.projection.stack}
+    same_end = {
+        p.stack
+        for p in projections(plan.plan.family, plan.plan.spec)
+        if p.stack and end_of(p.stack) in end_of_stack.values()
     }
-    return sorted(set(mine.values()) if alike == mine.keys() else mine)
+    return sorted(set(end_of_stack.values()) if same_end == end_of_stack.keys() else end_of_stack)
 
 
 def write_adapter(directory: Path, plan: AdapterPlan, tensors: Iterable[tuple[str, Tensor]], base: str) -> Path:
     """The folder, each file whole or not there. On one rank."""
-    found = {PREFIX + name: tensor.contiguous() for name, tensor in tensors}
-    wanted = {PREFIX + name for name in plan.shapes()}
-    assert found.keys() == wanted, f"adapter tensors differ from the plan: {sorted(found.keys() ^ wanted)[:4]}"
+    stored = {PREFIX + name: tensor.contiguous() for name, tensor in tensors}
+    expected = {PREFIX + name for name in plan.shapes()}
+    assert stored.keys() == expected, f"adapter tensors differ from the plan: {sorted(stored.keys() ^ expected)[:4]}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         text = json.dumps(adapter_config(plan, base), indent=2, sort_keys=True) + "\n"
         with atomic_file(directory / CONFIG) as config_file, atomic_file(directory / TENSORS) as tensor_file:
             config_file.write_text(text, encoding="utf-8")
             with safetensors_to(directory / TENSORS):
-                save_file(found, tensor_file, metadata={"format": "pt"})
+                save_file(stored, tensor_file, metadata={"format": "pt"})
     except OSError as error:
         raise CheckpointError(Problem(str(directory), f"cannot be written: {error}")) from None
     return directory

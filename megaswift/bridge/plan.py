@@ -74,9 +74,9 @@ class PlanEntry:
         """Shape of each HF tensor."""
         return self.rule.shapes(self.spec)
 
-    def pieces(self, cut: ShardSpec) -> list[SliceMap]:
+    def pieces(self, shard: ShardSpec) -> list[SliceMap]:
         """What a shard is made of."""
-        return self.rule.pieces(self.spec, replace(cut, expert=self.expert))
+        return self.rule.pieces(self.spec, replace(shard, expert=self.expert))
 
     def shard_shape(self, tp: int = 1, padded_vocab: int | None = None) -> tuple[int, ...]:
         """Shape of one rank's shard."""
@@ -109,7 +109,7 @@ class PlanEntry:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     @torch.no_grad()
-    def put(self, whole: dict[str, Tensor], shards: Sequence[Tensor]) -> int:
+    def put(self, tensors: dict[str, Tensor], shards: Sequence[Tensor]) -> int:
         """Write the shards of all ranks, in order, into the full HF tensors of `whole` (made where missing); how many
         elements.
 
@@ -122,24 +122,24 @@ class PlanEntry:
             and tuple(shards[0].shape) == shapes[0]
             and len(self.pieces(ShardSpec())) == 1
         ):
-            whole[self.hf[0]] = shards[0]
+            tensors[self.hf[0]] = shards[0]
             return shards[0].numel()
         for name, shape in zip(self.hf, shapes, strict=True):
-            if name not in whole:
-                whole[name] = shards[0].new_empty(shape)
+            if name not in tensors:
+                tensors[name] = shards[0].new_empty(shape)
         padded = sum(s.shape[dim] for s in shards) if self.shard == "vocab" else None
         expected = self.shard_shape(len(shards), padded)
         for rank, shard in enumerate(shards):
             assert tuple(shard.shape) == expected, (
                 f"{self.megatron}: shard {rank} is {tuple(shard.shape)}, should be {expected}"
             )
-            at = 0
+            offset = 0
             for piece in self.pieces(ShardSpec(len(shards), rank, padded)):
-                into, along = whole[self.hf[piece.source]][piece.at], piece.hf_dim(dim) - len(piece.at)
+                into, along = tensors[self.hf[piece.source]][piece.at], piece.hf_dim(dim) - len(piece.at)
                 start, stop = (min(x, into.shape[along]) for x in (piece.start, piece.stop))
                 target = _of_shard(into.narrow(along, start, stop - start), piece, dim)
-                target.copy_(shard.narrow(dim, at, target.shape[dim]))
-                at, covered = at + piece.length, covered + target.numel()
+                target.copy_(shard.narrow(dim, offset, target.shape[dim]))
+                offset, covered = offset + piece.length, covered + target.numel()
         return covered
 
 
@@ -157,12 +157,12 @@ class PlanGroup:
 
     def write(self, shards: Iterable[Sequence[Tensor]]) -> dict[str, Tensor]:
         """HF name -> full tensor; `shards` are those of each entry, taken one entry at a time."""
-        whole: dict[str, Tensor] = {}
-        covered = sum(entry.put(whole, parts) for entry, parts in zip(self.entries, shards, strict=True))
-        assert covered == sum(t.numel() for t in whole.values()), (
-            f"{self.entries[0].megatron}: the shards do not cover {[*whole]}"
+        tensors: dict[str, Tensor] = {}
+        covered = sum(entry.put(tensors, parts) for entry, parts in zip(self.entries, shards, strict=True))
+        assert covered == sum(t.numel() for t in tensors.values()), (
+            f"{self.entries[0].megatron}: the shards do not cover {[*tensors]}"
         )
-        return whole
+        return tensors
 
 
 class WeightPlan:
@@ -202,8 +202,8 @@ class WeightPlan:
 
     def hf_tensors(self, dtypes: Mapping[str, torch.dtype] | torch.dtype) -> dict[str, TensorMeta]:
         """Every HF tensor with its shape and dtype, in the order of export."""
-        one = dtypes if isinstance(dtypes, torch.dtype) else None
-        return {name: TensorMeta(shape, one or dtypes[name]) for name, shape in self.hf_shapes.items()}  # type: ignore[index]
+        single_dtype = dtypes if isinstance(dtypes, torch.dtype) else None
+        return {name: TensorMeta(shape, single_dtype or dtypes[name]) for name, shape in self.hf_shapes.items()}  # type: ignore[index]
 
     def check(self, source: WeightSource, contents: bool = True) -> list[str]:
         """Whether `source` holds this model: a WeightsError names each missing, unmapped or wrong tensor with its file.
@@ -220,8 +220,8 @@ class WeightPlan:
         ]
         extra = sorted(names - set(self.by_hf))
         ignored = [name for name in extra if any(i.matches(name) for i in self.ignored)]
-        known = {*ignored, *self.kept(extra)}
-        unmapped = [name for name in extra if name not in known]
+        expected = {*ignored, *self.kept(extra)}
+        unmapped = [name for name in extra if name not in expected]
         problems += [
             Problem(
                 f"{source.file(name)}, tensor {name}",
@@ -234,9 +234,9 @@ class WeightPlan:
         ]
         wrong = [p for name in self.by_hf if name in names for p in self._wrong(source, name)]
         problems += wrong[:SHOWN]
-        left = sum(max(0, len(kind) - SHOWN) for kind in (missing, unmapped, wrong))
-        if left:
-            problems.append(Problem(str(source.directory), f"and {left} more tensors like these"))
+        unshown = sum(max(0, len(kind) - SHOWN) for kind in (missing, unmapped, wrong))
+        if unshown:
+            problems.append(Problem(str(source.directory), f"and {unshown} more tensors like these"))
         if not problems and contents and self.spec.tied:
             problems += [p for name in ignored if TIED_HEAD.matches(name) for p in self._unequal(source, name)]
         if problems:
@@ -264,9 +264,9 @@ class WeightPlan:
     def _unequal(self, source: WeightSource, head: str, rows: int = 4096) -> Iterator[Problem]:
         embedding = self.by_megatron["embedding.word_embeddings.weight"].hf[0]
         same = source.shape(head) == source.shape(embedding)
-        for at in range(0, self.spec.vocab_size, rows):
+        for row in range(0, self.spec.vocab_size, rows):
             if same:
-                part = (slice(at, min(at + rows, self.spec.vocab_size)), slice(0, self.spec.hidden_size))
+                part = (slice(row, min(row + rows, self.spec.vocab_size)), slice(0, self.spec.hidden_size))
                 same = torch.equal(source.slice(head, part), source.slice(embedding, part))
         if not same:
             yield Problem(

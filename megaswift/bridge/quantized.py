@@ -60,7 +60,7 @@ class QuantizedWeight(Protocol):
 def _bands(start: int, stop: int, width: int) -> Iterator[Span]:
     """Ranges of rows of `width` values, none over BAND values."""
     step = max(1, BAND // max(1, width))
-    return ((at, min(at + step, stop)) for at in range(start, stop, step))
+    return ((first, min(first + step, stop)) for first in range(start, stop, step))
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,19 @@ class Fp8Weight:
         """W = float32(W) x scale of its block, rounded once: what transformers computes."""
         *lead, (top, bottom), (left, right) = ranges
         rows, columns = self.block
-        whole = read(self.scale, ()).reshape(1, 1) if self.scalar else None
-        for at in itertools.product(*(range(a, b) for a, b in lead)):
-            first = tuple(slice(i, i + 1) for i in at)
-            target = out[tuple(i - a for i, (a, _) in zip(at, lead, strict=True))]
+        single_scale = read(self.scale, ()).reshape(1, 1) if self.scalar else None
+        for index in itertools.product(*(range(a, b) for a, b in lead)):
+            first = tuple(slice(i, i + 1) for i in index)
+            target = out[tuple(i - a for i, (a, _) in zip(index, lead, strict=True))]
             near, far = left // columns, -(-right // columns)
             block_of = torch.arange(left, right) // columns - near
             for start, stop in _bands(top, bottom, right - left):
                 up, down = start // rows, -(-stop // rows)
-                scale = whole if whole is not None else read(self.scale, (*first, slice(up, down), slice(near, far)))
+                scale = (
+                    single_scale
+                    if single_scale is not None
+                    else read(self.scale, (*first, slice(up, down), slice(near, far)))
+                )
                 factors = _factors(scale.reshape(down - up, far - near))[:, block_of]
                 values = read(self.name, (*first, slice(start, stop), slice(left, right))).reshape(
                     stop - start, right - left
@@ -163,12 +167,11 @@ def fp8_weights(stored: HfSource, scheme: Fp8Scheme, problems: list[Problem]) ->
             problems.append(_wrong(stored, name, rule))
             continue
         rows, columns = scheme.block or (max(1, shape[-2]), max(1, shape[-1]))
-        grid, given = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)), stored.shape(scale)
-        scalar = scheme.block is None and math.prod(given) == math.prod(shape[:-2]) == 1
-        if given != grid and not scalar:
-            rule = (
-                f"has shape {list(given)}; {name} {list(shape)} in blocks of [{rows}, {columns}] asks for {list(grid)}"
-            )
+        grid, scale_shape = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)), stored.shape(scale)
+        scalar = scheme.block is None and math.prod(scale_shape) == math.prod(shape[:-2]) == 1
+        if scale_shape != grid and not scalar:
+            blocks = f"{name} {list(shape)} in blocks of [{rows}, {columns}]"
+            rule = f"has shape {list(scale_shape)}; {blocks} requires {list(grid)}"
             problems.append(_wrong(stored, scale, rule))
         elif stored.dtype_name(scale) not in SCALE_DTYPES:
             problems.append(
@@ -278,8 +281,8 @@ def open_hf(directory: Path | str) -> WeightSource:
     """The weights of a Hugging Face folder, whatever form they are stored in: the one way in."""
     folder = Path(directory)
     config = read_config(folder) if (folder / "config.json").exists() else {}
-    if found := problem_of(config):
-        raise WeightsError(Problem(f"{folder / 'config.json'}, {FIELD}", *found))
+    if problem := problem_of(config):
+        raise WeightsError(Problem(f"{folder / 'config.json'}, {FIELD}", *problem))
     scheme, stored = scheme_of(config), HfSource(folder)
     if scheme is None:
         return stored

@@ -81,9 +81,9 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
     notes = header.pop("__metadata__", {})
     if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
         raise DamagedHeader("has a damaged header: __metadata__ should map names to texts")
-    found = {name: _tensor(name, entry, 8 + length) for name, entry in header.items()}
-    _without_gaps(found, 8 + length, size)
-    return found
+    entries = {name: _tensor(name, entry, 8 + length) for name, entry in header.items()}
+    _without_gaps(entries, 8 + length, size)
+    return entries
 
 
 def _tensor(name: str, entry: Any, base: int) -> HeaderEntry:
@@ -102,10 +102,10 @@ def _tensor(name: str, entry: Any, base: int) -> HeaderEntry:
     return HeaderEntry(dtype, shape, base + first, base + last)
 
 
-def _without_gaps(found: dict[str, HeaderEntry], base: int, size: int) -> None:
+def _without_gaps(entries: dict[str, HeaderEntry], base: int, size: int) -> None:
     """Tensors follow each other from `base` to the end of the file."""
     end, before = base, "the header"
-    for name, stored in sorted(found.items(), key=lambda item: item[1][2:]):
+    for name, stored in sorted(entries.items(), key=lambda item: item[1][2:]):
         if stored.start != end or stored.stop < stored.start:
             what = "overlaps" if stored.start < end else "leaves a gap after"
             raise DamagedHeader(
@@ -113,5 +113,5 @@ def _without_gaps(found: dict[str, HeaderEntry], base: int, size: int) -> None:
             )
         end, before = stored.stop, f"tensor {name}"
     if size != end:
-        last = f" for {before}" if found else ""
+        last = f" for {before}" if entries else ""
         raise DamagedHeader(f"has {size} bytes where its header asks for {end}{last}: it is truncated or damaged")

@@ -25,14 +25,14 @@ def disk_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tenso
     """A model's whole tensors by the names, and in the pieces, that checkpoints of its family have."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    kept = {name: tensor for name, tensor in state.items() if name not in tied(model)}
-    return dict(revert_weight_conversion(cast(Any, model), kept))
+    untied = {name: tensor for name, tensor in state.items() if name not in tied(model)}
+    return dict(revert_weight_conversion(cast(Any, model), untied))
 
 
 def tied(model: nn.Module) -> set[str]:
     """Names under which a tensor appears a second time."""
-    seen: dict[int, str] = {}
-    return {name for name, p in model.named_parameters(remove_duplicate=False) if seen.setdefault(id(p), name) != name}
+    names: dict[int, str] = {}
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if names.setdefault(id(p), name) != name}
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:

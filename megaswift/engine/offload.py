@@ -36,12 +36,12 @@ class OffloadedStorage:
     def park(self, tensors: Iterable[Tensor], keep: bool = True) -> None:
         """Empties their storages. `keep`: the contents go to host memory, where they are already on a CPU; else they
         are lost."""
-        seen = {storage.data_ptr() for storage, _, _ in self._held}
+        addresses = {storage.data_ptr() for storage, _, _ in self._held}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if not storage.nbytes() or storage.data_ptr() in seen or (keep and is_on_host(storage)):
+            if not storage.nbytes() or storage.data_ptr() in addresses or (keep and is_on_host(storage)):
                 continue
-            seen.add(storage.data_ptr())
+            addresses.add(storage.data_ptr())
             copy = copy_to_host(storage) if keep else None
             self._held.append((storage, storage.nbytes(), copy))
             storage.resize_(0)

@@ -72,15 +72,15 @@ def verified_checkpoint(path: Path | str) -> CheckpointFolder | None:
 
 def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Problem]]) -> CheckpointFolder | None:
     folder = Path(path)
-    found = _parts(folder)
-    if found is not None:
-        owner = found.model.parent
+    parts = _parts(folder)
+    if parts is not None:
+        owner = parts.model.parent
         step = step_of(owner)
         if step is not None:
             within = owner.absolute().relative_to(step).parts[:1]
             if problems := problems_of(step, within or WEIGHTS):
                 raise CheckpointError(step_damage(step, problems))
-        return found
+        return parts
     for store in (folder / "checkpoints", folder):
         problems = []
         for step in newest_first(store):

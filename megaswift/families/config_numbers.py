@@ -18,13 +18,13 @@ POSITIVE = {**dict.fromkeys(BASES, "10000.0"), **dict.fromkeys(EPSILONS, "1e-06"
 """Key -> a usual value."""
 
 
-def number_problems(raw: Mapping[str, Any], at: str = "") -> Iterator[Problem]:
+def number_problems(raw: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
     """Every such number, in nested mappings too (`rope_parameters`, `text_config`)."""
     for key, value in raw.items():
         if isinstance(value, Mapping):
-            yield from number_problems(value, f"{at}{key}.")
+            yield from number_problems(value, f"{prefix}{key}.")
         elif value is not None and key in POSITIVE and not _positive(value):
-            yield Problem(f"config.json, {at}{key}: {value}", "must be a finite number above 0", POSITIVE[key])
+            yield Problem(f"config.json, {prefix}{key}: {value}", "must be a finite number above 0", POSITIVE[key])
 
 
 def _positive(value: Any) -> bool:

@@ -23,9 +23,9 @@ def _exaone_layers(reading: ConfigReading) -> None:
     alternating_windows(lambda _, layer: windows and bool((layer + 1) % every if every else True), 4096).read(reading)
     layers = reading.layers()
     if windows and layers is not None:
-        ones = reading.values.get("window_attn_skip_freq") or [int("window_size" in reading.values)] * layers
-        if not all(ones):
-            reading.values["no_rope_freq"] = [1 - one for one in ones]
+        windowed = reading.values.get("window_attn_skip_freq") or [int("window_size" in reading.values)] * layers
+        if not all(windowed):
+            reading.values["no_rope_freq"] = [1 - sliding for sliding in windowed]
 
 
 EXAONE_LAYERS = RowGroup(("sliding_window", "layer_types", "sliding_window_pattern"), _exaone_layers)

@@ -56,9 +56,9 @@ class Family:
     def rows(self) -> tuple[ConfigRow, ...]:
         """All configuration rows; the family's own are read last, and stand in place of shared ones about the same
         fields."""
-        own = {key for row in self.config for key in row.keys}
+        read_keys = {key for row in self.config for key in row.keys}
         shared = (*SIZES, architecture(self.architecture), *IRRELEVANT)
-        return (*(row for row in shared if not own & set(row.keys)), *self.config)
+        return (*(row for row in shared if not read_keys & set(row.keys)), *self.config)
 
     def spec(self, hf_config: Mapping[str, Any]) -> ModelSpec:
         """The model that `hf_config` describes; a WeightsError names every field that is wrong or not known."""
@@ -68,10 +68,10 @@ class Family:
             )
         values = read_rows(self.name, self.rows, hf_config)
         values = {**LLAMA_LIKE, **self.fixed, **values}
-        own = {name: values.pop(name) for name in SPEC_FIELDS}
+        spec_values = {name: values.pop(name) for name in SPEC_FIELDS}
         features = Features(**{f.name: values.pop(f.name) for f in fields(Features) if f.name in values})
         return ModelSpec(
-            family=self.name, transformer=values, hf_config=plain_config(hf_config), features=features, **own
+            family=self.name, transformer=values, hf_config=plain_config(hf_config), features=features, **spec_values
         )
 
 
@@ -86,15 +86,15 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     if has_tower(hf_config):
         raise WeightsError(replace(TEXT_ONLY, what=f"config.json, model_type {name!r}"))
     if not isinstance(name, str) or name not in FAMILIES:
-        known = FAMILIES.names()
+        names = FAMILIES.names()
         near, wide = (
-            nearest_name(str(name), known),
+            nearest_name(str(name), names),
             "--engine auto, ddp, zero2 or fsdp2, which train any language model that transformers loads",
         )
         raise WeightsError(
             Problem(
                 f"config.json, model_type {name!r}",
-                f"is not a known model family; known are {', '.join(known)}",
+                f"is not a known model family; known are {', '.join(names)}",
                 f"{near} Otherwise {wide}" if near else wide,
             )
         )
@@ -124,8 +124,8 @@ def read_config(directory: Path | str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise WeightsError(Problem(str(path), "should hold a JSON object"))
     if absurd := [name for name, value in config.items() if isinstance(value, int) and abs(value) > LARGEST]:
-        shown = [Problem(f"{path}, {name} {config[name]:.3g}", "is beyond what any model has") for name in absurd]
-        raise WeightsError(shown)
+        problems = [Problem(f"{path}, {name} {config[name]:.3g}", "is beyond what any model has") for name in absurd]
+        raise WeightsError(problems)
     return config
 
 

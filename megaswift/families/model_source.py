@@ -144,15 +144,15 @@ def missing_files(folder: Path, random_init: bool) -> list[Problem]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            absent = sorted(name for name in wanted if not (folder / name).is_file())
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            absent = sorted(name for name in shards if not (folder / name).is_file())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return [
                 *problems,
                 Problem(str(index), f"is no index of shards ({type(error).__name__})", "fetch the model again"),
             ]
         if absent:
-            rule = f"lacks {len(absent)} of {len(wanted)} shards: {', '.join(absent[:3])}"
+            rule = f"lacks {len(absent)} of {len(shards)} shards: {', '.join(absent[:3])}"
             problems.append(Problem(str(folder), rule, "fetch the model again"))
     elif not any(folder.glob("*.safetensors")):
         old = " (*.bin files are pickles and are not read)" if any(folder.glob("*.bin")) else ""
@@ -182,10 +182,10 @@ def processor_of(cfg: SwiftConfig, folder: Path) -> Processor:
 
 def read_processor(folder: Path, trust: bool, chat_template: str | None) -> Processor:
     """The processor in `folder`; its tokenizer has the chat template of the options."""
-    made = Processor(processor_spec(folder, trust))
+    processor = Processor(processor_spec(folder, trust))
     if chat_template is not None:
-        made.tokenizer.chat_template = read_template(chat_template)
-    return made
+        processor.tokenizer.chat_template = read_template(chat_template)
+    return processor
 
 
 def reader_for(cfg: SwiftConfig) -> Any:

@@ -48,10 +48,10 @@ class Fused:
         shapes = self.parts.shapes(spec)
         return [(sum(s[0] for s in shapes), *shapes[0][1:])]
 
-    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
+    def pieces(self, spec: ModelSpec, shard: ShardSpec) -> list[SliceMap]:
         """Those of the parts, as rows of the one tensor."""
         first = [0, *accumulate(s[0] for s in self.parts.shapes(spec))]
         return [
             replace(p, source=0, start=first[p.source] + p.start, stop=first[p.source] + p.stop)
-            for p in self.parts.pieces(spec, cut)
+            for p in self.parts.pieces(spec, shard)
         ]

@@ -60,10 +60,10 @@ def load_manifest(folder: Path) -> dict[str, Any] | Problem:
     if not isinstance(manifest, dict):
         return Problem(str(path), "is not a JSON object")
     try:
-        whole = manifest.get("sha256") == manifest_seal(manifest)
+        intact = manifest.get("sha256") == manifest_seal(manifest)
     except (ValueError, RecursionError):
-        whole = False
-    if not whole:
+        intact = False
+    if not intact:
         return Problem(str(path), "does not have the SHA-256 that it was written with")
     wrong = _wrong_types(manifest)
     return Problem(str(path), f"has a wrong value for {wrong}") if wrong else manifest
@@ -106,12 +106,12 @@ def _count(value: object) -> bool:
 
 def whole_steps(store: Path) -> list[SavedStep]:
     """Every step of OUT/checkpoints with a valid manifest, oldest save first. No other file is read."""
-    found = []
+    steps = []
     for path in store.glob("step-*"):
         match = STEP.fullmatch(path.name)
         if match and (manifest := read_manifest(path)) is not None:
-            found.append(SavedStep(int(match[1]), path, float(manifest["saved_at"]), manifest["files"]))
-    return sorted(found, key=lambda s: (s.saved_at, s.step))
+            steps.append(SavedStep(int(match[1]), path, float(manifest["saved_at"]), manifest["files"]))
+    return sorted(steps, key=lambda s: (s.saved_at, s.step))
 
 
 def damaged_steps(store: Path) -> list[Path]:
@@ -262,8 +262,8 @@ def refuse_damaged_part(folder: Path) -> None:
 
 def step_damage(step: Path, problems: list[Problem]) -> list[Problem]:
     """The damage of a step that the user named, with the other steps of its run as the fix."""
-    others = [p.name for p in newest_first(step.parent) if p != step]
-    fix = f"another step of this run: {', '.join(others[:4])}" if others else "a copy of this step"
+    other_steps = [p.name for p in newest_first(step.parent) if p != step]
+    fix = f"another step of this run: {', '.join(other_steps[:4])}" if other_steps else "a copy of this step"
     return [*problems[:-1], Problem(problems[-1].what, problems[-1].rule, fix)]
 
 

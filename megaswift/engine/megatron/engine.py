@@ -122,18 +122,18 @@ class MegatronEngine:
         matched = {p for own in distributed.all_gather_objects([p for p, names in hits.items() if names]) for p in own}
         missing = [p for p in patterns if p not in matched]
         if missing:
-            like = ", ".join([name for entry in self.plan.entries[:12] for name in entry.hf][:4])
+            examples = ", ".join([name for entry in self.plan.entries[:12] for name in entry.hf][:4])
             raise ConfigError(
-                [Problem(f"--freeze_parameters {p}", f"matches no weight; names are like {like}") for p in missing]
+                [Problem(f"--freeze_parameters {p}", f"matches no weight; names are like {examples}") for p in missing]
             )
 
     def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
         result = self.accumulate(microbatches, loss, whole_gradients=False)
         optim.set_group_rates(self.optimizer, lr, self.cfg.optim.weight_decay)
-        norm, taken = optim.optimizer_step(self.optimizer, self.cfg.optim.max_grad_norm)
-        falling = not taken and optim.scale_can_fall(self.optimizer)
-        return replace(result, grad_norm=norm, skipped=not taken, loss_scale_falling=falling)
+        norm, stepped = optim.optimizer_step(self.optimizer, self.cfg.optim.max_grad_norm)
+        falling = not stepped and optim.scale_can_fall(self.optimizer)
+        return replace(result, grad_norm=norm, skipped=not stepped, loss_scale_falling=falling)
 
     def accumulate(self, microbatches: Sequence[Batch], loss: Loss, whole_gradients: bool = True) -> StepResult:
         """Forward and backward only; `hf_gradients` then has the gradients of the global objective."""
@@ -168,10 +168,10 @@ class MegatronEngine:
     @torch.no_grad()
     def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[ModelOutputs]:
         """What `needs` asks for, per micro-batch in input order, on every model-parallel rank."""
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
 
         def keep(_: Batch, fields: Tensor) -> Tensor:
-            found.append(fields)
+            outputs.append(fields)
             return fields.new_zeros(())
 
         self._need(needs)
@@ -180,13 +180,13 @@ class MegatronEngine:
                 self.chunks, microbatches, keep, self.context, passes.ScheduleSettings(self.impl, True)
             )
         if self.layout.pp > 1:
-            if not found:
-                found = [
+            if not outputs:
+                outputs = [
                     torch.empty(len(needs.names), *b.input_ids.shape, device=self.context.device) for b in microbatches
                 ]
-            for tensor in found:
+            for tensor in outputs:
                 dist.broadcast(tensor, group=self.context.groups.pp, group_src=self.layout.pp - 1)
-        return [outputs_of(fields, needs) for fields in found]
+        return [outputs_of(fields, needs) for fields in outputs]
 
     def hf_weights(self, dtype: torch.dtype | None = None, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. Adapters are merged in."""

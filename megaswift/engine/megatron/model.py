@@ -79,11 +79,11 @@ class SwiftGPT(GPTModel):
         step, shared = self.step, self.needs.head is None
         hidden = self._whole(hidden, shared)
         b, s = step.labels.shape
-        wanted = step.labelled.t().reshape(-1).nonzero().squeeze(1)  # hidden is [s, b, h]: rows of the flat [s x b]
-        picked = hidden.reshape(s * b, -1).index_select(0, wanted)
-        labels = step.labels.t().reshape(-1).index_select(0, wanted)
+        rows = step.labelled.t().reshape(-1).nonzero().squeeze(1)  # hidden is [s, b, h]: rows of the flat [s x b]
+        picked = hidden.reshape(s * b, -1).index_select(0, rows)
+        labels = step.labels.t().reshape(-1).index_select(0, rows)
         values = self._vocabulary(picked, labels) if shared else self.score(picked)
-        full = values.new_zeros(len(values), s * b).index_copy(1, wanted, values)
+        full = values.new_zeros(len(values), s * b).index_copy(1, rows, values)
         full = full.view(len(values), s, b).transpose(1, 2)
         cp = self.pg_collection.cp
         return join_slices(full, step.order, step.index, cp) if cp.size() > 1 else full.contiguous()
@@ -148,18 +148,18 @@ def frozen_padding_hook(token: int) -> Callable[..., None]:
 
 def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelContext, impl: str) -> list[SwiftGPT]:
     """This rank's model chunks, without wrappers and with weights still to be loaded."""
-    layout, at = context.layout, context.coordinates
+    layout, coords = context.layout, context.coordinates
     inv_freq, _ = inverse_frequencies(spec)
     chunks = []
     for i in range(layout.vpp):
         stage = i if layout.vpp > 1 else None
         model = SwiftGPT(
             config=config,
-            transformer_layer_spec=block_spec(config, impl, stage, at.pp),
+            transformer_layer_spec=block_spec(config, impl, stage, coords.pp),
             vocab_size=padded_vocabulary(spec, layout.tp),
             max_sequence_length=spec.max_positions,
-            pre_process=at.pp == 0 and i == 0,
-            post_process=at.pp == layout.pp - 1 and i == layout.vpp - 1,
+            pre_process=coords.pp == 0 and i == 0,
+            post_process=coords.pp == layout.pp - 1 and i == layout.vpp - 1,
             share_embeddings_and_output_weights=spec.tied,
             position_embedding_type="rope",
             rotary_percent=spec.rope.partial,

@@ -96,19 +96,19 @@ def stream_weights(engine: TorchEngine, kind: str, everywhere: bool = False) -> 
     Weights are all that the files hold, adapters merged in: buffers too, as the router's expert bias of DeepSeek-V3 is
     one.
     """
-    bare, here, merging = base_model(engine.fields.model), everywhere or engine.rank == 0, engine.merging
+    bare, has_tensors, merging = base_model(engine.fields.model), everywhere or engine.rank == 0, engine.merging
     if merging is not None:
-        names, full = merging.names, merging.reader(lambda name: engine.strategy.full(name, WEIGHT), here)
+        names, full = merging.names, merging.reader(lambda name: engine.strategy.full(name, WEIGHT), has_tensors)
     else:
         names = [n.removeprefix(PREFIX) for n in (engine.shapes if kind == WEIGHT else engine.strategy.trained())]
         full = lambda name: engine.strategy.full(PREFIX + name, kind)  # noqa: E731
     for group in groups(bare, names):
-        whole = {name: full(name) for name in group}
-        if here:
-            yield from disk_names(bare, {name: tensor.detach().cpu() for name, tensor in whole.items()}).items()
-    if kind == WEIGHT and here:
-        kept = buffers(bare) if merging is None else merging.buffers(bare)
-        yield from disk_names(bare, {name: tensor.cpu() for name, tensor in kept.items()}).items()
+        tensors = {name: full(name) for name in group}
+        if has_tensors:
+            yield from disk_names(bare, {name: tensor.detach().cpu() for name, tensor in tensors.items()}).items()
+    if kind == WEIGHT and has_tensors:
+        model_buffers = buffers(bare) if merging is None else merging.buffers(bare)
+        yield from disk_names(bare, {name: tensor.cpu() for name, tensor in model_buffers.items()}).items()
 
 
 def disk_metas(engine: TorchEngine) -> dict[str, Tensor]:
@@ -157,10 +157,10 @@ def _entries(engine: TorchEngine) -> dict[tuple[str, str], TensorMeta]:
     """What goes by the name of a parameter: (parameter, kind) in one order on every rank. With adapters also what
     trains, which is all."""
     trained = list(engine.strategy.trained())
-    found = {(n, WEIGHT): TensorMeta(tuple(engine.shapes[n]), torch.float32) for n in trained if engine.adapts}
+    entries = {(n, WEIGHT): TensorMeta(tuple(engine.shapes[n]), torch.float32) for n in trained if engine.adapts}
     if engine.strategy.steps:
-        found |= {(n, kind): meta for n in trained for kind, meta in engine.strategy.states(n).items()}
-    return found
+        entries |= {(n, kind): meta for n in trained for kind, meta in engine.strategy.states(n).items()}
+    return entries
 
 
 def _tensors(engine: TorchEngine) -> dict[str, TensorMeta]:
@@ -211,26 +211,26 @@ def _open(engine: TorchEngine, directory: Path) -> tuple[dict[str, Any], HfSourc
 
 
 def _differences(engine: TorchEngine, facts: dict[str, Any], source: HfSource) -> list[Problem]:
-    now = _facts(engine)
+    current = _facts(engine)
     problems = [
-        Problem(f"--{name} {now[name]}", f"the checkpoint's run had {facts[name]}", f"--{name} {facts[name]}")
+        Problem(f"--{name} {current[name]}", f"the checkpoint's run had {facts[name]}", f"--{name} {facts[name]}")
         for name in ("train_type", "optimizer")
-        if facts[name] != now[name]
+        if facts[name] != current[name]
     ]
     if problems:
         return problems
     engine.strategy.steps = int(facts["step"])
-    wanted, stored = _tensors(engine), set(source.names())
-    problems = [Problem(name, "is in the checkpoint and not in this model") for name in sorted(stored - set(wanted))]
-    problems += [Problem(name, "is in this model and not in the checkpoint") for name in sorted(set(wanted) - stored)]
+    expected, stored = _tensors(engine), set(source.names())
+    problems = [Problem(name, "is in the checkpoint and not in this model") for name in sorted(stored - set(expected))]
+    problems += [Problem(name, "is in this model and not in the checkpoint") for name in sorted(set(expected) - stored)]
     problems += [
         Problem(name, f"has shape {source.shape(name)} in the checkpoint and {meta.shape} in this model")
-        for name, meta in wanted.items()
+        for name, meta in expected.items()
         if name in stored and tuple(source.shape(name)) != meta.shape
     ]
     problems += [
         other
-        for name, meta in wanted.items()
+        for name, meta in expected.items()
         if name in stored
         and (other := dtype_problem(name, source.dtype(name), meta.dtype, not name.startswith(f"{WEIGHT}.")))
     ]

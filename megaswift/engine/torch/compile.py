@@ -34,8 +34,8 @@ def compile_layers(model: nn.Module, classes: Collection[str], cfg: ModelConfig)
 
 
 def _compile(layer: Any, cfg: ModelConfig) -> None:
-    own = getattr(type(layer).forward, "__wrapped__", None) if hasattr(layer, "gradient_checkpointing") else None
-    plain = layer.forward if own is None else MethodType(own, layer)
+    uncompiled = getattr(type(layer).forward, "__wrapped__", None) if hasattr(layer, "gradient_checkpointing") else None
+    plain = layer.forward if uncompiled is None else MethodType(uncompiled, layer)
     compiled = torch.compile(plain, backend=cfg.torch_compile_backend, mode=cfg.torch_compile_mode)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -43,4 +43,4 @@ def _compile(layer: Any, cfg: ModelConfig) -> None:
             return layer._gradient_checkpointing_func(partial(compiled, **kwargs), *args)
         return compiled(*args, **kwargs)
 
-    layer.forward = compiled if own is None else forward
+    layer.forward = compiled if uncompiled is None else forward

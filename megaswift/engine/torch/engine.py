@@ -94,8 +94,8 @@ class TorchEngine:
     def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
         result = self.accumulate(microbatches, loss)
-        norm, taken = self.strategy.step(lr, self.cfg.optim)
-        return replace(result, grad_norm=norm, skipped=not taken)
+        norm, stepped = self.strategy.step(lr, self.cfg.optim)
+        return replace(result, grad_norm=norm, skipped=not stepped)
 
     def accumulate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
         """Forward and backward only; `hf_gradients` then has the gradients of the global objective."""
@@ -116,11 +116,13 @@ class TorchEngine:
         objective = Objective(loss, counted)
         self.fields.needs = loss.needs
         for i, batch in enumerate(microbatches):
-            here = batch.to(self.context.device)
+            on_device = batch.to(self.context.device)
             if self.noise is not None:
-                self.noise.scale = self.noise.of(here) if train else None
+                self.noise.scale = self.noise.of(on_device) if train else None
             self.routers.begin(train)
-            value = objective(here, self._fields(here)) + self.routers.take(here.valid, max(counted.microbatches, 1))
+            value = objective(on_device, self._fields(on_device)) + self.routers.take(
+                on_device.valid, max(counted.microbatches, 1)
+            )
             last = i == len(microbatches) - 1
             # once a global batch, of which every rank adds its share
             if train and last and self.allocation is not None:
@@ -178,9 +180,9 @@ class TorchEngine:
         """What `needs` asks for, per micro-batch in input order."""
         self.strategy.module.eval()
         self.fields.needs = needs
-        found = [outputs_of(self._fields(batch.to(self.context.device)), needs) for batch in microbatches]
+        outputs = [outputs_of(self._fields(batch.to(self.context.device)), needs) for batch in microbatches]
         self.strategy.module.train()
-        return found
+        return outputs
 
     def keep_reference(self, on_host: bool = False) -> None:
         """From now on `reference` is the model as it is now; adapters that are new need no copy: without them the model
@@ -268,12 +270,12 @@ class TorchEngine:
 
     def report(self) -> ParameterReport:
         """Exact sizes, for the first screen. Collective."""
-        own, weights, gradients, optimizer = map(int, distributed.all_max(self.strategy.sizes()))
+        elements, weights, gradients, optimizer = map(int, distributed.all_max(self.strategy.sizes()))
         total = self.elements
         flops = total - (0 if self.spec.tied else self.spec.vocab_size * self.spec.hidden_size)
         if not self.adapts:
-            return ParameterReport(total, own, weights, gradients, optimizer, flops)
-        return ParameterReport(total, own, weights, gradients, optimizer, flops * 2 // 3, self.trained, flops)
+            return ParameterReport(total, elements, weights, gradients, optimizer, flops)
+        return ParameterReport(total, elements, weights, gradients, optimizer, flops * 2 // 3, self.trained, flops)
 
     def save(self, directory: Path) -> None:
         """Weights, optimizer and this rank's random states. Collective."""

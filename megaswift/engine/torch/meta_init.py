@@ -35,23 +35,23 @@ def build_on_meta() -> Iterator[None]:
 
 def move_to_meta(module: nn.Module) -> None:
     """Meta parameters become hollow ones, tied ones together."""
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter.is_meta:
                 empty = nn.Parameter(
                     torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), parameter.requires_grad
                 )
-                part._parameters[name] = made.setdefault(id(parameter), empty)
+                part._parameters[name] = parameters.setdefault(id(parameter), empty)
 
 
 def drop_storage(module: nn.Module) -> dict[str, torch.Tensor]:
     """A real module becomes a hollow one; its parameters by name are the caller's now."""
-    taken = {}
+    tensors = {}
     for name, parameter in module.named_parameters():
-        taken[name] = parameter.data
+        tensors[name] = parameter.data
         parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-    return taken
+    return tensors
 
 
 def is_meta(parameter: torch.Tensor) -> bool:

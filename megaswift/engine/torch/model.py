@@ -106,12 +106,12 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(cfg.train.seed)
         try:
-            made = peft.get_peft_model(model, options)
+            adapted = peft.get_peft_model(model, options)
         except ValueError as error:  # targets that match nothing; dropout and DoRA on parameters
             name = "parameters" if lora.target_parameters else "modules"
-            given = " ".join(lora.target_parameters or lora.target_modules)
+            targets = " ".join(lora.target_parameters or lora.target_modules)
             label = (
-                f"--target_{name} {given}"
+                f"--target_{name} {targets}"
                 if cfg.model.train_type in ("lora", "qlora")
                 else f"--train_type {cfg.model.train_type}"
             )
@@ -120,21 +120,23 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
             raise ConfigError(
                 Problem(label, str(error).splitlines()[0], fix if label.startswith("--target_modules") else "")
             ) from None
-    if lora.target_parameters and not made.base_model.targeted_parameter_names:
+    if lora.target_parameters and not adapted.base_model.targeted_parameter_names:
         raise ConfigError(
             Problem(f"--target_parameters {' '.join(lora.target_parameters)}", "matches no parameter of this model")
         )
-    return made
+    return adapted
 
 
 def freeze_base(model: nn.Module, patterns: Sequence[str]) -> None:
     """Parameters whose names match any pattern do not train."""
     for pattern in patterns:
-        found = [p for name, p in model.named_parameters() if re.search(pattern, name)]
-        if not found:
-            like = ", ".join([name for name, _ in model.named_parameters()][:4])
-            raise ConfigError(Problem(f"--freeze_parameters {pattern}", f"matches no weight; names are like {like}"))
-        for parameter in found:
+        matching = [p for name, p in model.named_parameters() if re.search(pattern, name)]
+        if not matching:
+            examples = ", ".join([name for name, _ in model.named_parameters()][:4])
+            raise ConfigError(
+                Problem(f"--freeze_parameters {pattern}", f"matches no weight; names are like {examples}")
+            )
+        for parameter in matching:
             parameter.requires_grad_(False)
 
 

@@ -41,9 +41,9 @@ class NeftuneNoise:
         tokens = lengths(batch)
         return self.alpha * (tokens > 0) * tokens.clamp(min=1).rsqrt()
 
-    def __call__(self, module: nn.Module, given: Any, output: Tensor) -> Tensor | None:
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         """Embeddings [b, s, d] with noise."""
         if self.scale is None or not module.training:
             return None
-        drawn = torch.empty_like(output, dtype=torch.float32).uniform_(-1.0, 1.0)
-        return output + (drawn * (self.scale / output.shape[-1] ** 0.5)[..., None]).to(output.dtype)
+        noise = torch.empty_like(output, dtype=torch.float32).uniform_(-1.0, 1.0)
+        return output + (noise * (self.scale / output.shape[-1] ** 0.5)[..., None]).to(output.dtype)

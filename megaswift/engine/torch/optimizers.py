@@ -126,12 +126,12 @@ class BitsAndBytes(Elementwise):
     def metas(self, parameter: Tensor) -> Metas:
         """state1 (and state2 of AdamW); in 8 bits with absmax1 (and absmax2), one for each block of 256."""
         small = not self.eight or parameter.numel() < SMALLEST
-        found: Metas = {}
+        metas: Metas = {}
         for k in ("1",) if self.lion else ("1", "2"):
-            found[f"state{k}"] = TensorMeta(tuple(parameter.shape), torch.float32 if small else torch.uint8)
+            metas[f"state{k}"] = TensorMeta(tuple(parameter.shape), torch.float32 if small else torch.uint8)
             if not small:
-                found[f"absmax{k}"] = TensorMeta((-(-parameter.numel() // BLOCK),), torch.float32)
-        return found
+                metas[f"absmax{k}"] = TensorMeta((-(-parameter.numel() // BLOCK),), torch.float32)
+        return metas
 
     def start(self, parameter: nn.Parameter, steps: int) -> None:
         """As bitsandbytes starts it."""

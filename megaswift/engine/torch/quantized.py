@@ -32,8 +32,8 @@ def loading_arguments(folder: Path, cfg: SwiftConfig, device: torch.device, dtyp
     if bits is not None:
         q = cfg.quantization
         products = dtype if q.bnb_4bit_compute_dtype == "auto" else getattr(torch, q.bnb_4bit_compute_dtype)
-        made = bitsandbytes_config(bits, products, q.bnb_4bit_quant_type, q.bnb_4bit_use_double_quant)
-        return {"quantization_config": made, "device_map": {"": device}}
+        quantization = bitsandbytes_config(bits, products, q.bnb_4bit_quant_type, q.bnb_4bit_use_double_quant)
+        return {"quantization_config": quantization, "device_map": {"": device}}
     if method is None:
         return {}
     # their kernels know no float32
@@ -80,7 +80,7 @@ def elements(parameter: Tensor) -> int:
 def scale_bytes(parameter: Tensor) -> int:
     """Bytes of the scales beside a quantised parameter."""
     state, rows = getattr(parameter, "quant_state", None), getattr(parameter, "SCB", None)
-    held = [rows] if isinstance(rows, Tensor) else []
+    tensors = [rows] if isinstance(rows, Tensor) else []
     while state is not None:
-        held, state = [*held, state.absmax], state.state2
-    return sum(t.nbytes for t in held)
+        tensors, state = [*tensors, state.absmax], state.state2
+    return sum(t.nbytes for t in tensors)

@@ -30,8 +30,8 @@ class RouterLosses:
     """All routers of a model. `begin` before each forward pass, `take` after it, `report` after the last."""
 
     def __init__(self, model: Any, spec: ModelSpec, cfg: SwiftConfig) -> None:
-        own, default = cfg.model.moe_aux_loss_coeff, spec.transformer.get("moe_aux_loss_coeff") or 0.0
-        self.coefficients = (default if own is None else own, cfg.model.moe_z_loss_coeff or 0.0)
+        coefficient, default = cfg.model.moe_aux_loss_coeff, spec.transformer.get("moe_aux_loss_coeff") or 0.0
+        self.coefficients = (default if coefficient is None else coefficient, cfg.model.moe_z_loss_coeff or 0.0)
         self.sigmoid = spec.transformer.get(SCORES) == "sigmoid"
         self.collecting = False
         self.seen: list[tuple[Tensor, Tensor]] = []
@@ -46,7 +46,7 @@ class RouterLosses:
         for router in self.routers:
             router.register_forward_hook(self._collect)
 
-    def _collect(self, module: Any, given: Any, output: Any) -> None:
+    def _collect(self, module: Any, inputs: Any, output: Any) -> None:
         """Logits [t, E] and chosen experts [t, k]. When the backward pass recomputes a layer, nothing is collected."""
         if self.collecting:
             self.seen.append((output[0], output[-1]))

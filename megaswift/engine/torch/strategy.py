@@ -56,8 +56,8 @@ class Strategy(Protocol):
 
 def decays(name: str, parameter: Tensor) -> bool:
     """Whether weight decay applies: not to norms and biases (of stacked experts: 2-D)."""
-    whole = getattr(parameter, "ds_shape", parameter.shape)  # of ZeRO-3's partitioned ones nothing else is left
-    return len(whole) > 1 and not name.endswith("bias")
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # of ZeRO-3's partitioned ones nothing else is left
+    return len(shape) > 1 and not name.endswith("bias")
 
 
 def groups_of(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:

@@ -76,9 +76,9 @@ def _below(name: str, modules: list[str]) -> bool:
 
 def frozen_parts(model: nn.Module, cfg: ModelConfig) -> set[str]:
     """The parts that do not train; none of a model that reads text only."""
-    given = {VIT: cfg.freeze_vit, ALIGNER: cfg.freeze_aligner, LLM: cfg.freeze_llm}
+    choices = {VIT: cfg.freeze_vit, ALIGNER: cfg.freeze_aligner, LLM: cfg.freeze_llm}
     return (
-        {part for part, value in given.items() if (DEFAULTS[part] if value is None else value)}
+        {part for part, value in choices.items() if (DEFAULTS[part] if value is None else value)}
         if model_has_tower(model)
         else set()
     )
@@ -96,15 +96,15 @@ def freeze_parts(model: nn.Module, cfg: ModelConfig) -> None:
 def without_adapters(model: nn.Module, cfg: ModelConfig) -> str | None:
     """A pattern of whole names, of the modules of frozen parts: they get no adapters."""
     frozen = frozen_parts(model, cfg)
-    found = list(_whole("", model, VisionParts(model), frozen)) if frozen else []
-    return f"(?:{'|'.join(map(re.escape, found))})(?:\\..*)?" if found else None
+    names = list(_whole("", model, VisionParts(model), frozen)) if frozen else []
+    return f"(?:{'|'.join(map(re.escape, names))})(?:\\..*)?" if names else None
 
 
 def _whole(name: str, module: nn.Module, parts: VisionParts, frozen: set[str]) -> Iterator[str]:
     """The uppermost modules all of whose weights are frozen."""
-    own = {parts.of(f"{name}.{p}" if name else p) for p, _ in module.named_parameters()}
-    if name and own and own <= frozen:
+    parts_of_module = {parts.of(f"{name}.{p}" if name else p) for p, _ in module.named_parameters()}
+    if name and parts_of_module and parts_of_module <= frozen:
         yield name
-    elif own & frozen:
+    elif parts_of_module & frozen:
         for child, inner in module.named_children():
             yield from _whole(f"{name}.{child}" if name else child, inner, parts, frozen)

@@ -69,10 +69,10 @@ def start_from_files(directory: Path, engine: TorchEngine) -> WeightStart:
     source = open_weights(directory)
     if engine.spec.scored and NEW not in source.names():
         source = NewHead(source, new_head(engine.spec, cfg.train.seed))
-    found, first = conversion_groups(base_model(fields.model), source), first_names(base_model(fields.model))
-    problems = _differences(base_model(fields.model), source, found)
+    groups, first = conversion_groups(base_model(fields.model), source), first_names(base_model(fields.model))
+    problems = _differences(base_model(fields.model), source, groups)
     if not problems:
-        return WeightStart(fields, lambda engine: read_tensor(engine, found, source, first))
+        return WeightStart(fields, lambda engine: read_tensor(engine, groups, source, first))
     if checkpoint is not None:
         raise WeightsError(problems)
     return _from_first_rank(directory, engine, weights=True)
@@ -111,21 +111,21 @@ def _stays_hollow(directory: Path, cfg: SwiftConfig) -> bool:
     return cfg.model.train_type == "lora" and not cfg.lora.use_dora
 
 
-def _differences(bare: Any, source: WeightSource, found: list[ConversionGroup]) -> list[Problem]:
+def _differences(bare: Any, source: WeightSource, groups: list[ConversionGroup]) -> list[Problem]:
     """Parameters that the files do not have in the model's shape."""
     first = first_names(bare)
-    stored = {first.get(name, name): shape for name, shape in group_shapes(bare, source, found).items()}
+    stored = {first.get(name, name): shape for name, shape in group_shapes(bare, source, groups).items()}
     adapted = bool(getattr(bare, "peft_config", None)) or any(hasattr(m, "base_layer") for m in bare.modules())
-    wanted = {unwrap_adapters(name): p for name, p in bare.named_parameters() if not adapted or meta_init.is_meta(p)}
+    expected = {unwrap_adapters(name): p for name, p in bare.named_parameters() if not adapted or meta_init.is_meta(p)}
     return [
         Problem(str(source.directory), f"has no {name} of shape {list(p.shape)}, which this model asks for")
-        for name, p in wanted.items()
+        for name, p in expected.items()
         if stored.get(name) != tuple(p.shape)
     ][:12]
 
 
 def read_tensor(
-    engine: TorchEngine, found: list[ConversionGroup], source: WeightSource, first: Mapping[str, str]
+    engine: TorchEngine, groups: list[ConversionGroup], source: WeightSource, first: Mapping[str, str]
 ) -> None:
     """Fills an engine's weights from files, a piece at a time. Every rank reads. `first`: `first_names` before the
     model was wrapped."""
@@ -134,15 +134,15 @@ def read_tensor(
     for name in engine.shapes:
         if skip is None or skip not in name:  # an adapter's folder brought these
             places.setdefault(first.get(base_name(name), base_name(name)), []).append(name)
-    kept = {unwrap_adapters(name): tensor for name, tensor in buffers(bare).items()}
-    for piece in found:
+    model_buffers = {unwrap_adapters(name): tensor for name, tensor in buffers(bare).items()}
+    for piece in groups:
         tensors = {name: source.slice(name).float() for _, name in piece.stored}
         for target, tensor in piece.convert(bare, tensors).items():
-            assert first.get(target, target) in places or target in kept, f"{target} is nowhere in the model"
+            assert first.get(target, target) in places or target in model_buffers, f"{target} is nowhere in the model"
             for name in places.get(first.get(target, target), ()):
                 engine.strategy.put(name, WEIGHT, tensor)
-            if target in kept:
-                kept[target].copy_(tensor)
+            if target in model_buffers:
+                model_buffers[target].copy_(tensor)
     source.close()
 
 
@@ -158,14 +158,14 @@ def _from_first_rank(directory: Path, engine: TorchEngine, weights: bool) -> Wei
     distributed.raise_on_all_ranks(problems, WeightsError)
     if fields is None:
         return WeightStart(_prepare(directory, engine, weights=False, empty=True), lambda engine: hand_out(engine, {}))
-    whole = meta_init.drop_storage(fields)
-    return WeightStart(fields, lambda engine: hand_out(engine, whole))
+    tensors = meta_init.drop_storage(fields)
+    return WeightStart(fields, lambda engine: hand_out(engine, tensors))
 
 
-def hand_out(engine: TorchEngine, whole: dict[str, Tensor]) -> None:
+def hand_out(engine: TorchEngine, tensors: dict[str, Tensor]) -> None:
     """Fills an engine's weights from those of rank 0, which has let go of each when it is sent. Collective."""
     for name, shape in engine.shapes.items():
-        tensor = whole.pop(name) if engine.rank == 0 else torch.empty(shape)
+        tensor = tensors.pop(name) if engine.rank == 0 else torch.empty(shape)
         if engine.layout.world_size > 1:
             dist.broadcast(tensor, 0)
         engine.strategy.put(name, WEIGHT, tensor)

@@ -64,10 +64,10 @@ class SplitMainWeights:
 def state_slices(optimizer: MegatronOptimizer, write: bool = False) -> list[StateSlice]:
     """This rank's states of every weight that trains, to read (`write`: into a checkpoint) or to fill. Call
     `materialize_states` first."""
-    found: list[StateSlice] = []
+    slices: list[StateSlice] = []
     for part in optimizer_parts(optimizer):
-        found.extend(_sharded(part, write) if isinstance(part, DistributedOptimizer) else _whole(part))
-    return found
+        slices.extend(_sharded(part, write) if isinstance(part, DistributedOptimizer) else _whole(part))
+    return slices
 
 
 def _sharded(part: DistributedOptimizer, write: bool) -> Iterator[StateSlice]:
@@ -94,8 +94,8 @@ def _owned(part: DistributedOptimizer) -> Iterator[tuple[Tensor, dict[str, Any]]
 def _shard(part: DistributedOptimizer, weight: Tensor) -> Tensor:
     """What the inner optimizer knows this rank's range of a weight by."""
     group, order = part.model_param_group_index_map[weight]
-    found: Tensor = part.optimizer.param_groups[group]["params"][order]
-    return found
+    parameter: Tensor = part.optimizer.param_groups[group]["params"][order]
+    return parameter
 
 
 def _whole(part: MegatronOptimizer) -> Iterator[StateSlice]:
@@ -186,11 +186,11 @@ def _counter(step: int, group: dict[str, Any], p: Tensor) -> Tensor:
 
 def get_step_count(optimizer: MegatronOptimizer) -> int:
     """Steps taken, by this rank's states (0 where it has none)."""
-    found = [0]
+    counts = [0]
     for part in optimizer_parts(optimizer):
-        found += [int(s["step"]) for s in part.optimizer.state.values() if "step" in s]
-        found += [int(g["step"]) for g in part.optimizer.param_groups if "step" in g]
-    return max(found)
+        counts += [int(s["step"]) for s in part.optimizer.state.values() if "step" in s]
+        counts += [int(g["step"]) for g in part.optimizer.param_groups if "step" in g]
+    return max(counts)
 
 
 def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
@@ -215,7 +215,11 @@ def set_scaler(optimizer: MegatronOptimizer, saved: dict[str, float]) -> None:
     for part in optimizer_parts(optimizer):
         scaler = getattr(part, "grad_scaler", None)
         if scaler is not None and saved:
-            now = scaler.state_dict()
+            current = scaler.state_dict()
             scaler.load_state_dict(
-                {k: torch.tensor([v]) if isinstance(now[k], Tensor) else int(v) for k, v in saved.items() if k in now}
+                {
+                    k: torch.tensor([v]) if isinstance(current[k], Tensor) else int(v)
+                    for k, v in saved.items()
+                    if k in current
+                }
             )

@@ -46,13 +46,13 @@ def save_engine(engine: MegatronEngine, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     gather_weights(engine.chunks)
     states.materialize_states(engine.optimizer)
-    placed = boxes.parameter_slices(engine) if engine.lora is None else checkpoint.adapter_slices(engine.lora)
-    own = [
-        *boxes.weight_chunks(placed, True),
-        *boxes.optimizer_chunks(placed, states.state_slices(engine.optimizer, write=True), True),
+    parameters = boxes.parameter_slices(engine) if engine.lora is None else checkpoint.adapter_slices(engine.lora)
+    chunks = [
+        *boxes.weight_chunks(parameters, True),
+        *boxes.optimizer_chunks(parameters, states.state_slices(engine.optimizer, write=True), True),
     ]
-    own += boxes.carried_chunks(engine) if engine.lora is None else []
-    files.write_chunks(directory, own)
+    chunks += boxes.carried_chunks(engine) if engine.lora is None else []
+    files.write_chunks(directory, chunks)
     facts = _facts(engine, max(distributed.all_gather_objects(states.get_step_count(engine.optimizer))))
     distributed.raise_on_all_ranks(_write_small(engine, directory, facts), limit=SHOWN)
 
@@ -95,11 +95,11 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     directory = Path(directory)
     facts, index = _read_tables(engine, directory)
     states.materialize_states(engine.optimizer)
-    placed = boxes.parameter_slices(engine) if engine.lora is None else checkpoint.adapter_slices(engine.lora)
+    parameters = boxes.parameter_slices(engine) if engine.lora is None else checkpoint.adapter_slices(engine.lora)
     slices = states.state_slices(engine.optimizer)
     wanted = [
         _source(box, index)
-        for box in [*boxes.weight_chunks(placed, False), *boxes.optimizer_chunks(placed, slices, False)]
+        for box in [*boxes.weight_chunks(parameters, False), *boxes.optimizer_chunks(parameters, slices, False)]
     ]
     items, problems = files.plan_reads(index, wanted)
     same_layout = facts["layout"] == dataclasses.asdict(engine.layout)
@@ -145,30 +145,34 @@ def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any
 
 
 def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]:
-    known = facts["optimizer"]
-    if not isinstance(known["step"], int) or not isinstance(known["scaler"], dict) or "layout" not in facts:
+    optimizer = facts["optimizer"]
+    if not isinstance(optimizer["step"], int) or not isinstance(optimizer["scaler"], dict) or "layout" not in facts:
         return [Problem(FACTS, "has values of other types", "another step of the run")]
     if facts["format"] != FORMAT:
         return [Problem(FACTS, f"has format {facts['format']}, this version reads {FORMAT}")]
-    now = _facts(engine, 0)
-    if facts.get("train_type", "full") != now["train_type"]:
-        saved = facts.get("train_type", "full")
+    current = _facts(engine, 0)
+    if facts.get("train_type", "full") != current["train_type"]:
+        saved_type = facts.get("train_type", "full")
         return [
             Problem(
-                f"--train_type {now['train_type']}",
-                f"the checkpoint's run had train_type {saved}",
-                f"--train_type {saved}",
+                f"--train_type {current['train_type']}",
+                f"the checkpoint's run had train_type {saved_type}",
+                f"--train_type {saved_type}",
             )
         ]
     problems = [
         Problem(f"model {name}", f"is {facts['model'][name]} in the checkpoint and {value} in this run", "that model")
-        for name, value in now["model"].items()
+        for name, value in current["model"].items()
         if facts["model"][name] != value
     ]
-    saved, mine = facts["optimizer"]["name"], now["optimizer"]["name"]
-    if saved != mine:
+    saved_name, current_name = facts["optimizer"]["name"], current["optimizer"]["name"]
+    if saved_name != current_name:
         problems.append(
-            Problem(f"--optimizer {mine}", f"the checkpoint has the states of {saved}", f"--optimizer {saved}")
+            Problem(
+                f"--optimizer {current_name}",
+                f"the checkpoint has the states of {saved_name}",
+                f"--optimizer {saved_name}",
+            )
         )
     return problems
 
@@ -190,10 +194,12 @@ def _source(box: files.ShardChunk, index: Metadata) -> files.ShardChunk:
     return box
 
 
-def _unused(engine: MegatronEngine, index: Metadata, wanted: set[str]) -> list[Problem]:
+def _unused(engine: MegatronEngine, index: Metadata, own_keys: set[str]) -> list[Problem]:
     """Weights of the checkpoint that no rank of this model has."""
-    used = {key.removeprefix(MAIN) for keys in distributed.all_gather_objects(wanted) for key in keys}
-    left = [key for key in index.state_dict_metadata if not key.startswith((STATES, KEPT)) and key not in used]
+    used = {key.removeprefix(MAIN) for keys in distributed.all_gather_objects(own_keys) for key in keys}
+    unused = [key for key in index.state_dict_metadata if not key.startswith((STATES, KEPT)) and key not in used]
     return (
-        [Problem(key, "is in the checkpoint and not in this model") for key in sorted(left)] if engine.rank == 0 else []
+        [Problem(key, "is in the checkpoint and not in this model") for key in sorted(unused)]
+        if engine.rank == 0
+        else []
     )

@@ -31,12 +31,12 @@ def split_remainder(main: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     then one unit in its last place lower, so that the weight is the same on every data-parallel rank.
     """
     bits = main.contiguous().view(torch.int32).to(torch.int64)
-    own = weight.contiguous().view(torch.int16).to(torch.int64) << 16
-    far = ((bits - own) < _LOW) | ((bits - own) > _HIGH + 1)
+    weight_bits = weight.contiguous().view(torch.int16).to(torch.int64) << 16
+    far = ((bits - weight_bits) < _LOW) | ((bits - weight_bits) > _HIGH + 1)
     fresh = (bits + 2**15) & ~0xFFFF
-    high = torch.where(far, fresh, own)
-    rest = (bits - high).clamp(_LOW, _HIGH).to(REMAINDER)
-    return _wrapped(high >> 16).to(torch.int16).view(torch.bfloat16), rest
+    high = torch.where(far, fresh, weight_bits)
+    remainder = (bits - high).clamp(_LOW, _HIGH).to(REMAINDER)
+    return _wrapped(high >> 16).to(torch.int16).view(torch.bfloat16), remainder
 
 
 def _wrapped(values: Tensor) -> Tensor:

@@ -56,10 +56,10 @@ class RowLayout(PackedSeqParams):
             runs, lengths, key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True
         ):
             for chunk in chunks:
-                own, end = next(queries), (chunk + 1) * run
+                q, end = next(queries), (chunk + 1) * run
                 if run:
-                    seen = (keys, values) if end == length else (keys[:, :, :end], values[:, :, :end])
-                    yield (own, *seen), chunk * run
+                    visible = (keys, values) if end == length else (keys[:, :, :end], values[:, :, :end])
+                    yield (q, *visible), chunk * run
 
 
 def _mask(queries: int, keys: int, offset: int, window: int | None) -> Tensor | None:
@@ -89,8 +89,8 @@ class TorchAttention(MegatronModule):
         self.softmax_offset: nn.Parameter | None = None
         if config.softmax_type == "learnable":  # Megatron's name for attention sinks
             assert self.softcap is None, "no family has both"
-            own = config.num_attention_heads // config.tensor_model_parallel_size
-            self.softmax_offset = nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(

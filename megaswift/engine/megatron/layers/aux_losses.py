@@ -21,9 +21,9 @@ class AuxLosses:
     """One scale shared by every router of this rank."""
 
     def __init__(self, chunks: list[SwiftGPT], spec: ModelSpec, cfg: SwiftConfig, context: ParallelContext) -> None:
-        own = cfg.model.moe_aux_loss_coeff
+        coefficient = cfg.model.moe_aux_loss_coeff
         default = spec.transformer.get("moe_aux_loss_coeff") or 0.0
-        self.scale = AuxScale(default if own is None else own, cfg.model.moe_z_loss_coeff or 0.0)
+        self.scale = AuxScale(default if coefficient is None else coefficient, cfg.model.moe_z_loss_coeff or 0.0)
         self.context, self.moe_layers = context, sum(spec.moe_layers)
         for chunk in chunks:
             for module in chunk.modules():

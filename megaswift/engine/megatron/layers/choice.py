@@ -50,8 +50,8 @@ def only_torch(spec: ModelSpec) -> list[str]:
     them.
     """
     plain = Features()
-    found = [name for name in IN_LAYERS if getattr(spec.features, name) != getattr(plain, name)]
-    return found + (["attention sinks"] if spec.transformer.get("softmax_type", "vanilla") != "vanilla" else [])
+    differing = [name for name in IN_LAYERS if getattr(spec.features, name) != getattr(plain, name)]
+    return differing + (["attention sinks"] if spec.transformer.get("softmax_type", "vanilla") != "vanilla" else [])
 
 
 def only_torch_here(spec: ModelSpec, cp_comm_type: str | None, packing: bool) -> list[str]:
@@ -73,10 +73,10 @@ def only_torch_here(spec: ModelSpec, cp_comm_type: str | None, packing: bool) ->
     return found
 
 
-def pick_layers(asked: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
+def pick_layers(implementation: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
     """(`transformer_engine` or `torch`, why) for `--transformer_impl` and `--attn_impl`; `lacking` is what only torch
     layers do."""
-    if lacking and asked == "transformer_engine":
+    if lacking and implementation == "transformer_engine":
         raise ConfigError(
             Problem(
                 "--transformer_impl transformer_engine",
@@ -84,12 +84,12 @@ def pick_layers(asked: str, attention: str = "auto", lacking: str = "") -> tuple
                 "--transformer_impl torch",
             )
         )
-    if lacking and asked == "auto":
+    if lacking and implementation == "auto":
         return "torch", f"Transformer Engine's layers have no {lacking}, which this model needs"
     cuda, installed = torch.cuda.is_available(), importlib.util.find_spec("transformer_engine") is not None
-    if asked == "torch":
+    if implementation == "torch":
         return "torch", "asked for"
-    if asked == "transformer_engine":
+    if implementation == "transformer_engine":
         if not (cuda and installed):
             lack = "no CUDA device is visible" if not cuda else "the package transformer_engine is not installed"
             raise ConfigError(Problem("--transformer_impl transformer_engine", lack, "--transformer_impl torch"))

@@ -62,8 +62,12 @@ def choose_experts(logits: Tensor, how: RoutingRule, bias: Tensor | None) -> tup
     ranked = scores.detach() if bias is None else scores.detach() + bias
     if how.groups > 1:
         best = ranked.unflatten(1, (how.groups, -1)).topk(how.group_best, dim=-1).values.sum(-1)  # [t, groups]
-        left = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(how.group_topk, dim=-1).indices, True)
-        ranked = ranked.masked_fill(~left.repeat_interleave(logits.shape[1] // how.groups, dim=1), float("-inf"))
+        chosen_groups = torch.zeros_like(best, dtype=torch.bool).scatter_(
+            1, best.topk(how.group_topk, dim=-1).indices, True
+        )
+        ranked = ranked.masked_fill(
+            ~chosen_groups.repeat_interleave(logits.shape[1] // how.groups, dim=1), float("-inf")
+        )
     picks = torch.zeros_like(ranked, dtype=torch.bool).scatter_(1, ranked.topk(how.topk, dim=-1).indices, True)
     weights = scores * picks
     if how.normalised:

@@ -43,10 +43,10 @@ from megaswift.families.spec import Features
 
 def _outer(features: Features) -> tuple[type, type]:
     """(product into a block, product out of it) of attention and dense MLP."""
-    own = features.post_norm or features.residual_scale != 1.0
+    own_layer = features.post_norm or features.residual_scale != 1.0
     return (
         NormColumnParallelLinear if features.pre_norm else ColumnParallelLinear,
-        ResidualLinear if own else RowParallelLinear,
+        ResidualLinear if own_layer else RowParallelLinear,
     )
 
 

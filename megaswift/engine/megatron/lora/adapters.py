@@ -46,9 +46,9 @@ def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
     chosen = select_projections(family, spec, cfg.target_modules, cfg.target_parameters)
     if unfit := without_dora(chosen, "--use_dora true") if cfg.use_dora else []:
         raise ConfigError(unfit)
-    whole = saved_modules(family, spec, cfg.modules_to_save)
+    saved = saved_modules(family, spec, cfg.modules_to_save)
     # as PEFT's SEQ_CLS saves it
-    return AdapterPlan(weights, chosen, settings, dict.fromkeys([*whole, NEW] if spec.scored else whole))
+    return AdapterPlan(weights, chosen, settings, dict.fromkeys([*saved, NEW] if spec.scored else saved))
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ class RankAdapters:
         self._base: dict[str, Tensor] = {}
         self._freeze()
         for placed in weights.placed:
-            mine = (
+            adapters = (
                 plan.by_layer.get(placed.entry.megatron.removesuffix(WEIGHT), [])
                 if placed.entry.megatron.endswith(WEIGHT)
                 else []
             )
-            if mine:
+            if adapters:
                 assert placed.name == "weight", f"{placed.entry.megatron} shares its layer with other experts"
-                made = layers.LayerAdapters(mine, weights.context, placed.held.dtype, plan.settings.dropout)
-                layers.attach_adapters(placed.owner, made)
-                self.layers.append(made)
-                self.placed += [PlacedAdapter(a, half, made, i) for i, a in enumerate(mine) for half in a.halves]
+                wrapper = layers.LayerAdapters(adapters, weights.context, placed.held.dtype, plan.settings.dropout)
+                layers.attach_adapters(placed.owner, wrapper)
+                self.layers.append(wrapper)
+                self.placed += [PlacedAdapter(a, half, wrapper, i) for i, a in enumerate(adapters) for half in a.halves]
         self.by_name = {p.adapter.name(p.half): p for p in self.placed}
         for chunk in chunks:
             if chunk.pre_process:
@@ -98,9 +98,9 @@ class RankAdapters:
         saved = set(self.plan.saved)
         for placed in self.weights.placed:
             if isinstance(placed.held, nn.Parameter):
-                mine = saved & set(placed.entry.hf)
-                assert not mine or mine == set(placed.entry.hf), f"{placed.entry.megatron} is saved in part"
-                placed.tensor.requires_grad_(bool(mine))
+                names = saved & set(placed.entry.hf)
+                assert not names or names == set(placed.entry.hf), f"{placed.entry.megatron} is saved in part"
+                placed.tensor.requires_grad_(bool(names))
 
     @torch.no_grad()
     def fill(self, value: Callable[[Adapter, Half], Tensor]) -> None:
@@ -133,11 +133,11 @@ class RankAdapters:
         if cfg.adapters is None:
             self.initialise(seed)
             return
-        found = PeftFolder(cfg.adapters).read(self.plan)
-        self.fill(adapter_values(found))
+        tensors = PeftFolder(cfg.adapters).read(self.plan)
+        self.fill(adapter_values(tensors))
         for placed in self.saved:
             ranks, rank = self.weights.tp_of(placed.entry)
-            placed.tensor.copy_(placed.entry.read(_Whole(found), ranks, rank, self.weights.padded))
+            placed.tensor.copy_(placed.entry.read(_Whole(tensors), ranks, rank, self.weights.padded))
 
     @property
     def saved(self) -> list[LocalParam]:
@@ -170,9 +170,9 @@ class RankAdapters:
         end."""
         for stored in self.plan.stored:
             parts = [self.gather(adapter, stored.half, value) for adapter in stored.adapters]
-            found = [part for part in parts if part is not None]
-            if found:
-                yield stored.name, stored.join(found)
+            present = [part for part in parts if part is not None]
+            if present:
+                yield stored.name, stored.join(present)
         saved = set(self.plan.saved)
         for group in self.weights.plan.groups:
             if saved & set(group.entries[0].hf):
@@ -188,13 +188,15 @@ class RankAdapters:
             yield from distributed.broadcast_tensors(self._merged(group)) if everywhere else self._merged(group)
 
     def _merged(self, group: PlanGroup) -> Iterator[tuple[str, Tensor]]:
-        mine = {name: self.plan.by_weight[name] for name in group.entries[0].hf if name in self.plan.by_weight}
+        adapters_of = {name: self.plan.by_weight[name] for name in group.entries[0].hf if name in self.plan.by_weight}
         halves: dict[str, list[list[Tensor]]] = {}
-        for name, adapters in mine.items():
-            found = [[self.gather(one, half, lambda p: p.data) for half in one.halves] for one in adapters]
-            halves[name] = [[t for t in one if t is not None] for one in found]  # only rank 0 gets tensors
+        for name, adapters in adapters_of.items():
+            gathered = [[self.gather(one, half, lambda p: p.data) for half in one.halves] for one in adapters]
+            halves[name] = [[t for t in one if t is not None] for one in gathered]  # only rank 0 gets tensors
         for name, tensor in self.weights.stream_group(group, lambda p: p.data):
-            yield name, merge_adapter(mine[name], tensor, halves[name]).to(tensor.dtype) if name in mine else tensor
+            if name in adapters_of:
+                tensor = merge_adapter(adapters_of[name], tensor, halves[name]).to(tensor.dtype)
+            yield name, tensor
 
     def gather(self, adapter: Adapter, half: Half, value: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         """One half whole, on rank 0; None elsewhere."""
