@@ -47,7 +47,7 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise CheckpointError(Problem(str(target), "is a file", "give a folder"))
     if target.exists() and not overwrite and any(target.iterdir()):
         raise CheckpointError(
-            Problem(str(target), "exists already", "give another folder, or --overwrite to replace it")
+            Problem(str(target), "already exists", "give another folder, or --overwrite to replace it")
         )
 
 
@@ -59,7 +59,7 @@ def check_room(target: Path, need: int, used: int = 0) -> None:
             Problem(
                 str(target),
                 f"needs {need:,} bytes, and {free:,} are free",
-                "make room, or give a folder on another disk",
+                "free space, or give a folder on another disk",
             )
         )
 
@@ -145,7 +145,7 @@ class AtomicFolder:
             Problem(
                 str(self.target),
                 f"cannot be written: {self._failure}",
-                "run the same command again to go on from here, when this is mended",
+                "fix the cause, then run the same command again to resume",
             )
         )
 

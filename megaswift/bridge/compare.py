@@ -86,8 +86,8 @@ def check_same_architecture(a: ComparedWeights, b: ComparedWeights) -> None:
             raise WeightsError(
                 Problem(
                     f"{b.path}, config.json, {key} {value_b!r}",
-                    f"is another architecture than {value_a!r} of {a.path}",
-                    "give two forms of the same model",
+                    f"is a different architecture from {value_a!r} of {a.path}",
+                    "give two copies of the same model",
                 )
             )
 

@@ -155,9 +155,9 @@ def run_folder_job(work: FolderJob, stream: TextIO | None = None) -> Path:
     with AtomicFolder(work.target, work.files, work.made_from, work.overwrite) as stage:
         pending = [i for i in range(len(work.items)) if i not in stage.done]
         if stage.discarded:
-            log.info(f"{stage.folder} was made from something else: starting anew")
+            log.info(f"{stage.folder} belongs to a different conversion: starting over")
         elif stage.done:
-            log.info(f"going on: {len(stage.done)} of {len(work.items)} tensors are there already")
+            log.info(f"resuming: {len(stage.done)} of {len(work.items)} tensors are already written")
         meter = ProgressMeter(total, total - sum(work.items[i].nbytes for i in pending), stream)
         try:
             with _stoppable():
@@ -168,8 +168,8 @@ def run_folder_job(work: FolderJob, stream: TextIO | None = None) -> Path:
                 stage.commit()
         except KeyboardInterrupt:
             notice = (
-                f"stopped; what is done stays in {stage.folder}: the same command goes on from there, and "
-                f"removing it gives up"
+                f"stopped; finished tensors are in {stage.folder}: the same command resumes from there, and "
+                f"removing the folder discards them"
             )
             raise ConversionInterrupted(notice) from None
         finally:

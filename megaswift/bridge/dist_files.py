@@ -181,7 +181,7 @@ def plan_reads(index: Metadata, boxes: Sequence[ShardChunk]) -> tuple[list[plann
             read_items = create_read_items_for_chunk_list(box.key, saved, [chunk]) if rows else []
             if sum(math.prod(item.lengths) for item in read_items) != math.prod(shape):
                 problems[box.key] = Problem(
-                    box.key, f"is incomplete in the checkpoint: the part at {list(box.offset)} is not there"
+                    box.key, f"is incomplete in the checkpoint: the part at {list(box.offset)} is missing"
                 )
             items.extend(replace(item, dest_index=MetadataIndex(box.key, index=number)) for item in read_items)
     return items, list(problems.values())

@@ -56,7 +56,9 @@ class _Tables(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"holds {module}.{name}, which is no table of torch.distributed.checkpoint")
+        raise pickle.UnpicklingError(
+            f"holds {module}.{name}, which is not part of an index of torch.distributed.checkpoint"
+        )
 
 
 def read_index(directory: Path) -> Metadata | Problem:
@@ -85,7 +87,7 @@ def _wrong(index: Metadata) -> str:
         return "no tables of tensors and files"
     for place, info in index.storage_data.items():
         if not isinstance(place, MetadataIndex) or not isinstance(place.fqn, str) or not _is_place(info):
-            return f"a wrong place for {str(getattr(place, 'fqn', place))[:80]!r}"
+            return f"an invalid storage entry for {str(getattr(place, 'fqn', place))[:80]!r}"
     for key, table in index.state_dict_metadata.items():
         if not isinstance(key, str):
             return f"{str(key)[:80]!r} as the name of a tensor"
@@ -118,13 +120,13 @@ def _wrong_tensor(key: str, table: TensorStorageMetadata, places: dict[MetadataI
     width = table.properties.dtype.itemsize
     for chunk in table.chunks:
         if not isinstance(chunk, ChunkStorageMetadata) or not _lies_within(chunk, table.size):
-            return "a part outside of the tensor"
+            return "a chunk outside of the tensor"
         info = places.get(MetadataIndex(key, chunk.offsets))
         if info is None:
-            return "a part that lies in no file"
+            return "a chunk without a file"
         chunk_bytes = math.prod(chunk.sizes) * width
         if not getattr(info, "transform_descriptors", None) and chunk_bytes > info.length:
-            return f"a part of {chunk_bytes} bytes that lies in {info.length} bytes of a file"
+            return f"a part of {chunk_bytes} bytes that is stored in {info.length} bytes of a file"
     return ""
 
 

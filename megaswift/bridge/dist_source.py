@@ -104,7 +104,7 @@ class DistSource:
             filled += target.numel()
         if filled != out.numel():
             raise CheckpointError(
-                Problem(f"{self.file(key)}, tensor {key}", f"is incomplete: the part at {list(offset)} is not there")
+                Problem(f"{self.file(key)}, tensor {key}", f"is incomplete: the part at {list(offset)} is missing")
             )
 
     def _of(self, key: str) -> _Boxes:

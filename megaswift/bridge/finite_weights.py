@@ -40,7 +40,7 @@ def refuse_non_finite(names: Sequence[str], what: str = "--model") -> None:
         raise WeightsError(
             Problem(
                 what,
-                f"holds values that are not finite (NaN or infinity) in {listed(names)}",
+                f"has values that are not finite (NaN or infinity) in {listed(names)}",
                 "a folder with the model's original weights, or a checkpoint from before the training diverged",
             )
         )
@@ -58,6 +58,6 @@ def warn_of(target: Path, names: Sequence[str]) -> None:
     """Says that a folder was written from such tensors."""
     if names:
         log.warn(
-            f"{target} holds values that are not finite (NaN or infinity) in {listed(names)}: they were written as "
-            "they are, and training and inference refuse them"
+            f"{target} has values that are not finite (NaN or infinity) in {listed(names)}: they were written "
+            "unchanged, and training and inference refuse them"
         )

@@ -83,7 +83,7 @@ def _listed(name: str, index: dict[str, str] | None) -> str:
     if not names:
         return ""
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return f"; {INDEX} puts {', '.join(names[:2])}{more} there"
+    return f"; {INDEX} lists {', '.join(names[:2])}{more} there"
 
 
 class HfSource:
@@ -100,7 +100,7 @@ class HfSource:
             self._add(name, index, problems)
         if index is not None and not problems:
             problems += [
-                Problem(str(self.directory / file), f"holds no tensor {name}, though {INDEX} says so")
+                Problem(str(self.directory / file), f"has no tensor {name}, but {INDEX} lists it there")
                 for name, file in index.items()
                 if name not in self._stored
             ]
@@ -138,9 +138,9 @@ class HfSource:
             raise WeightsError(
                 Problem(
                     str(self.directory),
-                    f"holds both {SINGLE}, which transformers would read, and {INDEX}, which does "
-                    "not name it: they may be two models",
-                    "remove the one that is not meant",
+                    f"has both {SINGLE}, which transformers would read, and {INDEX}, which does not list it: these may "
+                    "be two different models",
+                    "remove the one that you do not need",
                 )
             )
         return index
@@ -154,7 +154,7 @@ class HfSource:
             folder, target = self.directory.resolve(), (self.directory / name).resolve()
             is_complete = target.is_file()
         except (OSError, ValueError, RuntimeError) as error:  # a name too long, with a null byte, a ring of links
-            return f"is no file name ({error})"
+            return f"is not a file name ({error})"
         allowed = [folder] + ([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])
         if not any(target.is_relative_to(a) for a in allowed):
             return f"is a link to {target}, outside its folder"

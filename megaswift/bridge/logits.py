@@ -71,7 +71,7 @@ def prompts_from_file(path: Path, tokenizer_of: Path, trust: bool) -> list[Probe
         ) from None
     if not lines:
         raise ConfigError(
-            Problem(f"--prompts {path}", "holds no prompt", "one prompt a line: text, or token ids like [1, 2, 3]")
+            Problem(f"--prompts {path}", "has no prompts", "one prompt a line: text, or token ids like [1, 2, 3]")
         )
     tokenizer: Any = None
     prompts = []
@@ -81,7 +81,7 @@ def prompts_from_file(path: Path, tokenizer_of: Path, trust: bool) -> list[Probe
             tokenizer = tokenizer or load_tokenizer(tokenizer_of, trust, "token ids in the file of prompts")
             ids = tuple(tokenizer(line)["input_ids"])
         if not ids:
-            raise ConfigError(Problem(f"--prompts {path}:{number}", "is a prompt without a token"))
+            raise ConfigError(Problem(f"--prompts {path}:{number}", "is a prompt without tokens"))
         prompts.append(ProbePrompt(f"{path.name}:{number}", ids))
     return prompts
 
@@ -141,7 +141,10 @@ def check_prompts(model: Any, prompts: Sequence[ProbePrompt]) -> None:
     wrong = [p for p in prompts if max(p.ids) >= vocabulary]
     if wrong:
         raise ConfigError(
-            [Problem(f"--prompts, {p.label}", f"has token {max(p.ids)}, the model has {vocabulary}") for p in wrong]
+            [
+                Problem(f"--prompts, {p.label}", f"has token id {max(p.ids)}; the vocabulary has {vocabulary} tokens")
+                for p in wrong
+            ]
         )
 
 

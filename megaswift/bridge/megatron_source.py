@@ -50,7 +50,7 @@ class MegatronSource:
             raise CheckpointError(
                 Problem(
                     str(self.directory),
-                    "holds the adapters of a LoRA run, not a model",
+                    "contains the adapters of a LoRA run, not a model",
                     f"the base model's folder, with --adapters {adapter}",
                 )
             )
@@ -61,21 +61,19 @@ class MegatronSource:
                 continue
             seen.add(place.key)
             if place.key not in stored:
-                problems.append(
-                    Problem(f"{self.directory}, tensor {place.key}", "is missing: the checkpoint does not hold it")
-                )
+                problems.append(Problem(f"{self.directory}, tensor {place.key}", "is missing from the checkpoint"))
                 continue
             shape, what = self.tensors.shape(place.key), f"{self.tensors.file(place.key)}, tensor {place.key}"
             padded = entry.shard == "vocab" and shape[1:] == place.whole[1:] and shape[0] >= place.whole[0]
             if shape != place.whole and not padded:
-                problems.append(Problem(what, f"has shape {list(shape)}, but config.json asks for {list(place.whole)}"))
+                problems.append(Problem(what, f"has shape {list(shape)}, but config.json requires {list(place.whole)}"))
             elif self.tensors.missing(place.key):
                 problems.append(
-                    Problem(what, f"is incomplete: {self.tensors.missing(place.key)} elements are in no file")
+                    Problem(what, f"is incomplete: {self.tensors.missing(place.key)} elements are not in any file")
                 )
         extra = sorted(key for key in stored if not key.startswith((STATES, KEPT)) and key not in seen)
         extra += [KEPT + name for name in set(self._kept) - set(self.plan.kept(self._kept))]
-        rule = f"is in no row of the weight table of {self.plan.family.name} for this config.json"
+        rule = f"is not in the weight table of {self.plan.family.name} for this config.json"
         problems += [Problem(f"{self.tensors.file(key)}, tensor {key}", rule) for key in extra]
         if problems:
             more = (

@@ -37,10 +37,10 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
     all."""
     kind, quantised = adapter_kind(adapter), quant_method(read_config(base))
     if not train_type_of(kind):
-        raise WeightsError(Problem(str(adapter), f"is a {kind.upper()} adapter, which is not served"))
+        raise WeightsError(Problem(str(adapter), f"is a {kind.upper()} adapter, which is not supported"))
     if quantised is not None:
         raise WeightsError(
-            Problem(str(base), f"has quantised weights ({quantised}), into which nothing can be merged", PLAIN)
+            Problem(str(base), f"has quantised weights ({quantised}); adapters cannot be merged into them", PLAIN)
         )
     try:
         merged = _merged(base, adapter)

@@ -91,7 +91,7 @@ def read_dtypes(model: Path) -> StoredDtypes:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         if facts["format"] != FORMAT:
-            raise ValueError(f"format {facts['format']}, this version reads {FORMAT}")
+            raise ValueError(f"format {facts['format']}; this version reads {FORMAT}")
         return StoredDtypes(
             DTYPES[facts["dtype"]], {name: DTYPES[dtype] for name, dtype in facts["other_dtypes"].items()}
         )
@@ -99,8 +99,8 @@ def read_dtypes(model: Path) -> StoredDtypes:
         raise CheckpointError(
             Problem(
                 str(path),
-                "is missing: the checkpoint does not say which dtypes its tensors had",
-                "a checkpoint of this version, whole",
+                "is missing: the dtypes of the original tensors are unknown",
+                "a complete checkpoint of this version",
             )
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

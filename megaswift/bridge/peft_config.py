@@ -75,9 +75,9 @@ def _further(cfg: SwiftConfig, kind: Any, method: Method) -> dict[str, Any]:
     for name, text in cfg.peft.peft_config.items():
         label = f"--peft_config {name}={text}"
         if name in options:
-            problems.append(Problem(label, "has an option of its own", f"--{options[name]} {text}"))
+            problems.append(Problem(label, "is set by an option", f"--{options[name]} {text}"))
         elif name not in fields:
-            rule = "is set by the run" if name in MAPPED else f"is no field of PEFT's {method.config}"
+            rule = "is set by the run" if name in MAPPED else f"is not a field of PEFT's {method.config}"
             problems.append(Problem(label, rule, nearest_name(name, sorted(fields - set(options))) or "leave it out"))
         try:
             accepted[name] = json.loads(text)

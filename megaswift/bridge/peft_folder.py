@@ -73,12 +73,12 @@ class PeftFolder:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            fix = "a folder that PEFT or a run of ours wrote (OUT/adapter)"
+            fix = "a folder written by PEFT or by a megaswift run (OUT/adapter)"
             raise WeightsError(Problem(str(self.directory), f"has no {CONFIG}", fix)) from None
         except (OSError, ValueError, RecursionError) as error:
             raise WeightsError(Problem(str(path), f"cannot be read: {error}")) from None
         if not isinstance(values, dict):
-            raise WeightsError(Problem(str(path), "is no JSON object"))
+            raise WeightsError(Problem(str(path), "is not a JSON object"))
         return values
 
     @property
@@ -108,7 +108,9 @@ class PeftFolder:
             if name not in weights.hf_shapes:
                 what = f"{self.directory}, tensor {name}"
                 problems.append(
-                    Problem(what, "belongs to no layer of this model that can carry it", "an adapter of this model")
+                    Problem(
+                        what, "does not match a layer of this model that can have adapters", "an adapter of this model"
+                    )
                 )
             elif (shape := tuple(read().shape)) != weights.hf_shapes[name]:
                 problems.append(self._wrong(name, shape, weights.hf_shapes[name]))
@@ -201,7 +203,7 @@ def _unfit(directory: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
     path = str(directory / CONFIG)
     yield from _mistyped(path, config)
     if config.get("peft_type") != "LORA":
-        yield Problem(path, f"peft_type is {config.get('peft_type')}; LORA is what can be read", "a LoRA adapter")
+        yield Problem(path, f"peft_type is {config.get('peft_type')}; only LORA is supported", "a LoRA adapter")
     yield from (
         Problem(path, f"{name} {config[name]}: {why}, which is not supported")
         for name, why in REFUSED.items()

@@ -54,7 +54,7 @@ def check_pickle(data: bytes) -> None:
             position += size + struct.unpack_from(_COUNTED[code], data, position)[0]
         elif code == _LONG_PUT:
             if struct.unpack_from("<I", data, position)[0] > count:
-                raise ValueError("a place in the memo beyond what the file can fill")
+                raise ValueError("a memo index that is out of range")
             position += 4
         elif code == _FRAME:
             position += 8

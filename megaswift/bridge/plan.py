@@ -41,7 +41,7 @@ class IgnoredTensors:
 
 INV_FREQ = IgnoredTensors(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "follows from config.json")
 TIED_HEAD = IgnoredTensors(r"lm_head\.weight", "a stored duplicate of the tied embedding")
-OTHER_HEAD = IgnoredTensors(r"lm_head\.weight", "the vocabulary's head, in whose place is a scalar one")
+OTHER_HEAD = IgnoredTensors(r"lm_head\.weight", "the vocabulary head, which a scalar head replaces")
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class WeightPlan:
         names = set(source.names())
         missing = [name for name in self.by_hf if name not in names]
         problems += [
-            Problem(f"{source.directory}, tensor {name}", "is missing: no file holds it", self._fix_missing(name))
+            Problem(f"{source.directory}, tensor {name}", "is missing: it is not in any file", self._fix_missing(name))
             for name in missing[:SHOWN]
         ]
         extra = sorted(names - set(self.by_hf))
@@ -226,7 +226,7 @@ class WeightPlan:
             Problem(
                 f"{source.file(name)}, tensor {name}",
                 (
-                    f"is in no row of the weight table of {self.family.name} for this config.json "
+                    f"is not in the weight table of {self.family.name} for this config.json "
                     f"({self.spec.num_layers} layers)"
                 ),
             )
@@ -253,7 +253,7 @@ class WeightPlan:
     def _wrong(self, source: WeightSource, name: str) -> Iterator[Problem]:
         what, shape = f"{source.file(name)}, tensor {name}", source.shape(name)
         if shape != self.hf_shapes[name]:
-            yield Problem(what, f"has shape {list(shape)}, but config.json asks for {list(self.hf_shapes[name])}")
+            yield Problem(what, f"has shape {list(shape)}, but config.json requires {list(self.hf_shapes[name])}")
         if source.dtype_name(name) not in FLOATS:
             yield Problem(
                 what,
@@ -271,6 +271,6 @@ class WeightPlan:
         if not same:
             yield Problem(
                 f"{source.file(head)}, tensor {head}",
-                f"differs from {embedding}, but config.json says tie_word_embeddings",
+                f"differs from {embedding}, but config.json sets tie_word_embeddings",
                 "set tie_word_embeddings to false to train both, or remove the tensor",
             )

@@ -143,7 +143,7 @@ class Mxfp4Weight:
 
 
 def _wrong(stored: HfSource, name: str, rule: str) -> Problem:
-    return Problem(f"{stored.file(name)}, tensor {name}", rule, "fetch the model's files again")
+    return Problem(f"{stored.file(name)}, tensor {name}", rule, "download the model again")
 
 
 def fp8_weights(stored: HfSource, scheme: Fp8Scheme, problems: list[Problem]) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -153,7 +153,7 @@ def fp8_weights(stored: HfSource, scheme: Fp8Scheme, problems: list[Problem]) ->
     for scale in stored.names():
         weight = scale.removesuffix("_scale_inv")
         if weight != scale and weight not in names:
-            problems.append(_wrong(stored, scale, f"is a scale, and no file holds {weight}"))
+            problems.append(_wrong(stored, scale, f"is a scale, and {weight} is not in any file"))
         elif weight != scale and stored.dtype_name(weight) != "F8_E4M3":
             problems.append(
                 _wrong(stored, scale, f"is a scale, and {weight} is {stored.dtype_name(weight)}, not F8_E4M3")
@@ -163,7 +163,11 @@ def fp8_weights(stored: HfSource, scheme: Fp8Scheme, problems: list[Problem]) ->
             continue
         scale, shape = f"{name}_scale_inv", stored.shape(name)
         if scale not in names or len(shape) < 2:
-            rule = f"is FP8, and no file holds its scale {scale}" if scale not in names else "is FP8, and no matrix"
+            rule = (
+                f"is FP8, and its scale {scale} is not in any file"
+                if scale not in names
+                else "is FP8, but not a matrix"
+            )
             problems.append(_wrong(stored, name, rule))
             continue
         rows, columns = scheme.block or (max(1, shape[-2]), max(1, shape[-1]))
@@ -187,7 +191,7 @@ def mxfp4_weights(stored: HfSource, problems: list[Problem]) -> Iterator[tuple[s
     for scales in stored.names():
         if scales.endswith("_scales") and scales.removesuffix("_scales") + "_blocks" not in names:
             problems.append(
-                _wrong(stored, scales, f"holds exponents, and no file holds {scales.removesuffix('_scales')}_blocks")
+                _wrong(stored, scales, f"has exponents, and {scales.removesuffix('_scales')}_blocks is not in any file")
             )
     for blocks in stored.names():
         if not blocks.endswith("_blocks"):
@@ -196,7 +200,7 @@ def mxfp4_weights(stored: HfSource, problems: list[Problem]) -> Iterator[tuple[s
         scales = f"{name}_scales"
         if scales not in names or name in names:
             rule = (
-                f"is MXFP4, and no file holds {scales}"
+                f"is MXFP4, and {scales} is not in any file"
                 if scales not in names
                 else f"is MXFP4, and {name} is stored too"
             )

@@ -53,7 +53,7 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For json.loads: a name that comes twice is a ValueError, not the last one's victory."""
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
-        raise DamagedHeader(f"holds twice: {', '.join(sorted(twice))}")
+        raise DamagedHeader(f"has duplicate keys: {', '.join(sorted(twice))}")
     return dict(pairs)
 
 
@@ -77,10 +77,10 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
     except (ValueError, RecursionError) as error:
         raise DamagedHeader(f"is not a safetensors file: {error}") from None
     if not isinstance(header, dict) or not text.startswith(b"{"):
-        raise DamagedHeader("is not a safetensors file: its header is no JSON object")
+        raise DamagedHeader("is not a safetensors file: its header is not a JSON object")
     notes = header.pop("__metadata__", {})
     if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
-        raise DamagedHeader("has a damaged header: __metadata__ should map names to texts")
+        raise DamagedHeader("has a damaged header: __metadata__ should map strings to strings")
     entries = {name: _tensor(name, entry, 8 + length) for name, entry in header.items()}
     _without_gaps(entries, 8 + length, size)
     return entries
@@ -96,7 +96,7 @@ def _tensor(name: str, entry: Any, base: int) -> HeaderEntry:
     if not isinstance(dtype, str) or not all(type(n) is int and 0 <= n <= MOST for n in (*shape, first, last)):
         raise DamagedHeader(f"has a damaged header at tensor {name}: sizes and offsets should be whole numbers")
     if math.prod(max(1, n) for n in shape) > MOST:
-        raise DamagedHeader(f"has a damaged header at tensor {name}: no tensor has the shape {list(shape)}")
+        raise DamagedHeader(f"has a damaged header at tensor {name}: the shape {list(shape)} is invalid")
     if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
         raise DamagedHeader(f"has {last - first} bytes for tensor {name} of shape {list(shape)} and dtype {dtype}")
     return HeaderEntry(dtype, shape, base + first, base + last)
@@ -114,4 +114,4 @@ def _without_gaps(entries: dict[str, HeaderEntry], base: int, size: int) -> None
         end, before = stored.stop, f"tensor {name}"
     if size != end:
         last = f" for {before}" if entries else ""
-        raise DamagedHeader(f"has {size} bytes where its header asks for {end}{last}: it is truncated or damaged")
+        raise DamagedHeader(f"has {size} bytes, but its header requires {end}{last}: it is truncated or damaged")

@@ -41,7 +41,7 @@ class StepSource:
             raise CheckpointError(
                 Problem(
                     str(self.directory),
-                    "holds the adapters of a LoRA run, not a model",
+                    "contains the adapters of a LoRA run, not a model",
                     f"the base model's folder, with --adapters {adapter}",
                 )
             )

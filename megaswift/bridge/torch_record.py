@@ -160,7 +160,7 @@ class _Facts(pickle.Unpickler):
         )
         if isinstance(resolved, torch.dtype) or resolved is UntypedStorage or resolved in _TYPED.values():
             return resolved
-        raise pickle.UnpicklingError(f"holds {module}.{name}, which is no part of a tensor")
+        raise pickle.UnpicklingError(f"holds {module}.{name}, which is not part of a tensor")
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
@@ -182,20 +182,20 @@ def locate_record(path: Path, start: int, length: int) -> FileTensor:
         kind = next((k for k, v in _TYPED.items() if v is storage[1]), dtype)
         _check_description(kind, shape, strides, offset)
     except _BROKEN as error:
-        raise ValueError(f"holds no tensor at byte {start}: {error}") from None
+        raise ValueError(f"has no tensor at byte {start}: {error}") from None
     dense = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     if any(n != 1 and s != d for n, s, d in zip(shape, strides, dense, strict=True)):
-        raise ValueError(f"holds a tensor at byte {start} whose bytes are not in order of rows")
+        raise ValueError(f"has a tensor at byte {start} that is not in row-major order")
     return FileTensor(path, first + offset * kind.itemsize, kind, tuple(shape))
 
 
 def _check_description(kind: object, shape: object, strides: object, offset: object) -> None:
     """ValueError for a description of another type, or with numbers that no tensor has."""
     if not isinstance(kind, torch.dtype) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
-        raise ValueError("its description has other types")
+        raise ValueError("its description has values of the wrong type")
     numbers = (*shape, *strides, offset)
     if len(shape) != len(strides) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
-        raise ValueError("its description has numbers that no tensor has")
+        raise ValueError("its description has invalid sizes")
 
 
 def _content(file: BinaryIO, header: int) -> int:

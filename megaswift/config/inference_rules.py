@@ -196,7 +196,7 @@ def _no_adapters(model: str | None) -> Problem:
         with suppress(OSError, ValueError, AttributeError):
             text = (folder / ADAPTER_CONFIG).read_text(encoding="utf-8")
             base = json.loads(text).get("base_model_name_or_path") or "BASE"
-            rule = "holds the adapters of a LoRA run, not a model"
+            rule = "contains the adapters of a LoRA run, not a model"
             return Problem(f"--model {model}", rule, f"--model {base} --adapters {folder} --merge_lora true")
     return Problem("--merge_lora true", "there are no adapters", "--adapters DIR")
 

@@ -51,7 +51,7 @@ def launcher_store(environ: Mapping[str, str], rank: int, world: int, timeout: d
             Problem(
                 f"MASTER_PORT {port}",
                 f"another process on {address} listens on this port: {first_line(error)[:100]}",
-                "another --master_port of the launcher, or none: torchrun --standalone chooses a free one",
+                "another --master_port, or torchrun --standalone, which chooses a free one",
             )
         ) from None
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -65,6 +65,6 @@ def restarts_need(environ: Mapping[str, str]) -> str:
     if not several or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
     return (
-        "torchrun --max-restarts on several machines needs the variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without "
-        "it processes of a restarted attempt wait for those of the one before"
+        "torchrun --max-restarts on several nodes needs the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without "
+        "it the processes of a restarted attempt wait for those of the previous one"
     )

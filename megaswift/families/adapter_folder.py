@@ -52,4 +52,4 @@ def adapter_shapes(adapter: Path) -> Mapping[str, tuple[int, ...]]:
 def no_model(what: str, adapter: Path) -> Problem:
     """What is wrong with a folder given as a model that has nothing but these adapters."""
     base = base_of(adapter) or "BASE"
-    return Problem(what, "holds the adapters of a LoRA run, not a model", f"--model {base} --adapters {adapter}")
+    return Problem(what, "contains the adapters of a LoRA run, not a model", f"--model {base} --adapters {adapter}")

@@ -103,7 +103,7 @@ def _router(reading: ConfigReading, family: Routing, experts: int, topk: int) ->
     if topk == 1 and normalised and family.score == "sigmoid":
         reading.problem(
             "num_experts_per_tok",
-            "one expert a token with normalised weights gives a weight of 1 and the router no gradient",
+            "with one expert per token, normalised weights are 1 and the router gets no gradient",
         )
     groups, chosen = reading.get("n_group", int, family.groups, 1), reading.get("topk_group", int, family.topk_group, 1)
     greedy = reading.raw.get("topk_method", family.method) == "greedy"

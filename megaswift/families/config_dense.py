@@ -27,7 +27,9 @@ def two_ropes(full_theta: float, local_theta: float) -> RowGroup:
         full, local = rope_parameters.get("full_attention") or {}, rope_parameters.get("sliding_attention") or {}
         for name in rope_parameters:
             if name not in ("full_attention", "sliding_attention"):
-                reading.problem("rope_parameters", f"{name} is no kind of layer: full_attention or sliding_attention")
+                reading.problem(
+                    "rope_parameters", f"{name} is not a layer type; use full_attention or sliding_attention"
+                )
         merged = {"rope_theta": raw.get("rope_theta") or full_theta, **full, **(raw.get("rope_scaling") or {})}
         plain = ConfigReading(
             reading.family,

@@ -170,7 +170,7 @@ def read_rows(family: str, rows: Sequence[ConfigRow], raw: Mapping[str, Any]) ->
         if key not in claimed:
             reading.problem(
                 key,
-                "is a field this family's table does not know, so it may change what the model computes",
+                "is not in this family's table, so it may change what the model computes",
                 nearest_name(key, sorted(claimed))
                 or "remove it if it changes nothing, or add a row for it to the family's table",
             )

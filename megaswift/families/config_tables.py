@@ -35,9 +35,9 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Kind of scaling -> required and optional parameters."""
 ROPE_REFUSED = {
-    "longrope": "its frequencies switch with the length of each batch; of this project's families only phi3 has it",
-    "proportional": "it turns a share of each head and keeps the others' places, which only Gemma 4 has",
-    "axial": "its positions have several axes, as an image's",
+    "longrope": "its frequencies depend on the length of each batch; only phi3 supports it",
+    "proportional": "it rotates part of each head and keeps the positions of the rest, as only Gemma 4 does",
+    "axial": "its positions have several axes, as those of images do",
 }
 
 
@@ -190,7 +190,7 @@ def architecture(name: str) -> RowGroup:
     def read(reading: ConfigReading) -> None:
         architectures = reading.raw.get("architectures")
         if architectures and not (isinstance(architectures, list) and name in architectures):
-            reading.problem("architectures", f"must hold {name}, whose tensors this table names")
+            reading.problem("architectures", f"must contain {name}: this table maps its tensors")
 
     return RowGroup(("architectures",), read)
 
@@ -213,7 +213,7 @@ def authors_code(name: str) -> RowGroup:
         if not all(place.split("--")[-1].startswith(own_files) for place in models):
             reading.problem(
                 "auto_map",
-                "names other code than its authors', which transformers has built in: it may compute something else",
+                "names code other than the model that transformers has built in, which may compute something else",
                 "remove auto_map if transformers' built-in model gives the same results",
             )
 
@@ -327,7 +327,7 @@ FFN = AnyRow("intermediate_size", "ffn_hidden_size", int)
 IRRELEVANT: tuple[ConfigRow, ...] = (
     UnusedField(
         ("bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class", "prefix"),
-        "the tokenizer says which tokens these are",
+        "given by the tokenizer",
     ),
     UnusedField(
         ("transformers_version", "_name_or_path", "_commit_hash", "unsloth_version", "unsloth_fixed"),

@@ -94,7 +94,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         raise WeightsError(
             Problem(
                 f"config.json, model_type {name!r}",
-                f"is not a known model family; known are {', '.join(names)}",
+                f"is not a supported model family; supported are {', '.join(names)}",
                 f"{near} Otherwise {wide}" if near else wide,
             )
         )
@@ -122,9 +122,11 @@ def read_config(directory: Path | str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise WeightsError(Problem(str(path), f"cannot be read: {first_line(error)}", "the model's own file")) from None
     if not isinstance(config, dict):
-        raise WeightsError(Problem(str(path), "should hold a JSON object"))
+        raise WeightsError(Problem(str(path), "should be a JSON object"))
     if absurd := [name for name, value in config.items() if isinstance(value, int) and abs(value) > LARGEST]:
-        problems = [Problem(f"{path}, {name} {config[name]:.3g}", "is beyond what any model has") for name in absurd]
+        problems = [
+            Problem(f"{path}, {name} {config[name]:.3g}", "is larger than in any known model") for name in absurd
+        ]
         raise WeightsError(problems)
     return config
 

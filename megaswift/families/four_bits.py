@@ -19,7 +19,7 @@ BLOCK = 64
 """Inputs of a row that share a scale (QLoRA, arXiv:2305.14314)."""
 NO_DORA = Problem(
     "--train_type qlora",
-    "does not go with DoRA, whose lengths of rows would be those of the rounded weights",
+    "does not support DoRA: its row norms would be those of the quantised weights",
     "--train_type lora, or adapters without DoRA",
 )
 
@@ -58,7 +58,7 @@ def _unfit(name: str, rule: Rule, spec: ModelSpec, sizes: tuple[int, int]) -> It
     if width % BLOCK:
         yield Problem(
             "--train_type qlora",
-            f"{name} of this model has {width} inputs, and NF4 blocks are {BLOCK} inputs of a row",
+            f"{name} of this model has {width} inputs, and an NF4 block is {BLOCK} inputs of a row",
             "--train_type lora",
         )
     elif dim_of(rule) == 1 and width % (ranks * BLOCK):
@@ -78,7 +78,7 @@ def cannot_train(family: Family, saved: Iterable[str]) -> list[Problem]:
     return [
         Problem(
             f"--modules_to_save {name.removesuffix(WEIGHT)}",
-            "is held in NF4 (--train_type qlora), which cannot train",
+            "is stored in NF4 (--train_type qlora), which cannot be trained",
             "--target_modules for an adapter on it, or --train_type lora",
         )
         for name in saved

@@ -39,7 +39,7 @@ def _router(reading: ConfigReading) -> None:
 
 def _all_full(reading: ConfigReading) -> None:
     if set(reading.raw.get("attn_type_list") or [1]) != {1}:
-        reading.problem("attn_type_list", "must hold 1 for every layer: linear attention is another family's")
+        reading.problem("attn_type_list", "must be 1 for every layer: linear attention is not supported")
 
 
 BETAS = ("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta")

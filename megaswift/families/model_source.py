@@ -67,7 +67,7 @@ def locate_model(model: ModelName, weights: bool = True, verify: bool | None = N
     if path.is_dir():
         return _folder(path, name, weights if verify is None else verify)
     if path.exists():
-        raise WeightsError(Problem(f"--model {name}", "is a file", f"the folder it lies in: {path.parent}"))
+        raise WeightsError(Problem(f"--model {name}", "is a file", f"its folder, {path.parent}"))
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
         raise WeightsError(Problem(f"--model {name}", "no such folder", path_hint(path)))
     return _fetch(model, name, (*CONFIG_FILES, *(WEIGHT_FILES if weights else ())))
@@ -121,8 +121,8 @@ def _fetch(model: ModelName, name: str, patterns: tuple[str, ...]) -> Path:
         raise WeightsError(
             Problem(
                 f"--model {name}",
-                f"no such folder here, and {hub} did not give it ({first_line(error)})",
-                "the path of a local folder, or a machine that reaches the hub",
+                f"no such local folder, and {hub} could not provide it ({first_line(error)})",
+                "the path of a local folder, or a machine with access to the hub",
             )
         ) from None
 
@@ -133,7 +133,7 @@ def missing_files(folder: Path, random_init: bool) -> list[Problem]:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         problems.append(
             Problem(
-                str(folder), "has no tokenizer (tokenizer.json)", "copy the model's tokenizer files beside config.json"
+                str(folder), "has no tokenizer (tokenizer.json)", "copy the model's tokenizer files next to config.json"
             )
         )
     if random_init:
@@ -149,11 +149,11 @@ def missing_files(folder: Path, random_init: bool) -> list[Problem]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return [
                 *problems,
-                Problem(str(index), f"is no index of shards ({type(error).__name__})", "fetch the model again"),
+                Problem(str(index), f"is not an index of shards ({type(error).__name__})", "download the model again"),
             ]
         if absent:
             rule = f"lacks {len(absent)} of {len(shards)} shards: {', '.join(absent[:3])}"
-            problems.append(Problem(str(folder), rule, "fetch the model again"))
+            problems.append(Problem(str(folder), rule, "download the model again"))
     elif not any(folder.glob("*.safetensors")):
         old = " (*.bin files are pickles and are not read)" if any(folder.glob("*.bin")) else ""
         fix = "a folder with safetensors, or --random_init true to train from scratch"

@@ -131,7 +131,7 @@ def select_projections(
         try:
             matching = among if (option, name) == ("modules", ALL) else [p for p in among if _matches(name, p.names)]
         except re.error as error:
-            problems.append(Problem(f"--target_{option} {name}", f"is no regular expression: {error}", ALL))
+            problems.append(Problem(f"--target_{option} {name}", f"is not a regular expression: {error}", ALL))
             continue
         chosen.update({p.module: p for p in matching})
         if not matching:
@@ -148,8 +148,8 @@ def without_dora(chosen: Sequence[Projection], label: str) -> list[Problem]:
     families so."""
     experts = list(dict.fromkeys(p.leaf for p in chosen if ".experts." in p.megatron))
     rule = (
-        "is not there for experts (PEFT has DoRA for modules, transformers keeps experts in stacked parameters), and "
-        f"{', '.join(experts)} of experts are among the targets"
+        "is not supported for experts (PEFT implements DoRA for modules, transformers stores experts as stacked "
+        f"parameters), and {', '.join(experts)} of experts are among the targets"
     )
     return [Problem(label, rule, "--target_modules for attention alone, or plain LoRA")] if experts else []
 
@@ -158,14 +158,12 @@ def _no_parameter(name: str, candidates: Sequence[Projection]) -> Problem:
     what, ends = f"--target_parameters {name}", list(dict.fromkeys(end_of(p.stack) for p in candidates if p.stack))
     if ends:
         close = nearest_name(name, [*ends, *(end.rsplit(".", 1)[-1] for end in ends)])
-        return Problem(
-            what, "matches no experts that share a parameter", f"{close or ends[0]}; there are {', '.join(ends)}"
-        )
+        return Problem(what, "matches no stacked expert parameter", f"{close or ends[0]}; there are {', '.join(ends)}")
     modules = list(dict.fromkeys(p.leaf for p in candidates if ".experts." in p.megatron))
-    rule = "is for experts that share one parameter in the model's files; "
+    rule = "is for experts that are stacked in one parameter of the model's files; "
     if not modules:
         return Problem(what, rule + "this model has no experts", "leave it out")
-    return Problem(what, rule + "in this model each has its own", f"--target_modules {' '.join(modules)}")
+    return Problem(what, rule + "in this model each expert has its own", f"--target_modules {' '.join(modules)}")
 
 
 def end_of(stack: str) -> str:
@@ -176,7 +174,7 @@ def end_of(stack: str) -> str:
 def _no_target(name: str, candidates: Sequence[Projection], family: Family, spec: ModelSpec) -> Problem:
     stacks = [end_of(p.stack) for p in candidates if p.stack and _matches(name, (p.stack, p.megatron))]
     if stacks:
-        what = "is no module but a parameter that holds all experts"
+        what = "is not a module but a parameter with all experts stacked"
         return Problem(f"--target_modules {name}", what, f"--target_parameters {stacks[0]}")
     leaves = list(
         dict.fromkeys(leaf for p in candidates if not p.stack for leaf in (p.leaf, p.megatron.rsplit(".", 1)[-1]))
@@ -184,7 +182,7 @@ def _no_target(name: str, candidates: Sequence[Projection], family: Family, spec
     for rule, layer, expert in _expand(family, spec):
         modules = [_name(hf, layer, expert).removesuffix(WEIGHT) for hf in rule.hf]
         if any(m == name or m.endswith("." + name) for m in modules) and not adaptable(rule):
-            why = "is no projection of its own, so it cannot carry an adapter"
+            why = "is not a linear projection of its own, so it cannot have an adapter"
             return Problem(
                 f"--target_modules {name}",
                 why,
@@ -234,7 +232,7 @@ def saved_modules(family: Family, spec: ModelSpec, names: Sequence[str]) -> list
             problems.append(
                 Problem(
                     f"--modules_to_save {name}",
-                    "is tied to the output layer, and PEFT saves tied weights apart",
+                    "is tied to the output layer, and PEFT saves tied weights separately",
                     "leave it out",
                 )
             )
@@ -253,7 +251,7 @@ def partly_chosen(family: Family, spec: ModelSpec, chosen: Collection[str]) -> I
             other_names = ", ".join(n.removesuffix(WEIGHT).rsplit(".", 1)[-1] for n in outside) or "all experts"
             yield Problem(
                 f"--modules_to_save {inside[0].removesuffix(WEIGHT)}",
-                f"is one parameter with {other_names} in Megatron",
+                f"shares one parameter with {other_names} in Megatron",
                 f"its target_{'parameters' if rule.stacked else 'modules'} entry: an adapter of high rank",
             )
             return

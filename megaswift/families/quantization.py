@@ -82,18 +82,18 @@ def problem_of(config: Mapping[str, Any]) -> tuple[str, str] | None:
     if section is None:
         return None
     if not isinstance(section, dict) or not isinstance(section.get("quant_method"), str):
-        return "should be a mapping with quant_method", "remove it if the weights are plain"
+        return "should be a mapping with quant_method", "remove it if the weights are not quantised"
     method = section["quant_method"]
     if method not in KNOWN:
-        reason = REASONS.get(method, "its format is not known here")
+        reason = REASONS.get(method, "its format is not supported")
         return (
-            f"these are quantized weights; fp8 with block scales and mxfp4 are read, {method} is not: {reason}",
+            f"{method} weights are not supported (fp8 with block scales and mxfp4 are): {reason}",
             UNQUANTISED,
         )
     unknown = sorted(set(section) - set(KNOWN[method]))
     if unknown:
         return (
-            f"{method} has no field {', '.join(unknown)} that is known here, so it may change what the weights mean",
+            f"{method} has no field {', '.join(unknown)} in the formats known here, so it may change the meaning of the weights",
             UNQUANTISED,
         )
     return _fp8_problem(section) if method == "fp8" else None

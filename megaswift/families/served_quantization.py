@@ -92,7 +92,9 @@ def quantization_problems(
             else "--train_type lora"
         )
         packages.append(
-            Problem("--train_type full", f"needs plain weights, and {label} has them quantised ({method})", fix)
+            Problem(
+                "--train_type full", f"needs unquantised weights, and those of {label} are quantised ({method})", fix
+            )
         )
     if bits is not None and train_type != "full":
         option = "--train_type qlora" if train_type == "qlora" else f"--quantization_bit {bits}"
@@ -101,13 +103,13 @@ def quantization_problems(
             if method in _NATIVE
             else "--train_type lora without it: they are quantised"
         )
-        packages.append(Problem(option, f"would quantise again what is quantised already ({method})", fix))
+        packages.append(Problem(option, f"would quantise weights that are already quantised ({method})", fix))
     if merge:
         packages.append(
             Problem(
                 "--merge_lora true",
-                f"adds adapters to plain weights, and {label} has them quantised ({method})",
-                "leave it out; OUT/adapter goes with the model as it is",
+                f"needs unquantised weights, and those of {label} are quantised ({method})",
+                "leave it out, and use OUT/adapter with the quantised model",
             )
         )
     return packages

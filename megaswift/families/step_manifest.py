@@ -64,7 +64,7 @@ def load_manifest(folder: Path) -> dict[str, Any] | Problem:
     except (ValueError, RecursionError):
         intact = False
     if not intact:
-        return Problem(str(path), "does not have the SHA-256 that it was written with")
+        return Problem(str(path), "does not match the SHA-256 that it was written with")
     wrong = _wrong_types(manifest)
     return Problem(str(path), f"has a wrong value for {wrong}") if wrong else manifest
 
@@ -151,11 +151,11 @@ def lost_history(store: Path) -> Problem | None:
     anew = (
         "--overwrite_output_dir true in place of --resume_from_checkpoint moves this run aside and starts from step 0"
     )
-    fix = f"put a copy of a step back; {anew}"
+    fix = f"restore a copy of a checkpoint; {anew}"
     if damaged := damaged_steps(store):
         names = ", ".join(p.name for p in damaged)
-        return Problem(str(store), f"has no usable step: {MARKER} is damaged or missing in {names}", fix)
-    return Problem(str(store), f"has no step, but {POINTER} names one that was saved", fix) if points else None
+        return Problem(str(store), f"has no usable checkpoint: {MARKER} is damaged or missing in {names}", fix)
+    return Problem(str(store), f"has no checkpoint, but {POINTER} names one that was saved", fix) if points else None
 
 
 def step_of(path: Path) -> Path | None:
@@ -222,7 +222,7 @@ def file_problem(path: Path, expected: Mapping[str, Any]) -> Problem | None:
         return Problem(str(path), "is not a file")
     size = facts.st_size
     if size != expected["bytes"]:
-        return Problem(str(path), f"has {size} bytes, the manifest says {expected['bytes']}")
+        return Problem(str(path), f"has {size} bytes; the manifest has {expected['bytes']}")
     intact = is_known_intact(path, expected)
     if intact is None:
         try:
@@ -270,4 +270,4 @@ def step_damage(step: Path, problems: list[Problem]) -> list[Problem]:
 def skipped_step_notice(step: Path, problems: list[Problem]) -> str:
     """The line about a damaged step in whose place an older one is used."""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{step} is damaged and not used: {problems[0].what} {problems[0].rule}{more}"
+    return f"{step} is damaged and is not used: {problems[0].what} {problems[0].rule}{more}"

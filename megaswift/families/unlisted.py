@@ -51,7 +51,7 @@ def unlisted_spec(config: Mapping[str, Any]) -> ModelSpec:
         raise WeightsError(
             Problem(
                 f"config.json, model_type {config.get('model_type')!r}",
-                f"names no {', '.join(missing)}",
+                f"has no {', '.join(missing)}",
                 "a language model that AutoModelForCausalLM loads",
             )
         )

@@ -146,15 +146,13 @@ def _experts(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
     for axis in ("ep", "etp"):
         size = getattr(request, axis)
         if size > 1 and not shape.experts:
-            yield Problem(
-                f"{FLAGS[axis]} {size}", "splits experts, and this model is dense: it has none", f"no {FLAGS[axis]}"
-            )
+            yield Problem(f"{FLAGS[axis]} {size}", "shards experts, and this model is dense", f"no {FLAGS[axis]}")
     if request.etp > 1 and shape.expert_bias:  # Megatron-Core: "Bias in Moe is only supported when ETP==1"
         yield Problem(
             f"--etp {request.etp}",
-            "this model's experts have biases, which Megatron-Core adds rightly with --etp 1 only",
+            "this model's experts have biases, which Megatron-Core adds correctly with --etp 1 only",
             (
-                f"--etp 1, and --ep {max(n for n in divisors(shape.experts) if request.world_size % n == 0)} to spread "
+                f"--etp 1, and --ep {max(n for n in divisors(shape.experts) if request.world_size % n == 0)} to shard "
                 "the experts"
             ),
         )
@@ -169,7 +167,7 @@ def _sequence_parallel(shape: ModelShape, request: LayoutRequest) -> Iterator[Pr
     if request.sequence_parallel and request.tp == 1:
         yield Problem(
             "--sequence_parallel true",
-            "splits over the tensor-parallel ranks, and --tp is 1",
+            "shards over the tensor-parallel ranks, and --tp is 1",
             "--tp 2, or leave it out",
         )
     if request.sequence_parallel is False and request.tp > 1 and shape.experts:
@@ -183,7 +181,7 @@ def _context(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
         return
     length = request.max_length
     if length is not None and length % (2 * cp):
-        rule = f"is not divisible by 2 x --cp {cp} = {2 * cp}: each of {cp} ranks takes two pieces of every sequence"
+        rule = f"is not divisible by 2 x --cp {cp} = {2 * cp}: each of {cp} ranks takes two chunks of every sequence"
         near = [n for n in (length // (2 * cp) * 2 * cp, (length // (2 * cp) + 1) * 2 * cp) if n]
         yield Problem(f"--max_length {length}", rule, _flags("--max_length", near, length))
     if kind == "a2a" and _heads_fit(shape, request.tp):

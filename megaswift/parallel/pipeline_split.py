@@ -106,7 +106,7 @@ def split_problems(num_layers: int, pp: int, vpp: int, split: PipelineSplit) -> 
         problems = _custom_problems(num_layers, pp, vpp, split.custom)
         if end_layers:
             what = " ".join(f"{flag} {count}" for flag, count in end_layers.items())
-            problems.append(Problem(what, "says the same thing as --pipeline_layout", "one of the two"))
+            problems.append(Problem(what, "conflicts with --pipeline_layout", "one of the two"))
         return problems
     if end_layers:
         return _ends_problems(num_layers, pp, vpp, end_layers)
@@ -139,7 +139,7 @@ def _ends_problems(num_layers: int, pp: int, vpp: int, end_layers: dict[str, int
     ]
     if vpp > 1 and len(end_layers) == pp == 2:
         first = next(iter(end_layers))
-        rule = "one of them says all when --pp is 2, and Megatron-Core's interleaved schedule fails with both"
+        rule = "with --pp 2 one of them determines the other, and Megatron-Core's interleaved schedule fails with both"
         problems.append(Problem(what, rule, f"{first} {end_layers[first]} alone"))
     middle_layers, stages = num_layers - sum(end_layers.values()), pp - len(end_layers)
     if middle_layers < 0 or (middle_layers > 0) != (stages > 0):
@@ -197,7 +197,7 @@ def _custom_problems(num_layers: int, pp: int, vpp: int, custom: str) -> list[Pr
         )
     empty = [str(i) for i, stage in enumerate(stages) if not stage]
     if empty:
-        problems.append(Problem(what, f"stage {', '.join(empty)} of {len(stages)} holds nothing", model))
+        problems.append(Problem(what, f"stage {', '.join(empty)} of {len(stages)} is empty", model))
     return problems
 
 

@@ -59,7 +59,7 @@ HEADERS: list[tuple[str, Any, str]] = [
     (
         "endless",
         {"a": A, "b": {**B, "shape": [2**40, 2**40, 0], "data_offsets": [8, 8]}},
-        "tensor b: no tensor has the shape",
+        "tensor b: the shape",
     ),
     (
         "beyond 64 bits",
@@ -67,9 +67,9 @@ HEADERS: list[tuple[str, Any, str]] = [
         "tensor b: sizes and offsets",
     ),
     ("no dtype", {"a": {**A, "dtype": 4}, "b": B}, "tensor a: sizes and offsets"),
-    ("list", [1, 2], "its header is no JSON object"),
-    ("spaces first", b"  " + json.dumps({"a": A, "b": B}).encode(), "its header is no JSON object"),
-    ("notes", {"__metadata__": {"format": 1}, "a": A, "b": B}, "__metadata__ should map names to texts"),
+    ("list", [1, 2], "its header is not a JSON object"),
+    ("spaces first", b"  " + json.dumps({"a": A, "b": B}).encode(), "its header is not a JSON object"),
+    ("notes", {"__metadata__": {"format": 1}, "a": A, "b": B}, "__metadata__ should map strings to strings"),
     ("surrogate", b'{"\\ud800":' + json.dumps(A).encode() + b"}", "damaged header at tensor \\ud800"),
     ("deep", b'{"a":' * 50_000, "is not a safetensors file"),
     ("long number", b'{"a":' + b"1" * 5000 + b"}", "is not a safetensors file"),
@@ -126,7 +126,7 @@ def test_an_index_that_names_a_tensor_twice(fresh: Fresh) -> None:
     path = folder / "model.safetensors.index.json"
     shard = index_of(folder)["weight_map"]["model.norm.weight"]
     path.write_text(path.read_text().replace('"weight_map": {', f'"weight_map": {{ "model.norm.weight": "{shard}",'))
-    with pytest.raises(WeightsError, match=r"index.json: holds twice: model.norm.weight"):
+    with pytest.raises(WeightsError, match=r"index.json: has duplicate keys: model.norm.weight"):
         HfSource(folder)
 
 
@@ -167,7 +167,7 @@ def test_a_whole_config_of_another_architecture(fresh: Fresh) -> None:
     with pytest.raises(WeightsError) as error:
         opened(folder)
     message = str(error.value)
-    assert "self_attn.k_norm.weight: is in no row of the weight table of llama" in message and ".safetensors" in message
+    assert "self_attn.k_norm.weight: is not in the weight table of llama" in message and ".safetensors" in message
 
 
 def damaged(good: bytes, draw: random.Random) -> bytes:

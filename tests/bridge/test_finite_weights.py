@@ -74,7 +74,7 @@ def damaged(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_inference_and_quantisation_refuse_the_folder(damaged: Path, bits: int | None) -> None:
-    with pytest.raises(WeightsError, match=f"--model: holds values that are not finite .* in {NAME}") as error:
+    with pytest.raises(WeightsError, match=f"--model: has values that are not finite .* in {NAME}") as error:
         load_model(
             prepare_model_load(WeightsOptions(model=str(damaged)), None), PlacementOptions(quantization_bit=bits)
         )
@@ -91,7 +91,7 @@ def test_inference_refuses_a_checkpoint_and_adapters(damaged: Path, tmp_path: Pa
     tensors = load_file(path)
     next(iter(tensors.values()))[0, 0] = math.inf
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(WeightsError, match=f"--adapters {folder}: holds values that are not finite"):
+    with pytest.raises(WeightsError, match=f"--adapters {folder}: has values that are not finite"):
         load_model(
             prepare_model_load(WeightsOptions(model=str(tmp_path / "whole"), adapters=str(folder)), None),
             PlacementOptions(),

@@ -67,9 +67,9 @@ def place(name: str, value: Any) -> Any:
         (tables_with(place("relative_path", "../../etc/passwd")), "wrong place for 'a'"),
         (tables_with(place("relative_path", "/etc/passwd")), "wrong place for 'a'"),
         (tables_with(place("relative_path", "x\0")), "wrong place for 'a'"),
-        (tables_with(place("length", 10)), "bytes that lies in 10 bytes of a file"),
+        (tables_with(place("length", 10)), "bytes that is stored in 10 bytes of a file"),
         (tables_with(place("offset", "1")), "wrong place"),
-        (tables_with(lambda i: i.storage_data.pop(MetadataIndex("b", torch.Size([0])))), "a part that lies in no file"),
+        (tables_with(lambda i: i.storage_data.pop(MetadataIndex("b", torch.Size([0])))), "a chunk without a file"),
         (tables_with(lambda i: i.state_dict_metadata.update({7: None})), "'7' as the name of a tensor"),
         (b"\x80\x02}r\xff\xff\xff\x7f.", "a place in the memo beyond"),
         (b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x00}.", "truncated"),
@@ -96,7 +96,7 @@ def test_an_index_of_another_form_is_told_before_and_by_the_reader(text: str, tm
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors.index.json").write_text(text)
     (problem,) = missing_files(tmp_path, random_init=False)
-    assert "is no index of shards" in problem.rule
+    assert "is not an index of shards" in problem.rule
     with pytest.raises(WeightsError, match=r"index\.json"):
         fuzz.HfSource(tmp_path)
 

@@ -206,8 +206,8 @@ def refused(folder: Path) -> str:
 
 
 FP8_WRONG: list[tuple[str, Callable[[dict[str, Tensor]], Any], str]] = [
-    ("no scale", lambda t: t.pop("a_scale_inv"), "tensor a: is FP8, and no file holds its scale a_scale_inv"),
-    ("no weight", lambda t: t.pop("a"), "tensor a_scale_inv: is a scale, and no file holds a"),
+    ("no scale", lambda t: t.pop("a_scale_inv"), "tensor a: is FP8, and its scale a_scale_inv is not in any file"),
+    ("no weight", lambda t: t.pop("a"), "tensor a_scale_inv: is a scale, and a is not in any file"),
     (
         "plain weight",
         lambda t: t.update(a=torch.zeros(64, 64)),
@@ -219,7 +219,7 @@ FP8_WRONG: list[tuple[str, Callable[[dict[str, Tensor]], Any], str]] = [
         "tensor a_scale_inv: has shape [2, 3]; a [64, 64] in blocks of [32, 32]",
     ),
     ("dtype", lambda t: t.update(a_scale_inv=torch.ones(2, 2, dtype=torch.int64)), "tensor a_scale_inv: has dtype I64"),
-    ("vector", lambda t: t.update(a=t["a"][0].clone()), "tensor a: is FP8, and no matrix"),
+    ("vector", lambda t: t.update(a=t["a"][0].clone()), "tensor a: is FP8, but not a matrix"),
 ]
 
 
@@ -233,8 +233,8 @@ def test_fp8_files_that_do_not_fit(change: Callable[[dict[str, Tensor]], Any], t
 
 
 MXFP4_WRONG: list[tuple[str, Callable[[dict[str, Tensor]], Any], str]] = [
-    ("no scales", lambda t: t.pop("w_scales"), "tensor w_blocks: is MXFP4, and no file holds w_scales"),
-    ("no blocks", lambda t: t.pop("w_blocks"), "tensor w_scales: holds exponents, and no file holds w_blocks"),
+    ("no scales", lambda t: t.pop("w_scales"), "tensor w_blocks: is MXFP4, and w_scales is not in any file"),
+    ("no blocks", lambda t: t.pop("w_blocks"), "tensor w_scales: has exponents, and w_blocks is not in any file"),
     ("stored twice", lambda t: t.update(w=torch.zeros(1)), "tensor w_blocks: is MXFP4, and w is stored too"),
     ("shape", lambda t: t.update(w_blocks=t["w_blocks"][..., :8].clone()), "tensor w_blocks: is U8 [2, 8, 4, 8]"),
     ("scales", lambda t: t.update(w_scales=t["w_scales"][:1].clone()), "tensor w_scales: is U8 [1, 8, 4]"),
@@ -254,7 +254,7 @@ def test_mxfp4_files_that_do_not_fit(change: Callable[[dict[str, Tensor]], Any],
     [
         ({"quant_method": "gptq", "bits": 4}, "gptq is not"),
         ({"quant_method": "bitsandbytes"}, "bitsandbytes is not"),
-        ({"quant_method": "some-new-one"}, "its format is not known here"),
+        ({"quant_method": "some-new-one"}, "its format is not supported"),
         ({"bits": 4}, "should be a mapping with quant_method"),
         ("fp8", "should be a mapping with quant_method"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size should be two sizes"),

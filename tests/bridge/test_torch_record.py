@@ -79,7 +79,7 @@ def test_every_region_of_a_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"nonsense" * 100])
 def test_what_is_no_item(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(content)
-    with pytest.raises(ValueError, match="holds no tensor at byte 0"):
+    with pytest.raises(ValueError, match="has no tensor at byte 0"):
         locate_record(tmp_path / "x", 0, len(content))
 
 

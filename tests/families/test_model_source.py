@@ -96,7 +96,7 @@ def test_a_model_s_id_is_asked_of_the_hub_that_was_named(
     assert locate_model(model) == locate_model(model, weights=False) == tmp_path
     assert asked == [(package, "some/model", "v2", True), (package, "some/model", "v2", False)]
     hub = "ModelScope" if options else "Hugging Face"
-    with pytest.raises(UserError, match=f"some/other: no such folder here, and {hub} did not give it"):
+    with pytest.raises(UserError, match=f"some/other: no such local folder, and {hub} could not provide it"):
         locate_model(SwiftConfig(model="some/other", **options).model)
 
 
@@ -115,7 +115,7 @@ def test_a_run_of_adapters_is_no_model(engine: str, tmp_path: Path) -> None:
     for name in (tmp_path / "OUT", step):
         folder = locate_model(WeightsOptions(model=str(name)))
         (problem,) = missing_files(folder, random_init=False)
-        assert problem.rule == "holds the adapters of a LoRA run, not a model"
+        assert problem.rule == "contains the adapters of a LoRA run, not a model"
         assert problem.fix == f"--model models/base --adapters {step / 'adapter'}"
     assert missing_files(folder, random_init=True) == []
     with pytest.raises(UserError, match="holds the adapters of a LoRA run"):

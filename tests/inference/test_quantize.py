@@ -77,5 +77,5 @@ def test_the_folder_of_a_lora_run_as_the_model_is_told_as_infer_tells_it(inner: 
     with pytest.raises(ConfigError) as caught:
         main(["--model", str(tmp_path), "--merge_lora", "true", "--output_dir", "y"])
     (problem,) = caught.value.problems
-    assert problem.rule == "holds the adapters of a LoRA run, not a model"
+    assert problem.rule == "contains the adapters of a LoRA run, not a model"
     assert problem.fix == f"--model /models/base --adapters {folder} --merge_lora true"

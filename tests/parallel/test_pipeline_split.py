@@ -134,7 +134,7 @@ def test_layout_strings_are_megatrons(megatron, text):
         ("Ett|L|tt", 3, 4, "end with the loss L"),
         ("Ett|x|ttL", 3, 4, "has 'x'"),
         ("Et|t|ttL", 2, 4, "has 3 stages, which --pp 2 does not divide"),
-        ("Ett||ttL", 3, 4, "stage 1 of 3 holds nothing"),
+        ("Ett||ttL", 3, 4, "stage 1 of 3 is empty"),
         ("Ett|ttm|L", 3, 4, "multi-token-prediction"),
     ],
 )

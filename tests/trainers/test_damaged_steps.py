@@ -138,7 +138,9 @@ def test_a_history_is_not_started_over(harm: str, out: Path) -> None:
     words = ["--model", "m", "--dataset", "d", "--output_dir", str(out)]
     problems = outputs.check_output_folder(load("sft", [*words, "--resume_from_checkpoint", "latest"]))
     assert len(problems) == 1 and "--overwrite_output_dir true" in problems[0].fix
-    assert problems[0].rule.startswith("has no usable step" if harm == "manifests" else "has no step, but latest.json")
+    assert problems[0].rule.startswith(
+        "has no usable checkpoint" if harm == "manifests" else "has no checkpoint, but latest.json"
+    )
     assert outputs.check_output_folder(load("sft", [*words, "--overwrite_output_dir", "true"])) == []
     with pytest.raises(CheckpointError):
         open_weights(out)

@@ -61,12 +61,14 @@ def check_causality(engine: TorchEngine) -> None:
         problems.append(
             Problem(
                 f"--max_length {engine.cfg.data.max_length}",
-                f"is more than the {longest} positions that this model has learned",
+                f"exceeds the {longest} learned positions of this model",
                 f"--max_length {longest}",
             )
         )
     if problems and known:
-        problems = [replace(p, fix=f"{p.fix}, or --engine megatron, which keeps them apart") for p in problems]
+        problems = [
+            replace(p, fix=f"{p.fix}, or --engine megatron, which separates packed documents") for p in problems
+        ]
     if problems:
         raise ConfigError(problems)
 
@@ -81,8 +83,8 @@ def _problems(read: Read, vocab: int, limit: float, packing: bool, model: str) -
     if _differs(alone[:, :same], ended[:, :same], limit * _apart(alone, ended)):
         yield Problem(
             f"--model {model}",
-            "does not read from left to right: what it says of a token changes with the tokens behind it",
-            'a model that writes text; of an encoder, "is_decoder": true in config.json',
+            "is not causal: its output for a token depends on later tokens",
+            'a causal language model; for an encoder, "is_decoder": true in config.json',
         )
         return
     if packing:
@@ -92,8 +94,8 @@ def _problems(read: Read, vocab: int, limit: float, packing: bool, model: str) -
         if _differs(alone, separate, max(limit * _apart(alone, joined), 3 * rounding)):
             yield Problem(
                 "--packing true",
-                f"does not go with this model ({model}): in a row with others it says something else of a "
-                "document than alone",
+                f"is not supported by this model ({model}): its output for a document changes when others are packed "
+                "with it",
                 "--packing false",
             )
 

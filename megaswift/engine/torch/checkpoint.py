@@ -149,7 +149,7 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
     else:
         engine.context.seed(rng_state.fresh_seed(directory))
         log.info(
-            f"{directory} is of {facts['world_size']} processes: same weights and optimizer, random states start anew"
+            f"{directory} is of {facts['world_size']} processes: weights and optimizer states are restored, random states are reseeded"
         )
 
 
@@ -194,7 +194,7 @@ def _open(engine: TorchEngine, directory: Path) -> tuple[dict[str, Any], HfSourc
             problems.append(
                 Problem(
                     str(directory),
-                    f"has format {facts['format']}, this version reads {FORMAT}",
+                    f"has format {facts['format']}; this version reads {FORMAT}",
                     f"--model {directory.parent} to start from its weights",
                 )
             )

@@ -303,7 +303,7 @@ def _compute_dtype(cfg: SwiftConfig, folder: Path, device: torch.device) -> torc
         raise ConfigError(
             Problem(
                 "--torch_dtype auto",
-                "is the checkpoint's float16, whose gradients need a loss scale; the native engine alone has one",
+                "is float16, the checkpoint's dtype, which needs a loss scale; only --engine megatron has one",
                 "--torch_dtype bfloat16",
             )
         )

@@ -141,8 +141,8 @@ def merging_of(fields: FieldsModel) -> AdapterMerging:
                 raise ConfigError(
                     Problem(
                         "--adapters",
-                        "holds no plain LoRA, which is all that can be merged over weights in few bits",
-                        "the model in plain weights",
+                        "is not plain LoRA, the only kind that can be merged into quantised weights",
+                        "the unquantised model",
                     )
                 )
             merging.packed[place] = PackedWeight(module, adapter)

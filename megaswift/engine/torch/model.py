@@ -95,8 +95,7 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
             raise ConfigError(
                 Problem(
                     f"--train_type {cfg.model.train_type}",
-                    "cannot leave out the parts of a vision-language model that "
-                    "are frozen (PEFT has no exclude_modules for it)",
+                    "cannot exclude the frozen parts of a vision-language model: PEFT has no exclude_modules for it",
                     "--train_type lora",
                 )
             )

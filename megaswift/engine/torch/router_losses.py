@@ -41,7 +41,7 @@ class RouterLosses:
         served = SCORES in spec.transformer and any(self.coefficients)
         self.routers = [m for m in model.modules() if isinstance(m, kind)] if served else []
         if served and not self.routers:
-            rule = f"transformers {version('transformers')} shows no routers of {type(model).__name__}"
+            rule = f"transformers {version('transformers')} does not expose the routers of {type(model).__name__}"
             raise ConfigError(Problem(f"--moe_aux_loss_coeff {self.coefficients[0]:g}", rule, "--moe_aux_loss_coeff 0"))
         for router in self.routers:
             router.register_forward_hook(self._collect)

@@ -49,11 +49,11 @@ class VisionParts:
             raise ConfigError(
                 Problem(
                     "--freeze_vit, --freeze_aligner, --freeze_llm",
-                    f"transformers does not say which module of {type(model).__name__} is the "
-                    + ("language model" if self._tower else "tower"),
+                    f"transformers does not identify the module of {type(model).__name__} that is the "
+                    + ("language model" if self._tower else "vision encoder"),
                     (
-                        "--freeze_vit false --freeze_aligner false, and --freeze_parameters PATTERN for what is not to "
-                        "train"
+                        "--freeze_vit false --freeze_aligner false, and --freeze_parameters PATTERN for the frozen "
+                        "weights"
                     ),
                 )
             )

@@ -60,8 +60,8 @@ def start_from_files(directory: Path, engine: TorchEngine) -> WeightStart:
         return WeightStart(_prepare(directory, engine, weights=True))
     if not hollow_first:
         rule = (
-            "is a checkpoint; adapters that are made from weights, weights in few bits and models with code of "
-            "their own need a folder"
+            "is a checkpoint; adapters initialised from weights, quantised weights and models with custom code need a "
+            "Hugging Face folder"
         )
         fix = f"megaswift convert megatron-to-hf {cfg.model.model} DST, then --model DST"
         raise WeightsError(Problem(f"--model {cfg.model.model}", rule, fix))
@@ -118,7 +118,7 @@ def _differences(bare: Any, source: WeightSource, groups: list[ConversionGroup])
     adapted = bool(getattr(bare, "peft_config", None)) or any(hasattr(m, "base_layer") for m in bare.modules())
     expected = {unwrap_adapters(name): p for name, p in bare.named_parameters() if not adapted or meta_init.is_meta(p)}
     return [
-        Problem(str(source.directory), f"has no {name} of shape {list(p.shape)}, which this model asks for")
+        Problem(str(source.directory), f"has no {name} of shape {list(p.shape)}, which this model needs")
         for name, p in expected.items()
         if stored.get(name) != tuple(p.shape)
     ][:12]

@@ -54,7 +54,7 @@ class ZeroStrategy:
 
     def __init__(self, module: nn.Module, optim: OptimConfig, config: Mapping[str, Any], device: torch.device) -> None:
         if optim.optimizer != "adam":
-            raise ConfigError(Problem(f"--optimizer {optim.optimizer}", "ZeRO steps AdamW", "--optimizer adam"))
+            raise ConfigError(Problem(f"--optimizer {optim.optimizer}", "ZeRO supports AdamW only", "--optimizer adam"))
         self.kind = deepspeed_kind(config) or ""
         self.stage, (self._offload, self._offload_weights) = KINDS[self.kind][0], offloads(config)
         self._world = dist.get_world_size()

@@ -134,7 +134,7 @@ def test_units_that_are_none_are_refused(folders: Callable[[str], Path]) -> None
     ) == {"GPT2MLP"}
     with pytest.raises(
         ConfigError,
-        match=r"cls_to_wrap GPT2Blok: is no module of this GPT2LMHeadModel\n.*GPT2Block, the decoder layers",
+        match=r"cls_to_wrap GPT2Blok: is not a module class of this GPT2LMHeadModel\n.*GPT2Block, the decoder layers",
     ):
         strategies.fsdp_units(
             SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP", "GPT2Blok"]), model
@@ -206,7 +206,7 @@ def test_trains_as_in_plain_torch(
             "(?s)--packing true: does not go with this model.*--packing false, or --engine megatron",
         ),
         ("bert-encoder", {}, "does not read from left to right"),
-        ("gpt2", {"max_length": 129}, "--max_length 129: is more than the 128 positions"),
+        ("gpt2", {"max_length": 129}, "--max_length 129: exceeds the 128 learned positions"),
     ],
 )
 def test_refused_before_the_first_step(

@@ -117,11 +117,11 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     else:
         seed = rng_state.reseed_ranks(engine.context, directory)
         log.info(
-            f"{directory} is from another layout or device: same weights and optimizer, random states start anew "
+            f"{directory} was saved with another layout or device: weights and optimizer states are restored, random states are reseeded "
             f"(seed {seed})"
         )
     if engine.cfg.model.fp8_format and engine.cfg.model.fp8_recipe == "delayed":
-        log.warn("FP8 scaling histories are not part of a checkpoint and start anew")
+        log.warn("FP8 scaling histories are not saved in checkpoints: they start empty")
 
 
 def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any], Metadata]:
@@ -147,9 +147,9 @@ def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any
 def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]:
     optimizer = facts["optimizer"]
     if not isinstance(optimizer["step"], int) or not isinstance(optimizer["scaler"], dict) or "layout" not in facts:
-        return [Problem(FACTS, "has values of other types", "another step of the run")]
+        return [Problem(FACTS, "has values of the wrong type", "another checkpoint of the run")]
     if facts["format"] != FORMAT:
-        return [Problem(FACTS, f"has format {facts['format']}, this version reads {FORMAT}")]
+        return [Problem(FACTS, f"has format {facts['format']}; this version reads {FORMAT}")]
     current = _facts(engine, 0)
     if facts.get("train_type", "full") != current["train_type"]:
         saved_type = facts.get("train_type", "full")
@@ -161,7 +161,11 @@ def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]
             )
         ]
     problems = [
-        Problem(f"model {name}", f"is {facts['model'][name]} in the checkpoint and {value} in this run", "that model")
+        Problem(
+            f"model {name}",
+            f"is {facts['model'][name]} in the checkpoint and {value} in this run",
+            "the model of that run",
+        )
         for name, value in current["model"].items()
         if facts["model"][name] != value
     ]

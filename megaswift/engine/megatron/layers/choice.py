@@ -63,11 +63,11 @@ def only_torch_here(spec: ModelSpec, cp_comm_type: str | None, packing: bool) ->
     latent, cp = bool(spec.transformer.get("multi_latent_attention")), cp_comm_type is not None
     found = []
     if cp and spec.transformer.get("window_size") and cp_comm_type != "a2a":
-        found.append(f"sliding windows with --cp_comm_type {cp_comm_type} (they have with a2a)")
+        found.append(f"sliding windows with --cp_comm_type {cp_comm_type} (supported with a2a)")
     if cp and packing and cp_comm_type in ("all_gather", "a2a+p2p"):
-        found.append(f"packed rows with --cp_comm_type {cp_comm_type} (they have with p2p)")
+        found.append(f"packed rows with --cp_comm_type {cp_comm_type} (supported with p2p)")
     if cp and latent and cp_comm_type != "p2p":
-        found.append(f"latent attention with --cp_comm_type {cp_comm_type} (they have with p2p)")
+        found.append(f"latent attention with --cp_comm_type {cp_comm_type} (supported with p2p)")
     if latent and packing and tuple(map(int, megatron.core.__version__.split(".")[:2])) < (0, 17):
         found.append("packed latent attention in this version of Megatron-Core")
     return found
@@ -80,12 +80,12 @@ def pick_layers(implementation: str, attention: str = "auto", lacking: str = "")
         raise ConfigError(
             Problem(
                 "--transformer_impl transformer_engine",
-                f"its layers have no {lacking}, which this model needs",
+                f"its layers do not support {lacking}, which this model needs",
                 "--transformer_impl torch",
             )
         )
     if lacking and implementation == "auto":
-        return "torch", f"Transformer Engine's layers have no {lacking}, which this model needs"
+        return "torch", f"Transformer Engine's layers do not support {lacking}, which this model needs"
     cuda, installed = torch.cuda.is_available(), importlib.util.find_spec("transformer_engine") is not None
     if implementation == "torch":
         return "torch", "asked for"
@@ -95,7 +95,7 @@ def pick_layers(implementation: str, attention: str = "auto", lacking: str = "")
             raise ConfigError(Problem("--transformer_impl transformer_engine", lack, "--transformer_impl torch"))
         return "transformer_engine", "asked for"
     if attention == "sdpa":
-        return "torch", "--attn_impl sdpa is theirs"
+        return "torch", "--attn_impl sdpa needs it"
     if cuda and installed:
-        return "transformer_engine", "CUDA and Transformer Engine are there"
+        return "transformer_engine", "CUDA and Transformer Engine are available"
     return "torch", "no CUDA device" if not cuda else "Transformer Engine is not installed"

@@ -27,7 +27,7 @@ def test_what_a_model_needs() -> None:
     lacking = ", ".join(only_torch(GPT_OSS))
     assert pick_layers("auto", lacking=lacking) == (
         "torch",
-        "Transformer Engine's layers have no attention sinks, which this model needs",
+        "Transformer Engine's layers do not support attention sinks, which this model needs",
     )
     with pytest.raises(ConfigError, match="attention sinks"):
         pick_layers("transformer_engine", lacking=lacking)
