@@ -65,6 +65,6 @@ def restarts_need(environ: Mapping[str, str]) -> str:
     if not several or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
     return (
-        "torchrun --max-restarts on several nodes needs the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without "
-        "it the processes of a restarted attempt wait for those of the previous one"
+        "torchrun --max-restarts on several nodes needs the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: "
+        "without it the processes of a restarted attempt wait for those of the previous one"
     )

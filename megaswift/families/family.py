@@ -7,7 +7,8 @@ with functions for those fields of its config.json that mean something in it alo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +23,18 @@ from megaswift.families.scalar_head import has_score, language_model, with_score
 from megaswift.families.spec import Features, ModelSpec
 from megaswift.families.vision import TEXT_ONLY, has_tower
 from megaswift.registry import Registry
+
+ROPE_BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "global_rope_theta", "local_rope_theta")
+NORM_EPSILONS = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "layernorm_epsilon",
+    "norm_eps",
+    "norm_epsilon",
+)
+POSITIVE_FIELDS = {**dict.fromkeys(ROPE_BASES, "10000.0"), **dict.fromkeys(NORM_EPSILONS, "1e-06")}
+"""Key -> a usual value."""
 
 LARGEST = 1 << 53
 """Of whole numbers in a config.json; sizes of a family have bounds of their own."""
@@ -135,3 +148,19 @@ def load_spec(directory: Path | str) -> ModelSpec:
     """The model that a folder's config.json describes."""
     config = read_config(directory)
     return family_of(config).spec(config)
+
+
+def number_problems(raw: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
+    """Rotary bases and norm epsilons that are not finite numbers above 0, in nested mappings too (`rope_parameters`,
+    `text_config`). They would not fail: a NaN epsilon makes every output NaN, and the model would learn nothing."""
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            yield from number_problems(value, f"{prefix}{key}.")
+        elif value is not None and key in POSITIVE_FIELDS and not _positive(value):
+            yield Problem(
+                f"config.json, {prefix}{key}: {value}", "must be a finite number above 0", POSITIVE_FIELDS[key]
+            )
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0

@@ -93,7 +93,7 @@ def problem_of(config: Mapping[str, Any]) -> tuple[str, str] | None:
     unknown = sorted(set(section) - set(KNOWN[method]))
     if unknown:
         return (
-            f"{method} has no field {', '.join(unknown)} in the formats known here, so it may change the meaning of the weights",
+            f"{', '.join(unknown)} is not a known field of {method}, so it may change the meaning of the weights",
             UNQUANTISED,
         )
     return _fp8_problem(section) if method == "fp8" else None

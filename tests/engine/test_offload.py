@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.engine.offload import OffloadedStorage
+from megaswift.engine.megatron.offload import OffloadedStorage
 from megaswift.trainers.rl.scheduler import RolloutScheduler
 
 

@@ -52,7 +52,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ),
     ("rope parameter without type", LLAMA_3_1_8B, {"rope_scaling": {"factor": 8.0}}, "factor"),
     ("partial rotation", LLAMA_3_1_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ("quantized", LLAMA_3_1_8B, {"quantization_config": {"quant_method": "awq"}}, "awq is not"),
+    ("quantized", LLAMA_3_1_8B, {"quantization_config": {"quant_method": "awq"}}, "awq weights are not supported"),
     ("remote code", LLAMA_3_1_8B, {"auto_map": {"AutoModel": "m.M"}}, "auto_map"),
     ("other head", LLAMA_3_1_8B, {"architectures": ["LlamaForTokenClassification"]}, "LlamaForCausalLM"),
     ("two labels", LLAMA_3_1_8B, {"architectures": ["LlamaForSequenceClassification"]}, "a classifier with 2 labels"),

@@ -27,12 +27,12 @@ from megaswift.config.capabilities import missing_transformer_engine
 from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.checkpoint import save_load
-from megaswift.engine.megatron.engine_offload import Offload
-from megaswift.engine.megatron.layers.aux_losses import AuxLosses
 from megaswift.engine.megatron.layers.choice import fp8_problems, only_torch, only_torch_here, pick_layers
+from megaswift.engine.megatron.layers.router import AuxLosses
 from megaswift.engine.megatron.lora.adapters import RankAdapters, plan_adapters
 from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap_chunks
 from megaswift.engine.megatron.model_config import transformer_config
+from megaswift.engine.megatron.offload import Offload
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.sizes import measure_sizes
 from megaswift.engine.megatron.weights import RandomSource, RankWeights, freeze_matching

@@ -15,14 +15,13 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaswift.bridge.sharded_keys import padded_vocabulary
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.context_parallel import join_slices
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, local_frequencies
 from megaswift.engine.megatron.layers.router import BalancedRouter
-from megaswift.engine.megatron.layers.scalar_head import ScalarHead
 from megaswift.engine.megatron.layers.spec import block_spec
 from megaswift.engine.megatron.layers.vocab_head import HeadShard, VocabularyHead
 from megaswift.engine.megatron.microbatch import MicrobatchInputs
@@ -30,6 +29,19 @@ from megaswift.engine.megatron.model_config import distributed_optimizer
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.families.spec import Features, ModelSpec
 from megaswift.losses.contract import Needs
+
+
+class ScalarHead(nn.Module):
+    """The head of reward models and critics: hidden [t, h] to float32 [1, t], one number per token. Every
+    tensor-parallel rank computes all of it, from whole hidden states."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The product in the model's precision, as transformers has it."""
+        return nn.functional.linear(hidden, self.weight).float().t()
 
 
 class SwiftGPT(GPTModel):

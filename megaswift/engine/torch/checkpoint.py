@@ -149,7 +149,8 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
     else:
         engine.context.seed(rng_state.fresh_seed(directory))
         log.info(
-            f"{directory} is of {facts['world_size']} processes: weights and optimizer states are restored, random states are reseeded"
+            f"{directory} was saved by {facts['world_size']} processes: weights and optimizer states are restored, "
+            "random states are reseeded"
         )
 
 

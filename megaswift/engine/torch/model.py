@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from logging import LogRecord, getLogger
 from pathlib import Path
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -17,15 +20,17 @@ from megaswift.bridge.bits_and_bytes import without_cpu_repacking
 from megaswift.bridge.new_head import NEW, new_head
 from megaswift.bridge.open_weights import open_weights
 from megaswift.config import SwiftConfig
+from megaswift.config.model import ModelConfig
 from megaswift.engine.torch import liger, meta_init, quantized, vision
 from megaswift.engine.torch.adapters import base_model
-from megaswift.engine.torch.compile import compile_layers
 from megaswift.engine.torch.loss_fields import FieldsModel
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.layers import layer_classes
 from megaswift.families.spec import ModelSpec
 from megaswift.families.vision import has_tower
 
+RECOMPILES = 64
+"""Shapes and layers of one class that may be compiled before torch falls back to eager; its own limit is 8."""
 ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfused": "eager", "flex": "flex_attention"}
 """`--attn_impl` to transformers' name."""
 
@@ -156,3 +161,31 @@ def prepare_model(
     if cfg.model.torch_compile:
         compile_layers(model, layer_classes(base_model(model)), cfg.model)
     return FieldsModel(model)
+
+
+def compile_layers(model: nn.Module, classes: Collection[str], cfg: ModelConfig) -> int:
+    """Compiles the `forward` of each module of these classes in place; returns how many there are.
+
+    One graph serves all layers, and hooks do not break it: FSDP2's gathers and transformers' recomputation run outside
+    of it, around the compiled code. No name changes, so checkpoints, adapters and exports are not affected. Each layer
+    is compiled when it first runs.
+    """
+    limits: Any = importlib.import_module("torch._dynamo.config")
+    limits.recompile_limit = max(limits.recompile_limit, RECOMPILES)
+    layers = [m for m in model.modules() if type(m).__name__ in classes]
+    for layer in layers:
+        _compile(layer, cfg)
+    return len(layers)
+
+
+def _compile(layer: Any, cfg: ModelConfig) -> None:
+    uncompiled = getattr(type(layer).forward, "__wrapped__", None) if hasattr(layer, "gradient_checkpointing") else None
+    plain = layer.forward if uncompiled is None else MethodType(uncompiled, layer)
+    compiled = torch.compile(plain, backend=cfg.torch_compile_backend, mode=cfg.torch_compile_mode)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if layer.gradient_checkpointing and layer.training:
+            return layer._gradient_checkpointing_func(partial(compiled, **kwargs), *args)
+        return compiled(*args, **kwargs)
+
+    layer.forward = compiled if uncompiled is None else forward

@@ -17,9 +17,15 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
-from megaswift.engine.megatron.checkpoint.split_weights import REMAINDER, join_remainder, split_remainder
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.optimizer import holds_main_weights, optimizer_parts
+
+REMAINDER = torch.int16
+"""The 16 low bits of a float32 main weight, as Transformer Engine's FusedAdam stores them with `store_param_remainders`
+beside the bfloat16 weight (adam.cu of Transformer Engine 2.x, AdamFunctorMasterParamRemainder). The high half of the
+float32, plus one where the remainder is negative, is the weight: float32 bits = weight bits x 65536 + remainder.
+Checkpoints hold float32, which every optimizer reads."""
+_LOW, _HIGH = -(2**15), 2**15 - 1
 
 MAIN = "param"
 """The float32 weight that a half-precision weight is a copy of."""
@@ -223,3 +229,31 @@ def set_scaler(optimizer: MegatronOptimizer, saved: dict[str, float]) -> None:
                     if k in current
                 }
             )
+
+
+def join_remainder(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 weights, of the shape of `weight` bfloat16 and `remainder` int16."""
+    assert weight.dtype == torch.bfloat16 and remainder.dtype == REMAINDER
+    bits = (weight.contiguous().view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def split_remainder(main: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(bfloat16 weight, int16 remainder) of float32 weights; `weight`: the bfloat16 weights of now, which stay where
+    they are `main` rounded.
+
+    torch rounds a tie to the even neighbour, which may be 32768 from it, one more than a remainder holds: `main` is
+    then one unit in its last place lower, so that the weight is the same on every data-parallel rank.
+    """
+    bits = main.contiguous().view(torch.int32).to(torch.int64)
+    weight_bits = weight.contiguous().view(torch.int16).to(torch.int64) << 16
+    far = ((bits - weight_bits) < _LOW) | ((bits - weight_bits) > _HIGH + 1)
+    fresh = (bits + 2**15) & ~0xFFFF
+    high = torch.where(far, fresh, weight_bits)
+    remainder = (bits - high).clamp(_LOW, _HIGH).to(REMAINDER)
+    return _wrapped(high >> 16).to(torch.int16).view(torch.bfloat16), remainder
+
+
+def _wrapped(values: Tensor) -> Tensor:
+    """As 16 signed bits."""
+    return ((values + 2**15) % 2**16) - 2**15

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core import tensor_parallel
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megaswift import distributed, log
@@ -23,12 +25,12 @@ from megaswift.bridge import dist_files as files
 from megaswift.bridge import dist_index
 from megaswift.bridge.sharded_keys import KEPT, MAIN, STATES
 from megaswift.disk import sync
-from megaswift.engine import rng_state as saved_states
+from megaswift.engine import rng_state
 from megaswift.engine.megatron.checkpoint import chunks as boxes
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
-from megaswift.engine.megatron.checkpoint import rng_state
 from megaswift.engine.megatron.lora import checkpoint
 from megaswift.engine.megatron.model import gather_weights
+from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.errors import ROOM, Problem
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ def save_engine(engine: MegatronEngine, directory: Path) -> None:
 
 def _write_small(engine: MegatronEngine, directory: Path, facts: dict[str, Any]) -> list[Problem]:
     try:
-        written = [rng_state.write_rank_rng(directory, engine.rank)]
+        written = [write_rank_rng(directory, engine.rank)]
         if engine.rank == 0:
             written += files.write_megatron_files(directory)
             (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -103,7 +105,7 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     ]
     items, problems = files.plan_reads(index, wanted)
     same_layout = facts["layout"] == dataclasses.asdict(engine.layout)
-    random_states = saved_states.read_rng_state(directory, engine.rank if same_layout else 0)
+    random_states = rng_state.read_rng_state(directory, engine.rank if same_layout else 0)
     problems += [random_states] if isinstance(random_states, Problem) else []
     problems += _unused(engine, index, {box.key for box in wanted})
     distributed.raise_on_all_ranks(problems, limit=SHOWN)
@@ -112,13 +114,13 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     states.store_states(engine.optimizer, slices)
     states.set_step_count(engine.optimizer, facts["optimizer"]["step"])
     states.set_scaler(engine.optimizer, facts["optimizer"]["scaler"])
-    if same_layout and rng_state.fits_rank_rng(random_states[0]):
-        rng_state.restore_rank_rng(*random_states)
+    if same_layout and fits_rank_rng(random_states[0]):
+        restore_rank_rng(*random_states)
     else:
-        seed = rng_state.reseed_ranks(engine.context, directory)
+        seed = reseed_ranks(engine.context, directory)
         log.info(
-            f"{directory} was saved with another layout or device: weights and optimizer states are restored, random states are reseeded "
-            f"(seed {seed})"
+            f"{directory} was saved with another layout or device: weights and optimizer states are restored, random "
+            f"states are reseeded (seed {seed})"
         )
     if engine.cfg.model.fp8_format and engine.cfg.model.fp8_recipe == "delayed":
         log.warn("FP8 scaling histories are not saved in checkpoints: they start empty")
@@ -207,3 +209,29 @@ def _unused(engine: MegatronEngine, index: Metadata, own_keys: set[str]) -> list
         if engine.rank == 0
         else []
     )
+
+
+def write_rank_rng(directory: Path, rank: int) -> Path:
+    """Writes this rank's random states with those of Megatron's tracker; returns the file, not yet flushed.
+
+    Megatron's own checkpoints keep one expert state for all expert-parallel ranks (Megatron-LM pull request 6858); here
+    each rank has its own.
+    """
+    return rng_state.write_rng_state(directory, rank, tensor_parallel.get_cuda_rng_tracker().get_states())
+
+
+def fits_rank_rng(tensors: dict[str, Tensor]) -> bool:
+    """Whether these are states of the generators that this rank has."""
+    return rng_state.fits_generators(tensors, tensor_parallel.get_cuda_rng_tracker().get_states())
+
+
+def restore_rank_rng(tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
+    """Every generator of this rank back to where it stood."""
+    tensor_parallel.get_cuda_rng_tracker().set_states(rng_state.restore_rng_state(tensors, plain))
+
+
+def reseed_ranks(context: ParallelContext, directory: Path) -> int:
+    """Fresh states on every rank, from the saved ones of rank 0. Returns the seed."""
+    seed = rng_state.fresh_seed(directory)
+    context.seed(seed)
+    return seed

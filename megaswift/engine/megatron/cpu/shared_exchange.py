@@ -117,7 +117,8 @@ class SharedExchange:
             ) from None
         if waited > self._timeout:
             raise DistBackendError(
-                f"timed out after {waited:.0f} s waiting for rank {rank} of a group of {len(self._pids)} (--ddp_timeout)"
+                f"timed out after {waited:.0f} s waiting for rank {rank} of a group of {len(self._pids)} "
+                "(--ddp_timeout)"
             )
 
 
