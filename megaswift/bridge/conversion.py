@@ -24,7 +24,7 @@ from tqdm import tqdm
 from megaswift import log
 from megaswift.bridge.atomic_folder import AtomicFolder
 from megaswift.bridge.file_tensor import bytes_view
-from megaswift.bridge.finite_weights import is_finite, warn_of
+from megaswift.bridge.finite_weights import is_finite, warn_non_finite
 from megaswift.bridge.hf_source import Span, WeightSource
 
 BLOCK = 1 << 24
@@ -91,7 +91,7 @@ def blocks_of(source: WeightSource, name: str, region: Sequence[Span] | None = N
     return (source.slice(name, where) for where in bands(spans, source.dtype(name).itemsize))
 
 
-def stamps(files: Sequence[Path], root: Path) -> dict[str, list[int]]:
+def file_stamps(files: Sequence[Path], root: Path) -> dict[str, list[int]]:
     """Name -> size and time of change, in nanoseconds: another value means another source."""
     return {path.relative_to(root).as_posix(): [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)}
 
@@ -174,7 +174,7 @@ def run_folder_job(work: FolderJob, stream: TextIO | None = None) -> Path:
             raise ConversionInterrupted(notice) from None
         finally:
             meter.close()
-    warn_of(work.target, bad)
+    warn_non_finite(work.target, bad)
     return work.target
 
 

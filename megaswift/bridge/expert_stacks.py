@@ -18,7 +18,7 @@ from megaswift.families.projections import Projection
 Read = Callable[[], Tensor]
 
 
-def stacks(names: Iterable[str]) -> list[str]:
+def expert_stacks_of(names: Iterable[str]) -> list[str]:
     """What stands before `.lora_A.weight` in the names of stacked tensors: PEFT's wrapped modules of experts."""
     return sorted(
         {n.rsplit(".lora_", 1)[0] for n in names if ".experts.lora_" in n or ".experts.base_layer.lora_" in n}

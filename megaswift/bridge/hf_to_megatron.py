@@ -88,7 +88,7 @@ def hf_to_megatron(source: Path | str, target: Path | str, options: ToMegatronOp
         (stage / "conversion.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
     made_from = {
-        "source": conversion.stamps([*{weights.file(n) for n in weights.names()}, folder / "config.json"], folder),
+        "source": conversion.file_stamps([*{weights.file(n) for n in weights.names()}, folder / "config.json"], folder),
         "from": str(folder.resolve()),
         "dtype": str(options.dtype),
         "padded": padded,

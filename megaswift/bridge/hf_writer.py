@@ -83,7 +83,7 @@ def plan_files(tensors: Mapping[str, TensorMeta], max_shard_bytes: int) -> list[
     return [plan_file(name, shard) for name, shard in zip(names, shards, strict=True)]
 
 
-def index_of(files: Iterable[HfFile], tensors: Mapping[str, TensorMeta]) -> dict[str, object]:
+def shard_index(files: Iterable[HfFile], tensors: Mapping[str, TensorMeta]) -> dict[str, object]:
     """The index of several files."""
     weight_map = {tensor: file.name for file in files for tensor in file.places}
     total = sum(nbytes(meta) for meta in tensors.values())
@@ -109,7 +109,7 @@ def write_small_files(
     """All but the tensors: the index of several files, config.json from `config`, tokenizer and the like from
     `source`."""
     if len(files) > 1:
-        _write_json(folder / INDEX, index_of(files, tensors))
+        _write_json(folder / INDEX, shard_index(files, tensors))
     if config is not None:
         _write_json(folder / "config.json", exported_config(config, (meta.dtype for meta in tensors.values())))
     if source is not None:

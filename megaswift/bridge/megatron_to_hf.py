@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megaswift.bridge import hf_folder
-from megaswift.bridge.conversion import blocks_of, stamps
+from megaswift.bridge.conversion import blocks_of, file_stamps
 from megaswift.bridge.hf_folder import HfFolder
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
@@ -60,7 +60,7 @@ def megatron_to_hf(source: Path | str, target: Path | str, options: ToHfOptions 
         path for part in (checkpoint.tensors, checkpoint.model) for path in part.rglob("*") if path.is_file()
     ]
     made_from = {
-        "source": stamps(source_files, checkpoint.model.parent),
+        "source": file_stamps(source_files, checkpoint.model.parent),
         "from": str(checkpoint.tensors.resolve()),
         "dtype": str(options.dtype),
     }

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megaswift.bridge import hf_folder, merge_by_peft
 from megaswift.bridge.adapters import HALVES, Adapter, AdapterPlan, row_scale
-from megaswift.bridge.conversion import bands, stamps
+from megaswift.bridge.conversion import bands, file_stamps
 from megaswift.bridge.hf_folder import HfFolder
 from megaswift.bridge.hf_source import TensorMeta, WeightSource
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
@@ -128,9 +128,9 @@ def merge_folders(
         name: TensorMeta(source.shape(name), source.dtype(name)) for name in source.names() if name not in ignored_names
     }
     made_from = {
-        "base": stamps([p for p in home.iterdir() if p.is_file()], home),
+        "base": file_stamps([p for p in home.iterdir() if p.is_file()], home),
         "from": str(base.resolve()),
-        "adapter": stamps([p for p in adapter.iterdir() if p.is_file()], adapter),
+        "adapter": file_stamps([p for p in adapter.iterdir() if p.is_file()], adapter),
     }
     config = merge_by_peft.classifier(spec.hf_config, home) if scored else spec.hf_config
     output = HfFolder(target, metas, config, home, max_shard_bytes, overwrite)

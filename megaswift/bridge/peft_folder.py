@@ -19,14 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaswift.bridge.adapters import HALVES, MAGNITUDE, PREFIX, Adapter, AdapterPlan, AdapterSettings, Half, by_pattern
-from megaswift.bridge.expert_stacks import Read, parameter_of, stacks, unstacked_readers
+from megaswift.bridge.expert_stacks import Read, expert_stacks_of, parameter_of, unstacked_readers
 from megaswift.bridge.file_tensor import FileTensor, mapped_tensor
 from megaswift.bridge.plan import SHOWN, WeightPlan
 from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_header
 from megaswift.disk import atomic_file, safetensors_to
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.families.adapter_folder import CLASSIFIER_TASK, CONFIG, LANGUAGE_TASK, TENSORS
-from megaswift.families.projections import WEIGHT, Projection, end_of, partly_chosen, projections, without_dora
+from megaswift.families.projections import WEIGHT, Projection, dora_problems, partly_chosen, projections, stack_suffix
 from megaswift.families.step_manifest import refuse_damaged_part
 
 REFUSED: Mapping[str, str] = {
@@ -116,7 +116,7 @@ class PeftFolder:
                 problems.append(self._wrong(name, shape, weights.hf_shapes[name]))
             saved.append(name)
         problems += partly_chosen(weights.family, weights.spec, saved)
-        problems += without_dora(chosen, f"{self.directory / CONFIG}, use_dora") if self.settings.dora else []
+        problems += dora_problems(chosen, f"{self.directory / CONFIG}, use_dora") if self.settings.dora else []
         if problems:
             raise WeightsError(problems[:SHOWN])
         return AdapterPlan(weights, chosen, self._with_ranks(ranks), saved)
@@ -138,7 +138,7 @@ class PeftFolder:
         """How to read each tensor; stacks of experts taken apart."""
         readers: dict[str, Read] = {name: partial(self._read, name) for name in self._stored}
         apart: dict[str, Read] = {}
-        for stack in stacks(readers):
+        for stack in expert_stacks_of(readers):
             names = [f"{stack}.lora_{half}.weight" for half in HALVES]
             if all(name in readers for name in names):
                 experts = dict(unstacked_readers(stack, readers[names[0]], readers[names[1]], by_module))
@@ -268,11 +268,11 @@ def _targets(plan: AdapterPlan) -> list[str]:
 
 def _parameters(plan: AdapterPlan) -> list[str]:
     """The same for experts that share a parameter: its name without the layer, or the whole one."""
-    end_of_stack = {a.projection.stack: end_of(a.projection.stack) for a in plan.adapters if a.projection.stack}
+    end_of_stack = {a.projection.stack: stack_suffix(a.projection.stack) for a in plan.adapters if a.projection.stack}
     same_end = {
         p.stack
         for p in projections(plan.plan.family, plan.plan.spec)
-        if p.stack and end_of(p.stack) in end_of_stack.values()
+        if p.stack and stack_suffix(p.stack) in end_of_stack.values()
     }
     return sorted(set(end_of_stack.values()) if same_end == end_of_stack.keys() else end_of_stack)
 

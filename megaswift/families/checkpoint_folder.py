@@ -20,7 +20,7 @@ from megaswift import log
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.step_manifest import (
     damaged_files,
-    lost_history,
+    missing_step_problem,
     newest_first,
     skipped_step_notice,
     step_damage,
@@ -91,7 +91,7 @@ def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Pr
             problems += bad
         if problems:
             raise CheckpointError([*problems, Problem(str(store), "has no intact step", "a copy of the run")])
-        if (lost := lost_history(store)) is not None:
+        if (lost := missing_step_problem(store)) is not None:
             raise CheckpointError(Problem(lost.what, lost.rule, "a copy of the run"))
     return None
 

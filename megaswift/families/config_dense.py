@@ -101,6 +101,6 @@ def softcaps(attention: float | None, logits: float | None) -> RowGroup:
     return RowGroup(("attn_logit_softcapping", "final_logit_softcapping", "attention_dropout"), read)
 
 
-def windowed_but_every(every: int) -> WindowedLayer:
+def global_attention_every(every: int) -> WindowedLayer:
     """All layers have a window but every `every`-th."""
     return lambda _, layer: (layer + 1) % every != 0

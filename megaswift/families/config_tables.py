@@ -195,7 +195,7 @@ def architecture(name: str) -> RowGroup:
     return RowGroup(("architectures",), read)
 
 
-def authors_code(name: str) -> RowGroup:
+def check_remote_code(name: str) -> RowGroup:
     """`auto_map` of folders that came with their authors' code before transformers had the model: modules called after
     `name` only.
 

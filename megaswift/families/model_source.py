@@ -17,7 +17,7 @@ from megaswift.data.template import read_template
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.errors import Problem, WeightsError, first_line, path_hint
 from megaswift.families.adapter_folder import CONFIG as ADAPTERS
-from megaswift.families.adapter_folder import no_model
+from megaswift.families.adapter_folder import adapter_as_model_problem
 from megaswift.families.checkpoint_folder import find_checkpoint, verified_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.vision import has_tower
@@ -96,7 +96,7 @@ def _folder(path: Path, name: str, verify: bool) -> Path:
         )
     for adapter in (path, path / "adapter"):
         if (adapter / ADAPTERS).is_file():
-            raise WeightsError(no_model(f"--model {name}", adapter))
+            raise WeightsError(adapter_as_model_problem(f"--model {name}", adapter))
     raise WeightsError(Problem(f"--model {name}", "has no config.json", "a folder that holds a Hugging Face model"))
 
 
@@ -140,7 +140,11 @@ def missing_files(folder: Path, random_init: bool) -> list[Problem]:
         return problems
     if (checkpoint := find_checkpoint(folder)) is not None:
         adapter = checkpoint.model.parent / "adapter"
-        return [*problems, no_model(f"--model {adapter.parent}", adapter)] if adapter.is_dir() else problems
+        return (
+            [*problems, adapter_as_model_problem(f"--model {adapter.parent}", adapter)]
+            if adapter.is_dir()
+            else problems
+        )
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

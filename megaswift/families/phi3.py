@@ -7,7 +7,7 @@ from typing import Any
 
 from megaswift.families.blocks import EMBEDDING, FUSED_ATTENTION, HEAD, dense_mlp
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup
-from megaswift.families.config_tables import FFN, authors_code, head_dim, kv_heads, rope, window
+from megaswift.families.config_tables import FFN, check_remote_code, head_dim, kv_heads, rope, window
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.spec import RopeSpec
 
@@ -80,7 +80,7 @@ FAMILIES.register(
             kv_heads(required=False),
             LONGROPE,
             window(None),
-            authors_code("phi3"),
+            check_remote_code("phi3"),
             AnyRow("resid_pdrop", "hidden_dropout", float, 0.0),
             RequiredValue("embd_pdrop", (0,), "transformers' model does not apply it"),
             RequiredValue("attention_bias", (False,), NO_BIAS),

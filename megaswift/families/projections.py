@@ -143,7 +143,7 @@ def select_projections(
     return [p for p in candidates if p.module in chosen]
 
 
-def without_dora(chosen: Sequence[Projection], label: str) -> list[Problem]:
+def dora_problems(chosen: Sequence[Projection], label: str) -> list[Problem]:
     """What keeps DoRA from these projections: PEFT refuses it for parameters, and transformers keeps the experts of all
     families so."""
     experts = list(dict.fromkeys(p.leaf for p in chosen if ".experts." in p.megatron))
@@ -155,7 +155,10 @@ def without_dora(chosen: Sequence[Projection], label: str) -> list[Problem]:
 
 
 def _no_parameter(name: str, candidates: Sequence[Projection]) -> Problem:
-    what, ends = f"--target_parameters {name}", list(dict.fromkeys(end_of(p.stack) for p in candidates if p.stack))
+    what, ends = (
+        f"--target_parameters {name}",
+        list(dict.fromkeys(stack_suffix(p.stack) for p in candidates if p.stack)),
+    )
     if ends:
         close = nearest_name(name, [*ends, *(end.rsplit(".", 1)[-1] for end in ends)])
         return Problem(what, "matches no stacked expert parameter", f"{close or ends[0]}; there are {', '.join(ends)}")
@@ -166,13 +169,13 @@ def _no_parameter(name: str, candidates: Sequence[Projection]) -> Problem:
     return Problem(what, rule + "in this model each expert has its own", f"--target_modules {' '.join(modules)}")
 
 
-def end_of(stack: str) -> str:
+def stack_suffix(stack: str) -> str:
     """A parameter's name without its layer: `mlp.experts.gate_up_proj`."""
     return ".".join(stack.split(".")[-3:])
 
 
 def _no_target(name: str, candidates: Sequence[Projection], family: Family, spec: ModelSpec) -> Problem:
-    stacks = [end_of(p.stack) for p in candidates if p.stack and _matches(name, (p.stack, p.megatron))]
+    stacks = [stack_suffix(p.stack) for p in candidates if p.stack and _matches(name, (p.stack, p.megatron))]
     if stacks:
         what = "is not a module but a parameter with all experts stacked"
         return Problem(f"--target_modules {name}", what, f"--target_parameters {stacks[0]}")

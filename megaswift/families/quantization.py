@@ -65,10 +65,10 @@ Scheme = Fp8Scheme | Mxfp4Scheme
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
-    """How the weights beside this config.json are quantised; None for plain weights, or where `problem_of` has
-    something to say."""
+    """How the weights of this config.json are quantised; None for unquantised ones, and where `quantization_problem`
+    reports one."""
     section = config.get(FIELD)
-    if section is None or problem_of(config):
+    if section is None or quantization_problem(config):
         return None
     if section["quant_method"] == "mxfp4":
         return Mxfp4Scheme()
@@ -76,7 +76,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     return Fp8Scheme(None if block is None else (block[0], block[1]))
 
 
-def problem_of(config: Mapping[str, Any]) -> tuple[str, str] | None:
+def quantization_problem(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Why these quantised weights cannot be read, and what to do; None when they can, or are not quantised."""
     section = config.get(FIELD)
     if section is None:
@@ -124,7 +124,7 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(reading: ConfigReading) -> None:
-    problem = problem_of(reading.raw)
+    problem = quantization_problem(reading.raw)
     if problem:
         reading.problem(FIELD, *problem)
 

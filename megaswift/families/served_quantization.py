@@ -32,7 +32,7 @@ _PIP = {"compressed_tensors": "compressed-tensors"}
 PLAIN = "the model's unquantised checkpoint"
 
 
-def field_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def quantization_config_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a config.json says of its quantisation, also below text_config; empty for plain weights."""
     text = config.get("text_config")
     section = config.get(FIELD) or (text.get(FIELD) if isinstance(text, Mapping) else None)
@@ -41,7 +41,7 @@ def field_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def quant_method(config: Mapping[str, Any]) -> str | None:
     """Its quant_method; None for plain weights."""
-    section = field_of(config)
+    section = quantization_config_of(config)
     if not section:
         return None
     if section.get("load_in_4bit") or section.get("load_in_8bit"):

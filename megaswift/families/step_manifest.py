@@ -104,7 +104,7 @@ def _count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def whole_steps(store: Path) -> list[SavedStep]:
+def complete_steps(store: Path) -> list[SavedStep]:
     """Every step of OUT/checkpoints with a valid manifest, oldest save first. No other file is read."""
     steps = []
     for path in store.glob("step-*"):
@@ -138,15 +138,15 @@ def _named_by_pointer(store: Path) -> Path | None:
 
 def newest_first(store: Path) -> list[Path]:
     """The steps in the order in which they are tried: the one pointed at, then by the time they were saved."""
-    saved = [s.path for s in reversed(whole_steps(store))]
+    saved = [s.path for s in reversed(complete_steps(store))]
     first = _named_by_pointer(store)
     return [first, *(p for p in saved if p != first)] if first in saved else saved
 
 
-def lost_history(store: Path) -> Problem | None:
+def missing_step_problem(store: Path) -> Problem | None:
     """What is wrong with an OUT/checkpoints that had steps and has no usable one; None where none was ever saved."""
     points = (store / POINTER).exists()
-    if not (points or store.name == "checkpoints") or whole_steps(store):
+    if not (points or store.name == "checkpoints") or complete_steps(store):
         return None
     anew = (
         "--overwrite_output_dir true in place of --resume_from_checkpoint moves this run aside and starts from step 0"
@@ -240,11 +240,11 @@ def damaged_files(step: Path, parts: Iterable[str] = ()) -> list[Problem]:
         return [manifest]
     files, began = files_within(manifest, parts), time.perf_counter()
     problems = [p for name, entry in files.items() if (p := file_problem(step / name, entry)) is not None]
-    tell_duration(step, files.values(), time.perf_counter() - began)
+    log_check_duration(step, files.values(), time.perf_counter() - began)
     return problems
 
 
-def tell_duration(step: Path, files: Iterable[Mapping[str, Any]], seconds: float) -> None:
+def log_check_duration(step: Path, files: Iterable[Mapping[str, Any]], seconds: float) -> None:
     """A line about a check that took long."""
     if seconds > LONG:
         size = sum(entry["bytes"] for entry in files)

@@ -94,8 +94,8 @@ class Layout(AxisSizes):
     @classmethod
     def from_config(cls, parallel: LayoutOptions, world_size: int) -> Layout:
         """The layout of a configuration, vpp from the layout string if there is one."""
-        axes = asked_axes(parallel)
-        return cls(world_size, **axes, sequence_parallel=sequence_parallel_on(axes["tp"], parallel.sequence_parallel))
+        axes = requested_axes(parallel)
+        return cls(world_size, **axes, sequence_parallel=uses_sequence_parallel(axes["tp"], parallel.sequence_parallel))
 
     @property
     def dp(self) -> int:
@@ -173,12 +173,12 @@ def _grid_of(axes: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     raise AssertionError(f"no grid has all of {axes}; grids are {list(GRIDS.values())}")
 
 
-def sequence_parallel_on(tp: int, requested: bool | None) -> bool:
+def uses_sequence_parallel(tp: int, requested: bool | None) -> bool:
     """What the user set, else on when tp > 1."""
     return tp > 1 if requested is None else requested
 
 
-def asked_axes(parallel: LayoutOptions) -> dict[str, int]:
+def requested_axes(parallel: LayoutOptions) -> dict[str, int]:
     """The sizes that a configuration asks for, unchecked, by short name."""
     pp, vpp = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size
     if parallel.pipeline_layout is not None and vpp is None and pp > 0:

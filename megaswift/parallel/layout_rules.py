@@ -13,7 +13,7 @@ from megaswift.config.batch import accumulation, batch_problems
 from megaswift.config.swift import SwiftConfig
 from megaswift.config.train import TrainConfig
 from megaswift.errors import Problem
-from megaswift.parallel.layout import FLAGS, AxisSizes, Layout, asked_axes, sequence_parallel_on, size_problems
+from megaswift.parallel.layout import FLAGS, AxisSizes, Layout, requested_axes, size_problems, uses_sequence_parallel
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.parallel.pipeline_split import PipelineSplit, divisors, nearest_values, split_problems
 
@@ -40,7 +40,7 @@ class LayoutRequest(AxisSizes):
         p = cfg.parallel
         return cls(
             world_size,
-            **asked_axes(p),
+            **requested_axes(p),
             sequence_parallel=p.sequence_parallel,
             split=PipelineSplit.from_config(p),
             dp=p.data_parallel_size,
@@ -53,7 +53,7 @@ class LayoutRequest(AxisSizes):
     def layout(self) -> Layout:
         """The layout, when it is one."""
         return Layout(
-            self.world_size, **self.axes, sequence_parallel=sequence_parallel_on(self.tp, self.sequence_parallel)
+            self.world_size, **self.axes, sequence_parallel=uses_sequence_parallel(self.tp, self.sequence_parallel)
         )
 
     @property

@@ -95,7 +95,7 @@ class CheckpointStore:
 
     def complete(self) -> list[SavedStep]:
         """Every checkpoint with a valid manifest, oldest save first."""
-        return step_manifest.whole_steps(self.root)
+        return step_manifest.complete_steps(self.root)
 
     def incomplete(self) -> list[Path]:
         """Folders without a valid manifest, and those being written or deleted: ignored, and worth a notice."""
@@ -191,7 +191,7 @@ def steps_for(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
 
 def _steps(root: Path) -> list[Path]:
     steps = step_manifest.newest_first(root)
-    if not steps and (lost := step_manifest.lost_history(root)) is not None:
+    if not steps and (lost := step_manifest.missing_step_problem(root)) is not None:
         raise CheckpointError(lost)
     return steps
 

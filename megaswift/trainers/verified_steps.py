@@ -30,7 +30,7 @@ def damaged_on_any_rank(step: Path, parts: Iterable[str] = ()) -> list[Problem]:
     found = distributed.all_gather_dict(share)
     for name, entry in files:
         step_manifest.remember_intact(step / name, entry, found[name] is None)
-    step_manifest.tell_duration(step, [entry for _, entry in files], time.perf_counter() - began)
+    step_manifest.log_check_duration(step, [entry for _, entry in files], time.perf_counter() - began)
     return [problem for name, _ in files if (problem := found[name]) is not None]
 
 

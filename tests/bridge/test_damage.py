@@ -98,9 +98,9 @@ def test_a_dtype_that_torch_lacks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a\0b", "is no file name"),
-        ("x" * 5000, "is no file name"),
-        ("\ud800.safetensors", "is no file name"),
+        ("a\0b", "is not a file name"),
+        ("x" * 5000, "is not a file name"),
+        ("\ud800.safetensors", "is not a file name"),
         ("", "is missing"),
         (".", "is missing"),
         ("config.json", "truncated or not a safetensors file"),
@@ -117,7 +117,7 @@ def test_a_ring_of_links(fresh: Fresh) -> None:
     folder = fresh("dense")
     set_index(folder, "model.norm.weight", "ring")
     (folder / "ring").symlink_to("ring")
-    with pytest.raises(WeightsError, match=r"ring: (is no file name|is missing)"):
+    with pytest.raises(WeightsError, match=r"ring: (is not a file name|is missing)"):
         HfSource(folder)
 
 
@@ -141,12 +141,12 @@ def test_one_file_beside_shards(fresh: Fresh) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2': is not a known model family"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2': is not a supported model family"),
         ({"model_type": "mamba"}, "--engine auto, ddp, zero2 or fsdp2, which train any language model"),
         ({"architectures": ["Qwen3ForTokenClassification"]}, "must hold Qwen3ForCausalLM"),
         (
             {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
-            "is a field this family's table does not know",
+            "is not in this family's table",
         ),
     ],
 )

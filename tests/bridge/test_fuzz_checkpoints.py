@@ -64,14 +64,14 @@ def place(name: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (tables_with(place("relative_path", "../../etc/passwd")), "wrong place for 'a'"),
-        (tables_with(place("relative_path", "/etc/passwd")), "wrong place for 'a'"),
-        (tables_with(place("relative_path", "x\0")), "wrong place for 'a'"),
+        (tables_with(place("relative_path", "../../etc/passwd")), "invalid storage entry for 'a'"),
+        (tables_with(place("relative_path", "/etc/passwd")), "invalid storage entry for 'a'"),
+        (tables_with(place("relative_path", "x\0")), "invalid storage entry for 'a'"),
         (tables_with(place("length", 10)), "bytes that is stored in 10 bytes of a file"),
         (tables_with(place("offset", "1")), "wrong place"),
         (tables_with(lambda i: i.storage_data.pop(MetadataIndex("b", torch.Size([0])))), "a chunk without a file"),
         (tables_with(lambda i: i.state_dict_metadata.update({7: None})), "'7' as the name of a tensor"),
-        (b"\x80\x02}r\xff\xff\xff\x7f.", "a place in the memo beyond"),
+        (b"\x80\x02}r\xff\xff\xff\x7f.", "a memo index that is out of range"),
         (b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x00}.", "truncated"),
         (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x00", "opcode BINUNICODE8 at byte 2"),
         (b"\x80\x02cos\nsystem\nU\x04true\x85R.", "os.system"),

@@ -299,7 +299,7 @@ def test_folders_that_do_not_fit_are_refused_by_name(folders: Path, tmp_path: Pa
     assert "trains biases" in refused(bias="all")
     assert "changed the base model's weights" in refused(init_lora_weights="pissa_niter_4")
     assert "repeats layers" in refused(layer_replication=[[0, 2]])
-    with pytest.raises(WeightsError, match="belongs to no layer of this model"):
+    with pytest.raises(WeightsError, match="does not match a layer of this model"):
         PeftFolder(good).plan(plan_of(wide))
     with pytest.raises(WeightsError, match="has no adapter_config.json"):
         PeftFolder(folder)

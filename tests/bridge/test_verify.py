@@ -172,7 +172,7 @@ def test_another_architecture(folders: Path, fresh: Fresh, tmp_path: Path) -> No
         convert(["verify", str(make("dense", folders)), str(make("llama", folders))])
     b = fresh("dense")
     set_config(b, architectures=["Qwen3ForSequenceClassification"])
-    with pytest.raises(UserError, match="is another architecture"):
+    with pytest.raises(UserError, match="is a different architecture"):
         convert(["verify", str(make("dense", folders)), str(b)])
 
 

@@ -80,6 +80,6 @@ def test_other_generators_do_not_fit(context: ParallelContext, tmp_path: Path) -
 def test_unreadable(content: bytes | None, context: ParallelContext, tmp_path: Path) -> None:
     """A problem that names the file."""
     if content is not None:
-        saved.path(tmp_path, 3).write_bytes(content)
+        saved.rng_file(tmp_path, 3).write_bytes(content)
     found = saved.read_rng_state(tmp_path, 3)
     assert isinstance(found, Problem) and "rng-00003.safetensors" in found.what

@@ -100,7 +100,7 @@ def test_a_reward_model_is_known_by_its_config() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_field_that_no_table_knows_is_named(name: str) -> None:
-    with pytest.raises(WeightsError, match="use_secret_sauce True: is a field this family's table does not know"):
+    with pytest.raises(WeightsError, match="use_secret_sauce True: is not in this family's table"):
         spec(PUBLISHED[name][0], use_secret_sauce=True)
 
 

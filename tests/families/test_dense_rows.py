@@ -61,7 +61,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "gemma kind of layer",
         GEMMA_3_1B,
         {"rope_parameters": {"chunked_attention": {}}},
-        "chunked_attention is no kind of layer",
+        "chunked_attention is not a layer type",
     ),
     ("gemma pattern", GEMMA_3_1B, {"sliding_window_pattern": 0}, "sliding_window_pattern 0"),
     ("gemma without a pattern", GEMMA_3_1B, {"sliding_window_pattern": None}, "sliding_window_pattern None"),

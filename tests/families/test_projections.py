@@ -56,7 +56,7 @@ def test_all_linear_leaves_shared_parameters_out() -> None:
             "--target_parameters experts.up_proj: matches no stacked expert parameter",
         ),
         (GPT_OSS_20B, (), ("gate_up_proj_bias",), "matches no stacked expert parameter"),
-        (GPT_OSS_20B, (), ("(down",), "--target_parameters (down: is no regular expression"),
+        (GPT_OSS_20B, (), ("(down",), "--target_parameters (down: is not a regular expression"),
         (GPT_OSS_20B, (), (), "--target_modules none: leaves nothing to adapt"),
         (
             QWEN3_30B_A3B,

@@ -54,7 +54,9 @@ def test_quantised_weights_and_what_they_cannot_do(model: Path) -> None:
     assert said(model, train_type="lora") == []
     assert "--engine megatron, which trains them dequantised" in said(model)[0]
     text = "\n".join(said(model, train_type="qlora", merge_lora=True))
-    assert "would quantise again" in text and "adds adapters to plain weights" in text
+    assert (
+        "would quantise weights that are already quantised" in text and "--merge_lora true: needs unquantised" in text
+    )
     set_config(model, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     assert said(model, train_type="lora") == [] and "--train_type lora" in said(model)[0]
     assert "cannot be split over ranks" in said(model, train_type="lora", engine="fsdp2")[0]

@@ -27,12 +27,17 @@ from megaswift.config.capabilities import missing_transformer_engine
 from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.checkpoint import save_load
-from megaswift.engine.megatron.layers.choice import fp8_problems, only_torch, only_torch_here, pick_layers
+from megaswift.engine.megatron.layers.choice import (
+    choose_layer_impl,
+    fp8_problems,
+    torch_only_features,
+    torch_only_reasons,
+)
 from megaswift.engine.megatron.layers.router import AuxLosses
 from megaswift.engine.megatron.lora.adapters import RankAdapters, plan_adapters
 from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap_chunks
 from megaswift.engine.megatron.model_config import transformer_config
-from megaswift.engine.megatron.offload import Offload
+from megaswift.engine.megatron.offload import EngineOffload
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.sizes import measure_sizes
 from megaswift.engine.megatron.weights import RandomSource, RankWeights, freeze_matching
@@ -55,9 +60,11 @@ class MegatronEngine:
         self.spec, self.cfg, self.context = spec, cfg, context
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
         comm = cfg.parallel.cp_exchange if self.layout.cp > 1 else None
-        beyond = only_torch(spec) + only_torch_here(spec, comm, bool(cfg.data.packing))
+        beyond = torch_only_features(spec) + torch_only_reasons(spec, comm, bool(cfg.data.packing))
         beyond += ["weights in NF4"] * (cfg.model.train_type == "qlora")
-        self.impl, self.impl_reason = pick_layers(cfg.model.transformer_impl, cfg.model.attn_impl, ", ".join(beyond))
+        self.impl, self.impl_reason = choose_layer_impl(
+            cfg.model.transformer_impl, cfg.model.attn_impl, ", ".join(beyond)
+        )
         if lacking := missing_transformer_engine(cfg, installed=self.impl == "transformer_engine"):
             raise ConfigError(lacking)
         if cfg.model.fp8_format and (unfit := fp8_problems(cfg.model.fp8_recipe, torch.cuda.get_device_capability())):
@@ -67,9 +74,9 @@ class MegatronEngine:
         adapters = plan_adapters(cfg.lora, self.plan) if cfg.model.train_type != "full" else None
         if adapters and self.config.quantised:
             family, layout = self.plan.family, self.layout
-            if unfit := four_bits.four_bit_problems(family, spec, layout.tp, layout.etp) + four_bits.cannot_train(
-                family, adapters.saved
-            ):
+            if unfit := four_bits.four_bit_problems(
+                family, spec, layout.tp, layout.etp
+            ) + four_bits.four_bit_trainable_problems(family, adapters.saved):
                 raise ConfigError(unfit)
             if adapters.settings.dora:
                 raise ConfigError(four_bits.NO_DORA)
@@ -81,7 +88,7 @@ class MegatronEngine:
         self.chunks = wrap_chunks(self.plain, self.config, cfg, context)
         self.optimizer = optim.build_optimizer(self.chunks, self.config, cfg)
         self.config.grad_scale_func = self.optimizer.scale_loss if self.config.fp16 else None
-        self.away = Offload(self.chunks, self.optimizer)
+        self.away = EngineOffload(self.chunks, self.optimizer)
         self.remembered: ReferenceWeights | None = None
         self.kept: WeightSource | None = None
         self.kept_names: list[str] = []

@@ -61,7 +61,7 @@ class OffloadedStorage:
         self._held.clear()
 
 
-class Offload:
+class EngineOffload:
     """Parks parts of one engine. Weights that the optimizer keeps in float32 count as its state."""
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:

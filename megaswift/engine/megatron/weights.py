@@ -109,7 +109,7 @@ class RankWeights:
                 if isinstance(module, NF4Matrix):
                     self._place(plan.by_megatron[canonical_name(name, chunk, spec, context)], chunk, name)
             for p in self.placed if chunk.config.quantised else ():
-                assert isinstance(p.held, NF4Matrix) == four_bits.held_in_four_bits(p.entry.rule), (
+                assert isinstance(p.held, NF4Matrix) == four_bits.is_four_bit_weight(p.entry.rule), (
                     f"{p.entry.megatron} is not held as it should be"
                 )
         self.by_name = {p.entry.megatron: p for p in self.placed}

@@ -53,7 +53,10 @@ def check_causality(engine: TorchEngine) -> None:
         assert numbers is not None, "it was asked for"
         return numbers.float().cpu()
 
-    label, longest = f"{engine.cfg.model.model}, model_type {spec.family}", positions(base_model(engine.fields.model))
+    label, longest = (
+        f"{engine.cfg.model.model}, model_type {spec.family}",
+        learned_positions(base_model(engine.fields.model)),
+    )
     with engine.most_exact():
         limit = EXACT if engine.dtype == torch.float32 else ROUNDED
         problems = [*_problems(read, spec.vocab_size, limit, bool(engine.cfg.data.packing), label)]
@@ -77,8 +80,8 @@ def _problems(read: Read, vocab: int, limit: float, packing: bool, model: str) -
     """What is wrong with a model of so many tokens."""
     tokens = torch.randint(vocab, (BEFORE + DOCUMENT + END,), generator=torch.Generator().manual_seed(0))
     before, document, end = tokens.split((BEFORE, DOCUMENT, END))
-    alone = read(row(document))
-    ended = read(row(torch.cat([document[:-END], end])))
+    alone = read(single_row_batch(document))
+    ended = read(single_row_batch(torch.cat([document[:-END], end])))
     same = DOCUMENT - END - 1  # the label after these is exchanged too
     if _differs(alone[:, :same], ended[:, :same], limit * _apart(alone, ended)):
         yield Problem(
@@ -88,9 +91,12 @@ def _problems(read: Read, vocab: int, limit: float, packing: bool, model: str) -
         )
         return
     if packing:
-        separate, joined = read(row(before, document))[:, BEFORE:], read(row(torch.cat([before, document])))[:, BEFORE:]
+        separate, joined = (
+            read(single_row_batch(before, document))[:, BEFORE:],
+            read(single_row_batch(torch.cat([before, document])))[:, BEFORE:],
+        )
         # of a row of another length
-        rounding = _apart(alone[:, :-1], read(row(torch.cat([document, end])))[:, : DOCUMENT - 1])
+        rounding = _apart(alone[:, :-1], read(single_row_batch(torch.cat([document, end])))[:, : DOCUMENT - 1])
         if _differs(alone, separate, max(limit * _apart(alone, joined), 3 * rounding)):
             yield Problem(
                 "--packing true",
@@ -100,7 +106,7 @@ def _problems(read: Read, vocab: int, limit: float, packing: bool, model: str) -
             )
 
 
-def positions(model: nn.Module) -> int | None:
+def learned_positions(model: nn.Module) -> int | None:
     """How many a model has a learned vector for; None where positions need none."""
     tables = [
         m
@@ -118,7 +124,7 @@ def _differs(a: Tensor, b: Tensor, most: float) -> bool:
     return not _apart(a, b) <= most  # not a number: it does
 
 
-def row(*documents: Tensor) -> Batch:
+def single_row_batch(*documents: Tensor) -> Batch:
     """One row, packed where there are several documents; every token but a document's last has a label."""
     rows = [_document(ids) for ids in documents]
     if len(rows) == 1:

@@ -23,13 +23,13 @@ from megaswift.bridge.hf_source import HfSource, TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.saved_dtypes import dtype_problem
 from megaswift.bridge.step_source import StepSource
-from megaswift.bridge.transformers_weights import buffers, disk_names
+from megaswift.bridge.transformers_weights import disk_names, saved_buffers
 from megaswift.disk import sync
 from megaswift.engine import rng_state
 from megaswift.engine.torch import weight_loading
 from megaswift.engine.torch.adapters import PREFIX, base_model
-from megaswift.engine.torch.conversions import conversion_groups, groups
-from megaswift.engine.torch.host_memory import returned_at_once
+from megaswift.engine.torch.conversions import conversion_groups, convertible_groups
+from megaswift.engine.torch.host_memory import return_freed_memory
 from megaswift.engine.torch.strategy import WEIGHT
 from megaswift.errors import ROOM, Problem, UserError
 from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointFolder
@@ -75,7 +75,7 @@ def written_files(
         writer = HfWriter(folder, metas, MAX_SHARD_BYTES, overwrite=True) if engine.rank == 0 else None
     except UserError as error:
         problems = list(error.problems)
-    with returned_at_once():
+    with return_freed_memory():
         for name, tensor in tensors:
             if writer is not None and not problems:
                 try:
@@ -102,12 +102,12 @@ def stream_weights(engine: TorchEngine, kind: str, everywhere: bool = False) -> 
     else:
         names = [n.removeprefix(PREFIX) for n in (engine.shapes if kind == WEIGHT else engine.strategy.trained())]
         full = lambda name: engine.strategy.full(PREFIX + name, kind)  # noqa: E731
-    for group in groups(bare, names):
+    for group in convertible_groups(bare, names):
         tensors = {name: full(name) for name in group}
         if has_tensors:
             yield from disk_names(bare, {name: tensor.detach().cpu() for name, tensor in tensors.items()}).items()
     if kind == WEIGHT and has_tensors:
-        model_buffers = buffers(bare) if merging is None else merging.buffers(bare)
+        model_buffers = saved_buffers(bare) if merging is None else merging.buffers(bare)
         yield from disk_names(bare, {name: tensor.cpu() for name, tensor in model_buffers.items()}).items()
 
 
@@ -115,7 +115,7 @@ def disk_metas(engine: TorchEngine) -> dict[str, Tensor]:
     """What `stream_weights` gives of the weights, in shape and dtype."""
     bare = base_model(engine.fields.model)
     metas = {name.removeprefix(PREFIX): torch.empty(shape, device="meta") for name, shape in engine.shapes.items()}
-    return disk_names(bare, metas) | disk_names(bare, buffers(bare))
+    return disk_names(bare, metas) | disk_names(bare, saved_buffers(bare))
 
 
 def _stream_all(engine: TorchEngine) -> Iterator[tuple[str, Tensor]]:
@@ -136,7 +136,7 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
     distributed.raise_on_all_ranks([states] if isinstance(states, Problem) else [])
     assert not isinstance(states, Problem)
     engine.strategy.steps = int(facts["step"])
-    with returned_at_once():
+    with return_freed_memory():
         if not engine.adapts:
             weights = StepSource(CheckpointFolder(directory, directory), torch.float32)
             weight_loading.read_tensor(engine, conversion_groups(base_model(engine.fields.model), weights), weights, {})

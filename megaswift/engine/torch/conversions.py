@@ -80,7 +80,7 @@ def group_shapes(model: Any, source: WeightSource, groups: Iterable[ConversionGr
     return shapes
 
 
-def groups(model: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
+def convertible_groups(model: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
     """Parameters in groups that must be written together, because they come from, or become, the same tensors of
     files."""
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -19,7 +19,7 @@ from torch import Tensor
 from megaswift import distributed
 from megaswift.bridge import finite_weights
 from megaswift.bridge.model_folder import write_model
-from megaswift.bridge.transformers_weights import buffers, config_dtype, disk_dtypes, metas_like
+from megaswift.bridge.transformers_weights import config_dtype, disk_dtypes, metas_like, saved_buffers
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
@@ -29,7 +29,7 @@ from megaswift.engine.reference import ReferenceWeights
 from megaswift.engine.torch import adapters, causality_check, checkpoint, quantized, weight_loading
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import DdpStrategy
-from megaswift.engine.torch.host_memory import returned_at_once
+from megaswift.engine.torch.host_memory import return_freed_memory
 from megaswift.engine.torch.merged_adapters import merging_of
 from megaswift.engine.torch.neftune import NeftuneNoise
 from megaswift.engine.torch.rank_allocation import allocation_of
@@ -54,20 +54,20 @@ class TorchEngine:
 
     def load_hf(self, directory: Path) -> None:
         """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
-        with returned_at_once():
+        with return_freed_memory():
             self._build(weight_loading.start_from_files(directory, self))
         finite_weights.check_finite((name, _local(p)) for name, p in self.fields.model.named_parameters())
         causality_check.check_causality(self)
 
     def random_init(self, seed: int) -> None:
         """Weights from the configured seed."""
-        with returned_at_once():
+        with return_freed_memory():
             self._build(weight_loading.start_from_seed(self.folder, self))
         causality_check.check_causality(self)
 
     def keep(self, directory: Path) -> None:
         """The model without its weights, which a checkpoint brings."""
-        with returned_at_once():
+        with return_freed_memory():
             self._build(weight_loading.start_empty(directory, self))
 
     def _build(self, start: weight_loading.WeightStart) -> None:
@@ -238,7 +238,7 @@ class TorchEngine:
         """A PEFT folder with what trains. Collective; rank 0 writes."""
         state = {name: self.strategy.full(name, WEIGHT) for name in self.strategy.trained()}
         state |= {
-            adapters.PREFIX + name: tensor for name, tensor in buffers(self.fields.model).items()
+            adapters.PREFIX + name: tensor for name, tensor in saved_buffers(self.fields.model).items()
         }  # VeRA's projections
         if self.rank == 0:
             adapters.write_adapter_folder(

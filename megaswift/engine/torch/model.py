@@ -151,7 +151,7 @@ def prepare_model(
     model = build_model(folder, cfg, weights, spec, further, empty)
     meta_init.move_to_meta(model)
     if cfg.model.use_liger:
-        liger.apply(model)
+        liger.apply_liger(model)
     freeze_base(model, cfg.model.freeze_parameters)
     vision.freeze_parts(model, cfg.model)
     if cfg.model.recompute_granularity == "full":

@@ -18,7 +18,7 @@ from megaswift.bridge.bits_and_bytes import bitsandbytes_config
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import bits_of
 from megaswift.families.family import read_config
-from megaswift.families.served_quantization import DEQUANTISED, field_of, quant_method
+from megaswift.families.served_quantization import DEQUANTISED, quant_method, quantization_config_of
 
 
 def loading_arguments(folder: Path, cfg: SwiftConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -28,7 +28,11 @@ def loading_arguments(folder: Path, cfg: SwiftConfig, device: torch.device, dtyp
     if method in DEQUANTISED:
         from transformers.quantizers import AutoQuantizationConfig
 
-        return {"quantization_config": AutoQuantizationConfig.from_dict({**field_of(config), "dequantize": True})}
+        return {
+            "quantization_config": AutoQuantizationConfig.from_dict(
+                {**quantization_config_of(config), "dequantize": True}
+            )
+        }
     if bits is not None:
         q = cfg.quantization
         products = dtype if q.bnb_4bit_compute_dtype == "auto" else getattr(torch, q.bnb_4bit_compute_dtype)

@@ -27,7 +27,7 @@ from megaswift import distributed
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.new_head import NEW, NewHead, new_head
 from megaswift.bridge.open_weights import open_weights
-from megaswift.bridge.transformers_weights import buffers
+from megaswift.bridge.transformers_weights import saved_buffers
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import SHARDED, bits_of
 from megaswift.engine.torch import meta_init, model, quantized
@@ -134,7 +134,7 @@ def read_tensor(
     for name in engine.shapes:
         if skip is None or skip not in name:  # an adapter's folder brought these
             places.setdefault(first.get(base_name(name), base_name(name)), []).append(name)
-    model_buffers = {unwrap_adapters(name): tensor for name, tensor in buffers(bare).items()}
+    model_buffers = {unwrap_adapters(name): tensor for name, tensor in saved_buffers(bare).items()}
     for piece in groups:
         tensors = {name: source.slice(name).float() for _, name in piece.stored}
         for target, tensor in piece.convert(bare, tensors).items():
@@ -157,12 +157,14 @@ def _from_first_rank(directory: Path, engine: TorchEngine, weights: bool) -> Wei
             problems = list(error.problems)
     distributed.raise_on_all_ranks(problems, WeightsError)
     if fields is None:
-        return WeightStart(_prepare(directory, engine, weights=False, empty=True), lambda engine: hand_out(engine, {}))
+        return WeightStart(
+            _prepare(directory, engine, weights=False, empty=True), lambda engine: broadcast_from_rank0(engine, {})
+        )
     tensors = meta_init.drop_storage(fields)
-    return WeightStart(fields, lambda engine: hand_out(engine, tensors))
+    return WeightStart(fields, lambda engine: broadcast_from_rank0(engine, tensors))
 
 
-def hand_out(engine: TorchEngine, tensors: dict[str, Tensor]) -> None:
+def broadcast_from_rank0(engine: TorchEngine, tensors: dict[str, Tensor]) -> None:
     """Fills an engine's weights from those of rank 0, which has let go of each when it is sent. Collective."""
     for name, shape in engine.shapes.items():
         tensor = tensors.pop(name) if engine.rank == 0 else torch.empty(shape)

@@ -19,7 +19,7 @@ from megaswift.bridge.transformers_weights import disk_names
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch import meta_init, model, weight_loading
 from megaswift.engine.torch.adapters import base_model
-from megaswift.engine.torch.conversions import conversion_groups, first_names, groups
+from megaswift.engine.torch.conversions import conversion_groups, convertible_groups, first_names
 from megaswift.errors import WeightsError
 from megaswift.families.unlisted import any_spec
 from tests.bridge.folders import tensors_of
@@ -79,13 +79,13 @@ def test_written_in_groups_as_whole(variant: str, tmp_path: Path) -> None:
     bare = filled(folder)[0].model
     tensors = dict(bare.named_parameters())
     made: dict[str, Tensor] = {}
-    for group in groups(bare, tensors):
+    for group in convertible_groups(bare, tensors):
         made |= disk_names(bare, {name: tensors[name] for name in group})
     stored = tensors_of(folder)
     left = {n for n in stored if n not in made}
     assert left <= {n for n, _ in bare.named_buffers()} | {"lm_head.weight"} and made.keys() <= stored.keys()
     assert all(torch.equal(tensor, stored[name]) for name, tensor in made.items())
-    assert len(groups(bare, tensors)) > 20
+    assert len(convertible_groups(bare, tensors)) > 20
 
 
 def test_files_that_lack_a_tensor(tmp_path: Path) -> None:

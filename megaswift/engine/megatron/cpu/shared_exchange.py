@@ -39,7 +39,7 @@ LOOK = 1.0
 """Seconds between looks at whether the ranks that are waited for live."""
 
 
-def machine_number() -> int:
+def shared_memory_id() -> int:
     """A number that processes share when they can share memory; 0 where none can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return 0
@@ -134,7 +134,7 @@ def open_exchange(
 
     `gather`: some numbers of this rank to those of all, by whatever means.
     """
-    machine_id, file, memory = machine_number(), -1, None
+    machine_id, file, memory = shared_memory_id(), -1, None
     length = _head(ranks) + 2 * ranks * SLOT
     if rank == 0 and machine_id:
         file = os.memfd_create("megaswift", os.MFD_CLOEXEC)

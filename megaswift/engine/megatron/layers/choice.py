@@ -43,7 +43,7 @@ def fp8_problems(recipe: str, capability: tuple[int, int]) -> list[Problem]:
     ]
 
 
-def only_torch(spec: ModelSpec) -> list[str]:
+def torch_only_features(spec: ModelSpec) -> list[str]:
     """What of a model the torch layers alone compute, under every layout.
 
     Sinks: Transformer Engine has them from 2.8 on, for some attention backends, and not for packed rows with each of
@@ -54,7 +54,7 @@ def only_torch(spec: ModelSpec) -> list[str]:
     return differing + (["attention sinks"] if spec.transformer.get("softmax_type", "vanilla") != "vanilla" else [])
 
 
-def only_torch_here(spec: ModelSpec, cp_comm_type: str | None, packing: bool) -> list[str]:
+def torch_only_reasons(spec: ModelSpec, cp_comm_type: str | None, packing: bool) -> list[str]:
     """What the torch layers alone compute under this run's layout; `cp_comm_type` None is no context parallelism.
 
     Source: the combinations that Transformer Engine's own attention tests leave out, and Megatron-Core 0.16's latent
@@ -73,7 +73,7 @@ def only_torch_here(spec: ModelSpec, cp_comm_type: str | None, packing: bool) ->
     return found
 
 
-def pick_layers(implementation: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
+def choose_layer_impl(implementation: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
     """(`transformer_engine` or `torch`, why) for `--transformer_impl` and `--attn_impl`; `lacking` is what only torch
     layers do."""
     if lacking and implementation == "transformer_engine":

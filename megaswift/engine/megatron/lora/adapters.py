@@ -24,7 +24,7 @@ from megaswift.engine.megatron.lora import layers
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.weights import LocalParam, RankWeights
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.families.projections import WEIGHT, saved_modules, select_projections, without_dora
+from megaswift.families.projections import WEIGHT, dora_problems, saved_modules, select_projections
 
 
 def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
@@ -44,7 +44,7 @@ def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
     settings = AdapterSettings(cfg.lora_rank, cfg.lora_alpha, cfg.use_rslora, cfg.lora_dropout, cfg.use_dora)
     family, spec = weights.family, weights.spec
     chosen = select_projections(family, spec, cfg.target_modules, cfg.target_parameters)
-    if unfit := without_dora(chosen, "--use_dora true") if cfg.use_dora else []:
+    if unfit := dora_problems(chosen, "--use_dora true") if cfg.use_dora else []:
         raise ConfigError(unfit)
     saved = saved_modules(family, spec, cfg.modules_to_save)
     # as PEFT's SEQ_CLS saves it

@@ -29,7 +29,7 @@ def everything(rank: int, world: int, slot: int) -> dict[str, torch.Tensor]:
 
     shared_exchange.SLOT = slot or shared_exchange.SLOT
     if not slot:
-        shared_exchange.machine_number = lambda: 0
+        shared_exchange.shared_memory_id = lambda: 0
     dist.init_process_group("gloo")
     found: dict[str, torch.Tensor] = {}
     for name, size in (("small", 5), ("big", BIG)):
