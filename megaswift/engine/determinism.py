@@ -59,5 +59,5 @@ def determinism_error(cfg: SwiftConfig, error: BaseException) -> ConfigError | N
     if not cfg.train.deterministic or _RAISED not in text:
         return None
     operation = text.split(_RAISED)[0].strip().split("\n")[-1]
-    rule = f"{operation} is needed by this run and has no deterministic implementation on this device"
+    rule = f"{operation} has no deterministic implementation on this device, and this run uses it"
     return ConfigError(Problem("--deterministic true", rule, "--deterministic false"))

@@ -141,7 +141,7 @@ def test_four_bits_that_do_not_fit_are_told_before_anything_starts(model: Path, 
     text = "\n".join(problems(cfg, 1))
     assert (
         "an NF4 block is 64 inputs" in text
-        and "--modules_to_save model.layers.0.self_attn.o_proj: is held in NF4" in text
+        and "--modules_to_save model.layers.0.self_attn.o_proj: is stored in NF4" in text
     )
     assert "lm_head" not in text
 
