@@ -1,4 +1,5 @@
-"""Low-rank adapters of a model: which Hugging Face module each belongs to, and how its two matrices lie on ranks.
+"""Low-rank adapters of a model: which Hugging Face module each belongs to, and how its two matrices are sharded over
+ranks.
 
 An adapter adds scale x B A x to a linear layer's W x (Hu et al. 2021, arXiv:2106.09685), with A [r, in] and B [out, r]
 of the Hugging Face module. One of DoRA (arXiv:2402.09353) has magnitudes m [out] beside them and makes each row of W +

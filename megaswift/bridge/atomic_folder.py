@@ -1,4 +1,4 @@
-"""A folder that is written over a long time and appears whole or not at all.
+"""Resumable folders: written over hours, continued after an interruption, renamed into place when complete.
 
     .NAME.converting/          the files on their way
     .NAME.converting.journal   what they are made from, then the number of each item that is on disk for good

@@ -1,4 +1,4 @@
-"""What all converters share: tensors streamed into planned places of a folder, block by block.
+"""The loop of all converters: tensors streamed block by block to their planned offsets in the files of a folder.
 
 Owns the loop, the progress on the screen and what an interruption leaves. Where the tensors come from and where they go
 is said by `hf_to_megatron`, `megatron_to_hf` and `merge`. Held at any time: some blocks of 16 MiB, whatever the model's

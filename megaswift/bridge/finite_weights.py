@@ -1,4 +1,4 @@
-"""Weights of a model folder are finite numbers: one NaN makes every loss NaN, and no step is ever taken."""
+"""The check that all weights of a model folder are finite: one NaN makes every loss NaN, and every step is skipped."""
 
 from __future__ import annotations
 

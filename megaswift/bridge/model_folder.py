@@ -1,5 +1,5 @@
-"""What a sharded checkpoint carries beside its tensors, so that it becomes a Hugging Face folder with nothing else at
-hand.
+"""The folder `model` of a sharded checkpoint: config.json, tokenizer files and original dtypes, enough to convert it
+back to a Hugging Face folder.
 
     model/config.json       as it was read, without quantisation (weights lie dequantised)
     model/weights.json      the dtype that each Hugging Face tensor had

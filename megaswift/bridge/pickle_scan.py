@@ -1,4 +1,4 @@
-"""A look through a pickle's opcodes before anything unpickles it, so that reading takes no memory or time out of
+"""The scan of a pickle's opcodes before it is unpickled, so that reading takes no memory or time out of
 proportion to its size.
 
 Owns that for the two kinds of pickle in a sharded checkpoint: its tables, and the description of a tensor. Which

@@ -1,4 +1,4 @@
-"""Every Megatron parameter of one model and the Hugging Face tensors it is made of.
+"""The weight plan of one model: every Megatron parameter and the Hugging Face tensors that it maps to.
 
 Owns both directions of a family's rules on real tensors, and the check that a folder holds the model. Which rank holds
 which layer or expert is the engine's affair; files are `hf_source` and `hf_writer`.

@@ -1,4 +1,4 @@
-"""Quantised Hugging Face folders, read as the weights they stand for.
+"""Quantised Hugging Face folders, dequantised while they are read.
 
 Owns dequantising FP8 block scales and MXFP4, slice by slice: of a slice, only the stored bytes behind it are read, in
 bands of bounded size. Names, shapes and dtypes are those of the unquantised checkpoint, so that plans, engines and
@@ -171,6 +171,8 @@ def fp8_weights(stored: HfSource, scheme: Fp8Scheme, problems: list[Problem]) ->
             problems.append(_wrong(stored, name, rule))
             continue
         rows, columns = scheme.block or (max(1, shape[-2]), max(1, shape[-1]))
+        # the last block of a dimension may be partial, as in DeepSeek-V3's 576 rows by 128; transformers 5.23 divides
+        # the shapes instead, and so refuses that projection or takes other blocks
         grid, scale_shape = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)), stored.shape(scale)
         scalar = scheme.block is None and math.prod(scale_shape) == math.prod(shape[:-2]) == 1
         if scale_shape != grid and not scalar:

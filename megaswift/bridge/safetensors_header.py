@@ -1,4 +1,4 @@
-"""The header of a safetensors file: checked so that whatever it says can be read without leaving the file.
+"""The header of a safetensors file, checked so that every tensor it lists is within the file.
 
 A file is the header's length in 8 bytes (little endian), the header as JSON, and the tensors' bytes without a gap or an
 overlap. Whose tensors they are belongs to the sources.

@@ -1,4 +1,5 @@
-"""Random states of a rank: Python, NumPy, torch, the device and an engine's own, as one safetensors file a rank.
+"""Random-number-generator states of a rank: Python, NumPy, torch, the device and an engine's own, as one safetensors
+file a rank.
 
 Owns collecting, writing and restoring them bit for bit, and a seed to start afresh from where that is impossible
 (another layout).

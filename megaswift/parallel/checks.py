@@ -1,4 +1,4 @@
-"""Wrong layouts, refused before any process group: all mistakes at once, and the nearest layout that works.
+"""Layout checks before any process group exists: all problems at once, and the nearest layout that works.
 
 Owns how mistakes are collected and the search; the rules themselves are in `rules.py`.
 """

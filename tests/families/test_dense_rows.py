@@ -91,7 +91,7 @@ def test_refused(base: dict[str, Any], changes: dict[str, Any], told: str) -> No
 
 
 def test_the_model_with_a_vision_tower_is_refused_by_name() -> None:
-    with pytest.raises(WeightsError, match=r"(?s)'gemma3'.*vision tower.*gemma3_text"):
+    with pytest.raises(WeightsError, match=r"(?s)'gemma3'.*vision-language model.*gemma3_text"):
         spec({"model_type": "gemma3", "text_config": {}, "vision_config": {}})
 
 

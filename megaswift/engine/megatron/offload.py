@@ -1,7 +1,7 @@
-"""Memory of tensors that is given back for a while: to make room for a sampler on the same device.
+"""Offloading of gradients, optimizer states and weights while a sampler uses the same device.
 
-Owns copies in host memory and the way back. Views stay what they are, because a tensor's storage is emptied and filled
-again, not replaced. Of the order of tensors nothing is assumed; a storage that several share is moved once.
+Owns copies in host memory and restoring them. Views stay what they are, because a tensor's storage is emptied and
+filled again, not replaced. Of the order of tensors nothing is assumed; a storage that several share is moved once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a model reads its rows as training takes for granted: from left to right, and each packed document by itself.
+"""Checks two assumptions of training on the model itself: it is causal, and packed documents do not see each other.
 
 Rows go in without an attention mask (`loss_fields.py`). An encoder that was not told to decode would see the very
 tokens that it is asked for. Many models do not tell packed documents apart by their positions: state spaces and linear

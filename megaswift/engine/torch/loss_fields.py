@@ -1,4 +1,5 @@
-"""What losses ask for, from the full logits of labelled positions: the plain form of `engine.megatron.head`."""
+"""The fields that losses read (log-probabilities, ...) from the logits of labelled positions: the plain counterpart of
+`engine/megatron/layers/vocab_head.py`."""
 
 from __future__ import annotations
 

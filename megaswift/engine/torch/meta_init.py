@@ -1,7 +1,6 @@
-"""Models without memory for their weights: how a model gets its shape, its adapters and its shards before any tensor is
-read.
+"""Models on the meta device: a model gets its shape, its adapters and its shards before any weight has memory.
 
-A hollow parameter has its shape and dtype, and one zero as its storage (all strides are 0). Nothing but its shape may
+A parameter has its shape and dtype, and one zero as its storage (all strides are 0). Nothing but its shape may
 be asked of it. It stays on the CPU, not on the meta device, because PEFT moves what it adds to the device of the layer
 that it is added to. Before a parameter is sharded it becomes real; its memory is then untouched, so that on a CPU no
 page of it is resident.
@@ -34,7 +33,7 @@ def build_on_meta() -> Iterator[None]:
 
 
 def move_to_meta(module: nn.Module) -> None:
-    """Meta parameters become hollow ones, tied ones together."""
+    """Meta parameters become expanded zeros, tied ones together."""
     parameters: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -46,7 +45,7 @@ def move_to_meta(module: nn.Module) -> None:
 
 
 def drop_storage(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A real module becomes a hollow one; its parameters by name are the caller's now."""
+    """Drops the storage of a module's parameters; returns them by name, to be filled in again later."""
     tensors = {}
     for name, parameter in module.named_parameters():
         tensors[name] = parameter.data

@@ -1,4 +1,4 @@
-"""Frozen weights that are no plain tensors: how transformers loads them, how many there are, how much room they take.
+"""Frozen quantised weights: how transformers loads them, how many parameters they hold, how many bytes they take.
 
 PEFT's preparation for training over them casts what stays unquantised to float32 and freezes it. Here models are loaded
 in float32, and PEFT freezes what is no adapter; checkpointed layers are not re-entrant, so inputs need no gradient.

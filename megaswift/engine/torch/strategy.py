@@ -1,4 +1,4 @@
-"""What the engine asks of a way to spread a model: wrap, differentiate, step, and whole tensors in and out."""
+"""The interface of a strategy (DDP, FSDP2, ZeRO): wrap, backward, step, whole tensors in and out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The parts of a vision-language model by its module names: tower, aligner, language model; which of them train.
+"""The parts of a vision-language model by its module names: vision encoder, aligner, language model; which of them are
+trained.
 
 Owns `--freeze_vit`, `--freeze_aligner` and `--freeze_llm`. transformers says which modules the tower and the language
 model are; what is neither, and the merger that Qwen's towers end in, aligns the two. So every weight belongs to one

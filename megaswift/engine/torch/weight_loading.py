@@ -1,5 +1,5 @@
-"""How a model comes to its weights without being whole anywhere: built hollow, sharded, then filled one tensor at a
-time.
+"""Weight loading without a whole copy of the model on any rank: built on the meta device, sharded, then filled one
+tensor at a time.
 
 Three ways, the first that can be taken:
 
@@ -55,10 +55,10 @@ class WeightStart:
 
 def start_from_files(directory: Path, engine: TorchEngine) -> WeightStart:
     """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
-    checkpoint, cfg, hollow_first = find_checkpoint(directory), engine.cfg, _stays_hollow(directory, engine.cfg)
-    if checkpoint is None and not (engine.kind in SHARDED and hollow_first):
+    checkpoint, cfg, meta_first = find_checkpoint(directory), engine.cfg, _stays_on_meta(directory, engine.cfg)
+    if checkpoint is None and not (engine.kind in SHARDED and meta_first):
         return WeightStart(_prepare(directory, engine, weights=True))
-    if not hollow_first:
+    if not meta_first:
         rule = (
             "is a checkpoint; adapters initialised from weights, quantised weights and models with custom code need a "
             "Hugging Face folder"
@@ -80,14 +80,14 @@ def start_from_files(directory: Path, engine: TorchEngine) -> WeightStart:
 
 def start_from_seed(directory: Path, engine: TorchEngine) -> WeightStart:
     """Random weights."""
-    if engine.kind not in SHARDED or not _stays_hollow(directory, engine.cfg):
+    if engine.kind not in SHARDED or not _stays_on_meta(directory, engine.cfg):
         return WeightStart(_prepare(directory, engine, weights=False))
     return _from_first_rank(directory, engine, weights=False)
 
 
 def start_empty(directory: Path, engine: TorchEngine) -> WeightStart:
     """No weights: a checkpoint brings them all."""
-    return WeightStart(_prepare(directory, engine, weights=False, empty=_stays_hollow(directory, engine.cfg)))
+    return WeightStart(_prepare(directory, engine, weights=False, empty=_stays_on_meta(directory, engine.cfg)))
 
 
 def _prepare(directory: Path, engine: TorchEngine, weights: bool, empty: bool = False) -> FieldsModel:
@@ -95,7 +95,7 @@ def _prepare(directory: Path, engine: TorchEngine, weights: bool, empty: bool = 
     return model.prepare_model(directory, engine.cfg, weights, engine.spec, further, empty)
 
 
-def _stays_hollow(directory: Path, cfg: SwiftConfig) -> bool:
+def _stays_on_meta(directory: Path, cfg: SwiftConfig) -> bool:
     """Whether a model can be built, and adapted, without its weights: adapters that start from weights (DoRA's
     magnitudes) need them."""
     raw = read_config(directory)

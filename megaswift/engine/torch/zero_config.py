@@ -1,5 +1,5 @@
-"""What DeepSpeed is told, and how it is loaded: the engine sums gradients and divides once, so DeepSpeed must divide
-nothing.
+"""DeepSpeed's configuration, and how it is imported: the engine sums gradients and divides once, so DeepSpeed must
+divide nothing.
 
 Owns every setting that the numbers of a step depend on, and the preparation of DeepSpeed for a CPU.
 """
@@ -96,7 +96,7 @@ class _OneByOne(nn.Module):
 
 
 def partition_config(module: nn.Module, settings: Mapping[str, Any], device: torch.device) -> None:
-    """Stage 3: every parameter of a hollow module becomes this rank's shard, before `deepspeed.initialize` would take
+    """Stage 3: every parameter of a meta module becomes this rank's shard, before `deepspeed.initialize` would take
     them all at once.
 
     What is in the shards is given later. `settings` are those of `engine_config`; buffers, which DeepSpeed leaves where

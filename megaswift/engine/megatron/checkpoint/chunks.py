@@ -1,4 +1,4 @@
-"""What of a checkpoint this rank holds: its weights and optimizer states as boxes of named, layout-free tensors.
+"""The part of a checkpoint that this rank has: chunks of global tensors, whose names and shapes no layout changes.
 
 Owns the map from Megatron's sharded state dicts to boxes. Names are the canonical ones: per-layer keys, experts stacked
 in `mlp.experts.experts.*`, `optimizer.state.{exp_avg,exp_avg_sq,param}.<weight>`, as `fully_reshardable` writes them. A

@@ -1,4 +1,4 @@
-"""What Megatron's optimizers remember of each weight, whatever their kind: plain float32, half precision, distributed.
+"""Optimizer states per weight, of every kind of Megatron optimizer: float32, half precision, distributed.
 
 Owns access to their states and their step counter for checkpoints. How a step is taken is in optimizer.py.
 """

@@ -1,4 +1,4 @@
-"""Exchanges among ranks of one machine through memory that they share.
+"""All-to-all exchanges between ranks of one machine through shared memory.
 
 gloo sends every message through a socket, and a thread of its own wakes the receiver: where more ranks than cores share
 a machine, that is nearly all the time there is (8 ranks on 2 cores, 8 kB to each: 9.4 ms; here 0.6 ms). Each rank has

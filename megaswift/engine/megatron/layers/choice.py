@@ -1,4 +1,4 @@
-"""Which layers a run takes, Transformer Engine's or torch's, and why.
+"""The choice between Transformer Engine's layers and torch's for a run, with its reason.
 
 Owns what Transformer Engine's layers, as Megatron-Core puts them together, do not compute, or have not been seen to
 compute: a run that needs it takes the torch layers and says so. Building the layers is layer_spec.py's.

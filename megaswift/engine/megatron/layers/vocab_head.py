@@ -1,4 +1,4 @@
-"""From hidden states to what losses need: log-probabilities and kin over a vocabulary split across ranks.
+"""The vocabulary-parallel head: hidden states to the log-probabilities, entropies, ... that a loss reads.
 
 Owns the vocabulary head. The full logits of a batch are never gathered; where they are large they are not even kept:
 the forward pass runs over chunks of tokens and the backward pass computes each chunk's logits again.

@@ -1,4 +1,4 @@
-"""LoRA on the native engine: which layers get adapters, what trains, where the numbers come from and where they go.
+"""LoRA on the native engine: which layers get adapters, what is trained, loading, export and merging.
 
 Owns the adapters of a rank as a whole. What an adapter computes is lora_layers.py's, how it is cut is the bridge's.
 """

@@ -1,4 +1,4 @@
-"""What of a LoRA checkpoint a rank holds: adapters and fully trained modules, never the base model.
+"""The part of a LoRA checkpoint that a rank has: adapters and fully trained modules, never the base model.
 
 Names and places are those of the Hugging Face tensors, so nothing in them depends on a layout:
 `adapter.<module>.lora_A.weight` [r, in], `adapter.<module>.lora_B.weight` [out, r], with DoRA

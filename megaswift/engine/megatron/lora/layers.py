@@ -1,4 +1,4 @@
-"""Adapters on Megatron's linear layers: what they compute on a rank, and which ranks must add up what.
+"""Adapters on Megatron's linear layers: their forward pass on a rank, and which gradients are summed over which ranks.
 
 A forward hook adds the adapters' output to the layer's, so the layer keeps its class, names and kernels: torch's and
 Transformer Engine's alike. Communication is of width r, never of the hidden size:
@@ -78,6 +78,8 @@ class LayerAdapters(nn.Module):
                 for a in adapters
             ]
             for number, (adapter, data) in enumerate(zip(adapters, empty, strict=True)):
+                # by name, not in a ParameterList, for whose parameters Megatron's overlapped gathers do not wait before
+                # they are used: adapters then train on stale shards
                 self.register_parameter(f"{half}{number}", self._parameter(adapter, half, data))
 
     def _parameter(self, adapter: Adapter, half: Half, data: Tensor) -> nn.Parameter:
