@@ -131,7 +131,7 @@ def test_torchs_own_reader_reads_it(variant: str, folders: Path, tmp_path: Path)
         assert torch.equal(tensor if entry.expert is None else tensor[entry.expert], want), entry.megatron
 
 
-def test_what_lies_in_the_folders(fresh: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_files_of_the_folders(fresh: Callable[[str], Path], tmp_path: Path) -> None:
     folder = fresh("dense")
     side = {
         "tokenizer.json": "{}",
@@ -190,7 +190,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, items: int, error: type[BaseExce
 
 @pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
 @pytest.mark.parametrize("way", ["forth", "back"])
-def test_an_interrupted_conversion_goes_on(
+def test_an_interrupted_conversion_resumes(
     way: str,
     error: type[BaseException],
     fresh: Callable[[str], Path],
@@ -246,7 +246,7 @@ def test_nothing_is_replaced_unasked(folders: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "m" / "stray").exists() and open_weights(tmp_path / "m").names()
 
 
-def test_progress_tells_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere than on a terminal: a line now and then. What an interrupted run had done does not count as speed."""
     now = [100.0]
     monkeypatch.setattr(conversion.time, "monotonic", lambda: now[0])

@@ -95,7 +95,7 @@ def test_scripts_and_command_are_the_same(folders: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.process
-def test_ctrl_c_leaves_what_the_same_command_goes_on_from(
+def test_after_ctrl_c_the_same_command_resumes(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One big tensor on a slow reader: the signal comes in the middle."""

@@ -77,7 +77,7 @@ HEADERS: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("header", "message"), [r[1:] for r in HEADERS], ids=[r[0] for r in HEADERS])
-def test_headers_that_lie(header: Any, message: str, tmp_path: Path) -> None:
+def test_headers_that_do_not_match_the_file(header: Any, message: str, tmp_path: Path) -> None:
     assert message in told(with_header(tmp_path, header))
 
 

@@ -98,7 +98,9 @@ def test_inference_refuses_a_checkpoint_and_adapters(damaged: Path, tmp_path: Pa
         )
 
 
-def test_conversions_say_what_they_wrote(damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversions_warn_of_non_finite_weights(
+    damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Both ways, and an overflow of the dtype that was asked for; nothing of a folder that is whole."""
     write_model(tmp_path / "whole")
     hf_to_megatron(tmp_path / "whole", tmp_path / "a")

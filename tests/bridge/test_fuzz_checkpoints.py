@@ -92,7 +92,7 @@ def test_dangerous_tables_are_refused(data: bytes, said: str, tmp_path: Path) ->
     ["[]", "7", "null", '"x"', '{"weight_map": 7}', '{"weight_map": {"a": 7}}', '{"weight_map": {"a": ["x"]}}']
     + ["[" * 10**5],
 )
-def test_an_index_of_another_form_is_told_before_and_by_the_reader(text: str, tmp_path: Path) -> None:
+def test_an_index_of_another_form_is_refused_by_check_and_reader(text: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors.index.json").write_text(text)
     (problem,) = missing_files(tmp_path, random_init=False)

@@ -78,7 +78,7 @@ def test_a_shard_is_quantised_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
         ("deepseek_v3", {"mlp.gate.weight"}),
     ],
 )
-def test_all_linear_layers_are_held_and_nothing_else(variant: str, left: set[str]) -> None:
+def test_all_linear_layers_are_quantised_and_nothing_else(variant: str, left: set[str]) -> None:
     plan = plan_of(variant)
     held = {name for e in plan.entries if four_bits.is_four_bit_weight(e.rule) for name in e.hf}
     matrices = {name for name, shape in plan.hf_shapes.items() if len(shape) > 1 and not name.endswith("bias")}
@@ -92,7 +92,7 @@ def unfit(variant: str, tp: int, etp: int) -> list[Problem]:
     return four_bits.four_bit_problems(plan.family, plan.spec, tp, etp)
 
 
-def test_what_does_not_fit_is_told_once_with_numbers() -> None:
+def test_widths_that_do_not_fit_are_reported_once_with_numbers() -> None:
     """The tiny llama's second MLP matrix has 96 inputs; 128 inputs are 64 on each of two ranks, and 32 on each of
     four."""
     assert [p.rule for p in unfit("llama", 1, 1)] == [

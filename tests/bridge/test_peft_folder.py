@@ -316,7 +316,7 @@ def test_folders_that_do_not_fit_are_refused_by_name(folders: Path, tmp_path: Pa
 
 
 @pytest.mark.process
-def test_the_command_and_the_script_merge_alike(folders: Path, tmp_path: Path) -> None:
+def test_the_command_and_the_script_merge_equally(folders: Path, tmp_path: Path) -> None:
     folder = make("moe", folders, torch.bfloat16)
     adapter = make_adapter(folder, tmp_path / "adapter", (*ATTENTION, *MLP))
     assert convert(["merge-lora", str(folder), str(adapter), str(tmp_path / "a"), "--max_shard_size", "200KB"]) == 0

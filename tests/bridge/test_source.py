@@ -150,7 +150,7 @@ def test_no_weights_at_all(fresh: Fresh) -> None:
     assert "it holds pytorch_model.bin" in refused(folder)
 
 
-def test_missing_unmapped_and_wrong_tensors_are_told_together(fresh: Fresh) -> None:
+def test_missing_unmapped_and_wrong_tensors_are_reported_together(fresh: Fresh) -> None:
     folder = fresh("dense")
     tensors = tensors_of(folder)
     del tensors["model.layers.2.self_attn.q_norm.weight"]

@@ -206,7 +206,7 @@ def test_a_checkpoint(variant: str, verify: Any, folders: Path, tmp_path: Path) 
     assert code == 1 and list(rows(report)) == [NORM]
 
 
-def test_an_fp8_folder_and_what_it_stands_for(verify: Any, fresh: Fresh, tmp_path: Path) -> None:
+def test_an_fp8_folder_equals_its_dequantised_weights(verify: Any, fresh: Fresh, tmp_path: Path) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     folder = quantise_fp8(fresh("llama"), (16, 32))

@@ -81,7 +81,7 @@ def test_shards_and_index(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_five_gigabytes_a_file_unless_said() -> None:
+def test_files_have_at_most_five_gigabytes_by_default() -> None:
     metas = {f"t{i}": TensorMeta((600, 1_000_000), torch.bfloat16) for i in range(9)} | {
         "whole": TensorMeta((3, 10**9), torch.bfloat16)
     }

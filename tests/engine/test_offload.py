@@ -28,7 +28,7 @@ def test_dropped_storages_are_empty_and_come_back_as_zeros() -> None:
     assert view[0, 2] == 3.0, "a view of the buffer is one still"
 
 
-def test_what_is_kept_stays_where_it_is_on_a_cpu() -> None:
+def test_tensors_of_the_cpu_are_not_offloaded() -> None:
     tensor = torch.arange(5.0)
     parked = OffloadedStorage()
     parked.park([tensor])

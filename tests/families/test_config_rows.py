@@ -99,7 +99,7 @@ def test_a_reward_model_is_known_by_its_config() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_field_that_no_table_knows_is_named(name: str) -> None:
+def test_a_field_in_no_table_is_named(name: str) -> None:
     with pytest.raises(WeightsError, match="use_secret_sauce True: is not in this family's table"):
         spec(PUBLISHED[name][0], use_secret_sauce=True)
 
@@ -109,7 +109,7 @@ def test_a_field_of_another_family_is_named_with_the_nearest() -> None:
         spec(LLAMA_3_1_8B, rope_thetas=1.0)
 
 
-def test_all_problems_are_told_together() -> None:
+def test_all_problems_are_reported_together() -> None:
     with pytest.raises(WeightsError) as error:
         spec(LLAMA_3_1_8B, hidden_act="gelu", vocab_size=-1, alibi=True, hidden_size=...)
     assert [p.what.split(", ")[1].split()[0] for p in error.value.problems] == [

@@ -66,12 +66,12 @@ def test_the_template_of_the_configuration_is_read_as_the_data_read_it(
         ("mine/model/", "mine"),
     ],
 )
-def test_a_model_is_called_by_what_tells_it_from_others(model: str, name: str) -> None:
+def test_short_names_of_models_differ(model: str, name: str) -> None:
     assert short_name(model) == name
 
 
 @pytest.mark.parametrize(("package", "options"), [("huggingface_hub", {}), ("modelscope", {"use_hf": False})])
-def test_a_model_s_id_is_asked_of_the_hub_that_was_named(
+def test_a_model_id_is_requested_from_the_chosen_hub(
     package: str, options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stand-ins for both clients: which of them is asked, for what, and what is said when it gives nothing."""

@@ -63,7 +63,7 @@ def test_fields_of_gpt_oss() -> None:
     assert spec(GPT_OSS_20B, layer_types=...).transformer == oss.transformer
 
 
-def test_the_auxiliary_loss_of_gpt_oss_is_off_unless_asked_for() -> None:
+def test_the_auxiliary_loss_of_gpt_oss_is_off_by_default() -> None:
     assert spec(GPT_OSS_20B).transformer["moe_aux_loss_coeff"] == 0.0
     assert spec(GPT_OSS_20B, output_router_logits=True).transformer["moe_aux_loss_coeff"] == 0.9
 

@@ -1,9 +1,8 @@
-"""Models on the meta device: a model gets its shape, its adapters and its shards before any weight has memory.
+"""Models without memory for their weights: adapters are added and parameters sharded before any weight is read.
 
-A parameter has its shape and dtype, and one zero as its storage (all strides are 0). Nothing but its shape may
-be asked of it. It stays on the CPU, not on the meta device, because PEFT moves what it adds to the device of the layer
-that it is added to. Before a parameter is sharded it becomes real; its memory is then untouched, so that on a CPU no
-page of it is resident.
+As with the meta device, a parameter has a shape and a dtype only: its storage is one zero (all strides are 0). It is a
+CPU tensor all the same, because PEFT moves what it adds to the device of the layer that it is added to. Memory is
+allocated just before a parameter is sharded, and is not touched, so that on a CPU no page of it is resident.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def freeze_base(model: nn.Module, patterns: Sequence[str]) -> None:
 def prepare_model(
     folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool = False
 ) -> FieldsModel:
-    """Everything that is done to a model before it is wrapped. `empty`: its parameters are on the meta device."""
+    """Everything that is done to a model before it is wrapped. `empty`: its parameters have no memory (`meta_init`)."""
     model = build_model(folder, cfg, weights, spec, further, empty)
     meta_init.move_to_meta(model)
     if cfg.model.use_liger:

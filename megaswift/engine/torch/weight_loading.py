@@ -1,5 +1,5 @@
-"""Weight loading without a whole copy of the model on any rank: built on the meta device, sharded, then filled one
-tensor at a time.
+"""Weight loading without a whole copy of the model on any rank: built without memory (`meta_init`), sharded, then
+filled one tensor at a time.
 
 Three ways, the first that can be taken:
 

@@ -94,7 +94,7 @@ def test_documents_are_their_own(kind: str, folders: Callable[[str], Path]) -> N
         if not v.endswith("-nf4")
     ],
 )
-def test_families_keep_documents_apart_too(variant: str) -> None:
+def test_families_separate_packed_documents_too(variant: str) -> None:
     """Whatever transformers' class does: those that mix are asked before they train, the others need not be."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(variant), dtype=torch.float32).eval()

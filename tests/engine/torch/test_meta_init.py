@@ -73,7 +73,7 @@ def test_equals_from_pretrained(variant: str, options: dict[str, Any], tmp_path:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_written_in_groups_as_whole(variant: str, tmp_path: Path) -> None:
+def test_tensors_written_in_groups_equal_those_of_the_model(variant: str, tmp_path: Path) -> None:
     """What goes out a group at a time is what the files held."""
     folder = build(variant, tmp_path / variant)
     bare = filled(folder)[0].model
@@ -108,7 +108,7 @@ def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{"train_type": "lora", "use_dora": True}, {"train_type": "qlora"}, {"train_type": "vera"}]
 )
-def test_adapters_that_need_weights_are_not_made_over_a_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_initialised_from_weights_refuse_a_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
     """DoRA's magnitudes would be those of an empty model."""
     hf_to_megatron(build("dense", tmp_path / "m"), tmp_path / "c")
     folder = tmp_path / "c" / "model"
