@@ -49,10 +49,9 @@ def atomic_file(path: Path, cached: bool = False) -> Iterator[Path]:
         if not cached:
             sync(fresh)
         fresh.replace(path)
-    except BaseException:
+    finally:
         with suppress(OSError):
-            fresh.unlink()
-        raise
+            fresh.unlink(missing_ok=True)  # not there any more where it was renamed
     if not cached:
         sync(path.parent)
 

@@ -121,7 +121,7 @@ def test_after_ctrl_c_the_same_command_resumes(
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=120)[1]
-    assert process.returncode == 130 and "the same command goes on from there" in text and "Traceback" not in text, text
+    assert process.returncode == 130 and "the same command resumes from there" in text and "Traceback" not in text, text
     assert not (tmp_path / "m").exists()
     assert (
         main(["convert", "hf-to-megatron", str(folder), str(tmp_path / "m")]) == 0

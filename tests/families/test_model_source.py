@@ -118,5 +118,5 @@ def test_a_run_of_adapters_is_no_model(engine: str, tmp_path: Path) -> None:
         assert problem.rule == "contains the adapters of a LoRA run, not a model"
         assert problem.fix == f"--model models/base --adapters {step / 'adapter'}"
     assert missing_files(folder, random_init=True) == []
-    with pytest.raises(UserError, match="holds the adapters of a LoRA run"):
+    with pytest.raises(UserError, match="contains the adapters of a LoRA run"):
         locate_model(WeightsOptions(model=str(step / "adapter")))

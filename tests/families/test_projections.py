@@ -62,7 +62,7 @@ def test_all_linear_leaves_shared_parameters_out() -> None:
             QWEN3_30B_A3B,
             ("all-linear",),
             STACKS[1:],
-            "each has its own\n    try: --target_modules gate_proj up_proj down_proj",
+            "each expert has its own\n    try: --target_modules gate_proj up_proj down_proj",
         ),
         (QWEN3_0_6B, ("all-linear",), STACKS[1:], "this model has no experts"),
     ],

@@ -134,7 +134,7 @@ def test_another_model_and_another_format_are_refused_together(tmp_path: Path) -
     with pytest.raises(CheckpointError) as error:
         restore_run(loop_in(tmp_path, 6), folder, {"family": "tiny", "num_layers": 4})
     assert [p.rule for p in error.value.problems] == [
-        "has format 9; this version reads 1",
+        "has format 9, this version reads 1",
         "is 2 in the checkpoint and 4 in --model",
     ]
 
