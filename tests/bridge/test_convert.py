@@ -238,7 +238,7 @@ def test_nothing_is_replaced_unasked(folders: Path, tmp_path: Path) -> None:
     folder = make("dense", folders)
     forth(folder, tmp_path / "m")
     before = (tmp_path / "m" / ".metadata").stat().st_ino
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         forth(folder, tmp_path / "m")
     assert (tmp_path / "m" / ".metadata").stat().st_ino == before
     (tmp_path / "m" / "stray").write_text("")

@@ -44,7 +44,7 @@ def test_sizes(text: str, value: int) -> None:
         (["hf-to-megatron", "a", "b", "--etpp", "2"], "did you mean --etp?"),
         (["hf-to-megatron", "a", "b", "--tp", "0"], "whole number"),
         (["megatron-to-hf", "a", "b", "--tp", "2"], "unrecognized arguments: --tp"),
-        (["megatron-to-hf", "a", "b", "--max_shard_size", "5 apples"], "is no size"),
+        (["megatron-to-hf", "a", "b", "--max_shard_size", "5 apples"], "is not a size"),
         (["megatron-to-hf", "a", "b", "--dtype", "int8"], "invalid choice"),
     ],
 )
@@ -90,7 +90,7 @@ def test_scripts_and_command_are_the_same(folders: Path, tmp_path: Path) -> None
     a, b = ((tmp_path / x / "model.safetensors").read_bytes() for x in "ab")
     assert a == b and all(torch.equal(t, tensors_of(folder)[n]) for n, t in tensors_of(tmp_path / "a").items())
     refused = call("converters/hf_to_megatron.py", folder, tmp_path / "m")
-    assert refused.returncode == 2 and "exists already" in refused.stderr and "Traceback" not in refused.stderr
+    assert refused.returncode == 2 and "already exists" in refused.stderr and "Traceback" not in refused.stderr
     assert "--max_shard_size" in call("converters/megatron_to_hf.py", "--help").stdout
 
 

@@ -134,7 +134,7 @@ def test_one_file_beside_shards(fresh: Fresh) -> None:
     """transformers would take the one file, we the shards."""
     folder = fresh("dense")
     save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
-    with pytest.raises(WeightsError, match=r"holds both model.safetensors"):
+    with pytest.raises(WeightsError, match=r"has both model.safetensors"):
         HfSource(folder)
 
 
@@ -143,7 +143,7 @@ def test_one_file_beside_shards(fresh: Fresh) -> None:
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2': is not a supported model family"),
         ({"model_type": "mamba"}, "--engine auto, ddp, zero2 or fsdp2, which train any language model"),
-        ({"architectures": ["Qwen3ForTokenClassification"]}, "must hold Qwen3ForCausalLM"),
+        ({"architectures": ["Qwen3ForTokenClassification"]}, "must contain Qwen3ForCausalLM"),
         (
             {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
             "is not in this family's table",

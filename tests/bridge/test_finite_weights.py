@@ -108,7 +108,7 @@ def test_conversions_warn_of_non_finite_weights(
     assert "not finite" not in capsys.readouterr().err
     hf_to_megatron(damaged, tmp_path / "c")
     err = capsys.readouterr().err
-    assert err.count("not finite") == 1 and f"{tmp_path / 'c'} holds values" in err and NAME in err
+    assert err.count("not finite") == 1 and f"{tmp_path / 'c'} has values" in err and NAME in err
     megatron_to_hf(tmp_path / "c", tmp_path / "d")
     assert f"in {NAME}: they were written unchanged" in capsys.readouterr().err
     merge_folders(damaged, adapters(tmp_path / "adapter", tmp_path / "whole"), tmp_path / "e")

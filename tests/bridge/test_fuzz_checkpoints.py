@@ -68,7 +68,7 @@ def place(name: str, value: Any) -> Any:
         (tables_with(place("relative_path", "/etc/passwd")), "invalid storage entry for 'a'"),
         (tables_with(place("relative_path", "x\0")), "invalid storage entry for 'a'"),
         (tables_with(place("length", 10)), "bytes that is stored in 10 bytes of a file"),
-        (tables_with(place("offset", "1")), "wrong place"),
+        (tables_with(place("offset", "1")), "invalid storage entry"),
         (tables_with(lambda i: i.storage_data.pop(MetadataIndex("b", torch.Size([0])))), "a chunk without a file"),
         (tables_with(lambda i: i.state_dict_metadata.update({7: None})), "'7' as the name of a tensor"),
         (b"\x80\x02}r\xff\xff\xff\x7f.", "a memo index that is out of range"),

@@ -326,5 +326,5 @@ def test_the_command_and_the_script_merge_equally(folders: Path, tmp_path: Path)
     a, b = tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b")
     assert a.keys() == b.keys() == tensors_of(folder).keys() and all(torch.equal(t, b[n]) for n, t in a.items())
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > len(list((tmp_path / "b").glob("*.safetensors"))) == 1
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         convert(["merge-lora", str(folder), str(adapter), str(tmp_path / "b")])

@@ -252,8 +252,8 @@ def test_mxfp4_files_that_do_not_fit(change: Callable[[dict[str, Tensor]], Any],
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "gptq is not"),
-        ({"quant_method": "bitsandbytes"}, "bitsandbytes is not"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq weights are not supported"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes weights are not supported"),
         ({"quant_method": "some-new-one"}, "its format is not supported"),
         ({"bits": 4}, "should be a mapping with quant_method"),
         ("fp8", "should be a mapping with quant_method"),
