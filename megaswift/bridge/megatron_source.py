@@ -119,7 +119,7 @@ class MegatronSource:
             return self.tensors.region(KEPT + name, [start for start, _ in spans], extent)
         out = new_block(extent, self.dtype(name))
         covered = (
-            sum(self._fill(out, spans, entry, piece, at) for entry, piece, at in self._pieces(name, spans))
+            sum(self._fill(out, spans, entry, piece, begin) for entry, piece, begin in self._pieces(name, spans))
             if out.numel()
             else 0
         )

@@ -69,17 +69,17 @@ class WholeTensors:
         if kind == WEIGHT and not (self.stage and param.requires_grad):
             return self._gather(param)
         if kind == GRADIENT:
-            found = self.calls.safe_get_full_grad(param)
-            found = (
-                torch.zeros(getattr(param, "ds_shape", param.shape), device=param.device) if found is None else found
+            value = self.calls.safe_get_full_grad(param)
+            value = (
+                torch.zeros(getattr(param, "ds_shape", param.shape), device=param.device) if value is None else value
             )
         elif self.stage == 0:
-            found = self.inner.state[param][kind]
+            value = self.inner.state[param][kind]
         elif kind == WEIGHT:
-            found = self.calls.safe_get_full_fp32_param(param)
+            value = self.calls.safe_get_full_fp32_param(param)
         else:
-            found = self.calls.safe_get_full_optimizer_state(param, kind)
-        return found.detach().float().clone()
+            value = self.calls.safe_get_full_optimizer_state(param, kind)
+        return value.detach().float().clone()
 
     def _gather(self, param: nn.Parameter) -> Tensor:
         if self.stage < 3:
@@ -134,5 +134,5 @@ class WholeTensors:
             gradients = sum(4 * t.numel() for t in own_shards)
         else:
             gradients = sum(4 * p.numel() for p in trained)
-        held = [t for p in module.parameters() for t in (p.data, getattr(p, "ds_tensor", None)) if t is not None]
-        return sum(t.numel() for t in held), sum(t.nbytes for t in held), gradients, moments + masters
+        tensors = [t for p in module.parameters() for t in (p.data, getattr(p, "ds_tensor", None)) if t is not None]
+        return sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors), gradients, moments + masters

@@ -61,16 +61,16 @@ def torch_only_reasons(spec: ModelSpec, cp_comm_type: str | None, packing: bool)
     attention, which has no packed rows of unequal key and value widths.
     """
     latent, cp = bool(spec.transformer.get("multi_latent_attention")), cp_comm_type is not None
-    found = []
+    unsupported = []
     if cp and spec.transformer.get("window_size") and cp_comm_type != "a2a":
-        found.append(f"sliding windows with --cp_comm_type {cp_comm_type} (supported with a2a)")
+        unsupported.append(f"sliding windows with --cp_comm_type {cp_comm_type} (supported with a2a)")
     if cp and packing and cp_comm_type in ("all_gather", "a2a+p2p"):
-        found.append(f"packed rows with --cp_comm_type {cp_comm_type} (supported with p2p)")
+        unsupported.append(f"packed rows with --cp_comm_type {cp_comm_type} (supported with p2p)")
     if cp and latent and cp_comm_type != "p2p":
-        found.append(f"latent attention with --cp_comm_type {cp_comm_type} (supported with p2p)")
+        unsupported.append(f"latent attention with --cp_comm_type {cp_comm_type} (supported with p2p)")
     if latent and packing and tuple(map(int, megatron.core.__version__.split(".")[:2])) < (0, 17):
-        found.append("packed latent attention in this version of Megatron-Core")
-    return found
+        unsupported.append("packed latent attention in this version of Megatron-Core")
+    return unsupported
 
 
 def choose_layer_impl(implementation: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
