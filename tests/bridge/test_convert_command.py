@@ -125,7 +125,7 @@ def test_after_ctrl_c_the_same_command_resumes(
     assert not (tmp_path / "m").exists()
     assert (
         main(["convert", "hf-to-megatron", str(folder), str(tmp_path / "m")]) == 0
-        and "going on: " in capsys.readouterr().err
+        and "resuming: " in capsys.readouterr().err
     )
     assert main(["convert", "megatron-to-hf", str(tmp_path / "m"), str(tmp_path / "hf")]) == 0
     assert all(torch.equal(t, tensors_of(folder)[n]) for n, t in tensors_of(tmp_path / "hf").items())
