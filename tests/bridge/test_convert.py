@@ -211,7 +211,7 @@ def test_an_interrupted_conversion_resumes(
     with monkeypatch.context() as patch:
         second = stop_after(patch, 10**9, error)
         convert(source, target)
-    assert "going on: 5 of" in capsys.readouterr().err and not set(first) & set(second)
+    assert "resuming: 5 of" in capsys.readouterr().err and not set(first) & set(second)
     if way == "forth":
         back(target, tmp_path / "hf")
         target = tmp_path / "hf"
@@ -229,7 +229,7 @@ def test_another_source_starts_anew(
             forth(folder, tmp_path / "m")
     rewrite(folder, {n: t + 1 for n, t in tensors_of(folder).items()})
     forth(folder, tmp_path / "m")
-    assert "starting anew" in capsys.readouterr().err
+    assert "starting over" in capsys.readouterr().err
     back(tmp_path / "m", tmp_path / "hf")
     assert_same(tensors_of(tmp_path / "hf"), tensors_of(folder))
 
