@@ -27,9 +27,9 @@ DTYPES = {
     "float32": "float32",
 }
 AXES = {
-    "tp": "tensor-parallel size the checkpoint is meant for; the vocabulary is padded for it",
+    "tp": "intended tensor-parallel size; the vocabulary is padded for it",
     "pp": "pipeline-parallel size; only checked against the model",
-    "vpp": "virtual pipeline chunks a rank; only checked",
+    "vpp": "virtual pipeline chunks per rank; only checked",
     "ep": "expert-parallel size; only checked",
     "etp": "tensor-parallel size of experts; only checked",
 }
@@ -37,15 +37,15 @@ AXES = {
 
 def byte_size(text: str) -> int:
     """`5GB`, `512 MiB` or plain bytes."""
-    found = parse_size(text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB or 512MiB")
-    return found
+    size = parse_size(text)
+    if size is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; use for example 5GB or 512MiB")
+    return size
 
 
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least 1")
     return int(text)
 
 
@@ -53,15 +53,15 @@ def _parser(name: str, text: str, source: str) -> Parser:
     parser = Parser(prog=f"megaswift convert {name}", description=text, allow_abbrev=False)
     parser.add_argument("source", metavar="SRC", type=Path, help=source)
     _target(parser)
-    parser.add_argument(
-        "--dtype", choices=list(DTYPES), help="one dtype for all tensors (without it each keeps its own)"
-    )
+    parser.add_argument("--dtype", choices=list(DTYPES), help="the dtype of all tensors (default: each keeps its own)")
     return parser
 
 
 def _target(parser: Parser) -> None:
-    parser.add_argument("target", metavar="DST", type=Path, help="the folder to make; it appears whole or not at all")
-    parser.add_argument("--overwrite", action="store_true", help="replace DST, once the new folder is whole")
+    parser.add_argument(
+        "target", metavar="DST", type=Path, help="the folder to create; it appears only when it is complete"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace DST once the new folder is complete")
 
 
 def _shards(parser: Parser) -> None:
@@ -70,7 +70,7 @@ def _shards(parser: Parser) -> None:
         "--max-shard-size",
         type=byte_size,
         metavar="SIZE",
-        help="largest file, such as 5GB (default) or 512MiB",
+        help="maximum file size, such as 5GB (default) or 512MiB",
     )
 
 
@@ -85,17 +85,17 @@ def to_megatron(argv: Sequence[str]) -> int:
     """`megaswift convert hf-to-megatron`."""
     text = (
         "Hugging Face folder -> sharded Megatron checkpoint (torch_dist). The checkpoint loads on any layout; the "
-        "sizes below are those it is meant for."
+        "sizes below describe the intended one."
     )
     parser = _parser("hf-to-megatron", text, "a Hugging Face folder with safetensors")
     for axis, meaning in AXES.items():
         parser.add_argument(f"--{axis}", type=_count, metavar="N", help=meaning)
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     from megaswift.bridge.hf_to_megatron import ToMegatronOptions, hf_to_megatron
 
-    layout = {axis: value for axis in AXES if (value := getattr(given, axis)) is not None}
-    options = ToMegatronOptions(layout, _dtype(given.dtype), overwrite=given.overwrite)
-    log.print_result(f"made {hf_to_megatron(given.source, given.target, options)}")
+    layout = {axis: value for axis in AXES if (value := getattr(args, axis)) is not None}
+    options = ToMegatronOptions(layout, _dtype(args.dtype), overwrite=args.overwrite)
+    log.print_result(f"made {hf_to_megatron(args.source, args.target, options)}")
     return 0
 
 
@@ -107,16 +107,16 @@ def to_hf(argv: Sequence[str]) -> int:
         "a converted checkpoint, OUT/checkpoints/step-N, or OUT (its latest checkpoint)",
     )
     _shards(parser)
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     from megaswift.bridge.megatron_to_hf import MAX_SHARD_BYTES, ToHfOptions, megatron_to_hf
 
-    options = ToHfOptions(_dtype(given.dtype), given.max_shard_size or MAX_SHARD_BYTES, given.overwrite)
-    log.print_result(f"made {megatron_to_hf(given.source, given.target, options)}")
+    options = ToHfOptions(_dtype(args.dtype), args.max_shard_size or MAX_SHARD_BYTES, args.overwrite)
+    log.print_result(f"made {megatron_to_hf(args.source, args.target, options)}")
     return 0
 
 
 VERIFY = """\
-exit code: 0 all equal; 1 something differs, is missing or extra; 2 the command or the files are wrong
+exit code: 0 all equal; 1 something differs, is missing or extra; 2 invalid command or files
 
   megaswift convert verify MODEL CHECKPOINT --report report.json   every tensor, bit by bit; SHA-256 of each
   megaswift convert verify MODEL EXPORT --dtype bf16               after casting both
@@ -128,7 +128,7 @@ def verify_command(argv: Sequence[str]) -> int:
     """`megaswift convert verify`."""
     parser = Parser(
         prog="megaswift convert verify",
-        description="Are two sets of weights the same?",
+        description="Compares two sets of weights.",
         epilog=VERIFY,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -141,24 +141,27 @@ def verify_command(argv: Sequence[str]) -> int:
     )
     parser.add_argument("b", metavar="B", type=Path, help="the other one")
     parser.add_argument(
-        "--dtype", choices=list(DTYPES), help="cast both before (without it another dtype is a difference)"
+        "--dtype", choices=list(DTYPES), help="cast both first (default: a different dtype is a difference)"
     )
     parser.add_argument(
-        "--logits", action="store_true", help="compare what transformers computes from both, not the tensors"
+        "--logits", action="store_true", help="compare the logits that transformers computes, not the tensors"
     )
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="for --logits: a prompt a line, text or token ids like [1, 2, 3]"
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="for --logits: a file with one prompt per line, text or token ids like [1, 2, 3]",
     )
     parser.add_argument(
-        "--trust_remote_code", action="store_true", help="for --logits: run Python code that comes with the folders"
+        "--trust_remote_code", action="store_true", help="for --logits: run the Python code in the folders"
     )
     parser.add_argument("--all", action="store_true", help="print equal tensors too")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write everything as JSON")
-    given = parser.parse_args(argv)
-    given.dtype = DTYPES[given.dtype] if given.dtype else None
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the full report as JSON")
+    args = parser.parse_args(argv)
+    args.dtype = DTYPES[args.dtype] if args.dtype else None
     from megaswift.verify import verify_weights as run
 
-    return run(given)
+    return run(args)
 
 
 def merge_lora(argv: Sequence[str]) -> int:
@@ -181,12 +184,12 @@ def merge_lora(argv: Sequence[str]) -> int:
     )
     _target(parser)
     _shards(parser)
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
     from megaswift.bridge.merge import merge_folders
 
-    shard = given.max_shard_size or MAX_SHARD_BYTES
-    log.print_result(f"made {merge_folders(given.base, given.adapter, given.target, shard, given.overwrite)}")
+    shard = args.max_shard_size or MAX_SHARD_BYTES
+    log.print_result(f"made {merge_folders(args.base, args.adapter, args.target, shard, args.overwrite)}")
     return 0
 
 
@@ -194,7 +197,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "hf-to-megatron": ("Hugging Face folder -> sharded Megatron checkpoint", to_megatron),
     "megatron-to-hf": ("sharded Megatron checkpoint (converted, or a run's) -> Hugging Face folder", to_hf),
     "merge-lora": ("model + PEFT adapters -> Hugging Face folder", merge_lora),
-    "verify": ("compare two of either, tensor by tensor or by logits", verify_command),
+    "verify": ("compare two of them, tensor by tensor or by logits", verify_command),
 }
 
 

@@ -1,29 +1,31 @@
-"""Agreement between the ranks of a run: a flag, a maximum, a sum, the outcome of work that only rank 0 does.
+"""Agreement between the ranks of a run: reductions of numbers, object collectives, errors that every rank raises.
 
-Works on the default process group, and is the identity without one. Owns no groups: trainers know the Engine protocol
-only.
+Works on the default process group unless a group is given, and without one returns the rank's own values. Creates no
+groups. Collectives of a training step (gradients, activations, losses on the device) belong to the engines.
 """
 
 from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megaswift import errors
 from megaswift.errors import CheckpointError, Problem, UserError, storage_error
 
+K = TypeVar("K")
 T = TypeVar("T")
-_WAITS = itertools.count()
-"""Every rank comes to the same waits in the same order."""
+_WAIT_NUMBERS = itertools.count()
+"""Names of the keys in the store. Every rank waits equally often and in the same order."""
 
 
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def _several(group: Any = None) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def global_rank() -> int:
@@ -36,61 +38,107 @@ def global_world_size() -> int:
     return dist.get_world_size() if _several() else 1
 
 
+def barrier() -> None:
+    """Returns once every rank has called it."""
+    if _several():
+        dist.barrier()
+
+
 def _reduce(values: Sequence[float], operation: Any) -> list[float]:
     if not _several():
         return [float(v) for v in values]
-    # on the CPU: the group has gloo there, with and without GPUs
+    # on the CPU: the default group has a gloo backend there, with and without GPUs
     tensor = torch.tensor(list(values), dtype=torch.float64)
     dist.all_reduce(tensor, op=operation)
     return tensor.tolist()
 
 
 def all_max(values: Sequence[float]) -> list[float]:
-    """Of each value, the largest over the ranks."""
+    """Element-wise maximum over the ranks (float64: exact for whole numbers up to 2^53)."""
     return _reduce(values, dist.ReduceOp.MAX)
 
 
 def all_sum(values: Sequence[float]) -> list[float]:
-    """Of each value, the sum over the ranks (float64: exact for whole numbers up to 2^53)."""
+    """Element-wise sum over the ranks (float64: exact for whole numbers up to 2^53)."""
     return _reduce(values, dist.ReduceOp.SUM)
 
 
-def all_min_(values: torch.Tensor) -> None:
-    """In place, of each number of a tensor in host memory the smallest over the ranks."""
+def all_min_(values: Tensor) -> None:
+    """Element-wise minimum over the ranks, in place, of a CPU tensor."""
     if _several():
         dist.all_reduce(values, op=dist.ReduceOp.MIN)
 
 
-def barrier() -> None:
-    """Waits until every rank is here."""
-    if _several():
-        dist.barrier()
-
-
-def all_gather_objects(value: T) -> list[T]:
-    """Every rank's value, in rank order, on every rank."""
-    if not _several():
+def all_gather_objects(value: T, group: Any = None) -> list[T]:
+    """The value of every rank of `group`, in rank order, on each of them."""
+    if not _several(group):
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def _wait_for_main(hours: float) -> None:
-    """Returns on every rank once rank 0 is here, by the store that started the group: no collective is under way
-    meanwhile."""
-    store, name = dist.distributed_c10d._get_default_store(), f"megaswift/{next(_WAITS)}"
+def all_gather_dict(share: Mapping[K, T]) -> dict[K, T]:
+    """The entries of all ranks in one dict, on every rank; of equal keys the highest rank's value."""
+    return {key: value for part in all_gather_objects(dict(share)) for key, value in part.items()}
+
+
+def broadcast_object(value: T, src: int = 0, group: Any = None, device: torch.device | None = None) -> T:
+    """The value of rank `src` of `group` (of all ranks by default), on each of its ranks."""
+    if not _several(group):
+        return value
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values, group=group, group_src=src, device=device)
+    return values[0]
+
+
+def broadcast_tensors(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Rank 0's (name, CPU tensor) pairs on every rank. Those of other ranks are dropped: their iterators still have to
+    be exhausted, since iterating may be collective."""
+    tensors = [(name, tensor.contiguous()) for name, tensor in named]
+    if not _several():
+        return tensors
+    metas = broadcast_object([(name, tensor.shape, tensor.dtype) for name, tensor in tensors])
+    if global_rank() != 0:
+        tensors = [(name, torch.empty(shape, dtype=dtype)) for name, shape, dtype in metas]
+    for _, tensor in tensors:
+        dist.broadcast(tensor, src=0)
+    return tensors
+
+
+def raise_on_all_ranks(
+    problems: Sequence[Problem], error: type[UserError] = CheckpointError, limit: int | None = None
+) -> None:
+    """Raises `error` with the problems of all ranks, each once, on every rank; returns where no rank has one.
+    Collective. Problems beyond `limit` are counted in a last one."""
+    everyone = list(dict.fromkeys(problem for own in all_gather_objects(list(problems)) for problem in own))
+    if limit is not None and len(everyone) > limit:
+        everyone = [*everyone[:limit], Problem(f"{len(everyone) - limit} more", "of the same kind")]
+    if everyone:
+        raise error(everyone)
+
+
+def _wait_for_rank0(hours: float) -> None:
+    """Returns on every rank once rank 0 has called it. Uses the store of the default group, so that no collective is
+    pending meanwhile and none times out."""
+    store, name = dist.distributed_c10d._get_default_store(), f"megaswift/{next(_WAIT_NUMBERS)}"
     if global_rank() == 0:
         store.set(name, "done")
     else:
         store.wait([name], datetime.timedelta(hours=hours))
 
 
-def run_on_rank0(work: Callable[[], T], hours: float = 0.0) -> T:
-    """Does `work` on rank 0 and hands its result to all; a user's mistake found there is raised on every rank.
+def _error_of(name: str, problems: Sequence[Problem]) -> UserError:
+    """An error of another rank, by the name of its class: exceptions are not sent, their arguments are."""
+    return getattr(errors, name, UserError)(problems)
 
-    `hours`: for work that may take longer than a collective (--ddp_timeout). The others then wait outside of one, at
-    most so long.
+
+def run_on_rank0(work: Callable[[], T], hours: float = 0.0) -> T:
+    """The result of `work`, which runs on rank 0, on every rank. A UserError or OSError there is raised on every rank;
+    any other exception is raised on rank 0, and a RuntimeError on the others.
+
+    `hours`: for work that may take longer than --ddp_timeout. The other ranks then wait at most so long, outside of a
+    collective.
     """
     outcome: tuple[str, Any] = ("failed", None)
     try:
@@ -101,48 +149,44 @@ def run_on_rank0(work: Callable[[], T], hours: float = 0.0) -> T:
             raise
         outcome = (type(error).__name__, error.problems)
     except OSError as error:
-        found = storage_error(error) or CheckpointError(
+        reported = storage_error(error) or CheckpointError(
             Problem(str(error.filename or "writing the output"), error.strerror or str(error), "another --output_dir")
         )
-        outcome = (type(found).__name__, found.problems)
-    finally:
-        if _several():
-            if hours:
-                _wait_for_main(hours)
-            box = [outcome]
-            dist.broadcast_object_list(box, src=0)
-            outcome = box[0]
+        outcome = (type(reported).__name__, reported.problems)
+    finally:  # on every exception of rank 0: the others are in this broadcast already
+        if _several() and hours:
+            _wait_for_rank0(hours)
+        outcome = broadcast_object(outcome)
     kind, value = outcome
     if kind == "done":
         return value
     if kind == "failed":
-        raise RuntimeError("rank 0 failed; its message says why")
-    raise getattr(errors, kind, UserError)(value)
+        raise RuntimeError("rank 0 failed; see its message")
+    raise _error_of(kind, value)
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
-    """Every rank's result of its own work, in rank order, on every rank; a user's mistake on one of them is raised on
-    all."""
-    mistake: UserError | None = None
-    found: list[T] = []
+    """The result of every rank's `work`, in rank order, on every rank. A UserError, or an OSError that
+    `errors.storage_error` explains, on one rank is raised on all."""
+    own_error: UserError | None = None
+    results: list[T] = []
     try:
-        found.append(work())
+        results.append(work())
     except UserError as error:
-        mistake = error
+        own_error = error
     except OSError as error:
-        mistake = storage_error(error)
-        if mistake is None:
+        own_error = storage_error(error)
+        if own_error is None:
             raise
-    told = all_gather_objects(None if mistake is None else (type(mistake).__name__, mistake.problems))
-    for kind, problems in filter(None, told):
-        raise mistake or getattr(errors, kind, UserError)(problems)
-    return [value for share in all_gather_objects(found) for value in share]
+    failures = all_gather_objects(None if own_error is None else (type(own_error).__name__, own_error.problems))
+    for name, problems in filter(None, failures):
+        raise own_error or _error_of(name, problems)
+    return [result for share in all_gather_objects(results) for result in share]
 
 
 def split_work(rows: Sequence[Any], work: Callable[[Sequence[Any]], list[T]]) -> list[T]:
-    """`work` on consecutive shares of `rows`, one a rank; all results, in order, on every rank. A user's mistake is
-    raised on all."""
-    mine = slice(
-        len(rows) * global_rank() // global_world_size(), len(rows) * (global_rank() + 1) // global_world_size()
-    )
-    return [one for share in run_on_all_ranks(lambda: work(rows[mine])) for one in share]
+    """`work` on consecutive shares of `rows`, one per rank; all results, in order, on every rank. A UserError is raised
+    on all ranks."""
+    rank, ranks = global_rank(), global_world_size()
+    share = rows[len(rows) * rank // ranks : len(rows) * (rank + 1) // ranks]
+    return [result for results in run_on_all_ranks(lambda: work(share)) for result in results]

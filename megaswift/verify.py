@@ -81,13 +81,15 @@ def _tensors(a: ComparedWeights, b: ComparedWeights, options: argparse.Namespace
     finally:
         meter.close()
     counts = Counter(row.status for row in rows)
-    shown = [row for row in rows if options.all or row.status != "equal"]
-    if shown:
-        print(text_table([("tensor", "shape", "dtype A", "dtype B", "result"), *(verdict_cells(row) for row in shown)]))
-    for key, ours, theirs in settings or ():
-        print(f"config.json: {key} is {ours!r} in A and {theirs!r} in B")
+    visible = [row for row in rows if options.all or row.status != "equal"]
+    if visible:
+        print(
+            text_table([("tensor", "shape", "dtype A", "dtype B", "result"), *(verdict_cells(row) for row in visible)])
+        )
+    for key, value_a, value_b in settings or ():
+        print(f"config.json: {key} is {value_a!r} in A and {value_b!r} in B")
     if settings is None:
-        print("config.json: not compared, as not both sides have one that a known model family can read")
+        print("config.json: not compared: not both sides have one of a supported model family")
     print(f"{len(rows)} tensors: " + ", ".join(f"{counts[status]} {status}" for status in TOLD if counts[status]))
     facts |= {
         "dtype": str(dtype).removeprefix("torch.") if dtype else None,

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megaswift.engine.megatron.layers.choice import only_torch  # noqa: E402
+from megaswift.engine.megatron.layers.choice import torch_only_features  # noqa: E402
 from megaswift.families import FAMILIES, Family, family_of  # noqa: E402
 from megaswift.families.config_rows import RequiredValue  # noqa: E402
 from tests.families.published import PUBLISHED  # noqa: E402
@@ -42,7 +42,7 @@ def published(family: Family) -> tuple[str, str]:
     for name, (config, parameters) in PUBLISHED.items():
         if family_of(config).name == family.name:
             names.append(f"{name} ({parameters / 1e9:.3g} B)")
-            if lacking := only_torch(family.spec(config)):
+            if lacking := torch_only_features(family.spec(config)):
                 layers = f"torch ({', '.join(lacking)})"
     return ", ".join(names), layers
 

@@ -85,7 +85,7 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
         (["infer", "--model", "nowhere"], "--model nowhere: no such folder"),
         (
             ["deploy", "--model", "lora"],
-            "holds the adapters of a LoRA run, not a model\n    try: --model BASE --adapters lora",
+            "contains the adapters of a LoRA run, not a model\n    try: --model BASE --adapters lora",
         ),
         (["export", "--model", "nowhere", "--quant", "4", "--output_dir", "new"], "--model nowhere: no such folder"),
     ],

@@ -1,4 +1,5 @@
-"""Low-rank adapters of a model: which Hugging Face module each belongs to, and how its two matrices lie on ranks.
+"""Low-rank adapters of a model: which Hugging Face module each belongs to, and how its two matrices are sharded over
+ranks.
 
 An adapter adds scale x B A x to a linear layer's W x (Hu et al. 2021, arXiv:2106.09685), with A [r, in] and B [out, r]
 of the Hugging Face module. One of DoRA (arXiv:2402.09353) has magnitudes m [out] beside them and makes each row of W +
@@ -103,13 +104,13 @@ class Adapter:
 
     def ranges(self, half: Half, tp: int, rank: int) -> list[tuple[int, int]]:
         """Which columns of A, or which rows of B and M, a rank holds, in its order."""
-        whole = self.shape(half)[dim_of_half(half)]
+        size = self.shape(half)[dim_of_half(half)]
         if not self.sharded(half):
-            return [(0, whole)]
-        mine = [p for p in self.entry.pieces(ShardSpec(tp, rank)) if p.source == self.projection.source]
+            return [(0, size)]
+        rank_pieces = [p for p in self.entry.pieces(ShardSpec(tp, rank)) if p.source == self.projection.source]
         # alternating rows, one kind after the other
-        first = [p.start % p.stride * (whole // p.stride) + p.start // p.stride for p in mine]
-        return [(start, start + p.length) for start, p in zip(first, mine, strict=True)]
+        first = [p.start % p.stride * (size // p.stride) + p.start // p.stride for p in rank_pieces]
+        return [(start, start + p.length) for start, p in zip(first, rank_pieces, strict=True)]
 
     def local_shape(self, half: Half, tp: int, rank: int) -> tuple[int, ...]:
         """Shape of a rank's part."""
@@ -126,13 +127,13 @@ class Adapter:
         """The whole tensor from the parts of all ranks in order; of a replicated one the first counts."""
         if not self.sharded(half):
             return parts[0]
-        dim, whole = dim_of_half(half), parts[0].new_empty(self.shape(half))
+        dim, joined = dim_of_half(half), parts[0].new_empty(self.shape(half))
         for rank, part in enumerate(parts):
-            at = 0
+            offset = 0
             for start, stop in self.ranges(half, len(parts), rank):
-                whole.narrow(dim, start, stop - start).copy_(part.narrow(dim, at, stop - start))
-                at += stop - start
-        return whole
+                joined.narrow(dim, start, stop - start).copy_(part.narrow(dim, offset, stop - start))
+                offset += stop - start
+        return joined
 
     def rows(self, b: Tensor) -> Tensor:
         """B with its rows in Hugging Face's order."""
@@ -142,8 +143,8 @@ class Adapter:
     def merged(self, weight: Tensor, a: Tensor, b: Tensor, m: Tensor | None = None) -> Tensor:
         """The weight with this adapter in it, float32 [out, in]; of an expert in a stack [in, out]."""
         change = (self.rows(b).float() @ a.float()).mul_(self.scale)
-        found = (change.t() if self.projection.stack else change).add_(weight.float())
-        return found if m is None else found.mul_(row_scale(m, found.square().sum(1))[:, None])
+        merged = (change.t() if self.projection.stack else change).add_(weight.float())
+        return merged if m is None else merged.mul_(row_scale(m, merged.square().sum(1))[:, None])
 
 
 def interleave_gate_up(rows: Tensor, kinds: int) -> Tensor:
@@ -218,15 +219,15 @@ def _stored(adapters: Sequence[Adapter]) -> Iterator[StoredAdapterTensor]:
     stacks: dict[str, list[Adapter]] = {}
     for a in adapters:
         stacks.setdefault(a.projection.weight, []).append(a)
-    for stack, found in stacks.items():
-        first = found[0]
+    for stack, members in stacks.items():
+        first = members[0]
         if not first.projection.stack:
             yield from (StoredAdapterTensor(first.name(half), half, (first,)) for half in first.halves)
             continue
         home = stack.rpartition(".")[0]
         same = [s for s in stacks if s.rpartition(".")[0] == home]
         wrapped = home + ".base_layer" * (len(same) - 1 - same.index(stack))
-        yield from (StoredAdapterTensor(f"{wrapped}.lora_{half}.weight", half, tuple(found)) for half in HALVES)
+        yield from (StoredAdapterTensor(f"{wrapped}.lora_{half}.weight", half, tuple(members)) for half in HALVES)
 
 
 class AdapterPlan:
@@ -263,8 +264,8 @@ class AdapterPlan:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name (without PEFT's prefix) -> shape of every tensor of the adapter folder."""
-        found: dict[str, tuple[int, ...]] = {s.name: s.shape for s in self.stored}
-        return found | {name: self.plan.hf_shapes[name] for name in self.saved}
+        shapes: dict[str, tuple[int, ...]] = {s.name: s.shape for s in self.stored}
+        return shapes | {name: self.plan.hf_shapes[name] for name in self.saved}
 
     @property
     def added(self) -> int:

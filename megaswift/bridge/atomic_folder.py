@@ -1,4 +1,4 @@
-"""A folder that is written over a long time and appears whole or not at all.
+"""Resumable folders: written over hours, continued after an interruption, renamed into place when complete.
 
     .NAME.converting/          the files on their way
     .NAME.converting.journal   what they are made from, then the number of each item that is on disk for good
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from megaswift.disk import sync, sync_tree
+from megaswift.disk import replace_folder, restore_replaced_folder, sync_tree
 from megaswift.errors import CheckpointError, Problem
 
 WAITING, FEW = 1 << 27, 1 << 25
@@ -40,27 +40,14 @@ class _Block(NamedTuple):
     """The item that is complete with this block."""
 
 
-def replace_folder(fresh: Path, target: Path) -> None:
-    """By rename; what was at `target` goes only after the new folder is in its place."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    fresh.rename(target)
-    sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def check_target(target: Path, overwrite: bool) -> None:
     """Nothing is replaced unasked; an earlier replacement that was cut between its two renames is undone."""
-    old = target.with_name(f".{target.name}.old")
-    if old.exists() and not target.exists():
-        old.rename(target)
+    restore_replaced_folder(target)
     if target.exists() and not target.is_dir():
         raise CheckpointError(Problem(str(target), "is a file", "give a folder"))
     if target.exists() and not overwrite and any(target.iterdir()):
         raise CheckpointError(
-            Problem(str(target), "exists already", "give another folder, or --overwrite to replace it")
+            Problem(str(target), "already exists", "give another folder, or --overwrite to replace it")
         )
 
 
@@ -72,7 +59,7 @@ def check_room(target: Path, need: int, used: int = 0) -> None:
             Problem(
                 str(target),
                 f"needs {need:,} bytes, and {free:,} are free",
-                "make room, or give a folder on another disk",
+                "free space, or give a folder on another disk",
             )
         )
 
@@ -119,8 +106,8 @@ class AtomicFolder:
             ) from None
         self._log.seek(0)
         header, *lines = self._log.read().split("\n")
-        whole = all(self._size(name) == size for name, size in self.files.items())
-        if header == self._header and whole:
+        complete = all(self._size(name) == size for name, size in self.files.items())
+        if header == self._header and complete:
             self.done = {int(line) for line in lines[:-1] if line.isdigit()}  # the last is empty, or was cut short
         else:
             self.discarded = bool(header) and self.folder.exists()
@@ -158,23 +145,25 @@ class AtomicFolder:
             Problem(
                 str(self.target),
                 f"cannot be written: {self._failure}",
-                "run the same command again to go on from here, when this is mended",
+                "fix the cause, then run the same command again to resume",
             )
         )
 
     def _write(self) -> None:
         while (block := self._blocks.get()) is not None:
             try:
-                at = 0
-                while at < len(block.data) and self._failure is None:
-                    at += os.pwrite(self._open[block.file], block.data[at : at + WRITE], block.offset + at)
+                written = 0
+                while written < len(block.data) and self._failure is None:
+                    written += os.pwrite(
+                        self._open[block.file], block.data[written : written + WRITE], block.offset + written
+                    )
             except OSError as error:
                 self._failure = error
             with self._room:  # after a failure too: nobody may wait for room for ever
                 self._waiting -= len(block.data)
                 if self._waiting <= FEW:
                     self._room.notify()
-            self.written += at
+            self.written += written
             if block.done is not None and self._failure is None:
                 self._finished.put(block.done)
 

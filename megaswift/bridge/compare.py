@@ -81,13 +81,13 @@ class TensorVerdict:
 def check_same_architecture(a: ComparedWeights, b: ComparedWeights) -> None:
     """A comparison of two different kinds of model is a mistake, told before anything is read."""
     for key in ("model_type", "architectures"):
-        ours, theirs = ((side.config or {}).get(key) for side in (a, b))
-        if ours and theirs and ours != theirs:
+        value_a, value_b = ((side.config or {}).get(key) for side in (a, b))
+        if value_a and value_b and value_a != value_b:
             raise WeightsError(
                 Problem(
-                    f"{b.path}, config.json, {key} {theirs!r}",
-                    f"is another architecture than {ours!r} of {a.path}",
-                    "give two forms of the same model",
+                    f"{b.path}, config.json, {key} {value_b!r}",
+                    f"is a different architecture from {value_a!r} of {a.path}",
+                    "give two copies of the same model",
                 )
             )
 
@@ -175,9 +175,12 @@ def ignorable(side: ComparedWeights, name: str) -> str:
         and (side.config or {}).get("tie_word_embeddings") is True
         and EMBEDDING in weights.names()
     ):
-        like = (weights.shape(name), weights.dtype(name)) == (weights.shape(EMBEDDING), weights.dtype(EMBEDDING))
-        pairs = zip(blocks_of(weights, name), blocks_of(weights, EMBEDDING), strict=True) if like else ()
-        return TIED_HEAD.why if like and all(_same_bits(x, y) for x, y in pairs) else ""
+        is_tied_head = (weights.shape(name), weights.dtype(name)) == (
+            weights.shape(EMBEDDING),
+            weights.dtype(EMBEDDING),
+        )
+        pairs = zip(blocks_of(weights, name), blocks_of(weights, EMBEDDING), strict=True) if is_tied_head else ()
+        return TIED_HEAD.why if is_tied_head and all(_same_bits(x, y) for x, y in pairs) else ""
     return ""
 
 
@@ -191,15 +194,15 @@ def _both(
     """A tensor of both sides. While the bits are the same, one digest serves both."""
     facts = {**_facts(a, name, "a"), **_facts(b, name, "b")}
     if facts["shape_a"] != facts["shape_b"]:
-        one, other = _one(a, name, "missing", dtype, done), _one(b, name, "extra", dtype, lambda _: None)
-        return TensorVerdict(name, "shape", sha256_a=one.sha256_a, sha256_b=other.sha256_b, **facts)
-    alike = dtype is not None or facts["dtype_a"] == facts["dtype_b"]
+        row_a, row_b = _one(a, name, "missing", dtype, done), _one(b, name, "extra", dtype, lambda _: None)
+        return TensorVerdict(name, "shape", sha256_a=row_a.sha256_a, sha256_b=row_b.sha256_b, **facts)
+    same_dtype = dtype is not None or facts["dtype_a"] == facts["dtype_b"]
     digests, different, worst = [hashlib.sha256()], 0, 0.0
     width = max(side.weights.dtype(name).itemsize for side in (a, b))
     spans = [(0, n) for n in a.weights.shape(name)]
     for where in bands(spans, width):
         x, y = (_cast(side.weights.slice(name, where), dtype) for side in (a, b))
-        same = alike and x.dtype == y.dtype and _same_bits(x, y)
+        same = same_dtype and x.dtype == y.dtype and _same_bits(x, y)
         if not same and len(digests) == 1:
             digests.append(digests[0].copy())
         for digest, part in zip(digests, (x, y), strict=False):
@@ -208,7 +211,7 @@ def _both(
             count, gap = tensor_difference(x, y)
             different, worst = different + count, math.nan if math.isnan(worst + gap) else max(worst, gap)
         done(x.numel() * a.weights.dtype(name).itemsize)
-    status = "dtype" if not alike else "different" if different else "equal"
+    status = "dtype" if not same_dtype else "different" if different else "equal"
     return TensorVerdict(
         name,
         status,
@@ -237,9 +240,9 @@ def tensor_difference(x: Tensor, y: Tensor) -> tuple[int, float]:
 
 def verdicts_json(rows: Sequence[TensorVerdict]) -> list[dict[str, Any]]:
     """The rows of a report; JSON knows no nan, so that it is written as text."""
-    found = [asdict(row) for row in rows]
-    for row in found:
+    records = [asdict(row) for row in rows]
+    for row in records:
         worst = row["max_abs_diff"]
         if worst is not None and not math.isfinite(worst):
             row["max_abs_diff"] = str(worst)
-    return found
+    return records

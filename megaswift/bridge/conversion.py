@@ -1,4 +1,4 @@
-"""What all converters share: tensors streamed into planned places of a folder, block by block.
+"""The loop of all converters: tensors streamed block by block to their planned offsets in the files of a folder.
 
 Owns the loop, the progress on the screen and what an interruption leaves. Where the tensors come from and where they go
 is said by `hf_to_megatron`, `megatron_to_hf` and `merge`. Held at any time: some blocks of 16 MiB, whatever the model's
@@ -24,7 +24,7 @@ from tqdm import tqdm
 from megaswift import log
 from megaswift.bridge.atomic_folder import AtomicFolder
 from megaswift.bridge.file_tensor import bytes_view
-from megaswift.bridge.finite_weights import is_finite, warn_of
+from megaswift.bridge.finite_weights import is_finite, warn_non_finite
 from megaswift.bridge.hf_source import Span, WeightSource
 
 BLOCK = 1 << 24
@@ -80,7 +80,9 @@ def bands(spans: Sequence[Span], width: int, limit: int = BLOCK) -> Iterator[tup
         yield from ((slice(i, i + 1), *rest) for i in range(start, stop) for rest in bands(inner, width, limit))
         return
     rows = max(1, limit // row)
-    yield from ((slice(at, min(at + rows, stop)), *(slice(*span) for span in inner)) for at in range(start, stop, rows))
+    yield from (
+        (slice(first, min(first + rows, stop)), *(slice(*span) for span in inner)) for first in range(start, stop, rows)
+    )
 
 
 def blocks_of(source: WeightSource, name: str, region: Sequence[Span] | None = None) -> Iterator[Tensor]:
@@ -89,7 +91,7 @@ def blocks_of(source: WeightSource, name: str, region: Sequence[Span] | None = N
     return (source.slice(name, where) for where in bands(spans, source.dtype(name).itemsize))
 
 
-def stamps(files: Sequence[Path], root: Path) -> dict[str, list[int]]:
+def file_stamps(files: Sequence[Path], root: Path) -> dict[str, list[int]]:
     """Name -> size and time of change, in nanoseconds: another value means another source."""
     return {path.relative_to(root).as_posix(): [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)}
 
@@ -118,10 +120,10 @@ class ProgressMeter:
     def text(self, now: float) -> str:
         """`3.2 of 16.0 GB, 1.07 GB/s, ETA 0:12`."""
         speed = (self.done - self.first) / max(now - self.began, 1e-9)
-        left = round((self.total - self.done) / speed) if speed else 0
+        seconds_left = round((self.total - self.done) / speed) if speed else 0
         return (
             f"{self.done / 1e9:.1f} of {self.total / 1e9:.1f} GB, {speed / 1e9:.2f} GB/s, ETA "
-            f"{left // 60}:{left % 60:02d}"
+            f"{seconds_left // 60}:{seconds_left % 60:02d}"
         )
 
     def close(self) -> None:
@@ -151,28 +153,28 @@ def run_folder_job(work: FolderJob, stream: TextIO | None = None) -> Path:
     """Make the folder, or go on where an interrupted run of the same work stopped."""
     total = sum(item.nbytes for item in work.items)
     with AtomicFolder(work.target, work.files, work.made_from, work.overwrite) as stage:
-        left = [i for i in range(len(work.items)) if i not in stage.done]
+        pending = [i for i in range(len(work.items)) if i not in stage.done]
         if stage.discarded:
-            log.info(f"{stage.folder} was made from something else: starting anew")
+            log.info(f"{stage.folder} belongs to a different conversion: starting over")
         elif stage.done:
-            log.info(f"going on: {len(stage.done)} of {len(work.items)} tensors are there already")
-        meter = ProgressMeter(total, total - sum(work.items[i].nbytes for i in left), stream)
+            log.info(f"resuming: {len(stage.done)} of {len(work.items)} tensors are already written")
+        meter = ProgressMeter(total, total - sum(work.items[i].nbytes for i in pending), stream)
         try:
             with _stoppable():
                 for name, header in work.headers.items():
                     stage.put(name, 0, header)
-                bad = [item.name for i in left if not _move(stage, item := work.items[i], i, meter)]
+                bad = [item.name for i in pending if not _move(stage, item := work.items[i], i, meter)]
                 work.finish(stage.folder)
                 stage.commit()
         except KeyboardInterrupt:
-            told = (
-                f"stopped; what is done stays in {stage.folder}: the same command goes on from there, and "
-                f"removing it gives up"
+            notice = (
+                f"stopped; finished tensors are in {stage.folder}: the same command resumes from there, and "
+                f"removing the folder discards them"
             )
-            raise ConversionInterrupted(told) from None
+            raise ConversionInterrupted(notice) from None
         finally:
             meter.close()
-    warn_of(work.target, bad)
+    warn_non_finite(work.target, bad)
     return work.target
 
 
@@ -180,13 +182,13 @@ def _move(stage: AtomicFolder, item: TensorJob, number: int, meter: ProgressMete
     """Whether every value is finite; looked at while a block is in memory."""
     finite = True
     stage.put(item.file, item.offset, item.head)
-    at = item.offset + len(item.head)
+    position = item.offset + len(item.head)
     for block in item.blocks():
         data = bytes_view(block)
-        stage.put(item.file, at, data)
-        at += len(data)
+        stage.put(item.file, position, data)
+        position += len(data)
         meter.add(len(data))
         finite = finite and is_finite(block)
-    assert at == item.offset + len(item.head) + item.nbytes, f"item {number}: {at - item.offset} bytes"
-    stage.put(item.file, at, item.tail, number)
+    assert position == item.offset + len(item.head) + item.nbytes, f"item {number}: {position - item.offset} bytes"
+    stage.put(item.file, position, item.tail, number)
     return finite

@@ -112,12 +112,12 @@ def write_tables(directory: Path, saved: Iterable[SavedChunk]) -> None:
     tables: dict[str, TensorStorageMetadata] = {}
     places = {}
     for box in saved:
-        at = torch.Size(box.offset)
+        corner = torch.Size(box.offset)
         table = tables.setdefault(
             box.key, TensorStorageMetadata(TensorProperties(box.dtype), torch.Size(box.whole), [])
         )
-        table.chunks.append(ChunkStorageMetadata(at, torch.Size(box.shape)))
-        places[MetadataIndex(box.key, at)] = _StorageInfo(box.file, box.start, box.length)
+        table.chunks.append(ChunkStorageMetadata(corner, torch.Size(box.shape)))
+        places[MetadataIndex(box.key, corner)] = _StorageInfo(box.file, box.start, box.length)
     index = Metadata(dict(tables), storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
     with (directory / TABLES).open("wb") as file:
         pickle.dump(index, file)
@@ -156,8 +156,8 @@ class _Filler(dcp.DefaultLoadPlanner):
 
 
 def _fits(box: ShardChunk, saved: TensorStorageMetadata) -> bool:
-    whole, size = tuple(box.whole), tuple(saved.size)
-    return whole[1:] == size[1:] and len(whole) == len(size) if box.padded else whole == size
+    shape, size = tuple(box.whole), tuple(saved.size)
+    return shape[1:] == size[1:] and len(shape) == len(size) if box.padded else shape == size
 
 
 def plan_reads(index: Metadata, boxes: Sequence[ShardChunk]) -> tuple[list[planner.ReadItem], list[Problem]]:
@@ -178,12 +178,12 @@ def plan_reads(index: Metadata, boxes: Sequence[ShardChunk]) -> tuple[list[plann
             rows = max(0, min(box.data.shape[0], saved.size[0] - box.offset[0]))
             shape = torch.Size((rows, *box.data.shape[1:]))
             chunk = ChunkStorageMetadata(torch.Size(box.offset), shape)
-            found = create_read_items_for_chunk_list(box.key, saved, [chunk]) if rows else []
-            if sum(math.prod(item.lengths) for item in found) != math.prod(shape):
+            read_items = create_read_items_for_chunk_list(box.key, saved, [chunk]) if rows else []
+            if sum(math.prod(item.lengths) for item in read_items) != math.prod(shape):
                 problems[box.key] = Problem(
-                    box.key, f"is incomplete in the checkpoint: the part at {list(box.offset)} is not there"
+                    box.key, f"is incomplete in the checkpoint: the part at {list(box.offset)} is missing"
                 )
-            items.extend(replace(item, dest_index=MetadataIndex(box.key, index=number)) for item in found)
+            items.extend(replace(item, dest_index=MetadataIndex(box.key, index=number)) for item in read_items)
     return items, list(problems.values())
 
 

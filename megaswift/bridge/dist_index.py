@@ -56,7 +56,9 @@ class _Tables(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"holds {module}.{name}, which is no table of torch.distributed.checkpoint")
+        raise pickle.UnpicklingError(
+            f"holds {module}.{name}, which is not part of an index of torch.distributed.checkpoint"
+        )
 
 
 def read_index(directory: Path) -> Metadata | Problem:
@@ -65,18 +67,18 @@ def read_index(directory: Path) -> Metadata | Problem:
     try:
         data = path.read_bytes()
         check_pickle(data)
-        found = _Tables(io.BytesIO(data)).load()
+        tables = _Tables(io.BytesIO(data)).load()
     except FileNotFoundError:
         return Problem(str(path), "is missing")
     except _BROKEN as error:
         return Problem(str(path), f"cannot be read ({error or type(error).__name__})")
-    if not isinstance(found, Metadata) or not getattr(found, "storage_data", None):
+    if not isinstance(tables, Metadata) or not getattr(tables, "storage_data", None):
         return Problem(str(path), "is not the index of a checkpoint")
     try:
-        wrong = _wrong(found)
+        wrong = _wrong(tables)
     except _BROKEN as error:
         wrong = f"a value of another type ({error or type(error).__name__})"
-    return Problem(str(path), f"is damaged: it has {wrong}") if wrong else found
+    return Problem(str(path), f"is damaged: it has {wrong}") if wrong else tables
 
 
 def _wrong(index: Metadata) -> str:
@@ -85,7 +87,7 @@ def _wrong(index: Metadata) -> str:
         return "no tables of tensors and files"
     for place, info in index.storage_data.items():
         if not isinstance(place, MetadataIndex) or not isinstance(place.fqn, str) or not _is_place(info):
-            return f"a wrong place for {str(getattr(place, 'fqn', place))[:80]!r}"
+            return f"an invalid storage entry for {str(getattr(place, 'fqn', place))[:80]!r}"
     for key, table in index.state_dict_metadata.items():
         if not isinstance(key, str):
             return f"{str(key)[:80]!r} as the name of a tensor"
@@ -118,13 +120,13 @@ def _wrong_tensor(key: str, table: TensorStorageMetadata, places: dict[MetadataI
     width = table.properties.dtype.itemsize
     for chunk in table.chunks:
         if not isinstance(chunk, ChunkStorageMetadata) or not _lies_within(chunk, table.size):
-            return "a part outside of the tensor"
+            return "a chunk outside of the tensor"
         info = places.get(MetadataIndex(key, chunk.offsets))
         if info is None:
-            return "a part that lies in no file"
-        whole = math.prod(chunk.sizes) * width
-        if not getattr(info, "transform_descriptors", None) and whole > info.length:
-            return f"a part of {whole} bytes that lies in {info.length} bytes of a file"
+            return "a chunk without a file"
+        chunk_bytes = math.prod(chunk.sizes) * width
+        if not getattr(info, "transform_descriptors", None) and chunk_bytes > info.length:
+            return f"a part of {chunk_bytes} bytes that is stored in {info.length} bytes of a file"
     return ""
 
 
@@ -146,11 +148,11 @@ def file_problems(directory: Path, index: Metadata) -> list[Problem]:
     for name, size in sorted(need.items()):
         path = directory / name
         try:
-            found = path.stat().st_size if path.is_file() else None
+            actual = path.stat().st_size if path.is_file() else None
         except OSError:  # a name that no file can have
-            found = None
-        if found is None:
+            actual = None
+        if actual is None:
             problems.append(Problem(str(path), "is missing"))
-        elif found < size:
-            problems.append(Problem(str(path), f"is truncated: {found} bytes, {size} expected"))
+        elif actual < size:
+            problems.append(Problem(str(path), f"is truncated: {actual} bytes, {size} expected"))
     return problems

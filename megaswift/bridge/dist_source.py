@@ -104,16 +104,16 @@ class DistSource:
             filled += target.numel()
         if filled != out.numel():
             raise CheckpointError(
-                Problem(f"{self.file(key)}, tensor {key}", f"is incomplete: the part at {list(offset)} is not there")
+                Problem(f"{self.file(key)}, tensor {key}", f"is incomplete: the part at {list(offset)} is missing")
             )
 
     def _of(self, key: str) -> _Boxes:
         if key not in self._boxes:
-            found = sorted(
+            chunks = sorted(
                 (_Saved(tuple(c.offsets), tuple(c.sizes)) for c in self._tables[key].chunks), key=lambda b: b.offset
             )
-            longest = max((b.shape[0] for b in found if b.shape), default=1)
-            self._boxes[key] = _Boxes(found, [b.offset[0] if b.offset else 0 for b in found], longest)
+            longest = max((b.shape[0] for b in chunks if b.shape), default=1)
+            self._boxes[key] = _Boxes(chunks, [b.offset[0] if b.offset else 0 for b in chunks], longest)
         return self._boxes[key]
 
     def _fill(self, key: str, box: _Saved, corner: Sequence[int], target: Tensor) -> None:
@@ -123,12 +123,12 @@ class DistSource:
             if (key, box) not in self._items:
                 if info.transform_descriptors:
                     raise ValueError(f"is transformed ({', '.join(info.transform_descriptors)})")
-                found = torch_record.locate_record(path, info.offset, info.length)
-                if found.shape != box.shape or found.dtype != target.dtype:
+                record = torch_record.locate_record(path, info.offset, info.length)
+                if record.shape != box.shape or record.dtype != target.dtype:
                     raise ValueError(
-                        f"holds {list(found.shape)} {found.dtype} where the tables say {list(box.shape)} {target.dtype}"
+                        f"has {list(record.shape)} {record.dtype}, but .metadata has {list(box.shape)} {target.dtype}"
                     )
-                self._items[key, box] = found
+                self._items[key, box] = record
             self.files.fill(self._items[key, box], corner, target)
         except (OSError, ValueError) as error:
             raise CheckpointError(Problem(f"{path}, tensor {key}", f"cannot be read: {error}")) from None

@@ -18,7 +18,7 @@ from megaswift.families.projections import Projection
 TensorReader = Callable[[], Tensor]
 
 
-def stacks(names: Iterable[str]) -> list[str]:
+def expert_stacks_of(names: Iterable[str]) -> list[str]:
     """What stands before `.lora_A.weight` in the names of stacked tensors: PEFT's wrapped modules of experts."""
     return sorted(
         {n.rsplit(".lora_", 1)[0] for n in names if ".experts.lora_" in n or ".experts.base_layer.lora_" in n}
@@ -39,13 +39,15 @@ def unstacked_readers(
         if module.startswith(_on_disk(stack.removesuffix(".base_layer"), known) + "."):
             layers.setdefault(projection.megatron, []).append(projection)
     fitting = [
-        found for found in layers.values() if (sum(p.shape[0] for p in found), found[0].shape[1]) == (out, width)
+        members
+        for members in layers.values()
+        if (sum(p.shape[0] for p in members), members[0].shape[1]) == (out, width)
     ]
     if not fitting or rows_a != columns_b or rows_a % len(fitting):
         return
-    for expert, found in enumerate(fitting):
+    for expert, members in enumerate(fitting):
         first = 0
-        for p in found:
+        for p in members:
             rows = slice(first, first + p.shape[0])
             first = rows.stop
             yield f"{p.module}.lora_{HALVES[0]}.weight", partial(_expert_a, a, len(fitting), expert)

@@ -57,15 +57,15 @@ def export_hf(
     only."""
     dtypes = options.dtype or dtypes_in_source(plan, options.source)
     stored = open_weights(options.source) if options.source is not None and has_weights(options.source) else None
-    kept = plan.kept(stored.names()) if stored is not None else []
+    kept_names = plan.kept(stored.names()) if stored is not None else []
     tensors = {
         **plan.hf_tensors(dtypes),
-        **{name: TensorMeta(stored.shape(name), stored.dtype(name)) for name in kept if stored},
+        **{name: TensorMeta(stored.shape(name), stored.dtype(name)) for name in kept_names if stored},
     }
     with HfWriter(directory, tensors, options.max_shard_bytes, options.overwrite) as writer:
         for name, tensor in weights:
             writer.add(name, tensor)
-        for name in kept:
+        for name in kept_names:
             assert stored is not None
             writer.add(name, stored.slice(name))
         config = None if options.source is not None and not plan.spec.scored else plan.spec.hf_config

@@ -97,13 +97,13 @@ class OpenFiles:
 
     def bytes_into(self, path: Path, offset: int, target: memoryview) -> None:
         """Fill `target`; an OSError when the file is shorter."""
-        at, descriptor = 0, self.descriptor(path)
-        while at < len(target):
-            got = os.preadv(descriptor, [target[at : at + READ]], offset + at)
-            if not got:
-                raise OSError(f"ends at byte {offset + at}, {len(target) - at} bytes early")
-            at += got
-        self.bytes_read += at
+        filled, descriptor = 0, self.descriptor(path)
+        while filled < len(target):
+            count = os.preadv(descriptor, [target[filled : filled + READ]], offset + filled)
+            if not count:
+                raise OSError(f"ends at byte {offset + filled}, {len(target) - filled} bytes early")
+            filled += count
+        self.bytes_read += filled
 
     def fill(self, stored: FileTensor, corner: Sequence[int], out: Tensor) -> None:
         """Copy the region of `out`'s shape at `corner` of the stored tensor into `out`, which has its dtype."""
@@ -120,7 +120,7 @@ class OpenFiles:
             return
         last = [c + n - 1 for c, n in zip(corner, extent, strict=True)]
         first, end = (
-            stored.offset + width * sum(i * s for i, s in zip(at, strides, strict=True)) for at in (corner, last)
+            stored.offset + width * sum(i * s for i, s in zip(index, strides, strict=True)) for index in (corner, last)
         )
         out.copy_(_mapping(self.descriptor(stored.file), stored.dtype, first, end + width).as_strided(extent, strides))
         self.bytes_read += out.numel() * width

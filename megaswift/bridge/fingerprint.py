@@ -1,5 +1,4 @@
-"""A short name for the weights of a model folder: the same for a copy of it, another one for any other training of the
-model.
+"""A short fingerprint of the weights of a model folder: equal for copies, different after any further training.
 
 Reads the headers and a few bytes of each tensor, so it is quick on any disk. It tells models apart; it does not prove
 that no bit changed.

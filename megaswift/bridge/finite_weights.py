@@ -1,4 +1,4 @@
-"""Weights of a model folder are finite numbers: one NaN makes every loss NaN, and no step is ever taken."""
+"""The check that all weights of a model folder are finite: one NaN makes every loss NaN, and every step is skipped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], what: str = "--model") -
     refuse_non_finite([name for name, tensor in weights if not is_finite(tensor)], what)
 
 
-def listed(names: Sequence[str]) -> str:
+def tensor_names_text(names: Sequence[str]) -> str:
     """The first of these names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
@@ -40,7 +40,7 @@ def refuse_non_finite(names: Sequence[str], what: str = "--model") -> None:
         raise WeightsError(
             Problem(
                 what,
-                f"holds values that are not finite (NaN or infinity) in {listed(names)}",
+                f"has values that are not finite (NaN or infinity) in {tensor_names_text(names)}",
                 "a folder with the model's original weights, or a checkpoint from before the training diverged",
             )
         )
@@ -54,10 +54,10 @@ def check_folder(folder: Path) -> None:
         check_finite((name, source.slice(name)) for name in source.names())
 
 
-def warn_of(target: Path, names: Sequence[str]) -> None:
+def warn_non_finite(target: Path, names: Sequence[str]) -> None:
     """Says that a folder was written from such tensors."""
     if names:
         log.warn(
-            f"{target} holds values that are not finite (NaN or infinity) in {listed(names)}: they were written as "
-            "they are, and training and inference refuse them"
+            f"{target} has values that are not finite (NaN or infinity) in {tensor_names_text(names)}: they were "
+            "written unchanged, and training and inference refuse them"
         )

@@ -27,9 +27,9 @@ Span = tuple[int, int]
 
 def spans_of(where: Slices, shape: Sequence[int]) -> list[Span]:
     """The region that slices without steps take of a tensor; dimensions not named are whole."""
-    found = [w.indices(n) for w, n in zip((*where, *[slice(None)] * (len(shape) - len(where))), shape, strict=True)]
-    assert all(step == 1 for _, _, step in found), "slices have no step"
-    return [(start, max(start, stop)) for start, stop, _ in found]
+    indices = [w.indices(n) for w, n in zip((*where, *[slice(None)] * (len(shape) - len(where))), shape, strict=True)]
+    assert all(step == 1 for _, _, step in indices), "slices have no step"
+    return [(start, max(start, stop)) for start, stop, _ in indices]
 
 
 class TensorMeta(NamedTuple):
@@ -79,11 +79,11 @@ class WeightSource(TensorSource, Protocol):
 
 def _listed(name: str, index: dict[str, str] | None) -> str:
     """Which tensors a file should hold by its index, for a message about the file: the first ones by name."""
-    there = [tensor for tensor, file in (index or {}).items() if file == name]
-    if not there:
+    names = [tensor for tensor, file in (index or {}).items() if file == name]
+    if not names:
         return ""
-    more = f" and {len(there) - 2} more" if len(there) > 2 else ""
-    return f"; {INDEX} puts {', '.join(there[:2])}{more} there"
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return f"; {INDEX} lists {', '.join(names[:2])}{more} there"
 
 
 class HfSource:
@@ -100,7 +100,7 @@ class HfSource:
             self._add(name, index, problems)
         if index is not None and not problems:
             problems += [
-                Problem(str(self.directory / file), f"holds no tensor {name}, though {INDEX} says so")
+                Problem(str(self.directory / file), f"has no tensor {name}, but {INDEX} lists it there")
                 for name, file in index.items()
                 if name not in self._stored
             ]
@@ -118,11 +118,11 @@ class HfSource:
                 for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
                 for p in self.directory.glob(pattern)
             )
-            found = f"; it holds {', '.join(others[:4])}" if others else ""
+            contents = f"; it holds {', '.join(others[:4])}" if others else ""
             raise WeightsError(
                 Problem(
                     str(self.directory),
-                    f"has no {SINGLE} and no {INDEX}{found}",
+                    f"has no {SINGLE} and no {INDEX}{contents}",
                     "give a folder with a Hugging Face model in safetensors",
                 )
             )
@@ -138,9 +138,9 @@ class HfSource:
             raise WeightsError(
                 Problem(
                     str(self.directory),
-                    f"holds both {SINGLE}, which transformers would read, and {INDEX}, which does "
-                    "not name it: they may be two models",
-                    "remove the one that is not meant",
+                    f"has both {SINGLE}, which transformers would read, and {INDEX}, which does not list it: these may "
+                    "be two different models",
+                    "remove the one that you do not need",
                 )
             )
         return index
@@ -152,13 +152,13 @@ class HfSource:
             return "points outside its folder"
         try:
             folder, target = self.directory.resolve(), (self.directory / name).resolve()
-            there = target.is_file()
+            is_complete = target.is_file()
         except (OSError, ValueError, RuntimeError) as error:  # a name too long, with a null byte, a ring of links
-            return f"is no file name ({error})"
+            return f"is not a file name ({error})"
         allowed = [folder] + ([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])
         if not any(target.is_relative_to(a) for a in allowed):
             return f"is a link to {target}, outside its folder"
-        return None if there else "is missing"
+        return None if is_complete else "is missing"
 
     def _add(self, name: str, index: dict[str, str] | None, problems: list[Problem]) -> None:
         """Read one file's header into the table."""
@@ -214,9 +214,9 @@ class HfSource:
         """A part of a tensor, read into memory of its own."""
         stored = self._stored[name]
         spans = spans_of(where, stored.shape)
-        whole = FileTensor(self.file(name), stored.start, self.dtype(name), stored.shape)
+        tensor = FileTensor(self.file(name), stored.start, self.dtype(name), stored.shape)
         try:
-            return self._files.region(whole, [start for start, _ in spans], [stop - start for start, stop in spans])
+            return self._files.region(tensor, [start for start, _ in spans], [stop - start for start, stop in spans])
         except OSError as error:
             raise WeightsError(Problem(f"{self.file(name)}, tensor {name}", f"cannot be read: {error}")) from None
 

@@ -64,7 +64,7 @@ def hf_to_megatron(source: Path | str, target: Path | str, options: ToMegatronOp
     if find_checkpoint(folder) is not None:
         raise CheckpointError(
             Problem(
-                str(folder), "is a Megatron checkpoint already", "megaswift convert megatron-to-hf for the way back"
+                str(folder), "is a Megatron checkpoint already", "megaswift convert megatron-to-hf to convert it back"
             )
         )
     spec = load_spec(folder)
@@ -88,7 +88,7 @@ def hf_to_megatron(source: Path | str, target: Path | str, options: ToMegatronOp
         (stage / "conversion.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
     made_from = {
-        "source": conversion.stamps([*{weights.file(n) for n in weights.names()}, folder / "config.json"], folder),
+        "source": conversion.file_stamps([*{weights.file(n) for n in weights.names()}, folder / "config.json"], folder),
         "from": str(folder.resolve()),
         "dtype": str(options.dtype),
         "padded": padded,
@@ -112,12 +112,14 @@ def _arrange(
     plan: WeightPlan, weights: WeightSource, dtypes: Mapping[str, torch.dtype], padded: int, file_bytes: int
 ) -> tuple[list[SavedChunk], list[TensorJob], dict[str, int]]:
     """Every tensor's place: the boxes for the tables, the items to write, the files' sizes."""
-    one = _key_dtypes(plan, dtypes)
+    key_dtypes = _key_dtypes(plan, dtypes)
     parts = []
     for entry in plan.entries:
-        at = shard_region(entry, padded)
+        region = shard_region(entry, padded)
         content = functools.partial(entry_blocks, entry, weights, padded)
-        parts.append((entry.hf[0], (at.key, at.whole, at.offset, at.shape, one[at.key], content)))
+        parts.append(
+            (entry.hf[0], (region.key, region.whole, region.offset, region.shape, key_dtypes[region.key], content))
+        )
     for name in plan.kept(weights.names()):
         shape = weights.shape(name)
         content = functools.partial(blocks_of, weights, name)
@@ -141,10 +143,10 @@ def _arrange(
 
 def _key_dtypes(plan: WeightPlan, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
     """Key -> the dtype that holds all its Hugging Face tensors' values: a named tensor has one dtype."""
-    found: dict[str, list[torch.dtype]] = defaultdict(list)
+    dtypes_of: dict[str, list[torch.dtype]] = defaultdict(list)
     for entry in plan.entries:
-        found[shard_region(entry).key] += [dtypes[name] for name in entry.hf]
-    return {key: functools.reduce(torch.promote_types, each) for key, each in found.items()}
+        dtypes_of[shard_region(entry).key] += [dtypes[name] for name in entry.hf]
+    return {key: functools.reduce(torch.promote_types, each) for key, each in dtypes_of.items()}
 
 
 def _cast(blocks: functools.partial[Iterator[Tensor]], dtype: torch.dtype) -> Iterator[Tensor]:

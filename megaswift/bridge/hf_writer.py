@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge.atomic_folder import check_room, check_target, replace_folder
+from megaswift.bridge.atomic_folder import check_room, check_target
 from megaswift.bridge.file_tensor import bytes_view
 from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta
 from megaswift.bridge.model_folder import copy_side_files
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
-from megaswift.disk import sync_tree
+from megaswift.disk import replace_folder, sync_tree
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.quantization import plain_config
 
@@ -52,19 +52,19 @@ class HfFile:
 def plan_file(name: str, metas: Mapping[str, TensorMeta]) -> HfFile:
     """A file that holds these tensors."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at, offsets = 0, {}
+    end, offsets = 0, {}
     for tensor, meta in sorted(metas.items(), key=lambda item: -item[1].dtype.itemsize):  # wide ones first: all aligned
         header[tensor] = {
             "dtype": DTYPE_NAMES[meta.dtype],
             "shape": list(meta.shape),
-            "data_offsets": [at, at + nbytes(meta)],
+            "data_offsets": [end, end + nbytes(meta)],
         }
-        offsets[tensor], at = at, at + nbytes(meta)
+        offsets[tensor], end = end, end + nbytes(meta)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     return HfFile(
-        name, struct.pack("<Q", len(text)) + text, {t: start + offset for t, offset in offsets.items()}, start + at
+        name, struct.pack("<Q", len(text)) + text, {t: start + offset for t, offset in offsets.items()}, start + end
     )
 
 
@@ -83,7 +83,7 @@ def plan_files(tensors: Mapping[str, TensorMeta], max_shard_bytes: int) -> list[
     return [plan_file(name, shard) for name, shard in zip(names, shards, strict=True)]
 
 
-def index_of(files: Iterable[HfFile], tensors: Mapping[str, TensorMeta]) -> dict[str, object]:
+def shard_index(files: Iterable[HfFile], tensors: Mapping[str, TensorMeta]) -> dict[str, object]:
     """The index of several files."""
     weight_map = {tensor: file.name for file in files for tensor in file.places}
     total = sum(nbytes(meta) for meta in tensors.values())
@@ -92,10 +92,10 @@ def index_of(files: Iterable[HfFile], tensors: Mapping[str, TensorMeta]) -> dict
 
 def exported_config(config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
     """config.json of an export: its dtype is the tensors' where all have the same, and nothing is quantised."""
-    changed, found = plain_config(config), set(dtypes)
-    if len(found) == 1:
+    changed, written_dtypes = plain_config(config), set(dtypes)
+    if len(written_dtypes) == 1:
         key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-        changed[key] = str(next(iter(found))).removeprefix("torch.")
+        changed[key] = str(next(iter(written_dtypes))).removeprefix("torch.")
     return changed
 
 
@@ -109,7 +109,7 @@ def write_small_files(
     """All but the tensors: the index of several files, config.json from `config`, tokenizer and the like from
     `source`."""
     if len(files) > 1:
-        _write_json(folder / INDEX, index_of(files, tensors))
+        _write_json(folder / INDEX, shard_index(files, tensors))
     if config is not None:
         _write_json(folder / "config.json", exported_config(config, (meta.dtype for meta in tensors.values())))
     if source is not None:
@@ -170,9 +170,11 @@ class HfWriter:
         data = bytes_view(tensor.detach().to(device="cpu", dtype=meta.dtype).contiguous())
         file = self._file_of[name]
         try:
-            at = 0
-            while at < len(data):
-                at += os.pwrite(self._open[file.name], data[at : at + CHUNK], file.places[name] + at)
+            written = 0
+            while written < len(data):
+                written += os.pwrite(
+                    self._open[file.name], data[written : written + CHUNK], file.places[name] + written
+                )
         except OSError as error:
             self.abort()
             raise CheckpointError(
@@ -189,10 +191,10 @@ class HfWriter:
                 Problem(str(self.directory), f"{len(missing)} tensors were not written, among them {missing[0]}")
             )
         try:
-            beside = Path(source) if source is not None else None
-            if config is None and beside is not None and (beside / "config.json").exists():
-                config = json.loads((beside / "config.json").read_text(encoding="utf-8"))
-            write_small_files(self._temporary, self._files, self.tensors, config, beside)
+            source_folder = Path(source) if source is not None else None
+            if config is None and source_folder is not None and (source_folder / "config.json").exists():
+                config = json.loads((source_folder / "config.json").read_text(encoding="utf-8"))
+            write_small_files(self._temporary, self._files, self.tensors, config, source_folder)
             self._close()
             sync_tree(self._temporary)
             replace_folder(self._temporary, self.directory)

@@ -71,7 +71,7 @@ def prompts_from_file(path: Path, tokenizer_of: Path, trust: bool) -> list[Probe
         ) from None
     if not lines:
         raise ConfigError(
-            Problem(f"--prompts {path}", "holds no prompt", "one prompt a line: text, or token ids like [1, 2, 3]")
+            Problem(f"--prompts {path}", "has no prompts", "one prompt a line: text, or token ids like [1, 2, 3]")
         )
     tokenizer: Any = None
     prompts = []
@@ -81,7 +81,7 @@ def prompts_from_file(path: Path, tokenizer_of: Path, trust: bool) -> list[Probe
             tokenizer = tokenizer or load_tokenizer(tokenizer_of, trust, "token ids in the file of prompts")
             ids = tuple(tokenizer(line)["input_ids"])
         if not ids:
-            raise ConfigError(Problem(f"--prompts {path}:{number}", "is a prompt without a token"))
+            raise ConfigError(Problem(f"--prompts {path}:{number}", "is a prompt without tokens"))
         prompts.append(ProbePrompt(f"{path.name}:{number}", ids))
     return prompts
 
@@ -116,8 +116,8 @@ def reference_model(side: ComparedWeights, trust: bool) -> Any:
             loaded = kind.from_pretrained(None, config=config, state_dict=weights, **how)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise WeightsError(Problem(str(side.path), f"transformers cannot load it: {first_line(error)}")) from None
-    model, told = without_cpu_repacking(loaded[0]), loaded[1]
-    lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in told[key])
+    model, loading = without_cpu_repacking(loaded[0]), loaded[1]
+    lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in loading[key])
     if lost:
         raise WeightsError(
             Problem(
@@ -141,7 +141,10 @@ def check_prompts(model: Any, prompts: Sequence[ProbePrompt]) -> None:
     wrong = [p for p in prompts if max(p.ids) >= vocabulary]
     if wrong:
         raise ConfigError(
-            [Problem(f"--prompts, {p.label}", f"has token {max(p.ids)}, the model has {vocabulary}") for p in wrong]
+            [
+                Problem(f"--prompts, {p.label}", f"has token id {max(p.ids)}; the vocabulary has {vocabulary} tokens")
+                for p in wrong
+            ]
         )
 
 
@@ -173,17 +176,17 @@ def compare_logits(
         config.vocab_size, getattr(config, "max_position_embeddings", None) or LENGTHS[-1]
     )
     check_prompts(model, chosen)
-    ours = prompt_logits(model, chosen)
-    own, between = numerical_noise(model, chosen, ours)
+    logits_a = prompt_logits(model, chosen)
+    noise, between = numerical_noise(model, chosen, logits_a)
     del model
     model = reference_model(b, trust)
     check_prompts(model, chosen)
-    theirs = prompt_logits(model, chosen)
+    logits_b = prompt_logits(model, chosen)
     rows = [
         LogitsVerdict(p.label, len(p.ids), _gap(x, y), s, float(x.abs().max()))
-        for p, x, y, s in zip(chosen, ours, theirs, own, strict=True)
+        for p, x, y, s in zip(chosen, logits_a, logits_b, noise, strict=True)
     ]
-    return rows, TIMES * max(own), between
+    return rows, TIMES * max(noise), between
 
 
 def _gap(x: Tensor, y: Tensor) -> float:

@@ -46,34 +46,34 @@ class MegatronSource:
         """Every parameter of the model is there in full, and nothing else."""
         stored = set(self.tensors.keys())
         if any(key.startswith((ADAPTER, SAVED)) for key in stored):
-            beside = self.directory.parent / "adapter"
+            adapter = self.directory.parent / "adapter"
             raise CheckpointError(
                 Problem(
                     str(self.directory),
-                    "holds the adapters of a LoRA run, not a model",
-                    f"the base model's folder, with --adapters {beside}",
+                    "contains the adapters of a LoRA run, not a model",
+                    f"the base model's folder, with --adapters {adapter}",
                 )
             )
         problems, seen = [], set()
         for entry in self.plan.entries:
-            at = self._places[entry.megatron]
-            if at.key in seen:
+            place = self._places[entry.megatron]
+            if place.key in seen:
                 continue
-            seen.add(at.key)
-            if at.key not in stored:
+            seen.add(place.key)
+            if place.key not in stored:
+                problems.append(Problem(f"{self.directory}, tensor {place.key}", "is missing from the checkpoint"))
+                continue
+            shape, what = self.tensors.shape(place.key), f"{self.tensors.file(place.key)}, tensor {place.key}"
+            padded = entry.shard == "vocab" and shape[1:] == place.whole[1:] and shape[0] >= place.whole[0]
+            if shape != place.whole and not padded:
+                problems.append(Problem(what, f"has shape {list(shape)}, but config.json requires {list(place.whole)}"))
+            elif self.tensors.missing(place.key):
                 problems.append(
-                    Problem(f"{self.directory}, tensor {at.key}", "is missing: the checkpoint does not hold it")
+                    Problem(what, f"is incomplete: {self.tensors.missing(place.key)} elements are not in any file")
                 )
-                continue
-            shape, what = self.tensors.shape(at.key), f"{self.tensors.file(at.key)}, tensor {at.key}"
-            padded = entry.shard == "vocab" and shape[1:] == at.whole[1:] and shape[0] >= at.whole[0]
-            if shape != at.whole and not padded:
-                problems.append(Problem(what, f"has shape {list(shape)}, but config.json asks for {list(at.whole)}"))
-            elif self.tensors.missing(at.key):
-                problems.append(Problem(what, f"is incomplete: {self.tensors.missing(at.key)} elements are in no file"))
         extra = sorted(key for key in stored if not key.startswith((STATES, KEPT)) and key not in seen)
         extra += [KEPT + name for name in set(self._kept) - set(self.plan.kept(self._kept))]
-        rule = f"is in no row of the weight table of {self.plan.family.name} for this config.json"
+        rule = f"is not in the weight table of {self.plan.family.name} for this config.json"
         problems += [Problem(f"{self.tensors.file(key)}, tensor {key}", rule) for key in extra]
         if problems:
             more = (
@@ -106,8 +106,10 @@ class MegatronSource:
 
     def file(self, name: str) -> Path:
         """The first file that holds a part of it."""
-        kept = name not in self.plan.hf_shapes
-        return self.tensors.file(KEPT + name if kept else self._places[self.plan.by_hf[name].entries[0].megatron].key)
+        is_kept = name not in self.plan.hf_shapes
+        return self.tensors.file(
+            KEPT + name if is_kept else self._places[self.plan.by_hf[name].entries[0].megatron].key
+        )
 
     def slice(self, name: str, where: Slices = ()) -> Tensor:
         """A part of a tensor, read into memory of its own."""
@@ -117,7 +119,7 @@ class MegatronSource:
             return self.tensors.region(KEPT + name, [start for start, _ in spans], extent)
         out = new_block(extent, self.dtype(name))
         covered = (
-            sum(self._fill(out, spans, entry, piece, at) for entry, piece, at in self._pieces(name, spans))
+            sum(self._fill(out, spans, entry, piece, begin) for entry, piece, begin in self._pieces(name, spans))
             if out.numel()
             else 0
         )
@@ -127,15 +129,15 @@ class MegatronSource:
     def _pieces(self, name: str, spans: Sequence[Span]) -> Iterator[tuple[PlanEntry, SliceMap, int]]:
         """Every piece of the tensor, with its first row or column in its parameter."""
         for entry in self.plan.by_hf[name].entries:
-            at, source = 0, entry.hf.index(name)
+            begin, source = 0, entry.hf.index(name)
             for piece in entry.pieces(ShardSpec()):
                 if piece.source == source and all(
                     start <= i < stop for i, (start, stop) in zip(piece.at, spans, strict=False)
                 ):
-                    yield entry, piece, at
-                at += piece.length
+                    yield entry, piece, begin
+                begin += piece.length
 
-    def _fill(self, out: Tensor, spans: Sequence[Span], entry: PlanEntry, piece: SliceMap, at: int) -> int:
+    def _fill(self, out: Tensor, spans: Sequence[Span], entry: PlanEntry, piece: SliceMap, begin: int) -> int:
         """Copy what a piece has of the region `spans` of its HF tensor into `out`; how many elements that is."""
         dim, lead = dim_of(entry.rule), len(piece.at)
         target, inner = out[tuple(i - start for i, (start, _) in zip(piece.at, spans, strict=False))], spans[lead:]
@@ -147,7 +149,7 @@ class MegatronSource:
         steps = (slice(None),) * along + (slice(low - inner[along][0], high - inner[along][0], piece.stride),)
         target = target[steps]
         corner, extent = [start for start, _ in inner], list(target.shape)
-        corner[along] = at + (low - piece.start) // piece.stride
+        corner[along] = begin + (low - piece.start) // piece.stride
         if piece.transposed:
             corner.reverse()
             extent.reverse()
@@ -157,8 +159,8 @@ class MegatronSource:
         if target.is_contiguous() and not piece.transposed and self.tensors.dtype(key) == out.dtype:
             self.tensors.fill(key, where, target.view(shape))
         else:
-            found = self.tensors.region(key, where, shape).view(extent)
-            target.copy_(found.t() if piece.transposed else found)
+            values = self.tensors.region(key, where, shape).view(extent)
+            target.copy_(values.t() if piece.transposed else values)
         return target.numel()
 
     def _key(self, key: str, wanted: torch.dtype) -> str:

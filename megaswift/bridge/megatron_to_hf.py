@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megaswift.bridge import hf_folder
-from megaswift.bridge.conversion import blocks_of, stamps
+from megaswift.bridge.conversion import blocks_of, file_stamps
 from megaswift.bridge.hf_folder import HfFolder
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
@@ -53,13 +53,15 @@ def megatron_to_hf(source: Path | str, target: Path | str, options: ToHfOptions 
         )
     weights = open_checkpoint(checkpoint, options.dtype)
     tensors = {name: TensorMeta(weights.shape(name), weights.dtype(name)) for name in weights.names()}
-    made = HfFolder(
+    output = HfFolder(
         target, tensors, read_config(checkpoint.model), checkpoint.model, options.max_shard_bytes, options.overwrite
     )
-    read = [path for part in (checkpoint.tensors, checkpoint.model) for path in part.rglob("*") if path.is_file()]
+    source_files = [
+        path for part in (checkpoint.tensors, checkpoint.model) for path in part.rglob("*") if path.is_file()
+    ]
     made_from = {
-        "source": stamps(read, checkpoint.model.parent),
+        "source": file_stamps(source_files, checkpoint.model.parent),
         "from": str(checkpoint.tensors.resolve()),
         "dtype": str(options.dtype),
     }
-    return hf_folder.make_hf_folder(made, functools.partial(blocks_of, weights), made_from)
+    return hf_folder.make_hf_folder(output, functools.partial(blocks_of, weights), made_from)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megaswift.bridge import hf_folder, merge_by_peft
 from megaswift.bridge.adapters import HALVES, Adapter, AdapterPlan, row_scale
-from megaswift.bridge.conversion import bands, stamps
+from megaswift.bridge.conversion import bands, file_stamps
 from megaswift.bridge.hf_folder import HfFolder
 from megaswift.bridge.hf_source import TensorMeta, WeightSource
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
@@ -123,15 +123,17 @@ def merge_folders(
             Problem(str(adapter), f"has no {NEW}, the head of the reward model that it is for", "adapters of task rm")
         )
     tensors = folder.read(plan)
-    left = set(ignored) if scored else set()  # the vocabulary's head
-    metas = {name: TensorMeta(source.shape(name), source.dtype(name)) for name in source.names() if name not in left}
+    ignored_names = set(ignored) if scored else set()  # the vocabulary's head
+    metas = {
+        name: TensorMeta(source.shape(name), source.dtype(name)) for name in source.names() if name not in ignored_names
+    }
     made_from = {
-        "base": stamps([p for p in home.iterdir() if p.is_file()], home),
+        "base": file_stamps([p for p in home.iterdir() if p.is_file()], home),
         "from": str(base.resolve()),
-        "adapter": stamps([p for p in adapter.iterdir() if p.is_file()], adapter),
+        "adapter": file_stamps([p for p in adapter.iterdir() if p.is_file()], adapter),
     }
     config = merge_by_peft.classifier(spec.hf_config, home) if scored else spec.hf_config
-    made = HfFolder(target, metas, config, home, max_shard_bytes, overwrite)
+    output = HfFolder(target, metas, config, home, max_shard_bytes, overwrite)
     return hf_folder.make_hf_folder(
-        made, functools.partial(merged_blocks, source, plan=plan, tensors=tensors), made_from
+        output, functools.partial(merged_blocks, source, plan=plan, tensors=tensors), made_from
     )

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megaswift.bridge.finite_weights import is_finite, warn_of
+from megaswift.bridge.finite_weights import is_finite, warn_non_finite
 from megaswift.bridge.peft_config import train_type_of
-from megaswift.bridge.transformers_weights import buffers, disk_names, write_folder
+from megaswift.bridge.transformers_weights import disk_names, saved_buffers, write_folder
 from megaswift.data.tokenizer import load_tokenizer, pad_of
 from megaswift.errors import Problem, UserError, WeightsError, first_line
 from megaswift.families.adapter_folder import adapter_kind, is_scored
@@ -37,10 +37,10 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
     all."""
     kind, quantised = adapter_kind(adapter), quant_method(read_config(base))
     if not train_type_of(kind):
-        raise WeightsError(Problem(str(adapter), f"is a {kind.upper()} adapter, which is not served"))
+        raise WeightsError(Problem(str(adapter), f"is a {kind.upper()} adapter, which is not supported"))
     if quantised is not None:
         raise WeightsError(
-            Problem(str(base), f"has quantised weights ({quantised}), into which nothing can be merged", PLAIN)
+            Problem(str(base), f"has quantised weights ({quantised}); adapters cannot be merged into them", PLAIN)
         )
     try:
         merged = _merged(base, adapter)
@@ -48,11 +48,11 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
         raise
     except REFUSALS as error:
         raise WeightsError(Problem(f"{adapter} on {base}", f"PEFT cannot merge it: {first_line(error)}")) from None
-    tensors = {**dict(merged.named_parameters()), **buffers(merged)}
-    named = disk_names(merged, {n: t.detach() for n, t in tensors.items()})
+    tensors = {**dict(merged.named_parameters()), **saved_buffers(merged)}
+    stored = disk_names(merged, {n: t.detach() for n, t in tensors.items()})
     config = classifier(scored_config(read_config(base)), base) if is_scored(adapter) else None
-    write_folder(target, named, base, max_shard_bytes, overwrite, config)
-    warn_of(target, [name for name, tensor in named.items() if not is_finite(tensor)])
+    write_folder(target, stored, base, max_shard_bytes, overwrite, config)
+    warn_non_finite(target, [name for name, tensor in stored.items() if not is_finite(tensor)])
     return target
 
 

@@ -1,5 +1,5 @@
-"""What a sharded checkpoint carries beside its tensors, so that it becomes a Hugging Face folder with nothing else at
-hand.
+"""The folder `model` of a sharded checkpoint: config.json, tokenizer files and original dtypes, enough to convert it
+back to a Hugging Face folder.
 
     model/config.json       as it was read, without quantisation (weights lie dequantised)
     model/weights.json      the dtype that each Hugging Face tensor had
@@ -66,8 +66,8 @@ def write_model(
         json.dumps(plain_config(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )
     usual = Counter(dtypes.values()).most_common(1)[0][0]
-    others = {name: DTYPE_NAMES[dtype] for name, dtype in dtypes.items() if dtype != usual}
-    facts = {"format": FORMAT, "dtype": DTYPE_NAMES[usual], "other_dtypes": others}
+    other_dtypes = {name: DTYPE_NAMES[dtype] for name, dtype in dtypes.items() if dtype != usual}
+    facts = {"format": FORMAT, "dtype": DTYPE_NAMES[usual], "other_dtypes": other_dtypes}
     (target / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     copies = copy_side_files(source, target) if source is not None else []
     for path in (target / "config.json", target / FACTS, *copies, target):
@@ -91,7 +91,7 @@ def read_dtypes(model: Path) -> StoredDtypes:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         if facts["format"] != FORMAT:
-            raise ValueError(f"format {facts['format']}, this version reads {FORMAT}")
+            raise ValueError(f"format {facts['format']}; this version reads {FORMAT}")
         return StoredDtypes(
             DTYPES[facts["dtype"]], {name: DTYPES[dtype] for name, dtype in facts["other_dtypes"].items()}
         )
@@ -99,8 +99,8 @@ def read_dtypes(model: Path) -> StoredDtypes:
         raise CheckpointError(
             Problem(
                 str(path),
-                "is missing: the checkpoint does not say which dtypes its tensors had",
-                "a checkpoint of this version, whole",
+                "is missing: the dtypes of the original tensors are unknown",
+                "a complete checkpoint of this version",
             )
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""A language model's weights as those of a model with a scalar head that they lack: the head is drawn from the seed.
+"""A new scalar head on a language model: a source of the model's weights and a head drawn from the seed.
 
 Owns that draw, the same for all engines and layouts, and the view over the model's files and it.
 """

@@ -50,7 +50,7 @@ _SMALLEST = 1e-38
 def _bands(shape: tuple[int, ...], device: torch.device) -> Iterator[slice]:
     """Ranges of rows of a matrix that are worked on at a time."""
     step = max(1, BAND.get(device.type, 1 << 24) // max(1, shape[1]))
-    return (slice(at, at + step) for at in range(0, shape[0], step))
+    return (slice(row, row + step) for row in range(0, shape[0], step))
 
 
 @torch.no_grad()

@@ -69,23 +69,23 @@ def _taken(cfg: SwiftConfig, method: Method) -> dict[str, Any]:
 
 def _further(cfg: SwiftConfig, kind: Any, method: Method) -> dict[str, Any]:
     """The fields of `--peft_config`: JSON values, other text as it is."""
-    known = {f.name for f in dataclasses.fields(kind) if f.init} - set(MAPPED)
+    fields = {f.name for f in dataclasses.fields(kind) if f.init} - set(MAPPED)
     options = {field: option for option, field in method.takes.items()}
-    problems, found = [], {}
+    problems, accepted = [], {}
     for name, text in cfg.peft.peft_config.items():
         label = f"--peft_config {name}={text}"
         if name in options:
-            problems.append(Problem(label, "has an option of its own", f"--{options[name]} {text}"))
-        elif name not in known:
-            rule = "is set by the run" if name in MAPPED else f"is no field of PEFT's {method.config}"
-            problems.append(Problem(label, rule, nearest_name(name, sorted(known - set(options))) or "leave it out"))
+            problems.append(Problem(label, "is set by an option", f"--{options[name]} {text}"))
+        elif name not in fields:
+            rule = "is set by the run" if name in MAPPED else f"is not a field of PEFT's {method.config}"
+            problems.append(Problem(label, rule, nearest_name(name, sorted(fields - set(options))) or "leave it out"))
         try:
-            found[name] = json.loads(text)
+            accepted[name] = json.loads(text)
         except json.JSONDecodeError:
-            found[name] = text
+            accepted[name] = text
     if problems:
         raise ConfigError(problems)
-    return found
+    return accepted
 
 
 def train_type_of(peft_type: str) -> str:

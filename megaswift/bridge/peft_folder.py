@@ -8,7 +8,6 @@ The stacked form that PEFT writes for transformers' fused experts is taken apart
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,14 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaswift.bridge.adapters import HALVES, MAGNITUDE, PREFIX, Adapter, AdapterPlan, AdapterSettings, Half, by_pattern
-from megaswift.bridge.expert_stacks import TensorReader, parameter_of, stacks, unstacked_readers
+from megaswift.bridge.expert_stacks import TensorReader, expert_stacks_of, parameter_of, unstacked_readers
 from megaswift.bridge.file_tensor import FileTensor, mapped_tensor
 from megaswift.bridge.plan import SHOWN, WeightPlan
 from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_header
-from megaswift.disk import safetensors_to
+from megaswift.disk import atomic_file, safetensors_to
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.families.adapter_folder import CLASSIFIER_TASK, CONFIG, LANGUAGE_TASK, TENSORS
-from megaswift.families.projections import WEIGHT, Projection, end_of, partly_chosen, projections, without_dora
+from megaswift.families.projections import WEIGHT, Projection, dora_problems, partly_chosen, projections, stack_suffix
 from megaswift.families.step_manifest import refuse_damaged_part
 
 REFUSED: Mapping[str, str] = {
@@ -72,15 +71,15 @@ class PeftFolder:
     def _config(self) -> dict[str, Any]:
         path = self.directory / CONFIG
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            fix = "a folder that PEFT or a run of ours wrote (OUT/adapter)"
+            fix = "a folder written by PEFT or by a megaswift run (OUT/adapter)"
             raise WeightsError(Problem(str(self.directory), f"has no {CONFIG}", fix)) from None
         except (OSError, ValueError, RecursionError) as error:
             raise WeightsError(Problem(str(path), f"cannot be read: {error}")) from None
-        if not isinstance(found, dict):
-            raise WeightsError(Problem(str(path), "is no JSON object"))
-        return found
+        if not isinstance(values, dict):
+            raise WeightsError(Problem(str(path), "is not a JSON object"))
+        return values
 
     @property
     def settings(self) -> AdapterSettings:
@@ -92,10 +91,10 @@ class PeftFolder:
 
     def plan(self, weights: WeightPlan) -> AdapterPlan:
         """The adapters of the folder on this model; a WeightsError names every tensor that does not fit it."""
-        known = {p.module: p for p in projections(weights.family, weights.spec)}
-        tensors = self._tensors(known)
+        by_module = {p.module: p for p in projections(weights.family, weights.spec)}
+        tensors = self._tensors(by_module)
         chosen, ranks, saved, problems = [], {}, [], []
-        for module, projection in known.items():
+        for module, projection in by_module.items():
             halves = [f"{module}.lora_{half}.weight" for half in HALVES] + [module + MAGNITUDE] * self.settings.dora
             if not any(name in tensors for name in halves):
                 continue
@@ -103,25 +102,27 @@ class PeftFolder:
             shapes = [tuple(tensors.pop(name)().shape) if name in tensors else None for name in halves]
             ranks[module] = shapes[0][0] if shapes[0] else 0
             out, width = projection.shape
-            wanted = [(ranks[module], width), (out, ranks[module]), (out,)][: len(halves)]
-            problems += [self._wrong(name, s, w) for name, s, w in zip(halves, shapes, wanted, strict=True) if s != w]
+            expected = [(ranks[module], width), (out, ranks[module]), (out,)][: len(halves)]
+            problems += [self._wrong(name, s, w) for name, s, w in zip(halves, shapes, expected, strict=True) if s != w]
         for name, read in tensors.items():
             if name not in weights.hf_shapes:
                 what = f"{self.directory}, tensor {name}"
                 problems.append(
-                    Problem(what, "belongs to no layer of this model that can carry it", "an adapter of this model")
+                    Problem(
+                        what, "does not match a layer of this model that can have adapters", "an adapter of this model"
+                    )
                 )
             elif (shape := tuple(read().shape)) != weights.hf_shapes[name]:
                 problems.append(self._wrong(name, shape, weights.hf_shapes[name]))
             saved.append(name)
         problems += partly_chosen(weights.family, weights.spec, saved)
-        problems += without_dora(chosen, f"{self.directory / CONFIG}, use_dora") if self.settings.dora else []
+        problems += dora_problems(chosen, f"{self.directory / CONFIG}, use_dora") if self.settings.dora else []
         if problems:
             raise WeightsError(problems[:SHOWN])
         return AdapterPlan(weights, chosen, self._with_ranks(ranks), saved)
 
-    def _wrong(self, name: str, shape: tuple[int, ...] | None, wanted: tuple[int, ...]) -> Problem:
-        rule = "is missing" if shape is None else f"has shape {list(shape)}, this model needs {list(wanted)}"
+    def _wrong(self, name: str, shape: tuple[int, ...] | None, expected: tuple[int, ...]) -> Problem:
+        rule = "is missing" if shape is None else f"has shape {list(shape)}, this model needs {list(expected)}"
         return Problem(f"{self.directory}, tensor {name}", rule)
 
     def _with_ranks(self, ranks: Mapping[str, int]) -> AdapterSettings:
@@ -133,18 +134,18 @@ class PeftFolder:
         }
         return replace(s, ranks={m: r for m, r in ranks.items() if r != s.rank}, alphas={**s.alphas, **alphas})
 
-    def _tensors(self, known: Mapping[str, Projection]) -> dict[str, TensorReader]:
+    def _tensors(self, by_module: Mapping[str, Projection]) -> dict[str, TensorReader]:
         """How to read each tensor; stacks of experts taken apart."""
-        found: dict[str, TensorReader] = {name: partial(self._read, name) for name in self._stored}
+        readers: dict[str, TensorReader] = {name: partial(self._read, name) for name in self._stored}
         apart: dict[str, TensorReader] = {}
-        for stack in stacks(found):
+        for stack in expert_stacks_of(readers):
             names = [f"{stack}.lora_{half}.weight" for half in HALVES]
-            if all(name in found for name in names):
-                experts = dict(unstacked_readers(stack, found[names[0]], found[names[1]], known))
-                found = {name: read for name, read in found.items() if not experts or name not in names}
+            if all(name in readers for name in names):
+                experts = dict(unstacked_readers(stack, readers[names[0]], readers[names[1]], by_module))
+                readers = {name: read for name, read in readers.items() if not experts or name not in names}
                 apart.update(experts)
         self._unstacked = {name.rsplit(".lora_", 1)[0] for name in apart}
-        return {**found, **apart}
+        return {**readers, **apart}
 
     def _read(self, name: str) -> Tensor:
         """The tensor over a mapping of its own: one of the whole file would count as this process's memory until the
@@ -202,7 +203,7 @@ def _unfit(directory: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
     path = str(directory / CONFIG)
     yield from _mistyped(path, config)
     if config.get("peft_type") != "LORA":
-        yield Problem(path, f"peft_type is {config.get('peft_type')}; LORA is what can be read", "a LoRA adapter")
+        yield Problem(path, f"peft_type is {config.get('peft_type')}; only LORA is supported", "a LoRA adapter")
     yield from (
         Problem(path, f"{name} {config[name]}: {why}, which is not supported")
         for name, why in REFUSED.items()
@@ -231,7 +232,7 @@ def adapter_config(plan: AdapterPlan, base: str) -> dict[str, Any]:
     s, parameters = plan.settings, _parameters(plan)
     name = {a.module: a.projection.stack or a.module for a in plan.adapters}
     dropout = 0.0 if any(a.entry.expert is not None for a in plan.adapters) else s.dropout
-    whole = [name.removesuffix(WEIGHT) for name in plan.saved if name.endswith(WEIGHT)]
+    modules = [name.removesuffix(WEIGHT) for name in plan.saved if name.endswith(WEIGHT)]
     task = CLASSIFIER_TASK if plan.plan.spec.scored else LANGUAGE_TASK
     alpha = int(s.alpha) if float(s.alpha).is_integer() else s.alpha
     return {
@@ -249,7 +250,7 @@ def adapter_config(plan: AdapterPlan, base: str) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "target_modules": _targets(plan),
-        "modules_to_save": whole or None,
+        "modules_to_save": modules or None,
         "rank_pattern": {name[m]: rank for m, rank in s.ranks.items()},
         "alpha_pattern": {name.get(m, m): x for m, x in s.alphas.items()},
         **({"target_parameters": parameters} if parameters else {}),
@@ -258,35 +259,36 @@ def adapter_config(plan: AdapterPlan, base: str) -> dict[str, Any]:
 
 def _targets(plan: AdapterPlan) -> list[str]:
     """Last names of modules where they say exactly which, else whole names."""
-    mine = {a.module: a.projection.leaf for a in plan.adapters if not a.projection.stack}
-    alike = {p.module for p in projections(plan.plan.family, plan.plan.spec) if p.leaf in mine.values() and not p.stack}
-    return sorted(set(mine.values()) if alike == mine.keys() else mine)
+    leaf_of = {a.module: a.projection.leaf for a in plan.adapters if not a.projection.stack}
+    same_leaf = {
+        p.module for p in projections(plan.plan.family, plan.plan.spec) if p.leaf in leaf_of.values() and not p.stack
+    }
+    return sorted(set(leaf_of.values()) if same_leaf == leaf_of.keys() else leaf_of)
 
 
 def _parameters(plan: AdapterPlan) -> list[str]:
     """The same for experts that share a parameter: its name without the layer, or the whole one."""
-    mine = {a.projection.stack: end_of(a.projection.stack) for a in plan.adapters if a.projection.stack}
-    alike = {
-        p.stack for p in projections(plan.plan.family, plan.plan.spec) if p.stack and end_of(p.stack) in mine.values()
+    end_of_stack = {a.projection.stack: stack_suffix(a.projection.stack) for a in plan.adapters if a.projection.stack}
+    same_end = {
+        p.stack
+        for p in projections(plan.plan.family, plan.plan.spec)
+        if p.stack and stack_suffix(p.stack) in end_of_stack.values()
     }
-    return sorted(set(mine.values()) if alike == mine.keys() else mine)
+    return sorted(set(end_of_stack.values()) if same_end == end_of_stack.keys() else end_of_stack)
 
 
 def write_adapter(directory: Path, plan: AdapterPlan, tensors: Iterable[tuple[str, Tensor]], base: str) -> Path:
     """The folder, each file whole or not there. On one rank."""
-    found = {PREFIX + name: tensor.contiguous() for name, tensor in tensors}
-    wanted = {PREFIX + name for name in plan.shapes()}
-    assert found.keys() == wanted, f"adapter tensors differ from the plan: {sorted(found.keys() ^ wanted)[:4]}"
+    stored = {PREFIX + name: tensor.contiguous() for name, tensor in tensors}
+    expected = {PREFIX + name for name in plan.shapes()}
+    assert stored.keys() == expected, f"adapter tensors differ from the plan: {sorted(stored.keys() ^ expected)[:4]}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with safetensors_to(directory / TENSORS):
-            save_file(found, directory / f".{TENSORS}.writing", metadata={"format": "pt"})
         text = json.dumps(adapter_config(plan, base), indent=2, sort_keys=True) + "\n"
-        (directory / f".{CONFIG}.writing").write_text(text, encoding="utf-8")
-        for name in (TENSORS, CONFIG):
-            with (directory / f".{name}.writing").open("rb") as file:
-                os.fsync(file.fileno())
-            (directory / f".{name}.writing").rename(directory / name)
+        with atomic_file(directory / CONFIG) as config_file, atomic_file(directory / TENSORS) as tensor_file:
+            config_file.write_text(text, encoding="utf-8")
+            with safetensors_to(directory / TENSORS):
+                save_file(stored, tensor_file, metadata={"format": "pt"})
     except OSError as error:
         raise CheckpointError(Problem(str(directory), f"cannot be written: {error}")) from None
     return directory

@@ -1,4 +1,4 @@
-"""A look through a pickle's opcodes before anything unpickles it, so that reading takes no memory or time out of
+"""The scan of a pickle's opcodes before it is unpickled, so that reading takes no memory or time out of
 proportion to its size.
 
 Owns that for the two kinds of pickle in a sharded checkpoint: its tables, and the description of a tensor. Which
@@ -42,27 +42,27 @@ _LONG_PUT, _GLOBAL, _FRAME, _STOP = ord("r"), ord("c"), 0x95, ord(".")
 
 def check_pickle(data: bytes) -> None:
     """ValueError for an opcode that neither kind needs, or whose argument is longer than the rest of the file."""
-    at, end, count = 0, len(data), 0
-    while at < end:
-        code, at, count = data[at], at + 1, count + 1
+    position, end, count = 0, len(data), 0
+    while position < end:
+        code, position, count = data[position], position + 1, count + 1
         if code == _STOP:
             return
         if code in _ARGUMENTS:
-            at += _ARGUMENTS[code]
+            position += _ARGUMENTS[code]
         elif code in _COUNTED:
             size = struct.calcsize(_COUNTED[code])
-            at += size + struct.unpack_from(_COUNTED[code], data, at)[0]
+            position += size + struct.unpack_from(_COUNTED[code], data, position)[0]
         elif code == _LONG_PUT:
-            if struct.unpack_from("<I", data, at)[0] > count:
-                raise ValueError("a place in the memo beyond what the file can fill")
-            at += 4
+            if struct.unpack_from("<I", data, position)[0] > count:
+                raise ValueError("a memo index that is out of range")
+            position += 4
         elif code == _FRAME:
-            at += 8
-            if struct.unpack_from("<Q", data, at - 8)[0] > end - at:
+            position += 8
+            if struct.unpack_from("<Q", data, position - 8)[0] > end - position:
                 raise ValueError("it is truncated")
         elif code == _GLOBAL:
-            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
+            position = data.index(b"\n", data.index(b"\n", position) + 1) + 1
         else:
             name = next((op.name for op in pickletools.opcodes if ord(op.code) == code), hex(code))
-            raise ValueError(f"opcode {name} at byte {at - 1} is not allowed in a checkpoint")
+            raise ValueError(f"opcode {name} at byte {position - 1} is not allowed in a checkpoint")
     raise ValueError("it is truncated")

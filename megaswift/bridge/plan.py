@@ -1,4 +1,4 @@
-"""Every Megatron parameter of one model and the Hugging Face tensors it is made of.
+"""The weight plan of one model: every Megatron parameter and the Hugging Face tensors that it maps to.
 
 Owns both directions of a family's rules on real tensors, and the check that a folder holds the model. Which rank holds
 which layer or expert is the engine's affair; files are `hf_source` and `hf_writer`.
@@ -17,10 +17,12 @@ from torch import Tensor
 
 from megaswift.bridge.hf_source import TensorMeta, TensorSource, WeightSource
 from megaswift.errors import Problem, WeightsError
-from megaswift.families.expansion import expand_table, full_name
 from megaswift.families.family import Family
 from megaswift.families.rules import Rule, Shard, ShardSpec, SliceMap, dim_of
 from megaswift.families.spec import ModelSpec
+
+Place = tuple[Rule, int | None, int | None]
+"""(rule, layer, global number of the expert)."""
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 SHOWN = 8
@@ -41,7 +43,7 @@ class IgnoredTensors:
 
 INV_FREQ = IgnoredTensors(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "follows from config.json")
 TIED_HEAD = IgnoredTensors(r"lm_head\.weight", "a stored duplicate of the tied embedding")
-OTHER_HEAD = IgnoredTensors(r"lm_head\.weight", "the vocabulary's head, in whose place is a scalar one")
+OTHER_HEAD = IgnoredTensors(r"lm_head\.weight", "the vocabulary head, which a scalar head replaces")
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ class PlanEntry:
         """Shape of each HF tensor."""
         return self.rule.shapes(self.spec)
 
-    def pieces(self, cut: ShardSpec) -> list[SliceMap]:
+    def pieces(self, shard: ShardSpec) -> list[SliceMap]:
         """What a shard is made of."""
-        return self.rule.pieces(self.spec, replace(cut, expert=self.expert))
+        return self.rule.pieces(self.spec, replace(shard, expert=self.expert))
 
     def shard_shape(self, tp: int = 1, padded_vocab: int | None = None) -> tuple[int, ...]:
         """Shape of one rank's shard."""
@@ -109,7 +111,7 @@ class PlanEntry:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     @torch.no_grad()
-    def put(self, whole: dict[str, Tensor], shards: Sequence[Tensor]) -> int:
+    def put(self, tensors: dict[str, Tensor], shards: Sequence[Tensor]) -> int:
         """Write the shards of all ranks, in order, into the full HF tensors of `whole` (made where missing); how many
         elements.
 
@@ -122,24 +124,24 @@ class PlanEntry:
             and tuple(shards[0].shape) == shapes[0]
             and len(self.pieces(ShardSpec())) == 1
         ):
-            whole[self.hf[0]] = shards[0]
+            tensors[self.hf[0]] = shards[0]
             return shards[0].numel()
         for name, shape in zip(self.hf, shapes, strict=True):
-            if name not in whole:
-                whole[name] = shards[0].new_empty(shape)
+            if name not in tensors:
+                tensors[name] = shards[0].new_empty(shape)
         padded = sum(s.shape[dim] for s in shards) if self.shard == "vocab" else None
         expected = self.shard_shape(len(shards), padded)
         for rank, shard in enumerate(shards):
             assert tuple(shard.shape) == expected, (
                 f"{self.megatron}: shard {rank} is {tuple(shard.shape)}, should be {expected}"
             )
-            at = 0
+            offset = 0
             for piece in self.pieces(ShardSpec(len(shards), rank, padded)):
-                into, along = whole[self.hf[piece.source]][piece.at], piece.hf_dim(dim) - len(piece.at)
+                into, along = tensors[self.hf[piece.source]][piece.at], piece.hf_dim(dim) - len(piece.at)
                 start, stop = (min(x, into.shape[along]) for x in (piece.start, piece.stop))
                 target = _of_shard(into.narrow(along, start, stop - start), piece, dim)
-                target.copy_(shard.narrow(dim, at, target.shape[dim]))
-                at, covered = at + piece.length, covered + target.numel()
+                target.copy_(shard.narrow(dim, offset, target.shape[dim]))
+                offset, covered = offset + piece.length, covered + target.numel()
         return covered
 
 
@@ -157,12 +159,12 @@ class PlanGroup:
 
     def write(self, shards: Iterable[Sequence[Tensor]]) -> dict[str, Tensor]:
         """HF name -> full tensor; `shards` are those of each entry, taken one entry at a time."""
-        whole: dict[str, Tensor] = {}
-        covered = sum(entry.put(whole, parts) for entry, parts in zip(self.entries, shards, strict=True))
-        assert covered == sum(t.numel() for t in whole.values()), (
-            f"{self.entries[0].megatron}: the shards do not cover {[*whole]}"
+        tensors: dict[str, Tensor] = {}
+        covered = sum(entry.put(tensors, parts) for entry, parts in zip(self.entries, shards, strict=True))
+        assert covered == sum(t.numel() for t in tensors.values()), (
+            f"{self.entries[0].megatron}: the shards do not cover {[*tensors]}"
         )
-        return whole
+        return tensors
 
 
 class WeightPlan:
@@ -202,8 +204,8 @@ class WeightPlan:
 
     def hf_tensors(self, dtypes: Mapping[str, torch.dtype] | torch.dtype) -> dict[str, TensorMeta]:
         """Every HF tensor with its shape and dtype, in the order of export."""
-        one = dtypes if isinstance(dtypes, torch.dtype) else None
-        return {name: TensorMeta(shape, one or dtypes[name]) for name, shape in self.hf_shapes.items()}  # type: ignore[index]
+        single_dtype = dtypes if isinstance(dtypes, torch.dtype) else None
+        return {name: TensorMeta(shape, single_dtype or dtypes[name]) for name, shape in self.hf_shapes.items()}  # type: ignore[index]
 
     def check(self, source: WeightSource, contents: bool = True) -> list[str]:
         """Whether `source` holds this model: a WeightsError names each missing, unmapped or wrong tensor with its file.
@@ -215,18 +217,18 @@ class WeightPlan:
         names = set(source.names())
         missing = [name for name in self.by_hf if name not in names]
         problems += [
-            Problem(f"{source.directory}, tensor {name}", "is missing: no file holds it", self._fix_missing(name))
+            Problem(f"{source.directory}, tensor {name}", "is missing: it is not in any file", self._fix_missing(name))
             for name in missing[:SHOWN]
         ]
         extra = sorted(names - set(self.by_hf))
         ignored = [name for name in extra if any(i.matches(name) for i in self.ignored)]
-        known = {*ignored, *self.kept(extra)}
-        unmapped = [name for name in extra if name not in known]
+        expected = {*ignored, *self.kept(extra)}
+        unmapped = [name for name in extra if name not in expected]
         problems += [
             Problem(
                 f"{source.file(name)}, tensor {name}",
                 (
-                    f"is in no row of the weight table of {self.family.name} for this config.json "
+                    f"is not in the weight table of {self.family.name} for this config.json "
                     f"({self.spec.num_layers} layers)"
                 ),
             )
@@ -234,9 +236,9 @@ class WeightPlan:
         ]
         wrong = [p for name in self.by_hf if name in names for p in self._wrong(source, name)]
         problems += wrong[:SHOWN]
-        left = sum(max(0, len(kind) - SHOWN) for kind in (missing, unmapped, wrong))
-        if left:
-            problems.append(Problem(str(source.directory), f"and {left} more tensors like these"))
+        unshown = sum(max(0, len(kind) - SHOWN) for kind in (missing, unmapped, wrong))
+        if unshown:
+            problems.append(Problem(str(source.directory), f"and {unshown} more tensors like these"))
         if not problems and contents and self.spec.tied:
             problems += [p for name in ignored if TIED_HEAD.matches(name) for p in self._unequal(source, name)]
         if problems:
@@ -253,7 +255,7 @@ class WeightPlan:
     def _wrong(self, source: WeightSource, name: str) -> Iterator[Problem]:
         what, shape = f"{source.file(name)}, tensor {name}", source.shape(name)
         if shape != self.hf_shapes[name]:
-            yield Problem(what, f"has shape {list(shape)}, but config.json asks for {list(self.hf_shapes[name])}")
+            yield Problem(what, f"has shape {list(shape)}, but config.json requires {list(self.hf_shapes[name])}")
         if source.dtype_name(name) not in FLOATS:
             yield Problem(
                 what,
@@ -264,13 +266,43 @@ class WeightPlan:
     def _unequal(self, source: WeightSource, head: str, rows: int = 4096) -> Iterator[Problem]:
         embedding = self.by_megatron["embedding.word_embeddings.weight"].hf[0]
         same = source.shape(head) == source.shape(embedding)
-        for at in range(0, self.spec.vocab_size, rows):
+        for row in range(0, self.spec.vocab_size, rows):
             if same:
-                part = (slice(at, min(at + rows, self.spec.vocab_size)), slice(0, self.spec.hidden_size))
+                part = (slice(row, min(row + rows, self.spec.vocab_size)), slice(0, self.spec.hidden_size))
                 same = torch.equal(source.slice(head, part), source.slice(embedding, part))
         if not same:
             yield Problem(
                 f"{source.file(head)}, tensor {head}",
-                f"differs from {embedding}, but config.json says tie_word_embeddings",
+                f"differs from {embedding}, but config.json sets tie_word_embeddings",
                 "set tie_word_embeddings to false to train both, or remove the tensor",
             )
+
+
+def in_use(rule: Rule, spec: ModelSpec) -> bool:
+    """Whether this model has what the rule is about."""
+    return not rule.when or bool(getattr(spec, rule.when))
+
+
+def full_name(pattern: str, layer: int | None, expert: int | None) -> str:
+    """A rule's name for one layer and expert."""
+    return pattern.replace("{L}", str(layer)).replace("{E}", str(expert))
+
+
+def expand_table(rules: Sequence[Rule], spec: ModelSpec) -> Iterator[Place]:
+    """Every parameter of a model with the rule for it, in export order: layer by layer, and expert by expert within a
+    layer."""
+    active = [rule for rule in rules if in_use(rule, spec)]
+    for in_model, block in groupby(active, key=lambda rule: rule.scope == "model"):
+        chosen = list(block)
+        if in_model:
+            yield from ((rule, None, None) for rule in chosen)
+            continue
+        for layer, sparse in enumerate(spec.moe_layers):
+            scopes = ("layer", "moe", "expert") if sparse else ("layer", "dense")
+            of_layer = [rule for rule in chosen if rule.scope in scopes]
+            for in_expert, part in groupby(of_layer, key=lambda rule: rule.scope == "expert"):
+                same = list(part)
+                experts = range(spec.experts) if in_expert else (None,)
+                # a stacked tensor is filled at a stretch
+                for rules_of in [[rule] for rule in same] if same[0].stacked else [same]:
+                    yield from ((rule, layer, expert) for expert in experts for rule in rules_of)

@@ -1,4 +1,4 @@
-"""Quantised Hugging Face folders, read as the weights they stand for.
+"""Quantised Hugging Face folders, dequantised while they are read.
 
 Owns dequantising FP8 block scales and MXFP4, slice by slice: of a slice, only the stored bytes behind it are read, in
 bands of bounded size. Names, shapes and dtypes are those of the unquantised checkpoint, so that plans, engines and
@@ -22,7 +22,7 @@ from megaswift.bridge.hf_source import HfSource, Slices, Span, WeightSource, spa
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import read_config
-from megaswift.families.quantization import FIELD, Fp8Scheme, Scheme, problem_of, scheme_of
+from megaswift.families.quantization import FIELD, Fp8Scheme, Scheme, quantization_problem, scheme_of
 
 BAND = 1 << 22
 """Values dequantised at a time: 16 MiB in float32."""
@@ -60,7 +60,7 @@ class QuantizedWeight(Protocol):
 def _bands(start: int, stop: int, width: int) -> Iterator[Span]:
     """Ranges of rows of `width` values, none over BAND values."""
     step = max(1, BAND // max(1, width))
-    return ((at, min(at + step, stop)) for at in range(start, stop, step))
+    return ((first, min(first + step, stop)) for first in range(start, stop, step))
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,19 @@ class Fp8Weight:
         """W = float32(W) x scale of its block, rounded once: what transformers computes."""
         *lead, (top, bottom), (left, right) = ranges
         rows, columns = self.block
-        whole = read(self.scale, ()).reshape(1, 1) if self.scalar else None
-        for at in itertools.product(*(range(a, b) for a, b in lead)):
-            first = tuple(slice(i, i + 1) for i in at)
-            target = out[tuple(i - a for i, (a, _) in zip(at, lead, strict=True))]
+        single_scale = read(self.scale, ()).reshape(1, 1) if self.scalar else None
+        for index in itertools.product(*(range(a, b) for a, b in lead)):
+            first = tuple(slice(i, i + 1) for i in index)
+            target = out[tuple(i - a for i, (a, _) in zip(index, lead, strict=True))]
             near, far = left // columns, -(-right // columns)
             block_of = torch.arange(left, right) // columns - near
             for start, stop in _bands(top, bottom, right - left):
                 up, down = start // rows, -(-stop // rows)
-                scale = whole if whole is not None else read(self.scale, (*first, slice(up, down), slice(near, far)))
+                scale = (
+                    single_scale
+                    if single_scale is not None
+                    else read(self.scale, (*first, slice(up, down), slice(near, far)))
+                )
                 factors = _factors(scale.reshape(down - up, far - near))[:, block_of]
                 values = read(self.name, (*first, slice(start, stop), slice(left, right))).reshape(
                     stop - start, right - left
@@ -139,7 +143,7 @@ class Mxfp4Weight:
 
 
 def _wrong(stored: HfSource, name: str, rule: str) -> Problem:
-    return Problem(f"{stored.file(name)}, tensor {name}", rule, "fetch the model's files again")
+    return Problem(f"{stored.file(name)}, tensor {name}", rule, "download the model again")
 
 
 def fp8_weights(stored: HfSource, scheme: Fp8Scheme, problems: list[Problem]) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -149,7 +153,7 @@ def fp8_weights(stored: HfSource, scheme: Fp8Scheme, problems: list[Problem]) ->
     for scale in stored.names():
         weight = scale.removesuffix("_scale_inv")
         if weight != scale and weight not in names:
-            problems.append(_wrong(stored, scale, f"is a scale, and no file holds {weight}"))
+            problems.append(_wrong(stored, scale, f"is a scale, and {weight} is not in any file"))
         elif weight != scale and stored.dtype_name(weight) != "F8_E4M3":
             problems.append(
                 _wrong(stored, scale, f"is a scale, and {weight} is {stored.dtype_name(weight)}, not F8_E4M3")
@@ -159,16 +163,21 @@ def fp8_weights(stored: HfSource, scheme: Fp8Scheme, problems: list[Problem]) ->
             continue
         scale, shape = f"{name}_scale_inv", stored.shape(name)
         if scale not in names or len(shape) < 2:
-            rule = f"is FP8, and no file holds its scale {scale}" if scale not in names else "is FP8, and no matrix"
+            rule = (
+                f"is FP8, and its scale {scale} is not in any file"
+                if scale not in names
+                else "is FP8, but not a matrix"
+            )
             problems.append(_wrong(stored, name, rule))
             continue
         rows, columns = scheme.block or (max(1, shape[-2]), max(1, shape[-1]))
-        grid, given = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)), stored.shape(scale)
-        scalar = scheme.block is None and math.prod(given) == math.prod(shape[:-2]) == 1
-        if given != grid and not scalar:
-            rule = (
-                f"has shape {list(given)}; {name} {list(shape)} in blocks of [{rows}, {columns}] asks for {list(grid)}"
-            )
+        # the last block of a dimension may be partial, as in DeepSeek-V3's 576 rows by 128; transformers 5.23 divides
+        # the shapes instead, and so refuses that projection or takes other blocks
+        grid, scale_shape = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)), stored.shape(scale)
+        scalar = scheme.block is None and math.prod(scale_shape) == math.prod(shape[:-2]) == 1
+        if scale_shape != grid and not scalar:
+            blocks = f"{name} {list(shape)} in blocks of [{rows}, {columns}]"
+            rule = f"has shape {list(scale_shape)}; {blocks} requires {list(grid)}"
             problems.append(_wrong(stored, scale, rule))
         elif stored.dtype_name(scale) not in SCALE_DTYPES:
             problems.append(
@@ -184,7 +193,7 @@ def mxfp4_weights(stored: HfSource, problems: list[Problem]) -> Iterator[tuple[s
     for scales in stored.names():
         if scales.endswith("_scales") and scales.removesuffix("_scales") + "_blocks" not in names:
             problems.append(
-                _wrong(stored, scales, f"holds exponents, and no file holds {scales.removesuffix('_scales')}_blocks")
+                _wrong(stored, scales, f"has exponents, and {scales.removesuffix('_scales')}_blocks is not in any file")
             )
     for blocks in stored.names():
         if not blocks.endswith("_blocks"):
@@ -193,7 +202,7 @@ def mxfp4_weights(stored: HfSource, problems: list[Problem]) -> Iterator[tuple[s
         scales = f"{name}_scales"
         if scales not in names or name in names:
             rule = (
-                f"is MXFP4, and no file holds {scales}"
+                f"is MXFP4, and {scales} is not in any file"
                 if scales not in names
                 else f"is MXFP4, and {name} is stored too"
             )
@@ -278,8 +287,8 @@ def open_hf(directory: Path | str) -> WeightSource:
     """The weights of a Hugging Face folder, whatever form they are stored in: the one way in."""
     folder = Path(directory)
     config = read_config(folder) if (folder / "config.json").exists() else {}
-    if found := problem_of(config):
-        raise WeightsError(Problem(f"{folder / 'config.json'}, {FIELD}", *found))
+    if problem := quantization_problem(config):
+        raise WeightsError(Problem(f"{folder / 'config.json'}, {FIELD}", *problem))
     scheme, stored = scheme_of(config), HfSource(folder)
     if scheme is None:
         return stored

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: checked so that whatever it says can be read without leaving the file.
+"""The header of a safetensors file, checked so that every tensor it lists is within the file.
 
 A file is the header's length in 8 bytes (little endian), the header as JSON, and the tensors' bytes without a gap or an
 overlap. Whose tensors they are belongs to the sources.
@@ -53,7 +53,7 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For json.loads: a name that comes twice is a ValueError, not the last one's victory."""
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
-        raise DamagedHeader(f"holds twice: {', '.join(sorted(twice))}")
+        raise DamagedHeader(f"has duplicate keys: {', '.join(sorted(twice))}")
     return dict(pairs)
 
 
@@ -77,13 +77,13 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
     except (ValueError, RecursionError) as error:
         raise DamagedHeader(f"is not a safetensors file: {error}") from None
     if not isinstance(header, dict) or not text.startswith(b"{"):
-        raise DamagedHeader("is not a safetensors file: its header is no JSON object")
+        raise DamagedHeader("is not a safetensors file: its header is not a JSON object")
     notes = header.pop("__metadata__", {})
     if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
-        raise DamagedHeader("has a damaged header: __metadata__ should map names to texts")
-    found = {name: _tensor(name, entry, 8 + length) for name, entry in header.items()}
-    _without_gaps(found, 8 + length, size)
-    return found
+        raise DamagedHeader("has a damaged header: __metadata__ should map strings to strings")
+    entries = {name: _tensor(name, entry, 8 + length) for name, entry in header.items()}
+    _without_gaps(entries, 8 + length, size)
+    return entries
 
 
 def _tensor(name: str, entry: Any, base: int) -> HeaderEntry:
@@ -96,16 +96,16 @@ def _tensor(name: str, entry: Any, base: int) -> HeaderEntry:
     if not isinstance(dtype, str) or not all(type(n) is int and 0 <= n <= MOST for n in (*shape, first, last)):
         raise DamagedHeader(f"has a damaged header at tensor {name}: sizes and offsets should be whole numbers")
     if math.prod(max(1, n) for n in shape) > MOST:
-        raise DamagedHeader(f"has a damaged header at tensor {name}: no tensor has the shape {list(shape)}")
+        raise DamagedHeader(f"has a damaged header at tensor {name}: the shape {list(shape)} is invalid")
     if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
         raise DamagedHeader(f"has {last - first} bytes for tensor {name} of shape {list(shape)} and dtype {dtype}")
     return HeaderEntry(dtype, shape, base + first, base + last)
 
 
-def _without_gaps(found: dict[str, HeaderEntry], base: int, size: int) -> None:
+def _without_gaps(entries: dict[str, HeaderEntry], base: int, size: int) -> None:
     """Tensors follow each other from `base` to the end of the file."""
     end, before = base, "the header"
-    for name, stored in sorted(found.items(), key=lambda item: item[1][2:]):
+    for name, stored in sorted(entries.items(), key=lambda item: item[1][2:]):
         if stored.start != end or stored.stop < stored.start:
             what = "overlaps" if stored.start < end else "leaves a gap after"
             raise DamagedHeader(
@@ -113,5 +113,5 @@ def _without_gaps(found: dict[str, HeaderEntry], base: int, size: int) -> None:
             )
         end, before = stored.stop, f"tensor {name}"
     if size != end:
-        last = f" for {before}" if found else ""
-        raise DamagedHeader(f"has {size} bytes where its header asks for {end}{last}: it is truncated or damaged")
+        last = f" for {before}" if entries else ""
+        raise DamagedHeader(f"has {size} bytes, but its header requires {end}{last}: it is truncated or damaged")

@@ -7,17 +7,17 @@ import torch
 from megaswift.errors import Problem
 
 
-def dtype_problem(name: str, saved: torch.dtype, wanted: torch.dtype, state: bool) -> Problem | None:
+def dtype_problem(name: str, saved: torch.dtype, expected: torch.dtype, state: bool) -> Problem | None:
     """Why a tensor saved in one dtype cannot be read as another; None where it can.
 
     Weights are read between floating dtypes, an optimizer's `state` only where nothing is lost.
     """
-    floating = saved.is_floating_point and wanted.is_floating_point
-    if saved == wanted or (floating and (not state or torch.promote_types(saved, wanted) == wanted)):
+    floating = saved.is_floating_point and expected.is_floating_point
+    if saved == expected or (floating and (not state or torch.promote_types(saved, expected) == expected)):
         return None
-    names = [str(dtype).removeprefix("torch.") for dtype in (saved, wanted)]
+    names = [str(dtype).removeprefix("torch.") for dtype in (saved, expected)]
     return Problem(
         name,
         f"has dtype {names[0]} in the checkpoint and {names[1]} in this run",
-        "the optimizer's options of the checkpoint's run, or --model STEP to start from its weights",
+        "the optimizer options of the checkpoint's run, or --model STEP to start from its weights",
     )

@@ -1,4 +1,4 @@
-"""Where each parameter of a weight plan lies in a sharded checkpoint: key, whole shape, offset. No Megatron-Core
+"""The place of each parameter of a weight plan in a sharded checkpoint: key, global shape, offset. No Megatron-Core
 needed.
 
 Owns the names: those of Megatron's `sharded_state_dict` with per-layer keys. A parameter's whole tensor is its shard

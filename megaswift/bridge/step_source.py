@@ -37,12 +37,12 @@ class StepSource:
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(Problem(str(path), f"cannot be read ({type(error).__name__}: {error})")) from None
         if adapts:
-            beside = self.directory.parent / "adapter"
+            adapter = self.directory.parent / "adapter"
             raise CheckpointError(
                 Problem(
                     str(self.directory),
-                    "holds the adapters of a LoRA run, not a model",
-                    f"the base model's folder, with --adapters {beside}",
+                    "contains the adapters of a LoRA run, not a model",
+                    f"the base model's folder, with --adapters {adapter}",
                 )
             )
 

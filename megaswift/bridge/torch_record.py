@@ -66,8 +66,8 @@ def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     count = math.prod(shape) * (1 if typed else dtype.itemsize)
 
     class Pickler(pickle.Pickler):
-        def persistent_id(self, found: Any) -> Any:
-            return ("storage", typed or UntypedStorage, "0", "cpu", count) if isinstance(found, _Bytes) else None
+        def persistent_id(self, obj: Any) -> Any:
+            return ("storage", typed or UntypedStorage, "0", "cpu", count) if isinstance(obj, _Bytes) else None
 
     out = io.BytesIO()
     Pickler(out, protocol=2).dump(_Described(dtype, shape))
@@ -97,13 +97,15 @@ def zip_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> ZipFrame:
         if content is None:  # an extra field of zeros moves the bytes to the alignment
             start = len(head) + 30 + len(full) + len(extra) + 4
             extra += struct.pack("<HH", 0x4246, -start % ALIGNMENT) + bytes(-start % ALIGNMENT)
-        at, shown = len(head), min(size, _LARGE)
+        position, visible = len(head), min(size, _LARGE)
         needs, checksum = 45 if wide else 20, zlib.crc32(content or b"")
-        common = struct.pack("<HHHHHIIIHH", needs, 0x800, 0, 0, 0, checksum, shown, shown, len(full), len(extra))
+        common = struct.pack("<HHHHHIIIHH", needs, 0x800, 0, 0, 0, checksum, visible, visible, len(full), len(extra))
         head += b"PK\3\4" + common + full + extra + (content or b"")
         extra = struct.pack("<HHQQ", 1, 16, size, size) if wide else b""
         common = common[:-2] + struct.pack("<H", len(extra))
-        central += b"PK\1\2" + struct.pack("<H", 45) + common + struct.pack("<HHHII", 0, 0, 0, 0, at) + full + extra
+        central += (
+            b"PK\1\2" + struct.pack("<H", 45) + common + struct.pack("<HHHII", 0, 0, 0, 0, position) + full + extra
+        )
     begin, records = len(head) + nbytes, 4
     end64 = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, records, records, len(central), begin)
     locator = b"PK\6\7" + struct.pack("<IQI", 0, begin + len(central), 1)
@@ -153,12 +155,12 @@ class _Facts(pickle.Unpickler):
             )
         if (module, name) == ("collections", "OrderedDict"):
             return collections.OrderedDict
-        found = (
+        resolved = (
             getattr(torch, name, None) if module == "torch" else UntypedStorage if name == "UntypedStorage" else None
         )
-        if isinstance(found, torch.dtype) or found is UntypedStorage or found in _TYPED.values():
-            return found
-        raise pickle.UnpicklingError(f"holds {module}.{name}, which is no part of a tensor")
+        if isinstance(resolved, torch.dtype) or resolved is UntypedStorage or resolved in _TYPED.values():
+            return resolved
+        raise pickle.UnpicklingError(f"holds {module}.{name}, which is not part of a tensor")
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
@@ -168,32 +170,32 @@ def locate_record(path: Path, start: int, length: int) -> FileTensor:
     """Where the bytes of the item at `start` lie; a ValueError says why they cannot be read."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(io.BufferedReader(_Part(file, start, length))) as archive:
-            named = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            record = named["data/0"]
-            if any(info.compress_type != zipfile.ZIP_STORED for info in (record, named["data.pkl"])):
+            entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            record = entries["data/0"]
+            if any(info.compress_type != zipfile.ZIP_STORED for info in (record, entries["data.pkl"])):
                 raise ValueError("is compressed")
-            file.seek(_content(file, start + named["data.pkl"].header_offset))
-            description = file.read(min(named["data.pkl"].file_size, length))
+            file.seek(_content(file, start + entries["data.pkl"].header_offset))
+            description = file.read(min(entries["data.pkl"].file_size, length))
             check_pickle(description)
             storage, offset, shape, strides, dtype = _Facts(io.BytesIO(description)).load()
             first = _content(file, start + record.header_offset)
         kind = next((k for k, v in _TYPED.items() if v is storage[1]), dtype)
         _check_description(kind, shape, strides, offset)
     except _BROKEN as error:
-        raise ValueError(f"holds no tensor at byte {start}: {error}") from None
+        raise ValueError(f"has no tensor at byte {start}: {error}") from None
     dense = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     if any(n != 1 and s != d for n, s, d in zip(shape, strides, dense, strict=True)):
-        raise ValueError(f"holds a tensor at byte {start} whose bytes are not in order of rows")
+        raise ValueError(f"has a tensor at byte {start} that is not in row-major order")
     return FileTensor(path, first + offset * kind.itemsize, kind, tuple(shape))
 
 
 def _check_description(kind: object, shape: object, strides: object, offset: object) -> None:
     """ValueError for a description of another type, or with numbers that no tensor has."""
     if not isinstance(kind, torch.dtype) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
-        raise ValueError("its description has other types")
+        raise ValueError("its description has values of the wrong type")
     numbers = (*shape, *strides, offset)
     if len(shape) != len(strides) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
-        raise ValueError("its description has numbers that no tensor has")
+        raise ValueError("its description has invalid sizes")
 
 
 def _content(file: BinaryIO, header: int) -> int:

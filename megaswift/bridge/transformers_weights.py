@@ -18,24 +18,24 @@ from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.open_weights import open_weights
 from megaswift.families.family import read_config
-from megaswift.families.quantization import problem_of
+from megaswift.families.quantization import quantization_problem
 
 
 def disk_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A model's whole tensors by the names, and in the pieces, that checkpoints of its family have."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    kept = {name: tensor for name, tensor in state.items() if name not in tied(model)}
-    return dict(revert_weight_conversion(cast(Any, model), kept))
+    untied = {name: tensor for name, tensor in state.items() if name not in tied_names(model)}
+    return dict(revert_weight_conversion(cast(Any, model), untied))
 
 
-def tied(model: nn.Module) -> set[str]:
+def tied_names(model: nn.Module) -> set[str]:
     """Names under which a tensor appears a second time."""
-    seen: dict[int, str] = {}
-    return {name for name, p in model.named_parameters(remove_duplicate=False) if seen.setdefault(id(p), name) != name}
+    names: dict[int, str] = {}
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if names.setdefault(id(p), name) != name}
 
 
-def buffers(model: nn.Module) -> dict[str, Tensor]:
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint holds that is no parameter."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
@@ -44,7 +44,7 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
 def disk_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """The dtype of each tensor in a Hugging Face folder; empty where it has no weights, or in a form that only
     transformers reads."""
-    if not has_weights(folder) or problem_of(read_config(folder)):
+    if not has_weights(folder) or quantization_problem(read_config(folder)):
         return {}
     source = open_weights(folder)
     return {name: source.dtype(name) for name in source.names()}

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from megaswift.disk import write_atomically
 from megaswift.errors import DataError, Problem
 
 SILENCE_S = 600.0
@@ -137,20 +138,14 @@ def _beside(target: Path, suffix: str) -> Path:
     return target.with_name(f"{target.name}.{suffix}")
 
 
-def _publish(path: Path, text: str) -> None:
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    new.write_text(text)
-    new.replace(path)
-
-
 def _publish_failure(path: Path, error: DataError) -> None:
     with contextlib.suppress(OSError):  # nothing can be written: the others see the builder end
-        _publish(path, json.dumps([[p.what, p.rule, p.fix] for p in error.problems]))
+        write_atomically(path, json.dumps([[p.what, p.rule, p.fix] for p in error.problems]), cached=True)
 
 
 def publish_alias(root: Path, name: str, key: str) -> None:
     """Let waiting processes know the content hash `key` of the inputs whose paths, sizes and times hash to `name`."""
-    _publish(root / f"{name}.alias", key)
+    write_atomically(root / f"{name}.alias", key, cached=True)
 
 
 def read_alias(root: Path, name: str) -> str:

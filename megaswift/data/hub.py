@@ -6,9 +6,9 @@ Owns the download only. Without `datasets` or without a reachable hub the answer
 from __future__ import annotations
 
 import re
-import uuid
 from pathlib import Path
 
+from megaswift.disk import atomic_file
 from megaswift.errors import DataError, Problem, first_line
 
 
@@ -44,7 +44,6 @@ def fetch_dataset(cache: Path, flag: str, name: str, subset: str | None) -> tupl
     if split is None:
         raise DataError(Problem(f"{flag} {name}", f"has no split `train`; splits are {', '.join(map(str, loaded))}"))
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_suffix(f".{uuid.uuid4().hex}.part")  # every rank that fetches writes its own
-    split.to_parquet(str(part))
-    part.replace(target)
+    with atomic_file(target, cached=True) as fresh:  # several ranks may fetch it
+        split.to_parquet(str(fresh))
     return (target,)

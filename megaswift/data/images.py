@@ -12,13 +12,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megaswift.data.sample import RowError, Sample, decode_json_cell, describe_value
+from megaswift.disk import write_atomically
 from megaswift.errors import first_line
 
 TAG = "<image>"
@@ -182,9 +182,7 @@ def _kept(content: bytes, folder: Path) -> Path:
     path = folder / hashlib.sha256(content).hexdigest()[:40]
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.{os.getpid()}")
-        new.write_bytes(content)
-        new.replace(path)
+        write_atomically(path, content, cached=True)
     return path
 
 

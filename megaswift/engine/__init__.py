@@ -1,1 +1,1 @@
-"""Engines: what trains a model. `protocol` is the seam; `megatron` the native engine on Megatron-Core."""
+"""Engines hold a model, its gradients and its optimizer behind one interface (`protocol`): `megatron` and `torch`."""

@@ -30,7 +30,9 @@ def environment_problems(cfg: SwiftConfig, environ: Mapping[str, str]) -> list[P
     if not cfg.train.deterministic:
         return []
     return [
-        Problem(f"{name}={environ[name]}", f"prevents --deterministic, which needs {' or '.join(values)}", "unset it")
+        Problem(
+            f"{name}={environ[name]}", f"conflicts with --deterministic, which needs {' or '.join(values)}", "unset it"
+        )
         for name, values in VARIABLES.items()
         if name in environ and environ[name] not in values
     ]
@@ -57,5 +59,5 @@ def determinism_error(cfg: SwiftConfig, error: BaseException) -> ConfigError | N
     if not cfg.train.deterministic or _RAISED not in text:
         return None
     operation = text.split(_RAISED)[0].strip().split("\n")[-1]
-    rule = f"{operation} has no deterministic implementation on this device, and this run needs it"
+    rule = f"{operation} has no deterministic implementation on this device, and this run uses it"
     return ConfigError(Problem("--deterministic true", rule, "--deterministic false"))

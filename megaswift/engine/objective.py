@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaswift import distributed
 from megaswift.engine.protocol import MicrobatchLoss
 from megaswift.losses.contract import Batch, Difference, Loss, Max, Mean, Metric, Min, ModelOutputs, Needs, Sum
 from megaswift.parallel.layout import Coordinates, Layout
@@ -46,9 +47,9 @@ def count_global_batch(microbatches: Sequence[Batch], loss: Loss, context: Objec
     names = sorted(loss.counts(microbatches[0]))
     sums = torch.zeros(len(names) + 3, dtype=torch.float64)
     for batch in microbatches:
-        found = loss.counts(batch)
+        counts = loss.counts(batch)
         real = [batch.tokens, batch.label_tokens, int(batch.tokens > 0)]
-        sums += torch.tensor([*(found[n] for n in names), *real], dtype=torch.float64)
+        sums += torch.tensor([*(counts[n] for n in names), *real], dtype=torch.float64)
     sums = sums.to(context.device)
     if context.layout.dp > 1:
         dist.all_reduce(sums, group=context.groups.dp)
@@ -74,12 +75,12 @@ class Objective:
         """The scalar to differentiate: this micro-batch's part of the global batch's objective."""
         terms, metrics = self.loss(outputs_of(fields, self.loss.needs), batch)
         total = fields.new_zeros(())
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         for term in terms:
             value = term.weight * term.sum / (self.counts[term.denominator] or 1.0)
-            found[term.name] = value.detach()
+            values[term.name] = value.detach()
             total = total + value
-        self.parts.append((found, dict(metrics)))
+        self.parts.append((values, dict(metrics)))
         return total
 
     @functools.cached_property
@@ -88,8 +89,8 @@ class Objective:
         values = [v for terms, metrics in self.parts for v in (*terms.values(), *_operands(metrics))]
         tensors = [v.detach().reshape(()) for v in values if isinstance(v, Tensor)]
         same = [t.to(tensors[0].device, torch.float64) for t in tensors]
-        read = iter(torch.stack(same).tolist() if same else [])
-        numbers = iter([next(read) if isinstance(v, Tensor) else float(v) for v in values])
+        sums = iter(torch.stack(same).tolist() if same else [])
+        numbers = iter([next(sums) if isinstance(v, Tensor) else float(v) for v in values])
         return [
             ({name: next(numbers) for name in terms}, {name: _filled(m, numbers) for name, m in metrics.items()})
             for terms, metrics in self.parts
@@ -147,23 +148,29 @@ def _reduce(values: dict[str, float], op: dist.ReduceOp.RedOpType, context: Obje
 
 def reduce_report(objective: Objective, context: ObjectiveContext) -> tuple[float, dict[str, float]]:
     """(objective, metrics) of the global batch, on every rank: reduced on the last stage, then told to the others."""
-    layout, at = context.layout, context.coordinates
-    result: list[Any] = [None]
-    if at.pp == layout.pp - 1:
+    layout, coords = context.layout, context.coordinates
+    result: tuple[float, dict[str, float]] = (0.0, {})
+    if coords.pp == layout.pp - 1:
         add, high, low = _local_sums(objective)
         add = _reduce(add, dist.ReduceOp.SUM, context)
         high, low = _reduce(high, dist.ReduceOp.MAX, context), _reduce(low, dist.ReduceOp.MIN, context)
         total, metrics = _finish(add, high, low)
-        result = [(total, metrics | _differences(objective, metrics))]
+        result = (total, metrics | _differences(objective, metrics))
     if layout.pp > 1:
-        dist.broadcast_object_list(result, group=context.groups.pp, group_src=layout.pp - 1, device=context.device)
-    return result[0]
+        result = distributed.broadcast_object(result, layout.pp - 1, context.groups.pp, context.device)
+    return result
 
 
 def _differences(objective: Objective, metrics: dict[str, float]) -> dict[str, float]:
     """Differences of metrics that are reduced already: the same on every rank, so nothing is sent."""
-    named = {name: m for _, found in objective.parts for name, m in found.items() if isinstance(m, Difference)}
-    return {name: metrics[m.of] - metrics[m.less] for name, m in named.items() if m.of in metrics and m.less in metrics}
+    differences = {
+        name: m for _, metrics_of in objective.parts for name, m in metrics_of.items() if isinstance(m, Difference)
+    }
+    return {
+        name: metrics[m.of] - metrics[m.less]
+        for name, m in differences.items()
+        if m.of in metrics and m.less in metrics
+    }
 
 
 def _finish(add: dict[str, float], high: dict[str, float], low: dict[str, float]) -> tuple[float, dict[str, float]]:

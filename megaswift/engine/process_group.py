@@ -36,7 +36,7 @@ def launcher_store(environ: Mapping[str, str], rank: int, world: int, timeout: d
 
     torchrun's agent keeps one store over all attempts (`--max-restarts`), and `init_process_group` reads addresses of
     dead processes from it. On several machines agents may count attempts differently, so the number is no common
-    prefix there; `restarts_need` names the variable that gives each attempt a store of its own.
+    prefix there; `missing_restart_variable` names the variable that gives each attempt a store of its own.
     """
     address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -51,7 +51,7 @@ def launcher_store(environ: Mapping[str, str], rank: int, world: int, timeout: d
             Problem(
                 f"MASTER_PORT {port}",
                 f"another process on {address} listens on this port: {first_line(error)[:100]}",
-                "another --master_port of the launcher, or none: torchrun --standalone chooses a free one",
+                "another --master_port, or torchrun --standalone, which chooses a free one",
             )
         ) from None
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -59,12 +59,12 @@ def launcher_store(environ: Mapping[str, str], rank: int, world: int, timeout: d
     return dist.PrefixStore(f"megaswift/attempt-{attempt}", store) if agent and one_machine else store
 
 
-def restarts_need(environ: Mapping[str, str]) -> str:
+def missing_restart_variable(environ: Mapping[str, str]) -> str:
     """What torchrun's restarts lack on several machines, as text for a warning; empty when nothing is missing."""
     several = environ.get("GROUP_WORLD_SIZE", "1") != "1" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if not several or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
     return (
-        "torchrun --max-restarts on several machines needs the variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without "
-        "it processes of a restarted attempt wait for those of the one before"
+        "torchrun --max-restarts on several nodes needs the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: "
+        "without it the processes of a restarted attempt wait for those of the previous one"
     )

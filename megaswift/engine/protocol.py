@@ -1,4 +1,4 @@
-"""What a trainer may ask of an engine. Trainers know this protocol only, so a run on any engine gives the same
+"""The interface between trainers and engines. Trainers use this protocol only, so a run on any engine gives the same
 curve."""
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ class ReferenceWeights:
     @torch.no_grad()
     def _exchange(self) -> None:
         for tensor, value in zip(self._live(), self._values, strict=True):
-            own = tensor.clone()  # one tensor at a time: the peak is the largest of them
+            trained = tensor.clone()  # one tensor at a time: the peak is the largest of them
             tensor.copy_(value)
-            value.copy_(own)
+            value.copy_(trained)
 
     @torch.no_grad()
     def blend(self, share: float) -> None:

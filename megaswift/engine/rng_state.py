@@ -1,4 +1,5 @@
-"""Random states of a rank: Python, NumPy, torch, the device and an engine's own, as one safetensors file a rank.
+"""Random-number-generator states of a rank: Python, NumPy, torch, the device and an engine's own, as one safetensors
+file a rank.
 
 Owns collecting, writing and restoring them bit for bit, and a seed to start afresh from where that is impossible
 (another layout).
@@ -26,7 +27,7 @@ _OWN = "tracker."
 NONE: Mapping[str, Tensor] = {}
 
 
-def path(directory: Path, rank: int) -> Path:
+def rng_file(directory: Path, rank: int) -> Path:
     """The file of a rank."""
     return directory / f"rng-{rank:05d}.safetensors"
 
@@ -50,14 +51,14 @@ def _collect(own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, An
 def write_rng_state(directory: Path, rank: int, own: Mapping[str, Tensor] = NONE) -> Path:
     """This rank's states, with the engine's `own`; returns the file, not yet flushed."""
     tensors, plain = _collect(own)
-    file = path(directory, rank)
+    file = rng_file(directory, rank)
     file.write_bytes(save(tensors, metadata={"plain": json.dumps(plain)}))
     return file
 
 
 def read_rng_state(directory: Path, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]] | Problem:
     """The states that `write_rng_state` wrote, or what is wrong with the file."""
-    file = path(directory, rank)
+    file = rng_file(directory, rank)
     if not file.is_file():
         return Problem(str(file), "is missing")
     try:
@@ -90,7 +91,7 @@ def restore_rng_state(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict
 def fresh_seed(directory: Path) -> int:
     """From the saved states of rank 0: repeatable, and no dropout mask comes twice. Python and NumPy have it
     already."""
-    seed = zlib.crc32(path(directory, 0).read_bytes()) >> 1
+    seed = zlib.crc32(rng_file(directory, 0).read_bytes()) >> 1
     random.seed(seed)
     np.random.seed(seed)
     return seed

@@ -35,7 +35,7 @@ def is_scored(adapter: Path) -> bool:
     return _said(adapter, "task_type") == CLASSIFIER_TASK
 
 
-def base_of(adapter: Path) -> str:
+def base_model_name(adapter: Path) -> str:
     """The model that the adapters were trained on, as their folder names it; empty where it does not."""
     return _said(adapter, "base_model_name_or_path")
 
@@ -49,7 +49,7 @@ def adapter_shapes(adapter: Path) -> Mapping[str, tuple[int, ...]]:
         return {}
 
 
-def no_model(what: str, adapter: Path) -> Problem:
+def adapter_as_model_problem(what: str, adapter: Path) -> Problem:
     """What is wrong with a folder given as a model that has nothing but these adapters."""
-    base = base_of(adapter) or "BASE"
-    return Problem(what, "holds the adapters of a LoRA run, not a model", f"--model {base} --adapters {adapter}")
+    base = base_model_name(adapter) or "BASE"
+    return Problem(what, "contains the adapters of a LoRA run, not a model", f"--model {base} --adapters {adapter}")

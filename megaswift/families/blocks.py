@@ -5,8 +5,7 @@ Owns attention and MLP tables; a family file puts them together and adds what is
 
 from __future__ import annotations
 
-from megaswift.families.rules import QKV, ColumnParallel, Copy, GatedMLP, RowParallel, Rule, Scope, Vocab
-from megaswift.families.rules_fused import Fused
+from megaswift.families.rules import QKV, ColumnParallel, Copy, Fused, GatedMLP, RowParallel, Rule, Scope, Vocab
 
 M = "decoder.layers.{L}."
 H = "model.layers.{L}."

@@ -20,7 +20,7 @@ from megaswift import log
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.step_manifest import (
     damaged_files,
-    lost_history,
+    missing_step_problem,
     newest_first,
     skipped_step_notice,
     step_damage,
@@ -72,15 +72,15 @@ def verified_checkpoint(path: Path | str) -> CheckpointFolder | None:
 
 def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Problem]]) -> CheckpointFolder | None:
     folder = Path(path)
-    found = _parts(folder)
-    if found is not None:
-        owner = found.model.parent
+    parts = _parts(folder)
+    if parts is not None:
+        owner = parts.model.parent
         step = step_of(owner)
         if step is not None:
             within = owner.absolute().relative_to(step).parts[:1]
             if problems := problems_of(step, within or WEIGHTS):
                 raise CheckpointError(step_damage(step, problems))
-        return found
+        return parts
     for store in (folder / "checkpoints", folder):
         problems = []
         for step in newest_first(store):
@@ -91,7 +91,7 @@ def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Pr
             problems += bad
         if problems:
             raise CheckpointError([*problems, Problem(str(store), "has no intact step", "a copy of the run")])
-        if (lost := lost_history(store)) is not None:
+        if (lost := missing_step_problem(store)) is not None:
             raise CheckpointError(Problem(lost.what, lost.rule, "a copy of the run"))
     return None
 

@@ -69,19 +69,19 @@ def routed_experts(family: Routing) -> RowGroup:
             reading.get("first_k_dense_replace", int, family.first_dense),
         )
         key = "n_routed_experts" if "n_routed_experts" in reading.raw else "num_local_experts"
-        found = {
+        values = {
             "num_moe_experts": reading.get(key, int, least=1),
             "moe_router_topk": reading.get("num_experts_per_tok", int, least=1),
             "moe_ffn_hidden_size": reading.get("moe_intermediate_size", int, least=1),
             "moe_router_topk_scaling_factor": reading.get("routed_scaling_factor", float, family.scaling),
         }
         shared = reading.get("n_shared_experts", int, family.shared, least=1)
-        if layers is None or first is None or shared is None or None in found.values() or first >= layers:
+        if layers is None or first is None or shared is None or None in values.values() or first >= layers:
             return
-        reading.values.update(found)
-        reading.values["moe_shared_expert_intermediate_size"] = shared * found["moe_ffn_hidden_size"]
+        reading.values.update(values)
+        reading.values["moe_shared_expert_intermediate_size"] = shared * values["moe_ffn_hidden_size"]
         reading.values["moe_layer_freq"] = [int(layer >= first) for layer in range(layers)]
-        _router(reading, family, found["num_moe_experts"], found["moe_router_topk"])
+        _router(reading, family, values["num_moe_experts"], values["moe_router_topk"])
 
     return RowGroup(KEYS, read)
 
@@ -103,7 +103,7 @@ def _router(reading: ConfigReading, family: Routing, experts: int, topk: int) ->
     if topk == 1 and normalised and family.score == "sigmoid":
         reading.problem(
             "num_experts_per_tok",
-            "one expert a token with normalised weights gives a weight of 1 and the router no gradient",
+            "with one expert per token, normalised weights are 1 and the router gets no gradient",
         )
     groups, chosen = reading.get("n_group", int, family.groups, 1), reading.get("topk_group", int, family.topk_group, 1)
     greedy = reading.raw.get("topk_method", family.method) == "greedy"

@@ -23,11 +23,13 @@ def two_ropes(full_theta: float, local_theta: float) -> RowGroup:
 
     def read(reading: ConfigReading) -> None:
         raw = reading.raw
-        given: Any = raw.get("rope_parameters") or {}
-        full, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
-        for name in given:
+        rope_parameters: Any = raw.get("rope_parameters") or {}
+        full, local = rope_parameters.get("full_attention") or {}, rope_parameters.get("sliding_attention") or {}
+        for name in rope_parameters:
             if name not in ("full_attention", "sliding_attention"):
-                reading.problem("rope_parameters", f"{name} is no kind of layer: full_attention or sliding_attention")
+                reading.problem(
+                    "rope_parameters", f"{name} is not a layer type; use full_attention or sliding_attention"
+                )
         merged = {"rope_theta": raw.get("rope_theta") or full_theta, **full, **(raw.get("rope_scaling") or {})}
         plain = ConfigReading(
             reading.family,
@@ -99,6 +101,6 @@ def softcaps(attention: float | None, logits: float | None) -> RowGroup:
     return RowGroup(("attn_logit_softcapping", "final_logit_softcapping", "attention_dropout"), read)
 
 
-def windowed_but_every(every: int) -> WindowedLayer:
+def global_attention_every(every: int) -> WindowedLayer:
     """All layers have a window but every `every`-th."""
     return lambda _, layer: (layer + 1) % every != 0

@@ -10,7 +10,7 @@ from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, Req
 
 def _compressed_queries(reading: ConfigReading) -> None:
     if "q_lora_rank" not in reading.raw:
-        reading.problem("q_lora_rank", "is missing; null says that queries are not compressed")
+        reading.problem("q_lora_rank", "is missing; null means that queries are not compressed")
     reading.values["q_lora_rank"] = reading.get("q_lora_rank", int, None, 1)
 
 

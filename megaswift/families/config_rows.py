@@ -47,10 +47,10 @@ class ConfigReading:
 
     def problem(self, key: str, rule: str, fix: str = "") -> None:
         """Note a mistake in field `key`, once."""
-        given = f" {self.raw[key]!r}" if key in self.raw else ""
-        found = Problem(f"config.json ({self.family}), {key}{given}", rule, fix)
-        if found not in self.problems:
-            self.problems.append(found)
+        value_text = f" {self.raw[key]!r}" if key in self.raw else ""
+        problem = Problem(f"config.json ({self.family}), {key}{value_text}", rule, fix)
+        if problem not in self.problems:
+            self.problems.append(problem)
 
     def get(self, key: str, kind: type, default: Any = REQUIRED, least: float = 0) -> Any:
         """Field `key` as `kind`, at least `least`. Absent or null is `default`; after a problem the answer is None."""
@@ -170,7 +170,7 @@ def read_rows(family: str, rows: Sequence[ConfigRow], raw: Mapping[str, Any]) ->
         if key not in claimed:
             reading.problem(
                 key,
-                "is a field this family's table does not know, so it may change what the model computes",
+                "is not in this family's table, so it may change what the model computes",
                 nearest_name(key, sorted(claimed))
                 or "remove it if it changes nothing, or add a row for it to the family's table",
             )

@@ -35,9 +35,9 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Kind of scaling -> required and optional parameters."""
 ROPE_REFUSED = {
-    "longrope": "its frequencies switch with the length of each batch; of this project's families only phi3 has it",
-    "proportional": "it turns a share of each head and keeps the others' places, which only Gemma 4 has",
-    "axial": "its positions have several axes, as an image's",
+    "longrope": "its frequencies depend on the length of each batch; only phi3 supports it",
+    "proportional": "it rotates part of each head and keeps the positions of the rest, as only Gemma 4 does",
+    "axial": "its positions have several axes, as those of images do",
 }
 
 
@@ -92,13 +92,13 @@ def rope(theta: float = 10000.0, partial: float | None = None) -> RowGroup:
     def read(reading: ConfigReading) -> None:
         raw = reading.raw
         key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-        given = raw.get(key) or {}
-        if not isinstance(given, dict):
+        scaling = raw.get(key) or {}
+        if not isinstance(scaling, dict):
             reading.problem(key, "should be a mapping or null")
             return
-        base = given.get("rope_theta", raw.get("rope_theta"))
+        base = scaling.get("rope_theta", raw.get("rope_theta"))
         base = theta if base is None else base
-        share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+        share = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
         if isinstance(base, bool) or not isinstance(base, NUMBER) or base <= 0:
             reading.problem(
                 "rope_theta" if "rope_theta" in raw else key, f"rope_theta should be a positive number, not {base!r}"
@@ -118,21 +118,21 @@ def rope(theta: float = 10000.0, partial: float | None = None) -> RowGroup:
                 else f"partial_rotary_factor should be a number above 0, at most 1, not {share!r}",
             )
             return
-        reading.values["rope"] = RopeSpec(float(base), _scaling(reading, key, given), float(share))
+        reading.values["rope"] = RopeSpec(float(base), _scaling(reading, key, scaling), float(share))
 
     return RowGroup(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"), read)
 
 
-def _scaling(reading: ConfigReading, key: str, given: dict[str, Any]) -> dict[str, Any] | None:
+def _scaling(reading: ConfigReading, key: str, scaling: dict[str, Any]) -> dict[str, Any] | None:
     """The scaling parameters with `rope_type`, defaults filled in that depend on other fields; None for the default
     type."""
-    kind = given.get("rope_type", given.get("type", "default"))
-    rest = {
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    parameters = {
         k: v
-        for k, v in given.items()
+        for k, v in scaling.items()
         if k not in ("rope_type", "type", "rope_theta", "partial_rotary_factor") and v is not None
     }
-    if kind == "default" and not rest:
+    if kind == "default" and not parameters:
         return None
     required, optional = ROPE_KEYS.get(kind, ((), ()))
     if kind in ROPE_REFUSED:
@@ -140,19 +140,19 @@ def _scaling(reading: ConfigReading, key: str, given: dict[str, Any]) -> dict[st
     elif kind not in ROPE_KEYS and kind != "default":
         reading.problem(key, f"rope type {kind!r} is not known; known are default, {', '.join(ROPE_KEYS)}")
     else:
-        for name in rest:
+        for name in parameters:
             if name not in required + optional:
                 reading.problem(key, f"{name} is not a parameter of rope type {kind!r}")
         for name in required:
-            if isinstance(rest.get(name), bool) or not isinstance(rest.get(name), NUMBER):
+            if isinstance(parameters.get(name), bool) or not isinstance(parameters.get(name), NUMBER):
                 reading.problem(key, f"rope type {kind!r} needs the number {name}")
     if kind == "dynamic":
         # transformers computes the default frequencies up to max_position_embeddings, whatever the other field says
-        rest.pop("original_max_position_embeddings", None)
+        parameters.pop("original_max_position_embeddings", None)
         reading.values["longest"] = reading.raw.get("max_position_embeddings")
     elif "original_max_position_embeddings" in optional:
-        rest.setdefault("original_max_position_embeddings", reading.raw.get("max_position_embeddings"))
-    return {"rope_type": kind, **rest}
+        parameters.setdefault("original_max_position_embeddings", reading.raw.get("max_position_embeddings"))
+    return {"rope_type": kind, **parameters}
 
 
 def window(default: int | None) -> RowGroup:
@@ -188,14 +188,14 @@ def architecture(name: str) -> RowGroup:
     """`architectures` must hold the causal language model, whose tensor names the weight table has."""
 
     def read(reading: ConfigReading) -> None:
-        given = reading.raw.get("architectures")
-        if given and not (isinstance(given, list) and name in given):
-            reading.problem("architectures", f"must hold {name}, whose tensors this table names")
+        architectures = reading.raw.get("architectures")
+        if architectures and not (isinstance(architectures, list) and name in architectures):
+            reading.problem("architectures", f"must contain {name}: this table maps its tensors")
 
     return RowGroup(("architectures",), read)
 
 
-def authors_code(name: str) -> RowGroup:
+def check_remote_code(name: str) -> RowGroup:
     """`auto_map` of folders that came with their authors' code before transformers had the model: modules called after
     `name` only.
 
@@ -203,17 +203,17 @@ def authors_code(name: str) -> RowGroup:
     """
 
     def read(reading: ConfigReading) -> None:
-        given = reading.raw.get("auto_map") or {}
-        own = (f"configuration_{name}.", f"modeling_{name}.")
+        auto_map = reading.raw.get("auto_map") or {}
+        own_files = (f"configuration_{name}.", f"modeling_{name}.")
         models = (
-            [str(v) for k, v in given.items() if k == "AutoConfig" or k.startswith("AutoModel")]
-            if isinstance(given, dict)
+            [str(v) for k, v in auto_map.items() if k == "AutoConfig" or k.startswith("AutoModel")]
+            if isinstance(auto_map, dict)
             else [""]
         )
-        if not all(place.split("--")[-1].startswith(own) for place in models):
+        if not all(place.split("--")[-1].startswith(own_files) for place in models):
             reading.problem(
                 "auto_map",
-                "names other code than its authors', which transformers has built in: it may compute something else",
+                "names code other than the model that transformers has built in, which may compute something else",
                 "remove auto_map if transformers' built-in model gives the same results",
             )
 
@@ -256,8 +256,8 @@ def sparse_layers(pattern: Callable[[ConfigReading, int], list[int] | None], key
 
 
 def _auxiliary_if_asked(reading: ConfigReading) -> None:
-    given = reading.get("router_aux_loss_coef", float, 0.001)
-    reading.values["moe_aux_loss_coeff"] = given if reading.get("output_router_logits", bool, False) else 0.0
+    coefficient = reading.get("router_aux_loss_coef", float, 0.001)
+    reading.values["moe_aux_loss_coeff"] = coefficient if reading.get("output_router_logits", bool, False) else 0.0
 
 
 def _sparse_step(reading: ConfigReading, layers: int) -> list[int] | None:
@@ -327,7 +327,7 @@ FFN = AnyRow("intermediate_size", "ffn_hidden_size", int)
 IRRELEVANT: tuple[ConfigRow, ...] = (
     UnusedField(
         ("bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class", "prefix"),
-        "the tokenizer says which tokens these are",
+        "given by the tokenizer",
     ),
     UnusedField(
         ("transformers_version", "_name_or_path", "_commit_hash", "unsloth_version", "unsloth_fixed"),

@@ -40,18 +40,18 @@ def alternating_windows(
         if kinds is None:
             kinds = [SLIDING if not off and windowed(reading, i) else FULL for i in range(layers)]
         if len(kinds) != layers or set(kinds) - {SLIDING, FULL}:
-            reading.problem("layer_types", f"should hold {layers} times {SLIDING} or {FULL}")
+            reading.problem("layer_types", f"should have {layers} entries, each {SLIDING} or {FULL}")
             return
-        ones = [int(kind == SLIDING) for kind in kinds]
-        if any(ones) and (off or not width):
+        windows = [int(kind == SLIDING) for kind in kinds]
+        if any(windows) and (off or not width):
             reading.problem(
                 "layer_types",
                 f"has {SLIDING}, but " + ("use_sliding_window is off" if off else "sliding_window is not given"),
             )
-        elif any(ones) and width:
+        elif any(windows) and width:
             reading.values["window_size"] = (width - 1, 0)
-            if not all(ones):
-                reading.values["window_attn_skip_freq"] = ones
+            if not all(windows):
+                reading.values["window_attn_skip_freq"] = windows
 
     return RowGroup(("sliding_window", "layer_types", *(("use_sliding_window",) if switched else ()), *keys), read)
 

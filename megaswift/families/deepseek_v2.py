@@ -8,7 +8,7 @@ from megaswift.families.blocks_latent import LATENT_ATTENTION
 from megaswift.families.config_deepseek import PRETRAINING, Routing, routed_experts
 from megaswift.families.config_latent import LATENT
 from megaswift.families.config_rows import RequiredValue
-from megaswift.families.config_tables import FFN, authors_code, rope
+from megaswift.families.config_tables import FFN, check_remote_code, rope
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(
@@ -40,7 +40,7 @@ FAMILIES.register(
                 "Megatron has one switch for the biases of attention and MLP, and latent attention has none",
             ),
             *PRETRAINING,
-            authors_code("deepseek"),
+            check_remote_code("deepseek"),
         ),
         weights=(
             *EMBEDDING,

@@ -8,7 +8,7 @@ from megaswift.families.blocks_latent import LATENT_ATTENTION
 from megaswift.families.config_deepseek import PRETRAINING, Routing, prediction_layers, routed_experts
 from megaswift.families.config_latent import LATENT
 from megaswift.families.config_rows import AnyRow, RequiredValue
-from megaswift.families.config_tables import FFN, authors_code, rope
+from megaswift.families.config_tables import FFN, check_remote_code, rope
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(
@@ -37,7 +37,7 @@ FAMILIES.register(
             RequiredValue("scoring_func", ("sigmoid",), "the router's scores"),
             RequiredValue("topk_method", ("noaux_tc",), "experts are chosen by biased scores, in groups"),
             *PRETRAINING,
-            authors_code("deepseek"),
+            check_remote_code("deepseek"),
         ),
         weights=(
             *EMBEDDING,

@@ -18,14 +18,14 @@ def _exaone_layers(reading: ConfigReading) -> None:
     every = reading.raw.get("sliding_window_pattern", 4)
     windows = reading.raw.get("sliding_window", 4096) is not None
     if windows and not isinstance(every, int) and reading.raw.get("layer_types") is None:
-        reading.problem("sliding_window_pattern", "should be a number, or layer_types be given")
+        reading.problem("sliding_window_pattern", "should be a number, unless layer_types is given")
         return
     alternating_windows(lambda _, layer: windows and bool((layer + 1) % every if every else True), 4096).read(reading)
     layers = reading.layers()
     if windows and layers is not None:
-        ones = reading.values.get("window_attn_skip_freq") or [int("window_size" in reading.values)] * layers
-        if not all(ones):
-            reading.values["no_rope_freq"] = [1 - one for one in ones]
+        windowed = reading.values.get("window_attn_skip_freq") or [int("window_size" in reading.values)] * layers
+        if not all(windowed):
+            reading.values["no_rope_freq"] = [1 - sliding for sliding in windowed]
 
 
 EXAONE_LAYERS = RowGroup(("sliding_window", "layer_types", "sliding_window_pattern"), _exaone_layers)

@@ -7,7 +7,8 @@ with functions for those fields of its config.json that mean something in it alo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +23,18 @@ from megaswift.families.scalar_head import has_score, language_model, with_score
 from megaswift.families.spec import Features, ModelSpec
 from megaswift.families.vision import TEXT_ONLY, has_tower
 from megaswift.registry import Registry
+
+ROPE_BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "global_rope_theta", "local_rope_theta")
+NORM_EPSILONS = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "layernorm_epsilon",
+    "norm_eps",
+    "norm_epsilon",
+)
+POSITIVE_FIELDS = {**dict.fromkeys(ROPE_BASES, "10000.0"), **dict.fromkeys(NORM_EPSILONS, "1e-06")}
+"""Key -> a usual value."""
 
 LARGEST = 1 << 53
 """Of whole numbers in a config.json; sizes of a family have bounds of their own."""
@@ -56,9 +69,9 @@ class Family:
     def rows(self) -> tuple[ConfigRow, ...]:
         """All configuration rows; the family's own are read last, and stand in place of shared ones about the same
         fields."""
-        own = {key for row in self.config for key in row.keys}
+        read_keys = {key for row in self.config for key in row.keys}
         shared = (*SIZES, architecture(self.architecture), *IRRELEVANT)
-        return (*(row for row in shared if not own & set(row.keys)), *self.config)
+        return (*(row for row in shared if not read_keys & set(row.keys)), *self.config)
 
     def spec(self, hf_config: Mapping[str, Any]) -> ModelSpec:
         """The model that `hf_config` describes; a WeightsError names every field that is wrong or not known."""
@@ -68,10 +81,10 @@ class Family:
             )
         values = read_rows(self.name, self.rows, hf_config)
         values = {**LLAMA_LIKE, **self.fixed, **values}
-        own = {name: values.pop(name) for name in SPEC_FIELDS}
+        spec_values = {name: values.pop(name) for name in SPEC_FIELDS}
         features = Features(**{f.name: values.pop(f.name) for f in fields(Features) if f.name in values})
         return ModelSpec(
-            family=self.name, transformer=values, hf_config=plain_config(hf_config), features=features, **own
+            family=self.name, transformer=values, hf_config=plain_config(hf_config), features=features, **spec_values
         )
 
 
@@ -86,15 +99,15 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     if has_tower(hf_config):
         raise WeightsError(replace(TEXT_ONLY, what=f"config.json, model_type {name!r}"))
     if not isinstance(name, str) or name not in FAMILIES:
-        known = FAMILIES.names()
+        names = FAMILIES.names()
         near, wide = (
-            nearest_name(str(name), known),
+            nearest_name(str(name), names),
             "--engine auto, ddp, zero2 or fsdp2, which train any language model that transformers loads",
         )
         raise WeightsError(
             Problem(
                 f"config.json, model_type {name!r}",
-                f"is not a known model family; known are {', '.join(known)}",
+                f"is not a supported model family; supported are {', '.join(names)}",
                 f"{near} Otherwise {wide}" if near else wide,
             )
         )
@@ -122,10 +135,12 @@ def read_config(directory: Path | str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise WeightsError(Problem(str(path), f"cannot be read: {first_line(error)}", "the model's own file")) from None
     if not isinstance(config, dict):
-        raise WeightsError(Problem(str(path), "should hold a JSON object"))
+        raise WeightsError(Problem(str(path), "should be a JSON object"))
     if absurd := [name for name, value in config.items() if isinstance(value, int) and abs(value) > LARGEST]:
-        shown = [Problem(f"{path}, {name} {config[name]:.3g}", "is beyond what any model has") for name in absurd]
-        raise WeightsError(shown)
+        problems = [
+            Problem(f"{path}, {name} {config[name]:.3g}", "is larger than in any known model") for name in absurd
+        ]
+        raise WeightsError(problems)
     return config
 
 
@@ -133,3 +148,19 @@ def load_spec(directory: Path | str) -> ModelSpec:
     """The model that a folder's config.json describes."""
     config = read_config(directory)
     return family_of(config).spec(config)
+
+
+def number_problems(raw: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
+    """Rotary bases and norm epsilons that are not finite numbers above 0, in nested mappings too (`rope_parameters`,
+    `text_config`). They would not fail: a NaN epsilon makes every output NaN, and the model would learn nothing."""
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            yield from number_problems(value, f"{prefix}{key}.")
+        elif value is not None and key in POSITIVE_FIELDS and not _positive(value):
+            yield Problem(
+                f"config.json, {prefix}{key}: {value}", "must be a finite number above 0", POSITIVE_FIELDS[key]
+            )
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0

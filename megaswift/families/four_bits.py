@@ -19,12 +19,12 @@ BLOCK = 64
 """Inputs of a row that share a scale (QLoRA, arXiv:2305.14314)."""
 NO_DORA = Problem(
     "--train_type qlora",
-    "does not go with DoRA, whose lengths of rows would be those of the rounded weights",
+    "does not support DoRA: its row norms would be those of the quantised weights",
     "--train_type lora, or adapters without DoRA",
 )
 
 
-def held_in_four_bits(rule: Rule) -> bool:
+def is_four_bit_weight(rule: Rule) -> bool:
     """Whether a weight is a linear layer's inside a decoder layer, experts included: no embedding, head, norm, router,
     gate or bias."""
     leaf = rule.megatron.removesuffix(WEIGHT).rsplit(".", 1)[-1]
@@ -40,7 +40,7 @@ def _inputs(rule: Rule, spec: ModelSpec) -> int:
 def four_bit_problems(family: Family, spec: ModelSpec, tp: int, etp: int) -> list[Problem]:
     """Rows, or a rank's parts of them, that are no whole number of blocks; each kind of layer once."""
     active = [
-        rule for rule in family.weights if held_in_four_bits(rule) and (not rule.when or getattr(spec, rule.when))
+        rule for rule in family.weights if is_four_bit_weight(rule) and (not rule.when or getattr(spec, rule.when))
     ]
     layers = {rule.megatron.removesuffix(WEIGHT).split(".", 3)[-1].replace(".{E}", ""): rule for rule in active}
     return [
@@ -58,7 +58,7 @@ def _unfit(name: str, rule: Rule, spec: ModelSpec, sizes: tuple[int, int]) -> It
     if width % BLOCK:
         yield Problem(
             "--train_type qlora",
-            f"{name} of this model has {width} inputs, and NF4 blocks are {BLOCK} inputs of a row",
+            f"{name} of this model has {width} inputs, and an NF4 block is {BLOCK} inputs of a row",
             "--train_type lora",
         )
     elif dim_of(rule) == 1 and width % (ranks * BLOCK):
@@ -71,14 +71,14 @@ def _unfit(name: str, rule: Rule, spec: ModelSpec, sizes: tuple[int, int]) -> It
         )
 
 
-def cannot_train(family: Family, saved: Iterable[str]) -> list[Problem]:
+def four_bit_trainable_problems(family: Family, saved: Iterable[str]) -> list[Problem]:
     """Those of the Hugging Face tensors that are to train fully that are held in four bits."""
-    stuck = [hf for rule in family.weights if held_in_four_bits(rule) for hf in rule.hf]
+    stuck = [hf for rule in family.weights if is_four_bit_weight(rule) for hf in rule.hf]
     patterns = [re.escape(hf).replace(r"\{L\}", r"\d+").replace(r"\{E\}", r"\d+") for hf in stuck]
     return [
         Problem(
             f"--modules_to_save {name.removesuffix(WEIGHT)}",
-            "is held in NF4 (--train_type qlora), which cannot train",
+            "is stored in NF4 (--train_type qlora), which cannot be trained",
             "--target_modules for an adapter on it, or --train_type lora",
         )
         for name in saved

@@ -21,7 +21,7 @@ def _gemma3_layers(reading: ConfigReading) -> None:
     raw, every = reading.raw, None
     if raw.get("layer_types") is None:
         if "sliding_window_pattern" in raw and raw["sliding_window_pattern"] is None:
-            reading.problem("sliding_window_pattern", "should be a number, or layer_types be given")
+            reading.problem("sliding_window_pattern", "should be a number, unless layer_types is given")
         every = reading.get("sliding_window_pattern", int, 6, 1)
         noted = raw.get("_sliding_window_pattern", every)
         if every and noted != every:

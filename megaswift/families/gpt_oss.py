@@ -46,8 +46,8 @@ FAMILIES.register(
             ),
             AUXILIARY_IF_ASKED,
             EXPERTS_EVERYWHERE,
-            UnusedField(("experts_per_token",), "num_experts_per_tok says it"),
-            UnusedField(("initial_context_length",), "the scaling of the rotary embedding says it"),
+            UnusedField(("experts_per_token",), "given by num_experts_per_tok"),
+            UnusedField(("initial_context_length",), "given by the scaling of the rotary embedding"),
         ),
         weights=(
             *EMBEDDING,

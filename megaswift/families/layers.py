@@ -11,11 +11,11 @@ from torch import nn
 def layer_classes(model: nn.Module) -> frozenset[str]:
     """Class names of decoder layers: what transformers says must stay in one piece, else the members of the longest
     list of modules."""
-    said: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
+    declared: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
     present = {type(m).__name__ for m in model.modules()}
-    named = frozenset(said) & present
-    if named:
-        return named
+    layer_classes = frozenset(declared) & present
+    if layer_classes:
+        return layer_classes
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     longest = max(lists, key=len, default=None)
     return frozenset({type(longest[0]).__name__}) if longest is not None else frozenset()

@@ -19,12 +19,10 @@ FAMILIES.register(
             kv_heads(required=False),
             rope(),
             BIASES,
-            RequiredValue("pretraining_tp", (1,), "other values ask for another order of summation"),
-            UnusedField(("max_sequence_length",), "max_position_embeddings says it"),
+            RequiredValue("pretraining_tp", (1,), "other values change the order of summation"),
+            UnusedField(("max_sequence_length",), "given by max_position_embeddings"),
             RequiredValue("rope_interleaved", (False,), "transformers' model rotates the two halves of a head"),
-            UnusedField(
-                ("is_llama_config", "transformers.js_config"), "for other programs: SmolLM2's folders have them"
-            ),
+            UnusedField(("is_llama_config", "transformers.js_config"), "for other programs; in SmolLM2's folders"),
         ),
         weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
     ),

@@ -8,7 +8,7 @@ from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue,
 from megaswift.families.config_tables import (
     AUXILIARY_IF_ASKED,
     EXPERTS_EVERYWHERE,
-    authors_code,
+    check_remote_code,
     head_dim,
     kv_heads,
     rope,
@@ -39,7 +39,7 @@ def _router(reading: ConfigReading) -> None:
 
 def _all_full(reading: ConfigReading) -> None:
     if set(reading.raw.get("attn_type_list") or [1]) != {1}:
-        reading.problem("attn_type_list", "must hold 1 for every layer: linear attention is another family's")
+        reading.problem("attn_type_list", "must be 1 for every layer: linear attention is not supported")
 
 
 BETAS = ("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta")
@@ -55,7 +55,7 @@ FAMILIES.register(
             RowGroup((*ROPE.keys, "rotary_dim"), _rope),
             AUXILIARY_IF_ASKED,
             EXPERTS_EVERYWHERE,
-            authors_code("minimax_m2"),
+            check_remote_code("minimax_m2"),
             RowGroup(("scoring_func",), _router),
             RowGroup(("attn_type_list",), _all_full),
             RequiredValue("use_routing_bias", (True,), "transformers' model has the bias"),

@@ -17,7 +17,7 @@ from megaswift.data.template import read_template
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.errors import Problem, WeightsError, first_line, path_hint
 from megaswift.families.adapter_folder import CONFIG as ADAPTERS
-from megaswift.families.adapter_folder import no_model
+from megaswift.families.adapter_folder import adapter_as_model_problem
 from megaswift.families.checkpoint_folder import find_checkpoint, verified_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.vision import has_tower
@@ -67,7 +67,7 @@ def locate_model(model: ModelName, weights: bool = True, verify: bool | None = N
     if path.is_dir():
         return _folder(path, name, weights if verify is None else verify)
     if path.exists():
-        raise WeightsError(Problem(f"--model {name}", "is a file", f"the folder it lies in: {path.parent}"))
+        raise WeightsError(Problem(f"--model {name}", "is a file", f"its folder, {path.parent}"))
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
         raise WeightsError(Problem(f"--model {name}", "no such folder", path_hint(path)))
     return _fetch(model, name, (*CONFIG_FILES, *(WEIGHT_FILES if weights else ())))
@@ -96,7 +96,7 @@ def _folder(path: Path, name: str, verify: bool) -> Path:
         )
     for adapter in (path, path / "adapter"):
         if (adapter / ADAPTERS).is_file():
-            raise WeightsError(no_model(f"--model {name}", adapter))
+            raise WeightsError(adapter_as_model_problem(f"--model {name}", adapter))
     raise WeightsError(Problem(f"--model {name}", "has no config.json", "a folder that holds a Hugging Face model"))
 
 
@@ -121,8 +121,8 @@ def _fetch(model: ModelName, name: str, patterns: tuple[str, ...]) -> Path:
         raise WeightsError(
             Problem(
                 f"--model {name}",
-                f"no such folder here, and {hub} did not give it ({first_line(error)})",
-                "the path of a local folder, or a machine that reaches the hub",
+                f"no such local folder, and {hub} could not provide it ({first_line(error)})",
+                "the path of a local folder, or a machine with access to the hub",
             )
         ) from None
 
@@ -133,27 +133,31 @@ def missing_files(folder: Path, random_init: bool) -> list[Problem]:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         problems.append(
             Problem(
-                str(folder), "has no tokenizer (tokenizer.json)", "copy the model's tokenizer files beside config.json"
+                str(folder), "has no tokenizer (tokenizer.json)", "copy the model's tokenizer files next to config.json"
             )
         )
     if random_init:
         return problems
     if (checkpoint := find_checkpoint(folder)) is not None:
         adapter = checkpoint.model.parent / "adapter"
-        return [*problems, no_model(f"--model {adapter.parent}", adapter)] if adapter.is_dir() else problems
+        return (
+            [*problems, adapter_as_model_problem(f"--model {adapter.parent}", adapter)]
+            if adapter.is_dir()
+            else problems
+        )
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            absent = sorted(name for name in wanted if not (folder / name).is_file())
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            absent = sorted(name for name in shards if not (folder / name).is_file())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return [
                 *problems,
-                Problem(str(index), f"is no index of shards ({type(error).__name__})", "fetch the model again"),
+                Problem(str(index), f"is not an index of shards ({type(error).__name__})", "download the model again"),
             ]
         if absent:
-            rule = f"lacks {len(absent)} of {len(wanted)} shards: {', '.join(absent[:3])}"
-            problems.append(Problem(str(folder), rule, "fetch the model again"))
+            rule = f"lacks {len(absent)} of {len(shards)} shards: {', '.join(absent[:3])}"
+            problems.append(Problem(str(folder), rule, "download the model again"))
     elif not any(folder.glob("*.safetensors")):
         old = " (*.bin files are pickles and are not read)" if any(folder.glob("*.bin")) else ""
         fix = "a folder with safetensors, or --random_init true to train from scratch"
@@ -182,10 +186,10 @@ def processor_of(cfg: SwiftConfig, folder: Path) -> Processor:
 
 def read_processor(folder: Path, trust: bool, chat_template: str | None) -> Processor:
     """The processor in `folder`; its tokenizer has the chat template of the options."""
-    made = Processor(processor_spec(folder, trust))
+    processor = Processor(processor_spec(folder, trust))
     if chat_template is not None:
-        made.tokenizer.chat_template = read_template(chat_template)
-    return made
+        processor.tokenizer.chat_template = read_template(chat_template)
+    return processor
 
 
 def reader_for(cfg: SwiftConfig) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megaswift.families.blocks import EMBEDDING, FUSED_ATTENTION, HEAD, dense_mlp
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup
-from megaswift.families.config_tables import FFN, authors_code, head_dim, kv_heads, rope, window
+from megaswift.families.config_tables import FFN, check_remote_code, head_dim, kv_heads, rope, window
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.spec import RopeSpec
 
@@ -25,12 +25,14 @@ def _longrope(reading: ConfigReading) -> None:
     """
     raw = reading.raw
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    given: Any = raw.get(key) or {}
-    kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else None
+    rope_scaling: Any = raw.get(key) or {}
+    kind = (
+        rope_scaling.get("rope_type", rope_scaling.get("type", "default")) if isinstance(rope_scaling, dict) else None
+    )
     if kind not in ("longrope", "su", "yarn"):  # transformers reads the other two as longrope here
         _PARTIAL.read(reading)
         return
-    head = {k: v for k, v in given.items() if k in ("rope_theta", "partial_rotary_factor")}
+    head = {k: v for k, v in rope_scaling.items() if k in ("rope_theta", "partial_rotary_factor")}
     plain = ConfigReading(
         reading.family,
         {**{k: v for k, v in raw.items() if k not in ("rope_scaling", "rope_parameters")}, key: head},
@@ -38,8 +40,10 @@ def _longrope(reading: ConfigReading) -> None:
         reading.values,
     )
     _PARTIAL.read(plain)
-    original = raw.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or 4096
-    known = (
+    original = (
+        raw.get("original_max_position_embeddings") or rope_scaling.get("original_max_position_embeddings") or 4096
+    )
+    recognised = (
         "rope_type",
         "type",
         "rope_theta",
@@ -50,17 +54,17 @@ def _longrope(reading: ConfigReading) -> None:
         "short_factor",
         "long_factor",
     )
-    for name in given:
-        if name not in known:
+    for name in rope_scaling:
+        if name not in recognised:
             reading.problem(key, f"{name} is not a parameter of rope type {kind!r}")
     for name in ("short_factor", "long_factor"):
-        if not isinstance(given.get(name), list):
+        if not isinstance(rope_scaling.get(name), list):
             reading.problem(key, f"rope type {kind!r} needs the list {name}")
-    found: RopeSpec | None = reading.values.get("rope")
-    if found is not None:
-        scaling = {name: given[name] for name in known[5:] if given.get(name) is not None}
+    rope: RopeSpec | None = reading.values.get("rope")
+    if rope is not None:
+        scaling = {name: rope_scaling[name] for name in recognised[5:] if rope_scaling.get(name) is not None}
         scaling |= {"rope_type": "longrope", "original_max_position_embeddings": original}
-        reading.values.update(rope=RopeSpec(found.base, scaling, found.partial), longest=original)
+        reading.values.update(rope=RopeSpec(rope.base, scaling, rope.partial), longest=original)
 
 
 LONGROPE = RowGroup((*_PARTIAL.keys, "original_max_position_embeddings"), _longrope)
@@ -76,7 +80,7 @@ FAMILIES.register(
             kv_heads(required=False),
             LONGROPE,
             window(None),
-            authors_code("phi3"),
+            check_remote_code("phi3"),
             AnyRow("resid_pdrop", "hidden_dropout", float, 0.0),
             RequiredValue("embd_pdrop", (0,), "transformers' model does not apply it"),
             RequiredValue("attention_bias", (False,), NO_BIAS),

@@ -120,8 +120,8 @@ def select_projections(
     other name is a module or the end of one, as PEFT reads them; Hugging Face's and Megatron's names do. `parameters`
     are the same for experts that share one.
     """
-    known = list(projections(family, spec))
-    modules, stacks = [p for p in known if not p.stack], [p for p in known if p.stack]
+    candidates = list(projections(family, spec))
+    modules, stacks = [p for p in candidates if not p.stack], [p for p in candidates if p.stack]
     chosen: dict[str, Projection] = {}
     problems = [] if names or parameters else [Problem("--target_modules none", "leaves nothing to adapt", ALL)]
     for option, name, among in [
@@ -129,60 +129,63 @@ def select_projections(
         *(("parameters", n, stacks) for n in parameters),
     ]:
         try:
-            found = among if (option, name) == ("modules", ALL) else [p for p in among if _matches(name, p.names)]
+            matching = among if (option, name) == ("modules", ALL) else [p for p in among if _matches(name, p.names)]
         except re.error as error:
-            problems.append(Problem(f"--target_{option} {name}", f"is no regular expression: {error}", ALL))
+            problems.append(Problem(f"--target_{option} {name}", f"is not a regular expression: {error}", ALL))
             continue
-        chosen.update({p.module: p for p in found})
-        if not found:
+        chosen.update({p.module: p for p in matching})
+        if not matching:
             problems.append(
-                _no_target(name, known, family, spec) if option == "modules" else _no_parameter(name, known)
+                _no_target(name, candidates, family, spec) if option == "modules" else _no_parameter(name, candidates)
             )
     if problems:
         raise ConfigError(problems)
-    return [p for p in known if p.module in chosen]
+    return [p for p in candidates if p.module in chosen]
 
 
-def without_dora(chosen: Sequence[Projection], label: str) -> list[Problem]:
+def dora_problems(chosen: Sequence[Projection], label: str) -> list[Problem]:
     """What keeps DoRA from these projections: PEFT refuses it for parameters, and transformers keeps the experts of all
     families so."""
     experts = list(dict.fromkeys(p.leaf for p in chosen if ".experts." in p.megatron))
     rule = (
-        "is not there for experts (PEFT has DoRA for modules, transformers keeps experts in stacked parameters), and "
-        f"{', '.join(experts)} of experts are among the targets"
+        "is not supported for experts (PEFT implements DoRA for modules, transformers stores experts as stacked "
+        f"parameters), and {', '.join(experts)} of experts are among the targets"
     )
     return [Problem(label, rule, "--target_modules for attention alone, or plain LoRA")] if experts else []
 
 
-def _no_parameter(name: str, known: Sequence[Projection]) -> Problem:
-    what, ends = f"--target_parameters {name}", list(dict.fromkeys(end_of(p.stack) for p in known if p.stack))
+def _no_parameter(name: str, candidates: Sequence[Projection]) -> Problem:
+    what, ends = (
+        f"--target_parameters {name}",
+        list(dict.fromkeys(stack_suffix(p.stack) for p in candidates if p.stack)),
+    )
     if ends:
         close = nearest_name(name, [*ends, *(end.rsplit(".", 1)[-1] for end in ends)])
-        return Problem(
-            what, "matches no experts that share a parameter", f"{close or ends[0]}; there are {', '.join(ends)}"
-        )
-    modules = list(dict.fromkeys(p.leaf for p in known if ".experts." in p.megatron))
-    rule = "is for experts that share one parameter in the model's files; "
+        return Problem(what, "matches no stacked expert parameter", f"{close or ends[0]}; there are {', '.join(ends)}")
+    modules = list(dict.fromkeys(p.leaf for p in candidates if ".experts." in p.megatron))
+    rule = "is for experts that are stacked in one parameter of the model's files; "
     if not modules:
         return Problem(what, rule + "this model has no experts", "leave it out")
-    return Problem(what, rule + "in this model each has its own", f"--target_modules {' '.join(modules)}")
+    return Problem(what, rule + "in this model each expert has its own", f"--target_modules {' '.join(modules)}")
 
 
-def end_of(stack: str) -> str:
+def stack_suffix(stack: str) -> str:
     """A parameter's name without its layer: `mlp.experts.gate_up_proj`."""
     return ".".join(stack.split(".")[-3:])
 
 
-def _no_target(name: str, known: Sequence[Projection], family: Family, spec: ModelSpec) -> Problem:
-    stacks = [end_of(p.stack) for p in known if p.stack and _matches(name, (p.stack, p.megatron))]
+def _no_target(name: str, candidates: Sequence[Projection], family: Family, spec: ModelSpec) -> Problem:
+    stacks = [stack_suffix(p.stack) for p in candidates if p.stack and _matches(name, (p.stack, p.megatron))]
     if stacks:
-        what = "is no module but a parameter that holds all experts"
+        what = "is not a module but a parameter with all experts stacked"
         return Problem(f"--target_modules {name}", what, f"--target_parameters {stacks[0]}")
-    leaves = list(dict.fromkeys(leaf for p in known if not p.stack for leaf in (p.leaf, p.megatron.rsplit(".", 1)[-1])))
+    leaves = list(
+        dict.fromkeys(leaf for p in candidates if not p.stack for leaf in (p.leaf, p.megatron.rsplit(".", 1)[-1]))
+    )
     for rule, layer, expert in _expand(family, spec):
         modules = [_name(hf, layer, expert).removesuffix(WEIGHT) for hf in rule.hf]
         if any(m == name or m.endswith("." + name) for m in modules) and not adaptable(rule):
-            why = "is no projection of its own, so it cannot carry an adapter"
+            why = "is not a linear projection of its own, so it cannot have an adapter"
             return Problem(
                 f"--target_modules {name}",
                 why,
@@ -215,12 +218,12 @@ def saved_modules(family: Family, spec: ModelSpec, names: Sequence[str]) -> list
     every = [_name(hf, layer, expert) for rule, layer, expert in _expand(family, spec) for hf in rule.hf]
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in every))
     for name in names:
-        found = [m for m in modules if m == name or m.endswith("." + name)]
-        chosen.update({hf: None for hf in every if hf.rpartition(".")[0] in found})
-        if not found:
+        matching = [m for m in modules if m == name or m.endswith("." + name)]
+        chosen.update({hf: None for hf in every if hf.rpartition(".")[0] in matching})
+        if not matching:
             leaves = list(dict.fromkeys(m.rsplit(".", 1)[-1] for m in modules))
-            own = OF_MEGATRON.get(name.rsplit(".", 1)[-1], "")
-            close = f"--modules_to_save {own}" if own in leaves else nearest_name(name, leaves)
+            hf_name = OF_MEGATRON.get(name.rsplit(".", 1)[-1], "")
+            close = f"--modules_to_save {hf_name}" if hf_name in leaves else nearest_name(name, leaves)
             problems.append(
                 Problem(
                     f"--modules_to_save {name}",
@@ -228,11 +231,11 @@ def saved_modules(family: Family, spec: ModelSpec, names: Sequence[str]) -> list
                     close or f"one of {', '.join(leaves)}",
                 )
             )
-        elif spec.tied and any(m in _TIED for m in found):
+        elif spec.tied and any(m in _TIED for m in matching):
             problems.append(
                 Problem(
                     f"--modules_to_save {name}",
-                    "is tied to the output layer, and PEFT saves tied weights apart",
+                    "is tied to the output layer, and PEFT saves tied weights separately",
                     "leave it out",
                 )
             )
@@ -248,10 +251,10 @@ def partly_chosen(family: Family, spec: ModelSpec, chosen: Collection[str]) -> I
         names = [_name(hf, layer, expert) for hf in rule.hf]
         inside, outside = [n for n in names if n in chosen], [n for n in names if n not in chosen]
         if (inside and outside) or (inside and rule.stacked):
-            others = ", ".join(n.removesuffix(WEIGHT).rsplit(".", 1)[-1] for n in outside) or "all experts"
+            other_names = ", ".join(n.removesuffix(WEIGHT).rsplit(".", 1)[-1] for n in outside) or "all experts"
             yield Problem(
                 f"--modules_to_save {inside[0].removesuffix(WEIGHT)}",
-                f"is one parameter with {others} in Megatron",
+                f"shares one parameter with {other_names} in Megatron",
                 f"its target_{'parameters' if rule.stacked else 'modules'} entry: an adapter of high rank",
             )
             return

@@ -65,42 +65,42 @@ Scheme = Fp8Scheme | Mxfp4Scheme
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
-    """How the weights beside this config.json are quantised; None for plain weights, or where `problem_of` has
-    something to say."""
-    given = config.get(FIELD)
-    if given is None or problem_of(config):
+    """How the weights of this config.json are quantised; None for unquantised ones, and where `quantization_problem`
+    reports one."""
+    section = config.get(FIELD)
+    if section is None or quantization_problem(config):
         return None
-    if given["quant_method"] == "mxfp4":
+    if section["quant_method"] == "mxfp4":
         return Mxfp4Scheme()
-    block = given.get("weight_block_size", HF_BLOCK)
+    block = section.get("weight_block_size", HF_BLOCK)
     return Fp8Scheme(None if block is None else (block[0], block[1]))
 
 
-def problem_of(config: Mapping[str, Any]) -> tuple[str, str] | None:
+def quantization_problem(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Why these quantised weights cannot be read, and what to do; None when they can, or are not quantised."""
-    given = config.get(FIELD)
-    if given is None:
+    section = config.get(FIELD)
+    if section is None:
         return None
-    if not isinstance(given, dict) or not isinstance(given.get("quant_method"), str):
-        return "should be a mapping with quant_method", "remove it if the weights are plain"
-    method = given["quant_method"]
+    if not isinstance(section, dict) or not isinstance(section.get("quant_method"), str):
+        return "should be a mapping with quant_method", "remove it if the weights are not quantised"
+    method = section["quant_method"]
     if method not in KNOWN:
-        reason = REASONS.get(method, "its format is not known here")
+        reason = REASONS.get(method, "its format is not supported")
         return (
-            f"these are quantized weights; fp8 with block scales and mxfp4 are read, {method} is not: {reason}",
+            f"{method} weights are not supported (fp8 with block scales and mxfp4 are): {reason}",
             UNQUANTISED,
         )
-    unknown = sorted(set(given) - set(KNOWN[method]))
+    unknown = sorted(set(section) - set(KNOWN[method]))
     if unknown:
         return (
-            f"{method} has no field {', '.join(unknown)} that is known here, so it may change what the weights mean",
+            f"{', '.join(unknown)} is not a known field of {method}, so it may change the meaning of the weights",
             UNQUANTISED,
         )
-    return _fp8_problem(given) if method == "fp8" else None
+    return _fp8_problem(section) if method == "fp8" else None
 
 
-def _fp8_problem(given: Mapping[str, Any]) -> tuple[str, str] | None:
-    block = given.get("weight_block_size", HF_BLOCK)
+def _fp8_problem(section: Mapping[str, Any]) -> tuple[str, str] | None:
+    block = section.get("weight_block_size", HF_BLOCK)
     size = (
         [x for x in block if isinstance(x, int) and not isinstance(x, bool) and x > 0]
         if isinstance(block, list | tuple)
@@ -113,8 +113,8 @@ def _fp8_problem(given: Mapping[str, Any]) -> tuple[str, str] | None:
         ("scale_fmt", (None, "float", "ue8m0")),
         ("expert_dtype", (None, "fp8")),
     ):
-        if given.get(name) not in allowed:
-            return f"{name} {given[name]!r} cannot be read; {' or '.join(a for a in allowed if a)} can", UNQUANTISED
+        if section.get(name) not in allowed:
+            return f"{name} {section[name]!r} cannot be read; {' or '.join(a for a in allowed if a)} can", UNQUANTISED
     return None
 
 
@@ -124,9 +124,9 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(reading: ConfigReading) -> None:
-    found = problem_of(reading.raw)
-    if found:
-        reading.problem(FIELD, *found)
+    problem = quantization_problem(reading.raw)
+    if problem:
+        reading.problem(FIELD, *problem)
 
 
 QUANTIZATION = RowGroup((FIELD,), _read)

@@ -9,7 +9,8 @@ files.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import ClassVar, Literal, Protocol
 
 from megaswift.errors import LayoutError, Problem
@@ -94,7 +95,7 @@ class Rule(Protocol):
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """Shape of each HF tensor."""
 
-    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
+    def pieces(self, spec: ModelSpec, shard: ShardSpec) -> list[SliceMap]:
         """What the shard is made of, joined along `dim`."""
 
 
@@ -110,10 +111,10 @@ def even_share(total: int, tp: int, what: str) -> int:
     return total // tp
 
 
-def shard_range(total: int, cut: ShardSpec, what: str) -> tuple[int, int]:
+def shard_range(total: int, shard: ShardSpec, what: str) -> tuple[int, int]:
     """(start, stop) of a rank's even part of `total` rows or columns."""
-    n = even_share(total, cut.tp, what)
-    return cut.rank * n, (cut.rank + 1) * n
+    n = even_share(total, shard.tp, what)
+    return shard.rank * n, (shard.rank + 1) * n
 
 
 def spec_sizes(spec: ModelSpec, names: Sequence[str]) -> tuple[int, ...]:
@@ -144,7 +145,7 @@ class Copy(_One):
 
     shard: ClassVar[Shard] = "replicated"
 
-    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
+    def pieces(self, spec: ModelSpec, shard: ShardSpec) -> list[SliceMap]:
         """All of it."""
         return [SliceMap(0, 0, self.shapes(spec)[0][0])]
 
@@ -154,10 +155,10 @@ class _Even(_One):
 
     along: ClassVar[int]
 
-    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
+    def pieces(self, spec: ModelSpec, shard: ShardSpec) -> list[SliceMap]:
         """A range of rows or columns."""
         width = self.dims[self.along]
-        return [SliceMap(0, *shard_range(getattr(spec, width), cut, width))]
+        return [SliceMap(0, *shard_range(getattr(spec, width), shard, width))]
 
 
 class ColumnParallel(_Even):
@@ -197,18 +198,18 @@ class QKV:
         tail = (spec.hidden_size,) if self.matrix else ()
         return [(n * spec.head_dim, *tail) for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
 
-    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
+    def pieces(self, spec: ModelSpec, shard: ShardSpec) -> list[SliceMap]:
         """Three ranges for each of this rank's groups, or the part of a group that falls to it."""
         d, q = spec.head_dim, even_share(spec.heads, spec.kv_heads, "attention heads") * spec.head_dim
-        first, end = shard_range(spec.kv_heads * (q + 2 * d), cut, "rows of queries, keys and values")
-        at, found = 0, []
+        first, end = shard_range(spec.kv_heads * (q + 2 * d), shard, "rows of queries, keys and values")
+        offset, slices = 0, []
         for group in range(spec.kv_heads):
             for source, width in ((0, q), (1, d), (2, d)):
-                low, high = max(first - at, 0), min(end - at, width)
+                low, high = max(first - offset, 0), min(end - offset, width)
                 if low < high:
-                    found.append(SliceMap(source, group * width + low, group * width + high))
-                at += width
-        return found
+                    slices.append(SliceMap(source, group * width + low, group * width + high))
+                offset += width
+        return slices
 
 
 @dataclass(frozen=True)
@@ -229,9 +230,9 @@ class GatedMLP:
         """[ffn, h] twice; without h for biases."""
         return [(getattr(spec, self.inner), *((spec.hidden_size,) if self.matrix else ()))] * 2
 
-    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
+    def pieces(self, spec: ModelSpec, shard: ShardSpec) -> list[SliceMap]:
         """One range of each."""
-        part = shard_range(getattr(spec, self.inner), cut, self.inner)
+        part = shard_range(getattr(spec, self.inner), shard, self.inner)
         return [SliceMap(source, *part) for source in (0, 1)]
 
 
@@ -252,6 +253,50 @@ class Vocab:
         """[vocab, h], without padding."""
         return [(spec.vocab_size, spec.hidden_size)]
 
-    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
+    def pieces(self, spec: ModelSpec, shard: ShardSpec) -> list[SliceMap]:
         """This rank's rows, those of the padding included: a piece may reach beyond the HF tensor."""
-        return [SliceMap(0, *shard_range(cut.padded_vocab or spec.vocab_size, cut, "padded vocabulary"))]
+        return [SliceMap(0, *shard_range(shard.padded_vocab or spec.vocab_size, shard, "padded vocabulary"))]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """`parts` with its HF tensors joined by rows, in their order, into the one called `name`."""
+
+    parts: Rule
+    name: str
+    shard: ClassVar[Shard] = "column"
+    stacked: ClassVar[bool] = False
+    buffer: ClassVar[bool] = False
+
+    @property
+    def megatron(self) -> str:
+        """Megatron's name."""
+        return self.parts.megatron
+
+    @property
+    def hf(self) -> tuple[str]:
+        """The one tensor."""
+        return (self.name,)
+
+    @property
+    def scope(self) -> Scope:
+        """That of the parts."""
+        return self.parts.scope
+
+    @property
+    def when(self) -> str:
+        """That of the parts."""
+        return self.parts.when
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[rows of all parts, ...]."""
+        shapes = self.parts.shapes(spec)
+        return [(sum(s[0] for s in shapes), *shapes[0][1:])]
+
+    def pieces(self, spec: ModelSpec, shard: ShardSpec) -> list[SliceMap]:
+        """Those of the parts, as rows of the one tensor."""
+        first = [0, *accumulate(s[0] for s in self.parts.shapes(spec))]
+        return [
+            replace(p, source=0, start=first[p.source] + p.start, stop=first[p.source] + p.stop)
+            for p in self.parts.pieces(spec, shard)
+        ]

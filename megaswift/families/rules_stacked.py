@@ -13,9 +13,9 @@ from megaswift.families.rules import Scope, Shard, ShardSpec, SliceMap, shard_ra
 from megaswift.families.spec import ModelSpec
 
 
-def _expert(cut: ShardSpec) -> tuple[int]:
-    assert cut.expert is not None, "a rule about one expert"
-    return (cut.expert,)
+def _expert(shard: ShardSpec) -> tuple[int]:
+    assert shard.expert is not None, "a rule about one expert"
+    return (shard.expert,)
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Interleaved:
         """[E, h, 2 f], or [E, 2 f]."""
         return [(spec.experts, *((spec.hidden_size,) if self.matrix else ()), 2 * spec.expert_ffn)]
 
-    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
+    def pieces(self, spec: ModelSpec, shard: ShardSpec) -> list[SliceMap]:
         """Every second column, twice."""
-        first, stop = shard_range(spec.expert_ffn, cut, "expert_ffn")
-        return [SliceMap(0, 2 * first + part, 2 * stop - 1 + part, 2, _expert(cut), self.matrix) for part in (0, 1)]
+        first, stop = shard_range(spec.expert_ffn, shard, "expert_ffn")
+        return [SliceMap(0, 2 * first + part, 2 * stop - 1 + part, 2, _expert(shard), self.matrix) for part in (0, 1)]
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class StackedDown:
         """[E, f, h]."""
         return [(spec.experts, spec.expert_ffn, spec.hidden_size)]
 
-    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
+    def pieces(self, spec: ModelSpec, shard: ShardSpec) -> list[SliceMap]:
         """A range of the inner width."""
-        return [SliceMap(0, *shard_range(spec.expert_ffn, cut, "expert_ffn"), 1, _expert(cut), True)]
+        return [SliceMap(0, *shard_range(spec.expert_ffn, shard, "expert_ffn"), 1, _expert(shard), True)]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,6 @@ class StackedCopy:
         """[E, h]."""
         return [(spec.experts, spec.hidden_size)]
 
-    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
+    def pieces(self, spec: ModelSpec, shard: ShardSpec) -> list[SliceMap]:
         """All of one expert's."""
-        return [SliceMap(0, 0, spec.hidden_size, 1, _expert(cut))]
+        return [SliceMap(0, 0, spec.hidden_size, 1, _expert(shard))]

@@ -26,7 +26,7 @@ def has_score(config: Mapping[str, Any]) -> bool:
         raise WeightsError(
             Problem(
                 "config.json",
-                f"is of a classifier with {labels} labels; a reward model has one",
+                f"describes a classifier with {labels} labels; a reward model has one",
                 "num_labels=1, or the language model itself",
             )
         )
@@ -39,7 +39,9 @@ def score_problems(flag: str, config: Mapping[str, Any]) -> list[Problem]:
         return []
     return [
         Problem(
-            flag, "is no reward model: its config.json names no ...ForSequenceClassification", "megaswift rm trains one"
+            flag,
+            "is not a reward model: its config.json names no ...ForSequenceClassification",
+            "megaswift rm trains one",
         )
     ]
 

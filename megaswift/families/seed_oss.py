@@ -41,7 +41,7 @@ FAMILIES.register(
             SEED_BIASES,
             AnyRow("residual_dropout", "hidden_dropout", float, 0.1),
             AnyRow("attention_dropout", "attention_dropout", float, 0.1),
-            RequiredValue("pretraining_tp", (1,), "other values ask for another order of summation"),
+            RequiredValue("pretraining_tp", (1,), "other values change the order of summation"),
         ),
         weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
     ),

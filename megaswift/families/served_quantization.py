@@ -32,21 +32,21 @@ _PIP = {"compressed_tensors": "compressed-tensors"}
 PLAIN = "the model's unquantised checkpoint"
 
 
-def field_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def quantization_config_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a config.json says of its quantisation, also below text_config; empty for plain weights."""
     text = config.get("text_config")
-    given = config.get(FIELD) or (text.get(FIELD) if isinstance(text, Mapping) else None)
-    return dict(given) if isinstance(given, Mapping) else {}
+    section = config.get(FIELD) or (text.get(FIELD) if isinstance(text, Mapping) else None)
+    return dict(section) if isinstance(section, Mapping) else {}
 
 
 def quant_method(config: Mapping[str, Any]) -> str | None:
     """Its quant_method; None for plain weights."""
-    given = field_of(config)
-    if not given:
+    section = quantization_config_of(config)
+    if not section:
         return None
-    if given.get("load_in_4bit") or given.get("load_in_8bit"):
+    if section.get("load_in_4bit") or section.get("load_in_8bit"):
         return "bitsandbytes"
-    return str(given.get("quant_method"))
+    return str(section.get("quant_method"))
 
 
 def stays_quantised(config: Mapping[str, Any]) -> bool:
@@ -84,30 +84,32 @@ def quantization_problems(
     what = f"{label}, whose weights are quantised ({method})"
     if method not in PACKAGES:
         return [Problem(what, f"can be trained over {', '.join(PACKAGES)}", PLAIN)]
-    found = quantization_packages(config, label)
+    packages = quantization_packages(config, label)
     if train_type == "full":
         fix = (
             "--engine megatron, which trains them dequantised, or --train_type lora"
             if method in _NATIVE
             else "--train_type lora"
         )
-        found.append(
-            Problem("--train_type full", f"needs plain weights, and {label} has them quantised ({method})", fix)
+        packages.append(
+            Problem(
+                "--train_type full", f"needs unquantised weights, and those of {label} are quantised ({method})", fix
+            )
         )
     if bits is not None and train_type != "full":
-        given = "--train_type qlora" if train_type == "qlora" else f"--quantization_bit {bits}"
+        option = "--train_type qlora" if train_type == "qlora" else f"--quantization_bit {bits}"
         fix = (
             "--engine megatron, whose qlora reads them"
             if method in _NATIVE
             else "--train_type lora without it: they are quantised"
         )
-        found.append(Problem(given, f"would quantise again what is quantised already ({method})", fix))
+        packages.append(Problem(option, f"would quantise weights that are already quantised ({method})", fix))
     if merge:
-        found.append(
+        packages.append(
             Problem(
                 "--merge_lora true",
-                f"adds adapters to plain weights, and {label} has them quantised ({method})",
-                "leave it out; OUT/adapter goes with the model as it is",
+                f"needs unquantised weights, and those of {label} are quantised ({method})",
+                "leave it out, and use OUT/adapter with the quantised model",
             )
         )
-    return found
+    return packages

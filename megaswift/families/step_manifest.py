@@ -60,11 +60,11 @@ def load_manifest(folder: Path) -> dict[str, Any] | Problem:
     if not isinstance(manifest, dict):
         return Problem(str(path), "is not a JSON object")
     try:
-        whole = manifest.get("sha256") == manifest_seal(manifest)
+        intact = manifest.get("sha256") == manifest_seal(manifest)
     except (ValueError, RecursionError):
-        whole = False
-    if not whole:
-        return Problem(str(path), "does not have the SHA-256 that it was written with")
+        intact = False
+    if not intact:
+        return Problem(str(path), "does not match the SHA-256 that it was written with")
     wrong = _wrong_types(manifest)
     return Problem(str(path), f"has a wrong value for {wrong}") if wrong else manifest
 
@@ -104,14 +104,14 @@ def _count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def whole_steps(store: Path) -> list[SavedStep]:
+def complete_steps(store: Path) -> list[SavedStep]:
     """Every step of OUT/checkpoints with a valid manifest, oldest save first. No other file is read."""
-    found = []
+    steps = []
     for path in store.glob("step-*"):
         match = STEP.fullmatch(path.name)
         if match and (manifest := read_manifest(path)) is not None:
-            found.append(SavedStep(int(match[1]), path, float(manifest["saved_at"]), manifest["files"]))
-    return sorted(found, key=lambda s: (s.saved_at, s.step))
+            steps.append(SavedStep(int(match[1]), path, float(manifest["saved_at"]), manifest["files"]))
+    return sorted(steps, key=lambda s: (s.saved_at, s.step))
 
 
 def damaged_steps(store: Path) -> list[Path]:
@@ -138,24 +138,24 @@ def _named_by_pointer(store: Path) -> Path | None:
 
 def newest_first(store: Path) -> list[Path]:
     """The steps in the order in which they are tried: the one pointed at, then by the time they were saved."""
-    saved = [s.path for s in reversed(whole_steps(store))]
+    saved = [s.path for s in reversed(complete_steps(store))]
     first = _named_by_pointer(store)
     return [first, *(p for p in saved if p != first)] if first in saved else saved
 
 
-def lost_history(store: Path) -> Problem | None:
+def missing_step_problem(store: Path) -> Problem | None:
     """What is wrong with an OUT/checkpoints that had steps and has no usable one; None where none was ever saved."""
     points = (store / POINTER).exists()
-    if not (points or store.name == "checkpoints") or whole_steps(store):
+    if not (points or store.name == "checkpoints") or complete_steps(store):
         return None
     anew = (
         "--overwrite_output_dir true in place of --resume_from_checkpoint moves this run aside and starts from step 0"
     )
-    fix = f"put a copy of a step back; {anew}"
+    fix = f"restore a copy of a checkpoint; {anew}"
     if damaged := damaged_steps(store):
         names = ", ".join(p.name for p in damaged)
-        return Problem(str(store), f"has no usable step: {MARKER} is damaged or missing in {names}", fix)
-    return Problem(str(store), f"has no step, but {POINTER} names one that was saved", fix) if points else None
+        return Problem(str(store), f"has no usable checkpoint: {MARKER} is damaged or missing in {names}", fix)
+    return Problem(str(store), f"has no checkpoint, but {POINTER} names one that was saved", fix) if points else None
 
 
 def step_of(path: Path) -> Path | None:
@@ -222,7 +222,7 @@ def file_problem(path: Path, expected: Mapping[str, Any]) -> Problem | None:
         return Problem(str(path), "is not a file")
     size = facts.st_size
     if size != expected["bytes"]:
-        return Problem(str(path), f"has {size} bytes, the manifest says {expected['bytes']}")
+        return Problem(str(path), f"has {size} bytes; the manifest has {expected['bytes']}")
     intact = is_known_intact(path, expected)
     if intact is None:
         try:
@@ -240,11 +240,11 @@ def damaged_files(step: Path, parts: Iterable[str] = ()) -> list[Problem]:
         return [manifest]
     files, began = files_within(manifest, parts), time.perf_counter()
     problems = [p for name, entry in files.items() if (p := file_problem(step / name, entry)) is not None]
-    tell_duration(step, files.values(), time.perf_counter() - began)
+    log_check_duration(step, files.values(), time.perf_counter() - began)
     return problems
 
 
-def tell_duration(step: Path, files: Iterable[Mapping[str, Any]], seconds: float) -> None:
+def log_check_duration(step: Path, files: Iterable[Mapping[str, Any]], seconds: float) -> None:
     """A line about a check that took long."""
     if seconds > LONG:
         size = sum(entry["bytes"] for entry in files)
@@ -262,12 +262,12 @@ def refuse_damaged_part(folder: Path) -> None:
 
 def step_damage(step: Path, problems: list[Problem]) -> list[Problem]:
     """The damage of a step that the user named, with the other steps of its run as the fix."""
-    others = [p.name for p in newest_first(step.parent) if p != step]
-    fix = f"another step of this run: {', '.join(others[:4])}" if others else "a copy of this step"
+    other_steps = [p.name for p in newest_first(step.parent) if p != step]
+    fix = f"another step of this run: {', '.join(other_steps[:4])}" if other_steps else "a copy of this step"
     return [*problems[:-1], Problem(problems[-1].what, problems[-1].rule, fix)]
 
 
 def skipped_step_notice(step: Path, problems: list[Problem]) -> str:
     """The line about a damaged step in whose place an older one is used."""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{step} is damaged and not used: {problems[0].what} {problems[0].rule}{more}"
+    return f"{step} is damaged and is not used: {problems[0].what} {problems[0].rule}{more}"

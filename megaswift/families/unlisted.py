@@ -43,35 +43,35 @@ def unlisted_spec(config: Mapping[str, Any]) -> ModelSpec:
     """Sizes under any of their usual names, also below `text_config`; WeightsError where one is missing."""
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else {}
     raw = {**config, **(text or {})}
-    found = {
+    values = {
         name: next((raw[key] for key in keys if isinstance(raw.get(key), int)), 0) for name, keys in SPELLINGS.items()
     }
-    missing = [SPELLINGS[name][0] for name in REQUIRED if not found[name]]
+    missing = [SPELLINGS[name][0] for name in REQUIRED if not values[name]]
     if missing:
         raise WeightsError(
             Problem(
                 f"config.json, model_type {config.get('model_type')!r}",
-                f"names no {', '.join(missing)}",
+                f"has no {', '.join(missing)}",
                 "a language model that AutoModelForCausalLM loads",
             )
         )
-    hidden, heads = found["hidden_size"], found["heads"] or 1
-    width = (raw.get("head_dim") or hidden // heads) if found["heads"] else 0
+    hidden, heads = values["hidden_size"], values["heads"] or 1
+    width = (raw.get("head_dim") or hidden // heads) if values["heads"] else 0
     transformer = {
-        "num_layers": found["num_layers"],
+        "num_layers": values["num_layers"],
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_query_groups": found["kv_heads"] or heads,
+        "num_query_groups": values["kv_heads"] or heads,
         "kv_channels": width,
-        "ffn_hidden_size": found["ffn"] or 4 * hidden,
+        "ffn_hidden_size": values["ffn"] or 4 * hidden,
         "add_bias_linear": False,
     }
     dtype = str(config.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     spec = ModelSpec(
         family=str(config.get("model_type")),
         transformer=transformer,
-        vocab_size=found["vocab_size"],
-        max_positions=found["max_positions"] or 1 << 30,
+        vocab_size=values["vocab_size"],
+        max_positions=values["max_positions"] or 1 << 30,
         rope=RopeSpec(10000.0),
         tied=bool(raw.get("tie_word_embeddings", True)),
         dtype=dtype,

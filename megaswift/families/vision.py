@@ -10,7 +10,7 @@ from megaswift.errors import Problem
 
 TEXT_ONLY = Problem(
     "",
-    "holds a vision tower around its language model, and Megatron-Core spreads language models alone here",
+    "is a vision-language model, and --engine megatron trains language models only",
     "--engine ddp, fsdp2 or zero2, which train it whole; or a folder with its language model alone "
     "(Gemma3ForCausalLM, model_type gemma3_text)",
 )

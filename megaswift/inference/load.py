@@ -32,7 +32,7 @@ from megaswift.data.processor import Processor, unreadable
 from megaswift.data.sample import RowError
 from megaswift.errors import ConfigError, Problem, UserError, WeightsError, first_line
 from megaswift.families import FAMILIES
-from megaswift.families.adapter_folder import adapter_shapes, base_of
+from megaswift.families.adapter_folder import adapter_shapes, base_model_name
 from megaswift.families.checkpoint_folder import find_checkpoint, verified_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.model_source import read_processor, read_tokenizer
@@ -336,7 +336,7 @@ def _fitting(skeleton: Any, options: WeightsOptions) -> None:
         elif module is None and layer is not None and depth is not None and int(layer["number"]) >= depth:
             wrong = f"it has {match['module']}, and this model has {log.count_text(depth, 'layer')}"
         if wrong:
-            base = base_of(folder)
+            base = base_model_name(folder)
             rule = f"was trained on another model{f' ({base})' * bool(base)}: {wrong}"
             raise WeightsError(
                 Problem(f"--adapters {folder}", rule, f"--model {base or 'BASE'}, or adapters of {options.model}")

@@ -1,2 +1,2 @@
-"""Parallel layouts as arithmetic: who is where, which layers go where, what is legal, what it costs. No torch, no
+"""Parallel layouts as arithmetic: rank placement, pipeline splits, rules, the rank grid. No torch, no
 process groups."""

@@ -1,4 +1,4 @@
-"""Which rank stands where: the rank arithmetic of every parallel axis, from one table.
+"""Rank placement: the rank arithmetic of every parallel axis, from one table.
 
 Owns sizes, coordinates and groups of ranks, in Megatron-Core's order. Leaves out what a model allows (`checks.py`),
 which layers a stage holds (`pipeline_split.py`) and process groups (the engine makes them).
@@ -94,8 +94,8 @@ class Layout(AxisSizes):
     @classmethod
     def from_config(cls, parallel: LayoutOptions, world_size: int) -> Layout:
         """The layout of a configuration, vpp from the layout string if there is one."""
-        axes = asked_axes(parallel)
-        return cls(world_size, **axes, sequence_parallel=sequence_parallel_on(axes["tp"], parallel.sequence_parallel))
+        axes = requested_axes(parallel)
+        return cls(world_size, **axes, sequence_parallel=uses_sequence_parallel(axes["tp"], parallel.sequence_parallel))
 
     @property
     def dp(self) -> int:
@@ -125,10 +125,10 @@ class Layout(AxisSizes):
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """The rank at these dense coordinates: the inverse of `coordinates`."""
-        index, stride, at = 0, 1, {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+        index, stride, coords = 0, 1, {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
         for axis in GRIDS["dense"]:
-            assert 0 <= at[axis] < getattr(self, axis), f"{axis} index {at[axis]} of {getattr(self, axis)}"
-            index += at[axis] * stride
+            assert 0 <= coords[axis] < getattr(self, axis), f"{axis} index {coords[axis]} of {getattr(self, axis)}"
+            index += coords[axis] * stride
             stride *= getattr(self, axis)
         return index
 
@@ -138,8 +138,8 @@ class Layout(AxisSizes):
         grid, inside = _grid_of(axes)
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            at = self._indices(rank, grid)
-            groups.setdefault(tuple(at[axis] for axis in grid if axis not in inside), []).append(rank)
+            indices = self._indices(rank, grid)
+            groups.setdefault(tuple(indices[axis] for axis in grid if axis not in inside), []).append(rank)
         return list(groups.values())
 
     def group(self, axes: str, rank: int) -> list[int]:
@@ -158,10 +158,10 @@ class Layout(AxisSizes):
         return " ".join([*parts, f"DP{self.dp}"])
 
     def _indices(self, rank: int, grid: tuple[str, ...]) -> dict[str, int]:
-        at = {}
+        indices = {}
         for axis in grid:
-            rank, at[axis] = divmod(rank, getattr(self, axis))
-        return at
+            rank, indices[axis] = divmod(rank, getattr(self, axis))
+        return indices
 
 
 def _grid_of(axes: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -173,12 +173,12 @@ def _grid_of(axes: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     raise AssertionError(f"no grid has all of {axes}; grids are {list(GRIDS.values())}")
 
 
-def sequence_parallel_on(tp: int, asked: bool | None) -> bool:
+def uses_sequence_parallel(tp: int, requested: bool | None) -> bool:
     """What the user set, else on when tp > 1."""
-    return tp > 1 if asked is None else asked
+    return tp > 1 if requested is None else requested
 
 
-def asked_axes(parallel: LayoutOptions) -> dict[str, int]:
+def requested_axes(parallel: LayoutOptions) -> dict[str, int]:
     """The sizes that a configuration asks for, unchecked, by short name."""
     pp, vpp = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size
     if parallel.pipeline_layout is not None and vpp is None and pp > 0:

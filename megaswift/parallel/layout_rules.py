@@ -13,7 +13,7 @@ from megaswift.config.batch import accumulation, batch_problems
 from megaswift.config.swift import SwiftConfig
 from megaswift.config.train import TrainConfig
 from megaswift.errors import Problem
-from megaswift.parallel.layout import FLAGS, AxisSizes, Layout, asked_axes, sequence_parallel_on, size_problems
+from megaswift.parallel.layout import FLAGS, AxisSizes, Layout, requested_axes, size_problems, uses_sequence_parallel
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.parallel.pipeline_split import PipelineSplit, divisors, nearest_values, split_problems
 
@@ -40,7 +40,7 @@ class LayoutRequest(AxisSizes):
         p = cfg.parallel
         return cls(
             world_size,
-            **asked_axes(p),
+            **requested_axes(p),
             sequence_parallel=p.sequence_parallel,
             split=PipelineSplit.from_config(p),
             dp=p.data_parallel_size,
@@ -53,7 +53,7 @@ class LayoutRequest(AxisSizes):
     def layout(self) -> Layout:
         """The layout, when it is one."""
         return Layout(
-            self.world_size, **self.axes, sequence_parallel=sequence_parallel_on(self.tp, self.sequence_parallel)
+            self.world_size, **self.axes, sequence_parallel=uses_sequence_parallel(self.tp, self.sequence_parallel)
         )
 
     @property
@@ -66,17 +66,17 @@ class LayoutRequest(AxisSizes):
 _LayoutRule = Callable[[ModelShape, LayoutRequest], Iterator[Problem]]
 
 
-def broken_rules(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
+def broken_rules(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
     """Every rule that `asked` breaks, in order of the axes."""
-    sizes = size_problems(asked.world_size, asked.axes)
+    sizes = size_problems(request.world_size, request.axes)
     yield from sizes
-    if min(asked.axes.values()) >= 1:
+    if min(request.axes.values()) >= 1:
         for rule in RULES:
-            yield from rule(shape, asked)
+            yield from rule(shape, request)
 
 
-def _heads(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
-    tp, heads, kv = asked.tp, shape.heads, shape.kv_heads
+def _heads(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
+    tp, heads, kv = request.tp, shape.heads, shape.kv_heads
     if _heads_fit(shape, tp):
         return
     if heads % tp:
@@ -94,7 +94,7 @@ def _heads(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
             f"the {rows} rows of queries, keys and values ({heads} + 2 x {kv} heads of {shape.head_dim}) are not "
             f"divisible by {tp}"
         )
-    yield Problem(f"--tp {tp}", rule, _flags("--tp", _tp_values(shape, asked), tp))
+    yield Problem(f"--tp {tp}", rule, _flags("--tp", _tp_values(shape, request), tp))
 
 
 def _heads_fit(shape: ModelShape, tp: int) -> bool:
@@ -109,13 +109,13 @@ def _heads_fit(shape: ModelShape, tp: int) -> bool:
     )
 
 
-def _tp_values(shape: ModelShape, asked: LayoutRequest) -> list[int]:
+def _tp_values(shape: ModelShape, request: LayoutRequest) -> list[int]:
     widths = ([shape.ffn] if shape.dense_layers else []) + ([shape.shared_ffn] if shape.shared_ffn else [])
     fits = [t for t in divisors(shape.heads) if _heads_fit(shape, t) and not any(width % t for width in widths)]
-    return [t for t in fits if asked.world_size % t == 0]
+    return [t for t in fits if request.world_size % t == 0]
 
 
-def _widths(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
+def _widths(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
     widths = []
     if shape.dense_layers:
         widths.append(("tp", shape.ffn, "the MLP's inner width"))
@@ -124,10 +124,12 @@ def _widths(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
     if shape.experts:
         widths.append(("etp", shape.expert_ffn, "an expert's inner width"))
     for axis, width, name in widths:
-        size = getattr(asked, axis)
+        size = getattr(request, axis)
         if width % size:
             fits = (
-                _tp_values(shape, asked) if axis == "tp" else [n for n in divisors(asked.world_size) if width % n == 0]
+                _tp_values(shape, request)
+                if axis == "tp"
+                else [n for n in divisors(request.world_size) if width % n == 0]
             )
             yield Problem(
                 f"{FLAGS[axis]} {size}",
@@ -136,56 +138,54 @@ def _widths(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
             )
 
 
-def _layers(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
-    yield from split_problems(shape.num_layers, asked.pp, asked.vpp, asked.split)
+def _layers(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
+    yield from split_problems(shape.num_layers, request.pp, request.vpp, request.split)
 
 
-def _experts(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
+def _experts(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
     for axis in ("ep", "etp"):
-        size = getattr(asked, axis)
+        size = getattr(request, axis)
         if size > 1 and not shape.experts:
-            yield Problem(
-                f"{FLAGS[axis]} {size}", "splits experts, and this model is dense: it has none", f"no {FLAGS[axis]}"
-            )
-    if asked.etp > 1 and shape.expert_bias:  # Megatron-Core: "Bias in Moe is only supported when ETP==1"
+            yield Problem(f"{FLAGS[axis]} {size}", "shards experts, and this model is dense", f"no {FLAGS[axis]}")
+    if request.etp > 1 and shape.expert_bias:  # Megatron-Core: "Bias in Moe is only supported when ETP==1"
         yield Problem(
-            f"--etp {asked.etp}",
-            "this model's experts have biases, which Megatron-Core adds rightly with --etp 1 only",
+            f"--etp {request.etp}",
+            "this model's experts have biases, which Megatron-Core adds correctly with --etp 1 only",
             (
-                f"--etp 1, and --ep {max(n for n in divisors(shape.experts) if asked.world_size % n == 0)} to spread "
+                f"--etp 1, and --ep {max(n for n in divisors(shape.experts) if request.world_size % n == 0)} to shard "
                 "the experts"
             ),
         )
-    if shape.experts % asked.ep:
-        compared = "fewer than" if asked.ep > shape.experts else "not divisible by"
-        rule = f"{shape.experts} experts are {compared} {asked.ep} expert-parallel ranks"
-        fits = [n for n in divisors(shape.experts) if asked.world_size % n == 0]
-        yield Problem(f"--ep {asked.ep}", rule, _flags("--ep", fits, asked.ep))
+    if shape.experts % request.ep:
+        compared = "fewer than" if request.ep > shape.experts else "not divisible by"
+        rule = f"{shape.experts} experts are {compared} {request.ep} expert-parallel ranks"
+        fits = [n for n in divisors(shape.experts) if request.world_size % n == 0]
+        yield Problem(f"--ep {request.ep}", rule, _flags("--ep", fits, request.ep))
 
 
-def _sequence_parallel(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
-    if asked.sequence_parallel and asked.tp == 1:
+def _sequence_parallel(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
+    if request.sequence_parallel and request.tp == 1:
         yield Problem(
             "--sequence_parallel true",
-            "splits over the tensor-parallel ranks, and --tp is 1",
+            "shards over the tensor-parallel ranks, and --tp is 1",
             "--tp 2, or leave it out",
         )
-    if asked.sequence_parallel is False and asked.tp > 1 and shape.experts:
-        rule = f"Megatron-Core trains MoE layers with --tp {asked.tp} only with sequence parallelism"
+    if request.sequence_parallel is False and request.tp > 1 and shape.experts:
+        rule = f"Megatron-Core trains MoE layers with --tp {request.tp} only with sequence parallelism"
         yield Problem("--sequence_parallel false", rule, "leave it out")
 
 
-def _context(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
-    cp, kind = asked.cp, asked.cp_comm_type
+def _context(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
+    cp, kind = request.cp, request.cp_comm_type
     if cp == 1:
         return
-    length = asked.max_length
+    length = request.max_length
     if length is not None and length % (2 * cp):
-        rule = f"is not divisible by 2 x --cp {cp} = {2 * cp}: each of {cp} ranks takes two pieces of every sequence"
+        rule = f"is not divisible by 2 x --cp {cp} = {2 * cp}: each of {cp} ranks takes two chunks of every sequence"
         near = [n for n in (length // (2 * cp) * 2 * cp, (length // (2 * cp) + 1) * 2 * cp) if n]
         yield Problem(f"--max_length {length}", rule, _flags("--max_length", near, length))
-    if kind == "a2a" and _heads_fit(shape, asked.tp):
-        local, local_kv = shape.heads // asked.tp, max(1, shape.kv_heads // asked.tp)
+    if kind == "a2a" and _heads_fit(shape, request.tp):
+        local, local_kv = shape.heads // request.tp, max(1, shape.kv_heads // request.tp)
         if local % cp or local_kv % cp:
             rule = (
                 f"{local} heads and {local_kv} key/value heads of a tensor-parallel rank must both be divisible by {cp}"
@@ -193,23 +193,22 @@ def _context(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
             yield Problem(f"--cp_comm_type {kind} --cp {cp}", rule, "--cp_comm_type p2p")
 
 
-def _data(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
-    dp = asked.known_dp
-    if asked.dp is not None and dp is not None and asked.dp != dp:
-        model = asked.tp * asked.pp * asked.cp
-        rule = (
-            f"{asked.world_size} processes / (tp {asked.tp} x pp {asked.pp} x cp {asked.cp}) = {dp} data-parallel ranks"
-        )
-        yield Problem(f"--dp {asked.dp}", rule, f"--dp {dp}, no --dp, or {asked.dp * model} processes")
+def _data(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
+    dp = request.known_dp
+    if request.dp is not None and dp is not None and request.dp != dp:
+        model = request.tp * request.pp * request.cp
+        axes = f"tp {request.tp} x pp {request.pp} x cp {request.cp}"
+        rule = f"{request.world_size} processes / ({axes}) = {dp} data-parallel ranks"
+        yield Problem(f"--dp {request.dp}", rule, f"--dp {dp}, no --dp, or {request.dp * model} processes")
 
 
-def _batch(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
-    train, dp, pp = asked.train, asked.known_dp, asked.pp
+def _batch(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
+    train, dp, pp = request.train, request.known_dp, request.pp
     if train is None or dp is None:
         return
     problems = list(batch_problems(train, dp, {}))
     yield from problems
-    if problems or asked.vpp == 1 or pp == 1:
+    if problems or request.vpp == 1 or pp == 1:
         return
     rows, total, passes = train.per_device_train_batch_size, train.global_batch_size, accumulation(train, dp)
     if passes % pp:  # Megatron-Core: `microbatch_group_size_per_vp_stage`, which is pp unless set
@@ -219,11 +218,11 @@ def _batch(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
             fix = _flags("--gradient_accumulation_steps", near, passes)
         else:
             fix = _flags("--global_batch_size", [n * rows * dp for n in near], total)
-        yield Problem(f"--vpp {asked.vpp}", rule, f"{fix}, or no --vpp")
+        yield Problem(f"--vpp {request.vpp}", rule, f"{fix}, or no --vpp")
 
 
 RULES: tuple[_LayoutRule, ...] = (_heads, _widths, _layers, _context, _sequence_parallel, _experts, _data, _batch)
 
 
-def _flags(flag: str, values: list[int], asked: int) -> str:
-    return ", or ".join(f"{flag} {n}" for n in nearest_values(values, asked))
+def _flags(flag: str, values: list[int], requested: int) -> str:
+    return ", or ".join(f"{flag} {n}" for n in nearest_values(values, requested))

@@ -28,7 +28,7 @@ def parse_layout_string(text: str) -> list[str]:
     stages = unrolled.split("|")
     unknown = sorted(set("".join(stages)) - set(LETTERS))
     if unknown:
-        known = ", ".join(f"{letter} ({name})" for letter, name in LETTERS.items())
-        rule = f"has {' '.join(map(repr, unknown))}; known are {known}, | * ( ) and commas"
+        letters = ", ".join(f"{letter} ({name})" for letter, name in LETTERS.items())
+        rule = f"has {' '.join(map(repr, unknown))}; known are {letters}, | * ( ) and commas"
         raise LayoutError(Problem(f"--pipeline_layout {text}", rule))
     return stages

@@ -101,15 +101,15 @@ def stage_counts(num_layers: int, pp: int, split: PipelineSplit) -> list[int]:
 def split_problems(num_layers: int, pp: int, vpp: int, split: PipelineSplit) -> list[Problem]:
     """Why `num_layers` cannot be spread over `pp` stages of `vpp` chunks this way; empty when they can."""
     ends = {"--first_stage_layers": split.first, "--last_stage_layers": split.last}
-    given = {flag: count for flag, count in ends.items() if count is not None}
+    end_layers = {flag: count for flag, count in ends.items() if count is not None}
     if split.custom is not None:
         problems = _custom_problems(num_layers, pp, vpp, split.custom)
-        if given:
-            what = " ".join(f"{flag} {count}" for flag, count in given.items())
-            problems.append(Problem(what, "says the same thing as --pipeline_layout", "one of the two"))
+        if end_layers:
+            what = " ".join(f"{flag} {count}" for flag, count in end_layers.items())
+            problems.append(Problem(what, "conflicts with --pipeline_layout", "one of the two"))
         return problems
-    if given:
-        return _ends_problems(num_layers, pp, vpp, given)
+    if end_layers:
+        return _ends_problems(num_layers, pp, vpp, end_layers)
     if num_layers % (pp * vpp):
         return [_even_problem(num_layers, pp, vpp)]
     return []
@@ -130,18 +130,20 @@ def _even_problem(num_layers: int, pp: int, vpp: int) -> Problem:
     return Problem(what, rule, ", or ".join(fixes))
 
 
-def _ends_problems(num_layers: int, pp: int, vpp: int, given: dict[str, int]) -> list[Problem]:
-    what = " ".join(f"{flag} {count}" for flag, count in given.items())
+def _ends_problems(num_layers: int, pp: int, vpp: int, end_layers: dict[str, int]) -> list[Problem]:
+    what = " ".join(f"{flag} {count}" for flag, count in end_layers.items())
     if pp == 1:
         return [Problem(what, "needs a pipeline, and --pp is 1", "--pp 2, or leave it out")]
-    problems = [Problem(f"{flag} {count}", "is not a positive number") for flag, count in given.items() if count < 1]
-    if vpp > 1 and len(given) == pp == 2:
-        first = next(iter(given))
-        rule = "one of them says all when --pp is 2, and Megatron-Core's interleaved schedule fails with both"
-        problems.append(Problem(what, rule, f"{first} {given[first]} alone"))
-    left, stages = num_layers - sum(given.values()), pp - len(given)
-    if left < 0 or (left > 0) != (stages > 0):
-        rule = f"of {num_layers} layers that leaves {left} for the other {stages} of {pp} stages"
+    problems = [
+        Problem(f"{flag} {count}", "is not a positive number") for flag, count in end_layers.items() if count < 1
+    ]
+    if vpp > 1 and len(end_layers) == pp == 2:
+        first = next(iter(end_layers))
+        rule = "with --pp 2 one of them determines the other, and Megatron-Core's interleaved schedule fails with both"
+        problems.append(Problem(what, rule, f"{first} {end_layers[first]} alone"))
+    middle_layers, stages = num_layers - sum(end_layers.values()), pp - len(end_layers)
+    if middle_layers < 0 or (middle_layers > 0) != (stages > 0):
+        rule = f"of {num_layers} layers that leaves {middle_layers} for the other {stages} of {pp} stages"
         enough = num_layers >= pp * vpp
         fix = (
             f"--pipeline_layout '{balanced_layout(num_layers, pp * vpp)}', or neither"
@@ -149,16 +151,18 @@ def _ends_problems(num_layers: int, pp: int, vpp: int, given: dict[str, int]) ->
             else f"--pp {num_layers}"
         )
         problems.append(Problem(what, rule, fix))
-    elif stages and left % (stages * vpp):
+    elif stages and middle_layers % (stages * vpp):
         chunks = f"{stages} x {vpp} chunks" if vpp > 1 else f"{stages} stages"
-        rule = f"the other {left} of {num_layers} layers are not divisible by {chunks}"
-        flag, count = next(iter(given.items()))
-        others = sum(given.values()) - count
+        rule = f"the other {middle_layers} of {num_layers} layers are not divisible by {chunks}"
+        flag, count = next(iter(end_layers.items()))
+        other_end = sum(end_layers.values()) - count
         fits = [
-            n for n in range(1, num_layers - others) if (num_layers - others - n) % (stages * vpp) == 0 and n % vpp == 0
+            n
+            for n in range(1, num_layers - other_end)
+            if (num_layers - other_end - n) % (stages * vpp) == 0 and n % vpp == 0
         ]
         problems.append(Problem(what, rule, ", or ".join(f"{flag} {n}" for n in nearest_values(fits, count))))
-    for flag, count in given.items():
+    for flag, count in end_layers.items():
         if count > 0 and count % vpp:
             fits = [n for n in range(vpp, num_layers, vpp)]
             fix = ", or ".join(f"{flag} {n}" for n in nearest_values(fits, count))
@@ -193,17 +197,17 @@ def _custom_problems(num_layers: int, pp: int, vpp: int, custom: str) -> list[Pr
         )
     empty = [str(i) for i, stage in enumerate(stages) if not stage]
     if empty:
-        problems.append(Problem(what, f"stage {', '.join(empty)} of {len(stages)} holds nothing", model))
+        problems.append(Problem(what, f"stage {', '.join(empty)} of {len(stages)} is empty", model))
     return problems
 
 
 def balanced_layout(num_layers: int, stages: int) -> str:
     """A layout string with counts that differ by one at most; the ends, which have embedding and loss besides, get the
     fewer."""
-    base, more = divmod(num_layers, stages)
+    base, extra = divmod(num_layers, stages)
     counts = [base] * stages
     middle = sorted(range(stages), key=lambda i: (i in (0, stages - 1), i == 0, i))
-    for i in middle[:more]:
+    for i in middle[:extra]:
         counts[i] += 1
     text = [("t" if n == 1 else f"t*{n}") if n else "" for n in counts]
     text[0] = "E" + text[0]
@@ -216,8 +220,8 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def nearest_values(values: list[int], asked: int) -> list[int]:
+def nearest_values(values: list[int], requested: int) -> list[int]:
     """The one below and the one above `asked` (itself left out), the nearer first."""
-    below = [v for v in values if v < asked][-1:]
-    above = [v for v in values if v > asked][:1]
-    return sorted(below + above, key=lambda v: max(v, asked) / max(1, min(v, asked)))
+    below = [v for v in values if v < requested][-1:]
+    above = [v for v in values if v > requested][:1]
+    return sorted(below + above, key=lambda v: max(v, requested) / max(1, min(v, requested)))

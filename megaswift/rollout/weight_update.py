@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.adapters import PREFIX
 from megaswift.bridge.peft_folder import TENSORS
-from megaswift.bridge.transformers_weights import buffers, disk_names
+from megaswift.bridge.transformers_weights import disk_names, saved_buffers
 from megaswift.engine.torch.adapters import unwrap_adapters
 from megaswift.engine.torch.conversions import ConversionGroup, conversion_groups, first_names
 from megaswift.errors import Problem, WeightsError
@@ -62,7 +62,7 @@ class WeightUpdate:
 
     def _targets(self) -> dict[str, Tensor]:
         parameters = {unwrap_adapters(name): p for name, p in self.model.named_parameters(remove_duplicate=False)}
-        return {**parameters, **buffers(self.model)}
+        return {**parameters, **saved_buffers(self.model)}
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:

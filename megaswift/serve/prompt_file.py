@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from megaswift import log
 from megaswift.config.inference import InferConfig
+from megaswift.disk import atomic_file
 from megaswift.errors import ConfigError, DataError, Problem
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputs
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams, Generator
@@ -162,13 +163,9 @@ class PromptFileRun:
     def _finish(self, done: Mapping[int, Mapping[str, Any]]) -> Path:
         """The result in the file's order, whole or not there."""
         result = Path(str(self.cfg.file.result_path))
-        writing = result.with_name(result.name + ".writing")
-        with writing.open("w", encoding="utf-8") as file:
+        with atomic_file(result) as fresh, fresh.open("w", encoding="utf-8") as file:
             for i, row in enumerate(self.rows):
                 file.write(json.dumps({**row.columns, **done[i]}, ensure_ascii=False, default=_plain) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        writing.rename(result)
         self.journal.path.unlink(missing_ok=True)
         return result
 

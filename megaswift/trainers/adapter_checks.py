@@ -24,7 +24,7 @@ def folder_problems(adapters: str) -> list[Problem]:
     if not lacking:
         return []
     rule = f"has no {lacking[0]}" if folder.is_dir() else "no such folder"
-    return [Problem(f"--adapters {folder}", rule, "a folder that PEFT or a run of ours wrote (OUT/adapter)")]
+    return [Problem(f"--adapters {folder}", rule, "a folder written by PEFT or by a megaswift run (OUT/adapter)")]
 
 
 def head_problems(cfg: SwiftConfig) -> list[Problem]:

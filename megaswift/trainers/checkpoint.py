@@ -71,11 +71,7 @@ class CheckpointHook(Hook):
             engine.save(folder / name)
         self.beside(folder)
         distributed.barrier()
-        files = {
-            name: entry
-            for share in distributed.all_gather_objects(checkpoint_store.hash_share(folder, rank, ranks))
-            for name, entry in share.items()
-        }
+        files = distributed.all_gather_dict(checkpoint_store.hash_share(folder, rank, ranks))
         done = distributed.run_on_rank0(lambda: self.store.finish(loop.step, files, state))
         distributed.run_on_rank0(lambda: self.store.rotate(self.limit))
         self.saved = loop.step

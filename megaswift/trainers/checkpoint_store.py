@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.disk import sync
+from megaswift.disk import sync, write_atomically
 from megaswift.errors import CheckpointError, Problem, nearest_name
 from megaswift.families import step_manifest
 from megaswift.families.step_manifest import MARKER, POINTER, STEP, SavedStep, manifest_seal, read_manifest
@@ -28,11 +28,7 @@ SAVING, DELETING, REPLACED = ".saving", ".deleting", ".replaced"
 
 def write_json_durably(path: Path, value: Mapping[str, Any]) -> None:
     """JSON at `path`, whole or not at all, on disk when this returns."""
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    sync(fresh)
-    fresh.replace(path)
-    sync(path.parent)
+    write_atomically(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def step_files(folder: Path) -> list[Path]:
@@ -99,7 +95,7 @@ class CheckpointStore:
 
     def complete(self) -> list[SavedStep]:
         """Every checkpoint with a valid manifest, oldest save first."""
-        return step_manifest.whole_steps(self.root)
+        return step_manifest.complete_steps(self.root)
 
     def incomplete(self) -> list[Path]:
         """Folders without a valid manifest, and those being written or deleted: ignored, and worth a notice."""
@@ -195,7 +191,7 @@ def steps_for(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
 
 def _steps(root: Path) -> list[Path]:
     steps = step_manifest.newest_first(root)
-    if not steps and (lost := step_manifest.lost_history(root)) is not None:
+    if not steps and (lost := step_manifest.missing_step_problem(root)) is not None:
         raise CheckpointError(lost)
     return steps
 

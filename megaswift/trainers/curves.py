@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaswift.disk import atomic_file
 from megaswift.trainers.metrics import read_lines
 
 RAW, MEAN, EVAL, BAD, INK, GRID = "#9ec5f4", "#1f5fb4", "#d9730d", "#c0392b", "#333a45", "#e3e6ea"
@@ -82,9 +83,8 @@ def draw_loss_png(metrics: Path, evaluation: Path, picture: Path, title: str) ->
     axes[2].set_xlabel("optimizer step", color=INK, fontsize=9)
     axes[2].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     figure.align_ylabels(axes)
-    fresh = picture.with_name(picture.name + ".new")
-    figure.savefig(fresh, format="png")
-    fresh.replace(picture)
+    with atomic_file(picture) as fresh:
+        figure.savefig(fresh, format="png")
 
 
 def primary_metric(lines: Sequence[Mapping[str, Any]]) -> str:

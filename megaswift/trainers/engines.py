@@ -32,7 +32,7 @@ class EngineContext(Protocol):
 
 def start_context(cfg: SwiftConfig, layout: Layout) -> EngineContext:
     """Process groups and random states."""
-    if need := process_group.restarts_need(os.environ):
+    if need := process_group.missing_restart_variable(os.environ):
         log.warn(need)
     seconds, seed = float(cfg.parallel.ddp_timeout), cfg.train.seed
     if engine_of(cfg) == NATIVE:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megaswift import distributed
+from megaswift.disk import write_atomically
 from megaswift.errors import storage_error
 from megaswift.trainers import out_of_memory
 from megaswift.trainers.flops import FlopRule
@@ -201,7 +202,5 @@ def drop_after(path: Path, step: int) -> int:
     kept = [line for line in lines if line.get("step", 0) <= step]
     text = "".join(json_value(line) + "\n" for line in kept)
     if text != path.read_text(encoding="utf-8"):
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(path)
+        write_atomically(path, text)
     return len(lines) - len(kept)

@@ -8,15 +8,15 @@ from pathlib import Path
 from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.families import ModelSpec, config_numbers, load_spec
-from megaswift.families.family import read_config
+from megaswift.families import ModelSpec, load_spec
+from megaswift.families.family import number_problems, read_config
 from megaswift.families.scalar_head import with_score
 from megaswift.families.unlisted import any_spec
 
 
 def spec_of(cfg: SwiftConfig, folder: Path) -> ModelSpec:
     """What the folder's config.json describes; ConfigError where the task cannot use it."""
-    if unfit := list(config_numbers.number_problems(read_config(folder))):
+    if unfit := list(number_problems(read_config(folder))):
         raise WeightsError(unfit)
     spec = load_spec(folder) if capabilities_of(cfg).family_tables else any_spec(folder)
     if cfg.task == "rm":

@@ -15,6 +15,7 @@ from megaswift.config.absolute_paths import absolute_paths
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.config.sources import CONFIG_HEADER
 from megaswift.config.swift import to_yaml
+from megaswift.disk import write_atomically
 from megaswift.errors import Problem, UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.trainers import checkpoint_store
@@ -178,9 +179,7 @@ def prepare_output_folder(cfg: SwiftConfig, lock: RunLock | None = None) -> Outp
         log.info(f"the run that was in {outputs.root} now lies in {aside}; remove it when you no longer need it")
     if cfg.train.resume_from_checkpoint is not None:
         outputs.store.recover()
-    fresh = outputs.config.with_name("config.yaml.new")
-    fresh.write_text(HEADER + to_yaml(absolute_paths(cfg.to_dict())), encoding="utf-8")
-    fresh.replace(outputs.config)
+    write_atomically(outputs.config, HEADER + to_yaml(absolute_paths(cfg.to_dict())))
     return outputs
 
 

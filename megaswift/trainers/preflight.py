@@ -26,7 +26,7 @@ from megaswift.engine.determinism import environment_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, four_bits
 from megaswift.families.model_source import locate_model, missing_files
-from megaswift.families.projections import Projection, saved_modules, select_projections, without_dora
+from megaswift.families.projections import Projection, dora_problems, saved_modules, select_projections
 from megaswift.parallel.checks import check_layout
 from megaswift.parallel.layout_rules import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
@@ -176,11 +176,11 @@ def adapter_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
         problems += error.problems
     try:
         whole = saved_modules(family, spec, lora.modules_to_save)
-        problems += four_bits.cannot_train(family, whole) if cfg.model.train_type == "qlora" else []
+        problems += four_bits.four_bit_trainable_problems(family, whole) if cfg.model.train_type == "qlora" else []
     except UserError as error:
         problems += error.problems
     if lora.use_dora:
-        problems += without_dora(targets, "--use_dora true")
+        problems += dora_problems(targets, "--use_dora true")
     if lora.use_dora and cfg.model.train_type == "qlora":
         problems.append(four_bits.NO_DORA)
     return problems

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
+from megaswift.disk import write_atomically
 from megaswift.log import count_text
 from megaswift.trainers.charts import ChartSeries, Points, line_chart
 from megaswift.trainers.curves import median_smooth, metric_column, plot_limits, primary_metric, smoothing_window
@@ -298,7 +299,5 @@ def report_page(
 
 def write_report(path: Path, cfg: SwiftConfig, story: RunReport, logs: tuple[Path, Path, Path]) -> None:
     """The page on disk, whole or not at all. `logs`: metrics.jsonl, eval.jsonl and completions.jsonl."""
-    fresh = path.with_name(path.name + ".new")
     lines, evals, answers = (read_lines(log) for log in logs)
-    fresh.write_text(report_page(cfg, story, lines, evals, sample_table(answers)), encoding="utf-8")
-    fresh.replace(path)
+    write_atomically(path, report_page(cfg, story, lines, evals, sample_table(answers)))

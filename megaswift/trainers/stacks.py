@@ -36,7 +36,7 @@ LOST = (
     "NCCL",
     "has ended (process",
 )
-LATE = ("Timed out", "timed out", "timeout", "did not come in")
+LATE = ("Timed out", "timed out", "timeout")
 
 _files: dict[str, IO[str]] = {}
 

@@ -9,7 +9,7 @@ import torch
 
 from megaswift.bridge.adapters import PREFIX, AdapterPlan, AdapterSettings
 from megaswift.bridge.hf_source import INDEX, TensorMeta
-from megaswift.bridge.hf_writer import HfFile, index_of, plan_file, plan_files
+from megaswift.bridge.hf_writer import HfFile, plan_file, plan_files, shard_index
 from megaswift.bridge.peft_folder import CONFIG, TENSORS, adapter_config
 from megaswift.bridge.plan import WeightPlan
 from megaswift.families import family_of, read_config
@@ -31,7 +31,7 @@ def write_sparse(folder: Path, shard_bytes: int = 1 << 30, **sizes: int) -> int:
     for file in files:
         _write(folder, file)
     if len(files) > 1:
-        (folder / INDEX).write_text(json.dumps(index_of(files, metas)))
+        (folder / INDEX).write_text(json.dumps(shard_index(files, metas)))
     return max(size_of(meta) for meta in metas.values())
 
 

@@ -135,7 +135,7 @@ def test_torchs_own_reader_reads_it(variant: str, folders: Path, tmp_path: Path)
         assert torch.equal(tensor if entry.expert is None else tensor[entry.expert], want), entry.megatron
 
 
-def test_what_lies_in_the_folders(fresh: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_files_of_the_folders(fresh: Callable[[str], Path], tmp_path: Path) -> None:
     folder = fresh("dense")
     side = {
         "tokenizer.json": "{}",
@@ -194,7 +194,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, items: int, error: type[BaseExce
 
 @pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
 @pytest.mark.parametrize("way", ["forth", "back"])
-def test_an_interrupted_conversion_goes_on(
+def test_an_interrupted_conversion_resumes(
     way: str,
     error: type[BaseException],
     fresh: Callable[[str], Path],
@@ -215,7 +215,7 @@ def test_an_interrupted_conversion_goes_on(
     with monkeypatch.context() as patch:
         second = stop_after(patch, 10**9, error)
         convert(source, target)
-    assert "going on: 5 of" in capsys.readouterr().err and not set(first) & set(second)
+    assert "resuming: 5 of" in capsys.readouterr().err and not set(first) & set(second)
     if way == "forth":
         back(target, tmp_path / "hf")
         target = tmp_path / "hf"
@@ -233,7 +233,7 @@ def test_another_source_starts_anew(
             forth(folder, tmp_path / "m")
     rewrite(folder, {n: t + 1 for n, t in tensors_of(folder).items()})
     forth(folder, tmp_path / "m")
-    assert "starting anew" in capsys.readouterr().err
+    assert "starting over" in capsys.readouterr().err
     back(tmp_path / "m", tmp_path / "hf")
     assert_same(tensors_of(tmp_path / "hf"), tensors_of(folder))
 
@@ -242,7 +242,7 @@ def test_nothing_is_replaced_unasked(folders: Path, tmp_path: Path) -> None:
     folder = make("dense", folders)
     forth(folder, tmp_path / "m")
     before = (tmp_path / "m" / ".metadata").stat().st_ino
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         forth(folder, tmp_path / "m")
     assert (tmp_path / "m" / ".metadata").stat().st_ino == before
     (tmp_path / "m" / "stray").write_text("")
@@ -250,7 +250,7 @@ def test_nothing_is_replaced_unasked(folders: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "m" / "stray").exists() and open_weights(tmp_path / "m").names()
 
 
-def test_progress_tells_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere than on a terminal: a line now and then. What an interrupted run had done does not count as speed."""
     now = [100.0]
     monkeypatch.setattr(conversion.time, "monotonic", lambda: now[0])

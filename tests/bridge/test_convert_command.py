@@ -47,7 +47,7 @@ def test_sizes(text: str, value: int) -> None:
         (["hf-to-megatron", "a", "b", "--etpp", "2"], "did you mean --etp?"),
         (["hf-to-megatron", "a", "b", "--tp", "0"], "whole number"),
         (["megatron-to-hf", "a", "b", "--tp", "2"], "unrecognized arguments: --tp"),
-        (["megatron-to-hf", "a", "b", "--max_shard_size", "5 apples"], "is no size"),
+        (["megatron-to-hf", "a", "b", "--max_shard_size", "5 apples"], "is not a size"),
         (["megatron-to-hf", "a", "b", "--dtype", "int8"], "invalid choice"),
     ],
 )
@@ -93,12 +93,12 @@ def test_scripts_and_command_are_the_same(folders: Path, tmp_path: Path) -> None
     a, b = ((tmp_path / x / "model.safetensors").read_bytes() for x in "ab")
     assert a == b and all(torch.equal(t, tensors_of(folder)[n]) for n, t in tensors_of(tmp_path / "a").items())
     refused = call("converters/hf_to_megatron.py", folder, tmp_path / "m")
-    assert refused.returncode == 2 and "exists already" in refused.stderr and "Traceback" not in refused.stderr
+    assert refused.returncode == 2 and "already exists" in refused.stderr and "Traceback" not in refused.stderr
     assert "--max_shard_size" in call("converters/megatron_to_hf.py", "--help").stdout
 
 
 @pytest.mark.process
-def test_ctrl_c_leaves_what_the_same_command_goes_on_from(
+def test_after_ctrl_c_the_same_command_resumes(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One big tensor on a slow reader: the signal comes in the middle."""
@@ -124,11 +124,11 @@ def test_ctrl_c_leaves_what_the_same_command_goes_on_from(
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=120)[1]
-    assert process.returncode == 130 and "the same command goes on from there" in text and "Traceback" not in text, text
+    assert process.returncode == 130 and "the same command resumes from there" in text and "Traceback" not in text, text
     assert not (tmp_path / "m").exists()
     assert (
         main(["convert", "hf-to-megatron", str(folder), str(tmp_path / "m")]) == 0
-        and "going on: " in capsys.readouterr().err
+        and "resuming: " in capsys.readouterr().err
     )
     assert main(["convert", "megatron-to-hf", str(tmp_path / "m"), str(tmp_path / "hf")]) == 0
     assert all(torch.equal(t, tensors_of(folder)[n]) for n, t in tensors_of(tmp_path / "hf").items())

@@ -78,7 +78,7 @@ def damaged(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_inference_and_quantisation_refuse_the_folder(damaged: Path, bits: int | None) -> None:
-    with pytest.raises(WeightsError, match=f"--model: holds values that are not finite .* in {NAME}") as error:
+    with pytest.raises(WeightsError, match=f"--model: has values that are not finite .* in {NAME}") as error:
         load_model(
             prepare_model_load(WeightsOptions(model=str(damaged)), None), PlacementOptions(quantization_bit=bits)
         )
@@ -95,14 +95,16 @@ def test_inference_refuses_a_checkpoint_and_adapters(damaged: Path, tmp_path: Pa
     tensors = load_file(path)
     next(iter(tensors.values()))[0, 0] = math.inf
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(WeightsError, match=f"--adapters {folder}: holds values that are not finite"):
+    with pytest.raises(WeightsError, match=f"--adapters {folder}: has values that are not finite"):
         load_model(
             prepare_model_load(WeightsOptions(model=str(tmp_path / "whole"), adapters=str(folder)), None),
             PlacementOptions(),
         )
 
 
-def test_conversions_say_what_they_wrote(damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversions_warn_of_non_finite_weights(
+    damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Both ways, and an overflow of the dtype that was asked for; nothing of a folder that is whole."""
     write_model(tmp_path / "whole")
     hf_to_megatron(tmp_path / "whole", tmp_path / "a")
@@ -110,11 +112,11 @@ def test_conversions_say_what_they_wrote(damaged: Path, tmp_path: Path, capsys: 
     assert "not finite" not in capsys.readouterr().err
     hf_to_megatron(damaged, tmp_path / "c")
     err = capsys.readouterr().err
-    assert err.count("not finite") == 1 and f"{tmp_path / 'c'} holds values" in err and NAME in err
+    assert err.count("not finite") == 1 and f"{tmp_path / 'c'} has values" in err and NAME in err
     megatron_to_hf(tmp_path / "c", tmp_path / "d")
-    assert f"in {NAME}: they were written as they are" in capsys.readouterr().err
+    assert f"in {NAME}: they were written unchanged" in capsys.readouterr().err
     merge_folders(damaged, adapters(tmp_path / "adapter", tmp_path / "whole"), tmp_path / "e")
-    assert f"in {NAME}: they were written as they are" in capsys.readouterr().err
+    assert f"in {NAME}: they were written unchanged" in capsys.readouterr().err
     large = load_file(tmp_path / "whole/model.safetensors")
     large[NAME][0, 0] = 1e6
     save_file(large, tmp_path / "whole/model.safetensors", metadata={"format": "pt"})

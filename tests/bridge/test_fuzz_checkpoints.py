@@ -67,14 +67,14 @@ def place(name: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (tables_with(place("relative_path", "../../etc/passwd")), "wrong place for 'a'"),
-        (tables_with(place("relative_path", "/etc/passwd")), "wrong place for 'a'"),
-        (tables_with(place("relative_path", "x\0")), "wrong place for 'a'"),
-        (tables_with(place("length", 10)), "bytes that lies in 10 bytes of a file"),
-        (tables_with(place("offset", "1")), "wrong place"),
-        (tables_with(lambda i: i.storage_data.pop(MetadataIndex("b", torch.Size([0])))), "a part that lies in no file"),
+        (tables_with(place("relative_path", "../../etc/passwd")), "invalid storage entry for 'a'"),
+        (tables_with(place("relative_path", "/etc/passwd")), "invalid storage entry for 'a'"),
+        (tables_with(place("relative_path", "x\0")), "invalid storage entry for 'a'"),
+        (tables_with(place("length", 10)), "bytes that is stored in 10 bytes of a file"),
+        (tables_with(place("offset", "1")), "invalid storage entry"),
+        (tables_with(lambda i: i.storage_data.pop(MetadataIndex("b", torch.Size([0])))), "a chunk without a file"),
         (tables_with(lambda i: i.state_dict_metadata.update({7: None})), "'7' as the name of a tensor"),
-        (b"\x80\x02}r\xff\xff\xff\x7f.", "a place in the memo beyond"),
+        (b"\x80\x02}r\xff\xff\xff\x7f.", "a memo index that is out of range"),
         (b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x00}.", "truncated"),
         (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x00", "opcode BINUNICODE8 at byte 2"),
         (b"\x80\x02cos\nsystem\nU\x04true\x85R.", "os.system"),
@@ -95,11 +95,11 @@ def test_dangerous_tables_are_refused(data: bytes, said: str, tmp_path: Path) ->
     ["[]", "7", "null", '"x"', '{"weight_map": 7}', '{"weight_map": {"a": 7}}', '{"weight_map": {"a": ["x"]}}']
     + ["[" * 10**5],
 )
-def test_an_index_of_another_form_is_told_before_and_by_the_reader(text: str, tmp_path: Path) -> None:
+def test_an_index_of_another_form_is_refused_by_check_and_reader(text: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors.index.json").write_text(text)
     (problem,) = missing_files(tmp_path, random_init=False)
-    assert "is no index of shards" in problem.rule
+    assert "is not an index of shards" in problem.rule
     with pytest.raises(WeightsError, match=r"index\.json"):
         fuzz.HfSource(tmp_path)
 

@@ -81,7 +81,7 @@ def test_shards_and_index(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_five_gigabytes_a_file_unless_said() -> None:
+def test_files_have_at_most_five_gigabytes_by_default() -> None:
     metas = {f"t{i}": TensorMeta((600, 1_000_000), torch.bfloat16) for i in range(9)} | {
         "whole": TensorMeta((3, 10**9), torch.bfloat16)
     }
@@ -159,7 +159,7 @@ def test_twice_or_of_another_shape(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_there(tmp_path: Path) -> None:
     folder = written(tmp_path / "out", 10**9, list(TENSORS))
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         HfWriter(folder, METAS)
     with HfWriter(folder, {"a": TensorMeta((1,), torch.float32)}, overwrite=True) as writer:
         assert set(HfSource(folder).names()) == set(TENSORS)  # the old one stays until the commit
@@ -172,7 +172,7 @@ def test_a_folder_that_is_there(tmp_path: Path) -> None:
 def test_an_interrupted_overwrite_is_undone(tmp_path: Path) -> None:
     folder = written(tmp_path / "out", 10**9, list(TENSORS))
     folder.rename(tmp_path / ".out.old")  # as if the process had died between the two renames
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         HfWriter(folder, METAS)
     assert set(HfSource(folder).names()) == set(TENSORS)
 

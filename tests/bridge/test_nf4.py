@@ -81,9 +81,9 @@ def test_a_shard_is_quantised_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
         ("deepseek_v3", {"mlp.gate.weight"}),
     ],
 )
-def test_all_linear_layers_are_held_and_nothing_else(variant: str, left: set[str]) -> None:
+def test_all_linear_layers_are_quantised_and_nothing_else(variant: str, left: set[str]) -> None:
     plan = plan_of(variant)
-    held = {name for e in plan.entries if four_bits.held_in_four_bits(e.rule) for name in e.hf}
+    held = {name for e in plan.entries if four_bits.is_four_bit_weight(e.rule) for name in e.hf}
     matrices = {name for name, shape in plan.hf_shapes.items() if len(shape) > 1 and not name.endswith("bias")}
     assert held < matrices
     rest = {n.split(".", 3)[-1] if "layers" in n else n for n in matrices - held}
@@ -95,16 +95,16 @@ def unfit(variant: str, tp: int, etp: int) -> list[Problem]:
     return four_bits.four_bit_problems(plan.family, plan.spec, tp, etp)
 
 
-def test_what_does_not_fit_is_told_once_with_numbers() -> None:
+def test_widths_that_do_not_fit_are_reported_once_with_numbers() -> None:
     """The tiny llama's second MLP matrix has 96 inputs; 128 inputs are 64 on each of two ranks, and 32 on each of
     four."""
     assert [p.rule for p in unfit("llama", 1, 1)] == [
-        "mlp.linear_fc2 of this model has 96 inputs, and NF4 blocks are 64 inputs of a row"
+        "mlp.linear_fc2 of this model has 96 inputs, and an NF4 block is 64 inputs of a row"
     ]
     assert not unfit("dense-nf4", 2, 1) and not unfit("moe-nf4", 2, 2)
     both = unfit("dense-nf4", 4, 1)
     assert [p.fix for p in both] == ["--tp 2"] * 2 and "leaves 32 of the 128 inputs of mlp.linear_fc2" in both[1].rule
     assert [(p.what, p.fix) for p in unfit("moe-nf4", 2, 4)] == [("--etp 4", "--etp 2")]
     saved = ["lm_head.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.3.mlp.experts.11.up_proj.weight"]
-    stuck = four_bits.cannot_train(plan_of("moe-nf4").family, saved)
+    stuck = four_bits.four_bit_trainable_problems(plan_of("moe-nf4").family, saved)
     assert [p.what for p in stuck] == [f"--modules_to_save {name.removesuffix('.weight')}" for name in saved[1:]]

@@ -302,7 +302,7 @@ def test_folders_that_do_not_fit_are_refused_by_name(folders: Path, tmp_path: Pa
     assert "trains biases" in refused(bias="all")
     assert "changed the base model's weights" in refused(init_lora_weights="pissa_niter_4")
     assert "repeats layers" in refused(layer_replication=[[0, 2]])
-    with pytest.raises(WeightsError, match="belongs to no layer of this model"):
+    with pytest.raises(WeightsError, match="does not match a layer of this model"):
         PeftFolder(good).plan(plan_of(wide))
     with pytest.raises(WeightsError, match="has no adapter_config.json"):
         PeftFolder(folder)
@@ -319,7 +319,7 @@ def test_folders_that_do_not_fit_are_refused_by_name(folders: Path, tmp_path: Pa
 
 
 @pytest.mark.process
-def test_the_command_and_the_script_merge_alike(folders: Path, tmp_path: Path) -> None:
+def test_the_command_and_the_script_merge_equally(folders: Path, tmp_path: Path) -> None:
     folder = make("moe", folders, torch.bfloat16)
     adapter = make_adapter(folder, tmp_path / "adapter", (*ATTENTION, *MLP))
     assert convert(["merge-lora", str(folder), str(adapter), str(tmp_path / "a"), "--max_shard_size", "200KB"]) == 0
@@ -329,5 +329,5 @@ def test_the_command_and_the_script_merge_alike(folders: Path, tmp_path: Path) -
     a, b = tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b")
     assert a.keys() == b.keys() == tensors_of(folder).keys() and all(torch.equal(t, b[n]) for n, t in a.items())
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > len(list((tmp_path / "b").glob("*.safetensors"))) == 1
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         convert(["merge-lora", str(folder), str(adapter), str(tmp_path / "b")])

@@ -209,8 +209,8 @@ def refused(folder: Path) -> str:
 
 
 FP8_WRONG: list[tuple[str, Callable[[dict[str, Tensor]], Any], str]] = [
-    ("no scale", lambda t: t.pop("a_scale_inv"), "tensor a: is FP8, and no file holds its scale a_scale_inv"),
-    ("no weight", lambda t: t.pop("a"), "tensor a_scale_inv: is a scale, and no file holds a"),
+    ("no scale", lambda t: t.pop("a_scale_inv"), "tensor a: is FP8, and its scale a_scale_inv is not in any file"),
+    ("no weight", lambda t: t.pop("a"), "tensor a_scale_inv: is a scale, and a is not in any file"),
     (
         "plain weight",
         lambda t: t.update(a=torch.zeros(64, 64)),
@@ -222,7 +222,7 @@ FP8_WRONG: list[tuple[str, Callable[[dict[str, Tensor]], Any], str]] = [
         "tensor a_scale_inv: has shape [2, 3]; a [64, 64] in blocks of [32, 32]",
     ),
     ("dtype", lambda t: t.update(a_scale_inv=torch.ones(2, 2, dtype=torch.int64)), "tensor a_scale_inv: has dtype I64"),
-    ("vector", lambda t: t.update(a=t["a"][0].clone()), "tensor a: is FP8, and no matrix"),
+    ("vector", lambda t: t.update(a=t["a"][0].clone()), "tensor a: is FP8, but not a matrix"),
 ]
 
 
@@ -236,8 +236,8 @@ def test_fp8_files_that_do_not_fit(change: Callable[[dict[str, Tensor]], Any], t
 
 
 MXFP4_WRONG: list[tuple[str, Callable[[dict[str, Tensor]], Any], str]] = [
-    ("no scales", lambda t: t.pop("w_scales"), "tensor w_blocks: is MXFP4, and no file holds w_scales"),
-    ("no blocks", lambda t: t.pop("w_blocks"), "tensor w_scales: holds exponents, and no file holds w_blocks"),
+    ("no scales", lambda t: t.pop("w_scales"), "tensor w_blocks: is MXFP4, and w_scales is not in any file"),
+    ("no blocks", lambda t: t.pop("w_blocks"), "tensor w_scales: has exponents, and w_blocks is not in any file"),
     ("stored twice", lambda t: t.update(w=torch.zeros(1)), "tensor w_blocks: is MXFP4, and w is stored too"),
     ("shape", lambda t: t.update(w_blocks=t["w_blocks"][..., :8].clone()), "tensor w_blocks: is U8 [2, 8, 4, 8]"),
     ("scales", lambda t: t.update(w_scales=t["w_scales"][:1].clone()), "tensor w_scales: is U8 [1, 8, 4]"),
@@ -255,15 +255,15 @@ def test_mxfp4_files_that_do_not_fit(change: Callable[[dict[str, Tensor]], Any],
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "gptq is not"),
-        ({"quant_method": "bitsandbytes"}, "bitsandbytes is not"),
-        ({"quant_method": "some-new-one"}, "its format is not known here"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq weights are not supported"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes weights are not supported"),
+        ({"quant_method": "some-new-one"}, "its format is not supported"),
         ({"bits": 4}, "should be a mapping with quant_method"),
         ("fp8", "should be a mapping with quant_method"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size should be two sizes"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' cannot be read; e4m3 or float8_e4m3fn can"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype 'fp4' cannot be read"),
-        ({"quant_method": "fp8", "rotation": "hadamard"}, "fp8 has no field rotation"),
+        ({"quant_method": "fp8", "rotation": "hadamard"}, "rotation is not a known field of fp8"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_its_reason(given: Any, told: str, fresh: Fresh) -> None:
@@ -283,7 +283,7 @@ def test_plain_folders_are_read_as_they_are(folders: Path) -> None:
 def test_fp8_without_a_word_in_config_is_refused(fresh: Fresh) -> None:
     folder = quantise_fp8(fresh("llama"), (32, 32))
     set_config(folder, quantization_config=None)
-    with pytest.raises(WeightsError, match=r"(?s)_scale_inv: is in no row.*has dtype F8_E4M3"):
+    with pytest.raises(WeightsError, match=r"(?s)_scale_inv: is not in the weight table.*has dtype F8_E4M3"):
         plan_of(folder).check(open_hf(folder))
     rewrite(folder, {n: t.to(torch.bfloat16) for n, t in tensors_of(folder).items() if not n.endswith("_scale_inv")})
     plan_of(folder).check(open_hf(folder))

@@ -114,7 +114,7 @@ def test_a_damaged_item_is_named(pool: Pool, models: Path, tmp_path: Path) -> No
     file.write_bytes(b"\0" * file.stat().st_size)
     source = MegatronSource(CheckpointFolder(tmp_path / "engine", tmp_path / "model"))
     with pytest.raises(
-        CheckpointError, match=r"__0_0.distcp, tensor decoder.final_layernorm.weight: cannot be read: holds no tensor"
+        CheckpointError, match=r"__0_0.distcp, tensor decoder.final_layernorm.weight: cannot be read: has no tensor"
     ):
         source.slice("model.norm.weight")
 

@@ -73,7 +73,7 @@ def test_a_header_that_names_a_tensor_twice(fresh: Fresh) -> None:
     entry = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
     text = f'{{"a":{entry},"a":{entry}}}'.encode()
     shard_of(folder, EMBEDDING).write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 4)
-    assert "holds twice: a" in refused(folder)
+    assert "has duplicate keys: a" in refused(folder)
 
 
 def test_a_size_that_does_not_fit_its_shape(fresh: Fresh) -> None:
@@ -135,7 +135,7 @@ def test_a_tensor_that_its_file_does_not_hold(fresh: Fresh) -> None:
     folder = fresh("dense")
     set_index(folder, "model.ghost.weight", shard_of(folder, EMBEDDING).name)
     message = refused(folder)
-    assert "holds no tensor model.ghost.weight" in message and shard_of(folder, EMBEDDING).name in message
+    assert "has no tensor model.ghost.weight" in message and shard_of(folder, EMBEDDING).name in message
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'])
@@ -153,7 +153,7 @@ def test_no_weights_at_all(fresh: Fresh) -> None:
     assert "it holds pytorch_model.bin" in refused(folder)
 
 
-def test_missing_unmapped_and_wrong_tensors_are_told_together(fresh: Fresh) -> None:
+def test_missing_unmapped_and_wrong_tensors_are_reported_together(fresh: Fresh) -> None:
     folder = fresh("dense")
     tensors = tensors_of(folder)
     del tensors["model.layers.2.self_attn.q_norm.weight"]
@@ -166,8 +166,8 @@ def test_missing_unmapped_and_wrong_tensors_are_told_together(fresh: Fresh) -> N
     told = [str(p) for p in error.value.problems]
     assert len(told) == 4
     assert "model.layers.2.self_attn.q_norm.weight: is missing" in told[0]
-    assert "model.layers.4.mlp.up_proj.weight: is in no row of the weight table of qwen3" in told[1]
-    assert "model.layers.0.mlp.up_proj.weight: has shape [95, 64], but config.json asks for [96, 64]" in told[2]
+    assert "model.layers.4.mlp.up_proj.weight: is not in the weight table of qwen3" in told[1]
+    assert "model.layers.0.mlp.up_proj.weight: has shape [95, 64], but config.json requires [96, 64]" in told[2]
     assert "model.layers.1.mlp.up_proj.weight: has dtype I8" in told[3]
     assert all(str(folder) in t for t in told) and all("model.safetensors" in t for t in told[1:])
 

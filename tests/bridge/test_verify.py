@@ -171,11 +171,11 @@ def test_settings_that_change_the_model(verify: Any, fresh: Fresh, folders: Path
 
 
 def test_another_architecture(folders: Path, fresh: Fresh, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model_type 'llama': is another architecture than 'qwen3'"):
+    with pytest.raises(UserError, match=r"model_type 'llama': is a different architecture from 'qwen3'"):
         convert(["verify", str(make("dense", folders)), str(make("llama", folders))])
     b = fresh("dense")
     set_config(b, architectures=["Qwen3ForSequenceClassification"])
-    with pytest.raises(UserError, match="is another architecture"):
+    with pytest.raises(UserError, match="is a different architecture"):
         convert(["verify", str(make("dense", folders)), str(b)])
 
 
@@ -209,7 +209,7 @@ def test_a_checkpoint(variant: str, verify: Any, folders: Path, tmp_path: Path) 
     assert code == 1 and list(rows(report)) == [NORM]
 
 
-def test_an_fp8_folder_and_what_it_stands_for(verify: Any, fresh: Fresh, tmp_path: Path) -> None:
+def test_an_fp8_folder_equals_its_dequantised_weights(verify: Any, fresh: Fresh, tmp_path: Path) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     folder = quantise_fp8(fresh("llama"), (16, 32))
@@ -267,7 +267,7 @@ def test_logits_of_a_checkpoint_on_own_prompts(verify: Any, folders: Path, tmp_p
     ]
     assert all(r["max_abs_diff"] <= report["tolerance"] < 1e-4 < r["largest"] for r in report["prompts"])
     prompts.write_text("[1000]\n")
-    with pytest.raises(UserError, match=r"prompts.txt:1: has token 1000, the model has 130"):
+    with pytest.raises(UserError, match=r"prompts.txt:1: has token id 1000; the vocabulary has 130 tokens"):
         convert(["verify", str(a), str(a), "--logits", "--prompts", str(prompts)])
 
 

@@ -101,7 +101,7 @@ def test_a_hub_id_as_the_model(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     data = rows(tmp_path / "d.jsonl")
     assert "--- sample 0" in shown(capsys, tmp_path, data, "--model", "some/model")
-    assert "Hugging Face did not give it" in refused(data, "--model", "some/other")
+    assert "Hugging Face could not provide it" in refused(data, "--model", "some/other")
 
 
 @pytest.mark.parametrize("name", ["run.yaml", "run.json"])

@@ -88,7 +88,7 @@ def test_a_run_sets_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.are_deterministic_algorithms_enabled() is on
 
 
-def test_megatron_is_told(tmp_path: Path) -> None:
+def test_megatron_gets_the_deterministic_mode(tmp_path: Path) -> None:
     from megaswift.engine.megatron.model_config import _kernels
 
     assert _kernels(ON, "torch", False)["deterministic_mode"] is True

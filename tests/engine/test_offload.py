@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.engine.offload import OffloadedStorage
+from megaswift.engine.megatron.offload import OffloadedStorage
 from megaswift.trainers.rl.scheduler import RolloutScheduler
 
 
@@ -31,7 +31,7 @@ def test_dropped_storages_are_empty_and_come_back_as_zeros() -> None:
     assert view[0, 2] == 3.0, "a view of the buffer is one still"
 
 
-def test_what_is_kept_stays_where_it_is_on_a_cpu() -> None:
+def test_tensors_of_the_cpu_are_not_offloaded() -> None:
     tensor = torch.arange(5.0)
     parked = OffloadedStorage()
     parked.park([tensor])

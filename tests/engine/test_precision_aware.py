@@ -16,7 +16,7 @@ from megaswift.bridge.dist_files import ShardChunk, plan_reads, write_chunks
 from megaswift.bridge.dist_index import read_index
 from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.open_weights import open_weights
-from megaswift.engine.megatron.checkpoint.split_weights import join_remainder, split_remainder
+from megaswift.engine.megatron.checkpoint.optimizer_states import join_remainder, split_remainder
 from tests.engine.checkpoint_worker import Result, Run
 from tests.engine.fused_adam import kernels_main, kernels_parts
 from tests.parity.cases import parse

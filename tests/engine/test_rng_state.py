@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megaswift.engine import rng_state as saved
-from megaswift.engine.megatron.checkpoint import rng_state
+from megaswift.engine.megatron.checkpoint import save_load
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.errors import Problem
 from megaswift.parallel.layout import Layout
@@ -34,7 +34,7 @@ def draw() -> list[float]:
         float(np.random.randn()),
         float(torch.rand(())),
     ]
-    tracker = rng_state.tensor_parallel.get_cuda_rng_tracker()
+    tracker = save_load.tensor_parallel.get_cuda_rng_tracker()
     for name in sorted(tracker.get_states()):
         with tracker.fork(name):
             found.append(float(torch.rand(())))
@@ -44,42 +44,42 @@ def draw() -> list[float]:
 def test_restored_bit_for_bit(context: ParallelContext, tmp_path: Path) -> None:
     """What came after the save comes again, and the file is safetensors."""
     draw()
-    rng_state.write_rank_rng(tmp_path, 0)
+    save_load.write_rank_rng(tmp_path, 0)
     after = [draw(), draw()]
     states = saved.read_rng_state(tmp_path, 0)
-    assert not isinstance(states, Problem) and rng_state.fits_rank_rng(states[0])
-    rng_state.restore_rank_rng(*states)
+    assert not isinstance(states, Problem) and save_load.fits_rank_rng(states[0])
+    save_load.restore_rank_rng(*states)
     assert [draw(), draw()] == after
-    rng_state.restore_rank_rng(*states)
+    save_load.restore_rank_rng(*states)
     assert [draw(), draw()] == after
     assert len(after[0]) >= 7
 
 
 def test_reseed_is_repeatable_and_fresh(context: ParallelContext, tmp_path: Path) -> None:
     """The same file gives the same numbers, another file others, neither those of the saved states."""
-    rng_state.write_rank_rng(tmp_path, 0)
+    save_load.write_rank_rng(tmp_path, 0)
     kept = draw()
-    seeds = [rng_state.reseed_ranks(context, tmp_path)]
+    seeds = [save_load.reseed_ranks(context, tmp_path)]
     first = draw()
-    assert rng_state.reseed_ranks(context, tmp_path) == seeds[0] and draw() == first
+    assert save_load.reseed_ranks(context, tmp_path) == seeds[0] and draw() == first
     assert all(a != b for a, b in zip(first, kept, strict=True))
-    rng_state.write_rank_rng(tmp_path, 0)
-    assert rng_state.reseed_ranks(context, tmp_path) != seeds[0]
+    save_load.write_rank_rng(tmp_path, 0)
+    assert save_load.reseed_ranks(context, tmp_path) != seeds[0]
     assert all(a != b for a, b in zip(draw(), first, strict=True))
 
 
 def test_other_generators_do_not_fit(context: ParallelContext, tmp_path: Path) -> None:
     """A checkpoint from a machine with another kind of device."""
-    rng_state.write_rank_rng(tmp_path, 0)
+    save_load.write_rank_rng(tmp_path, 0)
     states = saved.read_rng_state(tmp_path, 0)
     assert not isinstance(states, Problem)
-    assert not rng_state.fits_rank_rng({**states[0], "cuda": torch.zeros(16, dtype=torch.uint8)})
+    assert not save_load.fits_rank_rng({**states[0], "cuda": torch.zeros(16, dtype=torch.uint8)})
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\0" * 64])
 def test_unreadable(content: bytes | None, context: ParallelContext, tmp_path: Path) -> None:
     """A problem that names the file."""
     if content is not None:
-        saved.path(tmp_path, 3).write_bytes(content)
+        saved.rng_file(tmp_path, 3).write_bytes(content)
     found = saved.read_rng_state(tmp_path, 3)
     assert isinstance(found, Problem) and "rng-00003.safetensors" in found.what

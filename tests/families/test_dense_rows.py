@@ -64,7 +64,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "gemma kind of layer",
         GEMMA_3_1B,
         {"rope_parameters": {"chunked_attention": {}}},
-        "chunked_attention is no kind of layer",
+        "chunked_attention is not a layer type",
     ),
     ("gemma pattern", GEMMA_3_1B, {"sliding_window_pattern": 0}, "sliding_window_pattern 0"),
     ("gemma without a pattern", GEMMA_3_1B, {"sliding_window_pattern": None}, "sliding_window_pattern None"),
@@ -83,7 +83,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("olmo2 bias", OLMO_2_7B, {"attention_bias": True}, "attention_bias True"),
     ("granite divisor", GRANITE_3_2B, {"logits_scaling": 0}, "logits_scaling 0"),
     ("seed_oss biases", SEED_OSS_36B, {"mlp_bias": True}, "mlp_bias True"),
-    ("smollm3 layers", SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "36 times 0 or 1"),
+    ("smollm3 layers", SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "36 entries, each 0 or 1"),
 ]
 
 
@@ -94,7 +94,7 @@ def test_refused(base: dict[str, Any], changes: dict[str, Any], told: str) -> No
 
 
 def test_the_model_with_a_vision_tower_is_refused_by_name() -> None:
-    with pytest.raises(WeightsError, match=r"(?s)'gemma3'.*vision tower.*gemma3_text"):
+    with pytest.raises(WeightsError, match=r"(?s)'gemma3'.*vision-language model.*gemma3_text"):
         spec({"model_type": "gemma3", "text_config": {}, "vision_config": {}})
 
 

@@ -69,12 +69,12 @@ def test_the_template_of_the_configuration_is_read_as_the_data_read_it(
         ("mine/model/", "mine"),
     ],
 )
-def test_a_model_is_called_by_what_tells_it_from_others(model: str, name: str) -> None:
+def test_short_names_of_models_differ(model: str, name: str) -> None:
     assert short_name(model) == name
 
 
 @pytest.mark.parametrize(("package", "options"), [("huggingface_hub", {}), ("modelscope", {"use_hf": False})])
-def test_a_model_s_id_is_asked_of_the_hub_that_was_named(
+def test_a_model_id_is_requested_from_the_chosen_hub(
     package: str, options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stand-ins for both clients: which of them is asked, for what, and what is said when it gives nothing."""
@@ -99,7 +99,7 @@ def test_a_model_s_id_is_asked_of_the_hub_that_was_named(
     assert locate_model(model) == locate_model(model, weights=False) == tmp_path
     assert asked == [(package, "some/model", "v2", True), (package, "some/model", "v2", False)]
     hub = "ModelScope" if options else "Hugging Face"
-    with pytest.raises(UserError, match=f"some/other: no such folder here, and {hub} did not give it"):
+    with pytest.raises(UserError, match=f"some/other: no such local folder, and {hub} could not provide it"):
         locate_model(SwiftConfig(model="some/other", **options).model)
 
 
@@ -118,8 +118,8 @@ def test_a_run_of_adapters_is_no_model(engine: str, tmp_path: Path) -> None:
     for name in (tmp_path / "OUT", step):
         folder = locate_model(WeightsOptions(model=str(name)))
         (problem,) = missing_files(folder, random_init=False)
-        assert problem.rule == "holds the adapters of a LoRA run, not a model"
+        assert problem.rule == "contains the adapters of a LoRA run, not a model"
         assert problem.fix == f"--model models/base --adapters {step / 'adapter'}"
     assert missing_files(folder, random_init=True) == []
-    with pytest.raises(UserError, match="holds the adapters of a LoRA run"):
+    with pytest.raises(UserError, match="contains the adapters of a LoRA run"):
         locate_model(WeightsOptions(model=str(step / "adapter")))

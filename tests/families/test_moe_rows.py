@@ -43,7 +43,7 @@ def test_windows_without_a_width() -> None:
         spec(QWEN1_5_MOE_A2_7B, use_sliding_window=True, sliding_window=None)
     with pytest.raises(WeightsError, match="use_sliding_window is off"):
         spec(QWEN1_5_MOE_A2_7B, layer_types=["sliding_attention"] * 24)
-    with pytest.raises(WeightsError, match="24 times"):
+    with pytest.raises(WeightsError, match="24 entries"):
         spec(QWEN1_5_MOE_A2_7B, layer_types=["full_attention"])
 
 
@@ -63,7 +63,7 @@ def test_fields_of_gpt_oss() -> None:
     assert spec(GPT_OSS_20B, layer_types=...).transformer == oss.transformer
 
 
-def test_the_auxiliary_loss_of_gpt_oss_is_off_unless_asked_for() -> None:
+def test_the_auxiliary_loss_of_gpt_oss_is_off_by_default() -> None:
     assert spec(GPT_OSS_20B).transformer["moe_aux_loss_coeff"] == 0.0
     assert spec(GPT_OSS_20B, output_router_logits=True).transformer["moe_aux_loss_coeff"] == 0.9
 
@@ -74,7 +74,7 @@ def test_the_auxiliary_loss_of_gpt_oss_is_off_unless_asked_for() -> None:
         ({"swiglu_alpha": 1.5}, "swiglu_alpha 1.5"),
         ({"attention_bias": False}, "attention_bias False"),
         ({"rope_scaling": None}, "rope_scaling None: is missing"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "24 times"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "24 entries"),
         ({"sliding_window": None}, "sliding_window is not given"),
     ],
 )

@@ -127,8 +127,8 @@ REFUSED = [
         dict(world_size=8, cp=8, cp_comm_type="a2a", max_length=1024),
         ["8 heads and 4 key/value heads", "divisible by 8"],
     ),
-    (DENSE, dict(world_size=4, ep=2), ["--ep 2: splits experts, and this model is dense", "no --ep"]),
-    (DENSE, dict(world_size=4, etp=2), ["--etp 2: splits experts"]),
+    (DENSE, dict(world_size=4, ep=2), ["--ep 2: shards experts, and this model is dense", "no --ep"]),
+    (DENSE, dict(world_size=4, etp=2), ["--etp 2: shards experts"]),
     (
         replace(MOE, expert_bias=True),
         dict(world_size=4, etp=2),

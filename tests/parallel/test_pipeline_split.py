@@ -137,7 +137,7 @@ def test_layout_strings_are_megatrons(megatron, text):
         ("Ett|L|tt", 3, 4, "end with the loss L"),
         ("Ett|x|ttL", 3, 4, "has 'x'"),
         ("Et|t|ttL", 2, 4, "has 3 stages, which --pp 2 does not divide"),
-        ("Ett||ttL", 3, 4, "stage 1 of 3 holds nothing"),
+        ("Ett||ttL", 3, 4, "stage 1 of 3 is empty"),
         ("Ett|ttm|L", 3, 4, "multi-token-prediction"),
     ],
 )
@@ -160,7 +160,7 @@ def test_refusals_have_numbers_and_a_way_out():
     )
     assert "--first_stage_layers 2" in str(*split_problems(8, 4, 1, PipelineSplit(first=1)))
     both = split_problems(4, 2, 1, PipelineSplit(first=2, custom="Ett|ttL"))
-    assert "same thing as --pipeline_layout" in str(both[0])
+    assert "conflicts with --pipeline_layout" in str(both[0])
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(10, 4), (7, 3), (61, 16), (5, 5), (9, 2), (48, 8)])

@@ -58,7 +58,7 @@ def test_a_thousand_ranks_fit_a_screen():
     assert lines[-2].split() == ["..."] * 9
 
 
-def test_ranks_are_where_the_layout_says():
+def test_the_grid_shows_the_ranks_of_the_layout():
     layout = Layout(24, tp=2, pp=3, cp=2)
     for line in grid(3, layout).splitlines()[2:]:
         dp, cp = map(int, re.match(r"dp (\d+) cp (\d+)", line).groups())

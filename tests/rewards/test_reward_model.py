@@ -113,7 +113,7 @@ def test_mistakes_are_told_before_weights_are_read(folder: Path, tmp_path: Path)
     with pytest.raises(WeightsError) as error:
         reward_models([str(tmp_path / "language"), str(tmp_path / "nowhere"), str(folder)], WeightsOptions())
     assert (
-        "is no reward model" in str(error.value)
+        "is not a reward model" in str(error.value)
         and "no such folder" in str(error.value)
         and len(error.value.problems) == 2
     )

@@ -69,7 +69,7 @@ def test_every_row_is_answered_in_order_as_transformers_answers_it_alone(model: 
     assert [r.get("labels") for r in found] == [None, None, "an answer", None, "known", None, None]
     assert all({**r, **{k: f[k] for k in f if k not in r}} == f for r, f in zip(rows, found, strict=True))
     assert all(len(r["logprobs"]["content"]) >= NEW - 1 and r["logprobs"]["content"][0]["logprob"] < 0 for r in found)
-    assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.writing"))
+    assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.new"))
 
 
 @pytest.mark.parametrize("how", [(), ("--temperature", "1.0")])

@@ -114,7 +114,7 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None
     ("harm", "message"),
     [
         (lambda p: p.write_bytes(b"weightS of step 3"), "content changed"),
-        (lambda p: p.write_bytes(b"short"), "has 5 bytes, the manifest says 17"),
+        (lambda p: p.write_bytes(b"short"), "has 5 bytes; the manifest has 17"),
         (lambda p: p.unlink(), "is missing"),
     ],
 )

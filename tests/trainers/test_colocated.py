@@ -123,7 +123,7 @@ def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str
 
 def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
     """The life of a worker (on the ranks): a run that writes down what malloc has given out in each phase."""
-    from megaswift.engine import offload
+    from megaswift.engine.megatron import offload
     from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.entry import main
     from megaswift.rollout.backends.transformers_sampler import TransformersSampler

@@ -106,7 +106,7 @@ def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path)
 def test_of_a_run_the_newest_intact_step_is_taken(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     flip(step(out, 8) / FILE)
     assert locate_model(WeightsOptions(model=str(out))) == step(out, 4) / "model"
-    assert "step-8 is damaged and not used" in capsys.readouterr().err
+    assert "step-8 is damaged and is not used" in capsys.readouterr().err
     cfg = load("sft", ["--model", str(out), "--dataset", "d.jsonl"])
     assert checked_folder(cfg, locate_model(cfg.model, verify=False)) == step(out, 4) / "model"
     assert main(["convert", "megatron-to-hf", str(out), str(tmp_path / "hf")]) == 0
@@ -141,7 +141,9 @@ def test_a_history_is_not_started_over(harm: str, out: Path) -> None:
     words = ["--model", "m", "--dataset", "d", "--output_dir", str(out)]
     problems = outputs.check_output_folder(load("sft", [*words, "--resume_from_checkpoint", "latest"]))
     assert len(problems) == 1 and "--overwrite_output_dir true" in problems[0].fix
-    assert problems[0].rule.startswith("has no usable step" if harm == "manifests" else "has no step, but latest.json")
+    assert problems[0].rule.startswith(
+        "has no usable checkpoint" if harm == "manifests" else "has no checkpoint, but latest.json"
+    )
     assert outputs.check_output_folder(load("sft", [*words, "--overwrite_output_dir", "true"])) == []
     with pytest.raises(CheckpointError):
         open_weights(out)
@@ -175,7 +177,7 @@ def test_a_run_goes_on_from_the_step_before_a_damaged_one(tmp_path: Path) -> Non
     run(words, out, "--max_steps", 4, "--save_steps", 2, "--logging_steps", 1)
     flip(next((step(out, 4) / "engine").glob("__1_0.distcp")))
     text = run(words, out, "--max_steps", 6, "--logging_steps", 1, "--resume_from_checkpoint", "latest")
-    assert "step-4 is damaged and not used" in text and "going on from" in text and "step-2" in text
+    assert "step-4 is damaged and is not used" in text and "going on from" in text and "step-2" in text
     lines = (out / "metrics.jsonl").read_text()
     assert [f'"step": {n}' in lines for n in range(1, 7)] == [True] * 6
     for manifest in out.glob("checkpoints/step-*/manifest.json"):
@@ -193,5 +195,5 @@ def test_a_manifest_with_names_that_no_file_has(out: Path, name: str) -> None:
     manifest["files"][name] = manifest["files"][FILE]
     (step / step_manifest.MARKER).write_text(json.dumps(manifest | {"sha256": step_manifest.manifest_seal(manifest)}))
     assert [p.what for p in step_manifest.damaged_files(step)] == [str(step / name)]
-    (saved,) = (s for s in step_manifest.whole_steps(step.parent) if s.path == step)
+    (saved,) = (s for s in step_manifest.complete_steps(step.parent) if s.path == step)
     assert step_manifest.known_damaged(saved)

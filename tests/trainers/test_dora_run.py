@@ -42,4 +42,4 @@ def test_a_run_goes_on_elsewhere_and_out_to_peft(tmp_path: Path) -> None:
     assert all(float((t - want[n]).abs().max()) < 1e-3 * float(want[n].abs().max()) for n, t in after.items())
     assert all(not torch.equal(first[n], t) for n, t in want.items() if n.endswith(MAGNITUDE))
     process = start(inputs, tmp_path / "refused", "--train_type", "qlora", *DORA[2:], ranks=1)
-    assert "does not go with DoRA" in finish(process) and process.returncode != 0
+    assert "does not support DoRA" in finish(process) and process.returncode != 0

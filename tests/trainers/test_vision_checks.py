@@ -42,7 +42,7 @@ def test_does_not_fit(tmp_path: Path) -> None:
 
 def test_native_engine_names_those_that_do_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SEES))
-    with pytest.raises(WeightsError, match=r"(?s)'llava'.*vision tower.*--engine ddp"):
+    with pytest.raises(WeightsError, match=r"(?s)'llava'.*vision-language model.*--engine ddp"):
         load_spec(tmp_path)
     with pytest.raises(ConfigError, match="applies only to vision-language models"):
         SwiftConfig(task="sft", model=str(tmp_path), dataset=["d.jsonl"], freeze_vit=True)

@@ -5,7 +5,7 @@ Owns the order in which the parts are built and used; each part is a module of i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaswift import distributed
 from megaswift.bridge.export import FolderOptions, dtypes_in_source, export_hf
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.model_folder import write_model
@@ -26,12 +27,17 @@ from megaswift.config.capabilities import missing_transformer_engine
 from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.checkpoint import save_load
-from megaswift.engine.megatron.engine_offload import Offload
-from megaswift.engine.megatron.layers.aux_losses import AuxLosses
-from megaswift.engine.megatron.layers.choice import fp8_problems, only_torch, only_torch_here, pick_layers
+from megaswift.engine.megatron.layers.choice import (
+    choose_layer_impl,
+    fp8_problems,
+    torch_only_features,
+    torch_only_reasons,
+)
+from megaswift.engine.megatron.layers.router import AuxLosses
 from megaswift.engine.megatron.lora.adapters import RankAdapters, plan_adapters
 from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap_chunks
 from megaswift.engine.megatron.model_config import transformer_config
+from megaswift.engine.megatron.offload import EngineOffload
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.sizes import measure_sizes
 from megaswift.engine.megatron.weights import RandomSource, RankWeights, freeze_matching
@@ -54,9 +60,11 @@ class MegatronEngine:
         self.spec, self.cfg, self.context = spec, cfg, context
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
         comm = cfg.parallel.cp_exchange if self.layout.cp > 1 else None
-        beyond = only_torch(spec) + only_torch_here(spec, comm, bool(cfg.data.packing))
+        beyond = torch_only_features(spec) + torch_only_reasons(spec, comm, bool(cfg.data.packing))
         beyond += ["weights in NF4"] * (cfg.model.train_type == "qlora")
-        self.impl, self.impl_reason = pick_layers(cfg.model.transformer_impl, cfg.model.attn_impl, ", ".join(beyond))
+        self.impl, self.impl_reason = choose_layer_impl(
+            cfg.model.transformer_impl, cfg.model.attn_impl, ", ".join(beyond)
+        )
         if lacking := missing_transformer_engine(cfg, installed=self.impl == "transformer_engine"):
             raise ConfigError(lacking)
         if cfg.model.fp8_format and (unfit := fp8_problems(cfg.model.fp8_recipe, torch.cuda.get_device_capability())):
@@ -66,9 +74,9 @@ class MegatronEngine:
         adapters = plan_adapters(cfg.lora, self.plan) if cfg.model.train_type != "full" else None
         if adapters and self.config.quantised:
             family, layout = self.plan.family, self.layout
-            if unfit := four_bits.four_bit_problems(family, spec, layout.tp, layout.etp) + four_bits.cannot_train(
-                family, adapters.saved
-            ):
+            if unfit := four_bits.four_bit_problems(
+                family, spec, layout.tp, layout.etp
+            ) + four_bits.four_bit_trainable_problems(family, adapters.saved):
                 raise ConfigError(unfit)
             if adapters.settings.dora:
                 raise ConfigError(four_bits.NO_DORA)
@@ -80,7 +88,7 @@ class MegatronEngine:
         self.chunks = wrap_chunks(self.plain, self.config, cfg, context)
         self.optimizer = optim.build_optimizer(self.chunks, self.config, cfg)
         self.config.grad_scale_func = self.optimizer.scale_loss if self.config.fp16 else None
-        self.away = Offload(self.chunks, self.optimizer)
+        self.away = EngineOffload(self.chunks, self.optimizer)
         self.remembered: ReferenceWeights | None = None
         self.kept: WeightSource | None = None
         self.kept_names: list[str] = []
@@ -115,26 +123,24 @@ class MegatronEngine:
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """Parameters whose Hugging Face names match any pattern do not train. Before the model is wrapped."""
+        if not patterns:
+            return
         hits = freeze_matching(self.weights.placed, patterns)
-        gathered: list[Mapping[str, bool]] = [{}] * self.layout.world_size
-        if patterns and self.layout.world_size > 1:
-            dist.all_gather_object(gathered, {p: bool(names) for p, names in hits.items()})
-        else:
-            gathered = [{p: bool(names) for p, names in hits.items()}]
-        missing = [p for p in patterns if not any(g.get(p) for g in gathered)]
+        matched = {p for own in distributed.all_gather_objects([p for p, names in hits.items() if names]) for p in own}
+        missing = [p for p in patterns if p not in matched]
         if missing:
-            like = ", ".join([name for entry in self.plan.entries[:12] for name in entry.hf][:4])
+            examples = ", ".join([name for entry in self.plan.entries[:12] for name in entry.hf][:4])
             raise ConfigError(
-                [Problem(f"--freeze_parameters {p}", f"matches no weight; names are like {like}") for p in missing]
+                [Problem(f"--freeze_parameters {p}", f"matches no weight; names are like {examples}") for p in missing]
             )
 
     def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
         result = self.accumulate(microbatches, loss, whole_gradients=False)
         optim.set_group_rates(self.optimizer, lr, self.cfg.optim.weight_decay)
-        norm, taken = optim.optimizer_step(self.optimizer, self.cfg.optim.max_grad_norm)
-        falling = not taken and optim.scale_can_fall(self.optimizer)
-        return replace(result, grad_norm=norm, skipped=not taken, loss_scale_falling=falling)
+        norm, stepped = optim.optimizer_step(self.optimizer, self.cfg.optim.max_grad_norm)
+        falling = not stepped and optim.scale_can_fall(self.optimizer)
+        return replace(result, grad_norm=norm, skipped=not stepped, loss_scale_falling=falling)
 
     def accumulate(self, microbatches: Sequence[Batch], loss: Loss, whole_gradients: bool = True) -> StepResult:
         """Forward and backward only; `hf_gradients` then has the gradients of the global objective."""
@@ -169,10 +175,10 @@ class MegatronEngine:
     @torch.no_grad()
     def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[ModelOutputs]:
         """What `needs` asks for, per micro-batch in input order, on every model-parallel rank."""
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
 
         def keep(_: Batch, fields: Tensor) -> Tensor:
-            found.append(fields)
+            outputs.append(fields)
             return fields.new_zeros(())
 
         self._need(needs)
@@ -181,13 +187,13 @@ class MegatronEngine:
                 self.chunks, microbatches, keep, self.context, passes.ScheduleSettings(self.impl, True)
             )
         if self.layout.pp > 1:
-            if not found:
-                found = [
+            if not outputs:
+                outputs = [
                     torch.empty(len(needs.names), *b.input_ids.shape, device=self.context.device) for b in microbatches
                 ]
-            for tensor in found:
+            for tensor in outputs:
                 dist.broadcast(tensor, group=self.context.groups.pp, group_src=self.layout.pp - 1)
-        return [outputs_of(fields, needs) for fields in found]
+        return [outputs_of(fields, needs) for fields in outputs]
 
     def hf_weights(self, dtype: torch.dtype | None = None, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. Adapters are merged in."""

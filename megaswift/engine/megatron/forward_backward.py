@@ -45,8 +45,8 @@ def forward_backward(
     settings: ScheduleSettings,
 ) -> None:
     """All micro-batches through the pipeline; gradients are left in DDP's buffers, reduced, divided by nothing."""
-    layout, at = context.layout, context.coordinates
-    passes = [microbatch_inputs(b, layout.cp, at.cp, context.device, settings.impl) for b in microbatches]
+    layout, coords = context.layout, context.coordinates
+    passes = [microbatch_inputs(b, layout.cp, coords.cp, context.device, settings.impl) for b in microbatches]
     shape = microbatches[0].input_ids.shape
     if layout.pp > 1:
         assert all(b.input_ids.shape == shape for b in microbatches), "a pipeline needs micro-batches of one shape"
@@ -78,9 +78,9 @@ def forward_backward(
     )
 
 
-def _finalize(whole: bool, context: ParallelContext) -> Callable[..., None]:
+def _finalize(reduce_gradients: bool, context: ParallelContext) -> Callable[..., None]:
     def finalize(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-        kwargs["force_all_reduce"] = whole
+        kwargs["force_all_reduce"] = reduce_gradients
         finalize_model_grads(model, None, **kwargs)
         sum_partial_gradients(model, context.groups.expt_tp)
 

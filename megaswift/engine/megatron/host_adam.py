@@ -32,13 +32,13 @@ class HostAdam(torch.optim.AdamW):
         views.
         """
         assert not optimizer.state, "its state would be lost"
-        made = cls([torch.empty(0)], **{name: optimizer.defaults[name] for name in SETTINGS})
+        host_adam = cls([torch.empty(0)], **{name: optimizer.defaults[name] for name in SETTINGS})
         for group in optimizer.param_groups:
-            for name, value in made.defaults.items():
+            for name, value in host_adam.defaults.items():
                 group.setdefault(name, value)
             group["fused"] = group["foreach"] = None  # kernels for states beside the weights
-        made.param_groups = optimizer.param_groups
-        return made
+        host_adam.param_groups = optimizer.param_groups
+        return host_adam
 
     def materialise(self, p: Tensor) -> dict[str, Tensor]:
         """The state of `p`; zeros before its first step. Not pinned: only gradients and weights travel."""

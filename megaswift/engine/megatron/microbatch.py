@@ -1,4 +1,4 @@
-"""One micro-batch as a rank sees it: its slice of every sequence, and the facts that layers and head need.
+"""The inputs of one micro-batch on a rank: its slice of every sequence, with positions, labels and packing.
 
 Owns the cut of a Batch for context parallelism and the layout objects of packed rows, for both layer specs.
 """

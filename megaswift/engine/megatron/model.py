@@ -15,14 +15,13 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaswift.bridge.sharded_keys import padded_vocabulary
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.context_parallel import join_slices
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, local_frequencies
 from megaswift.engine.megatron.layers.router import BalancedRouter
-from megaswift.engine.megatron.layers.scalar_head import ScalarHead
 from megaswift.engine.megatron.layers.spec import block_spec
 from megaswift.engine.megatron.layers.vocab_head import HeadShard, VocabularyHead
 from megaswift.engine.megatron.microbatch import MicrobatchInputs
@@ -30,6 +29,19 @@ from megaswift.engine.megatron.model_config import distributed_optimizer
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.families.spec import Features, ModelSpec
 from megaswift.losses.contract import Needs
+
+
+class ScalarHead(nn.Module):
+    """The head of reward models and critics: hidden [t, h] to float32 [1, t], one number per token. Every
+    tensor-parallel rank computes all of it, from whole hidden states."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The product in the model's precision, as transformers has it."""
+        return nn.functional.linear(hidden, self.weight).float().t()
 
 
 class SwiftGPT(GPTModel):
@@ -79,11 +91,11 @@ class SwiftGPT(GPTModel):
         step, shared = self.step, self.needs.head is None
         hidden = self._whole(hidden, shared)
         b, s = step.labels.shape
-        wanted = step.labelled.t().reshape(-1).nonzero().squeeze(1)  # hidden is [s, b, h]: rows of the flat [s x b]
-        picked = hidden.reshape(s * b, -1).index_select(0, wanted)
-        labels = step.labels.t().reshape(-1).index_select(0, wanted)
+        rows = step.labelled.t().reshape(-1).nonzero().squeeze(1)  # hidden is [s, b, h]: rows of the flat [s x b]
+        picked = hidden.reshape(s * b, -1).index_select(0, rows)
+        labels = step.labels.t().reshape(-1).index_select(0, rows)
         values = self._vocabulary(picked, labels) if shared else self.score(picked)
-        full = values.new_zeros(len(values), s * b).index_copy(1, wanted, values)
+        full = values.new_zeros(len(values), s * b).index_copy(1, rows, values)
         full = full.view(len(values), s, b).transpose(1, 2)
         cp = self.pg_collection.cp
         return join_slices(full, step.order, step.index, cp) if cp.size() > 1 else full.contiguous()
@@ -148,18 +160,18 @@ def frozen_padding_hook(token: int) -> Callable[..., None]:
 
 def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelContext, impl: str) -> list[SwiftGPT]:
     """This rank's model chunks, without wrappers and with weights still to be loaded."""
-    layout, at = context.layout, context.coordinates
+    layout, coords = context.layout, context.coordinates
     inv_freq, _ = inverse_frequencies(spec)
     chunks = []
     for i in range(layout.vpp):
         stage = i if layout.vpp > 1 else None
         model = SwiftGPT(
             config=config,
-            transformer_layer_spec=block_spec(config, impl, stage, at.pp),
+            transformer_layer_spec=block_spec(config, impl, stage, coords.pp),
             vocab_size=padded_vocabulary(spec, layout.tp),
             max_sequence_length=spec.max_positions,
-            pre_process=at.pp == 0 and i == 0,
-            post_process=at.pp == layout.pp - 1 and i == layout.vpp - 1,
+            pre_process=coords.pp == 0 and i == 0,
+            post_process=coords.pp == layout.pp - 1 and i == layout.vpp - 1,
             share_embeddings_and_output_weights=spec.tied,
             position_embedding_type="rope",
             rotary_percent=spec.rope.partial,

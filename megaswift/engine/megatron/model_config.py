@@ -145,8 +145,8 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     # and sine
     fields["apply_rope_fusion"] &= not latent and rope_factor == 1.0
     kind = MLATransformerConfig if latent else TransformerConfig
-    known = inspect.signature(kind).parameters
-    unknown = sorted(set(fields) - set(known))
+    parameters = inspect.signature(kind).parameters
+    unknown = sorted(set(fields) - set(parameters))
     assert not unknown, f"this Megatron-Core's TransformerConfig has no {unknown}"
     config = kind(**fields)
     # Megatron's name for "the layer spec brings the activation"; set late, for it only lets Transformer Engine's own

@@ -121,10 +121,10 @@ class SharedScaler:
 
     def decide(self, overflow: bool) -> bool:
         """Whether a part of any rank overflowed; updates the scale, once. Collective."""
-        found = torch.tensor([float(overflow)], device=self.scaler.scale.device)
+        overflowed = torch.tensor([float(overflow)], device=self.scaler.scale.device)
         if dist.is_initialized():  # a pipeline stage without experts does not see theirs
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        anywhere = bool(found.item())
+            dist.all_reduce(overflowed, op=dist.ReduceOp.MAX)
+        anywhere = bool(overflowed.item())
         self.scaler.update(anywhere)
         return anywhere
 

@@ -55,8 +55,8 @@ class ParallelContext:
         Ranks with other data, sequence parts or layers draw other numbers. Weights never come from these (see
         weights.py).
         """
-        at, layout = self.coordinates, self.layout
-        place = at.cp + layout.cp * (at.dp + layout.dp * at.pp)
+        coords, layout = self.coordinates, self.layout
+        place = coords.cp + layout.cp * (coords.dp + layout.dp * coords.pp)
         tensor_parallel.model_parallel_cuda_manual_seed(seed + 10_000 * place, force_reset_rng=True)
 
     def close(self) -> None:

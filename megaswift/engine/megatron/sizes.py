@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
+from megaswift import distributed
 from megaswift.bridge.plan import WeightPlan
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.host_adam import HostAdam
@@ -60,25 +59,21 @@ def _weights(chunk: nn.Module) -> Iterator[nn.Parameter | NF4Matrix]:
 
 def measure_sizes(engine: MegatronEngine) -> ParameterReport:
     """Sizes of the largest rank, parameters in all. Collective."""
-    own, weights = (
-        sum(held) for held in zip(*((p.numel(), p.nbytes) for c in engine.plain for p in _weights(c)), strict=True)
+    elements, weights = (
+        sum(column) for column in zip(*((p.numel(), p.nbytes) for c in engine.plain for p in _weights(c)), strict=True)
     )
     gradients = sum(
         b.grad_data.numel() * b.grad_data.element_size()
         for c in engine.chunks
         for b in c.buffers + c.expert_parallel_buffers
     )
-    largest = torch.tensor(
-        [own, weights, gradients, *_optimizer_bytes(engine)], dtype=torch.int64, device=engine.context.device
-    )
-    if engine.layout.world_size > 1:
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-    own, weights, gradients, optimizer, host = largest.tolist()
+    sizes = distributed.all_max([elements, weights, gradients, *_optimizer_bytes(engine)])
+    elements, weights, gradients, optimizer, host = map(int, sizes)
     total, flops = engine.plan.parameters, flop_parameters(engine.plan, engine.spec)
     if engine.lora is None:
-        return ParameterReport(total, own, weights, gradients, optimizer, flops, host_bytes=host)
+        return ParameterReport(total, elements, weights, gradients, optimizer, flops, host_bytes=host)
     adapters, trained = engine.lora.plan.added, engine.lora.plan.parameters
     active = adapters * flops // total  # of experts' adapters as many as of experts
     return ParameterReport(
-        total + adapters, own, weights, gradients, optimizer, flops * 2 // 3 + active, trained, flops, host
+        total + adapters, elements, weights, gradients, optimizer, flops * 2 // 3 + active, trained, flops, host
     )

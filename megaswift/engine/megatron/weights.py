@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaswift import distributed
 from megaswift.bridge import finite_weights
 from megaswift.bridge.new_head import seeded_normal
 from megaswift.bridge.plan import PlanEntry, PlanGroup, WeightPlan
 from megaswift.bridge.sharded_keys import padded_vocabulary
-from megaswift.engine.broadcast import broadcast_tensors
 from megaswift.engine.megatron.layers.nf4 import NF4Matrix
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
@@ -36,9 +36,9 @@ def canonical_name(name: str, chunk: SwiftGPT, spec: ModelSpec, context: Paralle
     """The checkpoint's name of a chunk's parameter: global layer and expert numbers, tied output as the embedding."""
     if name == "output_layer.weight" and spec.tied:
         return "embedding.word_embeddings.weight"
-    if found := _LAYER.match(name):
-        number = chunk.decoder.layers[int(found.group(1))].layer_number - 1
-        name = f"decoder.layers.{number}." + name[found.end() :]
+    if match := _LAYER.match(name):
+        number = chunk.decoder.layers[int(match.group(1))].layer_number - 1
+        name = f"decoder.layers.{number}." + name[match.end() :]
     if spec.experts:
         first = context.coordinates.ep * (spec.experts // context.layout.ep)
         name = _LOCAL_EXPERT.sub(lambda m: f"mlp.experts.{first + int(m.group(1))}.", name)
@@ -82,8 +82,8 @@ class LocalParam:
     @property
     def tensor(self) -> Tensor:
         """The parameter or buffer; of a quantised matrix its values, a copy."""
-        held = self.held
-        return held.dequantised() if isinstance(held, NF4Matrix) else held
+        value = self.held
+        return value.dequantised() if isinstance(value, NF4Matrix) else value
 
 
 class RankWeights:
@@ -109,24 +109,24 @@ class RankWeights:
                 if isinstance(module, NF4Matrix):
                     self._place(plan.by_megatron[canonical_name(name, chunk, spec, context)], chunk, name)
             for p in self.placed if chunk.config.quantised else ():
-                assert isinstance(p.held, NF4Matrix) == four_bits.held_in_four_bits(p.entry.rule), (
+                assert isinstance(p.held, NF4Matrix) == four_bits.is_four_bit_weight(p.entry.rule), (
                     f"{p.entry.megatron} is not held as it should be"
                 )
         self.by_name = {p.entry.megatron: p for p in self.placed}
 
     def _place(self, entry: PlanEntry, chunk: nn.Module, name: str) -> None:
         path, _, attribute = name.rpartition(".")
-        placed = LocalParam(entry, chunk.get_submodule(path), attribute)
+        parameter = LocalParam(entry, chunk.get_submodule(path), attribute)
         shape = tuple(entry.shard_shape(self.tp_of(entry)[0], self.padded))
-        assert shape == tuple(placed.held.shape), (
-            f"{entry.megatron}: module has {tuple(placed.held.shape)}, plan says {shape}"
+        assert shape == tuple(parameter.held.shape), (
+            f"{entry.megatron}: module has {tuple(parameter.held.shape)}, plan says {shape}"
         )
-        self.placed.append(placed)
+        self.placed.append(parameter)
 
     def tp_of(self, entry: PlanEntry) -> tuple[int, int]:
         """(ranks, rank) that split this entry: ETP for experts, TP otherwise."""
-        layout, at = self.context.layout, self.context.coordinates
-        return (layout.etp, at.etp) if entry.expert is not None else (layout.tp, at.tp)
+        layout, coords = self.context.layout, self.context.coordinates
+        return (layout.etp, coords.etp) if entry.expert is not None else (layout.tp, coords.tp)
 
     @torch.no_grad()
     def load(self, source: Any) -> None:
@@ -151,7 +151,9 @@ class RankWeights:
         """
         for group in self.plan.groups:
             yield from (
-                broadcast_tensors(self.stream_group(group, value)) if everywhere else self.stream_group(group, value)
+                distributed.broadcast_tensors(self.stream_group(group, value))
+                if everywhere
+                else self.stream_group(group, value)
             )
 
     def stream_group(self, group: PlanGroup, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
@@ -170,23 +172,23 @@ class RankWeights:
         return self.collect(holders, shapes, lambda: value(self.by_name[entry.megatron].tensor))
 
     def collect(
-        self, holders: Sequence[int], shapes: Sequence[tuple[int, ...]], mine: Callable[[], Tensor | None]
+        self, holders: Sequence[int], shapes: Sequence[tuple[int, ...]], get_own: Callable[[], Tensor | None]
     ) -> list[Tensor] | None:
         """`mine()` of each holder (None: zeros), of these shapes, on rank 0; None elsewhere. CPU tensors travel,
         whatever the device."""
-        here = self.context.rank
+        rank = self.context.rank
         parts: list[Tensor] = []
         for holder, shape in zip(holders, shapes, strict=False):
-            if here == holder:
-                found = mine()
-                own = torch.zeros(shape) if found is None else found.detach().cpu().contiguous()
+            if rank == holder:
+                value = get_own()
+                tensor = torch.zeros(shape) if value is None else value.detach().cpu().contiguous()
                 if holder == 0:
-                    parts.append(own)
+                    parts.append(tensor)
                 else:
-                    _send(own, 0)
-            elif here == 0:
+                    _send(tensor, 0)
+            elif rank == 0:
                 parts.append(_receive(shape, holder))
-        return parts if here == 0 else None
+        return parts if rank == 0 else None
 
     def holders(self, entry: PlanEntry) -> list[int]:
         """Global ranks of the shards of `entry`, in shard order: those of the first data-parallel replica."""
@@ -201,8 +203,8 @@ class RankWeights:
         layout = self.context.layout
         places = [(rank, layout.coordinates(rank)) for rank in range(layout.world_size)]
         if owner is None:
-            return [rank for rank, at in places if at.pp == stage and at.dp == 0 and at.cp == 0]
-        return [rank for rank, at in places if at.pp == stage and at.ep == owner and at.edp == 0]
+            return [rank for rank, coords in places if coords.pp == stage and coords.dp == 0 and coords.cp == 0]
+        return [rank for rank, coords in places if coords.pp == stage and coords.ep == owner and coords.edp == 0]
 
     def stage_of(self, entry: PlanEntry) -> int:
         """The pipeline stage that holds `entry` (the first one for tied embeddings)."""
@@ -213,13 +215,12 @@ class RankWeights:
     @functools.cached_property
     def _stages(self) -> dict[int, int]:
         """Layer -> stage. Collective when it is first asked for."""
-        mine = {p.entry.layer for p in self.placed if p.entry.layer is not None}
-        layout, at = self.context.layout, self.context.coordinates
+        own_layers = {p.entry.layer for p in self.placed if p.entry.layer is not None}
+        layout, coords = self.context.layout, self.context.coordinates
         if layout.pp == 1:
-            return dict.fromkeys(mine, at.pp)
-        held: list[Any] = [None] * layout.pp
-        dist.all_gather_object(held, sorted(mine), group=self.context.groups.pp)
-        return {layer: stage for stage, layers in enumerate(held) for layer in layers}
+            return dict.fromkeys(own_layers, coords.pp)
+        by_stage = distributed.all_gather_objects(sorted(own_layers), group=self.context.groups.pp)
+        return {layer: stage for stage, layers in enumerate(by_stage) for layer in layers}
 
 
 class RandomSource:
@@ -274,8 +275,8 @@ def freeze_matching(placed: Iterable[LocalParam], patterns: Iterable[str]) -> di
     """Freeze parameters of which any Hugging Face name matches a pattern; pattern to what it matched."""
     hits: dict[str, list[str]] = {p: [] for p in patterns}
     for item in placed:
-        for pattern, found in hits.items():
+        for pattern, names in hits.items():
             if any(re.search(pattern, name) for name in item.entry.hf):
                 item.tensor.requires_grad_(False)
-                found.extend(item.entry.hf)
+                names.extend(item.entry.hf)
     return hits

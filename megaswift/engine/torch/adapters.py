@@ -1,4 +1,4 @@
-"""PEFT's side of a model: its base, and its adapters as a folder."""
+"""Names of weights within PEFT's wrappers, the base model inside them, and writing a PEFT folder."""
 
 from __future__ import annotations
 

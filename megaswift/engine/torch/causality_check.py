@@ -1,4 +1,4 @@
-"""Whether a model reads its rows as training takes for granted: from left to right, and each packed document by itself.
+"""Checks two assumptions of training on the model itself: it is causal, and packed documents do not see each other.
 
 Rows go in without an attention mask (`loss_fields.py`). An encoder that was not told to decode would see the very
 tokens that it is asked for. Many models do not tell packed documents apart by their positions: state spaces and linear
@@ -48,57 +48,65 @@ def check_causality(engine: TorchEngine) -> None:
     needs = Needs(fields=frozenset(), head="score") if spec.scored else Needs()
 
     def read(batch: Batch) -> Tensor:
-        found = engine.score([batch], needs)[0]
-        numbers = found.values if spec.scored else found.logprobs
+        outputs = engine.score([batch], needs)[0]
+        numbers = outputs.values if spec.scored else outputs.logprobs
         assert numbers is not None, "it was asked for"
         return numbers.float().cpu()
 
-    named, longest = f"{engine.cfg.model.model}, model_type {spec.family}", positions(base_model(engine.fields.model))
+    label, longest = (
+        f"{engine.cfg.model.model}, model_type {spec.family}",
+        learned_positions(base_model(engine.fields.model)),
+    )
     with engine.most_exact():
         limit = EXACT if engine.dtype == torch.float32 else ROUNDED
-        found = [*_problems(read, spec.vocab_size, limit, bool(engine.cfg.data.packing), named)]
+        problems = [*_problems(read, spec.vocab_size, limit, bool(engine.cfg.data.packing), label)]
     if longest is not None and engine.cfg.data.max_length > longest:
-        found.append(
+        problems.append(
             Problem(
                 f"--max_length {engine.cfg.data.max_length}",
-                f"is more than the {longest} positions that this model has learned",
+                f"exceeds the {longest} learned positions of this model",
                 f"--max_length {longest}",
             )
         )
-    if found and known:
-        found = [replace(p, fix=f"{p.fix}, or --engine megatron, which keeps them apart") for p in found]
-    if found:
-        raise ConfigError(found)
+    if problems and known:
+        problems = [
+            replace(p, fix=f"{p.fix}, or --engine megatron, which separates packed documents") for p in problems
+        ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _problems(read: _TokenReader, vocab: int, limit: float, packing: bool, model: str) -> Iterator[Problem]:
     """What is wrong with a model of so many tokens."""
-    drawn = torch.randint(vocab, (BEFORE + DOCUMENT + END,), generator=torch.Generator().manual_seed(0))
-    before, document, end = drawn.split((BEFORE, DOCUMENT, END))
-    alone = read(row(document))
-    ended = read(row(torch.cat([document[:-END], end])))
+    tokens = torch.randint(vocab, (BEFORE + DOCUMENT + END,), generator=torch.Generator().manual_seed(0))
+    before, document, end = tokens.split((BEFORE, DOCUMENT, END))
+    alone = read(single_row_batch(document))
+    ended = read(single_row_batch(torch.cat([document[:-END], end])))
     same = DOCUMENT - END - 1  # the label after these is exchanged too
     if _differs(alone[:, :same], ended[:, :same], limit * _apart(alone, ended)):
         yield Problem(
             f"--model {model}",
-            "does not read from left to right: what it says of a token changes with the tokens behind it",
-            'a model that writes text; of an encoder, "is_decoder": true in config.json',
+            "is not causal: its output for a token depends on later tokens",
+            'a causal language model; for an encoder, "is_decoder": true in config.json',
         )
         return
     if packing:
-        kept, joined = read(row(before, document))[:, BEFORE:], read(row(torch.cat([before, document])))[:, BEFORE:]
+        separate, joined = (
+            read(single_row_batch(before, document))[:, BEFORE:],
+            read(single_row_batch(torch.cat([before, document])))[:, BEFORE:],
+        )
         # of a row of another length
-        rounding = _apart(alone[:, :-1], read(row(torch.cat([document, end])))[:, : DOCUMENT - 1])
-        if _differs(alone, kept, max(limit * _apart(alone, joined), 3 * rounding)):
+        rounding = _apart(alone[:, :-1], read(single_row_batch(torch.cat([document, end])))[:, : DOCUMENT - 1])
+        if _differs(alone, separate, max(limit * _apart(alone, joined), 3 * rounding)):
             yield Problem(
                 "--packing true",
-                f"does not go with this model ({model}): in a row with others it says something else of a "
-                "document than alone",
+                f"is not supported by this model ({model}): its output for a document changes when others are packed "
+                "with it",
                 "--packing false",
             )
 
 
-def positions(model: nn.Module) -> int | None:
+def learned_positions(model: nn.Module) -> int | None:
     """How many a model has a learned vector for; None where positions need none."""
     tables = [
         m
@@ -116,15 +124,15 @@ def _differs(a: Tensor, b: Tensor, most: float) -> bool:
     return not _apart(a, b) <= most  # not a number: it does
 
 
-def row(*documents: Tensor) -> Batch:
+def single_row_batch(*documents: Tensor) -> Batch:
     """One row, packed where there are several documents; every token but a document's last has a label."""
-    made = [_document(ids) for ids in documents]
-    if len(made) == 1:
-        return made[0]
+    rows = [_document(ids) for ids in documents]
+    if len(rows) == 1:
+        return rows[0]
     names = ("input_ids", "labels", "loss_weights", "positions", "valid")
-    joined: dict[str, Any] = {name: torch.cat([getattr(m, name) for m in made], 1) for name in names}
+    joined: dict[str, Any] = {name: torch.cat([getattr(m, name) for m in rows], 1) for name in names}
     bounds = [0, *torch.tensor([len(ids) for ids in documents]).cumsum(0).tolist()]
-    return replace(made[0], **joined, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    return replace(rows[0], **joined, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
 
 
 def _document(ids: Tensor) -> Batch:

@@ -16,23 +16,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megaswift import log
+from megaswift import distributed, log
 from megaswift.bridge.hf_source import HfSource, TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.saved_dtypes import dtype_problem
 from megaswift.bridge.step_source import StepSource
-from megaswift.bridge.transformers_weights import buffers, disk_names
+from megaswift.bridge.transformers_weights import disk_names, saved_buffers
 from megaswift.disk import sync
 from megaswift.engine import rng_state
 from megaswift.engine.torch import weight_loading
 from megaswift.engine.torch.adapters import PREFIX, base_model
-from megaswift.engine.torch.conversions import conversion_groups, groups
-from megaswift.engine.torch.host_memory import returned_at_once
+from megaswift.engine.torch.conversions import conversion_groups, convertible_groups
+from megaswift.engine.torch.host_memory import return_freed_memory
 from megaswift.engine.torch.strategy import WEIGHT
-from megaswift.errors import ROOM, CheckpointError, Problem, UserError
+from megaswift.errors import ROOM, Problem, UserError
 from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointFolder
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def save_step(engine: TorchEngine, directory: Path) -> None:
             sync(path)
     except OSError as error:
         problems = [Problem(str(directory), f"could not be written ({error})", ROOM)]
-    check_same_names(engine, problems)
+    distributed.raise_on_all_ranks(problems)
 
 
 def written_files(
@@ -76,7 +75,7 @@ def written_files(
         writer = HfWriter(folder, metas, MAX_SHARD_BYTES, overwrite=True) if engine.rank == 0 else None
     except UserError as error:
         problems = list(error.problems)
-    with returned_at_once():
+    with return_freed_memory():
         for name, tensor in tensors:
             if writer is not None and not problems:
                 try:
@@ -97,26 +96,26 @@ def stream_weights(engine: TorchEngine, kind: str, everywhere: bool = False) -> 
     Weights are all that the files hold, adapters merged in: buffers too, as the router's expert bias of DeepSeek-V3 is
     one.
     """
-    bare, here, merging = base_model(engine.fields.model), everywhere or engine.rank == 0, engine.merging
+    bare, has_tensors, merging = base_model(engine.fields.model), everywhere or engine.rank == 0, engine.merging
     if merging is not None:
-        names, full = merging.names, merging.reader(lambda name: engine.strategy.full(name, WEIGHT), here)
+        names, full = merging.names, merging.reader(lambda name: engine.strategy.full(name, WEIGHT), has_tensors)
     else:
         names = [n.removeprefix(PREFIX) for n in (engine.shapes if kind == WEIGHT else engine.strategy.trained())]
         full = lambda name: engine.strategy.full(PREFIX + name, kind)  # noqa: E731
-    for group in groups(bare, names):
-        whole = {name: full(name) for name in group}
-        if here:
-            yield from disk_names(bare, {name: tensor.detach().cpu() for name, tensor in whole.items()}).items()
-    if kind == WEIGHT and here:
-        kept = buffers(bare) if merging is None else merging.buffers(bare)
-        yield from disk_names(bare, {name: tensor.cpu() for name, tensor in kept.items()}).items()
+    for group in convertible_groups(bare, names):
+        tensors = {name: full(name) for name in group}
+        if has_tensors:
+            yield from disk_names(bare, {name: tensor.detach().cpu() for name, tensor in tensors.items()}).items()
+    if kind == WEIGHT and has_tensors:
+        model_buffers = saved_buffers(bare) if merging is None else merging.buffers(bare)
+        yield from disk_names(bare, {name: tensor.cpu() for name, tensor in model_buffers.items()}).items()
 
 
 def disk_metas(engine: TorchEngine) -> dict[str, Tensor]:
     """What `stream_weights` gives of the weights, in shape and dtype."""
     bare = base_model(engine.fields.model)
     metas = {name.removeprefix(PREFIX): torch.empty(shape, device="meta") for name, shape in engine.shapes.items()}
-    return disk_names(bare, metas) | disk_names(bare, buffers(bare))
+    return disk_names(bare, metas) | disk_names(bare, saved_buffers(bare))
 
 
 def _stream_all(engine: TorchEngine) -> Iterator[tuple[str, Tensor]]:
@@ -134,10 +133,10 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
     facts, source = _open(engine, directory)
     same = facts["world_size"] == engine.layout.world_size
     states = rng_state.read_rng_state(directory, engine.rank if same else 0)
-    check_same_names(engine, [states] if isinstance(states, Problem) else [])
+    distributed.raise_on_all_ranks([states] if isinstance(states, Problem) else [])
     assert not isinstance(states, Problem)
     engine.strategy.steps = int(facts["step"])
-    with returned_at_once():
+    with return_freed_memory():
         if not engine.adapts:
             weights = StepSource(CheckpointFolder(directory, directory), torch.float32)
             weight_loading.read_tensor(engine, conversion_groups(base_model(engine.fields.model), weights), weights, {})
@@ -150,7 +149,8 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
     else:
         engine.context.seed(rng_state.fresh_seed(directory))
         log.info(
-            f"{directory} is of {facts['world_size']} processes: same weights and optimizer, random states start anew"
+            f"{directory} was saved by {facts['world_size']} processes: weights and optimizer states are restored, "
+            "random states are reseeded"
         )
 
 
@@ -158,10 +158,10 @@ def _entries(engine: TorchEngine) -> dict[tuple[str, str], TensorMeta]:
     """What goes by the name of a parameter: (parameter, kind) in one order on every rank. With adapters also what
     trains, which is all."""
     trained = list(engine.strategy.trained())
-    found = {(n, WEIGHT): TensorMeta(tuple(engine.shapes[n]), torch.float32) for n in trained if engine.adapts}
+    entries = {(n, WEIGHT): TensorMeta(tuple(engine.shapes[n]), torch.float32) for n in trained if engine.adapts}
     if engine.strategy.steps:
-        found |= {(n, kind): meta for n in trained for kind, meta in engine.strategy.states(n).items()}
-    return found
+        entries |= {(n, kind): meta for n in trained for kind, meta in engine.strategy.states(n).items()}
+    return entries
 
 
 def _tensors(engine: TorchEngine) -> dict[str, TensorMeta]:
@@ -195,7 +195,7 @@ def _open(engine: TorchEngine, directory: Path) -> tuple[dict[str, Any], HfSourc
             problems.append(
                 Problem(
                     str(directory),
-                    f"has format {facts['format']}, this version reads {FORMAT}",
+                    f"has format {facts['format']}; this version reads {FORMAT}",
                     f"--model {directory.parent} to start from its weights",
                 )
             )
@@ -206,44 +206,33 @@ def _open(engine: TorchEngine, directory: Path) -> tuple[dict[str, Any], HfSourc
         problems += error.problems
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
-    check_same_names(engine, problems)
+    distributed.raise_on_all_ranks(problems)
     assert source is not None
     return facts, source
 
 
 def _differences(engine: TorchEngine, facts: dict[str, Any], source: HfSource) -> list[Problem]:
-    now = _facts(engine)
+    current = _facts(engine)
     problems = [
-        Problem(f"--{name} {now[name]}", f"the checkpoint's run had {facts[name]}", f"--{name} {facts[name]}")
+        Problem(f"--{name} {current[name]}", f"the checkpoint's run had {facts[name]}", f"--{name} {facts[name]}")
         for name in ("train_type", "optimizer")
-        if facts[name] != now[name]
+        if facts[name] != current[name]
     ]
     if problems:
         return problems
     engine.strategy.steps = int(facts["step"])
-    wanted, stored = _tensors(engine), set(source.names())
-    problems = [Problem(name, "is in the checkpoint and not in this model") for name in sorted(stored - set(wanted))]
-    problems += [Problem(name, "is in this model and not in the checkpoint") for name in sorted(set(wanted) - stored)]
+    expected, stored = _tensors(engine), set(source.names())
+    problems = [Problem(name, "is in the checkpoint and not in this model") for name in sorted(stored - set(expected))]
+    problems += [Problem(name, "is in this model and not in the checkpoint") for name in sorted(set(expected) - stored)]
     problems += [
         Problem(name, f"has shape {source.shape(name)} in the checkpoint and {meta.shape} in this model")
-        for name, meta in wanted.items()
+        for name, meta in expected.items()
         if name in stored and tuple(source.shape(name)) != meta.shape
     ]
     problems += [
         other
-        for name, meta in wanted.items()
+        for name, meta in expected.items()
         if name in stored
         and (other := dtype_problem(name, source.dtype(name), meta.dtype, not name.startswith(f"{WEIGHT}.")))
     ]
     return problems[:12]
-
-
-def check_same_names(engine: TorchEngine, problems: list[Problem]) -> None:
-    """All ranks' problems as one error on every rank, each once."""
-    found: list[Any] = [problems]
-    if engine.layout.world_size > 1:
-        found = [None] * engine.layout.world_size
-        dist.all_gather_object(found, problems)
-    everyone = list(dict.fromkeys(p for own in found for p in own))
-    if everyone:
-        raise CheckpointError(everyone)

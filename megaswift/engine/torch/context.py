@@ -33,10 +33,10 @@ class TorchContext:
 
     def seed(self, seed: int) -> None:
         """Random states for dropout; every rank draws other numbers. Weights never come from these."""
-        own = seed + 10_000 * self.rank
-        torch.manual_seed(own)
-        np.random.seed(own % 2**32)
-        random.seed(own)
+        rank_seed = seed + 10_000 * self.rank
+        torch.manual_seed(rank_seed)
+        np.random.seed(rank_seed % 2**32)
+        random.seed(rank_seed)
 
     def close(self) -> None:
         """Take the process group down."""

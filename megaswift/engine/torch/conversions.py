@@ -38,8 +38,8 @@ class ConversionGroup:
         for pattern, name in self.stored:
             once.add_tensor(self.target, name, pattern, tensors[name])
         return {
-            name: found[0] if isinstance(found, list) else found
-            for name, found in once.convert(self.target, model=model, config=model.config).items()
+            name: converted[0] if isinstance(converted, list) else converted
+            for name, converted in once.convert(self.target, model=model, config=model.config).items()
         }
 
 
@@ -52,35 +52,35 @@ def conversion_groups(model: Any, source: WeightSource) -> list[ConversionGroup]
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    known, prefix = {unwrap_adapters(name) for name in model.state_dict()}, model.base_model_prefix
-    lookup = dict.fromkeys(known, True)
+    own_names, prefix = {unwrap_adapters(name) for name in model.state_dict()}, model.base_model_prefix
+    lookup = dict.fromkeys(own_names, True)
     mapping = get_model_conversion_mapping(model)
     renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
     converters: Any = [m for m in mapping if isinstance(m, WeightConverter)]
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    found: dict[str, list[tuple[str, str]]] = {}
+    renamed: dict[str, list[tuple[str, str]]] = {}
     how: dict[str, Any] = {}
     for name in sorted(source.names(), key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, lookup)
-        if target not in known and name in known:
+        if target not in own_names and name in own_names:
             target, pattern = rename_source_key(name, [], [], prefix, lookup)
-        if target in known:
+        if target in own_names:
             how.setdefault(target, None if pattern is None else of_pattern[pattern])
-            found.setdefault(target, []).append((pattern or name, name))
+            renamed.setdefault(target, []).append((pattern or name, name))
     model._weight_conversions = [m for m in mapping if m.was_used()]
-    return [ConversionGroup(tuple(stored), target, how[target]) for target, stored in found.items()]
+    return [ConversionGroup(tuple(stored), target, how[target]) for target, stored in renamed.items()]
 
 
-def group_shapes(model: Any, source: WeightSource, found: Iterable[ConversionGroup]) -> dict[str, tuple[int, ...]]:
+def group_shapes(model: Any, source: WeightSource, groups: Iterable[ConversionGroup]) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter that the pieces make; nothing is read."""
-    made: dict[str, tuple[int, ...]] = {}
-    for piece in found:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in groups:
         metas = {name: torch.empty(source.shape(name), device="meta") for _, name in piece.stored}
-        made |= {name: tuple(t.shape) for name, t in piece.convert(model, metas).items()}
-    return made
+        shapes |= {name: tuple(t.shape) for name, t in piece.convert(model, metas).items()}
+    return shapes
 
 
-def groups(model: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
+def convertible_groups(model: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
     """Parameters in groups that must be written together, because they come from, or become, the same tensors of
     files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -89,18 +89,18 @@ def groups(model: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
     conversions = getattr(model, "_weight_conversions", None)
     conversions = get_model_conversion_mapping(model, add_legacy=False) if conversions is None else conversions
     backwards: Any = [c.reverse_transform() for c in conversions[::-1] if isinstance(c, WeightConverter)]
-    found: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for name in names:
         together, pattern = rename_source_key(name, [], backwards)
-        found.setdefault(together if pattern is not None else name, []).append(name)
-    return [tuple(group) for group in found.values()]
+        names_of.setdefault(together if pattern is not None else name, []).append(name)
+    return [tuple(group) for group in names_of.values()]
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
     """Every name of a parameter, without adapters -> the one that comes first: another where it is tied."""
-    seen: dict[int, str] = {}
-    found: dict[str, str] = {}
+    name_of: dict[int, str] = {}
+    first_of: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = seen.setdefault(id(parameter), unwrap_adapters(name))
-        found.setdefault(unwrap_adapters(name), first)  # PEFT's copy of a module that trains comes after the module
-    return found
+        first = name_of.setdefault(id(parameter), unwrap_adapters(name))
+        first_of.setdefault(unwrap_adapters(name), first)  # PEFT's copy of a module that trains comes after the module
+    return first_of

@@ -46,9 +46,9 @@ class DdpStrategy:
         if self.ranks == 1:
             return module
         devices = [self.context.device] if self.context.device.type == "cuda" else None
-        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        parameters = inspect.signature(DistributedDataParallel.__init__).parameters
         no_sync_of_buffers: dict[str, Any] = {
-            "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
+            "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False
         }
         # the last layers of some towers have no effect, and so no gradient
         idle = trains_tower(base_model(getattr(module, "model", module)))
@@ -77,8 +77,8 @@ class DdpStrategy:
     def step(self, lr: float, optim: OptimConfig) -> tuple[float, bool]:
         """Clip and step, unless the norm is not finite."""
         norm = self.norm()
-        taken = math.isfinite(norm)
-        if taken:
+        stepped = math.isfinite(norm)
+        if stepped:
             factor = clip_factor(norm, optim.max_grad_norm)
             if factor < 1.0:
                 for gradient in self.gradients():
@@ -88,7 +88,7 @@ class DdpStrategy:
             self.steps += 1
             self.stepped(self.steps)
         self.zero_grad()
-        return norm, taken
+        return norm, stepped
 
     def zero_grad(self) -> None:
         """Forgets gradients."""
@@ -131,8 +131,8 @@ class DdpStrategy:
         parts = {name: self.local(p.data) for name, p in self.parameters.items()}
         trained = list(self.trained())
         gradients = sum(parts[name].nbytes for name in trained)
-        whole = {name: self.optimizer.nbytes(self.parameters[name]) for name in trained}
-        states = sum(whole[name] * parts[name].numel() // self.parameters[name].numel() for name in trained)
+        sizes = {name: self.optimizer.nbytes(self.parameters[name]) for name in trained}
+        states = sum(sizes[name] * parts[name].numel() // self.parameters[name].numel() for name in trained)
         scales = sum(scale_bytes(p) for p in self.parameters.values())
         count = sum(
             elements(p) if getattr(p, "quant_state", None) else parts[n].numel() for n, p in self.parameters.items()

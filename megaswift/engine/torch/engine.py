@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megaswift import distributed
 from megaswift.bridge import finite_weights
 from megaswift.bridge.model_folder import write_model
-from megaswift.bridge.transformers_weights import buffers, config_dtype, disk_dtypes, metas_like
+from megaswift.bridge.transformers_weights import config_dtype, disk_dtypes, metas_like, saved_buffers
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
@@ -29,7 +29,7 @@ from megaswift.engine.reference import ReferenceWeights
 from megaswift.engine.torch import adapters, causality_check, checkpoint, quantized, weight_loading
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import DdpStrategy
-from megaswift.engine.torch.host_memory import returned_at_once
+from megaswift.engine.torch.host_memory import return_freed_memory
 from megaswift.engine.torch.merged_adapters import merging_of
 from megaswift.engine.torch.neftune import NeftuneNoise
 from megaswift.engine.torch.rank_allocation import allocation_of
@@ -54,20 +54,20 @@ class TorchEngine:
 
     def load_hf(self, directory: Path) -> None:
         """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
-        with returned_at_once():
+        with return_freed_memory():
             self._build(weight_loading.start_from_files(directory, self))
         finite_weights.check_finite((name, _local(p)) for name, p in self.fields.model.named_parameters())
         causality_check.check_causality(self)
 
     def random_init(self, seed: int) -> None:
         """Weights from the configured seed."""
-        with returned_at_once():
+        with return_freed_memory():
             self._build(weight_loading.start_from_seed(self.folder, self))
         causality_check.check_causality(self)
 
     def keep(self, directory: Path) -> None:
         """The model without its weights, which a checkpoint brings."""
-        with returned_at_once():
+        with return_freed_memory():
             self._build(weight_loading.start_empty(directory, self))
 
     def _build(self, start: weight_loading.WeightStart) -> None:
@@ -94,8 +94,8 @@ class TorchEngine:
     def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
         result = self.accumulate(microbatches, loss)
-        norm, taken = self.strategy.step(lr, self.cfg.optim)
-        return replace(result, grad_norm=norm, skipped=not taken)
+        norm, stepped = self.strategy.step(lr, self.cfg.optim)
+        return replace(result, grad_norm=norm, skipped=not stepped)
 
     def accumulate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
         """Forward and backward only; `hf_gradients` then has the gradients of the global objective."""
@@ -116,11 +116,13 @@ class TorchEngine:
         objective = Objective(loss, counted)
         self.fields.needs = loss.needs
         for i, batch in enumerate(microbatches):
-            here = batch.to(self.context.device)
+            on_device = batch.to(self.context.device)
             if self.noise is not None:
-                self.noise.scale = self.noise.of(here) if train else None
+                self.noise.scale = self.noise.of(on_device) if train else None
             self.routers.begin(train)
-            value = objective(here, self._fields(here)) + self.routers.take(here.valid, max(counted.microbatches, 1))
+            value = objective(on_device, self._fields(on_device)) + self.routers.take(
+                on_device.valid, max(counted.microbatches, 1)
+            )
             last = i == len(microbatches) - 1
             # once a global batch, of which every rank adds its share
             if train and last and self.allocation is not None:
@@ -178,9 +180,9 @@ class TorchEngine:
         """What `needs` asks for, per micro-batch in input order."""
         self.strategy.module.eval()
         self.fields.needs = needs
-        found = [outputs_of(self._fields(batch.to(self.context.device)), needs) for batch in microbatches]
+        outputs = [outputs_of(self._fields(batch.to(self.context.device)), needs) for batch in microbatches]
         self.strategy.module.train()
-        return found
+        return outputs
 
     def keep_reference(self, on_host: bool = False) -> None:
         """From now on `reference` is the model as it is now; adapters that are new need no copy: without them the model
@@ -226,8 +228,7 @@ class TorchEngine:
             self.spec.hf_config if self.spec.scored else None,
         )
         metas = metas if dtype is None else {name: meta._replace(dtype=dtype) for name, meta in metas.items()}
-        checkpoint.check_same_names(
-            self,
+        distributed.raise_on_all_ranks(
             checkpoint.written_files(
                 self, folder, metas, self.hf_weights(), lambda writer: writer.close(source, config)
             ),
@@ -237,7 +238,7 @@ class TorchEngine:
         """A PEFT folder with what trains. Collective; rank 0 writes."""
         state = {name: self.strategy.full(name, WEIGHT) for name in self.strategy.trained()}
         state |= {
-            adapters.PREFIX + name: tensor for name, tensor in buffers(self.fields.model).items()
+            adapters.PREFIX + name: tensor for name, tensor in saved_buffers(self.fields.model).items()
         }  # VeRA's projections
         if self.rank == 0:
             adapters.write_adapter_folder(
@@ -269,15 +270,12 @@ class TorchEngine:
 
     def report(self) -> ParameterReport:
         """Exact sizes, for the first screen. Collective."""
-        largest = torch.tensor(self.strategy.sizes(), dtype=torch.int64, device=self.context.device)
-        if self.layout.world_size > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        own, weights, gradients, optimizer = largest.tolist()
+        elements, weights, gradients, optimizer = map(int, distributed.all_max(self.strategy.sizes()))
         total = self.elements
         flops = total - (0 if self.spec.tied else self.spec.vocab_size * self.spec.hidden_size)
         if not self.adapts:
-            return ParameterReport(total, own, weights, gradients, optimizer, flops)
-        return ParameterReport(total, own, weights, gradients, optimizer, flops * 2 // 3, self.trained, flops)
+            return ParameterReport(total, elements, weights, gradients, optimizer, flops)
+        return ParameterReport(total, elements, weights, gradients, optimizer, flops * 2 // 3, self.trained, flops)
 
     def save(self, directory: Path) -> None:
         """Weights, optimizer and this rank's random states. Collective."""
@@ -305,7 +303,7 @@ def _compute_dtype(cfg: SwiftConfig, folder: Path, device: torch.device) -> torc
         raise ConfigError(
             Problem(
                 "--torch_dtype auto",
-                "is the checkpoint's float16, whose gradients need a loss scale; the native engine alone has one",
+                "is float16, the checkpoint's dtype, which needs a loss scale; only --engine megatron has one",
                 "--torch_dtype bfloat16",
             )
         )

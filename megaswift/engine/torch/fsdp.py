@@ -91,8 +91,8 @@ class FsdpStrategy(DdpStrategy):
         """This rank's part of a whole tensor."""
         place = self.place(name, kind)
         if isinstance(place, DTensor):
-            whole = tensor.to(self.context.device)
-            tensor = distribute_tensor(whole, place.device_mesh, place.placements, src_data_rank=None).to(
+            full = tensor.to(self.context.device)
+            tensor = distribute_tensor(full, place.device_mesh, place.placements, src_data_rank=None).to(
                 place.device
             )  # nothing is sent
         super().put(name, kind, tensor)
@@ -114,16 +114,16 @@ def is_unsharded(units: Iterable[nn.Module], model: nn.Module) -> list[nn.Module
     """Those that share no weight with a module outside: embeddings tied to the head, say, stay in the unit around
     both."""
     everywhere = _uses(model)
-    kept: list[nn.Module] = []
-    left: dict[str, None] = {}
+    outermost: list[nn.Module] = []
+    remaining: dict[str, None] = {}
     for unit in units:
         if all(everywhere[p] == times for p, times in _uses(unit).items()):
-            kept.append(unit)
+            outermost.append(unit)
         else:
-            left[type(unit).__name__] = None
-    for name in left:
-        log.info(f"fsdp2: {name} shares weights with other modules, so that it is no unit of its own")
-    return kept
+            remaining[type(unit).__name__] = None
+    for name in remaining:
+        log.info(f"fsdp2: {name} shares weights with other modules and is not wrapped as a unit of its own")
+    return outermost
 
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:

@@ -44,9 +44,9 @@ class LocalShardOptimizer(Elementwise):
 
     def states(self, parameter: Any, steps: int) -> dict[str, Tensor]:
         """The parts of the states, each as torch's wrapper has the weight's."""
-        found = self.stepped.states(self.parts[parameter], steps)
+        states = self.stepped.states(self.parts[parameter], steps)
         if not isinstance(parameter.data, DTensor):
-            return found
+            return states
         return {
             name: DTensor.from_local(
                 t,
@@ -56,7 +56,7 @@ class LocalShardOptimizer(Elementwise):
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-            for name, t in found.items()
+            for name, t in states.items()
         }
 
     def count(self, parameter: nn.Parameter, steps: int) -> None:

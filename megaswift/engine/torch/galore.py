@@ -59,10 +59,10 @@ class GaloreTarget:
         """The directions of this gradient: of rank 0, should another's library find the same ones with another sign."""
         left, _, right = torch.linalg.svd(gradient.float(), full_matrices=False)
         for name, meta in self.metas.items():
-            found = (left[..., : meta.shape[-1]] if name == LEFT else right[..., : meta.shape[-2], :]).contiguous()
+            projection = (left[..., : meta.shape[-1]] if name == LEFT else right[..., : meta.shape[-2], :]).contiguous()
             if dist.is_initialized() and dist.get_world_size() > 1:
-                dist.broadcast(found, 0)
-            self.sides[name] = found
+                dist.broadcast(projection, 0)
+            self.sides[name] = projection
 
     def down(self, gradient: Tensor) -> Tensor:
         """A gradient in the stand-in's shape."""
@@ -125,11 +125,11 @@ class GaLore(Elementwise):
         if target is None:
             return self.stepped.states(parameter, steps)
         target.stand_in.data = parameter.new_zeros(target.shape)
-        found = self.stepped.states(target.stand_in, steps)
+        states = self.stepped.states(target.stand_in, steps)
         target.stand_in.data = target.nothing
         for name, meta in target.metas.items():
             target.sides.setdefault(name, parameter.new_zeros(meta.shape))
-        return found | target.sides
+        return states | target.sides
 
     def count(self, parameter: nn.Parameter, steps: int) -> None:
         """The age of the directions too."""
@@ -145,9 +145,9 @@ def _target(weight: nn.Parameter, optim: OptimConfig) -> GaloreTarget:
     narrow = "right" if m >= n else "left"
     side = {"std": narrow, "reverse_std": "left" if narrow == "right" else "right"}.get(kind, kind)
     metas = {LEFT: TensorMeta((*outer, m, r), torch.float32), RIGHT: TensorMeta((*outer, r, n), torch.float32)}
-    kept = {"left": (LEFT,), "right": (RIGHT,), "full": (LEFT, RIGHT)}[side]
+    sides = {"left": (LEFT,), "right": (RIGHT,), "full": (LEFT, RIGHT)}[side]
     stand_in = nn.Parameter(weight.data.new_empty((0,) * weight.dim()))
-    return GaloreTarget(weight, stand_in, {name: metas[name] for name in kept}, {})
+    return GaloreTarget(weight, stand_in, {name: metas[name] for name in sides}, {})
 
 
 def galore_targets(module: Any, optim: OptimConfig) -> set[str]:
@@ -157,7 +157,7 @@ def galore_targets(module: Any, optim: OptimConfig) -> set[str]:
     A matrix with no more than `galore_rank` rows or columns stays as it is: nothing would be saved.
     """
     every, head = list(optim.galore_target_modules) == ["all-linear"], base_model(module.model).get_output_embeddings()
-    found = set()
+    matched = set()
     for name, owner in module.named_modules():
         for own, p in owner.named_parameters(recurse=False):
             linear = isinstance(owner, nn.Linear) and own == "weight"
@@ -170,14 +170,14 @@ def galore_targets(module: Any, optim: OptimConfig) -> set[str]:
                 else any(re.search(pattern, label) for pattern in optim.galore_target_modules)
             )
             if (linear or stack) and wanted and p.requires_grad and min(p.shape[-2:]) > optim.galore_rank:
-                found.add(full)
-    if not found:
-        given = " ".join(optim.galore_target_modules)
+                matched.add(full)
+    if not matched:
+        targets = " ".join(optim.galore_target_modules)
         raise ConfigError(
             Problem(
-                f"--galore_target_modules {given} --galore_rank {optim.galore_rank}",
+                f"--galore_target_modules {targets} --galore_rank {optim.galore_rank}",
                 "match no trained matrix with more rows and columns than the rank",
                 "a lower rank, or other patterns",
             )
         )
-    return found
+    return matched

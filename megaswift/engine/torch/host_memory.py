@@ -1,6 +1,6 @@
-"""Host memory of large tensors that come and go while a model is read or written: it goes back to the system at once.
+"""Host memory of large temporary tensors, given back to the system as soon as they are freed.
 
-glibc learns from the first large block that is freed to take later ones from its heap, where torch's aligned blocks and
+After the first large block is freed, glibc takes later ones from its heap, where torch's aligned blocks and
 the shards that are made between them leave holes that do not fit: a rank of four then grew by the whole model while it
 kept a quarter (measured by tests/engine/torch/test_memory.py). While a model trains, blocks from the heap are the
 faster ones.
@@ -19,7 +19,7 @@ MOVING, TRAINING = 1 << 20, 32 << 20
 
 
 @contextmanager
-def returned_at_once() -> Iterator[None]:
+def return_freed_memory() -> Iterator[None]:
     """Blocks that are freed inside are no longer this process's. Without effect where the C library is not glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

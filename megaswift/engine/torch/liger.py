@@ -9,7 +9,7 @@ from typing import Any
 from megaswift.errors import ConfigError, Problem
 
 
-def apply(model: Any) -> None:
+def apply_liger(model: Any) -> None:
     """Patches `model`, and functions of its module in transformers. ConfigError where liger-kernel does not know the
     architecture."""
     patches = importlib.import_module("liger_kernel.transformers.monkey_patch")

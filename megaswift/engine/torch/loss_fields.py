@@ -1,4 +1,5 @@
-"""What losses ask for, from the full logits of labelled positions: the plain form of `engine.megatron.head`."""
+"""The fields that losses read (log-probabilities, ...) from the logits of labelled positions: the plain counterpart of
+`engine/megatron/layers/vocab_head.py`."""
 
 from __future__ import annotations
 
@@ -45,9 +46,9 @@ class FieldsModel(nn.Module):
         self.needs = Needs()
         self.places = model_has_tower(base_model(model))
         """The model gives its tokens positions itself: those of images may be those of a grid."""
-        taken = inspect.signature(base_model(model).forward).parameters
-        self.chooses = "logits_to_keep" in taken
-        self.placed = not self.places and "position_ids" in taken
+        parameters = inspect.signature(base_model(model).forward).parameters
+        self.chooses = "logits_to_keep" in parameters
+        self.placed = not self.places and "position_ids" in parameters
         """It takes positions; models without any (state spaces, ALiBi) do not."""
 
     def forward(
@@ -70,12 +71,12 @@ class FieldsModel(nn.Module):
         logits = self.model(use_cache=False, **inputs, **chosen).logits
         if not self.chooses:
             logits = logits[:, columns]
-        found = fields_of(logits, labels[:, columns], self.needs) * labelled[:, columns]
-        return found.new_zeros(found.shape[0], *labels.shape).index_copy(2, columns, found)
+        values = fields_of(logits, labels[:, columns], self.needs) * labelled[:, columns]
+        return values.new_zeros(values.shape[0], *labels.shape).index_copy(2, columns, values)
 
     def _values(self, columns: Tensor, labelled: Tensor, inputs: dict[str, Any]) -> Tensor:
         """float32 [1, b, s] of a model with a scalar head; transformers' own forward pass gives one number a row."""
         model: Any = base_model(self.model)
         hidden = model.base_model(use_cache=False, **inputs).last_hidden_state
-        found = model.score(hidden[:, columns]).float().squeeze(-1) * labelled[:, columns]
-        return found.new_zeros(1, *labelled.shape).index_copy(2, columns, found[None])
+        values = model.score(hidden[:, columns]).float().squeeze(-1) * labelled[:, columns]
+        return values.new_zeros(1, *labelled.shape).index_copy(2, columns, values[None])

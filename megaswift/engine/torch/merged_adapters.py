@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.bridge.transformers_weights import buffers
+from megaswift.bridge.transformers_weights import saved_buffers
 from megaswift.engine.torch import quantized
 from megaswift.engine.torch.adapters import PREFIX, base_name, unwrap_adapters
 from megaswift.engine.torch.loss_fields import FieldsModel
@@ -39,17 +39,17 @@ class AdaptedLayer:
     own: Mapping[str, str]
     """Those of the layer inside it -> the names that they have without adapters."""
 
-    def merged(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def merged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's own parameters by the names that they have without adapters, from all whole tensors by their
         names here."""
-        given = {
-            id(p): nn.Parameter(whole[name].detach().float().clone(), False)
+        values = {
+            id(p): nn.Parameter(tensors[name].detach().float().clone(), False)
             for name, p in self.layer.named_parameters()
         }
-        made = _copied(self.layer, given).to(next(iter(whole.values())).device)
-        for part in filter(_adapts, made.modules()):
+        layer = _copied(self.layer, values).to(next(iter(tensors.values())).device)
+        for part in filter(_adapts, layer.modules()):
             part.merge()
-        return {self.own[name]: p.data for name, p in made.get_base_layer().named_parameters()}
+        return {self.own[name]: p.data for name, p in layer.get_base_layer().named_parameters()}
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class AdapterMerging:
     layers: dict[str, Any] = field(default_factory=dict)
     """PEFT's, outermost ones only, by their names in the module that is wrapped."""
 
-    def reader(self, full: Full, here: bool) -> Full:
+    def reader(self, full: Full, has_tensors: bool) -> Full:
         """Gives each weight once, in any order that is the same on every rank. `here`: this rank wants them.
         Collective."""
         ready: dict[str, Tensor] = {}
@@ -88,11 +88,11 @@ class AdapterMerging:
             if name in self.plain:
                 return full(self.plain[name])
             if name in self.packed:
-                return self.packed[name].merged() if here else nothing
+                return self.packed[name].merged() if has_tensors else nothing
             if name not in ready:
                 layer = self.adapted[name]
-                whole = {own: full(place) for own, place in layer.places.items()}
-                ready.update(layer.merged(whole) if here else dict.fromkeys(layer.own.values(), nothing))
+                tensors = {own: full(place) for own, place in layer.places.items()}
+                ready.update(layer.merged(tensors) if has_tensors else dict.fromkeys(layer.own.values(), nothing))
             return ready.pop(name)
 
         return read
@@ -105,52 +105,59 @@ class AdapterMerging:
     def buffers(self, bare: nn.Module) -> dict[str, Tensor]:
         """What a checkpoint of the model holds that is no parameter, and no part of an adapter or of quantised
         weights."""
-        known = {name for name, _ in bare.named_buffers()}
+        own_buffers = {name for name, _ in bare.named_buffers()}
         return {
             unwrap_adapters(name): tensor
-            for name, tensor in buffers(bare).items()
-            if name in known and KEPT not in name and _inside(OWN + name, self.layers) is None
+            for name, tensor in saved_buffers(bare).items()
+            if name in own_buffers and KEPT not in name and _inside(OWN + name, self.layers) is None
         }
 
 
 def merging_of(fields: FieldsModel) -> AdapterMerging:
     """Before the model is wrapped: later its tensors may be parts, and hooks hang on its layers."""
-    found, first = AdapterMerging(), {id(p): name for name, p in fields.named_parameters()}
+    merging, first = AdapterMerging(), {id(p): name for name, p in fields.named_parameters()}
     for name, module in fields.named_modules():
-        if _adapts(module) and _inside(name, found.layers) is None:
-            found.layers[name] = module
+        if _adapts(module) and _inside(name, merging.layers) is None:
+            merging.layers[name] = module
             if not quantized.is_packed(module.get_base_layer()):
                 layer = _adapted(name, module, first)
-                found.adapted |= dict.fromkeys(layer.own.values(), layer)
+                merging.adapted |= dict.fromkeys(layer.own.values(), layer)
     for name, _ in fields.named_parameters():
-        place, at = base_name(name), _inside(name, found.layers)
-        if not name.startswith(OWN) or KEPT in name or at is not None and not name.startswith(f"{at}.base_layer."):
+        place, wrapped = base_name(name), _inside(name, merging.layers)
+        if (
+            not name.startswith(OWN)
+            or KEPT in name
+            or wrapped is not None
+            and not name.startswith(f"{wrapped}.base_layer.")
+        ):
             continue
         # layers in layers have such names too
-        if at is not None and not quantized.is_packed(found.layers[at].get_base_layer()):
+        if wrapped is not None and not quantized.is_packed(merging.layers[wrapped].get_base_layer()):
             continue
         module = fields.get_submodule(name.rpartition(".")[0])
         if name.endswith(".weight") and quantized.is_packed(module):
-            adapter = found.layers.get(at or "")
+            adapter = merging.layers.get(wrapped or "")
             if getattr(adapter, "lora_variant", None):  # DoRA's in a folder of adapters: of new ones the options tell
                 raise ConfigError(
                     Problem(
                         "--adapters",
-                        "holds no plain LoRA, which is all that can be merged over weights in few bits",
-                        "the model in plain weights",
+                        "is not plain LoRA, the only kind that can be merged into quantised weights",
+                        "the unquantised model",
                     )
                 )
-            found.packed[place] = PackedWeight(module, adapter)
+            merging.packed[place] = PackedWeight(module, adapter)
         else:
-            found.plain[place] = name
-    return found
+            merging.plain[place] = name
+    return merging
 
 
 def _adapted(name: str, module: Any, first: Mapping[int, str]) -> AdaptedLayer:
-    given = {id(p): nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), False) for p in module.parameters()}
+    empty_parameters = {
+        id(p): nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), False) for p in module.parameters()
+    }
     places = {own: first[id(p)] for own, p in module.named_parameters()}
     return AdaptedLayer(
-        _copied(module, given),
+        _copied(module, empty_parameters),
         places,
         {n: base_name(f"{name}.{n}") for n, _ in module.get_base_layer().named_parameters()},
     )

@@ -1,10 +1,8 @@
-"""Models without memory for their weights: how a model gets its shape, its adapters and its shards before any tensor is
-read.
+"""Models without memory for their weights: adapters are added and parameters sharded before any weight is read.
 
-A hollow parameter has its shape and dtype, and one zero as its storage (all strides are 0). Nothing but its shape may
-be asked of it. It stays on the CPU, not on the meta device, because PEFT moves what it adds to the device of the layer
-that it is added to. Before a parameter is sharded it becomes real; its memory is then untouched, so that on a CPU no
-page of it is resident.
+As with the meta device, a parameter has a shape and a dtype only: its storage is one zero (all strides are 0). It is a
+CPU tensor all the same, because PEFT moves what it adds to the device of the layer that it is added to. Memory is
+allocated just before a parameter is sharded, and is not touched, so that on a CPU no page of it is resident.
 """
 
 from __future__ import annotations
@@ -34,24 +32,24 @@ def build_on_meta() -> Iterator[None]:
 
 
 def move_to_meta(module: nn.Module) -> None:
-    """Meta parameters become hollow ones, tied ones together."""
-    made: dict[int, nn.Parameter] = {}
+    """Meta parameters become expanded zeros, tied ones together."""
+    parameters: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter.is_meta:
                 empty = nn.Parameter(
                     torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), parameter.requires_grad
                 )
-                part._parameters[name] = made.setdefault(id(parameter), empty)
+                part._parameters[name] = parameters.setdefault(id(parameter), empty)
 
 
 def drop_storage(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A real module becomes a hollow one; its parameters by name are the caller's now."""
-    taken = {}
+    """Drops the storage of a module's parameters; returns them by name, to be filled in again later."""
+    tensors = {}
     for name, parameter in module.named_parameters():
-        taken[name] = parameter.data
+        tensors[name] = parameter.data
         parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-    return taken
+    return tensors
 
 
 def is_meta(parameter: torch.Tensor) -> bool:

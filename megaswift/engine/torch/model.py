@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from logging import LogRecord, getLogger
 from pathlib import Path
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -17,15 +20,17 @@ from megaswift.bridge.bits_and_bytes import without_cpu_repacking
 from megaswift.bridge.new_head import NEW, new_head
 from megaswift.bridge.open_weights import open_weights
 from megaswift.config import SwiftConfig
+from megaswift.config.model import ModelConfig
 from megaswift.engine.torch import liger, meta_init, quantized, vision
 from megaswift.engine.torch.adapters import base_model
-from megaswift.engine.torch.compile import compile_layers
 from megaswift.engine.torch.loss_fields import FieldsModel
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.layers import layer_classes
 from megaswift.families.spec import ModelSpec
 from megaswift.families.vision import has_tower
 
+RECOMPILES = 64
+"""Shapes and layers of one class that may be compiled before torch falls back to eager; its own limit is 8."""
 ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfused": "eager", "flex": "flex_attention"}
 """`--attn_impl` to transformers' name."""
 
@@ -95,8 +100,7 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
             raise ConfigError(
                 Problem(
                     f"--train_type {cfg.model.train_type}",
-                    "cannot leave out the parts of a vision-language model that "
-                    "are frozen (PEFT has no exclude_modules for it)",
+                    "cannot exclude the frozen parts of a vision-language model: PEFT has no exclude_modules for it",
                     "--train_type lora",
                 )
             )
@@ -106,12 +110,12 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(cfg.train.seed)
         try:
-            made = peft.get_peft_model(model, options)
+            adapted = peft.get_peft_model(model, options)
         except ValueError as error:  # targets that match nothing; dropout and DoRA on parameters
             name = "parameters" if lora.target_parameters else "modules"
-            given = " ".join(lora.target_parameters or lora.target_modules)
+            targets = " ".join(lora.target_parameters or lora.target_modules)
             label = (
-                f"--target_{name} {given}"
+                f"--target_{name} {targets}"
                 if cfg.model.train_type in ("lora", "qlora")
                 else f"--train_type {cfg.model.train_type}"
             )
@@ -120,32 +124,34 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
             raise ConfigError(
                 Problem(label, str(error).splitlines()[0], fix if label.startswith("--target_modules") else "")
             ) from None
-    if lora.target_parameters and not made.base_model.targeted_parameter_names:
+    if lora.target_parameters and not adapted.base_model.targeted_parameter_names:
         raise ConfigError(
             Problem(f"--target_parameters {' '.join(lora.target_parameters)}", "matches no parameter of this model")
         )
-    return made
+    return adapted
 
 
 def freeze_base(model: nn.Module, patterns: Sequence[str]) -> None:
     """Parameters whose names match any pattern do not train."""
     for pattern in patterns:
-        found = [p for name, p in model.named_parameters() if re.search(pattern, name)]
-        if not found:
-            like = ", ".join([name for name, _ in model.named_parameters()][:4])
-            raise ConfigError(Problem(f"--freeze_parameters {pattern}", f"matches no weight; names are like {like}"))
-        for parameter in found:
+        matching = [p for name, p in model.named_parameters() if re.search(pattern, name)]
+        if not matching:
+            examples = ", ".join([name for name, _ in model.named_parameters()][:4])
+            raise ConfigError(
+                Problem(f"--freeze_parameters {pattern}", f"matches no weight; names are like {examples}")
+            )
+        for parameter in matching:
             parameter.requires_grad_(False)
 
 
 def prepare_model(
     folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool = False
 ) -> FieldsModel:
-    """Everything that is done to a model before it is wrapped. `empty`: its parameters have no memory (`hollow`)."""
+    """Everything that is done to a model before it is wrapped. `empty`: its parameters have no memory (`meta_init`)."""
     model = build_model(folder, cfg, weights, spec, further, empty)
     meta_init.move_to_meta(model)
     if cfg.model.use_liger:
-        liger.apply(model)
+        liger.apply_liger(model)
     freeze_base(model, cfg.model.freeze_parameters)
     vision.freeze_parts(model, cfg.model)
     if cfg.model.recompute_granularity == "full":
@@ -155,3 +161,31 @@ def prepare_model(
     if cfg.model.torch_compile:
         compile_layers(model, layer_classes(base_model(model)), cfg.model)
     return FieldsModel(model)
+
+
+def compile_layers(model: nn.Module, classes: Collection[str], cfg: ModelConfig) -> int:
+    """Compiles the `forward` of each module of these classes in place; returns how many there are.
+
+    One graph serves all layers, and hooks do not break it: FSDP2's gathers and transformers' recomputation run outside
+    of it, around the compiled code. No name changes, so checkpoints, adapters and exports are not affected. Each layer
+    is compiled when it first runs.
+    """
+    limits: Any = importlib.import_module("torch._dynamo.config")
+    limits.recompile_limit = max(limits.recompile_limit, RECOMPILES)
+    layers = [m for m in model.modules() if type(m).__name__ in classes]
+    for layer in layers:
+        _compile(layer, cfg)
+    return len(layers)
+
+
+def _compile(layer: Any, cfg: ModelConfig) -> None:
+    uncompiled = getattr(type(layer).forward, "__wrapped__", None) if hasattr(layer, "gradient_checkpointing") else None
+    plain = layer.forward if uncompiled is None else MethodType(uncompiled, layer)
+    compiled = torch.compile(plain, backend=cfg.torch_compile_backend, mode=cfg.torch_compile_mode)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if layer.gradient_checkpointing and layer.training:
+            return layer._gradient_checkpointing_func(partial(compiled, **kwargs), *args)
+        return compiled(*args, **kwargs)
+
+    layer.forward = compiled if uncompiled is None else forward

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megaswift.losses.contract import Batch
 
 
-def lengths(batch: Batch) -> Tensor:
+def document_lengths(batch: Batch) -> Tensor:
     """int64 [b, s]: the number of tokens in each token's document; 0 on padding."""
     valid = batch.valid.long()
     if batch.cu_seqlens is None:
@@ -38,12 +38,12 @@ class NeftuneNoise:
 
     def of(self, batch: Batch) -> Tensor:
         """Its scale: 0 on padding."""
-        tokens = lengths(batch)
+        tokens = document_lengths(batch)
         return self.alpha * (tokens > 0) * tokens.clamp(min=1).rsqrt()
 
-    def __call__(self, module: nn.Module, given: Any, output: Tensor) -> Tensor | None:
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         """Embeddings [b, s, d] with noise."""
         if self.scale is None or not module.training:
             return None
-        drawn = torch.empty_like(output, dtype=torch.float32).uniform_(-1.0, 1.0)
-        return output + (drawn * (self.scale / output.shape[-1] ** 0.5)[..., None]).to(output.dtype)
+        noise = torch.empty_like(output, dtype=torch.float32).uniform_(-1.0, 1.0)
+        return output + (noise * (self.scale / output.shape[-1] ** 0.5)[..., None]).to(output.dtype)

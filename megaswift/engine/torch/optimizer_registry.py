@@ -1,4 +1,4 @@
-"""Which class steps the optimizer that a run asks for. A new optimizer is a new class and a line here."""
+"""The table of optimizers: the class for each --optimizer. A new optimizer is a new class and a line here."""
 
 from __future__ import annotations
 

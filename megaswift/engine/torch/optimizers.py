@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import LIONS, OF_BITSANDBYTES, PAGED, OptimConfig
-from megaswift.engine.torch.strategy import groups_of, make_strategy_optimizer
+from megaswift.engine.torch.strategy import make_strategy_optimizer, param_groups_of
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 Metas = dict[str, TensorMeta]
@@ -87,7 +87,9 @@ class Factored(Elementwise):
         """As transformers' Trainer makes it."""
         from transformers.optimization import Adafactor
 
-        return Adafactor(groups_of(named), lr=self.optim.learning_rate, scale_parameter=False, relative_step=False)
+        return Adafactor(
+            param_groups_of(named), lr=self.optim.learning_rate, scale_parameter=False, relative_step=False
+        )
 
     def metas(self, parameter: Tensor) -> Metas:
         """Of a matrix [.., m, n]: rows [.., m] and columns [.., n]; of a vector: itself."""
@@ -111,7 +113,7 @@ class BitsAndBytes(Elementwise):
         """By name: `paged_` in memory that the driver moves to the host, `_8bit` or `_32bit`."""
         from bitsandbytes.optim import AdamW, Lion
 
-        optim, groups = self.optim, groups_of(named)
+        optim, groups = self.optim, param_groups_of(named)
         self.place = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
         self.lion, self.eight = optim.optimizer in LIONS, optim.optimizer.endswith("8bit")
         options: dict[str, Any] = {
@@ -126,12 +128,12 @@ class BitsAndBytes(Elementwise):
     def metas(self, parameter: Tensor) -> Metas:
         """state1 (and state2 of AdamW); in 8 bits with absmax1 (and absmax2), one for each block of 256."""
         small = not self.eight or parameter.numel() < SMALLEST
-        found: Metas = {}
+        metas: Metas = {}
         for k in ("1",) if self.lion else ("1", "2"):
-            found[f"state{k}"] = TensorMeta(tuple(parameter.shape), torch.float32 if small else torch.uint8)
+            metas[f"state{k}"] = TensorMeta(tuple(parameter.shape), torch.float32 if small else torch.uint8)
             if not small:
-                found[f"absmax{k}"] = TensorMeta((-(-parameter.numel() // BLOCK),), torch.float32)
-        return found
+                metas[f"absmax{k}"] = TensorMeta((-(-parameter.numel() // BLOCK),), torch.float32)
+        return metas
 
     def start(self, parameter: nn.Parameter, steps: int) -> None:
         """As bitsandbytes starts it."""

@@ -1,4 +1,4 @@
-"""Frozen weights that are no plain tensors: how transformers loads them, how many there are, how much room they take.
+"""Frozen quantised weights: how transformers loads them, how many parameters they hold, how many bytes they take.
 
 PEFT's preparation for training over them casts what stays unquantised to float32 and freezes it. Here models are loaded
 in float32, and PEFT freezes what is no adapter; checkpointed layers are not re-entrant, so inputs need no gradient.
@@ -18,7 +18,7 @@ from megaswift.bridge.bits_and_bytes import bitsandbytes_config
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import bits_of
 from megaswift.families.family import read_config
-from megaswift.families.served_quantization import DEQUANTISED, field_of, quant_method
+from megaswift.families.served_quantization import DEQUANTISED, quant_method, quantization_config_of
 
 
 def loading_arguments(folder: Path, cfg: SwiftConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -28,12 +28,16 @@ def loading_arguments(folder: Path, cfg: SwiftConfig, device: torch.device, dtyp
     if method in DEQUANTISED:
         from transformers.quantizers import AutoQuantizationConfig
 
-        return {"quantization_config": AutoQuantizationConfig.from_dict({**field_of(config), "dequantize": True})}
+        return {
+            "quantization_config": AutoQuantizationConfig.from_dict(
+                {**quantization_config_of(config), "dequantize": True}
+            )
+        }
     if bits is not None:
         q = cfg.quantization
         products = dtype if q.bnb_4bit_compute_dtype == "auto" else getattr(torch, q.bnb_4bit_compute_dtype)
-        made = bitsandbytes_config(bits, products, q.bnb_4bit_quant_type, q.bnb_4bit_use_double_quant)
-        return {"quantization_config": made, "device_map": {"": device}}
+        quantization = bitsandbytes_config(bits, products, q.bnb_4bit_quant_type, q.bnb_4bit_use_double_quant)
+        return {"quantization_config": quantization, "device_map": {"": device}}
     if method is None:
         return {}
     # their kernels know no float32
@@ -80,7 +84,7 @@ def elements(parameter: Tensor) -> int:
 def scale_bytes(parameter: Tensor) -> int:
     """Bytes of the scales beside a quantised parameter."""
     state, rows = getattr(parameter, "quant_state", None), getattr(parameter, "SCB", None)
-    held = [rows] if isinstance(rows, Tensor) else []
+    tensors = [rows] if isinstance(rows, Tensor) else []
     while state is not None:
-        held, state = [*held, state.absmax], state.state2
-    return sum(t.nbytes for t in held)
+        tensors, state = [*tensors, state.absmax], state.state2
+    return sum(t.nbytes for t in tensors)

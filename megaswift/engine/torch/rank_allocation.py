@@ -55,13 +55,13 @@ class RankAllocation:
     def write(self, directory: Path) -> None:
         """The allocator's state. On one rank."""
         allocator = self.tuner.rankallocator
-        found = {
+        tensors = {
             f"{kind}.{name}": t.contiguous().cpu() for kind in AVERAGES for name, t in getattr(allocator, kind).items()
         }
-        pattern = {self._full(name): kept for name, kept in (self.settings.rank_pattern or {}).items()}
-        found |= {f"{_MASK}.{name}": torch.tensor(kept, dtype=torch.bool) for name, kept in pattern.items()}
+        pattern = {self._full(name): mask for name, mask in (self.settings.rank_pattern or {}).items()}
+        tensors |= {f"{_MASK}.{name}": torch.tensor(mask, dtype=torch.bool) for name, mask in pattern.items()}
         with safetensors_to(directory / FILE):
-            save_file(found, directory / FILE)
+            save_file(tensors, directory / FILE)
         sync(directory / FILE)
 
     def _full(self, name: str) -> str:

@@ -13,10 +13,10 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaswift import distributed
 from megaswift.config import SwiftConfig
 from megaswift.engine.objective import ObjectiveContext
 from megaswift.errors import ConfigError, Problem
@@ -30,8 +30,8 @@ class RouterLosses:
     """All routers of a model. `begin` before each forward pass, `take` after it, `report` after the last."""
 
     def __init__(self, model: Any, spec: ModelSpec, cfg: SwiftConfig) -> None:
-        own, default = cfg.model.moe_aux_loss_coeff, spec.transformer.get("moe_aux_loss_coeff") or 0.0
-        self.coefficients = (default if own is None else own, cfg.model.moe_z_loss_coeff or 0.0)
+        coefficient, default = cfg.model.moe_aux_loss_coeff, spec.transformer.get("moe_aux_loss_coeff") or 0.0
+        self.coefficients = (default if coefficient is None else coefficient, cfg.model.moe_z_loss_coeff or 0.0)
         self.sigmoid = spec.transformer.get(SCORES) == "sigmoid"
         self.collecting = False
         self.seen: list[tuple[Tensor, Tensor]] = []
@@ -41,12 +41,12 @@ class RouterLosses:
         served = SCORES in spec.transformer and any(self.coefficients)
         self.routers = [m for m in model.modules() if isinstance(m, kind)] if served else []
         if served and not self.routers:
-            rule = f"transformers {version('transformers')} shows no routers of {type(model).__name__}"
+            rule = f"transformers {version('transformers')} does not expose the routers of {type(model).__name__}"
             raise ConfigError(Problem(f"--moe_aux_loss_coeff {self.coefficients[0]:g}", rule, "--moe_aux_loss_coeff 0"))
         for router in self.routers:
             router.register_forward_hook(self._collect)
 
-    def _collect(self, module: Any, given: Any, output: Any) -> None:
+    def _collect(self, module: Any, inputs: Any, output: Any) -> None:
         """Logits [t, E] and chosen experts [t, k]. When the backward pass recomputes a layer, nothing is collected."""
         if self.collecting:
             self.seen.append((output[0], output[-1]))
@@ -89,8 +89,6 @@ class RouterLosses:
         Collective."""
         if not self.routers:
             return {}
-        sums = torch.tensor(self.sums, dtype=torch.float64, device=context.device) / len(self.routers)
-        if context.layout.world_size > 1:
-            dist.all_reduce(sums)
+        sums = distributed.all_sum([value / len(self.routers) for value in self.sums])
         self.sums = [0.0, 0.0]
-        return {name: value for name, value, c in zip(NAMES, sums.tolist(), self.coefficients, strict=True) if c}
+        return {name: value for name, value, c in zip(NAMES, sums, self.coefficients, strict=True) if c}

@@ -1,4 +1,4 @@
-"""Which strategy wraps a model, and with which of its options. A new strategy is a new file and a row here."""
+"""The table of strategies (DDP, FSDP2, ZeRO) and the options each gets. A new strategy is a new file and a row here."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def fsdp_units(cfg: SwiftConfig, model: nn.Module) -> frozenset[str]:
         raise ConfigError(
             [
                 Problem(
-                    f"--fsdp_transformer_layer_cls_to_wrap {name}", f"is no module of this {type(model).__name__}", fix
+                    f"--fsdp_transformer_layer_cls_to_wrap {name}",
+                    f"is not a module class of this {type(model).__name__}",
+                    fix,
                 )
                 for name in unknown
             ]

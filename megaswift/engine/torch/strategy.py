@@ -1,4 +1,4 @@
-"""What the engine asks of a way to spread a model: wrap, differentiate, step, and whole tensors in and out."""
+"""The interface of a strategy (DDP, FSDP2, ZeRO): wrap, backward, step, whole tensors in and out."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ class Strategy(Protocol):
     """Optimizer steps taken."""
 
 
-def decays(name: str, parameter: Tensor) -> bool:
+def has_weight_decay(name: str, parameter: Tensor) -> bool:
     """Whether weight decay applies: not to norms and biases (of stacked experts: 2-D)."""
-    whole = getattr(parameter, "ds_shape", parameter.shape)  # of ZeRO-3's partitioned ones nothing else is left
-    return len(whole) > 1 and not name.endswith("bias")
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # of ZeRO-3's partitioned ones nothing else is left
+    return len(shape) > 1 and not name.endswith("bias")
 
 
-def groups_of(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+def param_groups_of(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     """Parameters with weight decay, and those without."""
     groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in named if decays(n, p) == flag], "decays": flag} for flag in (True, False)
+        {"params": [p for n, p in named if has_weight_decay(n, p) == flag], "decays": flag} for flag in (True, False)
     ]
     return [g for g in groups if g["params"]]
 
 
 def make_strategy_optimizer(named: list[tuple[str, nn.Parameter]], optim: OptimConfig) -> torch.optim.Optimizer:
     """AdamW, or SGD, in two groups: with weight decay and without."""
-    groups = groups_of(named)
+    groups = param_groups_of(named)
     if optim.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=optim.learning_rate, momentum=optim.sgd_momentum)
     return torch.optim.AdamW(

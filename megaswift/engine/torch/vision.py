@@ -1,4 +1,5 @@
-"""The parts of a vision-language model by its module names: tower, aligner, language model; which of them train.
+"""The parts of a vision-language model by its module names: vision encoder, aligner, language model; which of them are
+trained.
 
 Owns `--freeze_vit`, `--freeze_aligner` and `--freeze_llm`. transformers says which modules the tower and the language
 model are; what is neither, and the merger that Qwen's towers end in, aligns the two. So every weight belongs to one
@@ -49,11 +50,11 @@ class VisionParts:
             raise ConfigError(
                 Problem(
                     "--freeze_vit, --freeze_aligner, --freeze_llm",
-                    f"transformers does not say which module of {type(model).__name__} is the "
-                    + ("language model" if self._tower else "tower"),
+                    f"transformers does not identify the module of {type(model).__name__} that is the "
+                    + ("language model" if self._tower else "vision encoder"),
                     (
-                        "--freeze_vit false --freeze_aligner false, and --freeze_parameters PATTERN for what is not to "
-                        "train"
+                        "--freeze_vit false --freeze_aligner false, and --freeze_parameters PATTERN for the frozen "
+                        "weights"
                     ),
                 )
             )
@@ -76,9 +77,9 @@ def _below(name: str, modules: list[str]) -> bool:
 
 def frozen_parts(model: nn.Module, cfg: ModelConfig) -> set[str]:
     """The parts that do not train; none of a model that reads text only."""
-    given = {VIT: cfg.freeze_vit, ALIGNER: cfg.freeze_aligner, LLM: cfg.freeze_llm}
+    choices = {VIT: cfg.freeze_vit, ALIGNER: cfg.freeze_aligner, LLM: cfg.freeze_llm}
     return (
-        {part for part, value in given.items() if (DEFAULTS[part] if value is None else value)}
+        {part for part, value in choices.items() if (DEFAULTS[part] if value is None else value)}
         if model_has_tower(model)
         else set()
     )
@@ -96,15 +97,15 @@ def freeze_parts(model: nn.Module, cfg: ModelConfig) -> None:
 def without_adapters(model: nn.Module, cfg: ModelConfig) -> str | None:
     """A pattern of whole names, of the modules of frozen parts: they get no adapters."""
     frozen = frozen_parts(model, cfg)
-    found = list(_whole("", model, VisionParts(model), frozen)) if frozen else []
-    return f"(?:{'|'.join(map(re.escape, found))})(?:\\..*)?" if found else None
+    names = list(_whole("", model, VisionParts(model), frozen)) if frozen else []
+    return f"(?:{'|'.join(map(re.escape, names))})(?:\\..*)?" if names else None
 
 
 def _whole(name: str, module: nn.Module, parts: VisionParts, frozen: set[str]) -> Iterator[str]:
     """The uppermost modules all of whose weights are frozen."""
-    own = {parts.of(f"{name}.{p}" if name else p) for p, _ in module.named_parameters()}
-    if name and own and own <= frozen:
+    parts_of_module = {parts.of(f"{name}.{p}" if name else p) for p, _ in module.named_parameters()}
+    if name and parts_of_module and parts_of_module <= frozen:
         yield name
-    elif own & frozen:
+    elif parts_of_module & frozen:
         for child, inner in module.named_children():
             yield from _whole(f"{name}.{child}" if name else child, inner, parts, frozen)

@@ -1,5 +1,5 @@
-"""How a model comes to its weights without being whole anywhere: built hollow, sharded, then filled one tensor at a
-time.
+"""Weight loading without a whole copy of the model on any rank: built without memory (`meta_init`), sharded, then
+filled one tensor at a time.
 
 Three ways, the first that can be taken:
 
@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaswift import distributed
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.new_head import NEW, NewHead, new_head
 from megaswift.bridge.open_weights import open_weights
-from megaswift.bridge.transformers_weights import buffers
+from megaswift.bridge.transformers_weights import saved_buffers
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import SHARDED, bits_of
 from megaswift.engine.torch import meta_init, model, quantized
@@ -54,13 +55,13 @@ class WeightStart:
 
 def start_from_files(directory: Path, engine: TorchEngine) -> WeightStart:
     """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
-    checkpoint, cfg, hollow_first = find_checkpoint(directory), engine.cfg, _stays_hollow(directory, engine.cfg)
-    if checkpoint is None and not (engine.kind in SHARDED and hollow_first):
+    checkpoint, cfg, meta_first = find_checkpoint(directory), engine.cfg, _stays_on_meta(directory, engine.cfg)
+    if checkpoint is None and not (engine.kind in SHARDED and meta_first):
         return WeightStart(_prepare(directory, engine, weights=True))
-    if not hollow_first:
+    if not meta_first:
         rule = (
-            "is a checkpoint; adapters that are made from weights, weights in few bits and models with code of "
-            "their own need a folder"
+            "is a checkpoint; adapters initialised from weights, quantised weights and models with custom code need a "
+            "Hugging Face folder"
         )
         fix = f"megaswift convert megatron-to-hf {cfg.model.model} DST, then --model DST"
         raise WeightsError(Problem(f"--model {cfg.model.model}", rule, fix))
@@ -68,10 +69,10 @@ def start_from_files(directory: Path, engine: TorchEngine) -> WeightStart:
     source = open_weights(directory)
     if engine.spec.scored and NEW not in source.names():
         source = NewHead(source, new_head(engine.spec, cfg.train.seed))
-    found, first = conversion_groups(base_model(fields.model), source), first_names(base_model(fields.model))
-    problems = _differences(base_model(fields.model), source, found)
+    groups, first = conversion_groups(base_model(fields.model), source), first_names(base_model(fields.model))
+    problems = _differences(base_model(fields.model), source, groups)
     if not problems:
-        return WeightStart(fields, lambda engine: read_tensor(engine, found, source, first))
+        return WeightStart(fields, lambda engine: read_tensor(engine, groups, source, first))
     if checkpoint is not None:
         raise WeightsError(problems)
     return _from_first_rank(directory, engine, weights=True)
@@ -79,14 +80,14 @@ def start_from_files(directory: Path, engine: TorchEngine) -> WeightStart:
 
 def start_from_seed(directory: Path, engine: TorchEngine) -> WeightStart:
     """Random weights."""
-    if engine.kind not in SHARDED or not _stays_hollow(directory, engine.cfg):
+    if engine.kind not in SHARDED or not _stays_on_meta(directory, engine.cfg):
         return WeightStart(_prepare(directory, engine, weights=False))
     return _from_first_rank(directory, engine, weights=False)
 
 
 def start_empty(directory: Path, engine: TorchEngine) -> WeightStart:
     """No weights: a checkpoint brings them all."""
-    return WeightStart(_prepare(directory, engine, weights=False, empty=_stays_hollow(directory, engine.cfg)))
+    return WeightStart(_prepare(directory, engine, weights=False, empty=_stays_on_meta(directory, engine.cfg)))
 
 
 def _prepare(directory: Path, engine: TorchEngine, weights: bool, empty: bool = False) -> FieldsModel:
@@ -94,7 +95,7 @@ def _prepare(directory: Path, engine: TorchEngine, weights: bool, empty: bool = 
     return model.prepare_model(directory, engine.cfg, weights, engine.spec, further, empty)
 
 
-def _stays_hollow(directory: Path, cfg: SwiftConfig) -> bool:
+def _stays_on_meta(directory: Path, cfg: SwiftConfig) -> bool:
     """Whether a model can be built, and adapted, without its weights: adapters that start from weights (DoRA's
     magnitudes) need them."""
     raw = read_config(directory)
@@ -110,21 +111,21 @@ def _stays_hollow(directory: Path, cfg: SwiftConfig) -> bool:
     return cfg.model.train_type == "lora" and not cfg.lora.use_dora
 
 
-def _differences(bare: Any, source: WeightSource, found: list[ConversionGroup]) -> list[Problem]:
+def _differences(bare: Any, source: WeightSource, groups: list[ConversionGroup]) -> list[Problem]:
     """Parameters that the files do not have in the model's shape."""
     first = first_names(bare)
-    stored = {first.get(name, name): shape for name, shape in group_shapes(bare, source, found).items()}
+    stored = {first.get(name, name): shape for name, shape in group_shapes(bare, source, groups).items()}
     adapted = bool(getattr(bare, "peft_config", None)) or any(hasattr(m, "base_layer") for m in bare.modules())
-    wanted = {unwrap_adapters(name): p for name, p in bare.named_parameters() if not adapted or meta_init.is_meta(p)}
+    expected = {unwrap_adapters(name): p for name, p in bare.named_parameters() if not adapted or meta_init.is_meta(p)}
     return [
-        Problem(str(source.directory), f"has no {name} of shape {list(p.shape)}, which this model asks for")
-        for name, p in wanted.items()
+        Problem(str(source.directory), f"has no {name} of shape {list(p.shape)}, which this model needs")
+        for name, p in expected.items()
         if stored.get(name) != tuple(p.shape)
     ][:12]
 
 
 def read_tensor(
-    engine: TorchEngine, found: list[ConversionGroup], source: WeightSource, first: Mapping[str, str]
+    engine: TorchEngine, groups: list[ConversionGroup], source: WeightSource, first: Mapping[str, str]
 ) -> None:
     """Fills an engine's weights from files, a piece at a time. Every rank reads. `first`: `first_names` before the
     model was wrapped."""
@@ -133,15 +134,15 @@ def read_tensor(
     for name in engine.shapes:
         if skip is None or skip not in name:  # an adapter's folder brought these
             places.setdefault(first.get(base_name(name), base_name(name)), []).append(name)
-    kept = {unwrap_adapters(name): tensor for name, tensor in buffers(bare).items()}
-    for piece in found:
+    model_buffers = {unwrap_adapters(name): tensor for name, tensor in saved_buffers(bare).items()}
+    for piece in groups:
         tensors = {name: source.slice(name).float() for _, name in piece.stored}
         for target, tensor in piece.convert(bare, tensors).items():
-            assert first.get(target, target) in places or target in kept, f"{target} is nowhere in the model"
+            assert first.get(target, target) in places or target in model_buffers, f"{target} is nowhere in the model"
             for name in places.get(first.get(target, target), ()):
                 engine.strategy.put(name, WEIGHT, tensor)
-            if target in kept:
-                kept[target].copy_(tensor)
+            if target in model_buffers:
+                model_buffers[target].copy_(tensor)
     source.close()
 
 
@@ -154,21 +155,19 @@ def _from_first_rank(directory: Path, engine: TorchEngine, weights: bool) -> Wei
             fields = _prepare(directory, engine, weights)
         except UserError as error:
             problems = list(error.problems)
-    told: list[Any] = [problems]
-    if engine.layout.world_size > 1:
-        dist.broadcast_object_list(told, 0)
-    if told[0]:
-        raise WeightsError(told[0])
+    distributed.raise_on_all_ranks(problems, WeightsError)
     if fields is None:
-        return WeightStart(_prepare(directory, engine, weights=False, empty=True), lambda engine: hand_out(engine, {}))
-    whole = meta_init.drop_storage(fields)
-    return WeightStart(fields, lambda engine: hand_out(engine, whole))
+        return WeightStart(
+            _prepare(directory, engine, weights=False, empty=True), lambda engine: broadcast_from_rank0(engine, {})
+        )
+    tensors = meta_init.drop_storage(fields)
+    return WeightStart(fields, lambda engine: broadcast_from_rank0(engine, tensors))
 
 
-def hand_out(engine: TorchEngine, whole: dict[str, Tensor]) -> None:
+def broadcast_from_rank0(engine: TorchEngine, tensors: dict[str, Tensor]) -> None:
     """Fills an engine's weights from those of rank 0, which has let go of each when it is sent. Collective."""
     for name, shape in engine.shapes.items():
-        tensor = whole.pop(name) if engine.rank == 0 else torch.empty(shape)
+        tensor = tensors.pop(name) if engine.rank == 0 else torch.empty(shape)
         if engine.layout.world_size > 1:
             dist.broadcast(tensor, 0)
         engine.strategy.put(name, WEIGHT, tensor)

@@ -54,7 +54,7 @@ class ZeroStrategy:
 
     def __init__(self, module: nn.Module, optim: OptimConfig, config: Mapping[str, Any], device: torch.device) -> None:
         if optim.optimizer != "adam":
-            raise ConfigError(Problem(f"--optimizer {optim.optimizer}", "ZeRO steps AdamW", "--optimizer adam"))
+            raise ConfigError(Problem(f"--optimizer {optim.optimizer}", "ZeRO supports AdamW only", "--optimizer adam"))
         self.kind = deepspeed_kind(config) or ""
         self.stage, (self._offload, self._offload_weights) = KINDS[self.kind][0], offloads(config)
         self._world = dist.get_world_size()
@@ -82,14 +82,16 @@ class ZeroStrategy:
         assert stage == self.stage, f"ZeRO stage {stage} runs, {self.stage} was asked for"
         assert self._zero is self._inner if stage == 0 else name in _OPTIMIZERS[stage], f"{name} at stage {stage}"
         offload = getattr(self._zero, "offload_optimizer", getattr(self._zero, "cpu_offload", False))
-        found = (bool(offload), bool(getattr(self._zero, "offload_param", False)))
-        assert found == (self._offload, self._offload_weights), f"(optimizer, weights) offloaded: {found}"
+        offloaded = (bool(offload), bool(getattr(self._zero, "offload_param", False)))
+        assert offloaded == (self._offload, self._offload_weights), f"(optimizer, weights) offloaded: {offloaded}"
         if name == "DeepSpeedZeroOptimizer":
             assert self._zero.partition_gradients == (stage == 2), "gradients are partitioned at stage 2 only"
         if stage:
-            whole = sum(math.prod(getattr(p, "ds_shape", p.shape)) for p in self._names.values() if p.requires_grad)
-            own, slack = sum(s.numel() for s in shards(self._zero)), 64 * len(self._names)
-            assert own <= whole / self._world + slack, f"a shard of {own} of {whole} parameters on {self._world} ranks"
+            elements = sum(math.prod(getattr(p, "ds_shape", p.shape)) for p in self._names.values() if p.requires_grad)
+            sharded, slack = sum(s.numel() for s in shards(self._zero)), 64 * len(self._names)
+            assert sharded <= elements / self._world + slack, (
+                f"a shard of {sharded} of {elements} parameters on {self._world} ranks"
+            )
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Adds the gradients of `loss`, a scalar that is already divided by the global count. `last`: they are summed
@@ -116,9 +118,9 @@ class ZeroStrategy:
         self.module.step()
         if self.stage == 0:
             return norm, True
-        taken = bool(self.module.was_step_applied())
-        self._forget(taken)
-        return float(self.module.get_global_grad_norm()), taken
+        stepped = bool(self.module.was_step_applied())
+        self._forget(stepped)
+        return float(self.module.get_global_grad_norm()), stepped
 
     def _clip_whole(self, clip: float) -> float:
         gradients = [p.grad for p in self._names.values() if p.grad is not None]
@@ -127,7 +129,7 @@ class ZeroStrategy:
             torch.nn.utils.clip_grads_with_norm_(list(self._names.values()), clip, norm)
         return float(norm)
 
-    def _forget(self, taken: bool) -> None:
+    def _forget(self, stepped: bool) -> None:
         """Drops what DeepSpeed would add to the next step's gradients."""
         if self.stage == 3:
             self._zero.grad_partitions_flat_buffer.zero_()
@@ -135,7 +137,7 @@ class ZeroStrategy:
             sums = getattr(self._zero, "accumulated_grads_in_cpu", {}).values()
             for gradient in (*sums, *(s.grad for s in shards(self._zero) if s.grad is not None)):
                 gradient.zero_()
-        if not taken and hasattr(self._zero, "all_grad_tensors"):
+        if not stepped and hasattr(self._zero, "all_grad_tensors"):
             for group in self._zero.averaged_gradients:
                 self._zero.averaged_gradients[group] = self._zero.all_grad_tensors[group] = None
 
@@ -144,7 +146,7 @@ class ZeroStrategy:
         self.module.zero_grad()
         if self.stage and self._micro:
             self._zero.zero_grad()
-            self._forget(taken=False)
+            self._forget(stepped=False)
             if hasattr(self._zero, "all_grad_tensors"):
                 self._zero.micro_step_id = -1  # as at the start: the next micro-batch is the first
             if self._offload:
@@ -164,14 +166,14 @@ class ZeroStrategy:
     def live(self, names: Iterable[str]) -> list[Tensor]:
         """This rank's parts of these weights; stage 3 keeps small ones whole: freed, or a forward pass would go on with
         them."""
-        found = []
+        tensors = []
         for name in names:
             parameter: Any = self._names[name]
             part = getattr(parameter, "ds_tensor", None)
             if part is not None and parameter.ds_status.name == "AVAILABLE":
                 parameter.partition()
-            found.append(parameter.data if part is None else part)
-        return found
+            tensors.append(parameter.data if part is None else part)
+        return tensors
 
     def full(self, name: str, kind: str) -> Tensor:
         """The whole float32 tensor: weight, gradient (after the last backward of a step), exp_avg or exp_avg_sq.
@@ -204,9 +206,9 @@ class ZeroStrategy:
 def _finer_than_bfloat16(module: nn.Module) -> dict[str, Tensor]:
     """Copies on the CPU of trained weights that bfloat16 cannot hold: none of a bfloat16 checkpoint, or of a
     partitioned model."""
-    whole = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad and not hasattr(p, "ds_tensor")}
+    trained = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad and not hasattr(p, "ds_tensor")}
     return {
         n: p.cpu().clone()
-        for n, p in whole.items()
+        for n, p in trained.items()
         if p.dtype == torch.float32 and not torch.equal(p, p.bfloat16().float())
     }

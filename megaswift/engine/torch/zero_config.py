@@ -1,5 +1,5 @@
-"""What DeepSpeed is told, and how it is loaded: the engine sums gradients and divides once, so DeepSpeed must divide
-nothing.
+"""DeepSpeed's configuration, and how it is imported: the engine sums gradients and divides once, so DeepSpeed must
+divide nothing.
 
 Owns every setting that the numbers of a step depend on, and the preparation of DeepSpeed for a CPU.
 """
@@ -33,9 +33,9 @@ def load_deepspeed(device_type: str) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     deepspeed = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    found = deepspeed.get_accelerator().device_name()
+    device = deepspeed.get_accelerator().device_name()
     fix = f"set DS_ACCELERATOR={device_type} before deepspeed is imported"
-    assert found == device_type, f"DeepSpeed runs on {found}, the engine on {device_type}: {fix}"
+    assert device == device_type, f"DeepSpeed runs on {device}, the engine on {device_type}: {fix}"
     if device_type == "cpu":
         deepspeed.ops.__compatible_ops__ = {}
     return deepspeed
@@ -51,32 +51,32 @@ def engine_config(config: Mapping[str, Any], world: int, device_type: str) -> di
     - bfloat16: fp32 accumulation and communication of gradients. Stage 0 cannot do that in DeepSpeed's bf16 section
       (weights and gradients would be bfloat16 throughout), so it computes under autocast from fp32 weights.
     """
-    made = copy.deepcopy(dict(config))
-    zero = made.setdefault("zero_optimization", {"stage": 0})
+    completed = copy.deepcopy(dict(config))
+    zero = completed.setdefault("zero_optimization", {"stage": 0})
     stage = int(zero.get("stage", 0))
-    made |= {
+    completed |= {
         "train_batch_size": world,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
     }
-    made |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    made.setdefault("steps_per_print", 2**31)
-    made.setdefault("communication_data_type", "fp32")
-    made["data_types"] = {"grad_accum_dtype": "fp32", **made.get("data_types", {})}
+    completed |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    completed.setdefault("steps_per_print", 2**31)
+    completed.setdefault("communication_data_type", "fp32")
+    completed["data_types"] = {"grad_accum_dtype": "fp32", **completed.get("data_types", {})}
     if stage < 3:
-        made["gradient_allreduce_op"] = "sum"
-    half = bool((made.get("bf16") or {}).get("enabled"))
+        completed["gradient_allreduce_op"] = "sum"
+    half = bool((completed.get("bf16") or {}).get("enabled"))
     if half and stage == 0:
-        made.pop("bf16")
-        made["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        completed.pop("bf16")
+        completed["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     elif half:
-        made["bf16"]["check_grad_overflow"] = True
+        completed["bf16"]["check_grad_overflow"] = True
     if device_type == "cpu":
         for section in (zero.get("offload_optimizer"), zero.get("offload_param")):
             if section:
                 section["pin_memory"] = False
-    return made
+    return completed
 
 
 class _OneByOne(nn.Module):
@@ -96,7 +96,7 @@ class _OneByOne(nn.Module):
 
 
 def partition_config(module: nn.Module, settings: Mapping[str, Any], device: torch.device) -> None:
-    """Stage 3: every parameter of a hollow module becomes this rank's shard, before `deepspeed.initialize` would take
+    """Stage 3: every parameter of a meta module becomes this rank's shard, before `deepspeed.initialize` would take
     them all at once.
 
     What is in the shards is given later. `settings` are those of `engine_config`; buffers, which DeepSpeed leaves where

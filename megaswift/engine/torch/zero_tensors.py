@@ -30,8 +30,8 @@ _SHARDS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "f
 def shards(zero: Any) -> list[Tensor]:
     """The tensors that the inner optimizer steps on this rank: flat fp32 shards, or at stage 0 the parameters
     themselves."""
-    held = next((getattr(zero, name) for name in _SHARDS if hasattr(zero, name)), None)
-    return list(held) if held is not None else [p for group in zero.param_groups for p in group["params"]]
+    partitions = next((getattr(zero, name) for name in _SHARDS if hasattr(zero, name)), None)
+    return list(partitions) if partitions is not None else [p for group in zero.param_groups for p in group["params"]]
 
 
 def start_states(zero: Any, inner: torch.optim.Optimizer) -> None:
@@ -69,17 +69,17 @@ class WholeTensors:
         if kind == WEIGHT and not (self.stage and param.requires_grad):
             return self._gather(param)
         if kind == GRADIENT:
-            found = self.calls.safe_get_full_grad(param)
-            found = (
-                torch.zeros(getattr(param, "ds_shape", param.shape), device=param.device) if found is None else found
+            value = self.calls.safe_get_full_grad(param)
+            value = (
+                torch.zeros(getattr(param, "ds_shape", param.shape), device=param.device) if value is None else value
             )
         elif self.stage == 0:
-            found = self.inner.state[param][kind]
+            value = self.inner.state[param][kind]
         elif kind == WEIGHT:
-            found = self.calls.safe_get_full_fp32_param(param)
+            value = self.calls.safe_get_full_fp32_param(param)
         else:
-            found = self.calls.safe_get_full_optimizer_state(param, kind)
-        return found.detach().float().clone()
+            value = self.calls.safe_get_full_optimizer_state(param, kind)
+        return value.detach().float().clone()
 
     def _gather(self, param: nn.Parameter) -> Tensor:
         if self.stage < 3:
@@ -105,8 +105,8 @@ class WholeTensors:
     def _put_shard(self, param: Any, kind: str, value: Tensor) -> None:
         group = param.ds_process_group
         size = param.ds_tensor.ds_numel
-        whole = nn.functional.pad(value.flatten(), (0, size * dist.get_world_size(group) - value.numel()))
-        part = whole.narrow(0, size * dist.get_rank(group), size)
+        padded = nn.functional.pad(value.flatten(), (0, size * dist.get_world_size(group) - value.numel()))
+        part = padded.narrow(0, size * dist.get_rank(group), size)
         if kind != WEIGHT:
             self.calls.safe_set_local_optimizer_state(param, part, kind)
             return
@@ -120,19 +120,19 @@ class WholeTensors:
         """(Parameters, bytes of weights, of gradients at the end of a backward pass, of moments with fp32 masters) on
         this rank."""
         trained = [p for p in module.parameters() if p.requires_grad]
-        own = shards(self.zero)
+        own_shards = shards(self.zero)
         moments = sum(
             t.nbytes
-            for shard in own
+            for shard in own_shards
             for t in self.inner.state[shard].values()
             if isinstance(t, Tensor) and t.numel() > 1
         )
-        masters = sum(t.nbytes for t in own) if self.stage else 0
+        masters = sum(t.nbytes for t in own_shards) if self.stage else 0
         if self.stage == 3:
             gradients = self.zero.grad_partitions_flat_buffer.nbytes
         elif self.stage == 2:
-            gradients = sum(4 * t.numel() for t in own)
+            gradients = sum(4 * t.numel() for t in own_shards)
         else:
             gradients = sum(4 * p.numel() for p in trained)
-        held = [t for p in module.parameters() for t in (p.data, getattr(p, "ds_tensor", None)) if t is not None]
-        return sum(t.numel() for t in held), sum(t.nbytes for t in held), gradients, moments + masters
+        tensors = [t for p in module.parameters() for t in (p.data, getattr(p, "ds_tensor", None)) if t is not None]
+        return sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors), gradients, moments + masters

@@ -29,8 +29,4 @@ def token_numbers(
     found: CompletionScores = {}
     for batch, outputs, micro in zip(batches, engine.score(batches, needs), micros, strict=True):
         found |= gather_values(batch, getattr(outputs, name), micro)
-    return {
-        number: values
-        for share in distributed.all_gather_objects(found if first else {})
-        for number, values in share.items()
-    }
+    return distributed.all_gather_dict(found if first else {})

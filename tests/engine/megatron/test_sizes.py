@@ -104,7 +104,7 @@ def test_the_flop_rule_is_what_torch_counts(tied: bool) -> None:
     assert counter.get_total_flops() == pytest.approx(rule.step(32, 2 * 16**2) + masked - 6 * norms * 32, rel=1e-4)
 
 
-def test_the_flop_rule_knows_latent_attention() -> None:
+def test_the_flop_rule_covers_latent_attention() -> None:
     """Scores have another width than values."""
     hf = hf_model(Model("DeepseekV3", {**DEEPSEEK, **LATENT, "first_k_dense_replace": 4}), "cpu")
     with FlopCounterMode(display=False) as counter:

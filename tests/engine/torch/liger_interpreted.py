@@ -55,7 +55,7 @@ def main(variant: str) -> dict[str, Any]:
     plain = AutoModelForCausalLM.from_config(config(variant), dtype=torch.float32)
     randomise(plain, 3)
     fast = copy.deepcopy(plain)
-    liger.apply(fast)
+    liger.apply_liger(fast)
     ids = torch.randint(3, 60, (2, 9))
     ours, theirs = fast(input_ids=ids).logits, plain(input_ids=ids).logits
     kernels = {node.name() for node in _nodes(ours.grad_fn) if "Liger" in node.name()}

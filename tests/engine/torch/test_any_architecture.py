@@ -71,9 +71,9 @@ def test_documents_are_their_own(kind: str, folders: Callable[[str], Path]) -> N
     want = [logprobs(model, ids) for ids in docs]
     if kind not in ENCODERS:
         for ids, own in zip(docs, want, strict=True):
-            padded = causality_check.row(torch.cat([ids, torch.zeros(5, dtype=torch.long)]))
+            padded = causality_check.single_row_batch(torch.cat([ids, torch.zeros(5, dtype=torch.long)]))
             torch.testing.assert_close(fields(engine, padded)[0, : len(own)], own, rtol=0, atol=1e-5)
-        together = fields(engine, causality_check.row(*docs))[0].split([len(ids) for ids in docs])
+        together = fields(engine, causality_check.single_row_batch(*docs))[0].split([len(ids) for ids in docs])
         worst = max(float((t[:-1] - own).abs().max()) for t, own in zip(together, want, strict=True))
         assert worst < 1e-5 if kind in APART else worst > 1e-2, worst
     told = [
@@ -82,13 +82,11 @@ def test_documents_are_their_own(kind: str, folders: Callable[[str], Path]) -> N
     if kind in APART:
         assert told == []
     else:
-        said = (
-            "does not read from left to right" if kind in ENCODERS else "says something else of a document than alone"
-        )
+        said = "is not causal" if kind in ENCODERS else "its output for a document changes when others are packed"
         assert len(told) == 1 and said in told[0] and kind in told[0]
     if kind in MIXING:
         assert not list(causality_check._problems(partial(fields, engine), VOCAB, causality_check.EXACT, False, kind))
-    assert causality_check.positions(model) == POSITIONS.get(kind)
+    assert causality_check.learned_positions(model) == POSITIONS.get(kind)
 
 
 @pytest.mark.wide
@@ -100,14 +98,14 @@ def test_documents_are_their_own(kind: str, folders: Callable[[str], Path]) -> N
         if not v.endswith("-nf4")
     ],
 )
-def test_families_keep_documents_apart_too(variant: str) -> None:
+def test_families_separate_packed_documents_too(variant: str) -> None:
     """Whatever transformers' class does: those that mix are asked before they train, the others need not be."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(variant), dtype=torch.float32).eval()
     randomise(model, 3)
     engine, drawn = FieldsModel(model), torch.Generator().manual_seed(2)
     docs = [torch.randint(3, VOCAB, (n,), generator=drawn) for n in (9, 14, 6)]
-    together = fields(engine, causality_check.row(*docs))[0].split([len(ids) for ids in docs])
+    together = fields(engine, causality_check.single_row_batch(*docs))[0].split([len(ids) for ids in docs])
     worst = max(float((t[:-1] - logprobs(model, ids)).abs().max()) for t, ids in zip(together, docs, strict=True))
     assert worst > 1e-2 if model.config.model_type in causality_check.LOSES_DOCUMENTS else worst < 2e-5, worst
 
@@ -138,7 +136,7 @@ def test_units_that_are_none_are_refused(folders: Callable[[str], Path]) -> None
     ) == {"GPT2MLP"}
     with pytest.raises(
         ConfigError,
-        match=r"cls_to_wrap GPT2Blok: is no module of this GPT2LMHeadModel\n.*GPT2Block, the decoder layers",
+        match=r"cls_to_wrap GPT2Blok: is not a module class of this GPT2LMHeadModel\n.*GPT2Block, the decoder layers",
     ):
         strategies.fsdp_units(
             SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP", "GPT2Blok"]), model
@@ -198,19 +196,19 @@ def test_trains_as_in_plain_torch(
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        ("mamba", {"packing": True}, "--packing true: does not go with this model"),
+        ("mamba", {"packing": True}, "--packing true: is not supported by this model"),
         (
             "mamba",
             {"packing": True, "torch_dtype": "bfloat16", "engine": "fsdp2"},
-            "--packing true: does not go with this model",
+            "--packing true: is not supported by this model",
         ),
         (
             "gpt_oss",
             {"packing": True},
-            "(?s)--packing true: does not go with this model.*--packing false, or --engine megatron",
+            "(?s)--packing true: is not supported by this model.*--packing false, or --engine megatron",
         ),
-        ("bert-encoder", {}, "does not read from left to right"),
-        ("gpt2", {"max_length": 129}, "--max_length 129: is more than the 128 positions"),
+        ("bert-encoder", {}, "is not causal: its output for a token depends on later tokens"),
+        ("gpt2", {"max_length": 129}, "--max_length 129: exceeds the 128 learned positions"),
     ],
 )
 def test_refused_before_the_first_step(

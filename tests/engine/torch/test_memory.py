@@ -104,7 +104,7 @@ def bits(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3", "zero3_offload"])
-def test_nothing_is_whole_that_is_sharded(kind: str, ranks: Pool, large: Path, tmp_path: Path) -> None:
+def test_no_rank_has_a_whole_copy_of_a_sharded_model(kind: str, ranks: Pool, large: Path, tmp_path: Path) -> None:
     """Loading, saving, exporting, resuming on 4 ranks: beyond its shards a rank holds some tensors at a time; weights
     bit by bit."""
     whole = 2 * sum(p.stat().st_size for p in large.glob("*.safetensors"))

@@ -22,7 +22,7 @@ from megaswift.bridge.transformers_weights import disk_names
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch import meta_init, model, weight_loading
 from megaswift.engine.torch.adapters import base_model
-from megaswift.engine.torch.conversions import conversion_groups, first_names, groups
+from megaswift.engine.torch.conversions import conversion_groups, convertible_groups, first_names
 from megaswift.errors import WeightsError
 from megaswift.families.unlisted import any_spec
 from tests.bridge.folders import tensors_of
@@ -76,19 +76,19 @@ def test_equals_from_pretrained(variant: str, options: dict[str, Any], tmp_path:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_written_in_groups_as_whole(variant: str, tmp_path: Path) -> None:
+def test_tensors_written_in_groups_equal_those_of_the_model(variant: str, tmp_path: Path) -> None:
     """What goes out a group at a time is what the files held."""
     folder = build(variant, tmp_path / variant)
     bare = filled(folder)[0].model
     tensors = dict(bare.named_parameters())
     made: dict[str, Tensor] = {}
-    for group in groups(bare, tensors):
+    for group in convertible_groups(bare, tensors):
         made |= disk_names(bare, {name: tensors[name] for name in group})
     stored = tensors_of(folder)
     left = {n for n in stored if n not in made}
     assert left <= {n for n, _ in bare.named_buffers()} | {"lm_head.weight"} and made.keys() <= stored.keys()
     assert all(torch.equal(tensor, stored[name]) for name, tensor in made.items())
-    assert len(groups(bare, tensors)) > 20
+    assert len(convertible_groups(bare, tensors)) > 20
 
 
 def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{"train_type": "lora", "use_dora": True}, {"train_type": "qlora"}, {"train_type": "vera"}]
 )
-def test_adapters_that_need_weights_are_not_made_over_a_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_initialised_from_weights_refuse_a_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
     """DoRA's magnitudes would be those of an empty model."""
     hf_to_megatron(build("dense", tmp_path / "m"), tmp_path / "c")
     folder = tmp_path / "c" / "model"

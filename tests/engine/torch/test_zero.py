@@ -198,7 +198,7 @@ def test_bfloat16(pool: Pool, kind: str) -> None:
     ("ranks", "dtype"), [(2, "float32"), (3, "float32"), (2, "bfloat16")]
 )  # x 3 in bfloat16 rounds otherwise
 @pytest.mark.parametrize("kind", ["zero3", "zero3_offload"])
-def test_a_hollow_model_is_sharded_before_it_has_weights(pool: Pool, kind: str, ranks: int, dtype: str) -> None:
+def test_a_meta_model_is_sharded_before_it_has_weights(pool: Pool, kind: str, ranks: int, dtype: str) -> None:
     """No rank ever has the whole model, and training is the same as ever, from float32 masters."""
     _, gradients, module = Plain(1, ranks, 2, CLIP, precision=dtype).run()
     job = {"kind": kind, "micro": 2, "clip": CLIP, "dtype": dtype}

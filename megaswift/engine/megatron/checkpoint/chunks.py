@@ -1,4 +1,4 @@
-"""What of a checkpoint this rank holds: its weights and optimizer states as boxes of named, layout-free tensors.
+"""The part of a checkpoint that this rank has: chunks of global tensors, whose names and shapes no layout changes.
 
 Owns the map from Megatron's sharded state dicts to boxes. Names are the canonical ones: per-layer keys, experts stacked
 in `mlp.experts.experts.*`, `optimizer.state.{exp_avg,exp_avg_sq,param}.<weight>`, as `fully_reshardable` writes them. A
@@ -64,7 +64,7 @@ def _piece(part: ShardedTensor, local: Tensor) -> ParameterSlice:
 
 def parameter_slices(engine: MegatronEngine) -> list[tuple[Tensor, list[ParameterSlice]]]:
     """Every weight and persistent buffer of this rank with its pieces (a gated projection has two)."""
-    found = []
+    chunks = []
     for chunk in engine.plain:
         metadata = {"non_homogeneous_layers": True, "dp_cp_group": engine.context.groups.dp_cp}
         for base in nested_values(chunk.sharded_state_dict(metadata=metadata)):
@@ -72,8 +72,8 @@ def parameter_slices(engine: MegatronEngine) -> list[tuple[Tensor, list[Paramete
                 assert base.key.endswith("_extra_state"), f"{base.key} is no tensor"
                 continue
             parts = list(nested_values(base.build())) if isinstance(base, ShardedTensorFactory) else [base]
-            found.append((base.data, [_piece(part, base.data) for part in parts]))
-    return found
+            chunks.append((base.data, [_piece(part, base.data) for part in parts]))
+    return chunks
 
 
 def weight_chunks(placed: Sequence[tuple[Tensor, list[ParameterSlice]]], write: bool) -> Iterator[ShardChunk]:
@@ -109,12 +109,12 @@ def optimizer_chunks(
                 continue
             for name, tensor in s.tensors.items():
                 flat = tensor.detach().view(-1)[first - s.start : last - s.start]
-                for corner, shape, at in cut_range(p.shape, first - p.start, last - p.start):
+                for corner, shape, where in cut_range(p.shape, first - p.start, last - p.start):
                     offset = tuple(o + c for o, c in zip(p.offset, corner, strict=True))
-                    data = flat[at : at + math.prod(shape)].view(shape)
+                    data = flat[where : where + math.prod(shape)].view(shape)
                     later = None
                     if tensor.is_meta and s.compact is not None:
-                        later = functools.partial(s.compact.read, first - s.start + at, shape)
+                        later = functools.partial(s.compact.read, first - s.start + where, shape)
                     yield ShardChunk(f"{STATES}{name}.{p.key}", p.whole, offset, data, p.padded, later)
 
 
@@ -134,6 +134,6 @@ def cut_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[t
             done += lines * row
         else:
             stop = min(last, (line + 1) * row)
-            for corner, inner, at in cut_range(shape[1:], within, within + stop - done):
-                yield (line, *corner), (1, *inner), done - first + at
+            for corner, inner, where in cut_range(shape[1:], within, within + stop - done):
+                yield (line, *corner), (1, *inner), done - first + where
             done = stop

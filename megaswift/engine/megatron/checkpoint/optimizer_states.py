@@ -1,4 +1,4 @@
-"""What Megatron's optimizers remember of each weight, whatever their kind: plain float32, half precision, distributed.
+"""Optimizer states per weight, of every kind of Megatron optimizer: float32, half precision, distributed.
 
 Owns access to their states and their step counter for checkpoints. How a step is taken is in optimizer.py.
 """
@@ -17,9 +17,15 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
-from megaswift.engine.megatron.checkpoint.split_weights import REMAINDER, join_remainder, split_remainder
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.optimizer import holds_main_weights, optimizer_parts
+
+REMAINDER = torch.int16
+"""The 16 low bits of a float32 main weight, as Transformer Engine's FusedAdam stores them with `store_param_remainders`
+beside the bfloat16 weight (adam.cu of Transformer Engine 2.x, AdamFunctorMasterParamRemainder). The high half of the
+float32, plus one where the remainder is negative, is the weight: float32 bits = weight bits x 65536 + remainder.
+Checkpoints hold float32, which every optimizer reads."""
+_LOW, _HIGH = -(2**15), 2**15 - 1
 
 MAIN = "param"
 """The float32 weight that a half-precision weight is a copy of."""
@@ -64,10 +70,10 @@ class SplitMainWeights:
 def state_slices(optimizer: MegatronOptimizer, write: bool = False) -> list[StateSlice]:
     """This rank's states of every weight that trains, to read (`write`: into a checkpoint) or to fill. Call
     `materialize_states` first."""
-    found: list[StateSlice] = []
+    slices: list[StateSlice] = []
     for part in optimizer_parts(optimizer):
-        found.extend(_sharded(part, write) if isinstance(part, DistributedOptimizer) else _whole(part))
-    return found
+        slices.extend(_sharded(part, write) if isinstance(part, DistributedOptimizer) else _whole(part))
+    return slices
 
 
 def _sharded(part: DistributedOptimizer, write: bool) -> Iterator[StateSlice]:
@@ -94,8 +100,8 @@ def _owned(part: DistributedOptimizer) -> Iterator[tuple[Tensor, dict[str, Any]]
 def _shard(part: DistributedOptimizer, weight: Tensor) -> Tensor:
     """What the inner optimizer knows this rank's range of a weight by."""
     group, order = part.model_param_group_index_map[weight]
-    found: Tensor = part.optimizer.param_groups[group]["params"][order]
-    return found
+    parameter: Tensor = part.optimizer.param_groups[group]["params"][order]
+    return parameter
 
 
 def _whole(part: MegatronOptimizer) -> Iterator[StateSlice]:
@@ -186,11 +192,11 @@ def _counter(step: int, group: dict[str, Any], p: Tensor) -> Tensor:
 
 def get_step_count(optimizer: MegatronOptimizer) -> int:
     """Steps taken, by this rank's states (0 where it has none)."""
-    found = [0]
+    counts = [0]
     for part in optimizer_parts(optimizer):
-        found += [int(s["step"]) for s in part.optimizer.state.values() if "step" in s]
-        found += [int(g["step"]) for g in part.optimizer.param_groups if "step" in g]
-    return max(found)
+        counts += [int(s["step"]) for s in part.optimizer.state.values() if "step" in s]
+        counts += [int(g["step"]) for g in part.optimizer.param_groups if "step" in g]
+    return max(counts)
 
 
 def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
@@ -215,7 +221,39 @@ def set_scaler(optimizer: MegatronOptimizer, saved: dict[str, float]) -> None:
     for part in optimizer_parts(optimizer):
         scaler = getattr(part, "grad_scaler", None)
         if scaler is not None and saved:
-            now = scaler.state_dict()
+            current = scaler.state_dict()
             scaler.load_state_dict(
-                {k: torch.tensor([v]) if isinstance(now[k], Tensor) else int(v) for k, v in saved.items() if k in now}
+                {
+                    k: torch.tensor([v]) if isinstance(current[k], Tensor) else int(v)
+                    for k, v in saved.items()
+                    if k in current
+                }
             )
+
+
+def join_remainder(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 weights, of the shape of `weight` bfloat16 and `remainder` int16."""
+    assert weight.dtype == torch.bfloat16 and remainder.dtype == REMAINDER
+    bits = (weight.contiguous().view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def split_remainder(main: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(bfloat16 weight, int16 remainder) of float32 weights; `weight`: the bfloat16 weights of now, which stay where
+    they are `main` rounded.
+
+    torch rounds a tie to the even neighbour, which may be 32768 from it, one more than a remainder holds: `main` is
+    then one unit in its last place lower, so that the weight is the same on every data-parallel rank.
+    """
+    bits = main.contiguous().view(torch.int32).to(torch.int64)
+    weight_bits = weight.contiguous().view(torch.int16).to(torch.int64) << 16
+    far = ((bits - weight_bits) < _LOW) | ((bits - weight_bits) > _HIGH + 1)
+    fresh = (bits + 2**15) & ~0xFFFF
+    high = torch.where(far, fresh, weight_bits)
+    remainder = (bits - high).clamp(_LOW, _HIGH).to(REMAINDER)
+    return _wrapped(high >> 16).to(torch.int16).view(torch.bfloat16), remainder
+
+
+def _wrapped(values: Tensor) -> Tensor:
+    """As 16 signed bits."""
+    return ((values + 2**15) % 2**16) - 2**15

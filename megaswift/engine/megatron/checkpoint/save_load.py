@@ -12,26 +12,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+from megatron.core import tensor_parallel
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megaswift import log
+from megaswift import distributed, log
 from megaswift.bridge import dist_files as files
 from megaswift.bridge import dist_index
 from megaswift.bridge.sharded_keys import KEPT, MAIN, STATES
 from megaswift.disk import sync
-from megaswift.engine import rng_state as saved_states
+from megaswift.engine import rng_state
 from megaswift.engine.megatron.checkpoint import chunks as boxes
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
-from megaswift.engine.megatron.checkpoint import rng_state
 from megaswift.engine.megatron.lora import checkpoint
 from megaswift.engine.megatron.model import gather_weights
-from megaswift.errors import ROOM, CheckpointError, Problem
+from megaswift.engine.megatron.parallel_context import ParallelContext
+from megaswift.errors import ROOM, Problem
 
 if TYPE_CHECKING:
     from megaswift.engine.megatron.engine import MegatronEngine
@@ -48,20 +48,20 @@ def save_engine(engine: MegatronEngine, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     gather_weights(engine.chunks)
     states.materialize_states(engine.optimizer)
-    placed = boxes.parameter_slices(engine) if engine.lora is None else checkpoint.adapter_slices(engine.lora)
-    own = [
-        *boxes.weight_chunks(placed, True),
-        *boxes.optimizer_chunks(placed, states.state_slices(engine.optimizer, write=True), True),
+    parameters = boxes.parameter_slices(engine) if engine.lora is None else checkpoint.adapter_slices(engine.lora)
+    chunks = [
+        *boxes.weight_chunks(parameters, True),
+        *boxes.optimizer_chunks(parameters, states.state_slices(engine.optimizer, write=True), True),
     ]
-    own += boxes.carried_chunks(engine) if engine.lora is None else []
-    files.write_chunks(directory, own)
-    facts = _facts(engine, max(_gather(engine, states.get_step_count(engine.optimizer))))
-    _agree(engine, _write_small(engine, directory, facts))
+    chunks += boxes.carried_chunks(engine) if engine.lora is None else []
+    files.write_chunks(directory, chunks)
+    facts = _facts(engine, max(distributed.all_gather_objects(states.get_step_count(engine.optimizer))))
+    distributed.raise_on_all_ranks(_write_small(engine, directory, facts), limit=SHOWN)
 
 
 def _write_small(engine: MegatronEngine, directory: Path, facts: dict[str, Any]) -> list[Problem]:
     try:
-        written = [rng_state.write_rank_rng(directory, engine.rank)]
+        written = [write_rank_rng(directory, engine.rank)]
         if engine.rank == 0:
             written += files.write_megatron_files(directory)
             (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -97,33 +97,33 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     directory = Path(directory)
     facts, index = _read_tables(engine, directory)
     states.materialize_states(engine.optimizer)
-    placed = boxes.parameter_slices(engine) if engine.lora is None else checkpoint.adapter_slices(engine.lora)
+    parameters = boxes.parameter_slices(engine) if engine.lora is None else checkpoint.adapter_slices(engine.lora)
     slices = states.state_slices(engine.optimizer)
     wanted = [
         _source(box, index)
-        for box in [*boxes.weight_chunks(placed, False), *boxes.optimizer_chunks(placed, slices, False)]
+        for box in [*boxes.weight_chunks(parameters, False), *boxes.optimizer_chunks(parameters, slices, False)]
     ]
     items, problems = files.plan_reads(index, wanted)
     same_layout = facts["layout"] == dataclasses.asdict(engine.layout)
-    random_states = saved_states.read_rng_state(directory, engine.rank if same_layout else 0)
+    random_states = rng_state.read_rng_state(directory, engine.rank if same_layout else 0)
     problems += [random_states] if isinstance(random_states, Problem) else []
     problems += _unused(engine, index, {box.key for box in wanted})
-    _agree(engine, problems)
+    distributed.raise_on_all_ranks(problems, limit=SHOWN)
     assert not isinstance(random_states, Problem)
     files.read_chunks(directory, index, wanted, items)
     states.store_states(engine.optimizer, slices)
     states.set_step_count(engine.optimizer, facts["optimizer"]["step"])
     states.set_scaler(engine.optimizer, facts["optimizer"]["scaler"])
-    if same_layout and rng_state.fits_rank_rng(random_states[0]):
-        rng_state.restore_rank_rng(*random_states)
+    if same_layout and fits_rank_rng(random_states[0]):
+        restore_rank_rng(*random_states)
     else:
-        seed = rng_state.reseed_ranks(engine.context, directory)
+        seed = reseed_ranks(engine.context, directory)
         log.info(
-            f"{directory} is from another layout or device: same weights and optimizer, random states start anew "
-            f"(seed {seed})"
+            f"{directory} was saved with another layout or device: weights and optimizer states are restored, random "
+            f"states are reseeded (seed {seed})"
         )
     if engine.cfg.model.fp8_format and engine.cfg.model.fp8_recipe == "delayed":
-        log.warn("FP8 scaling histories are not part of a checkpoint and start anew")
+        log.warn("FP8 scaling histories are not saved in checkpoints: they start empty")
 
 
 def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any], Metadata]:
@@ -141,36 +141,44 @@ def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any
         problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
     index = dist_index.read_index(directory)
     problems += [index] if isinstance(index, Problem) else dist_index.file_problems(directory, index)
-    _agree(engine, problems)
+    distributed.raise_on_all_ranks(problems, limit=SHOWN)
     assert isinstance(index, Metadata)
     return facts, index
 
 
 def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]:
-    known = facts["optimizer"]
-    if not isinstance(known["step"], int) or not isinstance(known["scaler"], dict) or "layout" not in facts:
-        return [Problem(FACTS, "has values of other types", "another step of the run")]
+    optimizer = facts["optimizer"]
+    if not isinstance(optimizer["step"], int) or not isinstance(optimizer["scaler"], dict) or "layout" not in facts:
+        return [Problem(FACTS, "has values of the wrong type", "another checkpoint of the run")]
     if facts["format"] != FORMAT:
-        return [Problem(FACTS, f"has format {facts['format']}, this version reads {FORMAT}")]
-    now = _facts(engine, 0)
-    if facts.get("train_type", "full") != now["train_type"]:
-        saved = facts.get("train_type", "full")
+        return [Problem(FACTS, f"has format {facts['format']}; this version reads {FORMAT}")]
+    current = _facts(engine, 0)
+    if facts.get("train_type", "full") != current["train_type"]:
+        saved_type = facts.get("train_type", "full")
         return [
             Problem(
-                f"--train_type {now['train_type']}",
-                f"the checkpoint's run had train_type {saved}",
-                f"--train_type {saved}",
+                f"--train_type {current['train_type']}",
+                f"the checkpoint's run had train_type {saved_type}",
+                f"--train_type {saved_type}",
             )
         ]
     problems = [
-        Problem(f"model {name}", f"is {facts['model'][name]} in the checkpoint and {value} in this run", "that model")
-        for name, value in now["model"].items()
+        Problem(
+            f"model {name}",
+            f"is {facts['model'][name]} in the checkpoint and {value} in this run",
+            "the model of that run",
+        )
+        for name, value in current["model"].items()
         if facts["model"][name] != value
     ]
-    saved, mine = facts["optimizer"]["name"], now["optimizer"]["name"]
-    if saved != mine:
+    saved_name, current_name = facts["optimizer"]["name"], current["optimizer"]["name"]
+    if saved_name != current_name:
         problems.append(
-            Problem(f"--optimizer {mine}", f"the checkpoint has the states of {saved}", f"--optimizer {saved}")
+            Problem(
+                f"--optimizer {current_name}",
+                f"the checkpoint has the states of {saved_name}",
+                f"--optimizer {saved_name}",
+            )
         )
     return problems
 
@@ -192,28 +200,38 @@ def _source(box: files.ShardChunk, index: Metadata) -> files.ShardChunk:
     return box
 
 
-def _unused(engine: MegatronEngine, index: Metadata, wanted: set[str]) -> list[Problem]:
+def _unused(engine: MegatronEngine, index: Metadata, own_keys: set[str]) -> list[Problem]:
     """Weights of the checkpoint that no rank of this model has."""
-    used = {key.removeprefix(MAIN) for keys in _gather(engine, wanted) for key in keys}
-    left = [key for key in index.state_dict_metadata if not key.startswith((STATES, KEPT)) and key not in used]
+    used = {key.removeprefix(MAIN) for keys in distributed.all_gather_objects(own_keys) for key in keys}
+    unused = [key for key in index.state_dict_metadata if not key.startswith((STATES, KEPT)) and key not in used]
     return (
-        [Problem(key, "is in the checkpoint and not in this model") for key in sorted(left)] if engine.rank == 0 else []
+        [Problem(key, "is in the checkpoint and not in this model") for key in sorted(unused)]
+        if engine.rank == 0
+        else []
     )
 
 
-def _gather(engine: MegatronEngine, value: Any) -> list[Any]:
-    """`value` of every rank."""
-    if engine.layout.world_size == 1:
-        return [value]
-    found: list[Any] = [None] * engine.layout.world_size
-    dist.all_gather_object(found, value)
-    return found
+def write_rank_rng(directory: Path, rank: int) -> Path:
+    """Writes this rank's random states with those of Megatron's tracker; returns the file, not yet flushed.
+
+    Megatron's own checkpoints keep one expert state for all expert-parallel ranks (Megatron-LM pull request 6858); here
+    each rank has its own.
+    """
+    return rng_state.write_rng_state(directory, rank, tensor_parallel.get_cuda_rng_tracker().get_states())
 
 
-def _agree(engine: MegatronEngine, problems: Sequence[Problem]) -> None:
-    """All ranks' problems as one error on every rank, each once."""
-    everyone = list(dict.fromkeys(p for own in _gather(engine, list(problems)) for p in own))
-    if len(everyone) > SHOWN:
-        everyone = [*everyone[:SHOWN], Problem(f"{len(everyone) - SHOWN} more", "of the same kind")]
-    if everyone:
-        raise CheckpointError(everyone)
+def fits_rank_rng(tensors: dict[str, Tensor]) -> bool:
+    """Whether these are states of the generators that this rank has."""
+    return rng_state.fits_generators(tensors, tensor_parallel.get_cuda_rng_tracker().get_states())
+
+
+def restore_rank_rng(tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
+    """Every generator of this rank back to where it stood."""
+    tensor_parallel.get_cuda_rng_tracker().set_states(rng_state.restore_rng_state(tensors, plain))
+
+
+def reseed_ranks(context: ParallelContext, directory: Path) -> int:
+    """Fresh states on every rank, from the saved ones of rank 0. Returns the seed."""
+    seed = rng_state.fresh_seed(directory)
+    context.seed(seed)
+    return seed

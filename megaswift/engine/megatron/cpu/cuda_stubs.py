@@ -1,4 +1,4 @@
-"""What stands in CUDA's place on a CPU: streams that run in order, random states, bundles of collectives.
+"""Stand-ins for CUDA objects on a CPU: streams that run in order, random states, bundles of collectives.
 
 Owns the objects only; where each one goes, and why, is the table in device.py.
 """

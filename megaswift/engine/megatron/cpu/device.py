@@ -1,9 +1,9 @@
-"""Megatron-Core on a CPU: every place where it calls CUDA by name, and what stands there instead.
+"""The table of substitutions: every change that this package makes to torch's and Megatron-Core's own objects.
 
-Owns all changes to others' code, one row each: symbol, versions, reason. `install_cpu_patches()` applies them once,
-and only where
-there is no CUDA device; a test fails when an installed Megatron-Core no longer has a symbol. Nothing here is on the hot
-path: string constants are replaced in the code objects themselves, so that no call is intercepted.
+One row each: symbol, versions, reason. `install_cpu_patches()` applies them once, all but `UNDEFINED_NAMES` only where
+there is no CUDA device. A test fails when an installed Megatron-Core no longer has a symbol. The functions and classes
+that are put in place are in the other modules of this folder. Nothing here is on the hot path: string constants are
+replaced in the code objects themselves, so that no call is intercepted.
 """
 
 from __future__ import annotations
@@ -41,6 +41,22 @@ class AttributePatch:
     value: Any
     reason: str
     versions: str = BOTH
+    missing_only: bool = False
+    """Set the attribute only where the module lacks it."""
+
+
+@dataclass(frozen=True)
+class MutedWarning:
+    """Records of a logger that contain `text` are dropped."""
+
+    logger: str
+    text: str
+    reason: str
+    versions: str = BOTH
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the logger keeps the record (the protocol of `Logger.addFilter`)."""
+        return self.text not in record.getMessage()
 
 
 _CORE = "megatron.core."
@@ -139,6 +155,41 @@ REPLACEMENTS = (
     ),
 )
 
+DURING_IMPORT = (
+    AttributePatch(
+        "torch:compile",
+        cuda_stubs.identity_decorator,
+        "megatron.core.jit binds its jit_fuser when it is imported; compiling its small elementwise functions costs "
+        "minutes on a CPU and changes digits",
+    ),
+)
+"""In place while `megatron.core.jit` is imported, and taken back after."""
+
+UNDEFINED_NAMES = (
+    AttributePatch(
+        _CORE + "transformer.moe.moe_utils:te_general_gemm",
+        None,
+        "read by router_gating_linear, left undefined by a guarded import: NameError otherwise",
+        "0.16",
+        missing_only=True,
+    ),
+    AttributePatch(
+        _CORE + "transformer.multi_latent_attention:HAVE_TE",
+        False,
+        "True without Transformer Engine, since the import of mocked classes succeeds; isinstance then refuses them",
+        "0.16",
+    ),
+)
+"""Names that guarded imports of Transformer Engine leave undefined or wrong, with CUDA too."""
+
+MUTED_WARNINGS = (
+    MutedWarning(
+        _CORE + "tensor_parallel.random",
+        "CPU RNG state changed",
+        "the tracker warns when the CPU's generator was used: here it is the device's, used by each dropout",
+    ),
+)
+
 _installed = False
 
 
@@ -185,55 +236,50 @@ def innermost(function: Any) -> types.FunctionType:
     return getattr(function, "__func__", function)
 
 
-def _import_without_compiler() -> None:
-    """Import Megatron-Core while `torch.compile` does nothing: its `jit_fuser` is bound then.
-
-    Compiling its small elementwise functions costs minutes on a CPU and changes digits.
-    """
-    compiler = torch.compile
-    torch.compile = cuda_stubs.identity_decorator  # type: ignore[assignment]
+def _import_patched() -> None:
+    """Imports `megatron.core.jit` under the rows of `DURING_IMPORT`."""
+    originals = [resolve_symbol(row.symbol) for row in DURING_IMPORT]
+    _replace(DURING_IMPORT)
     try:
         importlib.import_module(_CORE + "jit")
     finally:
-        torch.compile = compiler
+        for owner, name, original in originals:
+            setattr(owner, name, original)
 
 
-def _replace(changes: Iterable[AttributePatch]) -> None:
-    for change in changes:
-        owner, name, _ = resolve_symbol(change.symbol)
-        setattr(owner, name, change.value)
+def _replace(rows: Iterable[AttributePatch]) -> None:
+    for row in rows:
+        owner, name, _ = resolve_symbol(row.symbol)
+        setattr(owner, name, row.value)
 
 
 def install_cpu_patches() -> None:
-    """Make Megatron-Core run on this machine; a second call does nothing. Where CUDA is, only undefined names are
-    mended."""
+    """Makes Megatron-Core run on this machine; a second call does nothing. With CUDA only `UNDEFINED_NAMES` apply."""
     global _installed
     if _installed:
         return
     _installed = True
     if not on_cpu():
-        _without_transformer_engine()
+        _define_missing_names()
         return
     assert "megatron.core" not in sys.modules, "megaswift.engine.megatron has to be imported before megatron.core"
-    torchs = [change for change in REPLACEMENTS if not change.symbol.startswith(_CORE)]
-    _replace(torchs)  # Megatron-Core's modules bind some of these when they are imported
-    _import_without_compiler()
-    _replace(change for change in REPLACEMENTS if change not in torchs)
+    torch_rows = [row for row in REPLACEMENTS if not row.symbol.startswith(_CORE)]
+    _replace(torch_rows)  # before the import: Megatron-Core's modules bind some of these when they are imported
+    _import_patched()
+    _replace(row for row in REPLACEMENTS if row not in torch_rows)
     for row in CONSTANTS:
         function = innermost(resolve_symbol(row.symbol)[2])
         function.__code__ = _cpu_constant(function.__code__)
-    # the tracker of random states warns when the CPU's generator was used: here it is the one to use, at each dropout
-    logging.getLogger(_CORE + "tensor_parallel.random").addFilter(
-        lambda record: "CPU RNG state changed" not in record.getMessage()
-    )
-    _without_transformer_engine()
+    for muted in MUTED_WARNINGS:
+        logging.getLogger(muted.logger).addFilter(muted)
+    _define_missing_names()
 
 
-def _without_transformer_engine() -> None:
-    """0.16 without Transformer Engine: names that its guarded imports leave undefined, or wrong."""
-    moe = importlib.import_module(_CORE + "transformer.moe.moe_utils")
-    if not hasattr(moe, "te_general_gemm"):
-        moe.te_general_gemm = None  # router_gating_linear reads it: NameError otherwise
-    latent = importlib.import_module(_CORE + "transformer.multi_latent_attention")
-    if importlib.util.find_spec("transformer_engine") is None:
-        latent.HAVE_TE = False  # True because the import of mocked classes succeeds: isinstance then refuses them
+def _define_missing_names() -> None:
+    """Applies `UNDEFINED_NAMES`: missing ones always, wrong ones only without Transformer Engine."""
+    without_te = importlib.util.find_spec("transformer_engine") is None
+    for row in UNDEFINED_NAMES:
+        module, _, name = row.symbol.partition(":")
+        owner = importlib.import_module(module)
+        if not hasattr(owner, name) if row.missing_only else without_te:
+            setattr(owner, name, row.value)

@@ -46,10 +46,10 @@ def _exchange(group: Any) -> SharedExchange | None:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
 
         def gather(numbers: list[int]) -> list[list[int]]:
-            mine = torch.tensor(numbers, dtype=torch.int64)
-            got = mine.new_empty(ranks, len(numbers))
-            _all_to_all_single(got.view(-1), mine.repeat(ranks), group=group)
-            return got.tolist()
+            own_numbers = torch.tensor(numbers, dtype=torch.int64)
+            all_numbers = own_numbers.new_empty(ranks, len(numbers))
+            _all_to_all_single(all_numbers.view(-1), own_numbers.repeat(ranks), group=group)
+            return all_numbers.tolist()
 
         timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         _exchanges[group] = shared_exchange.open_exchange(rank, ranks, timeout, gather) if ranks > 1 else None
@@ -75,43 +75,45 @@ def all_to_all(
     ranks, exchange, sent = dist.get_world_size(group), _exchange(group), input.detach().contiguous()
     takes, gives = _rows(output_split_sizes, output, ranks), _rows(input_split_sizes, sent, ranks)
     width = math.prod(sent.shape[1:])
-    found = exchange(sent.view(-1), [n * width for n in gives]) if exchange is not None else None
-    if found is None:
+    parts = exchange(sent.view(-1), [n * width for n in gives]) if exchange is not None else None
+    if parts is None:
         _all_to_all_single(output, sent, takes, gives, group)
     else:
         output.detach().copy_(
-            torch.cat([part[at : at + n * width] for (part, at), n in zip(found, takes, strict=True)]).view_as(output)
+            torch.cat(
+                [part[offset : offset + n * width] for (part, offset), n in zip(parts, takes, strict=True)]
+            ).view_as(output)
         )
     return CompletedWork() if async_op else None
 
 
 def _gathered(tensor: Tensor, counts: list[int], group: Any) -> Tensor:
     """All ranks' elements, `counts[rank]` of each, end to end."""
-    mine = tensor.detach().reshape(-1)
+    flat = tensor.detach().reshape(-1)
     exchange = _exchange(group)
-    if exchange is not None and (found := exchange(mine, ())) is not None:
-        return torch.cat([sent for sent, _ in found])
-    got = mine.new_empty(sum(counts))
-    _all_to_all_single(got, mine.repeat(len(counts)), counts, [mine.numel()] * len(counts), group)
-    return got
+    if exchange is not None and (slots := exchange(flat, ())) is not None:
+        return torch.cat([sent for sent, _ in slots])
+    gathered = flat.new_empty(sum(counts))
+    _all_to_all_single(gathered, flat.repeat(len(counts)), counts, [flat.numel()] * len(counts), group)
+    return gathered
 
 
 def _received(parts: Tensor, counts: list[int], group: Any) -> Tensor:
     """[ranks, elements]: what each rank holds of this rank's part; `parts` are all parts of `counts[rank]` elements end
     to end."""
-    mine, exchange = counts[dist.get_rank(group)], _exchange(group)
-    if exchange is not None and (found := exchange(parts, counts)) is not None:
-        return torch.stack([sent[at : at + mine] for sent, at in found])
-    got = parts.new_empty(len(counts), mine)
-    _all_to_all_single(got.view(-1), parts, [mine] * len(counts), counts, group)
-    return got
+    count, exchange = counts[dist.get_rank(group)], _exchange(group)
+    if exchange is not None and (slots := exchange(parts, counts)) is not None:
+        return torch.stack([sent[offset : offset + count] for sent, offset in slots])
+    received = parts.new_empty(len(counts), count)
+    _all_to_all_single(received.view(-1), parts, [count] * len(counts), counts, group)
+    return received
 
 
 def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
     """The ranks' tensors, whose first dimensions may differ."""
     counts = [output.numel() for output in tensor_list]
-    for output, got in zip(tensor_list, _gathered(tensor, counts, group).split(counts), strict=True):
-        output.copy_(got.view_as(output))
+    for output, gathered in zip(tensor_list, _gathered(tensor, counts, group).split(counts), strict=True):
+        output.copy_(gathered.view_as(output))
     return CompletedWork() if async_op else None
 
 

@@ -1,4 +1,4 @@
-"""Exchanges among ranks of one machine through memory that they share.
+"""All-to-all exchanges between ranks of one machine through shared memory.
 
 gloo sends every message through a socket, and a thread of its own wakes the receiver: where more ranks than cores share
 a machine, that is nearly all the time there is (8 ranks on 2 cores, 8 kB to each: 9.4 ms; here 0.6 ms). Each rank has
@@ -39,7 +39,7 @@ LOOK = 1.0
 """Seconds between looks at whether the ranks that are waited for live."""
 
 
-def machine_number() -> int:
+def shared_memory_id() -> int:
     """A number that processes share when they can share memory; 0 where none can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return 0
@@ -59,7 +59,9 @@ class SharedExchange:
         self._turns = memoryview(memory)[:head].cast("q")
         self._sizes = self._turns[ranks * LINE :]
         slots = torch.frombuffer(memory, dtype=torch.uint8, offset=head)
-        self._slots = [[slots[at : at + SLOT] for at in range(half, len(slots), 2 * SLOT)] for half in (0, SLOT)]
+        self._slots = [
+            [slots[offset : offset + SLOT] for offset in range(half, len(slots), 2 * SLOT)] for half in (0, SLOT)
+        ]
 
     def __call__(self, sent: Tensor, counts: Sequence[int]) -> list[tuple[Tensor, int]] | None:
         """What each rank sent (a vector, to be read before the next turn) and where this rank's part of it begins.
@@ -81,8 +83,11 @@ class SharedExchange:
         sizes = [self._sizes[self._table(half, rank)] for rank in range(ranks)]
         if max(sizes) > SLOT:
             return None
-        mine = [self._sizes[self._table(half, rank) + 1 + self._rank] for rank in range(ranks)]
-        return [(slot[:n].view(sent.dtype), at) for slot, n, at in zip(self._slots[half], sizes, mine, strict=True)]
+        offsets = [self._sizes[self._table(half, rank) + 1 + self._rank] for rank in range(ranks)]
+        return [
+            (slot[:n].view(sent.dtype), offset)
+            for slot, n, offset in zip(self._slots[half], sizes, offsets, strict=True)
+        ]
 
     def _table(self, half: int, rank: int) -> int:
         """Where a rank's size in bytes lies, and after it the first element for each rank."""
@@ -90,13 +95,13 @@ class SharedExchange:
 
     def _await(self, rank: int) -> None:
         """Until `rank` has begun this turn."""
-        at, turn, nap = rank * LINE, self._turn, NAP
+        word, turn, nap = rank * LINE, self._turn, NAP
         for _ in range(YIELDS):
-            if self._turns[at] >= turn:
+            if self._turns[word] >= turn:
                 return
             os.sched_yield()
         began = looked = time.monotonic()
-        while self._turns[at] < turn:
+        while self._turns[word] < turn:
             time.sleep(nap)
             nap, now = min(2 * nap, LONGEST_NAP), time.monotonic()
             if now - looked > LOOK:
@@ -112,7 +117,8 @@ class SharedExchange:
             ) from None
         if waited > self._timeout:
             raise DistBackendError(
-                f"rank {rank} of a group of {len(self._pids)} did not come in {waited:.0f} s (--ddp_timeout)"
+                f"timed out after {waited:.0f} s waiting for rank {rank} of a group of {len(self._pids)} "
+                "(--ddp_timeout)"
             )
 
 
@@ -128,15 +134,15 @@ def open_exchange(
 
     `gather`: some numbers of this rank to those of all, by whatever means.
     """
-    here, file, memory = machine_number(), -1, None
+    machine_id, file, memory = shared_memory_id(), -1, None
     length = _head(ranks) + 2 * ranks * SLOT
-    if rank == 0 and here:
+    if rank == 0 and machine_id:
         file = os.memfd_create("megaswift", os.MFD_CLOEXEC)
         os.ftruncate(file, length)
-    told = gather([here, os.getpid(), file])
-    if here and all(machine == here for machine, _, _ in told):
+    members = gather([machine_id, os.getpid(), file])
+    if machine_id and all(machine == machine_id for machine, _, _ in members):
         with suppress(OSError):  # /proc may be closed to other processes, even of the same user
-            shared = os.open(f"/proc/{told[0][1]}/fd/{told[0][2]}", os.O_RDWR | os.O_CLOEXEC)
+            shared = os.open(f"/proc/{members[0][1]}/fd/{members[0][2]}", os.O_RDWR | os.O_CLOEXEC)
             with os.fdopen(shared, "r+b", buffering=0):
                 memory = mmap.mmap(shared, length)
     ready = gather([memory is not None])
@@ -144,4 +150,4 @@ def open_exchange(
         os.close(file)
     if memory is None or not all(ok for (ok,) in ready):
         return None
-    return SharedExchange(memory, rank, [pid for _, pid, _ in told], timeout_s)
+    return SharedExchange(memory, rank, [pid for _, pid, _ in members], timeout_s)

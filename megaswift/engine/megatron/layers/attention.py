@@ -22,10 +22,11 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megaswift.engine.megatron.context_parallel import gather_order, gather_sequence, local_index
-from megaswift.engine.megatron.layers.sinks import sink_attention
 from megaswift.engine.megatron.layers.softcap import CappedAttention, ScoreRule
 
 Parts = tuple[Tensor, Tensor, Tensor]
+LANES = 8
+"""Columns added to queries and keys, of which one is used: fused kernels need head sizes that are multiples of 8."""
 
 
 class RowLayout(PackedSeqParams):
@@ -56,10 +57,10 @@ class RowLayout(PackedSeqParams):
             runs, lengths, key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True
         ):
             for chunk in chunks:
-                own, end = next(queries), (chunk + 1) * run
+                q, end = next(queries), (chunk + 1) * run
                 if run:
-                    seen = (keys, values) if end == length else (keys[:, :, :end], values[:, :, :end])
-                    yield (own, *seen), chunk * run
+                    visible = (keys, values) if end == length else (keys[:, :, :end], values[:, :, :end])
+                    yield (q, *visible), chunk * run
 
 
 def _mask(queries: int, keys: int, offset: int, window: int | None) -> Tensor | None:
@@ -89,8 +90,8 @@ class TorchAttention(MegatronModule):
         self.softmax_offset: nn.Parameter | None = None
         if config.softmax_type == "learnable":  # Megatron's name for attention sinks
             assert self.softcap is None, "no family has both"
-            own = config.num_attention_heads // config.tensor_model_parallel_size
-            self.softmax_offset = nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
@@ -146,3 +147,31 @@ def window_of(config: Any, layer_number: int) -> int | None:
 def _is_windowed(skip: int | list[int], layer_number: int) -> bool:
     """Megatron's rule: an int n makes every n-th layer a full one, a list says it layer by layer (1: window)."""
     return layer_number % skip != 0 if isinstance(skip, int) else bool(skip[layer_number - 1])
+
+
+def sink_attention(
+    qkv: tuple[Tensor, Tensor, Tensor], sink: Tensor, scale: float, mask: Tensor | None, dropout: float = 0.0
+) -> Tensor:
+    """Attention with a learned sink in each head's softmax (gpt-oss, arXiv:2508.10925), by PyTorch's fused kernels.
+
+    Probabilities are exp(score) / (sum of exp(score) + exp(sink)): the sink is one more key, whose score is the sink
+    for every query and whose value is zero. Returns [b, h, s, d] from q [b, h, s, d], k and v [b, h, n, d], sink [h];
+    `mask` bool [s, n], True where a key is visible, None: causal.
+    """
+    q, k, v = qkv
+    b, d = q.shape[0], q.shape[3]
+    lanes = q.new_zeros(LANES)
+    lanes[0] = 1.0
+    q = torch.cat([q, lanes.expand(*q.shape[:-1], LANES)], dim=-1)
+    # [h, d + lanes]: times the query's 1 and the scale
+    score = F.pad((sink.float() / scale).to(q.dtype)[:, None], (d, LANES - 1))
+    k = torch.cat([score[None, :, None].expand(b, -1, -1, -1), F.pad(k, (0, LANES))], dim=2)
+    v = F.pad(v, (0, LANES, 1, 0))
+    if mask is None:  # a query that sees the sink alone keeps the diagonal in place
+        q = F.pad(q, (0, 0, 1, 0))
+    else:
+        mask = F.pad(mask, (1, 0), value=True)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout
+    )
+    return out[:, :, int(mask is None) :, :d]

@@ -1,4 +1,4 @@
-"""Which layers a run takes, Transformer Engine's or torch's, and why.
+"""The choice between Transformer Engine's layers and torch's for a run, with its reason.
 
 Owns what Transformer Engine's layers, as Megatron-Core puts them together, do not compute, or have not been seen to
 compute: a run that needs it takes the torch layers and says so. Building the layers is layer_spec.py's.
@@ -43,59 +43,59 @@ def fp8_problems(recipe: str, capability: tuple[int, int]) -> list[Problem]:
     ]
 
 
-def only_torch(spec: ModelSpec) -> list[str]:
+def torch_only_features(spec: ModelSpec) -> list[str]:
     """What of a model the torch layers alone compute, under every layout.
 
     Sinks: Transformer Engine has them from 2.8 on, for some attention backends, and not for packed rows with each of
     them.
     """
     plain = Features()
-    found = [name for name in IN_LAYERS if getattr(spec.features, name) != getattr(plain, name)]
-    return found + (["attention sinks"] if spec.transformer.get("softmax_type", "vanilla") != "vanilla" else [])
+    differing = [name for name in IN_LAYERS if getattr(spec.features, name) != getattr(plain, name)]
+    return differing + (["attention sinks"] if spec.transformer.get("softmax_type", "vanilla") != "vanilla" else [])
 
 
-def only_torch_here(spec: ModelSpec, cp_comm_type: str | None, packing: bool) -> list[str]:
+def torch_only_reasons(spec: ModelSpec, cp_comm_type: str | None, packing: bool) -> list[str]:
     """What the torch layers alone compute under this run's layout; `cp_comm_type` None is no context parallelism.
 
     Source: the combinations that Transformer Engine's own attention tests leave out, and Megatron-Core 0.16's latent
     attention, which has no packed rows of unequal key and value widths.
     """
     latent, cp = bool(spec.transformer.get("multi_latent_attention")), cp_comm_type is not None
-    found = []
+    unsupported = []
     if cp and spec.transformer.get("window_size") and cp_comm_type != "a2a":
-        found.append(f"sliding windows with --cp_comm_type {cp_comm_type} (they have with a2a)")
+        unsupported.append(f"sliding windows with --cp_comm_type {cp_comm_type} (supported with a2a)")
     if cp and packing and cp_comm_type in ("all_gather", "a2a+p2p"):
-        found.append(f"packed rows with --cp_comm_type {cp_comm_type} (they have with p2p)")
+        unsupported.append(f"packed rows with --cp_comm_type {cp_comm_type} (supported with p2p)")
     if cp and latent and cp_comm_type != "p2p":
-        found.append(f"latent attention with --cp_comm_type {cp_comm_type} (they have with p2p)")
+        unsupported.append(f"latent attention with --cp_comm_type {cp_comm_type} (supported with p2p)")
     if latent and packing and tuple(map(int, megatron.core.__version__.split(".")[:2])) < (0, 17):
-        found.append("packed latent attention in this version of Megatron-Core")
-    return found
+        unsupported.append("packed latent attention in this version of Megatron-Core")
+    return unsupported
 
 
-def pick_layers(asked: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
+def choose_layer_impl(implementation: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
     """(`transformer_engine` or `torch`, why) for `--transformer_impl` and `--attn_impl`; `lacking` is what only torch
     layers do."""
-    if lacking and asked == "transformer_engine":
+    if lacking and implementation == "transformer_engine":
         raise ConfigError(
             Problem(
                 "--transformer_impl transformer_engine",
-                f"its layers have no {lacking}, which this model needs",
+                f"its layers do not support {lacking}, which this model needs",
                 "--transformer_impl torch",
             )
         )
-    if lacking and asked == "auto":
-        return "torch", f"Transformer Engine's layers have no {lacking}, which this model needs"
+    if lacking and implementation == "auto":
+        return "torch", f"Transformer Engine's layers do not support {lacking}, which this model needs"
     cuda, installed = torch.cuda.is_available(), importlib.util.find_spec("transformer_engine") is not None
-    if asked == "torch":
+    if implementation == "torch":
         return "torch", "asked for"
-    if asked == "transformer_engine":
+    if implementation == "transformer_engine":
         if not (cuda and installed):
             lack = "no CUDA device is visible" if not cuda else "the package transformer_engine is not installed"
             raise ConfigError(Problem("--transformer_impl transformer_engine", lack, "--transformer_impl torch"))
         return "transformer_engine", "asked for"
     if attention == "sdpa":
-        return "torch", "--attn_impl sdpa is theirs"
+        return "torch", "--attn_impl sdpa needs it"
     if cuda and installed:
-        return "transformer_engine", "CUDA and Transformer Engine are there"
+        return "transformer_engine", "CUDA and Transformer Engine are available"
     return "torch", "no CUDA device" if not cuda else "Transformer Engine is not installed"

@@ -84,6 +84,8 @@ class _ByPosition(MLASelfAttention):
         if c.sequence_parallel:
             turning = gather_from_sequence_parallel_region(turning, group=self.tp_group)
         else:
+            # its gradient is a sum over tensor-parallel ranks, each of which has other heads; Megatron-Core (0.16 to
+            # 0.19) sums it with sequence parallelism only, and is 8% off without
             turning = copy_to_tensor_model_parallel_region(turning, group=self.tp_group)
         both, _ = self.linear_kv_up_proj(low)
         heads = self.num_attention_heads_per_partition

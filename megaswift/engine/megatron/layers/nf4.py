@@ -31,13 +31,13 @@ class NF4Matrix(nn.Module):
     packed: Tensor
     absmax: Tensor
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.shape, self.dtype = tuple(like.shape), like.dtype
+        self.shape, self.dtype = tuple(weight.shape), weight.dtype
         out, width = self.shape
         assert width % BLOCK == 0, f"rows of {width}"
-        self.register_buffer("packed", torch.zeros(out, width // 2, dtype=torch.uint8, device=like.device))
-        self.register_buffer("absmax", torch.zeros(out, width // BLOCK, dtype=torch.float32, device=like.device))
+        self.register_buffer("packed", torch.zeros(out, width // 2, dtype=torch.uint8, device=weight.device))
+        self.register_buffer("absmax", torch.zeros(out, width // BLOCK, dtype=torch.float32, device=weight.device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NF4Matrix:
         """Moves go for both; a change of precision (Megatron's Float16Module) is not for scales."""
@@ -92,9 +92,9 @@ class NF4Linear(nn.Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        made = self.weight
+        matrix = self.weight
         del self.weight
-        self.weight = NF4Matrix(made)
+        self.weight = NF4Matrix(matrix)
 
     def _forward_impl(self, input: Tensor, weight: NF4Matrix, bias: Tensor | None = None, **how: Any) -> Tensor:
         """As Megatron-Core's product with a frozen weight: the same arguments, sums and gathers."""

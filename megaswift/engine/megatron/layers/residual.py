@@ -1,4 +1,4 @@
-"""What attention and MLP add to the residual stream in families that normalise or scale it first.
+"""The output projections of attention and MLP in families that normalise or scale them before the residual addition.
 
 Owns the row-parallel product of such layers, for the torch layer spec; other families use Megatron-Core's own.
 """

@@ -62,9 +62,9 @@ class PositionRotary(nn.Module):
     def forward(self, *_: Any, **__: Any) -> Tensor:
         """float32 [s, b or 1, 1, d]; b = 1 where all rows have the same positions."""
         assert self.positions is not None
-        at = self.positions.t().float()[:, :, None]
+        positions = self.positions.t().float()[:, :, None]
         angles: list[Tensor] = []
         for frequencies in self.frequencies:
-            half = at * frequencies  # [s, b, d / 2]
+            half = positions * frequencies  # [s, b, d / 2]
             angles += [half.repeat_interleave(2, dim=-1)] if self.interleaved else [half, half]
         return torch.cat(angles, dim=-1)[:, :, None, :]

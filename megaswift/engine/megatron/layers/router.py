@@ -12,7 +12,7 @@ Megatron-Core weighs them by each shard's token count and then divides by label 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,13 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+
+from megaswift.config import SwiftConfig
+from megaswift.engine.megatron.parallel_context import ParallelContext
+from megaswift.families.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from megaswift.engine.megatron.model import SwiftGPT
 
 
 @dataclass
@@ -62,8 +69,12 @@ def choose_experts(logits: Tensor, how: RoutingRule, bias: Tensor | None) -> tup
     ranked = scores.detach() if bias is None else scores.detach() + bias
     if how.groups > 1:
         best = ranked.unflatten(1, (how.groups, -1)).topk(how.group_best, dim=-1).values.sum(-1)  # [t, groups]
-        left = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(how.group_topk, dim=-1).indices, True)
-        ranked = ranked.masked_fill(~left.repeat_interleave(logits.shape[1] // how.groups, dim=1), float("-inf"))
+        chosen_groups = torch.zeros_like(best, dtype=torch.bool).scatter_(
+            1, best.topk(how.group_topk, dim=-1).indices, True
+        )
+        ranked = ranked.masked_fill(
+            ~chosen_groups.repeat_interleave(logits.shape[1] // how.groups, dim=1), float("-inf")
+        )
     picks = torch.zeros_like(ranked, dtype=torch.bool).scatter_(1, ranked.topk(how.topk, dim=-1).indices, True)
     weights = scores * picks
     if how.normalised:
@@ -153,3 +164,45 @@ class BalancedRouter(TopKRouter):
             self.scale.record("z_loss", self.layer_number, z)
             total = total + self.scale.z_coefficient * z
         return MoEAuxLossAutoScaler.apply(weights, total / self.scale.average_over)
+
+
+AUX_NAMES = ("aux_loss", "z_loss")
+
+
+class AuxLosses:
+    """Auxiliary losses of all routers of a rank: one scale, set before a pass, and the values for the log after it."""
+
+    def __init__(self, chunks: list[SwiftGPT], spec: ModelSpec, cfg: SwiftConfig, context: ParallelContext) -> None:
+        coefficient = cfg.model.moe_aux_loss_coeff
+        default = spec.transformer.get("moe_aux_loss_coeff") or 0.0
+        self.scale = AuxScale(default if coefficient is None else coefficient, cfg.model.moe_z_loss_coeff or 0.0)
+        self.context, self.moe_layers = context, sum(spec.moe_layers)
+        for chunk in chunks:
+            for module in chunk.modules():
+                if isinstance(module, BalancedRouter):
+                    module.scale = self.scale
+
+    def begin(self, microbatches: int) -> None:
+        """Before a pass: `microbatches` of all data-parallel ranks together."""
+        self.scale.average_over = max(microbatches, 1)
+        self.scale.values.clear()
+
+    def report(self) -> dict[str, float]:
+        """Unscaled losses, averaged over micro-batches and MoE layers, on every rank. Collective where the model is a
+        MoE."""
+        names = [
+            n
+            for n, c in zip(AUX_NAMES, (self.scale.aux_coefficient, self.scale.z_coefficient), strict=True)
+            if c and self.moe_layers
+        ]
+        if not names:
+            return {}
+        sums = [
+            sum((v.double() for v in self.scale.values.get(n, {}).values()), torch.zeros((), dtype=torch.float64))
+            for n in names
+        ]
+        total = torch.stack([s.to(self.context.device) for s in sums])
+        if self.context.layout.world_size > 1:
+            dist.all_reduce(total)
+        total /= self.scale.average_over * self.moe_layers
+        return dict(zip(names, total.tolist(), strict=True))

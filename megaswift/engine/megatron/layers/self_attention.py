@@ -45,8 +45,8 @@ class WideNorm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float, heads: int) -> None:
         super().__init__()
         self.eps, self.width = eps, heads * hidden_size
-        own = self.width // config.tensor_model_parallel_size
-        self.weight = nn.Parameter(torch.ones(own, dtype=config.params_dtype))
+        width = self.width // config.tensor_model_parallel_size
+        self.weight = nn.Parameter(torch.ones(width, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, x: Tensor) -> Tensor:

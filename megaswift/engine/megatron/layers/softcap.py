@@ -42,11 +42,11 @@ class ScoreRule:
     def probabilities(self, query: Tensor, key: Tensor, rows: slice, seen: slice) -> tuple[Tensor, Tensor]:
         """(probabilities, tanh of the scores / cap), float32 [b, h, rows, seen]."""
         capped = torch.tanh((query[:, :, rows] @ key[:, :, seen].transpose(-1, -2)).float() * (self.scale / self.cap))
-        at = torch.arange(rows.start, rows.stop, device=query.device)[:, None] + self.offset
+        positions = torch.arange(rows.start, rows.stop, device=query.device)[:, None] + self.offset
         keys = torch.arange(seen.start, seen.stop, device=query.device)[None]
-        hidden = keys > at
+        hidden = keys > positions
         if self.window is not None:
-            hidden |= keys <= at - self.window
+            hidden |= keys <= positions - self.window
         return (capped * self.cap).masked_fill(hidden, float("-inf")).softmax(dim=-1), capped
 
 

@@ -1,6 +1,6 @@
 """Which modules a transformer layer is made of: Transformer Engine's fused ones, or plain torch ones.
 
-Owns both specs; layer_choice.py says which one a run takes. The two have the same parameter names, so they share one
+Owns both specs; choice.py says which one a run takes. The two have the same parameter names, so they share one
 checkpoint format.
 """
 
@@ -31,7 +31,6 @@ from megatron.core.transformer.transformer_layer import (
 
 from megaswift.engine.megatron.layers.activation import GATED
 from megaswift.engine.megatron.layers.attention import TorchAttention
-from megaswift.engine.megatron.layers.expert_linear import ExpertRowParallelLinear
 from megaswift.engine.megatron.layers.latent_attention import ReplicatedLinear, TELatentAttention, TorchLatentAttention
 from megaswift.engine.megatron.layers.nf4 import quantized_spec
 from megaswift.engine.megatron.layers.norm import NormColumnParallelLinear, QKNorm, TorchNorm
@@ -41,12 +40,24 @@ from megaswift.engine.megatron.layers.self_attention import ExtendedSelfAttentio
 from megaswift.families.spec import Features
 
 
+class ExpertRowParallelLinear(RowParallelLinear):
+    """x W^T [t, h] of this rank's columns, bias handed on; the token dispatcher sums over expert-tensor-parallel ranks.
+
+    Megatron-Core's layer, with EP 1 and ETP 1, reduces its product over one rank, and autograd then refuses the
+    addition of an expert's bias in place.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.explicit_expert_comm = True
+
+
 def _outer(features: Features) -> tuple[type, type]:
     """(product into a block, product out of it) of attention and dense MLP."""
-    own = features.post_norm or features.residual_scale != 1.0
+    own_layer = features.post_norm or features.residual_scale != 1.0
     return (
         NormColumnParallelLinear if features.pre_norm else ColumnParallelLinear,
-        ResidualLinear if own else RowParallelLinear,
+        ResidualLinear if own_layer else RowParallelLinear,
     )
 
 

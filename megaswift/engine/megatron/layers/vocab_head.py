@@ -1,4 +1,4 @@
-"""From hidden states to what losses need: log-probabilities and kin over a vocabulary split across ranks.
+"""The vocabulary-parallel head: hidden states to the log-probabilities, entropies, ... that a loss reads.
 
 Owns the vocabulary head. The full logits of a batch are never gathered; where they are large they are not even kept:
 the forward pass runs over chunks of tokens and the backward pass computes each chunk's logits again.
@@ -62,16 +62,16 @@ def _logits(hidden: Tensor, weight: Tensor, shard: HeadShard) -> tuple[Tensor, T
 def _local_labels(labels: Tensor, shard: HeadShard, width: int) -> tuple[Tensor, Tensor]:
     """(label within this shard, clamped; whether it lies here), each [t]."""
     local = labels - shard.first
-    here = (local >= 0) & (local < width)
-    return local.clamp(0, width - 1), here
+    in_shard = (local >= 0) & (local < width)
+    return local.clamp(0, width - 1), in_shard
 
 
 def _forward_chunk(logits: Tensor, labels: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor]:
     """(fields [f, t], probabilities [t, v]); overwrites `logits`."""
     biggest = shard.reduce(logits.max(dim=-1).values, dist.ReduceOp.MAX)
     logits -= biggest[:, None]
-    local, here = _local_labels(labels, shard, logits.shape[1])
-    at_label = shard.reduce(logits.gather(1, local[:, None]).squeeze(1).masked_fill(~here, 0.0))
+    local, in_shard = _local_labels(labels, shard, logits.shape[1])
+    at_label = shard.reduce(logits.gather(1, local[:, None]).squeeze(1).masked_fill(~in_shard, 0.0))
     values: dict[str, Tensor] = {"correct": (at_label == 0).float()}
     if "mean_logit" in shard.fields:
         values["mean_logit"] = _mean_logit(logits, shard) + biggest
@@ -103,7 +103,7 @@ def _backward_chunk(grads: Tensor, out: Tensor, probs: Tensor, labels: Tensor, s
     by_name = {name: grads[i] for i, name in enumerate(shard.fields)}
     values = {name: out[i] for i, name in enumerate(shard.fields)}
     g = by_name.get("logprobs")
-    local, here = _local_labels(labels, shard, probs.shape[1])
+    local, in_shard = _local_labels(labels, shard, probs.shape[1])
     extra = torch.zeros_like(probs if set(shard.fields) - {"logprobs", "correct"} else probs[:0])
     if "logsumexp" in by_name:
         extra += by_name["logsumexp"][:, None] * probs
@@ -120,7 +120,7 @@ def _backward_chunk(grads: Tensor, out: Tensor, probs: Tensor, labels: Tensor, s
         result = extra if extra.numel() else torch.zeros_like(probs)
     else:
         result = probs.mul_(-g[:, None])
-        result.scatter_add_(1, local[:, None], (g * here).unsqueeze(1))
+        result.scatter_add_(1, local[:, None], (g * in_shard).unsqueeze(1))
         if extra.numel():
             result += extra
     return result / shard.temperature if shard.temperature != 1.0 else result
@@ -145,8 +145,8 @@ class VocabularyHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: HeadShard) -> Tensor:
         """The fields; keeps the probabilities where they are small."""
-        kept = 1 if shard.softcap is None else 2
-        rows = max(1, KEEP_BYTES // (4 * weight.shape[0] * kept))
+        copies = 1 if shard.softcap is None else 2
+        rows = max(1, KEEP_BYTES // (4 * weight.shape[0] * copies))
         chunks = [slice(a, a + rows) for a in range(0, max(1, hidden.shape[0]), rows)]
         parts, keep, slope = [], None, None
         for c in chunks:

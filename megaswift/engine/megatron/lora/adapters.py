@@ -1,4 +1,4 @@
-"""LoRA on the native engine: which layers get adapters, what trains, where the numbers come from and where they go.
+"""LoRA on the native engine: which layers get adapters, what is trained, loading, export and merging.
 
 Owns the adapters of a rank as a whole. What an adapter computes is lora_layers.py's, how it is cut is the bridge's.
 """
@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from megaswift import distributed
 from megaswift.bridge.adapters import Adapter, AdapterPlan, AdapterSettings, Half, merge_adapter
 from megaswift.bridge.new_head import NEW
 from megaswift.bridge.peft_folder import PeftFolder, adapter_values
 from megaswift.bridge.plan import PlanGroup, WeightPlan
 from megaswift.config.lora import LoraConfig
-from megaswift.engine.broadcast import broadcast_tensors
 from megaswift.engine.megatron.lora import layers
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.weights import LocalParam, RankWeights
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.families.projections import WEIGHT, saved_modules, select_projections, without_dora
+from megaswift.families.projections import WEIGHT, dora_problems, saved_modules, select_projections
 
 
 def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
@@ -44,11 +44,11 @@ def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
     settings = AdapterSettings(cfg.lora_rank, cfg.lora_alpha, cfg.use_rslora, cfg.lora_dropout, cfg.use_dora)
     family, spec = weights.family, weights.spec
     chosen = select_projections(family, spec, cfg.target_modules, cfg.target_parameters)
-    if unfit := without_dora(chosen, "--use_dora true") if cfg.use_dora else []:
+    if unfit := dora_problems(chosen, "--use_dora true") if cfg.use_dora else []:
         raise ConfigError(unfit)
-    whole = saved_modules(family, spec, cfg.modules_to_save)
+    saved = saved_modules(family, spec, cfg.modules_to_save)
     # as PEFT's SEQ_CLS saves it
-    return AdapterPlan(weights, chosen, settings, dict.fromkeys([*whole, NEW] if spec.scored else whole))
+    return AdapterPlan(weights, chosen, settings, dict.fromkeys([*saved, NEW] if spec.scored else saved))
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ class RankAdapters:
         self._base: dict[str, Tensor] = {}
         self._freeze()
         for placed in weights.placed:
-            mine = (
+            adapters = (
                 plan.by_layer.get(placed.entry.megatron.removesuffix(WEIGHT), [])
                 if placed.entry.megatron.endswith(WEIGHT)
                 else []
             )
-            if mine:
+            if adapters:
                 assert placed.name == "weight", f"{placed.entry.megatron} shares its layer with other experts"
-                made = layers.LayerAdapters(mine, weights.context, placed.held.dtype, plan.settings.dropout)
-                layers.attach_adapters(placed.owner, made)
-                self.layers.append(made)
-                self.placed += [PlacedAdapter(a, half, made, i) for i, a in enumerate(mine) for half in a.halves]
+                wrapper = layers.LayerAdapters(adapters, weights.context, placed.held.dtype, plan.settings.dropout)
+                layers.attach_adapters(placed.owner, wrapper)
+                self.layers.append(wrapper)
+                self.placed += [PlacedAdapter(a, half, wrapper, i) for i, a in enumerate(adapters) for half in a.halves]
         self.by_name = {p.adapter.name(p.half): p for p in self.placed}
         for chunk in chunks:
             if chunk.pre_process:
@@ -98,9 +98,9 @@ class RankAdapters:
         saved = set(self.plan.saved)
         for placed in self.weights.placed:
             if isinstance(placed.held, nn.Parameter):
-                mine = saved & set(placed.entry.hf)
-                assert not mine or mine == set(placed.entry.hf), f"{placed.entry.megatron} is saved in part"
-                placed.tensor.requires_grad_(bool(mine))
+                names = saved & set(placed.entry.hf)
+                assert not names or names == set(placed.entry.hf), f"{placed.entry.megatron} is saved in part"
+                placed.tensor.requires_grad_(bool(names))
 
     @torch.no_grad()
     def fill(self, value: Callable[[Adapter, Half], Tensor]) -> None:
@@ -133,11 +133,11 @@ class RankAdapters:
         if cfg.adapters is None:
             self.initialise(seed)
             return
-        found = PeftFolder(cfg.adapters).read(self.plan)
-        self.fill(adapter_values(found))
+        tensors = PeftFolder(cfg.adapters).read(self.plan)
+        self.fill(adapter_values(tensors))
         for placed in self.saved:
             ranks, rank = self.weights.tp_of(placed.entry)
-            placed.tensor.copy_(placed.entry.read(_Whole(found), ranks, rank, self.weights.padded))
+            placed.tensor.copy_(placed.entry.read(_Whole(tensors), ranks, rank, self.weights.padded))
 
     @property
     def saved(self) -> list[LocalParam]:
@@ -170,9 +170,9 @@ class RankAdapters:
         end."""
         for stored in self.plan.stored:
             parts = [self.gather(adapter, stored.half, value) for adapter in stored.adapters]
-            found = [part for part in parts if part is not None]
-            if found:
-                yield stored.name, stored.join(found)
+            present = [part for part in parts if part is not None]
+            if present:
+                yield stored.name, stored.join(present)
         saved = set(self.plan.saved)
         for group in self.weights.plan.groups:
             if saved & set(group.entries[0].hf):
@@ -185,16 +185,18 @@ class RankAdapters:
         Rank 0 gets them, or every rank.
         """
         for group in self.weights.plan.groups:
-            yield from broadcast_tensors(self._merged(group)) if everywhere else self._merged(group)
+            yield from distributed.broadcast_tensors(self._merged(group)) if everywhere else self._merged(group)
 
     def _merged(self, group: PlanGroup) -> Iterator[tuple[str, Tensor]]:
-        mine = {name: self.plan.by_weight[name] for name in group.entries[0].hf if name in self.plan.by_weight}
+        adapters_of = {name: self.plan.by_weight[name] for name in group.entries[0].hf if name in self.plan.by_weight}
         halves: dict[str, list[list[Tensor]]] = {}
-        for name, adapters in mine.items():
-            found = [[self.gather(one, half, lambda p: p.data) for half in one.halves] for one in adapters]
-            halves[name] = [[t for t in one if t is not None] for one in found]  # only rank 0 gets tensors
+        for name, adapters in adapters_of.items():
+            gathered = [[self.gather(one, half, lambda p: p.data) for half in one.halves] for one in adapters]
+            halves[name] = [[t for t in one if t is not None] for one in gathered]  # only rank 0 gets tensors
         for name, tensor in self.weights.stream_group(group, lambda p: p.data):
-            yield name, merge_adapter(mine[name], tensor, halves[name]).to(tensor.dtype) if name in mine else tensor
+            if name in adapters_of:
+                tensor = merge_adapter(adapters_of[name], tensor, halves[name]).to(tensor.dtype)
+            yield name, tensor
 
     def gather(self, adapter: Adapter, half: Half, value: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         """One half whole, on rank 0; None elsewhere."""

@@ -1,4 +1,4 @@
-"""What of a LoRA checkpoint a rank holds: adapters and fully trained modules, never the base model.
+"""The part of a LoRA checkpoint that a rank has: adapters and fully trained modules, never the base model.
 
 Names and places are those of the Hugging Face tensors, so nothing in them depends on a layout:
 `adapter.<module>.lora_A.weight` [r, in], `adapter.<module>.lora_B.weight` [out, r], with DoRA
@@ -23,12 +23,12 @@ from megaswift.families.rules import ShardSpec, dim_of
 def adapter_slices(lora: RankAdapters) -> list[tuple[Tensor, list[ParameterSlice]]]:
     """Every trainable tensor of this rank with its pieces."""
     context = lora.weights.context
-    found: list[tuple[Tensor, list[ParameterSlice]]] = []
+    slices: list[tuple[Tensor, list[ParameterSlice]]] = []
     for p in lora.placed:
         adapter, half = p.adapter, p.half
         replica = _replica(adapter.entry, adapter.sharded(half), context)
         ranges = adapter.ranges(half, p.owner.ranks, p.owner.rank)
-        found.append(
+        slices.append(
             (
                 p.tensor,
                 list(_pieces(ADAPTER + adapter.name(half), adapter.shape(half), dim_of_half(half), ranges, replica)),
@@ -37,16 +37,16 @@ def adapter_slices(lora: RankAdapters) -> list[tuple[Tensor, list[ParameterSlice
     for placed in lora.saved:
         entry = placed.entry
         ranks, rank = lora.weights.tp_of(entry)
-        replica, at, dim = _replica(entry, entry.shard != "replicated", context), 0, dim_of(entry.rule)
+        replica, start, dim = _replica(entry, entry.shard != "replicated", context), 0, dim_of(entry.rule)
         parts: list[ParameterSlice] = []
         for piece in entry.pieces(ShardSpec(ranks, rank, lora.weights.padded)):
             whole = entry.hf_shapes[piece.source]
             # rows of the vocabulary's padding are no one's
             ranges = [(min(piece.start, whole[dim]), min(piece.stop, whole[dim]))]
-            parts += _pieces(SAVED + entry.hf[piece.source], whole, dim, ranges, replica, at)
-            at += piece.length * (placed.tensor.numel() // placed.tensor.shape[dim])
-        found.append((placed.tensor, parts))
-    return found
+            parts += _pieces(SAVED + entry.hf[piece.source], whole, dim, ranges, replica, start)
+            start += piece.length * (placed.tensor.numel() // placed.tensor.shape[dim])
+        slices.append((placed.tensor, parts))
+    return slices
 
 
 def _pieces(
@@ -65,7 +65,7 @@ def _pieces(
 
 def _replica(entry: PlanEntry, sharded: bool, context: ParallelContext) -> tuple[int, int, int]:
     """(pipeline, tensor, data) number of this rank's copy."""
-    at, groups = context.coordinates, context.groups
+    coords, groups = context.coordinates, context.groups
     if entry.expert is not None:
-        return 0, 0 if sharded else at.etp, groups.expt_dp.rank()
-    return 0, 0 if sharded else at.tp, groups.dp_cp.rank()
+        return 0, 0 if sharded else coords.etp, groups.expt_dp.rank()
+    return 0, 0 if sharded else coords.tp, groups.dp_cp.rank()

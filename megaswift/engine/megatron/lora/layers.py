@@ -1,4 +1,4 @@
-"""Adapters on Megatron's linear layers: what they compute on a rank, and which ranks must add up what.
+"""Adapters on Megatron's linear layers: their forward pass on a rank, and which gradients are summed over which ranks.
 
 A forward hook adds the adapters' output to the layer's, so the layer keeps its class, names and kernels: torch's and
 Transformer Engine's alike. Communication is of width r, never of the hidden size:
@@ -62,10 +62,10 @@ class LayerAdapters(nn.Module):
         self, adapters: Sequence[Adapter], context: ParallelContext, dtype: torch.dtype, dropout: float
     ) -> None:
         super().__init__()
-        entry, layout, at = adapters[0].entry, context.layout, context.coordinates
+        entry, layout, coords = adapters[0].entry, context.layout, context.coordinates
         self.adapters = tuple(adapters)
         self.expert, self.kind = entry.expert is not None, entry.shard
-        self.ranks, self.rank = (layout.etp, at.etp) if self.expert else (layout.tp, at.tp)
+        self.ranks, self.rank = (layout.etp, coords.etp) if self.expert else (layout.tp, coords.tp)
         self.sequence_parallel = layout.sequence_parallel and not self.expert
         self.group = context.groups.expt_tp if self.expert else context.groups.tp
         self.dropout = dropout
@@ -78,6 +78,8 @@ class LayerAdapters(nn.Module):
                 for a in adapters
             ]
             for number, (adapter, data) in enumerate(zip(adapters, empty, strict=True)):
+                # by name, not in a ParameterList, for whose parameters Megatron's overlapped gathers do not wait before
+                # they are used: adapters then train on stale shards
                 self.register_parameter(f"{half}{number}", self._parameter(adapter, half, data))
 
     def _parameter(self, adapter: Adapter, half: Half, data: Tensor) -> nn.Parameter:
@@ -106,13 +108,13 @@ class LayerAdapters(nn.Module):
         added = self(x)
         if not self.dora:
             return out + added
-        more = (self._factors() - 1).to(out.dtype)
-        return out + added + more * (added + (out if bias is None else out - bias))
+        extra = (self._factors() - 1).to(out.dtype)
+        return out + added + extra * (added + (out if bias is None else out - bias))
 
     def matrix(self, number: int, half: Half) -> nn.Parameter:
         """A, B or M of one of the adapters."""
-        found: nn.Parameter = getattr(self, f"{half}{number}")
-        return found
+        parameter: nn.Parameter = getattr(self, f"{half}{number}")
+        return parameter
 
     def matrices(self, half: Half) -> list[nn.Parameter]:
         """Those of all adapters."""
@@ -127,9 +129,12 @@ class LayerAdapters(nn.Module):
 
     def _factors(self) -> Tensor:
         """DoRA's factor of each output of this rank, float32 [out]; 1 for a module without an adapter."""
-        found = [row_scale(m, squares) for m, squares in zip(self.matrices("M"), self._squares(), strict=True)]
+        scales = [row_scale(m, squares) for m, squares in zip(self.matrices("M"), self._squares(), strict=True)]
         return torch.cat(
-            [found[0].new_ones(rows) if n is None else found[n][at : at + rows] for n, at, rows in self._runs()]
+            [
+                scales[0].new_ones(rows) if n is None else scales[n][first : first + rows]
+                for n, first, rows in self._runs()
+            ]
         )
 
     @torch.no_grad()
@@ -137,7 +142,7 @@ class LayerAdapters(nn.Module):
         """Sum of squares of each row of W + scale B A, float32 [rows of B] for each adapter. Collective where rows are
         spread."""
         weight, first = self.weight(), 0
-        found = [torch.empty(b.shape[0], dtype=torch.float32, device=b.device) for b in self.matrices("B")]
+        norms = [torch.empty(b.shape[0], dtype=torch.float32, device=b.device) for b in self.matrices("B")]
         most = max(1, NORM_ELEMENTS // weight.shape[1])
         for number, at, rows in self._runs():
             for start in range(0, rows if number is not None else 0, most):
@@ -145,20 +150,20 @@ class LayerAdapters(nn.Module):
                 n = min(most, rows - start)
                 b, a = self.matrix(number, "B")[at + start : at + start + n].float(), self.matrix(number, "A").float()
                 part = weight[first + start : first + start + n].float().addmm(b, a, alpha=self.adapters[number].scale)
-                found[number][at + start : at + start + n] = part.square().sum(1)
+                norms[number][at + start : at + start + n] = part.square().sum(1)
             first += rows
         if self.kind == "row" and self.ranks > 1:
-            for squares in found:
+            for squares in norms:
                 torch.distributed.all_reduce(squares, group=self.group)
-        return found
+        return norms
 
     def _runs(self) -> Iterator[tuple[int | None, int, int]]:
         """(adapter or None, its first row there, rows) along this rank's outputs."""
-        taken = [0] * len(self.adapters)
+        offsets = [0] * len(self.adapters)
         for number, rows in self.order:
-            yield number, 0 if number is None else taken[number], rows
+            yield number, 0 if number is None else offsets[number], rows
             if number is not None:
-                taken[number] += rows
+                offsets[number] += rows
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's input [..., in] (its sequence part under SP) to what is added to its output [..., out]."""
@@ -172,8 +177,8 @@ class LayerAdapters(nn.Module):
             return outs[0]
         return torch.cat(
             [
-                outs[0].new_zeros(*outs[0].shape[:-1], rows) if number is None else outs[number].narrow(-1, at, rows)
-                for number, at, rows in self._runs()
+                outs[0].new_zeros(*outs[0].shape[:-1], rows) if number is None else outs[number].narrow(-1, first, rows)
+                for number, first, rows in self._runs()
             ],
             dim=-1,
         )
@@ -251,11 +256,11 @@ def require_grad(_: nn.Module, __: Any, output: Tensor) -> Tensor:
 def sum_partial_gradients(chunks: Sequence[nn.Module], group: Any) -> None:
     """Expert adapters' replicated halves: each expert-tensor-parallel rank has the gradient of its part. After
     Megatron's reductions."""
-    found = [
+    gradients = [
         p.main_grad for c in chunks for p in c.parameters() if p.requires_grad and getattr(p, "partial_over_etp", False)
     ]
-    if found:
-        flat = torch.cat([g.reshape(-1) for g in found])
+    if gradients:
+        flat = torch.cat([g.reshape(-1) for g in gradients])
         torch.distributed.all_reduce(flat, group=group)
-        for g, summed in zip(found, flat.split([g.numel() for g in found]), strict=True):
+        for g, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             g.copy_(summed.view_as(g))

@@ -32,7 +32,7 @@ def everything(rank: int, world: int, slot: int) -> dict[str, torch.Tensor]:
 
     shared_exchange.SLOT = slot or shared_exchange.SLOT
     if not slot:
-        shared_exchange.machine_number = lambda: 0
+        shared_exchange.shared_memory_id = lambda: 0
     dist.init_process_group("gloo")
     found: dict[str, torch.Tensor] = {}
     for name, size in (("small", 5), ("big", BIG)):
@@ -120,4 +120,4 @@ def test_a_rank_that_ends_or_is_late_is_named(pool: Pool) -> None:
     told, other = pool.run("tests.engine.megatron.cpu.test_gloo_collectives:left_alone", True, 2, timeout=30)
     assert told == f"rank 1 of a group of 2 has ended (process {other})"
     told = pool.run("tests.engine.megatron.cpu.test_gloo_collectives:left_alone", False, 2, timeout=30)[0]
-    assert told == "rank 1 of a group of 2 did not come in 1 s (--ddp_timeout)"
+    assert told == "timed out after 1 s waiting for rank 1 of a group of 2 (--ddp_timeout)"

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from megaswift.config.sections import OPTIONS
-from megaswift.engine.megatron.layers.choice import FP8_NEEDS, fp8_problems, only_torch, only_torch_here, pick_layers
+from megaswift.engine.megatron.layers.choice import (
+    FP8_NEEDS,
+    choose_layer_impl,
+    fp8_problems,
+    torch_only_features,
+    torch_only_reasons,
+)
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
 from tests.families.published import MISTRAL_7B, PUBLISHED, QWEN3_0_6B
@@ -22,15 +28,17 @@ DEEPSEEK = family_of(PUBLISHED["deepseek-v3"][0]).spec(PUBLISHED["deepseek-v3"][
 
 def test_what_a_model_needs() -> None:
     assert (
-        only_torch(OLMOE) == ["qk_norm_width"] and only_torch(GPT_OSS) == ["attention sinks"] and only_torch(QWEN) == []
+        torch_only_features(OLMOE) == ["qk_norm_width"]
+        and torch_only_features(GPT_OSS) == ["attention sinks"]
+        and torch_only_features(QWEN) == []
     )
-    lacking = ", ".join(only_torch(GPT_OSS))
-    assert pick_layers("auto", lacking=lacking) == (
+    lacking = ", ".join(torch_only_features(GPT_OSS))
+    assert choose_layer_impl("auto", lacking=lacking) == (
         "torch",
-        "Transformer Engine's layers have no attention sinks, which this model needs",
+        "Transformer Engine's layers do not support attention sinks, which this model needs",
     )
     with pytest.raises(ConfigError, match="attention sinks"):
-        pick_layers("transformer_engine", lacking=lacking)
+        choose_layer_impl("transformer_engine", lacking=lacking)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +56,7 @@ def test_what_a_model_needs() -> None:
     ],
 )
 def test_what_a_layout_needs(model: Any, comm: str | None, packing: bool, lacking: str) -> None:
-    found = only_torch_here(model, comm, packing)
+    found = torch_only_reasons(model, comm, packing)
     assert [f for f in found if not f.startswith(lacking)] == [] and bool(found) == bool(lacking)
 
 
@@ -76,5 +84,5 @@ def test_fp8_recipes_that_a_gpu_lacks(recipe: str, capability: tuple[int, int], 
 @pytest.mark.parametrize(("version", "torch_only"), [("0.16.1", True), ("0.19.2", False)])
 def test_packed_latent_attention(version: str, torch_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.core.__version__", version)
-    assert bool(only_torch_here(DEEPSEEK, None, True)) == torch_only
-    assert only_torch_here(dataclasses.replace(QWEN3), None, True) == []
+    assert bool(torch_only_reasons(DEEPSEEK, None, True)) == torch_only
+    assert torch_only_reasons(dataclasses.replace(QWEN3), None, True) == []
