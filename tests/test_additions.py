@@ -1,5 +1,9 @@
 """What it takes to add a loss, an estimator or a launcher: each is added to a copy of the package by its few lines, and
-then accepted, listed, refused with the wrong options and computed. Covers `config/loss_table.py`, `loss_rules.py`."""
+then accepted, listed, refused with the wrong options and computed.
+
+Covers: megaswift/config/loss_table.py, megaswift/config/loss_rules.py, megaswift/config/estimator_table.py,
+megaswift/config/launcher_table.py.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +88,7 @@ print(refused("dpo", "--loss_type", "cubic", "--f_divergence_type", "forward_kl"
 print(refused("dpo", "--loss_type", "cubic", "--label_smoothing", "0.6"))
 print(refused("cpo", "--loss_type", "cubic"))
 page = " ".join(task_help("dpo", 120).split())
-print("sigmoid_norm | cubic)" in page, "loss_type sigmoid, exo_pair, robust, aot, aot_unpaired, cubic" in page)
+print("sigmoid_norm | cubic]" in page, "loss_type sigmoid, exo_pair, robust, aot, aot_unpaired, cubic" in page)
 print("torch" in sys.modules)
 import torch
 from megaswift.losses.contract import Batch, ModelOutputs
@@ -141,7 +145,7 @@ print(refused("ppo", "--advantage_estimator", "median"))
 cfg = load("grpo", [*grpo[1:], "--beta", "0.1", "--num_generations", "3"], environ={})
 print(kl_in_reward_of(cfg), policy_loss_of(cfg))
 page = " ".join(task_help("grpo", 120).split())
-print("| median)" in page, "advantage_estimator rloo, median" in page, "torch" in sys.modules)
+print("| median]" in page, "advantage_estimator rloo, median" in page, "torch" in sys.modules)
 import numpy as np
 from megaswift.data.rollout_batches import RolloutTokens
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
@@ -198,7 +202,7 @@ words = ["--launcher", "echo", "--max_restarts", "2"]
 print(refused("sft", *words))
 print(refused("sft", *words, "--num_workers", "2"))
 print(refused("sft", "--launcher", "echo", "--master_addr", "h"))
-print("(torchrun | echo | ray)" in " ".join(task_help("sft", 120).split()), "torch" in sys.modules)
+print("[torchrun | echo | ray]" in " ".join(task_help("sft", 120).split()), "torch" in sys.modules)
 cfg = load("sft", words, environ={})
 print(wants_processes(cfg.launch), launcher_of(cfg.launch).start(cfg, words, {}))
 import megaswift.entry as entry

@@ -1,7 +1,7 @@
 """Memory that is given back for a while: storages are empty meanwhile, views stay views, and the order on a shared
 device.
 
-Covers: megaswift/engine/megatron/engine_offload.py.
+Covers: megaswift/engine/megatron/offload.py.
 """
 
 from __future__ import annotations

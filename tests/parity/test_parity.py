@@ -2,7 +2,7 @@
 weights.
 
 Covers: megaswift/engine/megatron/engine.py, megaswift/engine/megatron/forward_backward.py,
-megaswift/engine/megatron/layers/aux_losses.py, megaswift/engine/megatron/layers/norm.py,
+megaswift/engine/megatron/layers/router.py, megaswift/engine/megatron/layers/norm.py,
 megaswift/engine/megatron/layers/residual.py, megaswift/engine/megatron/layers/self_attention.py,
 megaswift/engine/megatron/layers/softcap.py, megaswift/engine/megatron/layers/spec.py,
 megaswift/engine/megatron/microbatch.py, megaswift/engine/megatron/model.py,
