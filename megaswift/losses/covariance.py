@@ -17,6 +17,12 @@ def token_covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
+def clipped_tokens(log_ratios: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float) -> Tensor:
+    """bool [N]: tokens whose ratio the clipped surrogate bounds, so that they have no gradient in it."""
+    ratios = log_ratios.double().exp()
+    return ratios.clamp(1 - epsilon, 1 + epsilon_high) * advantages < ratios * advantages
+
+
 def clip_cov_tokens(covariances: Tensor, ratio: float, bounds: tuple[float, float], seed: int) -> Tensor:
     """bool [N]: of the tokens whose covariance is between `bounds`, max(1, floor(ratio x N)) at random."""
     low, high = bounds

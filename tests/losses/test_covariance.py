@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megaswift.losses.covariance import clip_cov_tokens, kl_cov_tokens, token_covariances
+from megaswift.losses.covariance import clip_cov_tokens, clipped_tokens, kl_cov_tokens, token_covariances
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_types import PolicySettings
 from tests.losses.bigram import run
@@ -120,3 +120,10 @@ def test_a_loss_with_another_s_normaliser_is_the_other_loss(one: str, other: str
     borrowed = PolicyLoss(one, max_completion_length=9, loss_agg_mode=wanted.agg_mode)
     first, second = run(wanted, both[0], [batch]), run(borrowed, both[0], [batch])
     assert first[0] == second[0] and torch.equal(first[1], second[1])
+
+
+def test_clipped_tokens_by_hand() -> None:
+    """Ratios 1.5, 1.5, 0.5, 0.5 and 1.1 with bounds 0.8 and 1.28: clipped where a larger step is not rewarded."""
+    log_ratios = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1]).log()
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+    assert clipped_tokens(log_ratios, advantages, 0.2, 0.28).tolist() == [True, False, False, True, False]

@@ -17,7 +17,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.estimator_table import estimator_entry
 from megaswift.data.rollout_batches import RolloutTokens
 from megaswift.losses import advantages as formulas
-from megaswift.losses.covariance import clip_cov_tokens, kl_cov_tokens, token_covariances
+from megaswift.losses.covariance import clip_cov_tokens, clipped_tokens, kl_cov_tokens, token_covariances
 from megaswift.losses.estimators import EstimatorInput, estimate_fields
 from megaswift.trainers.rl.reward_scorer import Rollout
 from megaswift.trainers.rl.settings import RlSettings, correction_of
@@ -96,17 +96,25 @@ class AdvantageEstimator:
         )
 
     def select_tokens(
-        self, logprobs: Sequence[np.ndarray], advantages: Sequence[np.ndarray], seed: Sequence[int]
+        self,
+        logprobs: Sequence[np.ndarray],
+        advantages: Sequence[np.ndarray],
+        old: Sequence[np.ndarray],
+        seed: Sequence[int],
     ) -> list[np.ndarray]:
-        """bool [own tokens] of each completion: those that clip_cov or kl_cov treat apart; `seed` names the step."""
+        """bool [own tokens] of each completion: the tokens that clip_cov or kl_cov select. `old`: log-probabilities of
+        the old policy; `seed` identifies the step."""
         if not logprobs:
             return []
-        flat = [torch.from_numpy(np.concatenate(values)) for values in (logprobs, advantages)]
-        rl, covariances = self.cfg.rl, token_covariances(*flat)
+        now, advantage, before = [torch.from_numpy(np.concatenate(values)) for values in (logprobs, advantages, old)]
+        rl, covariances = self.cfg.rl, token_covariances(now, advantage)
         if self.settings.loss_type == "kl_cov":
             chosen = kl_cov_tokens(covariances, rl.kl_cov_ratio)
         else:
             number = int(np.random.SeedSequence(seed).generate_state(1)[0])
+            high = rl.epsilon if rl.epsilon_high is None else rl.epsilon_high
+            clipped = clipped_tokens(now - before, advantage, rl.epsilon, high)  # verl does not select these either
+            covariances = covariances.masked_fill(clipped, -torch.inf)
             chosen = clip_cov_tokens(covariances, rl.clip_cov_ratio, (rl.clip_cov_lb, rl.clip_cov_ub), number)
         return np.split(chosen.numpy(), np.cumsum([len(v) for v in logprobs])[:-1])
 

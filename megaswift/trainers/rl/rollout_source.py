@@ -195,8 +195,12 @@ class RolloutSource:
         logprobs = token_numbers(engine, micros, self.parts.layout, needs, first)
         numbers = sorted(n for n, v in logprobs.items() if len(v))
         seed = [self.settings.seed, self.generations, self.used]
+        values = [self.completed[n].values for n in numbers]
         chosen = self.parts.estimator.select_tokens(
-            [logprobs[n] for n in numbers], [self.completed[n].values["advantages"] for n in numbers], seed
+            [logprobs[n] for n in numbers],
+            [v["advantages"] for v in values],
+            [v.get("old", logprobs[n]) for n, v in zip(numbers, values, strict=True)],
+            seed,
         )
         selected = dict(zip(numbers, chosen, strict=True))
         nothing = NOTHING.astype(bool)

@@ -380,3 +380,21 @@ def test_numbers_stand_from_the_left() -> None:
     mask = token_mask(some)
     assert mask.tolist() == [[True] * 3, [False] * 3, [True, True, False]]
     assert padded_field(some, "old", mask).tolist() == [[1, 2, 3], [0, 0, 0], [5, 6, 0]]
+
+
+def test_clip_cov_selects_no_clipped_token() -> None:
+    """All tokens are candidates; those that the old policy's ratio clips already are never selected (as in verl)."""
+    chosen = estimator(
+        loss_type=("clip_cov",),
+        clip_cov_ratio=1.0,
+        clip_cov_lb=-100.0,
+        clip_cov_ub=100.0,
+        epsilon=0.2,
+        num_iterations=2,
+    ).select_tokens(
+        [np.log(np.array([0.6, 0.3], np.float32)), np.log(np.array([0.3, 0.1], np.float32))],
+        [np.array([1.0, 1.0], np.float32), np.array([-1.0, -1.0], np.float32)],
+        [np.log(np.array([0.4, 0.3], np.float32)), np.log(np.array([0.2, 0.2], np.float32))],
+        [1, 2, 3],
+    )
+    assert [c.tolist() for c in chosen] == [[False, True], [True, False]]  # ratios 1.5, 1 and, below 0, 1.5, 0.5
