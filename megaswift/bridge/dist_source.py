@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megaswift.bridge import dist_index, torch_record
+from megaswift.bridge import torch_dist_index, torch_record
 from megaswift.bridge.file_tensor import FileTensor, OpenFiles, new_block
 from megaswift.errors import CheckpointError, Problem
 
@@ -51,8 +51,8 @@ class DistSource:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        index = dist_index.read_index(self.directory)
-        problems = [index] if isinstance(index, Problem) else dist_index.file_problems(self.directory, index)
+        index = torch_dist_index.read_index(self.directory)
+        problems = [index] if isinstance(index, Problem) else torch_dist_index.file_problems(self.directory, index)
         if problems:
             raise CheckpointError(problems)
         assert isinstance(index, Metadata)

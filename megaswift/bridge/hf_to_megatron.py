@@ -32,8 +32,8 @@ from megaswift.bridge.sharded_keys import KEPT, padded_vocabulary, shard_region
 from megaswift.errors import CheckpointError, LayoutError, Problem
 from megaswift.families import family_of, load_spec
 from megaswift.families.checkpoint_folder import MODEL, find_checkpoint
+from megaswift.families.model_spec import ModelSpec
 from megaswift.families.rules import ShardSpec, dim_of
-from megaswift.families.spec import ModelSpec
 from megaswift.parallel.checks import check_layout
 from megaswift.parallel.layout_rules import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape

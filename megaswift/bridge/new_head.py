@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.hf_source import Slices, WeightSource
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 
 NEW = "score.weight"
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from megaswift.bridge.hf_source import TensorMeta, TensorSource, WeightSource
 from megaswift.errors import Problem, WeightsError
 from megaswift.families.family import Family
+from megaswift.families.model_spec import ModelSpec
 from megaswift.families.rules import Rule, Shard, ShardSpec, SliceMap, dim_of
-from megaswift.families.spec import ModelSpec
 
 Place = tuple[Rule, int | None, int | None]
 """(rule, layer, global number of the expert)."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megaswift.bridge.plan import PlanEntry
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 
 KEPT = "kept."
 """Before the Hugging Face name of a tensor that is carried along unchanged."""

@@ -22,7 +22,7 @@ from megaswift.config.rl_clashes import RL_CLASHES
 from megaswift.config.rl_rules import RL_IGNORED
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import OPTIONS, Sections
-from megaswift.config.speed_rules import SPEED_CLASHES, SPEED_IGNORED
+from megaswift.config.torch_engine_rules import SPEED_CLASHES, SPEED_IGNORED
 from megaswift.config.value_types import show
 from megaswift.errors import Problem
 

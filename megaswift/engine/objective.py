@@ -17,7 +17,18 @@ from torch import Tensor
 
 from megaswift import distributed
 from megaswift.engine.protocol import MicrobatchLoss
-from megaswift.losses.contract import Batch, Difference, Loss, Max, Mean, Metric, Min, ModelOutputs, Needs, Sum
+from megaswift.losses.contract import (
+    Batch,
+    DifferenceMetric,
+    Loss,
+    MaxMetric,
+    MeanMetric,
+    Metric,
+    MinMetric,
+    ModelOutputs,
+    Needs,
+    SumMetric,
+)
 from megaswift.parallel.layout import Coordinates, Layout
 
 
@@ -107,13 +118,13 @@ class Objective:
 def _operands(metrics: Mapping[str, Metric]) -> Iterator[Tensor | float]:
     """The values of metrics, in the order of their fields; a difference has none of its own."""
     for metric in metrics.values():
-        if not isinstance(metric, Difference):
+        if not isinstance(metric, DifferenceMetric):
             yield from vars(metric).values()
 
 
 def _filled(metric: Metric, numbers: Iterator[float]) -> Metric:
     """The metric with the next numbers in place of its values."""
-    return metric if isinstance(metric, Difference) else type(metric)(*(next(numbers) for _ in vars(metric)))
+    return metric if isinstance(metric, DifferenceMetric) else type(metric)(*(next(numbers) for _ in vars(metric)))
 
 
 def _local_sums(objective: Objective) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
@@ -125,14 +136,14 @@ def _local_sums(objective: Objective) -> tuple[dict[str, float], dict[str, float
         for name, value in terms.items():
             add[f"term/{name}"] = add.get(f"term/{name}", 0.0) + value
         for name, metric in metrics.items():
-            if isinstance(metric, Mean):
+            if isinstance(metric, MeanMetric):
                 add[f"sum/{name}"] = add.get(f"sum/{name}", 0.0) + float(metric.sum)
                 add[f"count/{name}"] = add.get(f"count/{name}", 0.0) + float(metric.count)
-            elif isinstance(metric, Sum):
+            elif isinstance(metric, SumMetric):
                 add[f"total/{name}"] = add.get(f"total/{name}", 0.0) + float(metric.value)
-            elif isinstance(metric, Max):
+            elif isinstance(metric, MaxMetric):
                 high[name] = max(high.get(name, -float("inf")), float(metric.value))
-            elif isinstance(metric, Min):
+            elif isinstance(metric, MinMetric):
                 low[name] = min(low.get(name, float("inf")), float(metric.value))
     return add, high, low
 
@@ -164,7 +175,10 @@ def reduce_report(objective: Objective, context: ObjectiveContext) -> tuple[floa
 def _differences(objective: Objective, metrics: dict[str, float]) -> dict[str, float]:
     """Differences of metrics that are reduced already: the same on every rank, so nothing is sent."""
     differences = {
-        name: m for _, metrics_of in objective.parts for name, m in metrics_of.items() if isinstance(m, Difference)
+        name: m
+        for _, metrics_of in objective.parts
+        for name, m in metrics_of.items()
+        if isinstance(m, DifferenceMetric)
     }
     return {
         name: metrics[m.of] - metrics[m.less]

@@ -4,6 +4,6 @@ Owns one file a family and what they are made of. Reading and writing files belo
 """
 
 from megaswift.families.family import FAMILIES, Family, family_of, load_spec, read_config
-from megaswift.families.spec import ModelSpec, RopeSpec
+from megaswift.families.model_spec import ModelSpec, RopeSpec
 
 __all__ = ["FAMILIES", "Family", "ModelSpec", "RopeSpec", "family_of", "load_spec", "read_config"]

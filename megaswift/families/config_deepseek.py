@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.families.config_rows import ConfigReading, ConfigRow, RequiredValue, RowGroup, UnusedField
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 
 KEYS = (
     "n_routed_experts",

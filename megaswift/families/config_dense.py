@@ -11,7 +11,7 @@ from typing import Any
 from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RequiredValue, RowGroup, UnusedField
 from megaswift.families.config_tables import rope
 from megaswift.families.config_windows import WindowedLayer
-from megaswift.families.spec import RopeSpec
+from megaswift.families.model_spec import RopeSpec
 
 
 def two_ropes(full_theta: float, local_theta: float) -> RowGroup:

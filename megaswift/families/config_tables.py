@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RequiredValue, RowGroup, UnusedField
+from megaswift.families.model_spec import RopeSpec
 from megaswift.families.quantization import QUANTIZATION
-from megaswift.families.spec import RopeSpec
 
 NUMBER = (int, float)
 ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

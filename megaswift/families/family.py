@@ -17,10 +17,10 @@ from typing import Any
 from megaswift.errors import Problem, WeightsError, first_line, nearest_name, path_hint
 from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.config_tables import IRRELEVANT, SIZES, architecture
+from megaswift.families.model_spec import Features, ModelSpec
 from megaswift.families.quantization import plain_config
 from megaswift.families.rules import Rule
 from megaswift.families.scalar_head import has_score, language_model, with_score
-from megaswift.families.spec import Features, ModelSpec
 from megaswift.families.vision import TEXT_ONLY, has_tower
 from megaswift.registry import Registry
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 
 from megaswift.errors import Problem
 from megaswift.families.family import Family
+from megaswift.families.model_spec import ModelSpec
 from megaswift.families.projections import WEIGHT
 from megaswift.families.rules import Rule, ShardSpec, dim_of
-from megaswift.families.spec import ModelSpec
 
 BLOCK = 64
 """Inputs of a row that share a scale (QLoRA, arXiv:2305.14314)."""

@@ -9,7 +9,7 @@ from megaswift.families.blocks import EMBEDDING, FUSED_ATTENTION, HEAD, dense_ml
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup
 from megaswift.families.config_tables import FFN, check_remote_code, head_dim, kv_heads, rope, window
 from megaswift.families.family import FAMILIES, Family
-from megaswift.families.spec import RopeSpec
+from megaswift.families.model_spec import RopeSpec
 
 NO_BIAS = "transformers' model has none"
 SAME = "transformers' model computes the one meaning of this value only"

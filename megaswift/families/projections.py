@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from megaswift.errors import ConfigError, Problem, nearest_name
 from megaswift.families.family import Family
+from megaswift.families.model_spec import ModelSpec
 from megaswift.families.rules import Rule, ShardSpec
-from megaswift.families.spec import ModelSpec
 
 ALL = "all-linear"
 WEIGHT = ".weight"

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import ClassVar, Literal, Protocol
 
 from megaswift.errors import LayoutError, Problem
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 
 Shard = Literal["column", "row", "vocab", "replicated"]
 Scope = Literal["model", "layer", "dense", "moe", "expert"]

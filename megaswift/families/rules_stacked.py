@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megaswift.families.model_spec import ModelSpec
 from megaswift.families.rules import Scope, Shard, ShardSpec, SliceMap, shard_range
-from megaswift.families.spec import ModelSpec
 
 
 def _expert(shard: ShardSpec) -> tuple[int]:

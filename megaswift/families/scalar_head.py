@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megaswift.errors import Problem, WeightsError
-from megaswift.families.spec import SCORE, ModelSpec
+from megaswift.families.model_spec import SCORE, ModelSpec
 
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 

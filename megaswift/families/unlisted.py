@@ -11,8 +11,8 @@ from typing import Any
 
 from megaswift.errors import Problem, WeightsError
 from megaswift.families.family import FAMILIES, family_of, read_config
+from megaswift.families.model_spec import ModelSpec, RopeSpec
 from megaswift.families.scalar_head import has_score, with_score
-from megaswift.families.spec import ModelSpec, RopeSpec
 
 SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_blocks"),

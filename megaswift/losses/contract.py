@@ -115,7 +115,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Mean:
+class MeanMetric:
     """A metric reduced as sum of sums over sum of counts; not reported where nothing was counted."""
 
     sum: Tensor | float
@@ -123,37 +123,37 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Sum:
+class SumMetric:
     """A metric that adds up over micro-batches and data-parallel ranks."""
 
     value: Tensor | float
 
 
 @dataclass(frozen=True)
-class Max:
+class MaxMetric:
     """A metric of which the largest counts."""
 
     value: Tensor | float
 
 
 @dataclass(frozen=True)
-class Min:
+class MinMetric:
     """A metric of which the smallest counts."""
 
     value: Tensor | float
 
 
 @dataclass(frozen=True)
-class Difference:
+class DifferenceMetric:
     """A metric that is one mean less another, taken once both are reduced; not reported where one of them is
     missing."""
 
     of: str
-    """The name of a `Mean` beside it."""
+    """The name of a `MeanMetric` beside it."""
     less: str
 
 
-Metric = Mean | Sum | Max | Min | Difference
+Metric = MeanMetric | SumMetric | MaxMetric | MinMetric | DifferenceMetric
 
 
 class Loss(Protocol):

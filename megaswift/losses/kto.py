@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaswift.config.loss_table import KL_PAIRS, RUNNING_MEAN, losses_needing
-from megaswift.losses.contract import Batch, Difference, Mean, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.contract import Batch, DifferenceMetric, MeanMetric, Metric, ModelOutputs, Needs, Term
 from megaswift.losses.preference_pairs import token_mean
 from megaswift.losses.segments import completion_mask, document_sums, tokens_of
 
@@ -105,11 +105,11 @@ class KTO:
         good = batch.fields["label"][examples]
         found: dict[str, Metric] = {"entropy": token_mean(outputs.entropy, mask)}
         for side, of in (("chosen", good), ("rejected", ~good)):
-            found[f"rewards/{side}"] = Mean(rewards.detach()[of].sum(), of.sum())
-            found[f"logps/{side}"] = Mean(answers.detach()[of].sum(), of.sum())
+            found[f"rewards/{side}"] = MeanMetric(rewards.detach()[of].sum(), of.sum())
+            found[f"logps/{side}"] = MeanMetric(answers.detach()[of].sum(), of.sum())
             found[f"logits/{side}"] = token_mean(outputs.mean_logit, mask & tokens_of(batch, examples[of]))
-        found["rewards/margins"] = Difference("rewards/chosen", "rewards/rejected")
+        found["rewards/margins"] = DifferenceMetric("rewards/chosen", "rewards/rejected")
         for name, used in (("kl", USES_KL), ("delta", USES_DELTA)):
             if self.loss_type in used:
-                found[name] = Mean(batch.fields[name].sum() * examples.numel(), examples.numel())
+                found[name] = MeanMetric(batch.fields[name].sum() * examples.numel(), examples.numel())
         return found

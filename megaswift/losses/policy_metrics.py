@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Max, Mean, Metric, Min
+from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric
 from megaswift.losses.policy_types import RatioStats, vespo_weights
 from megaswift.losses.preference_pairs import mean_of, token_mean
 from megaswift.losses.segments import document_counts, document_sums
@@ -27,7 +27,7 @@ def per_completion(batch: Batch, x: Tensor, mask: Tensor, empty: float = 0.0) ->
     return means + empty * (lengths == 0)
 
 
-def reported_mean(batch: Batch, x: Tensor, by_completion: bool, empty: float = 0.0) -> Mean:
+def reported_mean(batch: Batch, x: Tensor, by_completion: bool, empty: float = 0.0) -> MeanMetric:
     """The mean over labelled tokens, or over completions."""
     mask = batch.loss_weights != 0
     return mean_of(per_completion(batch, x, mask, empty)) if by_completion else token_mean(x, mask)
@@ -46,8 +46,8 @@ def clip_metrics(x: RatioStats, batch: Batch, by_completion: bool) -> dict[str, 
         "clip_ratio/high_mean": reported_mean(batch, high, by_completion),
         "clip_ratio/region_mean": reported_mean(batch, low + high, by_completion),
         # Shares lie between 0 and 1, so these change nothing where a micro-batch has no completion.
-        "clip_ratio/low_min": Min(lowest.min() if lowest.numel() else 1.0),
-        "clip_ratio/high_max": Max(highest.max() if highest.numel() else 0.0),
+        "clip_ratio/low_min": MinMetric(lowest.min() if lowest.numel() else 1.0),
+        "clip_ratio/high_max": MaxMetric(highest.max() if highest.numel() else 0.0),
     }
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Mean, Metric, ModelOutputs
+from megaswift.losses.contract import Batch, MeanMetric, Metric, ModelOutputs
 from megaswift.losses.segments import completion_mask, tokens_of
 
 
@@ -66,14 +66,14 @@ def side_masks(batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
     return mask & tokens_of(batch, pairs[:, 0]), mask & tokens_of(batch, pairs[:, 1])
 
 
-def mean_of(values: Tensor) -> Mean:
+def mean_of(values: Tensor) -> MeanMetric:
     """The mean over pairs or examples of values [n]."""
-    return Mean(values.detach().sum(), values.numel())
+    return MeanMetric(values.detach().sum(), values.numel())
 
 
-def token_mean(values: Tensor, mask: Tensor) -> Mean:
+def token_mean(values: Tensor, mask: Tensor) -> MeanMetric:
     """The mean over the tokens in `mask` of values [b, s]."""
-    return Mean((values.detach() * mask).sum(), mask.sum())
+    return MeanMetric((values.detach() * mask).sum(), mask.sum())
 
 
 def reward_metrics(rewards: PairTensors) -> dict[str, Metric]:

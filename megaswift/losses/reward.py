@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Max, Mean, Metric, Min, ModelOutputs, Needs, Term
+from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric, ModelOutputs, Needs, Term
 from megaswift.losses.preference_pairs import mean_of, pair_count, split_pairs
 from megaswift.losses.segments import document_index, document_sums
 
@@ -54,11 +54,11 @@ class RewardLoss:
         found: dict[str, Metric] = {
             "accuracy": mean_of((chosen > rejected).to(chosen.dtype)),
             "margin": mean_of(chosen - rejected),
-            "mean_reward": Mean(chosen.sum() + rejected.sum(), 2 * chosen.numel()),
-            "min_reward": Min(float("inf")),
-            "max_reward": Max(-float("inf")),
+            "mean_reward": MeanMetric(chosen.sum() + rejected.sum(), 2 * chosen.numel()),
+            "min_reward": MinMetric(float("inf")),
+            "max_reward": MaxMetric(-float("inf")),
         }
         if chosen.numel():
-            found["min_reward"] = Min(chosen.minimum(rejected).min())
-            found["max_reward"] = Max(chosen.maximum(rejected).max())
+            found["min_reward"] = MinMetric(chosen.minimum(rejected).min())
+            found["max_reward"] = MaxMetric(chosen.maximum(rejected).max())
         return found

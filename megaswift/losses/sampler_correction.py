@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megaswift.config.rl import MODES
 from megaswift.losses.advantages import LARGEST_LOG_RATIO
-from megaswift.losses.contract import Batch, Max, Mean, Metric, Min
+from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric
 from megaswift.losses.policy_metrics import per_completion, reported_mean
 from megaswift.losses.preference_pairs import token_mean
 
@@ -86,7 +86,7 @@ def gap_metrics(logprobs: Tensor, batch: Batch) -> dict[str, Metric]:
     away = torch.where(known, away, 0.0)
     return {
         "sampling/sampling_logp_difference/mean": token_mean(away, known),
-        "sampling/sampling_logp_difference/max": Max(away.max() if away.numel() else 0.0),
+        "sampling/sampling_logp_difference/max": MaxMetric(away.max() if away.numel() else 0.0),
         "sampling/token_mult_prob_error": token_mean(_ratio(away), known),
     }
 
@@ -96,9 +96,9 @@ def ratio_metrics(batch: Batch, level: str) -> dict[str, Metric]:
     ratio, mask = batch.fields["ratio"], batch.loss_weights != 0
     by_completion = level == "sequence"
     found = per_completion(batch, ratio, mask, empty=1.0) if by_completion else ratio[mask]
-    mean: Mean = reported_mean(batch, ratio, by_completion, empty=1.0)
+    mean: MeanMetric = reported_mean(batch, ratio, by_completion, empty=1.0)
     return {
-        "sampling/importance_sampling_ratio/min": Min(found.min() if found.numel() else float("inf")),
+        "sampling/importance_sampling_ratio/min": MinMetric(found.min() if found.numel() else float("inf")),
         "sampling/importance_sampling_ratio/mean": mean,
-        "sampling/importance_sampling_ratio/max": Max(found.max() if found.numel() else 0.0),
+        "sampling/importance_sampling_ratio/max": MaxMetric(found.max() if found.numel() else 0.0),
     }

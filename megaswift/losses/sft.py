@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megaswift.losses.contract import Batch, Mean, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.contract import Batch, MeanMetric, Metric, ModelOutputs, Needs, Term
 
 
 @dataclass(frozen=True)
@@ -29,5 +29,5 @@ class CrossEntropy:
         labelled = batch.loss_weights != 0
         metrics: dict[str, Metric] = {}
         if outputs.correct is not None:
-            metrics["token_accuracy"] = Mean(outputs.correct[labelled].sum(), labelled.sum())
+            metrics["token_accuracy"] = MeanMetric(outputs.correct[labelled].sum(), labelled.sum())
         return [Term("loss", total, "label_weight")], metrics

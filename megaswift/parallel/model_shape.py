@@ -1,6 +1,7 @@
 """The sizes of a model that decide how it can be split.
 
-Owns the few numbers that the checks read; the whole description of a model is `megaswift.families.spec.ModelSpec`.
+Owns the few numbers that the checks read; the whole description of a model is
+`megaswift.families.model_spec.ModelSpec`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 
 
 class ShapeSource(Protocol):
-    """What a shape is made from: `megaswift.families.spec.ModelSpec`."""
+    """What a shape is made from: `megaswift.families.model_spec.ModelSpec`."""
 
     @property
     def transformer(self) -> Mapping[str, Any]: ...  # noqa: D102

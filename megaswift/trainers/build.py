@@ -31,8 +31,8 @@ from megaswift.data.tokenizer import pad_of
 from megaswift.engine.protocol import Engine
 from megaswift.families.checkpoint_folder import MODEL
 from megaswift.families.model_source import processor_of, tokenizer_of
+from megaswift.families.model_spec import ModelSpec
 from megaswift.families.scalar_head import with_padding
-from megaswift.families.spec import ModelSpec
 from megaswift.families.vision import has_tower
 from megaswift.losses.contract import Batch
 from megaswift.parallel.layout import Layout

@@ -16,7 +16,7 @@ from megaswift.config.engine_rules import AUTO, NATIVE, engine_of, splits_model
 from megaswift.config.optim import EVERYWHERE, ON_PARTS
 from megaswift.families import FAMILIES
 from megaswift.families.model_source import locate_model
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 from megaswift.families.unlisted import any_spec
 
 SMALL, MIDDLE = 1e9, 7e9

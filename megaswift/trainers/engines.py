@@ -14,7 +14,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import NATIVE, engine_of
 from megaswift.engine import process_group
 from megaswift.engine.protocol import Engine
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Coordinates, Layout
 
 

@@ -17,7 +17,7 @@ from megaswift.data.stream import StreamSource
 from megaswift.engine.determinism import determinism_error
 from megaswift.errors import UserError, first_line
 from megaswift.families.model_source import short_name
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 from megaswift.trainers import (
     build,
     checkpoint_store,

@@ -7,7 +7,7 @@ from megaswift.config import SwiftConfig
 from megaswift.data.processor import unreadable
 from megaswift.errors import Problem
 from megaswift.families.model_source import locate_model
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 from megaswift.families.vision import has_tower
 
 FLAGS = ("freeze_vit", "freeze_aligner", "freeze_llm")

@@ -1,6 +1,6 @@
 """A few hundred damaged files of checkpoints, and the worst by hand: one message each, in bounded time and memory.
 
-Covers: megaswift/bridge/dist_index.py.
+Covers: megaswift/bridge/torch_dist_index.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megaswift.bridge.dist_index import read_index
+from megaswift.bridge.torch_dist_index import read_index
 from megaswift.errors import Problem, UserError, WeightsError
 from megaswift.families.model_source import missing_files
 from tests import fuzz_checkpoints as fuzz

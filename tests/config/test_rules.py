@@ -13,7 +13,7 @@ from megaswift.config.rl_clashes import RL_CLASHES
 from megaswift.config.rl_rules import RL_IGNORED
 from megaswift.config.rules import CLASHES, IGNORED
 from megaswift.config.sections import NAMES, OPTIONS
-from megaswift.config.speed_rules import SPEED_CLASHES, SPEED_IGNORED
+from megaswift.config.torch_engine_rules import SPEED_CLASHES, SPEED_IGNORED
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 IDLE = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaswift.engine.objective import GlobalCounts, Objective, reduce_report
-from megaswift.losses.contract import Difference, Max, Mean, Metric, Min, Sum
+from megaswift.losses.contract import DifferenceMetric, MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 from megaswift.losses.sft import CrossEntropy
 
 ALONE: Any = SimpleNamespace(
@@ -24,8 +24,18 @@ def reported(*parts: dict[str, Metric]) -> dict[str, float]:
 
 
 def test_metrics_are_reduced_by_their_kind() -> None:
-    a: dict[str, Metric] = {"mean": Mean(3.0, 2), "sum": Sum(1.0), "high": Max(2.0), "low": Min(2.0)}
-    b: dict[str, Metric] = {"mean": Mean(6.0, 1), "sum": Sum(4.0), "high": Max(-1.0), "low": Min(-1.0)}
+    a: dict[str, Metric] = {
+        "mean": MeanMetric(3.0, 2),
+        "sum": SumMetric(1.0),
+        "high": MaxMetric(2.0),
+        "low": MinMetric(2.0),
+    }
+    b: dict[str, Metric] = {
+        "mean": MeanMetric(6.0, 1),
+        "sum": SumMetric(4.0),
+        "high": MaxMetric(-1.0),
+        "low": MinMetric(-1.0),
+    }
     assert reported(a, b) == {"mean": 3.0, "sum": 5.0, "high": 2.0, "low": -1.0}
 
 
@@ -40,10 +50,10 @@ def noted(name: str, real: Any, calls: list[str]) -> Any:
 def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of several dtypes and plain numbers, terms and metrics: one `.tolist()`, no `float()` or `.item()`."""
     part: dict[str, Metric] = {
-        "mean": Mean(torch.tensor(6.0), torch.tensor(4)),
-        "high": Max(torch.tensor([2.5], dtype=torch.bfloat16)),
-        "gap": Difference("mean", "mean"),
-        "low": Min(1.0),
+        "mean": MeanMetric(torch.tensor(6.0), torch.tensor(4)),
+        "high": MaxMetric(torch.tensor([2.5], dtype=torch.bfloat16)),
+        "gap": DifferenceMetric("mean", "mean"),
+        "low": MinMetric(1.0),
     }
     objective = Objective(CrossEntropy(), GlobalCounts({}, 0, 0, 2))
     objective.parts = [({"loss": torch.tensor(share)}, part) for share in (0.5, 1.5)]
@@ -58,12 +68,13 @@ def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_difference_is_taken_of_reduced_means() -> None:
     """4 - 1 = 3; a mean of the micro-batches' differences would be 2.5, and the second one has none."""
-    gap = Difference("a", "b")
+    gap = DifferenceMetric("a", "b")
     found = reported(
-        {"a": Mean(6.0, 2), "b": Mean(1.0, 2), "gap": gap}, {"a": Mean(6.0, 1), "b": Mean(1.0, 0), "gap": gap}
+        {"a": MeanMetric(6.0, 2), "b": MeanMetric(1.0, 2), "gap": gap},
+        {"a": MeanMetric(6.0, 1), "b": MeanMetric(1.0, 0), "gap": gap},
     )
     assert found == {"a": pytest.approx(4.0), "b": pytest.approx(1.0), "gap": pytest.approx(3.0)}
 
 
 def test_a_mean_of_nothing_is_not_reported_nor_a_difference_from_it() -> None:
-    assert reported({"a": Mean(6.0, 2), "b": Mean(0.0, 0), "gap": Difference("a", "b")}) == {"a": 3.0}
+    assert reported({"a": MeanMetric(6.0, 2), "b": MeanMetric(0.0, 0), "gap": DifferenceMetric("a", "b")}) == {"a": 3.0}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.dist_files import ShardChunk, plan_reads, write_chunks
-from megaswift.bridge.dist_index import read_index
 from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.open_weights import open_weights
+from megaswift.bridge.torch_dist_index import read_index
 from megaswift.engine.megatron.checkpoint.optimizer_states import join_remainder, split_remainder
 from tests.engine.checkpoint_worker import Result, Run
 from tests.engine.fused_adam import kernels_main, kernels_parts

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.data.collate import PaddingShape, collate_packed, collate_rows
-from megaswift.losses.contract import Batch, Difference, Loss, Max, Mean, Metric, Min, ModelOutputs, Needs
+from megaswift.losses.contract import (
+    Batch,
+    DifferenceMetric,
+    Loss,
+    MaxMetric,
+    MeanMetric,
+    Metric,
+    MinMetric,
+    ModelOutputs,
+    Needs,
+)
 
 SHAPE = PaddingShape(doc_multiple=4, row_multiple=3)
 
@@ -138,11 +148,11 @@ def reduced(parts: Sequence[dict[str, Metric]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, kind in {n: type(m) for p in parts for n, m in p.items()}.items():
         mine: list[Any] = [p[name] for p in parts]
-        if kind is Mean and (count := float(sum(m.count for m in mine))):
+        if kind is MeanMetric and (count := float(sum(m.count for m in mine))):
             found[name] = float(sum(m.sum for m in mine)) / count
-        elif kind in (Max, Min):
-            found[name] = (max if kind is Max else min)(float(m.value) for m in mine)
-    differences = {n: m for p in parts for n, m in p.items() if isinstance(m, Difference)}
+        elif kind in (MaxMetric, MinMetric):
+            found[name] = (max if kind is MaxMetric else min)(float(m.value) for m in mine)
+    differences = {n: m for p in parts for n, m in p.items() if isinstance(m, DifferenceMetric)}
     return found | {n: found[m.of] - found[m.less] for n, m in differences.items() if m.of in found and m.less in found}
 
 

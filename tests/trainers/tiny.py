@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.engine.protocol import ParameterReport, StepResult
-from megaswift.losses.contract import Batch, Loss, Mean, ModelOutputs, Needs
+from megaswift.losses.contract import Batch, Loss, MeanMetric, ModelOutputs, Needs
 from megaswift.losses.sft import CrossEntropy
 from megaswift.trainers.loop import Loop
 
@@ -55,7 +55,7 @@ class TinyEngine:
             terms, metrics = loss(self._outputs(batch), batch)
             objective = objective + sum(t.weight * t.sum / counts[t.denominator] for t in terms)
             for name, metric in metrics.items():
-                assert isinstance(metric, Mean)
+                assert isinstance(metric, MeanMetric)
                 s, c = sums.get(name, (0.0, 0.0))
                 sums[name] = (s + float(metric.sum), c + float(metric.count))
         result = StepResult(

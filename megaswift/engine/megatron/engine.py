@@ -46,7 +46,7 @@ from megaswift.engine.protocol import ParameterReport, StepResult
 from megaswift.engine.reference import ReferenceWeights
 from megaswift.errors import ConfigError, Problem
 from megaswift.families import family_of, four_bits
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, Needs
 
 

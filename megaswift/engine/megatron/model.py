@@ -27,7 +27,7 @@ from megaswift.engine.megatron.layers.vocab_head import HeadShard, VocabularyHea
 from megaswift.engine.megatron.microbatch import MicrobatchInputs
 from megaswift.engine.megatron.model_config import distributed_optimizer
 from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.families.spec import Features, ModelSpec
+from megaswift.families.model_spec import Features, ModelSpec
 from megaswift.losses.contract import Needs
 
 

@@ -19,7 +19,7 @@ from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.layers.activation import GATED, gelu_tanh
 from megaswift.engine.megatron.layers.rope import inverse_frequencies
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -14,7 +14,7 @@ from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.layers.nf4 import NF4Matrix
 from megaswift.engine.protocol import ParameterReport
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from megaswift.engine.megatron.engine import MegatronEngine

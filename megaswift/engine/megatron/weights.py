@@ -25,7 +25,7 @@ from megaswift.engine.megatron.layers.nf4 import NF4Matrix
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.families import four_bits
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")

@@ -37,7 +37,7 @@ from megaswift.engine.torch.router_losses import RouterLosses
 from megaswift.engine.torch.strategies import wrap_model
 from megaswift.engine.torch.strategy import GRADIENT, WEIGHT
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, Needs
 
 

@@ -26,7 +26,7 @@ from megaswift.engine.torch.adapters import base_model
 from megaswift.engine.torch.loss_fields import FieldsModel
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.layers import layer_classes
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 from megaswift.families.vision import has_tower
 
 RECOMPILES = 64

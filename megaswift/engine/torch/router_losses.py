@@ -20,7 +20,7 @@ from megaswift import distributed
 from megaswift.config import SwiftConfig
 from megaswift.engine.objective import ObjectiveContext
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 
 SCORES = "moe_router_score_function"
 NAMES = ("aux_loss", "z_loss")

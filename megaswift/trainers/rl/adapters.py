@@ -20,9 +20,9 @@ from megaswift.errors import Problem
 from megaswift.families import family_of
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config
+from megaswift.families.model_spec import ModelSpec
 from megaswift.families.projections import select_projections
 from megaswift.families.quantization import FIELD
-from megaswift.families.spec import ModelSpec
 from megaswift.families.vision import has_tower
 
 EXPERTS = "experts have adapters, of which each sampler has a form of its own"

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.protocol import Engine
+from megaswift.families.model_spec import ModelSpec
 from megaswift.families.scalar_head import with_score
-from megaswift.families.spec import ModelSpec
 from megaswift.losses.contract import Batch
 from megaswift.losses.value import PARTS, ValueLoss, explained_variance
 from megaswift.trainers.engines import EngineContext, make_engine

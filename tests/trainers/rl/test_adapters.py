@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from megaswift.errors import UserError
 from megaswift.families import load_spec
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 from megaswift.trainers.preflight import preflight
 from megaswift.trainers.rl import adapters
 from megaswift.trainers.rl.adapters import merged_because, rank_of, refused_adapters, syncs_adapters_only

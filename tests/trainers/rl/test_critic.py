@@ -13,8 +13,8 @@ from megaswift.bridge.new_head import new_head
 from megaswift.config import SwiftConfig
 from megaswift.engine.protocol import StepResult
 from megaswift.families import load_spec
+from megaswift.families.model_spec import ModelSpec
 from megaswift.families.scalar_head import with_score
-from megaswift.families.spec import ModelSpec
 from megaswift.losses.value import ValueLoss
 from megaswift.trainers.rl import critic
 from megaswift.trainers.step_monitor import TrainingDiverged

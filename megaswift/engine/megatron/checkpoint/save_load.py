@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megaswift import distributed, log
 from megaswift.bridge import dist_files as files
-from megaswift.bridge import dist_index
+from megaswift.bridge import torch_dist_index
 from megaswift.bridge.sharded_keys import KEPT, MAIN, STATES
 from megaswift.disk import sync
 from megaswift.engine import rng_state
@@ -139,8 +139,8 @@ def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
-    index = dist_index.read_index(directory)
-    problems += [index] if isinstance(index, Problem) else dist_index.file_problems(directory, index)
+    index = torch_dist_index.read_index(directory)
+    problems += [index] if isinstance(index, Problem) else torch_dist_index.file_problems(directory, index)
     distributed.raise_on_all_ranks(problems, limit=SHOWN)
     assert isinstance(index, Metadata)
     return facts, index

@@ -12,7 +12,7 @@ import megatron.core
 import torch
 
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.spec import Features, ModelSpec
+from megaswift.families.model_spec import Features, ModelSpec
 
 IN_LAYERS = ("residual_scale", "attention_softcap", "pre_norm", "post_norm", "qk_norm_width", "rope_local")
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.families.spec import ModelSpec
+from megaswift.families.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from megaswift.engine.megatron.model import SwiftGPT

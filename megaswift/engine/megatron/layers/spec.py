@@ -37,7 +37,7 @@ from megaswift.engine.megatron.layers.norm import NormColumnParallelLinear, QKNo
 from megaswift.engine.megatron.layers.residual import ResidualLinear
 from megaswift.engine.megatron.layers.router import BalancedRouter
 from megaswift.engine.megatron.layers.self_attention import ExtendedSelfAttention, WideKeyNorm, WideQueryNorm
-from megaswift.families.spec import Features
+from megaswift.families.model_spec import Features
 
 
 class ExpertRowParallelLinear(RowParallelLinear):

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaswift.engine.megatron.layers import softcap
 from megaswift.engine.megatron.layers.attention import RowLayout, TorchAttention
-from megaswift.families.spec import Features
+from megaswift.families.model_spec import Features
 from tests.engine.masks import seen
 
 

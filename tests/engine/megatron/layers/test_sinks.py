@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megaswift.engine.megatron.layers.attention import RowLayout, TorchAttention
-from megaswift.families.spec import Features
+from megaswift.families.model_spec import Features
 from tests.engine.masks import seen
 
 

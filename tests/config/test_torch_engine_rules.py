@@ -6,7 +6,7 @@ import pytest
 
 from megaswift.config import SwiftConfig, load
 from megaswift.config.sections import OPTIONS
-from megaswift.config.speed_rules import SPEED_CLASHES, SPEED_IGNORED
+from megaswift.config.torch_engine_rules import SPEED_CLASHES, SPEED_IGNORED
 from tests.config.refusals import assert_idle, problems
 
 CLASHING = [
