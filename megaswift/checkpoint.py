@@ -1,7 +1,7 @@
 """`megaswift checkpoint ls | verify | rm`: the saved steps of a run, without loading torch.
 
 Owns the three commands. What a step is and whether it is intact is `families.step_manifest`'s; how one is removed is
-`trainers.commit`'s.
+`trainers.checkpoint_store`'s.
 """
 
 from __future__ import annotations

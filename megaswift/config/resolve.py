@@ -1,6 +1,6 @@
 """Sources in order of weight to one checked set of sections; all mistakes of all sources in one ConfigError.
 
-Owns precedence, spellings and task names. Reading is `source.py`, values are `value_types.py`, meaning is `rules.py`.
+Owns precedence, spellings and task names. Reading is `sources.py`, values are `value_types.py`, meaning is `rules.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns reading manifest.json with a check of every type in it (a JSON file can hold anything), the order in which the
 steps of a run are tried, and the comparison of files with their SHA-256. Each file is read once per process. How a step
-comes to be is `trainers.commit`'s; how ranks share the reading is `trainers.verified`'s.
+comes to be is `trainers.checkpoint_store`'s; how ranks share the reading is `trainers.verified_steps`'s.
 """
 
 from __future__ import annotations
