@@ -14,7 +14,7 @@ from tests.trainers.inputs import write_model
 @pytest.mark.process
 def test_the_page_s_python_runs_as_it_stands(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
-    found = re.search(r"## In Python\n\n```python\n(.*?)```", page, re.DOTALL)
+    found = re.search(r"## Python API\n\n```python\n(.*?)```", page, re.DOTALL)
     assert found is not None
     code = f"folder = {str(write_model(tmp_path / 'model'))!r}\n{found[1]}\nprint(sorted(full))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
