@@ -106,7 +106,7 @@ def trl(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import DPOConfig, DPOTrainer
 
-    class Pacer(TrainerCallback):  # type: ignore[misc]
+    class DpoPacer(TrainerCallback):  # type: ignore[misc]
         def __init__(self, turn: Turn) -> None:
             self.turn = turn
 
@@ -151,7 +151,7 @@ def trl(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
                 config,
                 train_dataset=Dataset.from_list(rows),
                 processing_class=tokenizer,
-                callbacks=[Pacer(turn)],
+                callbacks=[DpoPacer(turn)],
             )
             trainer.turn = turn
             trainer.train()

@@ -84,7 +84,7 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Work:
     from megaswift.trainers.model_spec import spec_of
     from megaswift.trainers.session import Session
 
-    class Pacer(Hook):
+    class HookPacer(Hook):
         def __init__(self, turn: Sampling) -> None:
             self.turn, self.before = turn, dict[str, float]()
 
@@ -127,7 +127,7 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Work:
         spec = spec_of(cfg, locate_model(cfg.model))
         context = start_context(cfg, layout_for(cfg, ModelShape.of(spec), 1))
         loop = Session(cfg, spec, folder, context).prepare()
-        loop.hooks = [*loop.hooks[:-1], Pacer(turn)]  # the last one saves checkpoints
+        loop.hooks = [*loop.hooks[:-1], HookPacer(turn)]  # the last one saves checkpoints
         loop.run()
 
     return work
@@ -139,7 +139,7 @@ def trl(args: argparse.Namespace, folder: Path) -> Work:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    class Pacer(TrainerCallback):  # type: ignore[misc]
+    class CallbackPacer(TrainerCallback):  # type: ignore[misc]
         def __init__(self, turn: Sampling) -> None:
             self.turn = turn
 
@@ -178,7 +178,7 @@ def trl(args: argparse.Namespace, folder: Path) -> Work:
                 config,
                 train_dataset=Dataset.from_list(rows),
                 processing_class=AutoTokenizer.from_pretrained(folder),
-                callbacks=[Pacer(turn)],
+                callbacks=[CallbackPacer(turn)],
             )
             for name, method in (
                 ("generation", "_generate"),

@@ -90,7 +90,7 @@ def trl(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    class Pacer(TrainerCallback):  # type: ignore[misc]
+    class StepPacer(TrainerCallback):  # type: ignore[misc]
         def __init__(self, turn: Turn) -> None:
             self.turn = turn
 
@@ -129,7 +129,7 @@ def trl(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
                 config,
                 train_dataset=Dataset.from_list(rows),
                 processing_class=AutoTokenizer.from_pretrained(folder),
-                callbacks=[Pacer(turn)],
+                callbacks=[StepPacer(turn)],
             )
             trainer.train()
 

@@ -79,7 +79,7 @@ class TensorVerdict:
 
 
 def check_same_architecture(a: ComparedWeights, b: ComparedWeights) -> None:
-    """A comparison of two different kinds of model is a mistake, told before anything is read."""
+    """A comparison of two different kinds of model is an error, raised before any tensor is read."""
     for key in ("model_type", "architectures"):
         value_a, value_b = ((side.config or {}).get(key) for side in (a, b))
         if value_a and value_b and value_a != value_b:

@@ -1,5 +1,5 @@
-"""A run's adapters as PEFT's configuration object, without a model. Mistakes that PEFT itself finds are told as
-ours."""
+"""A run's adapters as PEFT's configuration object, without a model. Errors that PEFT itself raises become
+ConfigErrors."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Place = tuple[Rule, int | None, int | None]
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 SHOWN = 8
-"""Problems of one kind that are told in full."""
+"""Problems of one kind that are listed in full."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def engine_of(c: Sections) -> str:
 
 
 def zero_kind(deepspeed: str) -> str:
-    """What `--deepspeed` names: a kind, or a file of that kind. What is wrong with a file is told by `zero_config`."""
+    """What `--deepspeed` names: a kind, or a file of that kind. `zero_config` reports the problems of a file."""
     if deepspeed in ZERO:
         return deepspeed
     try:

@@ -249,7 +249,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("offload_model", "offload_optimizer", "engine"),
         lambda c: c.task in RL and not capabilities_of(c).offloads and (c.rl.offload_model or c.rl.offload_optimizer),
-        "is of the native engine; {engine} keeps what it trains where it is",
+        "is supported by the native engine only; {engine} does not offload the trained model",
         "--engine megatron, or --deepspeed zero3_offload",
     ),
     ConflictingOptions(

@@ -102,10 +102,8 @@ def load(
     environ: Mapping[str, str] | None = None,
     beyond: _ConfigCheck | None = None,
 ) -> SwiftConfig:
-    """A configuration from a command line: file, then environment (launch options only), then flags, the last one
-    counts.
-
-    What `accelerate launch` was told comes before all.
+    """A configuration from a command line: file, then environment (launch options only), then flags; later
+    sources override earlier ones. Settings of `accelerate launch` have the lowest priority.
 
     `complete`: it must name a model and a data set. `task` None: the file says. `beyond`: what else is wrong with a
     configuration that is refused for what its options say together, told with that.

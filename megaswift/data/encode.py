@@ -35,7 +35,7 @@ from megaswift.errors import DataError, Problem
 
 BATCH = 256
 SHOWN = 10
-"""Malformed rows that are told one by one."""
+"""Malformed rows that are listed one by one."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ Tokens = tuple[np.ndarray, np.ndarray]
 _ReadRow = tuple[Tokens, tuple[str, ...]] | Problem
 """A row's tokens and what is counted of it, or what is wrong with it."""
 _RowResult = Tokens | Problem | None
-"""A row's tokens; what is wrong with it, to be told when its turn comes; or nothing, where such rows are skipped."""
+"""A row's tokens; its problem, raised when the row is reached; or None, where such rows are skipped."""
 
 
 @dataclass

@@ -158,7 +158,7 @@ def _reduce(values: dict[str, float], op: dist.ReduceOp.RedOpType, context: Obje
 
 
 def reduce_report(objective: Objective, context: ObjectiveContext) -> tuple[float, dict[str, float]]:
-    """(objective, metrics) of the global batch, on every rank: reduced on the last stage, then told to the others."""
+    """(objective, metrics) of the global batch, on every rank: reduced on the last stage, then sent to the others."""
     layout, coords = context.layout, context.coordinates
     result: tuple[float, dict[str, float]] = (0.0, {})
     if coords.pp == layout.pp - 1:

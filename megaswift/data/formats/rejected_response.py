@@ -1,4 +1,4 @@
-"""A conversation in any form of SFT, its last answer the chosen one, and beside it what was rejected.
+"""A conversation in any SFT format, whose last answer is the chosen one, and the rejected answer.
 
 `rejected_response`: a string in the last assistant message's place. `rejected_messages`: the whole other conversation,
 or the messages of its answer. Both with [`margin`]. As ms-swift has them.
