@@ -14,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import OptimConfig
+from megaswift.engine.gradient_norm import sum_of_squares
 from megaswift.engine.torch.adapters import base_model
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.meta_init import allocate_storage
 from megaswift.engine.torch.optimizer_registry import make_torch_optimizer
 from megaswift.engine.torch.quantized import elements, scale_bytes
-from megaswift.engine.torch.strategy import GRADIENT, WEIGHT, clip_factor, set_rates
+from megaswift.engine.torch.strategy import GRADIENT, WEIGHT, clip_gradients, set_rates
 from megaswift.engine.torch.vision import trains_tower
 
 
@@ -72,17 +73,14 @@ class DdpStrategy:
 
     def norm(self) -> float:
         """Over all gradients, each parameter once. The same on every rank."""
-        return float(torch.nn.utils.get_total_norm(self.gradients(), foreach=False))
+        return float(sum_of_squares(self.gradients(), self.context.device).sqrt())
 
     def step(self, lr: float, optim: OptimConfig) -> tuple[float, bool]:
         """Clip and step, unless the norm is not finite."""
         norm = self.norm()
         stepped = math.isfinite(norm)
         if stepped:
-            factor = clip_factor(norm, optim.max_grad_norm)
-            if factor < 1.0:
-                for gradient in self.gradients():
-                    gradient.mul_(factor)
+            clip_gradients(self.gradients(), norm, optim.max_grad_norm)
             set_rates(self.optimizer.inner, lr, optim.weight_decay)
             self.optimizer.step()
             self.steps += 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megaswift import log
 from megaswift.config.optim import OptimConfig
+from megaswift.engine.gradient_norm import sum_of_squares
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.meta_init import allocate_storage
@@ -48,7 +50,7 @@ class FsdpStrategy(DdpStrategy):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Shards in place. Gradients are summed over ranks, not averaged."""
-        mesh, kind = self._mesh(), self.context.device.type
+        self.mesh, kind = self._mesh(), self.context.device.type
         half = self.options.param_dtype
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
         offload: OffloadPolicy = (
@@ -58,7 +60,11 @@ class FsdpStrategy(DdpStrategy):
         for unit in (*reversed(units), module):  # inner units first; one at a time is whole, and on the device
             allocate_storage(unit.parameters(), self.context.device)
             fully_shard(
-                unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=self.options.reshard
+                unit,
+                mesh=self.mesh,
+                mp_policy=policy,
+                offload_policy=offload,
+                reshard_after_forward=self.options.reshard,
             )
         for part in module.modules():
             if isinstance(part, FSDPModule):
@@ -80,8 +86,9 @@ class FsdpStrategy(DdpStrategy):
 
     def norm(self) -> float:
         """Over all parts of all ranks."""
-        total = torch.nn.utils.get_total_norm(self.gradients(), foreach=False)
-        return float(full_tensor(total))
+        total = sum_of_squares(map(self.local, self.gradients()), self.context.device)
+        dist.all_reduce(total, group=self.mesh.get_group("shard"))
+        return float(total.sqrt())
 
     def full(self, name: str, kind: str) -> Tensor:
         """The whole tensor, on every rank."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -84,6 +83,8 @@ def set_rates(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) 
         group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
 
 
-def clip_factor(norm: float, limit: float) -> float:
-    """What gradients are multiplied by; 1 where nothing is clipped."""
-    return min(1.0, limit / (norm + 1e-6)) if limit > 0 and math.isfinite(norm) else 1.0
+def clip_gradients(gradients: Iterable[Tensor], norm: float, limit: float) -> None:
+    """Scales gradients of global norm `norm`, finite, down to `limit`, in place; 0: no clipping."""
+    if limit > 0 and norm + 1e-6 > limit:
+        for gradient in gradients:
+            gradient.mul_(limit / (norm + 1e-6))

@@ -32,9 +32,10 @@ from torch import Tensor, nn
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.deepspeed_json import KINDS, deepspeed_kind, offloads
 from megaswift.config.optim import OptimConfig
+from megaswift.engine.gradient_norm import sum_of_squares
 from megaswift.engine.torch import zero_config
 from megaswift.engine.torch.meta_init import allocate_storage, is_meta
-from megaswift.engine.torch.strategy import WEIGHT, make_strategy_optimizer, set_rates
+from megaswift.engine.torch.strategy import WEIGHT, clip_gradients, make_strategy_optimizer, set_rates
 from megaswift.engine.torch.zero_tensors import MOMENTS, WholeTensors, get_steps, set_steps, shards, start_states
 from megaswift.errors import ConfigError, Problem
 
@@ -55,7 +56,7 @@ class ZeroStrategy:
     def __init__(self, module: nn.Module, optim: OptimConfig, config: Mapping[str, Any], device: torch.device) -> None:
         if optim.optimizer != "adam":
             raise ConfigError(Problem(f"--optimizer {optim.optimizer}", "ZeRO supports AdamW only", "--optimizer adam"))
-        self.kind = deepspeed_kind(config) or ""
+        self.kind, self._device = deepspeed_kind(config) or "", device
         self.stage, (self._offload, self._offload_weights) = KINDS[self.kind][0], offloads(config)
         self._world = dist.get_world_size()
         self._names = dict(module.named_parameters())
@@ -124,10 +125,10 @@ class ZeroStrategy:
 
     def _clip_whole(self, clip: float) -> float:
         gradients = [p.grad for p in self._names.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if clip > 0 and bool(torch.isfinite(norm)):
-            torch.nn.utils.clip_grads_with_norm_(list(self._names.values()), clip, norm)
-        return float(norm)
+        norm = float(sum_of_squares(gradients, self._device).sqrt())
+        if math.isfinite(norm):
+            clip_gradients(gradients, norm, clip)
+        return norm
 
     def _forget(self, stepped: bool) -> None:
         """Drops what DeepSpeed would add to the next step's gradients."""

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from megaswift.engine.gradient_norm import sum_of_squares
 
 
 class Stream:
@@ -103,3 +106,10 @@ def copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
 def identity_decorator(function: Callable[..., Any]) -> Callable[..., Any]:
     """A decorator that leaves the function as it is."""
     return function
+
+
+def multi_tensor_l2_norm(
+    chunk_size: int, overflow: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool, *args: Any
+) -> tuple[Tensor, None]:
+    """(norm of all tensors together, float32 [1], None), with the signature of apex's `multi_tensor_l2norm`."""
+    return sum_of_squares((t for tensors in tensor_lists for t in tensors), "cpu").sqrt().float().reshape(1), None

@@ -83,7 +83,6 @@ CONSTANTS = (
     DeviceConstants(_CORE + "optimizer.clip_grads:get_grad_norm_fp32", _FACTORY),
     DeviceConstants(_CORE + "optimizer.clip_grads:clip_grad_by_total_norm_fp32", _TYPE),
     DeviceConstants(_CORE + "optimizer.clip_grads:count_zeros_fp32", _FACTORY),
-    DeviceConstants(_CORE + "utils:local_multi_tensor_l2_norm", _FACTORY),
     DeviceConstants(_CORE + "dist_checkpointing.strategies.state_dict_saver:verify_global_md_reuse", _FACTORY),
     DeviceConstants(_CORE + "dist_checkpointing.exchange_utils:_get_empty_tensor_for_exchange", _FACTORY),
     DeviceConstants(_CORE + "dist_checkpointing.exchange_utils:exchange_loaded_tensors_gather_rounds", _FACTORY),
@@ -146,6 +145,11 @@ REPLACEMENTS = (
         _CORE + "distributed.param_and_grad_buffer:_coalescing_manager",
         cuda_stubs.coalescing,
         "waits for collectives that have ended",
+    ),
+    AttributePatch(
+        _CORE + "optimizer.clip_grads:l2_norm_impl",
+        cuda_stubs.multi_tensor_l2_norm,
+        "torch.norm loses digits on large CPU tensors, and a different number on each layout",
     ),
     AttributePatch(
         _CORE + "tensor_parallel.random:_get_cuda_rng_state", cuda_stubs.copy_function(cuda_stubs.get_rng), _TRACKER

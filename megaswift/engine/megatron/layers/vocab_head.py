@@ -66,8 +66,18 @@ def _local_labels(labels: Tensor, shard: HeadShard, width: int) -> tuple[Tensor,
     return local.clamp(0, width - 1), in_shard
 
 
-def _forward_chunk(logits: Tensor, labels: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor]:
-    """(fields [f, t], probabilities [t, v]); overwrites `logits`."""
+def _set_label(x: Tensor, local: Tensor, in_shard: Tensor, value: Tensor) -> Tensor:
+    """x [t, v] with `value` [t] in the label's column of the rows whose label lies in this shard; in place."""
+    column = local[:, None]
+    return x.scatter_(1, column, torch.where(in_shard[:, None], value[:, None], x.gather(1, column)))
+
+
+def _forward_chunk(logits: Tensor, labels: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor, Tensor]:
+    """(fields [f, t], probabilities [t, v], 1 - the label's probability [t]); overwrites `logits`.
+
+    The label's exponential is kept out of the sum of the others. Where its probability is near 1, log p = -log1p(rest)
+    and 1 - p from this sum keep all digits, which 1 - p of a rounded p would lose.
+    """
     biggest = shard.reduce(logits.max(dim=-1).values, dist.ReduceOp.MAX)
     logits -= biggest[:, None]
     local, in_shard = _local_labels(labels, shard, logits.shape[1])
@@ -76,18 +86,20 @@ def _forward_chunk(logits: Tensor, labels: Tensor, shard: HeadShard) -> tuple[Te
     if "mean_logit" in shard.fields:
         values["mean_logit"] = _mean_logit(logits, shard) + biggest
     shifted = logits.clone() if "entropy" in shard.fields else None
-    probs = logits.exp_()
-    total = shard.reduce(probs.sum(dim=-1))
+    label_exp = at_label.exp()
+    probs = _set_label(logits.exp_(), local, in_shard, torch.zeros_like(label_exp))
+    others = shard.reduce(probs.sum(dim=-1))
+    total = others + label_exp
     log_total = total.log()
-    probs /= total[:, None]
-    values["logprobs"] = at_label - log_total
+    probs = _set_label(probs, local, in_shard, label_exp).div_(total[:, None])
+    values["logprobs"] = torch.where(others < label_exp, -torch.log1p(others / label_exp), at_label - log_total)
     values["logsumexp"] = log_total + biggest
     if shifted is not None:
         weighted = (probs * shifted.clamp(min=torch.finfo(torch.float32).min)).sum(dim=-1)
         values["entropy"] = log_total - shard.reduce(weighted)
     if "log_sum_sq" in shard.fields:
         values["log_sum_sq"] = shard.reduce(probs.square().sum(dim=-1)).log()
-    return torch.stack([values[name] for name in shard.fields]), probs
+    return torch.stack([values[name] for name in shard.fields]), probs, others / total
 
 
 def _mean_logit(logits: Tensor, shard: HeadShard) -> Tensor:
@@ -97,9 +109,11 @@ def _mean_logit(logits: Tensor, shard: HeadShard) -> Tensor:
     return sums[0] / sums[1]
 
 
-def _backward_chunk(grads: Tensor, out: Tensor, probs: Tensor, labels: Tensor, shard: HeadShard) -> Tensor:
-    """Gradient of the final logits [t, v] from the fields' gradients [f, t]; overwrites `probs` where only
-    log-probabilities are wanted."""
+def _backward_chunk(
+    grads: Tensor, out: Tensor, probs: Tensor, rest: Tensor, labels: Tensor, shard: HeadShard
+) -> Tensor:
+    """Gradient of the final logits [t, v] from the fields' gradients [f, t] and 1 - the label's probability, `rest`
+    [t]; overwrites `probs` where only log-probabilities are wanted."""
     by_name = {name: grads[i] for i, name in enumerate(shard.fields)}
     values = {name: out[i] for i, name in enumerate(shard.fields)}
     g = by_name.get("logprobs")
@@ -120,7 +134,7 @@ def _backward_chunk(grads: Tensor, out: Tensor, probs: Tensor, labels: Tensor, s
         result = extra if extra.numel() else torch.zeros_like(probs)
     else:
         result = probs.mul_(-g[:, None])
-        result.scatter_add_(1, local[:, None], (g * in_shard).unsqueeze(1))
+        result = _set_label(result, local, in_shard, g * rest)
         if extra.numel():
             result += extra
     return result / shard.temperature if shard.temperature != 1.0 else result
@@ -148,29 +162,29 @@ class VocabularyHead(torch.autograd.Function):
         copies = 1 if shard.softcap is None else 2
         rows = max(1, KEEP_BYTES // (4 * weight.shape[0] * copies))
         chunks = [slice(a, a + rows) for a in range(0, max(1, hidden.shape[0]), rows)]
-        parts, keep, slope = [], None, None
+        parts, keep, rest, slope = [], None, None, None
         for c in chunks:
             logits, slope = _logits(hidden[c], weight, shard)
-            fields, keep = _forward_chunk(logits, labels[c], shard)
+            fields, keep, rest = _forward_chunk(logits, labels[c], shard)
             parts.append(fields)
         out = torch.cat(parts, dim=1)
         ctx.chunks, ctx.shard = chunks, shard
         if len(chunks) > 1:
-            keep = slope = None
-        ctx.save_for_backward(hidden, weight, labels, out, keep, slope)
+            keep = rest = slope = None
+        ctx.save_for_backward(hidden, weight, labels, out, keep, rest, slope)
         return out
 
     @staticmethod
     def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Gradients of `hidden` and `weight`, chunk by chunk."""
-        hidden, weight, labels, out, probs, slope = ctx.saved_tensors
+        hidden, weight, labels, out, probs, rest, slope = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight: Tensor | None = None
         for c in ctx.chunks:
             if len(ctx.chunks) > 1:
                 logits, slope = _logits(hidden[c], weight, ctx.shard)
-                probs = _forward_chunk(logits, labels[c], ctx.shard)[1]
-            d_logits = _backward_chunk(grads[:, c], out[:, c], probs, labels[c], ctx.shard)
+                _, probs, rest = _forward_chunk(logits, labels[c], ctx.shard)
+            d_logits = _backward_chunk(grads[:, c], out[:, c], probs, rest, labels[c], ctx.shard)
             d_logits = _through_cap(d_logits, slope, ctx.shard).to(hidden.dtype)
             if d_hidden is not None:
                 d_hidden[c] = d_logits @ weight

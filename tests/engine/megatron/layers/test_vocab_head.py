@@ -75,3 +75,26 @@ def test_no_labels_at_all():
     assert out.shape == (1, 0)
     out.sum().backward()
     assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("rows_kept", [1 << 28, 4 * 40 * 3])
+def test_confident_tokens_keep_their_digits(monkeypatch, rows_kept):
+    """p of the label as near to 1 as 1 - 1e-8: log p and the gradient 1 - p are as accurate as any other number."""
+    monkeypatch.setattr(vocab_head, "KEEP_BYTES", rows_kept)
+    torch.manual_seed(0)
+    vocabulary = 40
+    weight = (4 * torch.randn(vocabulary, 8)).round() / 4  # quarters: the logits are exact in float32
+    labels = torch.arange(12)
+    hidden = weight[labels] * torch.arange(1, 13)[:, None] / 4
+    hidden.requires_grad_()
+    shard = vocab_head.HeadShard(0, vocabulary, OneRank(), 1.0, ("logprobs",))
+    out = vocab_head.VocabularyHead.apply(hidden, weight, labels, shard)[0]
+    rows = hidden.detach().double().requires_grad_()
+    want = reference(rows, weight.double(), labels, vocabulary, 1.0)["logprobs"]
+    assert int(((want < 0) & (want > -1e-4)).sum()) >= 3, want
+    one = want > -1e-9  # where float64 has too few digits for 1 - p itself
+    torch.testing.assert_close(out.double()[~one], want[~one], rtol=3e-6, atol=1e-15)
+    out.sum().backward()
+    want.sum().backward()
+    error = (hidden.grad.double() - rows.grad)[~one].norm(dim=1) / rows.grad[~one].norm(dim=1)
+    assert float(error.max()) < 1e-6, error
