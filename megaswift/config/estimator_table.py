@@ -31,6 +31,8 @@ class EstimatorEntry:
     """Reads the values of a critic."""
     binary: bool = False
     """Reads of a reward only whether it is above 0, so that a KL penalty cannot be part of it."""
+    greedy_baseline: bool = False
+    """Needs the reward of each prompt's greedy completion."""
     loss_type: str | None = None
     """Default of `loss_type`; None: the task's."""
 
@@ -61,6 +63,7 @@ ESTIMATOR_TABLE: tuple[EstimatorEntry, ...] = (
     EstimatorEntry("rloo", "grpo", "arXiv:2402.14740", _reads("whiten_advantages"), loss_type="rloo"),
     EstimatorEntry("reinforce_plus_plus", "grpo", "arXiv:2501.03262", _reads("gamma"), compares=False, per_token=True),
     EstimatorEntry("opo", "grpo", "arXiv:2505.23585", kl_in_reward=False),
+    EstimatorEntry("remax", "grpo", "arXiv:2310.10505", compares=False, per_token=True, greedy_baseline=True),
     EstimatorEntry("pass_at_k", "grpo", "arXiv:2508.10751", _reads("pass_at_k"), kl_in_reward=False, binary=True),
     EstimatorEntry(
         "gae",

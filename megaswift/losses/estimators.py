@@ -38,6 +38,8 @@ class EstimatorInput:
     """int64 [n]: own tokens of each completion, those without loss included."""
     values: Tensor | None
     """[n, t]: the critic's."""
+    baselines: Tensor | None
+    """[n]: the total of the greedy completion of the same prompt; None unless the estimator needs it."""
     group: int
     """Completions of a prompt."""
     whiten: bool
@@ -83,6 +85,16 @@ def _opo(x: EstimatorInput) -> Tensor:
     weights = (lengths * ~rewards.isnan()).to(rewards.dtype)
     baseline = (weights * rewards.nan_to_num(nan=0.0)).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1)
     return (rewards - baseline).nan_to_num(nan=0.0).flatten()
+
+
+@ESTIMATORS.add("remax")
+def _remax(x: EstimatorInput) -> Tensor:
+    """Returns of tokens less the reward of the prompt's greedy completion (arXiv 2310.10505); 0 where either reward was
+    not given. The KL penalty, where rewards have one, is not part of the baseline."""
+    assert x.baselines is not None
+    returns = (x.token_rewards * x.mask).flip(1).cumsum(1).flip(1)
+    known = ~(x.totals + x.baselines).isnan()
+    return (returns - x.baselines.unsqueeze(1)).masked_fill(~(x.mask & known.unsqueeze(1)), 0.0)
 
 
 @ESTIMATORS.add("pass_at_k")

@@ -60,7 +60,7 @@ class Recorded:
             raise OSError("no room")
         self.told.append("weights stream")
 
-    def write(self, prompts: Sequence[Any], number: int) -> list[Any]:
+    def write(self, prompts: Sequence[Any], number: int, greedy_every: int = 0) -> list[Any]:
         """Completions."""
         self.told.append(f"generation {number} of {len(prompts)}")
         return []

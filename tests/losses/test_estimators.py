@@ -1,8 +1,9 @@
-"""OPO and pass@k advantages against their papers' definitions, written out in plain Python. The other estimators are
-held against TRL in tests/trainers/rl/test_advantage_estimator.py."""
+"""OPO, ReMax and pass@k advantages against their papers' definitions, written out in plain Python. The other
+estimators are held against TRL in tests/trainers/rl/test_advantage_estimator.py."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -30,6 +31,7 @@ def inputs(totals: list[float], group: int, lengths: list[int] | None = None, **
         nothing,
         mask,
         torch.tensor(lengths),
+        None,
         None,
         group,
         False,
@@ -96,3 +98,13 @@ def test_pass_at_k_leaves_out_what_has_no_reward() -> None:
     found = estimate_fields("pass_at_k", passes([1.0, math.nan, -1.0, -0.5], 4, 2))
     wanted = every_set([1.0, 0.0, 0.0], 2)
     assert found["advantages"][:, 0].tolist() == pytest.approx([wanted[0], 0.0, *wanted[1:]], rel=1e-5)
+
+
+def test_remax_subtracts_the_reward_of_the_greedy_completion() -> None:
+    """By hand: returns of the tokens, a KL penalty of 0.25 at the second token and a reward of 2 at the last, less the
+    baseline. Without a reward of its own or of the greedy completion there is nothing to compare."""
+    x = inputs([2.0, 2.0, math.nan, 1.0], 2, [3, 1, 2, 2])
+    rewards = torch.tensor([[0.0, -0.25, 2.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    x = dataclasses.replace(x, token_rewards=rewards, baselines=torch.tensor([0.5, 0.5, 1.0, math.nan]))
+    expected = [[1.25, 1.25, 1.5], [1.5, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    assert estimate_fields("remax", x)["advantages"].tolist() == expected

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.trainers.metrics import read_lines
 from tests.parity.lora import ATTENTION, MLP, make_adapter
@@ -161,6 +162,56 @@ def test_the_same_completions_on_every_layout(
             {k: wanted[k] for k in ("loss", "grad_norm", "kl", "reward", "entropy")}, rel=1e-4, abs=1e-6
         )
     assert abs(lines[0]["kl"]) < 1e-6 < lines[1]["kl"]
+
+
+FORMULAS = {
+    "remax": ("--advantage_estimator", "remax", "--kl_in_reward", "true"),
+    "opo": ("--advantage_estimator", "opo"),
+    "pass_at_k": ("--advantage_estimator", "pass_at_k", "--pass_at_k", 2),
+    "clip_cov": ("--loss_type", "clip_cov", "--clip_cov_ratio", 0.2, "--clip_cov_lb", -9, "--clip_cov_ub", 9),
+    "kl_cov": ("--loss_type", "kl_cov", "--kl_cov_ratio", 0.2),
+    "remax kl_cov": ("--advantage_estimator", "remax", "--loss_type", "kl_cov", "--kl_cov_ratio", 0.2),
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("formula", "layout", "ranks"),
+    [
+        ("remax kl_cov", SPREAD, 2),
+        *(pytest.param(name, ("--tp", 2, *SPREAD), 4, marks=SLOW) for name in FORMULAS),
+        *(pytest.param(name, ("--engine", "ddp", *SPREAD), 2, marks=SLOW) for name in FORMULAS),
+    ],
+)
+def test_estimators_and_selections_are_the_same_on_every_layout(
+    formula: str, layout: tuple[object, ...], ranks: int, folder: Path, tmp_path: Path
+) -> None:
+    """What is compared within a group, selected over a step, or drawn a second time, whichever rank has it."""
+    many = trained(folder, tmp_path / "many", "--max_steps", 2, *FORMULAS[formula], *layout, ranks=ranks)
+    one = trained(folder, tmp_path / "one", "--max_steps", 2, *FORMULAS[formula], ranks=1)
+    assert completions(tmp_path / "many") == [
+        {**line, "advantage": pytest.approx(line["advantage"], abs=1e-6)} for line in completions(tmp_path / "one")
+    ]
+    names = ("loss", "grad_norm", "reward", *(("reward_baseline",) if "remax" in formula else ()))
+    for mine, wanted in zip(many, one, strict=True):
+        assert {k: mine[k] for k in names} == pytest.approx({k: wanted[k] for k in names}, rel=1e-4, abs=1e-6)
+    assert one[0]["grad_norm"] > 0
+    if "remax" in formula:
+        assert one[0]["reward_baseline"] == pytest.approx(greedy_reward(folder), abs=1e-6)
+
+
+def greedy_reward(folder: Path) -> float:
+    """The mean reward of transformers' own greedy completions of the first prompts, by the model before training."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    rewards = []
+    for line in (folder / "rows.jsonl").read_text().splitlines()[: BATCH // GROUP]:
+        ids = tokenizer(json.loads(line)["prompt"], return_tensors="pt")["input_ids"]
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
+        text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        rewards.append(sum(c.isdigit() for c in text) / (1 + len(text)))
+    return sum(rewards) / len(rewards)
 
 
 @pytest.fixture(scope="module")

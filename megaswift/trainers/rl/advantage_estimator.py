@@ -90,6 +90,7 @@ class AdvantageEstimator:
             mask=mask,
             lengths=torch.tensor([c.count for c in completed]),
             values=padded_field(completed, "values", mask) if entry.critic else None,
+            baselines=torch.tensor([r.baseline for r in rollouts]) if entry.greedy_baseline else None,
             group=self.settings.group,
             whiten=self.settings.whitens,
             options=rl,

@@ -218,7 +218,8 @@ def rollout_dependencies(
     scheduler = RolloutScheduler(
         prompts,
         generation,
-        settings.group,
+        settings.draws,
+        estimator_entry_of(cfg).greedy_baseline,
         cfg.rl.async_generation,
         cfg.rl.rollout_sleep,
         frozenset(part for part, leaves in offloaded.items() if leaves),

@@ -7,7 +7,7 @@ the run's seed, the generation and its number, so that the layout of the ranks l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -105,19 +105,31 @@ class Generation:
         if self.adapters is not None:
             self.adapters.close()  # only rank 0 has some
 
-    def write(self, prompts: Sequence[Prompt], generation: int) -> list[Completion]:
-        """One completion for each prompt, on every rank. Collective."""
-        return self.joined(lambda: self.share(prompts, generation))
+    def write(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
+        """One completion for each prompt, on every rank; every `greedy_every`-th is greedy, 0: none. Collective."""
+        return self.joined(lambda: self.share(prompts, generation, greedy_every))
 
-    def share(self, prompts: Sequence[Prompt], generation: int) -> list[Completion]:
+    def share(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
         """This rank's completions; nothing collective."""
         mine, drawn = self.own(len(prompts)), seeds(self.seed, generation, len(prompts))
         if self.sampler is None or not mine:
             return []
-        asked, own_seeds = [prompts[i] for i in mine], [drawn[i] for i in mine]
+        greedy = [i for i in mine if greedy_every and (i + 1) % greedy_every == 0]
+        sampled = sorted({*mine} - {*greedy})
+        completions: dict[int, Completion] = {}
+        for rows, sampling in ((sampled, self.sampling), (greedy, replace(self.sampling, temperature=0.0))):
+            if rows:
+                drafts = self.complete(self.sampler, [prompts[i] for i in rows], sampling, [drawn[i] for i in rows])
+                completions |= dict(zip(rows, drafts, strict=True))
+        return [completions[i] for i in mine]
+
+    def complete(
+        self, sampler: Sampler, prompts: Sequence[Prompt], sampling: SamplingParams, row_seeds: Sequence[int]
+    ) -> list[Completion]:
+        """One completion for each prompt, in conversation with the environment where there is one."""
         if self.talk is not None:
-            return self.talk.write(self.sampler, self.sampling, asked, own_seeds)
-        return self.sampler.generate([p.token_ids for p in asked], self.sampling, own_seeds)
+            return self.talk.write(sampler, sampling, prompts, row_seeds)
+        return sampler.generate([p.token_ids for p in prompts], sampling, row_seeds)
 
     @staticmethod
     def joined(work: Callable[[], list[Completion]]) -> list[Completion]:

@@ -33,6 +33,8 @@ class Rollout:
     tokens: tuple[float, ...] | None = None
     """What reward functions gave by token that the model wrote, weighted; None where they gave numbers for the
     whole."""
+    baseline: float = math.nan
+    """The total of the greedy completion of the same prompt; NaN unless the estimator needs it."""
 
     @property
     def by_token(self) -> list[float] | None:

@@ -30,6 +30,9 @@ def rollout_statistics(rollouts: Sequence[Rollout], group: int) -> dict[str, flo
     totals = np.asarray([r.total for r in rollouts], dtype=np.float64).reshape(-1, group)
     same = without_spread(torch.from_numpy(totals.ravel()), group).numpy() if group > 1 else np.ones(len(totals))
     found = _moments("reward", "reward_std", totals.ravel()) | {"frac_reward_zero_std": same.mean()}
+    baselines = [r.baseline for r in rollouts if not math.isnan(r.baseline)]
+    if baselines:
+        found["reward_baseline"] = np.mean(baselines)
     for name in rollouts[0].rewards:
         values = np.asarray([r.rewards[name] for r in rollouts], dtype=np.float64)
         found |= _moments(f"rewards/{name}/mean", f"rewards/{name}/std", values)

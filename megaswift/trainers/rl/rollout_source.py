@@ -125,10 +125,10 @@ class RolloutSource:
             self.generations += 1
             with self.timed("rewards"):
                 rollouts = self.parts.judge(
-                    prompts, completions, self.parts.drawing.generation.own(len(prompts), settings.group)
+                    prompts, completions, self.parts.drawing.generation.own(len(prompts), settings.draws)
                 )
-            for start in range(0, len(rollouts), settings.group):
-                group = rollouts[start : start + settings.group]
+            for start in range(0, len(rollouts), settings.draws):
+                group = with_baseline(rollouts[start : start + settings.draws], settings.group)
                 (kept if settings.tries == 1 or has_spread(group, settings.each_reward) else spare).extend(group)
             if len(kept) >= settings.generation:
                 break
@@ -258,6 +258,11 @@ class RolloutSource:
         if len(self.completed) != self.settings.generation:  # used up, or a run whose generations had another size
             self.used, self.completed = self.settings.steps, []
         self.parts.estimator.load_state_dict(state["estimator"])
+
+
+def with_baseline(draws: list[Rollout], group: int) -> list[Rollout]:
+    """The first `group` rollouts of a prompt; with one more, the greedy one, its total is their baseline."""
+    return draws if len(draws) == group else [replace(r, baseline=draws[group].total) for r in draws[:group]]
 
 
 def rollout_tokens(number: int, rollout: Rollout, settings: RlSettings) -> RolloutTokens:

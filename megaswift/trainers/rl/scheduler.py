@@ -44,7 +44,10 @@ class RolloutScheduler:
 
     prompts: PromptSource
     generation: Generation
-    group: int
+    draws: int
+    """Completions of a prompt, the greedy one included."""
+    greedy: bool = False
+    """The last completion of each prompt is greedy."""
     asynchronous: bool = False
     sleeps: bool = False
     """The sampler gives its memory back between draws."""
@@ -65,14 +68,15 @@ class RolloutScheduler:
             return found.prompts, found.completions
         prompts = self.take()
         with self.room(timed, again):
-            return prompts, self.generation.write(prompts, number)
+            return prompts, self.generation.write(prompts, number, self.greedy_every)
 
     def begin(self, number: int, timed: Timed) -> None:
         """Draws the next generation by the weights as they are, in the background. Collective."""
         with timed("weight sync"):
             self.generation.synchronise()
         before, prompts = self.prompts.state_dict(), self.take()
-        self.ahead = PendingDraw(before, prompts, number, self._thread.submit(self.generation.share, prompts, number))
+        share = self._thread.submit(self.generation.share, prompts, number, self.greedy_every)
+        self.ahead = PendingDraw(before, prompts, number, share)
 
     def settle(self) -> None:
         """Waits for the draw that is under way, where there is one. Collective."""
@@ -82,7 +86,7 @@ class RolloutScheduler:
 
     def take(self) -> list[Prompt]:
         """The prompts of the next generation, each as often as it has completions."""
-        return [prompt for prompt in self.prompts.next() for _ in range(self.group)]
+        return [prompt for prompt in self.prompts.next() for _ in range(self.draws)]
 
     @contextmanager
     def room(self, timed: Timed, again: bool) -> Iterator[None]:
@@ -100,6 +104,11 @@ class RolloutScheduler:
                 if self.leaves:
                     for engine in self.engines:
                         engine.onload()
+
+    @property
+    def greedy_every(self) -> int:
+        """Of the completions in order, each whose number (from 1) this divides is greedy; 0: none."""
+        return self.draws if self.greedy else 0
 
     @property
     def engines(self) -> list[Engine]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.config import SwiftConfig
+from megaswift.config.estimator_table import estimator_entry
 from megaswift.config.loss_table import COVARIANCES, losses_needing
 from megaswift.config.preference import beta_of
 from megaswift.config.rl_batch import generation_plan
@@ -50,6 +51,11 @@ class RlSettings:
     loss_type: str = "dapo"
     each_reward: bool = False
     """Rewards are normalised one by one (GDPO), so that a group has a spread where any of them has."""
+
+    @property
+    def draws(self) -> int:
+        """Completions drawn for a prompt: its group, and for a greedy baseline the greedy one as the last."""
+        return self.group + estimator_entry(self.estimator).greedy_baseline
 
     @property
     def batch(self) -> int:

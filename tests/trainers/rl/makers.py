@@ -128,18 +128,21 @@ class Samples:
         """All."""
         return range(count)
 
-    def write(self, prompts: Sequence[Prompt], generation: int) -> list[Completion]:
-        """Two to four tokens that tell generation and number."""
+    def write(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
+        """Two to four tokens that tell generation and number; greedy ones have a single token 7."""
         self.asked.append(generation)
-        return [
+        drafts = [
             Completion(tuple(10 * generation + i + k for k in range(2 + i % 3)), (-0.5,) * (2 + i % 3), i % 3 != 0)
             for i in range(len(prompts))
         ]
+        if greedy_every:
+            drafts[greedy_every - 1 :: greedy_every] = [Completion((7,), (0.0,), True)] * (len(prompts) // greedy_every)
+        return drafts
 
-    def share(self, prompts: Sequence[Prompt], generation: int) -> list[Completion]:
+    def share(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
         """The same, in a thread."""
         self.until()
-        return self.write(prompts, generation)
+        return self.write(prompts, generation, greedy_every)
 
     @staticmethod
     def joined(work: Callable[[], list[Completion]]) -> list[Completion]:
@@ -163,7 +166,8 @@ def source(worth: Any = None, **options: Any) -> RolloutSource:
     drawing = RolloutScheduler(
         PromptSource(prompts, settings.generation // settings.group, Order(len(prompts), False, 0)),
         samples,
-        settings.group,
+        settings.draws,
+        settings.draws > settings.group,
         cfg.rl.async_generation,
     )
     parts = RolloutDependencies(

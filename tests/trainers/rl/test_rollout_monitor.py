@@ -81,7 +81,7 @@ def test_trouble_that_went_and_came_back(capsys: Capture) -> None:
 def test_completions_without_an_end(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     write = Samples.write
     monkeypatch.setattr(
-        Samples, "write", lambda self, prompts, n: [replace(c, finished=False) for c in write(self, prompts, n)]
+        Samples, "write", lambda self, *asked: [replace(c, finished=False) for c in write(self, *asked)]
     )
     steps, text = told(source(), 4, capsys)
     assert steps == [3] and "cut off at --max_completion_length" in text

@@ -75,6 +75,7 @@ def test_fresh_completions_are_told_once() -> None:
         {"loss_type": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0},
         {"loss_type": "kl_cov", "use_rollout_logprobs": True, "beta": 0.1},
         {"advantage_estimator": "rloo", "beta": 0.1, "kl_controller": "adaptive"},
+        {"advantage_estimator": "remax"},
     ],
     ids=str,
 )
@@ -93,7 +94,13 @@ def test_a_source_goes_on_where_it_was(taken: int, options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"async_generation": True}, {"beta": 0.1, "kl_in_reward": True, "kl_controller": "adaptive"}]
+    "options",
+    [
+        {},
+        {"async_generation": True},
+        {"beta": 0.1, "kl_in_reward": True, "kl_controller": "adaptive"},
+        {"advantage_estimator": "remax", "async_generation": True},
+    ],
 )
 @pytest.mark.parametrize("taken", [0, 1, 3, 4, 5])
 @pytest.mark.parametrize("further", [1, 4])
@@ -207,6 +214,23 @@ def test_tokens_of_high_covariance_are_selected_over_the_whole_step() -> None:
         c for c, s in zip(covariances, selected, strict=True) if not s
     )
     assert all(not b.fields["selected"][~m].any() for b, m in zip(batches, labelled, strict=True))
+
+
+REMAX = {"advantage_estimator": "remax"}
+
+
+def test_each_prompt_has_a_greedy_completion_as_its_baseline() -> None:
+    """It is rewarded, and neither trained on nor counted; `Samples` gives it one token, so its reward is 1."""
+    made = source(**REMAX, **FOUR)
+    steps = [made.next() for _ in range(2)]
+    fresh = [r for r, _ in made.fresh]
+    assert sorted(n for step in steps for b in step for n in b.sample_ids.tolist()) == [*range(16)]
+    assert all(r.baseline == 1 for r in fresh) and made.metrics["reward_baseline"] == 1
+    assert made.metrics["completions/min_length"] == 2, "greedy ones are left out"
+    assert all((c.values["advantages"] == len(c.written) - 1).all() for c in made.completed)
+    plain = source(**FOUR)
+    plain.next()
+    assert "reward_baseline" not in plain.metrics
 
 
 def test_groups_without_spread_are_drawn_again() -> None:

@@ -13,7 +13,7 @@ import pytest
 from megaswift import distributed
 from megaswift.parallel.layout import Layout
 from megaswift.rollout.sampler import SamplingParams
-from megaswift.trainers.rl.generation import Generation, samples_here
+from megaswift.trainers.rl.generation import Generation, samples_here, seeds
 
 LAYOUT = Layout(8, tp=2, pp=2)
 
@@ -34,3 +34,25 @@ def test_shares_are_whole_groups_and_nothing_is_written_twice(
         speaking += made.first
     assert [i for share in found for i in share] == list(range(20)) and speaking == 2
     assert sum(bool(share) for share in found) == samplers and all(len(share) % 2 == 0 for share in found)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_third_completion_is_greedy(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any number of ranks: in order, sampled by their own seeds, and the greedy ones at temperature 0."""
+
+    class Recorder:
+        def generate(self, prompts: list[Any], sampling: SamplingParams, row_seeds: list[int]) -> list[Any]:
+            return [(p, sampling.temperature, s) for p, s in zip(prompts, row_seeds, strict=True)]
+
+    layout = Layout(replicas)
+    engine: Any = SimpleNamespace(layout=layout)
+    prompts: Any = [SimpleNamespace(token_ids=(i,)) for i in range(12)]
+    drafts: list[Any] = []
+    for rank in range(replicas):
+        monkeypatch.setattr(distributed, "global_rank", lambda rank=rank: rank)
+        sampler: Any = Recorder()
+        made = Generation(engine, layout.coordinates(rank), sampler, SamplingParams(1, temperature=0.8), 5)
+        drafts += made.share(prompts, 4, greedy_every=3)
+        assert {t for _, t, _ in made.share(prompts, 4)} == {0.8}
+    drawn = seeds(5, 4, 12)
+    assert drafts == [((i,), 0.0 if i % 3 == 2 else 0.8, drawn[i]) for i in range(12)]
