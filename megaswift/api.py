@@ -10,6 +10,7 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.config.accelerate_options import not_read
 from megaswift.config.launch_env import is_worker
+from megaswift.config.launcher_table import launcher_entry
 from megaswift.config.sections import NAMES
 from megaswift.config.user_spelling import named_as_typed
 from megaswift.data.in_memory import dataset_paths
@@ -88,7 +89,7 @@ def launch_problems(cfg: SwiftConfig) -> list[Problem]:
     """Launch options that this process does not follow: the Python API starts no other process."""
     if is_worker(os.environ):
         return [*not_read(os.environ), *other_processes(cfg)]
-    if cfg.launch.launcher != "torchrun":
+    if launcher_entry(cfg.launch.launcher).always_starts:
         return [
             Problem(
                 f"--launcher {cfg.launch.launcher}",

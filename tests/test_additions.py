@@ -196,6 +196,7 @@ LAUNCHER = EchoLauncher()
 import sys
 from megaswift.config import load
 from megaswift.config.help_page import task_help
+from megaswift.config.launch_env import other_launcher
 from megaswift.launchers.launcher import launcher_of
 from megaswift.launchers.local import wants_processes
 words = ["--launcher", "echo", "--max_restarts", "2"]
@@ -204,7 +205,7 @@ print(refused("sft", *words, "--num_workers", "2"))
 print(refused("sft", "--launcher", "echo", "--master_addr", "h"))
 print("[torchrun | echo | ray]" in " ".join(task_help("sft", 120).split()), "torch" in sys.modules)
 cfg = load("sft", words, environ={})
-print(wants_processes(cfg.launch), launcher_of(cfg.launch).start(cfg, words, {}))
+print(wants_processes(cfg.launch), launcher_of(cfg.launch).start(cfg, words, {}), *other_launcher("echo", {}))
 import megaswift.entry as entry
 print(entry.main("sft", ["--launcher", "echo", "--max_restarts", "9", "--model", "m", "--dataset", "d"]))
 """,
@@ -212,5 +213,9 @@ print(entry.main("sft", ["--launcher", "echo", "--max_restarts", "9", "--model",
     ).splitlines()
     assert told[0] == "accepted"
     assert "is read by launcher ray only" in told[1] and "is read by launcher torchrun only" in told[2]
-    assert told[3] == "True False" and told[4:6] == ["sft --launcher echo --max_restarts 2", "True 7"]
+    assert (
+        told[3] == "True False"
+        and told[4:6] == ["sft --launcher echo --max_restarts 2", told[5]]
+        and told[5].startswith("True 7 --launcher echo: this process was already started")
+    )
     assert len(package.touched) == 1

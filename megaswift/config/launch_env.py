@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from megaswift.config.launcher_table import launcher_entry
 from megaswift.errors import ConfigError, Problem
 
 IDENTITY = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -38,14 +39,14 @@ def started(option: str, environ: Mapping[str, str]) -> int | None:
 
 
 def other_launcher(launcher: str, environ: Mapping[str, str]) -> list[Problem]:
-    """`--launcher ray` in a process that another launcher has started already."""
-    if launcher != "ray" or environ.get("MEGASWIFT_LAUNCHER") == "ray":
+    """A launcher that always starts the processes itself, in a process that another launcher has started."""
+    if not launcher_entry(launcher).always_starts or environ.get("MEGASWIFT_LAUNCHER") == launcher:
         return []
     return [
         Problem(
-            "--launcher ray",
+            f"--launcher {launcher}",
             "this process was already started by another launcher",
-            "run megaswift sft --launcher ray ... directly",
+            f"run megaswift sft --launcher {launcher} ... directly",
         )
     ]
 
