@@ -44,7 +44,7 @@ class Evaluation(JsonLines):
         window = MetricsWindow()
         for microbatches in self.batches():
             result = loop.engine.evaluate(loop.prepare(loop.engine, microbatches, False), loop.loss)
-            step = Step(loop.step, epoch, 0.0, result, 0.0, 0.0, 0)
+            step = Step(loop.step, epoch, 0.0, result)
             window.add(step, weight_of(step, self.count))
         self.last = loop.step
         line: dict[str, Any] = {

@@ -6,7 +6,7 @@ Owns the base class and the record of one step. Leaves out what hooks do: each h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megaswift.engine.protocol import StepResult
@@ -19,20 +19,34 @@ Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class StepExtras:
+    """What a source of batches adds to the record of the step that they were for."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Time of its own work (sampling, rewards, ...), by part of the run."""
+    waiting: float = 0.0
+    """Seconds of it that passed while the loop waited for the micro-batches."""
+    training: str = ""
+    """Metric for the time of the rest, which is training; empty: none."""
+
+
+@dataclass
 class Step:
-    """One optimizer step, as the loop saw it."""
+    """The record of one optimizer step. `StepTimer`, the first hook, completes it with times."""
 
     number: int
     """From 1."""
     epoch: float
     learning_rate: float
     result: StepResult
-    seconds: float
+    seconds: float = 0.0
     """Wall time of the whole step, the wait for data included."""
-    data_wait: float
+    data_wait: float = 0.0
     """Seconds of it that the loop waited for data."""
-    squares: int
+    squares: int = 0
     """Sum over this rank's documents of length squared: the attention part of the FLOP rule."""
+    extras: StepExtras = field(default_factory=StepExtras)
 
 
 class Hook:
@@ -43,6 +57,12 @@ class Hook:
 
     def on_start(self, loop: Loop) -> None:
         """Before the first step, after a checkpoint was restored."""
+
+    def on_step_begin(self, loop: Loop) -> None:
+        """Before the batch of a step is requested."""
+
+    def on_batch(self, loop: Loop) -> None:
+        """The batch is there."""
 
     def on_step(self, loop: Loop, step: Step) -> None:
         """After each optimizer step."""

@@ -15,9 +15,9 @@ from megaswift.engine.protocol import Engine, StepResult
 from megaswift.errors import DataError, Problem, UserError, first_line
 from megaswift.losses.contract import Batch, Loss
 from megaswift.trainers import interrupt
-from megaswift.trainers.hook import Hook, Step
+from megaswift.trainers.hook import Hook, Step, StepExtras
 from megaswift.trainers.progress import print_warning
-from megaswift.trainers.timers import StepTimer, timed
+from megaswift.trainers.timers import timed
 
 
 class BatchStream(Protocol):
@@ -46,19 +46,6 @@ def unchanged(engine: Engine, batches: list[Batch], training: bool) -> list[Batc
     return batches
 
 
-@dataclass(frozen=True)
-class StepExtras:
-    """What a source tells of the step that it gave, besides its micro-batches."""
-
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Time that was work of its own, by part of the run."""
-    waiting: float = 0.0
-    """Of it, what was spent while the loop waited for the micro-batches."""
-    training: str = ""
-    """The metric that tells the time of the rest, which is training; empty: none does."""
-
-
 @dataclass
 class Loop:
     """Steps from `step` to `total_steps`, the same on every rank."""
@@ -71,7 +58,7 @@ class Loop:
     total_steps: int
     hooks: Sequence[Hook] = ()
     prepare: Prepare = unchanged
-    beside: Callable[[], StepExtras] = StepExtras
+    step_extras: Callable[[], StepExtras] = StepExtras
     mark: Callable[[], Callable[[], None]] | None = None
     """What takes the source back to where it is now, on every rank; None: its `load_state_dict`."""
     engines: Mapping[str, Engine] = field(default_factory=dict)
@@ -92,18 +79,17 @@ class Loop:
         try:
             self.emit("on_start")
             with interrupt.listen_for_signals() as signal:
-                timer = StepTimer(self.seconds)
                 while self.step < self.total_steps:
-                    timer.start()
+                    self.emit("on_step_begin")
                     microbatches = self.take(signal.number)
                     if microbatches is None:
                         break
-                    timer.data_ready()
+                    self.emit("on_batch")
                     microbatches = self.prepare(self.engine, microbatches, True)
                     rate = self.learning_rate(self.step)
                     result = self.engine.train_batch(microbatches, self.loss, rate)
                     self.step += 1
-                    self.emit("on_step", self.report_step(rate, result, microbatches, timer))
+                    self.emit("on_step", self.record(rate, result, microbatches))
                 if self.step or self.mistake is None:
                     self.emit("on_end")
             if self.mistake is not None:
@@ -115,14 +101,12 @@ class Loop:
                 except OSError as error:  # what hooks write late must not hide the run's own error
                     print_warning(f"{type(hook).__name__} could not write its last lines: {first_line(error)}")
 
-    def report_step(self, rate: float, result: StepResult, microbatches: Sequence[Batch], timer: StepTimer) -> Step:
+    def record(self, rate: float, result: StepResult, microbatches: Sequence[Batch]) -> Step:
         """What hooks see of the step that was taken."""
-        extras = self.beside()
-        seconds, waiting, training = timer.stop(extras.seconds, extras.waiting)
-        named = {extras.training: training} if extras.training else {}
-        result = replace(result, metrics={**result.metrics, **extras.metrics, **named})
+        extras = self.step_extras()
+        result = replace(result, metrics={**result.metrics, **extras.metrics})
         squares = sum(length_squares(b) for b in microbatches)
-        return Step(self.step, self.source.epoch, rate, result, seconds, waiting, squares)
+        return Step(self.step, self.source.epoch, rate, result, squares=squares, extras=extras)
 
     def take(self, signal: int) -> list[Batch] | None:
         """The next global batch, or None on every rank when any has a signal or met a row that cannot be used.

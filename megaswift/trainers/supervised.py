@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megaswift.trainers.loop import Loop, unchanged
 from megaswift.trainers.schedule import check_warmup, count_steps, lr_at
 from megaswift.trainers.summary import SummaryFacts
-from megaswift.trainers.timers import timed
+from megaswift.trainers.timers import StepTimer, timed
 
 if TYPE_CHECKING:
     from megaswift.trainers.session import Session
@@ -43,7 +43,7 @@ def build_supervised(session: Session) -> BuiltLoop:
         build.task.loss(cfg),
         lambda step: lr_at(step, loop.total_steps, cfg.optim),  # a resumed run may have another number of steps
         total,
-        hooks if transform is None else [transform, *hooks],
+        [StepTimer(), *(() if transform is None else (transform,)), *hooks],
         unchanged if transform is None else transform.prepare,
         seconds=session.seconds,
     )

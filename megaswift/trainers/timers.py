@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megaswift.trainers.hook import Hook, Step
+
+if TYPE_CHECKING:
+    from megaswift.trainers.loop import Loop
 
 
 @contextmanager
@@ -17,35 +24,27 @@ def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
         seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - began
 
 
-class StepTimer:
-    """Splits the wall time of a step into waiting for data, the source's own work, and training."""
+class StepTimer(Hook):
+    """Splits the wall time of each step into waiting for data, the source's own work, and training. The first hook of a
+    loop: it completes the record of the step before the others read it."""
 
-    def __init__(self, parts: dict[str, float]) -> None:
-        self.parts = parts
-        """Seconds by part of the run, to which each step adds."""
+    def __init__(self) -> None:
         self.began = self.waited = 0.0
 
-    def start(self) -> None:
-        """Before the batch is asked for."""
+    def on_step_begin(self, loop: Loop) -> None:
+        """The clock starts."""
         self.began = time.perf_counter()
 
-    def data_ready(self) -> None:
-        """The batch is there."""
+    def on_batch(self, loop: Loop) -> None:
+        """The wait ends."""
         self.waited = time.perf_counter() - self.began
 
-    def stop(self, own: Mapping[str, float], within_wait: float) -> tuple[float, float, float]:
-        """Seconds of the whole step, of waiting and of training.
-
-        `own`: the source's work by part, of which `within_wait` was spent before `data_ready`.
-        """
-        whole, waiting = time.perf_counter() - self.began, self.waited - within_wait
-        training = whole - waiting - sum(own.values())
-        for part, seconds in {"waiting for data": waiting, "training steps": training}.items():
-            self.add(part, seconds)
-        for part, seconds in own.items():
-            self.add(part, seconds)
-        return whole, waiting, training
-
-    def add(self, part: str, seconds: float) -> None:
-        """Adds to the time of a part of the run."""
-        self.parts[part] = self.parts.get(part, 0.0) + seconds
+    def on_step(self, loop: Loop, step: Step) -> None:
+        """Seconds of the step, and of each part of the run."""
+        extras = step.extras
+        step.seconds, step.data_wait = time.perf_counter() - self.began, self.waited - extras.waiting
+        training = step.seconds - step.data_wait - sum(extras.seconds.values())
+        if extras.training:
+            step.result = replace(step.result, metrics={**step.result.metrics, extras.training: training})
+        for part, seconds in {"waiting for data": step.data_wait, "training steps": training, **extras.seconds}.items():
+            loop.seconds[part] = loop.seconds.get(part, 0.0) + seconds

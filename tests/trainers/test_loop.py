@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megaswift.engine.protocol import StepResult
-from megaswift.trainers.hook import Hook
-from megaswift.trainers.loop import StepExtras
+from megaswift.trainers.hook import Hook, StepExtras
 from megaswift.trainers.step_monitor import StepMonitor, TrainingDiverged
+from megaswift.trainers.timers import StepTimer
 from tests.trainers.tiny import TinyEngine, tiny_loop
 
 
@@ -126,11 +126,11 @@ def test_the_times_of_a_step_add_up() -> None:
         def on_step(self, loop: Any, step: Any) -> None:
             steps.append(step)
 
-    loop = tiny_loop(2, Steps())
+    loop = tiny_loop(2, StepTimer(), Steps())
     following, train = loop.source.next, loop.engine.train_batch
     loop.source.next = lambda: time.sleep(0.03) or following()
     loop.engine.train_batch = lambda *values: time.sleep(0.02) or train(*values)
-    loop.beside = lambda: StepExtras({"reward": 1.0}, {"generation": 0.01}, 0.01, "time/training")
+    loop.step_extras = lambda: StepExtras({"reward": 1.0}, {"generation": 0.01}, 0.01, "time/training")
     loop.run()
     for step in steps:
         assert step.result.metrics["reward"] == 1.0 and step.data_wait >= 0.02 - 1e-3

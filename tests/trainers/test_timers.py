@@ -1,10 +1,13 @@
 """Wall time by part: blocks of one part add up, a block that fails counts too, other parts stay."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megaswift.engine.protocol import StepResult
 from megaswift.trainers import timers
+from megaswift.trainers.hook import Step, StepExtras
 
 
 def test_blocks_add_up_also_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,12 +27,20 @@ def test_a_step_is_waiting_the_source_s_work_and_training(monkeypatch: pytest.Mo
     """By hand: 10 s in all, the batch after 4, of which 3 were the source's work; 2 more of it came later."""
     clock = iter((100.0, 104.0, 110.0, 200.0, 201.0, 204.0))
     monkeypatch.setattr(timers, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    parts = {"generation": 1.0}
-    timer = timers.StepTimer(parts)
-    timer.start()
-    timer.data_ready()
-    assert timer.stop({"generation": 3.0, "critic": 2.0}, within_wait=3.0) == (10.0, 1.0, 4.0)
-    timer.start()
-    timer.data_ready()
-    assert timer.stop({}, within_wait=0.0) == (4.0, 1.0, 3.0)
-    assert parts == {"generation": 4.0, "critic": 2.0, "waiting for data": 2.0, "training steps": 7.0}
+    loop: Any = SimpleNamespace(seconds={"generation": 1.0})
+    timer = timers.StepTimer()
+
+    def step(extras: StepExtras) -> tuple[Any, ...]:
+        record = Step(1, 0.0, 0.1, StepResult(0.5), extras=extras)
+        timer.on_step_begin(loop)
+        timer.on_batch(loop)
+        timer.on_step(loop, record)
+        return record.seconds, record.data_wait, record.result.metrics
+
+    assert step(StepExtras({}, {"generation": 3.0, "critic": 2.0}, 3.0, "time/training")) == (
+        10.0,
+        1.0,
+        {"time/training": 4.0},
+    )
+    assert step(StepExtras()) == (4.0, 1.0, {})
+    assert loop.seconds == {"generation": 4.0, "critic": 2.0, "waiting for data": 2.0, "training steps": 7.0}

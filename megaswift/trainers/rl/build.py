@@ -45,7 +45,7 @@ from megaswift.trainers.rl.settings import rl_settings
 from megaswift.trainers.schedule import check_warmup, count_steps, lr_at
 from megaswift.trainers.summary import SummaryFacts, trained_text
 from megaswift.trainers.supervised import BuiltLoop
-from megaswift.trainers.timers import timed
+from megaswift.trainers.timers import StepTimer, timed
 
 if TYPE_CHECKING:
     from megaswift.trainers.build import RunBuilder
@@ -179,9 +179,9 @@ def build_rollouts(session: Session) -> BuiltLoop:
         build.task.loss(cfg),
         rate,
         total,
-        [*rollout_hooks(build, rollouts), *logging, *reward_evaluation(build, rollouts, held), checkpoint],
+        [StepTimer(), *rollout_hooks(build, rollouts), *logging, *reward_evaluation(build, rollouts, held), checkpoint],
         unchanged if critic is None else critic.prepare,
-        rollouts.beside,
+        rollouts.step_extras,
         rollouts.mark,
         {} if critic is None else {CRITIC: critic.engine},
         seconds=session.seconds,

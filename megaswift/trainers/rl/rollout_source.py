@@ -22,7 +22,7 @@ from megaswift.data.rollout_batches import RolloutCollator, RolloutMicrobatch, R
 from megaswift.engine.protocol import Engine
 from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.contract import Batch, Needs
-from megaswift.trainers.loop import StepExtras
+from megaswift.trainers.hook import StepExtras
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
 from megaswift.trainers.rl.critic import Critic
 from megaswift.trainers.rl.forward_scores import CompletionScores, token_numbers
@@ -85,7 +85,7 @@ class RolloutSource:
                 micros = self.with_selected(micros)
         return self.parts.layout.batches(micros)
 
-    def beside(self) -> StepExtras:
+    def step_extras(self) -> StepExtras:
         """Metrics of the generation that the last step was on, and where the time went."""
         metrics, seconds, critic = self.metrics, dict(self.seconds), self.parts.critic
         if critic is not None:

@@ -62,7 +62,9 @@ def test_fresh_completions_are_told_once() -> None:
         made.next()
         fresh.append(len(made.fresh))
     assert fresh == [16, 0, 0, 0, 16]
-    assert made.beside().metrics["completions/mean_length"] == pytest.approx(sum(2 + i % 3 for i in range(16)) / 16)
+    assert made.step_extras().metrics["completions/mean_length"] == pytest.approx(
+        sum(2 + i % 3 for i in range(16)) / 16
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def test_a_draw_that_is_under_way_stays_so() -> None:
     assert ahead is not None and ahead.found is not None and not ahead.found.done()
     free.set()
     made.next()
-    assert samples.asked[:2] == [0, 1] and made.beside().metrics["sampling/staleness"] == 4
+    assert samples.asked[:2] == [0, 1] and made.step_extras().metrics["sampling/staleness"] == 4
 
 
 @pytest.mark.parametrize(
@@ -297,4 +299,4 @@ def test_seeds_are_of_run_generation_and_number_alone() -> None:
 
 def timeless(source: RolloutSource) -> dict[str, float]:
     """Its metrics without seconds."""
-    return {name: value for name, value in source.beside().metrics.items() if not name.startswith("time/")}
+    return {name: value for name, value in source.step_extras().metrics.items() if not name.startswith("time/")}
