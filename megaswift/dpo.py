@@ -1,4 +1,4 @@
-"""Direct preference optimisation and its kin: `torchrun megaswift/dpo.py`, `torchrun -m megaswift.dpo`, `megaswift
+"""Direct preference optimization and its kin: `torchrun megaswift/dpo.py`, `torchrun -m megaswift.dpo`, `megaswift
 dpo`."""
 
 import sys

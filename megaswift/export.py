@@ -1,4 +1,4 @@
-"""`megaswift export`: writes a model folder with adapters merged in, or with quantised linear layers."""
+"""`megaswift export`: writes a model folder with adapters merged in, or with quantized linear layers."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def _main(cfg: ExportConfig) -> int:
     target, both = Path(str(cfg.export.output_dir)), cfg.export.merge_lora and cfg.export.quantization_bit is not None
     log.quiet_libraries()
     log.print_result(
-        f"wrote {_both(cfg, target) if both else (_merge if cfg.export.merge_lora else _quantise)(cfg, target)}"
+        f"wrote {_both(cfg, target) if both else (_merge if cfg.export.merge_lora else _quantize)(cfg, target)}"
     )
     return 0
 
 
 def _both(cfg: ExportConfig, target: Path) -> Path:
-    """Merged first, in full precision, then quantised: four bits under an adapter would round it."""
+    """Merged first, in full precision, then quantized: four bits under an adapter would round it."""
     between = target.with_name(f".{target.name}.merged")
     shutil.rmtree(between, ignore_errors=True)
     try:
         _merge(cfg, between)
-        return _quantise(
+        return _quantize(
             replace(cfg, source=replace(cfg.source, model=str(between), adapters=None, model_revision=None)), target
         )
     finally:
@@ -64,7 +64,7 @@ def _merge(cfg: ExportConfig, target: Path) -> Path:
     return merge_folders(folder, cfg.source.adapters, target, shard)
 
 
-def _quantise(cfg: ExportConfig, target: Path) -> Path:
+def _quantize(cfg: ExportConfig, target: Path) -> Path:
     from megaswift.inference.precheck import model_folder
 
     source, bits = cfg.source, cfg.export.quantization_bit

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation with a critic: `torchrun megaswift/ppo.py`, `torchrun -m megaswift.ppo`, `megaswift
+"""Proximal policy optimization with a critic: `torchrun megaswift/ppo.py`, `torchrun -m megaswift.ppo`, `megaswift
 ppo`."""
 
 import sys

@@ -1,8 +1,8 @@
-"""Tokenise, mask and pack conversations: megaswift beside TRL's SFTTrainer.
+"""Tokenize, mask and pack conversations: megaswift beside TRL's SFTTrainer.
 
 Both sides get the same file, the same tokenizer (trained on the spot), the same marked chat template, assistant-only
 loss, best-fit packing, the same number of processes and empty caches, each in a process tree of its own, one after the
-other. Timed for megaswift: everything from the file to packed rows (reading, hashing, tokenising, writing the store,
+other. Timed for megaswift: everything from the file to packed rows (reading, hashing, tokenizing, writing the store,
 packing). Timed for TRL: `SFTTrainer._prepare_dataset` alone; its reading of the file is printed apart and not counted.
 
     python scripts/bench_data.py                  # 100,000 conversations

@@ -18,7 +18,7 @@ from megaswift.config.option import Option
 from megaswift.config.peft_methods import VARIANTS
 from megaswift.config.sections import NAMES, TASKS, TRAINING
 from megaswift.config.value_types import FALSE, TRUE, Invalid, is_unset, parse_value
-from megaswift.data.formats import FORMATS, recognise
+from megaswift.data.formats import FORMATS, recognize
 from tests.sources import FOLDERS, ROOT
 
 OF_THE_PAST = ROOT / "docs/former_names.md"
@@ -192,7 +192,7 @@ def test_the_readme_s_new_format_works_as_pasted(tmp_path: Path, monkeypatch: py
     spec = importlib.util.spec_from_file_location("prompt_completion", file)
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    sample = recognise(row, "sft").parse(row)
+    sample = recognize(row, "sft").parse(row)
     assert [(m["role"], m["content"]) for m in sample.messages] == [
         ("user", row["prompt"]),
         ("assistant", row["completion"]),

@@ -1,4 +1,4 @@
-"""transformers' settings for linear layers that bitsandbytes quantises while a model is loaded: of training and of
+"""transformers' settings for linear layers that bitsandbytes quantizes while a model is loaded: of training and of
 inference."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 
 
 def bitsandbytes_config(bits: int, dtype: torch.dtype, kind: str = "nf4", double: bool = False) -> Any:
-    """NF4 (or FP4) whose products are in `dtype`, its scales quantised too (`double`); or LLM.int8()
+    """NF4 (or FP4) whose products are in `dtype`, its scales quantized too (`double`); or LLM.int8()
     (arXiv:2208.07339)."""
     from transformers import BitsAndBytesConfig
 
@@ -24,7 +24,7 @@ def without_cpu_repacking(model: Any) -> Any:
     """The model with bitsandbytes' repacking of 4-bit layers for CPUs with AVX512-BF16 switched off.
 
     There `Linear4bit.forward` rewrites a layer's weight in place on its first call in evaluation mode
-    (bitsandbytes 0.50: `_convert_weight_packed_for_cpu`): scales become bfloat16, doubly quantised scales are lost, and
+    (bitsandbytes 0.50: `_convert_weight_packed_for_cpu`): scales become bfloat16, doubly quantized scales are lost, and
     products run in bfloat16 whatever the compute dtype. Rows must be a multiple of 64 values and there must be a
     multiple of 32 rows, or it fails. Every other CPU, and every GPU, keeps the stored values, so a model would answer,
     train, merge and be saved differently on such a machine.

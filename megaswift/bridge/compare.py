@@ -40,7 +40,7 @@ class ComparedWeights:
     model: Path
     """Where config.json and the tokenizer lie."""
     config: Mapping[str, Any] | None
-    """Its config.json without quantisation; None where the folder has none."""
+    """Its config.json without quantization; None where the folder has none."""
 
     @classmethod
     def open(cls, path: Path | str) -> ComparedWeights:

@@ -91,7 +91,7 @@ def shard_index(files: Iterable[HfFile], tensors: Mapping[str, TensorMeta]) -> d
 
 
 def exported_config(config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
-    """config.json of an export: its dtype is the tensors' where all have the same, and nothing is quantised."""
+    """config.json of an export: its dtype is the tensors' where all have the same, and nothing is quantized."""
     changed, written_dtypes = plain_config(config), set(dtypes)
     if len(written_dtypes) == 1:
         key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"

@@ -35,12 +35,12 @@ def needs_peft(home: Path, adapter: Path) -> bool:
 def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwrite: bool) -> Path:
     """`target`: the model in `base`, a Hugging Face folder, with the adapters merged in. It appears whole or not at
     all."""
-    kind, quantised = adapter_kind(adapter), quant_method(read_config(base))
+    kind, quantized = adapter_kind(adapter), quant_method(read_config(base))
     if not train_type_of(kind):
         raise WeightsError(Problem(str(adapter), f"is a {kind.upper()} adapter, which is not supported"))
-    if quantised is not None:
+    if quantized is not None:
         raise WeightsError(
-            Problem(str(base), f"has quantised weights ({quantised}); adapters cannot be merged into them", PLAIN)
+            Problem(str(base), f"has quantized weights ({quantized}); adapters cannot be merged into them", PLAIN)
         )
     try:
         merged = _merged(base, adapter)

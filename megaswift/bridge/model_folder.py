@@ -1,7 +1,7 @@
 """The folder `model` of a sharded checkpoint: config.json, tokenizer files and original dtypes, enough to convert it
 back to a Hugging Face folder.
 
-    model/config.json       as it was read, without quantisation (weights lie dequantised)
+    model/config.json       as it was read, without quantization (weights lie dequantized)
     model/weights.json      the dtype that each Hugging Face tensor had
     model/tokenizer*, generation_config.json, chat_template*, ...
 

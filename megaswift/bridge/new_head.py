@@ -24,7 +24,7 @@ def seeded_normal(name: str, shape: tuple[int, ...], std: float, seed: int) -> T
 
 
 def new_head(spec: ModelSpec, seed: int) -> Tensor:
-    """float32 [1, h], as transformers initialises a linear layer of this model, or as the spec says."""
+    """float32 [1, h], as transformers initializes a linear layer of this model, or as the spec says."""
     std = spec.hf_config.get("initializer_range", 0.02) if spec.new_head_std is None else spec.new_head_std
     return seeded_normal(NEW, (1, spec.hidden_size), float(std), seed)
 

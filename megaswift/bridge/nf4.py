@@ -2,8 +2,8 @@
 arXiv:2305.14314).
 
 Owns the codebook and both directions on real tensors; which weights are held so is `families.four_bits`. Blocks run
-along rows, so a shard of a matrix is quantised to the very values of the whole one. Values and bytes are bitsandbytes'
-(quant_type nf4, blocksize 64, no double quantisation). That package is not used here: importing it (0.50) on a CPU
+along rows, so a shard of a matrix is quantized to the very values of the whole one. Values and bytes are bitsandbytes'
+(quant_type nf4, blocksize 64, no double quantization). That package is not used here: importing it (0.50) on a CPU
 looks for kernels on the hub.
 """
 

@@ -44,7 +44,7 @@ REFUSED: Mapping[str, str] = {
 }
 """Fields that change what is computed, where they are set, and what they mean."""
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations that change the base model's weights: PEFT saves such adapters against the changed base unless it
+"""Initializations that change the base model's weights: PEFT saves such adapters against the changed base unless it
 converts them."""
 
 

@@ -1,8 +1,8 @@
-"""Quantised Hugging Face folders, dequantised while they are read.
+"""Quantized Hugging Face folders, dequantized while they are read.
 
-Owns dequantising FP8 block scales and MXFP4, slice by slice: of a slice, only the stored bytes behind it are read, in
-bands of bounded size. Names, shapes and dtypes are those of the unquantised checkpoint, so that plans, engines and
-converters never meet a scale. What config.json says about quantised weights belongs to `families.quantization`.
+Owns dequantizing FP8 block scales and MXFP4, slice by slice: of a slice, only the stored bytes behind it are read, in
+bands of bounded size. Names, shapes and dtypes are those of the unquantized checkpoint, so that plans, engines and
+converters never meet a scale. What config.json says about quantized weights belongs to `families.quantization`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megaswift.families import read_config
 from megaswift.families.quantization import FIELD, Fp8Scheme, Scheme, quantization_problem, scheme_of
 
 BAND = 1 << 22
-"""Values dequantised at a time: 16 MiB in float32."""
+"""Values dequantized at a time: 16 MiB in float32."""
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 GROUP = 32
 """Values that share an MXFP4 exponent."""
@@ -54,7 +54,7 @@ class QuantizedWeight(Protocol):
         """The stored tensors, values first."""
 
     def fill(self, read: _SliceReader, ranges: Sequence[Span], out: Tensor) -> None:
-        """Dequantise the part `ranges` into `out`."""
+        """Dequantize the part `ranges` into `out`."""
 
 
 def _bands(start: int, stop: int, width: int) -> Iterator[Span]:
@@ -220,9 +220,9 @@ def mxfp4_weights(stored: HfSource, problems: list[Problem]) -> Iterator[tuple[s
 
 
 class DequantizedSource:
-    """Quantised weights under the names, shapes and dtype that they have without quantisation.
+    """Quantized weights under the names, shapes and dtype that they have without quantization.
 
-    `dtype` is the one config.json names for the model, to which transformers dequantises too.
+    `dtype` is the one config.json names for the model, to which transformers dequantizes too.
     """
 
     def __init__(self, stored: HfSource, scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -235,7 +235,7 @@ class DequantizedSource:
         if problems:
             raise WeightsError(problems)
         claimed = {part for packed in self._packed.values() for part in packed.parts}
-        # Scales of the inputs of FP8 weights: nothing quantises activations here, as in transformers' dequantised
+        # Scales of the inputs of FP8 weights: nothing quantizes activations here, as in transformers' dequantized
         # model.
         claimed |= {
             name.removesuffix(".weight") + ".activation_scale" for name in self._packed if name.endswith(".weight")
@@ -248,7 +248,7 @@ class DequantizedSource:
         return self.stored.bytes_read
 
     def names(self) -> list[str]:
-        """All tensors, quantised ones under their plain names."""
+        """All tensors, quantized ones under their plain names."""
         return list(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -256,19 +256,19 @@ class DequantizedSource:
         return self._packed[name].shape if name in self._packed else self.stored.shape(name)
 
     def dtype_name(self, name: str) -> str:
-        """Its dtype, dequantised, as a file would spell it."""
+        """Its dtype, dequantized, as a file would spell it."""
         return DTYPE_NAMES[self.target] if name in self._packed else self.stored.dtype_name(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Its dtype, dequantised."""
+        """Its dtype, dequantized."""
         return self.target if name in self._packed else self.stored.dtype(name)
 
     def file(self, name: str) -> Path:
-        """The file that holds it (its quantised values)."""
+        """The file that holds it (its quantized values)."""
         return self.stored.file(self._packed[name].parts[0] if name in self._packed else name)
 
     def slice(self, name: str, where: Slices = ()) -> Tensor:
-        """A part of a tensor, dequantised."""
+        """A part of a tensor, dequantized."""
         packed = self._packed.get(name)
         if packed is None:
             return self.stored.slice(name, where)

@@ -28,7 +28,7 @@ class Method:
     engines: tuple[str, ...] = ()
     """The only engines that serve it; empty: all of torch's."""
     bits: tuple[int, ...] = (4, 8)
-    """Over which quantised weights PEFT trains it; over others it takes the packed bytes for weights (tried with PEFT
+    """Over which quantized weights PEFT trains it; over others it takes the packed bytes for weights (tried with PEFT
     0.21)."""
 
 

@@ -293,7 +293,7 @@ class RlConfig:
     )
     loss_agg_mode: str | None = option(
         None,
-        "Normaliser of the policy's loss, under verl's names; unset: that of loss_type",
+        "Normalizer of the policy's loss, under verl's names; unset: that of loss_type",
         choices=AGG_MODES,
         tasks=RL,
         metavar="MODE",

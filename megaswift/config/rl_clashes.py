@@ -138,7 +138,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("streaming",),
         _rl(lambda c: c.data.streaming),
-        "is not for prompts: they are short, and are tokenised before training",
+        "is not for prompts: they are short, and are tokenized before training",
         "--streaming false",
     ),
     ConflictingOptions(
@@ -178,7 +178,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("multi_objective_aggregation", "kl_in_reward", "beta"),
         lambda c: c.rl.multi_objective_aggregation == "normalize_then_sum" and kl_in_reward_of(c),
-        "normalises each reward function by itself, which leaves no place for the divergence in the rewards",
+        "normalizes each reward function by itself, which leaves no place for the divergence in the rewards",
         "--kl_in_reward false",
     ),
     ConflictingOptions(

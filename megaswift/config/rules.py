@@ -80,8 +80,8 @@ IGNORED: tuple[IgnoredOption, ...] = (
     ),
     IgnoredOption("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
     IgnoredOption("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
-    IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANISATION/NAME"),
-    IgnoredOption("use_hf", ("model",), _is_folder, _HUB, "--model ORGANISATION/NAME", (True,)),
+    IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
+    IgnoredOption("use_hf", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME", (True,)),
     IgnoredOption(
         "distributed_optimizer",
         ("optimizer",),

@@ -57,7 +57,7 @@ def load_documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> 
 
 
 def load_preferences(data: Any, train: Any, tokenizer: Any, task: str) -> tuple[Preferences, Preferences | None]:
-    """(training, evaluation) pairs or labelled answers of a task of preferences, cut to length."""
+    """(training, evaluation) pairs or labeled answers of a task of preferences, cut to length."""
     check_task(data, task)
     gathered = gather_preferences(tokenize_datasets(data, tokenizer, task, seed=data_seed(data, train)))
     truncated = truncate_preferences(gathered, data.max_length, data.truncation_strategy)

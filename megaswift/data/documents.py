@@ -174,7 +174,7 @@ def cut_tokens(docs: Documents, which: np.ndarray, size: int, strategy: str) -> 
         start[which] += length[which] - size
     length[which] = size
     out = replace(docs, start=start, length=length)
-    return replace(out, labels=_relabelled(out, which))
+    return replace(out, labels=_relabeled(out, which))
 
 
 def too_long(docs: Documents, long: np.ndarray, max_length: int) -> DataError:
@@ -214,7 +214,7 @@ def _split(docs: Documents, size: int) -> Documents:
     return replace(out, start=out.start + nth * size, length=length, labels=np.minimum(out.labels, length - 1))
 
 
-def _relabelled(docs: Documents, cut: np.ndarray) -> np.ndarray:
+def _relabeled(docs: Documents, cut: np.ndarray) -> np.ndarray:
     labels = docs.labels.copy()
     for i in cut.tolist():
         labels[i] = int(docs.read(i)[1][1:].sum())

@@ -1,6 +1,6 @@
 """Encodes rows as tokens and loss masks, in one process.
 
-Owns tokenising in batches and turning character spans into token masks, exactly. Everything it needs comes in
+Owns tokenizing in batches and turning character spans into token masks, exactly. Everything it needs comes in
 `EncodeSpec`, plain values that travel to worker processes; reading files belongs to `sources.py`, keeping the result to
 `token_store.py`.
 """
@@ -128,7 +128,7 @@ def token_range(encoding: Encoding, begin: int, end: int, length: int) -> tuple[
     if begin >= end:
         return 0, 0
     first = encoding.char_to_token(begin)
-    while first is None and begin + 1 < end:  # a character that the normaliser dropped
+    while first is None and begin + 1 < end:  # a character that the normalizer dropped
         begin += 1
         first = encoding.char_to_token(begin)
     if first is None:

@@ -1,6 +1,6 @@
 """Encodes preference units (one or two documents each) as tokens and loss masks, with the checks that need tokens.
 
-Owns where the completion begins in tokens. Rendering, tokenising and masks are `encode.py`'s, the same as for SFT.
+Owns where the completion begins in tokens. Rendering, tokenizing and masks are `encode.py`'s, the same as for SFT.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megaswift.data.chat import Rendered
 from megaswift.data.encode import BATCH, SHOWN, Encoded, Encoder, EncodeSpec, row_problem
 from megaswift.data.encode_prompts import PromptEncoder
 from megaswift.data.encode_vision import VisionEncoder
-from megaswift.data.formats import recognise
+from megaswift.data.formats import recognize
 from megaswift.data.images import no_images
 from megaswift.data.preference_rows import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, PreferenceError, PreferenceExample
 from megaswift.data.readers import LocatedRow
@@ -73,7 +73,7 @@ class PreferenceEncoder:
     def unit(self, row: Any) -> PreferenceExample:
         """The unit of a row, with the run's column names and system message."""
         row = self._texts.named(row)
-        unit = recognise(row, self.spec.task).parse(row)
+        unit = recognize(row, self.spec.task).parse(row)
         assert isinstance(unit, PreferenceExample)
         for sample in unit.samples:
             no_images(row, sample)

@@ -1,6 +1,6 @@
 """Encodes rows as prompts: tokens up to the assistant's turn, and the columns that reward functions read.
 
-Owns what of a row is kept for rewards, as JSON. Which columns are the question is `prompt_rows.py`'s, tokenising
+Owns what of a row is kept for rewards, as JSON. Which columns are the question is `prompt_rows.py`'s, tokenizing
 `encode.py`'s.
 """
 

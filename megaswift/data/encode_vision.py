@@ -1,7 +1,7 @@
 """Encodes rows with images as tokens and loss masks: `encode.py` for vision-language models.
 
 A row is rendered as any other, then the model's processor puts each image's tokens where its placeholder is. The longer
-text is tokenised by the same code as text rows, loss spans moved along, and must give the processor's own tokens. Every
+text is tokenized by the same code as text rows, loss spans moved along, and must give the processor's own tokens. Every
 image is opened here once, so a broken one stops the run before it begins; its pixels are read again when the row is
 trained on (`vision_batches.py`).
 """

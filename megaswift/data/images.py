@@ -3,7 +3,7 @@
 Owns two forms of rows: parts of a content, as chat templates take them ({"type": "image", "image" | "path" | "url":
 FILE}, OpenAI's `image_url` too), and a column `images` (or `image`) beside texts with `<image>` where each one goes. An
 image is a file, or bytes in the data file (as `datasets` writes Parquet), which become one in the cache. Files are
-opened one at a time, when their row is tokenised and when it is trained on; what a model makes of them belongs to
+opened one at a time, when their row is tokenized and when it is trained on; what a model makes of them belongs to
 `processor.py`.
 """
 

@@ -125,7 +125,7 @@ class CachedEncoder:
         out: list[np.ndarray] = []
         for group, ids in zip(groups, self._apart([self._cuts.separator.join(g) for g in groups]), strict=True):
             separators = [-1, *np.flatnonzero(ids == self._separator).tolist(), len(ids)]
-            whole = len(separators) == len(group) + 1  # or the normaliser has made another separator
+            whole = len(separators) == len(group) + 1  # or the normalizer has made another separator
             out += [ids[a + 1 : b] for a, b in pairwise(separators)] if whole else self._apart(group)
         return out
 

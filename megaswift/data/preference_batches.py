@@ -67,8 +67,8 @@ class PreferenceCollator:
         fields = [self._fields(micro) for micro in rows]
         if self.prompt_labels:
             fields = [{**f, "completion": batch.loss_weights > 0} for f, batch in zip(fields, laid, strict=True)]
-            labelled = [[None if d is None else (d[0], np.ones_like(d[1]), d[2]) for d in micro] for micro in documents]
-            laid = collate_preferences(labelled, self.packing, shape, uniform)
+            labeled = [[None if d is None else (d[0], np.ones_like(d[1]), d[2]) for d in micro] for micro in documents]
+            laid = collate_preferences(labeled, self.packing, shape, uniform)
         return [replace(batch, fields=f) for f, batch in zip(fields, laid, strict=True)]
 
     def _documents(self, micro: PreferenceMicrobatch) -> list[Document | None]:

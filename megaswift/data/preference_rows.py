@@ -2,7 +2,7 @@
 
 Owns `PreferenceExample`, where its completions begin, and the checks that every preference format shares. The
 completion is what
-follows the messages that both conversations share (of a labelled one: the last question); its assistant messages carry
+follows the messages that both conversations share (of a labeled one: the last question); its assistant messages carry
 loss and nothing else. Which columns a file has belongs to `formats/`, tokens to `encode_preferences.py`.
 """
 

@@ -173,7 +173,7 @@ class Processor:
                     "--chat_template FILE that supports images",
                 )
             ) from None
-        # not of one colour: some models drop images of zeros
+        # not of one color: some models drop images of zeros
         picture = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
         return text, self.inputs(text, [picture] * images)
 

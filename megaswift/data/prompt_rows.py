@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megaswift.data.formats import FORMATS, Row, recognise
+from megaswift.data.formats import FORMATS, Row, recognize
 from megaswift.data.preference_rows import COLUMNS
 from megaswift.data.sample import RowError, Sample
 
@@ -53,7 +53,7 @@ def prompt_row(row: Row, task: str, names: Mapping[str, str]) -> PromptRow:
     # whatever else the row might be
     asked = row if row.get("prompt") is None else {k: v for k, v in row.items() if k in PROMPT}
     filled = answerable(asked, task)
-    form = recognise(filled, task)
+    form = recognize(filled, task)
     sample = form.parse(filled)
     assert isinstance(sample, Sample)
     read = {*form.required, *form.optional, *PROMPT}

@@ -87,7 +87,7 @@ class RolloutCollator:
 
 
 def scatter_values(batch: Batch, values: Tensor) -> Tensor:
-    """[b, s]: `values` at the labelled positions in their order, 0 elsewhere."""
+    """[b, s]: `values` at the labeled positions in their order, 0 elsewhere."""
     labeled = batch.loss_weights != 0
     return torch.zeros(labeled.shape, dtype=values.dtype).masked_scatter(labeled, values)
 

@@ -135,8 +135,8 @@ def _number(own: dict[str, str], name: str) -> int:
     return int(own[name])
 
 
-def coloured(out: TextIO) -> bool:
-    """Colour only where someone looks: a terminal, and no NO_COLOR."""
+def colored(out: TextIO) -> bool:
+    """Color only where someone looks: a terminal, and no NO_COLOR."""
     return out.isatty() and not os.environ.get("NO_COLOR")
 
 
@@ -167,7 +167,7 @@ def fold_repeats(texts: Sequence[str], mask: Sequence[int]) -> tuple[list[str], 
     return out, folded_mask
 
 
-def sample_text(texts: Sequence[str], mask: Sequence[int], colour: bool) -> str:
+def sample_text(texts: Sequence[str], mask: Sequence[int], color: bool) -> str:
     """The tokens of one sample; runs with loss in green, or in brackets."""
     out, position = [], 0
     while position < len(texts):
@@ -175,12 +175,12 @@ def sample_text(texts: Sequence[str], mask: Sequence[int], colour: bool) -> str:
         while end < len(texts) and bool(mask[end]) == bool(mask[position]):
             end += 1
         run = "|".join(texts[position:end])
-        if colour:
+        if color:
             out.append(f"{GREEN if mask[position] else DIM}{run}{OFF}")
         else:
             out.append(f"[{run}]" if mask[position] else run)
         position = end
-    return ("|" if colour else " ").join(out).replace("⏎", "⏎\n")
+    return ("|" if color else " ").join(out).replace("⏎", "⏎\n")
 
 
 def histogram(values: np.ndarray, title: str, width: int = 40) -> list[str]:
@@ -295,7 +295,7 @@ def show_rows(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[st
 
 
 def show_units(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
-    """Some pairs or labelled answers, each of their documents, then statistics of all documents."""
+    """Some pairs or labeled answers, each of their documents, then statistics of all documents."""
     from megaswift.data.build import load_preferences, row_unit
 
     units, evaluation = load_preferences(cfg.data, cfg.train, tokenizer, task)
@@ -351,4 +351,4 @@ def _document(docs: Documents, i: int, reader: Any) -> str:
     texts, mask = token_texts(tokenizer_in(reader), ids.tolist()), loss.tolist()
     if docs.image_end[i]:
         texts, mask = fold_repeats(texts, mask)
-    return sample_text(texts, mask, coloured(sys.stdout))
+    return sample_text(texts, mask, colored(sys.stdout))

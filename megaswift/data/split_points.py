@@ -5,15 +5,15 @@ for a tokenizer that is not proven; `encode.py` then encodes whole texts. `piece
 
 Two kinds of places are cut:
 
-1. Around every added token with `normalized: false`: tokenizers takes these out before it normalises or splits
+1. Around every added token with `normalized: false`: tokenizers takes these out before it normalizes or splits
    anything.
 2. Between a SOLID character (never white space, in any version of Unicode) and a space; and between a line end and a
    NEXT character, where the white space that the line end closes is a single line end after a SOLID character, or any
    (see below).
 
-The second is right when no added token lies across such a place, when the normaliser works on both sides apart (none,
-or NFC: a space, or what follows a line end, never composes with what stands before), and when pre-tokenisation has a
-boundary there that does not depend on the other side. For pre-tokenisation by a regular expression the latter is a
+The second is right when no added token lies across such a place, when the normalizer works on both sides apart (none,
+or NFC: a space, or what follows a line end, never composes with what stands before), and when pre-tokenization has a
+boundary there that does not depend on the other side. For pre-tokenization by a regular expression the latter is a
 property of each of its alternatives, which SAFE lists after inspection:
 
 - No match holds a place of the second kind inside, so what is consumed never reaches across.
@@ -23,7 +23,7 @@ property of each of its alternatives, which SAFE lists after inspection:
   stands earlier, and is cut only then.
 - `\\s+` is there, so that white space always belongs to a match, which then begins or ends at the cut.
 
-A pre-tokeniser in several stages has the first two properties if all its stages have; one that has the third is enough.
+A pre-tokenizer in several stages has the first two properties if all its stages have; one that has the third is enough.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class SplitPoints:
 def split_points_of(tokenizer: Tokenizer) -> SplitPoints | None:
     """The places at which texts for `tokenizer` can be cut; None where that is not proven."""
     model = tokenizer.model
-    if type(model).__name__ != "BPE" or model.dropout or not _normalises_apart(tokenizer.normalizer):
+    if type(model).__name__ != "BPE" or model.dropout or not _normalizes_apart(tokenizer.normalizer):
         return None
     added = tokenizer.get_added_tokens_decoder().values()
     # of two that fit, tokenizers takes the longer
@@ -141,7 +141,7 @@ def _facts(component: Any) -> dict[str, Any]:
     return json.loads(component.__getstate__())
 
 
-def _normalises_apart(component: Any) -> bool:
+def _normalizes_apart(component: Any) -> bool:
     return component is None or _facts(component) in ({"type": "NFC"}, {"type": "Sequence", "normalizers": []})
 
 

@@ -4,7 +4,7 @@ Owns blocks and the position in them; where reading stands is `stream_cursor.py`
 and `stream_preferences.py`. The files are read in order, again and again; BLOCK rows at a time become items, which are
 shuffled
 among themselves (with `--shuffle`). A position is the place of a block's first row and how much of the block is used:
-the same on every rank and for every number of ranks. Every rank reads every line; each row is tokenised by one of them,
+the same on every rank and for every number of ranks. Every rank reads every line; each row is tokenized by one of them,
 which hands the tokens to all (`Spread`).
 """
 
@@ -30,7 +30,7 @@ from megaswift.losses.contract import Batch
 
 BLOCK = 2048
 AHEAD = 32
-"""Rows that are tokenised at a time while a first one of use is looked for."""
+"""Rows that are tokenized at a time while a first one of use is looked for."""
 GO_ON = (
     "correct the row, or --strict false to skip such rows; a run that has begun goes on with "
     "--resume_from_checkpoint latest"

@@ -166,7 +166,7 @@ class TokenRowContents:
         Reads up to the first that does, the same on every rank.
         """
         some: list[tuple[Rendered, int]] = []
-        looked, readable, labelled, names = 0, False, False, names_of(sources)
+        looked, readable, labeled, names = 0, False, False, names_of(sources)
         for path, located, cursor in read_on(sources, Cursor()):
             if cursor.epoch:
                 break
@@ -179,7 +179,7 @@ class TokenRowContents:
                     return  # it stops the run when its turn comes
                 raise malformed(rendered)
             some.append((rendered, cursor.rows - 1))
-            readable, labelled = True, labelled or bool(rendered.spans)
+            readable, labeled = True, labeled or bool(rendered.spans)
             if len(some) == AHEAD:
                 if self._usable(some):
                     return
@@ -188,7 +188,7 @@ class TokenRowContents:
             return
         if not readable:
             raise DataError(Problem(names, f"none of its {looked} rows is valid", "--strict true to see the errors"))
-        if not labelled:
+        if not labeled:
             raise DataError(
                 Problem(
                     names,

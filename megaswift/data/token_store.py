@@ -51,7 +51,7 @@ def write_piece(folder: Path, number: int, piece: Encoded) -> None:
 
 
 def _labels(mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Labelled tokens of each row: those with loss but the first, which has nothing before it."""
+    """Labeled tokens of each row: those with loss but the first, which has nothing before it."""
     total = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
     ends = np.cumsum(lengths)
     starts = ends - lengths
@@ -222,7 +222,7 @@ class TokenStore:
         return columns
 
     def check_images(self) -> None:
-        """DataError for rows whose images are gone since they were tokenised."""
+        """DataError for rows whose images are gone since they were tokenized."""
         rows = np.flatnonzero(self.image_ends).tolist()
         lost = [
             (i, file) for i in rows for file in (self.beside(i) or {"files": ()})["files"] if not Path(file).is_file()

@@ -38,7 +38,7 @@ WORKER_BYTES = 2 << 20
 IMAGE_WORKER_BYTES = 1 << 16
 """The same where each row brings images, which take far longer than its text."""
 ENTRY = "tokenize_worker.py"
-"""The module that tokenises; with all that it imports, the code that decides which tokens a row becomes."""
+"""The module that tokenizes; with all that it imports, the code that decides which tokens a row becomes."""
 
 
 def tokenization_code() -> list[Path]:
@@ -108,7 +108,7 @@ def _spec_key(spec: EncodeSpec) -> str:
 def tokenize_datasets(
     data: Any, tokenizer: Any, task: str = "sft", val: bool = False, seed: int | None = None
 ) -> list[tuple[DatasetFiles, TokenStore]]:
-    """The tokenised data sets of `--dataset` (or `--val_dataset`), built by local rank 0 while the others wait.
+    """The tokenized data sets of `--dataset` (or `--val_dataset`), built by local rank 0 while the others wait.
 
     `seed` draws the rows of `path#500` (not of `--val_dataset`); without one they are the first.
     Raises DataError for anything that cannot be read, before any model exists.

@@ -53,7 +53,7 @@ class Routing:
     first_dense: int
     shared: int
     scaling: float
-    normalised: bool
+    normalized: bool
     groups: int = 1
     topk_group: int = 1
     method: str = "noaux_tc"
@@ -91,19 +91,19 @@ def _router(reading: ConfigReading, family: Routing, experts: int, topk: int) ->
     values["moe_router_pre_softmax"] = family.score == "softmax"
     if family.bias:
         values.update(moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.0)
-    normalised = reading.get("norm_topk_prob", bool, family.normalised)
+    normalized = reading.get("norm_topk_prob", bool, family.normalized)
     if family.score == "sigmoid":
-        values["router_normalised"] = normalised
-    elif normalised:
+        values["router_normalized"] = normalized
+    elif normalized:
         reading.problem(
-            "norm_topk_prob", "must be false: transformers' model scales weights and does not normalise them"
+            "norm_topk_prob", "must be false: transformers' model scales weights and does not normalize them"
         )
     if topk > experts:
         reading.problem("num_experts_per_tok", f"is more than the {experts} experts")
-    if topk == 1 and normalised and family.score == "sigmoid":
+    if topk == 1 and normalized and family.score == "sigmoid":
         reading.problem(
             "num_experts_per_tok",
-            "with one expert per token, normalised weights are 1 and the router gets no gradient",
+            "with one expert per token, normalized weights are 1 and the router gets no gradient",
         )
     groups, chosen = reading.get("n_group", int, family.groups, 1), reading.get("topk_group", int, family.topk_group, 1)
     greedy = reading.raw.get("topk_method", family.method) == "greedy"

@@ -239,7 +239,7 @@ def sparse_layers(pattern: Callable[[ConfigReading, int], list[int] | None], key
         if topk == 1 and not reading.values.get("moe_router_pre_softmax"):
             reading.problem(
                 "num_experts_per_tok",
-                "one expert a token with normalised weights gives a weight of 1 and the router no "
+                "one expert a token with normalized weights gives a weight of 1 and the router no "
                 "gradient; Megatron refuses it",
             )
         # Megatron's default is 4 x hidden
@@ -269,7 +269,7 @@ def _sparse_step(reading: ConfigReading, layers: int) -> list[int] | None:
 
 
 def _norm_topk(reading: ConfigReading) -> None:
-    """Softmax over all, top k, renormalised = softmax over the top k. Not renormalised: softmax first."""
+    """Softmax over all, top k, renormalized = softmax over the top k. Not renormalized: softmax first."""
     reading.values["moe_router_pre_softmax"] = not reading.get("norm_topk_prob", bool, False)
 
 

@@ -28,7 +28,7 @@ FAMILIES.register(
                     first_dense=0,
                     shared=2,
                     scaling=1.0,
-                    normalised=False,
+                    normalized=False,
                     method="greedy",
                 )
             ),

@@ -29,7 +29,7 @@ FAMILIES.register(
                     first_dense=3,
                     shared=1,
                     scaling=2.5,
-                    normalised=True,
+                    normalized=True,
                     groups=8,
                     topk_group=4,
                 )

@@ -19,7 +19,7 @@ BLOCK = 64
 """Inputs of a row that share a scale (QLoRA, arXiv:2305.14314)."""
 NO_DORA = Problem(
     "--train_type qlora",
-    "does not support DoRA: its row norms would be those of the quantised weights",
+    "does not support DoRA: its row norms would be those of the quantized weights",
     "--train_type lora, or adapters without DoRA",
 )
 

@@ -21,7 +21,7 @@ FAMILIES.register(
             AnyRow("attention_bias", "add_qkv_bias", bool, False),
             AnyRow("use_qk_norm", "qk_layernorm", bool, False),
             routed_experts(
-                Routing("sigmoid", best=2, bias=True, first_dense=1, shared=1, scaling=1.0, normalised=True)
+                Routing("sigmoid", best=2, bias=True, first_dense=1, shared=1, scaling=1.0, normalized=True)
             ),
             *PRETRAINING,
         ),

@@ -60,7 +60,7 @@ FAMILIES.register(
             RowGroup(("attn_type_list",), _all_full),
             RequiredValue("use_routing_bias", (True,), "transformers' model has the bias"),
             RequiredValue("use_qk_norm", (True,), "transformers' model has the norms"),
-            RequiredValue("qk_norm_type", ("per_layer",), "transformers' model normalises all heads together"),
+            RequiredValue("qk_norm_type", ("per_layer",), "transformers' model normalizes all heads together"),
             RequiredValue(
                 "router_jitter_noise",
                 (0,),
@@ -95,7 +95,7 @@ FAMILIES.register(
             "qk_layernorm": True,
             "qk_norm_width": "all",
             "moe_router_pre_softmax": False,
-            "router_normalised": True,
+            "router_normalized": True,
         },
     ),
 )

@@ -57,7 +57,7 @@ class Features:
     """Whether latent attention rotates neighbours as pairs, not the halves of a part."""
     router_group_best: int = 0
     """How many of its best experts make a group's score, where the router chooses groups first; 0: it does not."""
-    router_normalised: bool = True
+    router_normalized: bool = True
     """Whether the weights of a token's experts add up to 1 before they are scaled, where scores are sigmoids."""
 
     @classmethod
@@ -88,7 +88,7 @@ class ModelSpec:
     """Deviation of the weights of a SCORE head that the model's files lack; None: `initializer_range`, as
     transformers."""
     hf_config: Mapping[str, Any] = field(repr=False, default_factory=dict)
-    """The config.json as read, exported unchanged (without what it says of quantised weights)."""
+    """The config.json as read, exported unchanged (without what it says of quantized weights)."""
 
     @property
     def num_layers(self) -> int:

@@ -43,7 +43,7 @@ def _longrope(reading: ConfigReading) -> None:
     original = (
         raw.get("original_max_position_embeddings") or rope_scaling.get("original_max_position_embeddings") or 4096
     )
-    recognised = (
+    recognized = (
         "rope_type",
         "type",
         "rope_theta",
@@ -55,14 +55,14 @@ def _longrope(reading: ConfigReading) -> None:
         "long_factor",
     )
     for name in rope_scaling:
-        if name not in recognised:
+        if name not in recognized:
             reading.problem(key, f"{name} is not a parameter of rope type {kind!r}")
     for name in ("short_factor", "long_factor"):
         if not isinstance(rope_scaling.get(name), list):
             reading.problem(key, f"rope type {kind!r} needs the list {name}")
     rope: RopeSpec | None = reading.values.get("rope")
     if rope is not None:
-        scaling = {name: rope_scaling[name] for name in recognised[5:] if rope_scaling.get(name) is not None}
+        scaling = {name: rope_scaling[name] for name in recognized[5:] if rope_scaling.get(name) is not None}
         scaling |= {"rope_type": "longrope", "original_max_position_embeddings": original}
         reading.values.update(rope=RopeSpec(rope.base, scaling, rope.partial), longest=original)
 

@@ -1,7 +1,7 @@
-"""Quantised checkpoints as `config.json` describes them: which ones can be read, and why the others cannot.
+"""Quantized checkpoints as `config.json` describes them: which ones can be read, and why the others cannot.
 
-Owns the field `quantization_config`. Dequantising the tensors belongs to `bridge/quantized`; nothing after it knows
-that they were quantised, so the field is not exported.
+Owns the field `quantization_config`. Dequantizing the tensors belongs to `bridge/quantized`; nothing after it knows
+that they were quantized, so the field is not exported.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from megaswift.families.config_rows import ConfigReading, RowGroup
 
 FIELD = "quantization_config"
-UNQUANTISED = (
-    "the model's unquantised checkpoint; transformers makes one: from_pretrained(DIR).dequantize(), then "
+UNQUANTIZED = (
+    "the model's unquantized checkpoint; transformers makes one: from_pretrained(DIR).dequantize(), then "
     "save_pretrained"
 )
 REASONS = {
@@ -42,7 +42,7 @@ KNOWN = {
     ),
     "mxfp4": ("quant_method", "modules_to_not_convert", "dequantize"),
 }
-"""quant_method -> the fields whose meaning is known. Which tensors are quantised is read off the tensors, not off
+"""quant_method -> the fields whose meaning is known. Which tensors are quantized is read off the tensors, not off
 module lists."""
 
 
@@ -65,7 +65,7 @@ Scheme = Fp8Scheme | Mxfp4Scheme
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
-    """How the weights of this config.json are quantised; None for unquantised ones, and where `quantization_problem`
+    """How the weights of this config.json are quantized; None for unquantized ones, and where `quantization_problem`
     reports one."""
     section = config.get(FIELD)
     if section is None or quantization_problem(config):
@@ -77,24 +77,24 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
 
 
 def quantization_problem(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Why these quantised weights cannot be read, and what to do; None when they can, or are not quantised."""
+    """Why these quantized weights cannot be read, and what to do; None when they can, or are not quantized."""
     section = config.get(FIELD)
     if section is None:
         return None
     if not isinstance(section, dict) or not isinstance(section.get("quant_method"), str):
-        return "should be a mapping with quant_method", "remove it if the weights are not quantised"
+        return "should be a mapping with quant_method", "remove it if the weights are not quantized"
     method = section["quant_method"]
     if method not in KNOWN:
         reason = REASONS.get(method, "its format is not supported")
         return (
             f"{method} weights are not supported (fp8 with block scales and mxfp4 are): {reason}",
-            UNQUANTISED,
+            UNQUANTIZED,
         )
     unknown = sorted(set(section) - set(KNOWN[method]))
     if unknown:
         return (
             f"{', '.join(unknown)} is not a known field of {method}, so it may change the meaning of the weights",
-            UNQUANTISED,
+            UNQUANTIZED,
         )
     return _fp8_problem(section) if method == "fp8" else None
 
@@ -114,12 +114,12 @@ def _fp8_problem(section: Mapping[str, Any]) -> tuple[str, str] | None:
         ("expert_dtype", (None, "fp8")),
     ):
         if section.get(name) not in allowed:
-            return f"{name} {section[name]!r} cannot be read; {' or '.join(a for a in allowed if a)} can", UNQUANTISED
+            return f"{name} {section[name]!r} cannot be read; {' or '.join(a for a in allowed if a)} can", UNQUANTIZED
     return None
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of the dequantised weights."""
+    """config.json of the dequantized weights."""
     return {key: value for key, value in config.items() if key != FIELD}
 
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints under adapters on the engines of torch: which ones transformers loads, and with which packages.
+"""Quantized checkpoints under adapters on the engines of torch: which ones transformers loads, and with which packages.
 No torch.
 
 Owns what a run is told before it starts. The native engine reads its own few formats: `quantization.py`.
@@ -22,18 +22,18 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "mxfp4": ("accelerate",),
 }
 """quant_method -> what transformers needs to load it (imported names)."""
-DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")
+DEQUANTIZED = ("fp8", "mxfp4", "compressed-tensors")
 """Whose weights are made plain ones while they are loaded: their own kernels have no backward pass."""
 KERNELS = ("gptq", "awq")
 """Whose weights only a kernel of their own multiplies by."""
 _NATIVE = ("fp8", "mxfp4")
 """What the native engine reads."""
 _PIP = {"compressed_tensors": "compressed-tensors"}
-PLAIN = "the model's unquantised checkpoint"
+PLAIN = "the model's unquantized checkpoint"
 
 
 def quantization_config_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config.json says of its quantisation, also below text_config; empty for plain weights."""
+    """What a config.json says of its quantization, also below text_config; empty for plain weights."""
     text = config.get("text_config")
     section = config.get(FIELD) or (text.get(FIELD) if isinstance(text, Mapping) else None)
     return dict(section) if isinstance(section, Mapping) else {}
@@ -49,9 +49,9 @@ def quant_method(config: Mapping[str, Any]) -> str | None:
     return str(section.get("quant_method"))
 
 
-def stays_quantised(config: Mapping[str, Any]) -> bool:
+def stays_quantized(config: Mapping[str, Any]) -> bool:
     """Whether the loaded model's linear layers hold something else than plain weights."""
-    return quant_method(config) not in (None, *DEQUANTISED)
+    return quant_method(config) not in (None, *DEQUANTIZED)
 
 
 def missing_packages(packages: tuple[str, ...], what: str) -> list[Problem]:
@@ -69,31 +69,31 @@ def missing_packages(packages: tuple[str, ...], what: str) -> list[Problem]:
 
 
 def quantization_packages(config: Mapping[str, Any], label: str) -> list[Problem]:
-    """Packages that the quantised weights of `label` need and that are not installed."""
+    """Packages that the quantized weights of `label` need and that are not installed."""
     method = quant_method(config)
-    return missing_packages(PACKAGES.get(method or "", ()), f"{label}, whose weights are quantised ({method})")
+    return missing_packages(PACKAGES.get(method or "", ()), f"{label}, whose weights are quantized ({method})")
 
 
 def quantization_problems(
     config: Mapping[str, Any], label: str, train_type: str, bits: int | None, merge: bool
 ) -> list[Problem]:
-    """What keeps a run from training over the quantised weights of `label`; empty for plain ones."""
+    """What keeps a run from training over the quantized weights of `label`; empty for plain ones."""
     method = quant_method(config)
     if method is None:
         return []
-    what = f"{label}, whose weights are quantised ({method})"
+    what = f"{label}, whose weights are quantized ({method})"
     if method not in PACKAGES:
         return [Problem(what, f"can be trained over {', '.join(PACKAGES)}", PLAIN)]
     packages = quantization_packages(config, label)
     if train_type == "full":
         fix = (
-            "--engine megatron, which trains them dequantised, or --train_type lora"
+            "--engine megatron, which trains them dequantized, or --train_type lora"
             if method in _NATIVE
             else "--train_type lora"
         )
         packages.append(
             Problem(
-                "--train_type full", f"needs unquantised weights, and those of {label} are quantised ({method})", fix
+                "--train_type full", f"needs unquantized weights, and those of {label} are quantized ({method})", fix
             )
         )
     if bits is not None and train_type != "full":
@@ -101,15 +101,15 @@ def quantization_problems(
         fix = (
             "--engine megatron, whose qlora reads them"
             if method in _NATIVE
-            else "--train_type lora without it: they are quantised"
+            else "--train_type lora without it: they are quantized"
         )
-        packages.append(Problem(option, f"would quantise weights that are already quantised ({method})", fix))
+        packages.append(Problem(option, f"would quantize weights that are already quantized ({method})", fix))
     if merge:
         packages.append(
             Problem(
                 "--merge_lora true",
-                f"needs unquantised weights, and those of {label} are quantised ({method})",
-                "leave it out, and use OUT/adapter with the quantised model",
+                f"needs unquantized weights, and those of {label} are quantized ({method})",
+                "leave it out, and use OUT/adapter with the quantized model",
             )
         )
     return packages

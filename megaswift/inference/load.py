@@ -112,7 +112,7 @@ def prepare_model_load(options: WeightsOptions, chat_template: str | None) -> Pr
         config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     _writes(config, f"--model {options.model}")
     if find_checkpoint(folder) is not None and hasattr(config, "quantization_config"):
-        del config.quantization_config  # checkpoints hold the weights dequantised
+        del config.quantization_config  # checkpoints hold the weights dequantized
     tokenizer = read_tokenizer(folder, options.trust_remote_code, chat_template)
     reader = _reader(folder, options, chat_template)
     if isinstance(reader, Processor) and not tokenizer.chat_template:  # older models have it beside their processor
@@ -234,14 +234,14 @@ def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any
     return placed
 
 
-def _quantisation(prepared: PreparedModel, bits: int | None, dtype: torch.dtype) -> dict[str, Any]:
+def _quantization(prepared: PreparedModel, bits: int | None, dtype: torch.dtype) -> dict[str, Any]:
     if bits is None:
         return {}
     stored = getattr(prepared.config, "quantization_config", None)
     if stored is not None:
         method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", "")
         raise ConfigError(
-            Problem(f"--quantization_bit {bits}", f"the weights are already quantised ({method})", "leave it out")
+            Problem(f"--quantization_bit {bits}", f"the weights are already quantized ({method})", "leave it out")
         )
     return {"quantization_config": bits_and_bytes(bits, dtype)}
 
@@ -279,18 +279,18 @@ def load_model(prepared: PreparedModel, options: PlacementOptions) -> tuple[Any,
     dtype = _dtype(prepared)
     attention = prepared.options.attn_impl
     how: dict[str, Any] = {"dtype": dtype} | ({} if attention == "auto" else {"attn_implementation": attention})
-    quantised = _quantisation(prepared, options.quantization_bit, dtype)
+    quantized = _quantization(prepared, options.quantization_bit, dtype)
     skeleton = _skeleton(prepared, how)
     _fitting(skeleton, prepared.options)
     placed = place_modules(prepared, options, skeleton)
     how |= {
-        **quantised,
+        **quantized,
         "device_map": placed,
         "trust_remote_code": prepared.options.trust_remote_code,
         "output_loading_info": True,
     }
     checkpoint = verified_checkpoint(prepared.folder)
-    if quantised and checkpoint is None:  # NaN does not survive in quantised weights
+    if quantized and checkpoint is None:  # NaN does not survive in quantized weights
         finite_weights.check_folder(prepared.folder)
     if DISK in placed.values():
         how["offload_folder"] = options.offload_folder

@@ -1,7 +1,7 @@
 """Which module goes to which device: decided on a model without weights, checked, and shown as a table before anything
 is loaded.
 
-The decision is accelerate's; the sizes it decides by are those that the weights will have, quantised ones included.
+The decision is accelerate's; the sizes it decides by are those that the weights will have, quantized ones included.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ModuleSizes:
     """Of the weights of linear layers."""
 
     def special(self) -> dict[str, Any]:
-        """Weights that are quantised, and accelerate's name for what they become. bitsandbytes leaves the head as it
+        """Weights that are quantized, and accelerate's name for what they become. bitsandbytes leaves the head as it
         is."""
         if self.bits is None:
             return {}
@@ -52,14 +52,14 @@ class ModuleSizes:
 
     def weights(self) -> Iterator[tuple[str, int, float]]:
         """(name, elements, bytes) of every parameter and buffer that is saved or not."""
-        quantised = self.special()
+        quantized = self.special()
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            each = self.bits / 8 if self.bits and name in quantised else tensor.element_size()
+            each = self.bits / 8 if self.bits and name in quantized else tensor.element_size()
             yield name, tensor.numel(), tensor.numel() * each
 
 
 def stored_bits(config: Any) -> int | None:
-    """Bits of the linear layers of a checkpoint that is quantised already; None: as its dtype says."""
+    """Bits of the linear layers of a checkpoint that is quantized already; None: as its dtype says."""
     stored = getattr(config, "quantization_config", None) or {}
     quantization = stored if isinstance(stored, dict) else stored.to_dict()
     bits = quantization.get("bits") or (

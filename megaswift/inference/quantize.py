@@ -1,4 +1,4 @@
-"""`megaswift export --quantization_bit`: a model's folder with its linear layers quantised by bitsandbytes, as
+"""`megaswift export --quantization_bit`: a model's folder with its linear layers quantized by bitsandbytes, as
 transformers saves it."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megaswift.inference.load import load_model, prepare_model_load
 
 
 def quantize_model(weights: WeightsOptions, bits: int, target: Path, max_shard_size: str) -> Path:
-    """Loads the model with quantised layers and saves it; `target` appears whole or not at all."""
+    """Loads the model with quantized layers and saves it; `target` appears whole or not at all."""
     prepared = prepare_model_load(weights, None)
     model, _ = load_model(prepared, PlacementOptions(quantization_bit=bits))
     stage = target.with_name(f".{target.name}.exporting")
@@ -42,6 +42,6 @@ def _save(model: Any, bits: int, stage: Path, max_shard_size: str) -> None:
             Problem(
                 f"--quantization_bit {bits}",
                 f"transformers cannot save it on this device: {first_line(error)}",
-                "a machine with a GPU, or quantise when loading: --quantization_bit of infer and deploy",
+                "a machine with a GPU, or quantize when loading: --quantization_bit of infer and deploy",
             )
         ) from None

@@ -69,7 +69,7 @@ def reinforce_plus_plus(rewards: Tensor, totals: Tensor, mask: Tensor, group: in
     """[n, t]: advantages of tokens (REINFORCE++, arXiv 2501.03262 eq. 8 to 10).
 
     The return of a token is the sum of the rewards from it on, so that the KL counts from the token on and not from the
-    beginning. Returns are normalised over all tokens in `mask`.
+    beginning. Returns are normalized over all tokens in `mask`.
 
     Args:
         rewards: [n, t], a completion's score at its last token, less what the KL costs at each.
@@ -96,7 +96,7 @@ def weighted_sum(per_function: Tensor, weights: Tensor) -> Tensor:
 def aggregate_advantages(per_function: Tensor, weights: Tensor, group: int, how: str, scale: str = "group") -> Tensor:
     """[n]: group advantages of several rewards [n, functions], with a weight each.
 
-    `how`: `sum_then_normalize`, or `normalize_then_sum` (GDPO, arXiv 2601.05242), which normalises each function within
+    `how`: `sum_then_normalize`, or `normalize_then_sum` (GDPO, arXiv 2601.05242), which normalizes each function within
     its group and the weighted sum over the batch, and does not read `scale`.
     """
     if how == "sum_then_normalize":
@@ -104,8 +104,8 @@ def aggregate_advantages(per_function: Tensor, weights: Tensor, group: int, how:
     assert how == "normalize_then_sum", f"unknown aggregation {how}"
     grouped = per_function.view(-1, group, per_function.shape[1])
     mean, std = mean_and_std(grouped, 1)
-    normalised = ((grouped - mean) / (std + EPSILON)).view_as(per_function)
-    total = (normalised * weights).nansum(1).masked_fill(per_function.isnan().all(1), torch.nan)
+    normalized = ((grouped - mean) / (std + EPSILON)).view_as(per_function)
+    total = (normalized * weights).nansum(1).masked_fill(per_function.isnan().all(1), torch.nan)
     return _scaled(total, *mean_and_std(total, 0))
 
 
@@ -151,7 +151,7 @@ def token_rewards(scores: Tensor, penalties: Tensor, mask: Tensor, documents: Te
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), [b, s] each: generalised advantage estimation (arXiv 1506.02438 eq. 16) over the tokens in
+    """(advantages, returns), [b, s] each: generalized advantage estimation (arXiv 1506.02438 eq. 16) over the tokens in
     `mask`.
 
     The token after a masked one is the next in the mask: what tools write passes no time. A document ends its episode;

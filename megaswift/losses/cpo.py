@@ -38,7 +38,7 @@ class CpoLossType:
 
 @dataclass(frozen=True)
 class CPO:
-    """Contrastive preference optimisation (arXiv 2401.08417) and what became of it."""
+    """Contrastive preference optimization (arXiv 2401.08417) and what became of it."""
 
     loss_type: str = "sigmoid"
     beta: float = 0.1

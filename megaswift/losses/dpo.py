@@ -29,7 +29,7 @@ from megaswift.losses.segments import completion_mask, document_counts, document
 
 @dataclass(frozen=True)
 class DPO:
-    """Direct preference optimisation. The reference's log-probabilities come in `batch.fields["reference"]`, [b, s]."""
+    """Direct preference optimization. The reference's log-probabilities come in `batch.fields["reference"]`, [b, s]."""
 
     loss_types: tuple[str, ...] = ("sigmoid",)
     loss_weights: tuple[float, ...] = ()

@@ -66,7 +66,7 @@ def _sigmoid(x: PairStats) -> Tensor:
 
 
 def _hinge(x: PairStats) -> Tensor:
-    """SLiC-HF, arXiv 2305.10425, on the normalised likelihood of RSO."""
+    """SLiC-HF, arXiv 2305.10425, on the normalized likelihood of RSO."""
     return torch.relu(1 - x.margin)
 
 

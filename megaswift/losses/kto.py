@@ -62,7 +62,7 @@ USES_DELTA = losses_needing("kto", RUNNING_MEAN)
 
 @dataclass(frozen=True)
 class KTO:
-    """Kahneman-Tversky optimisation. The reference's log-probabilities come in `batch.fields["reference"]`, [b, s]."""
+    """Kahneman-Tversky optimization. The reference's log-probabilities come in `batch.fields["reference"]`, [b, s]."""
 
     loss_type: str = "kto"
     beta: float = 0.1

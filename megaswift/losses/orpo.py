@@ -30,7 +30,7 @@ from megaswift.losses.segments import completion_mask, document_counts, document
 
 @dataclass(frozen=True)
 class ORPO:
-    """Odds ratio preference optimisation."""
+    """Odds ratio preference optimization."""
 
     beta: float = 0.1
     """Weight of the odds ratio: lambda of the paper."""

@@ -1,4 +1,4 @@
-"""Policy optimisation: GRPO and its kin, RLOO, and PPO's policy. One loss over completions whose advantages are known.
+"""Policy optimization: GRPO and its kin, RLOO, and PPO's policy. One loss over completions whose advantages are known.
 
 Owns what goes into the formulas of `policy_types.py`: weights of tokens or completions, masks, the KL to the reference,
 the bonus for entropy. Of `batch.fields` it reads `completions` (int64 [n], document numbers; fillers left out) and, [b,
@@ -62,7 +62,7 @@ class PolicyLoss:
     ratio_level: str = "token"
     """`sequence`: each `ratio` is its whole completion's."""
     loss_agg_mode: str | None = None
-    """The normaliser, one of `AGG_MODES`; None: that of the loss type."""
+    """The normalizer, one of `AGG_MODES`; None: that of the loss type."""
 
     def __post_init__(self) -> None:
         assert self.loss_type in LOSS_TYPES, f"unknown loss type {self.loss_type}"
@@ -79,7 +79,7 @@ class PolicyLoss:
 
     @property
     def agg_mode(self) -> str:
-        """The normaliser."""
+        """The normalizer."""
         return self.loss_agg_mode or str(loss_entries("grpo", (self.loss_type,))[0].loss_agg_mode)
 
     @property
@@ -142,7 +142,7 @@ class PolicyLoss:
         return RatioStats(logprobs, advantages, bounded.exp(), whole, self.settings, batch.fields.get("selected"))
 
     def _completion_mean(self, x: Tensor, batch: Batch) -> Tensor:
-        """[b, s]: the mean over the labelled tokens of each token's completion of x, which is 0 elsewhere."""
+        """[b, s]: the mean over the labeled tokens of each token's completion of x, which is 0 elsewhere."""
         lengths = document_counts(batch, batch.loss_weights != 0).clamp(min=1)
         return (document_sums(batch, x) / lengths)[document_index(batch)]
 
@@ -192,6 +192,6 @@ class PolicyLoss:
 
 
 def _kept(batch: Batch) -> Tensor:
-    """bool [b, s]: labelled tokens that the policy learns from."""
+    """bool [b, s]: labeled tokens that the policy learns from."""
     mask = batch.loss_weights != 0
     return mask & batch.fields["keep"] if "keep" in batch.fields else mask

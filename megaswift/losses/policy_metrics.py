@@ -1,4 +1,4 @@
-"""What policy optimisation reports: which weights were clipped, in which completions most, under TRL's names.
+"""What policy optimization reports: which weights were clipped, in which completions most, under TRL's names.
 
 Owns means over the completions of `batch.fields["completions"]`, and metrics made of them. A weight that belongs to a
 whole completion counts once for each completion, one of a token once for each token.
@@ -28,7 +28,7 @@ def per_completion(batch: Batch, x: Tensor, mask: Tensor, empty: float = 0.0) ->
 
 
 def reported_mean(batch: Batch, x: Tensor, by_completion: bool, empty: float = 0.0) -> MeanMetric:
-    """The mean over labelled tokens, or over completions."""
+    """The mean over labeled tokens, or over completions."""
     mask = batch.loss_weights != 0
     return mean_of(per_completion(batch, x, mask, empty)) if by_completion else token_mean(x, mask)
 

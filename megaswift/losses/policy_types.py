@@ -1,6 +1,6 @@
-"""The loss types of policy optimisation: what a token adds to the loss.
+"""The loss types of policy optimization: what a token adds to the loss.
 
-Owns formulas; which options they read and their normalisers are in `config/loss_table.py`. Names are those of TRL's
+Owns formulas; which options they read and their normalizers are in `config/loss_table.py`. Names are those of TRL's
 GRPOConfig; `rloo` is TRL's RLOOTrainer, `clip_cov` and `kl_cov` are verl's. Each formula returns one number per token,
 [b, s], neither masked nor reduced.
 """
@@ -119,7 +119,7 @@ def _vespo(x: RatioStats) -> Tensor:
 
 @dataclass(frozen=True)
 class PolicyLossType:
-    """A formula, and what the ratio in it is. Its normaliser is in `config/loss_table.py`."""
+    """A formula, and what the ratio in it is. Its normalizer is in `config/loss_table.py`."""
 
     formula: Callable[[RatioStats], Tensor]
     weighs_whole: bool = False

@@ -57,5 +57,5 @@ def tokens_of(batch: Batch, documents: Tensor) -> Tensor:
 
 
 def completion_mask(batch: Batch) -> Tensor:
-    """bool [b, s]: positions whose label is a token of the answer: `fields["completion"]`, else every labelled one."""
+    """bool [b, s]: positions whose label is a token of the answer: `fields["completion"]`, else every labeled one."""
     return batch.fields.get("completion", batch.loss_weights != 0)

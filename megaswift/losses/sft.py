@@ -1,7 +1,7 @@
-"""Next-token cross-entropy over the labelled tokens: SFT and pretraining.
+"""Next-token cross-entropy over the labeled tokens: SFT and pretraining.
 
 The loss of a global batch is sum(weight x -log p) / sum(weight): one division by the global count, so that neither the
-number of ranks nor the cut into micro-batches changes it (design: one normaliser per term).
+number of ranks nor the cut into micro-batches changes it (design: one normalizer per term).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class CrossEntropy:
         """One term, and the share of labels that are the model's first choice."""
         assert outputs.logprobs is not None
         total = -(outputs.logprobs * batch.loss_weights).sum()
-        labelled = batch.loss_weights != 0
+        labeled = batch.loss_weights != 0
         metrics: dict[str, Metric] = {}
         if outputs.correct is not None:
-            metrics["token_accuracy"] = MeanMetric(outputs.correct[labelled].sum(), labelled.sum())
+            metrics["token_accuracy"] = MeanMetric(outputs.correct[labeled].sum(), labeled.sum())
         return [Term("loss", total, "label_weight")], metrics

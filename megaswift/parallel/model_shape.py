@@ -45,7 +45,7 @@ class ModelShape:
     moe_layers: tuple[bool, ...] = ()
     """For each layer whether it is a MoE layer; empty for a dense model."""
     whole_kv: bool = False
-    """A rank needs whole KV heads of its own: keys are normalised over all heads together."""
+    """A rank needs whole KV heads of its own: keys are normalized over all heads together."""
 
     @classmethod
     def of(cls, spec: ShapeSource) -> ModelShape:

@@ -96,21 +96,21 @@ def draw_tokens(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
 def choose_tokens(
     logits: Tensor, sampling: SamplingParams, uniform: Tensor | None, seen: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(tokens [b], their log-probabilities [b]) from logits [b, V]. `seen` [b, V]: tokens that are penalised."""
+    """(tokens [b], their log-probabilities [b]) from logits [b, V]. `seen` [b, V]: tokens that are penalized."""
     logits = logits.float()
     scores = logits if sampling.scale == 1 else logits / sampling.scale
-    penalised = scores
+    penalized = scores
     if seen is not None:
         penalty = sampling.repetition_penalty
-        penalised = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+        penalized = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top).exp_()
     sums = part_sums(weights)
     total = sums.sum(-1)
     if uniform is None:
-        tokens = penalised.argmax(-1)
+        tokens = penalized.argmax(-1)
     else:
-        filtered = filter_logits(penalised, sampling)
+        filtered = filter_logits(penalized, sampling)
         if filtered is not scores:
             weights = filtered.softmax(-1)
             sums = part_sums(weights)

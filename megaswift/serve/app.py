@@ -2,7 +2,7 @@
 model.
 
 Owns routes and what errors look like. Access and the size of requests are checked before, by `auth`; fields are checked
-by `openai_requests`, responses built by `openai_responses`. The event loop does none of it: parsing, tokenising,
+by `openai_requests`, responses built by `openai_responses`. The event loop does none of it: parsing, tokenizing,
 opening images and writing answers happen in two threads, so that /health answers at once.
 """
 
@@ -43,11 +43,11 @@ from megaswift.serve.request_queue import QueuedRequest, QueueFull, RequestQueue
 PATIENCE_SECONDS = 0.5
 """Between two looks at whether a client is still there."""
 CHARACTERS_A_TOKEN = 16
-"""A prompt with more of them for each token of the context is refused before it is tokenised. Text has 3 to 5."""
+"""A prompt with more of them for each token of the context is refused before it is tokenized. Text has 3 to 5."""
 MOST_CHARACTERS = 1 << 20
 """Of a prompt, where the model has no limit of its own."""
 MOST_UNREAD = 64
-"""Requests that wait to be parsed and tokenised."""
+"""Requests that wait to be parsed and tokenized."""
 Result = TypeVar("Result")
 
 
@@ -76,7 +76,7 @@ class ServerState:
     """Other names that clients may use for the model."""
     unread: int = 0
     reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "read"))
-    """Parses, renders, tokenises, opens images. One thread: a tokenizer cannot be in two."""
+    """Parses, renders, tokenizes, opens images. One thread: a tokenizer cannot be in two."""
     writing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "write"))
 
     async def read(self, make: Callable[[ServerState, bytes], Result], body: bytes) -> Result:
@@ -102,7 +102,7 @@ class ServerState:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A parsed and tokenised request."""
+    """A parsed and tokenized request."""
 
     request: ChatRequest | CompletionRequest
     prompts: Sequence[ChatInput]

@@ -11,12 +11,12 @@ from typing import Any
 
 from megaswift.config.inference import DeployConfig
 from megaswift.errors import Problem, WeightsError, first_line
-from megaswift.rollout.vllm_package import RANKS, quantises, room_for, unfit_message
+from megaswift.rollout.vllm_package import RANKS, quantizes, room_for, unfit_message
 
 OLDEST = (0, 10)
 """Older releases of vLLM are refused rather than guessed about."""
 GENERATION = ("temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens")
-QUANTISER = "bitsandbytes"
+QUANTIZER = "bitsandbytes"
 
 
 def missing_vllm() -> list[Problem]:
@@ -26,11 +26,11 @@ def missing_vllm() -> list[Problem]:
 
 def impossible(cfg: DeployConfig) -> Iterator[Problem]:
     """Options that the installed vLLM does not support."""
-    if cfg.placement.quantization_bit is not None and not quantises(QUANTISER):
+    if cfg.placement.quantization_bit is not None and not quantizes(QUANTIZER):
         yield Problem(
             f"--quantization_bit {cfg.placement.quantization_bit}",
-            f"the installed vLLM does not support {QUANTISER}",
-            "--infer_backend transformers, or a quantised checkpoint (AWQ, GPTQ, FP8)",
+            f"the installed vLLM does not support {QUANTIZER}",
+            "--infer_backend transformers, or a quantized checkpoint (AWQ, GPTQ, FP8)",
         )
     if (rank := adapters_rank(cfg)) > RANKS[-1]:
         yield Problem(
@@ -83,7 +83,7 @@ def server_command(cfg: DeployConfig, folder: Path, name: str, port: int) -> lis
     if cfg.conversation.chat_template is not None:
         words += ["--chat-template", cfg.conversation.chat_template]
     if cfg.placement.quantization_bit is not None:
-        words += ["--quantization", QUANTISER]
+        words += ["--quantization", QUANTIZER]
     if cfg.weights.adapters is not None:  # clients choose adapters by the model's name there
         words += ["--enable-lora", "--max-lora-rank", str(room_for(adapters_rank(cfg)))]
         words += ["--lora-modules", f"{name}-adapter={cfg.weights.adapters}"]

@@ -59,10 +59,10 @@ def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     kind, bits = cfg.model.train_type, bits_of(cfg)
     config, label = read_config(folder), f"--model {cfg.model.model}"
     problems = served_quantization.quantization_problems(config, label, kind, bits, cfg.lora.merge_lora)
-    if served_quantization.stays_quantised(config) and engine_of(cfg) in SHARDED:
+    if served_quantization.stays_quantized(config) and engine_of(cfg) in SHARDED:
         problems.append(
             Problem(
-                f"{label}, whose weights are quantised",
+                f"{label}, whose weights are quantized",
                 f"cannot be split over ranks (engine {engine_of(cfg)})",
                 "--engine ddp or zero2",
             )
@@ -72,7 +72,7 @@ def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     if cfg.task in RL and served_quantization.quant_method(config) in served_quantization.KERNELS:
         problems.append(
             Problem(
-                f"{label}, whose weights are quantised",
+                f"{label}, whose weights are quantized",
                 "has no plain weights into which adapters could be merged for the sampler",
                 served_quantization.PLAIN,
             )

@@ -1,6 +1,6 @@
 """Line charts as inline SVG for report.html: no script needed to see them, no asset outside the page.
 
-Colours are CSS classes, so that the page's light and dark themes hold. Hover text comes from SVG's own `<title>`.
+Colors are CSS classes, so that the page's light and dark themes hold. Hover text comes from SVG's own `<title>`.
 """
 
 from __future__ import annotations

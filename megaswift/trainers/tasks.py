@@ -97,18 +97,18 @@ TASKS: Registry[Task] = Registry("task")
 for _task in (
     Task("sft", "supervised fine-tuning", lambda cfg: CrossEntropy(), "label_weight", "rows"),
     Task("pt", "pretraining", lambda cfg: CrossEntropy(), "label_weight", "rows"),
-    Task("dpo", "direct preference optimisation", _dpo, "pairs", "pairs"),
-    Task("kto", "Kahneman-Tversky optimisation", _kto, "examples", "examples"),
+    Task("dpo", "direct preference optimization", _dpo, "pairs", "pairs"),
+    Task("kto", "Kahneman-Tversky optimization", _kto, "examples", "examples"),
     Task(
         "orpo",
-        "odds-ratio preference optimisation",
+        "odds-ratio preference optimization",
         lambda cfg: ORPO(beta_of(cfg)),
         "pairs",
         "pairs",
         prompt_labels=True,
     ),
-    Task("cpo", "contrastive preference optimisation", _cpo, "pairs", "pairs"),
-    Task("simpo", "simple preference optimisation", _cpo, "pairs", "pairs"),
+    Task("cpo", "contrastive preference optimization", _cpo, "pairs", "pairs"),
+    Task("simpo", "simple preference optimization", _cpo, "pairs", "pairs"),
     Task(
         "rm",
         "reward model",
@@ -117,7 +117,7 @@ for _task in (
         "pairs",
         scored=True,
     ),
-    Task("grpo", "group relative policy optimisation", _policy, "completions", "completions", build=build_rollouts),
-    Task("ppo", "proximal policy optimisation", _policy, "completions", "completions", build=build_rollouts),
+    Task("grpo", "group relative policy optimization", _policy, "completions", "completions", build=build_rollouts),
+    Task("ppo", "proximal policy optimization", _policy, "completions", "completions", build=build_rollouts),
 ):
     TASKS.register(_task.name, _task)

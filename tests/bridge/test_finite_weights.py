@@ -77,7 +77,7 @@ def damaged(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
-def test_inference_and_quantisation_refuse_the_folder(damaged: Path, bits: int | None) -> None:
+def test_inference_and_quantization_refuse_the_folder(damaged: Path, bits: int | None) -> None:
     with pytest.raises(WeightsError, match=f"--model: has values that are not finite .* in {NAME}") as error:
         load_model(
             prepare_model_load(WeightsOptions(model=str(damaged)), None), PlacementOptions(quantization_bit=bits)

@@ -56,7 +56,7 @@ def test_values_by_hand() -> None:
     assert sorted(nf4.CODE.tolist()) == nf4.CODE.tolist() and float(nf4.CODE[7]) == 0.0
 
 
-def test_a_shard_is_quantised_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_is_quantized_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """By rows anywhere, by columns at blocks; bands of rows change nothing."""
     weight = matrix()
     packed, absmax = nf4.nf4_quantize(weight)
@@ -81,7 +81,7 @@ def test_a_shard_is_quantised_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
         ("deepseek_v3", {"mlp.gate.weight"}),
     ],
 )
-def test_all_linear_layers_are_quantised_and_nothing_else(variant: str, left: set[str]) -> None:
+def test_all_linear_layers_are_quantized_and_nothing_else(variant: str, left: set[str]) -> None:
     plan = plan_of(variant)
     held = {name for e in plan.entries if four_bits.is_four_bit_weight(e.rule) for name in e.hf}
     matrices = {name for name, shape in plan.hf_shapes.items() if len(shape) > 1 and not name.endswith("bias")}

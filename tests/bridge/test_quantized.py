@@ -1,4 +1,4 @@
-"""FP8 and MXFP4 folders against transformers' own dequantisation and plain torch, whole and slice by slice; what is
+"""FP8 and MXFP4 folders against transformers' own dequantization and plain torch, whole and slice by slice; what is
 refused.
 
 Covers: megaswift/bridge/export.py.
@@ -23,7 +23,7 @@ from megaswift.bridge.plan import PlanGroup
 from megaswift.errors import WeightsError
 from megaswift.families import family_of, load_spec
 from tests.bridge.folders import make, plan_of, rewrite, set_config, tensors_of
-from tests.bridge.quantise import folder_of, fp8, fp8_config, gpt_oss, quantise_fp8, quantise_mxfp4
+from tests.bridge.quantize import folder_of, fp8, fp8_config, gpt_oss, quantize_fp8, quantize_mxfp4
 from tests.families.published import QWEN3_30B_A3B
 
 pytestmark = pytest.mark.wide
@@ -33,7 +33,7 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
 def theirs_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """transformers' dequantisation."""
+    """transformers' dequantization."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     return Fp8Dequantize(None)._dequantize_one(weight, scale, dtype)
@@ -152,8 +152,8 @@ def test_a_model_is_what_transformers_loads(fresh: Fresh, tmp_path: Path) -> Non
     """Every weight bit by bit; the export is a plain folder that transformers loads to the same weights."""
     from transformers import AutoModelForCausalLM
 
-    folder = quantise_fp8(fresh("llama"), (16, 32))
-    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()  # on a CPU, transformers dequantises
+    folder = quantize_fp8(fresh("llama"), (16, 32))
+    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()  # on a CPU, transformers dequantizes
     plan, source = plan_of(folder), open_hf(folder)
     assert plan.check(source) == [] and set(source.names()) == set(theirs)
     assert all(t.dtype == torch.bfloat16 for t in theirs.values())
@@ -174,8 +174,8 @@ def test_a_gpt_oss_folder_is_what_transformers_loads(tmp_path: Path) -> None:
     """Names, transposed experts and every bit."""
     from transformers import AutoModelForCausalLM
 
-    # on a CPU, transformers dequantises
-    theirs = AutoModelForCausalLM.from_pretrained(quantise_mxfp4(gpt_oss(tmp_path))).state_dict()
+    # on a CPU, transformers dequantizes
+    theirs = AutoModelForCausalLM.from_pretrained(quantize_mxfp4(gpt_oss(tmp_path))).state_dict()
     source = open_hf(tmp_path)
     assert set(source.names()) == set(theirs) and theirs["model.layers.1.mlp.experts.gate_up_proj"].shape == (
         4,
@@ -185,12 +185,12 @@ def test_a_gpt_oss_folder_is_what_transformers_loads(tmp_path: Path) -> None:
     assert [n for n, t in theirs.items() if t.dtype != source.dtype(n) or not torch.equal(t, source.slice(n))] == []
 
 
-def test_a_spec_keeps_nothing_of_the_quantisation(fresh: Fresh) -> None:
-    assert "quantization_config" not in load_spec(quantise_fp8(fresh("llama"), (16, 16))).hf_config
+def test_a_spec_keeps_nothing_of_the_quantization(fresh: Fresh) -> None:
+    assert "quantization_config" not in load_spec(quantize_fp8(fresh("llama"), (16, 16))).hf_config
 
 
 def test_stacked_experts_are_read_by_a_rule(tmp_path: Path) -> None:
-    """A rank's gates and ups of one expert, out of interleaved columns of a dequantised [experts, in, out]."""
+    """A rank's gates and ups of one expert, out of interleaved columns of a dequantized [experts, in, out]."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     from tests.bridge.test_pieces import Interleaved
@@ -281,7 +281,7 @@ def test_plain_folders_are_read_as_they_are(folders: Path) -> None:
 
 
 def test_fp8_without_a_word_in_config_is_refused(fresh: Fresh) -> None:
-    folder = quantise_fp8(fresh("llama"), (32, 32))
+    folder = quantize_fp8(fresh("llama"), (32, 32))
     set_config(folder, quantization_config=None)
     with pytest.raises(WeightsError, match=r"(?s)_scale_inv: is not in the weight table.*has dtype F8_E4M3"):
         plan_of(folder).check(open_hf(folder))

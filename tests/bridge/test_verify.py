@@ -27,7 +27,7 @@ from megaswift.cli import main
 from megaswift.convert import convert
 from megaswift.errors import UserError
 from tests.bridge.folders import make, rewrite, set_config, tensors_of
-from tests.bridge.quantise import gpt_oss, quantise_fp8
+from tests.bridge.quantize import gpt_oss, quantize_fp8
 from tests.sources import ROOT
 
 pytestmark = pytest.mark.wide
@@ -209,10 +209,10 @@ def test_a_checkpoint(variant: str, verify: Any, folders: Path, tmp_path: Path) 
     assert code == 1 and list(rows(report)) == [NORM]
 
 
-def test_an_fp8_folder_equals_its_dequantised_weights(verify: Any, fresh: Fresh, tmp_path: Path) -> None:
+def test_an_fp8_folder_equals_its_dequantized_weights(verify: Any, fresh: Fresh, tmp_path: Path) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-    folder = quantise_fp8(fresh("llama"), (16, 32))
+    folder = quantize_fp8(fresh("llama"), (16, 32))
     stored = load_file(folder / "model.safetensors")
     plain = {
         n: Fp8Dequantize(None)._dequantize_one(t, stored[f"{n}_scale_inv"], torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What workers of torchrun, accelerate and DeepSpeed's launcher are recognised by, and the word that the last adds."""
+"""What workers of torchrun, accelerate and DeepSpeed's launcher are recognized by, and the word that the last adds."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def test_other_text_of_equal_length_is_other_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_the_fingerprint_does_not_know_how_many_processes_tokenised(tmp_path: Path) -> None:
+def test_the_fingerprint_does_not_know_how_many_processes_tokenized(tmp_path: Path) -> None:
     (tmp_path / "2").mkdir()
     a, b = source(tmp_path, 4000, LoaderGeometry()), source(tmp_path / "2", 4000, LoaderGeometry(), dataset_num_proc=2)
     assert a[0].data.docs.fingerprint == b[0].data.docs.fingerprint

@@ -109,7 +109,7 @@ def made(name: str) -> Tokenizer:
     tok.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     if name != "gpt2":
         tok.normalizer = normalizers.NFC()
-    # trained on the like of the tests' own texts, so that whatever pre-tokenisation lets merge does merge
+    # trained on the like of the tests' own texts, so that whatever pre-tokenization lets merge does merge
     rng = random.Random(0)
     text = [*TEXT, *(hard_text(rng).text for _ in range(4000))]
     tok.train_from_iterator(

@@ -1,4 +1,4 @@
-"""Batches of pairs and labelled answers: by hand, packed, on ranks, resumed, evaluated; KTO's rotation against TRL.
+"""Batches of pairs and labeled answers: by hand, packed, on ranks, resumed, evaluated; KTO's rotation against TRL.
 
 Covers: megaswift/data/kl_pairs.py.
 """
@@ -111,8 +111,8 @@ def test_steps_for_pipelines_have_one_length(tmp_path: Path, packing: bool) -> N
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("task", ["dpo", "kto"])
 def test_evaluation_takes_every_unit_once(tmp_path: Path, packing: bool, task: str) -> None:
-    labelled = [{"messages": [user(f"q {i}"), says("a")], "label": i % 2 == 0} for i in range(14)]
-    rows = [pair(f"q {i}", "a", "b c") for i in range(14)] if task == "dpo" else labelled
+    labeled = [{"messages": [user(f"q {i}"), says("a")], "label": i % 2 == 0} for i in range(14)]
+    rows = [pair(f"q {i}", "a", "b c") for i in range(14)] if task == "dpo" else labeled
     numbers: list[int] = []
     for rank in range(2):
         held = source(tmp_path, rows, LoaderGeometry(rank, 2, 2), task, split_dataset_ratio=0.5, packing=packing)[1]

@@ -1,4 +1,4 @@
-"""Pairs and labelled answers: tokens and masks against TRL's own preparation, batches by hand, what is skipped, resume,
+"""Pairs and labeled answers: tokens and masks against TRL's own preparation, batches by hand, what is skipped, resume,
 evaluation."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`megaswift data show`: the mask in brackets and in colour, histograms, the model's tokenizer, errors."""
+"""`megaswift data show`: the mask in brackets and in color, histograms, the model's tokenizer, errors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.data.makers import chat, config, jsonl, tokenizer
 
 def test_masks_in_brackets_and_in_colour() -> None:
     texts, mask = ["user", "⏎", "Par", "is", "<|im_end|>", "⏎"], [0, 0, 1, 1, 1, 0]
-    assert show.sample_text(texts, mask, colour=False) == "user|⏎\n [Par|is|<|im_end|>] ⏎\n"
-    assert f"{show.GREEN}Par|is|<|im_end|>{show.OFF}" in show.sample_text(texts, mask, colour=True)
+    assert show.sample_text(texts, mask, color=False) == "user|⏎\n [Par|is|<|im_end|>] ⏎\n"
+    assert f"{show.GREEN}Par|is|<|im_end|>{show.OFF}" in show.sample_text(texts, mask, color=True)
 
 
 def test_colour_only_on_a_terminal_and_without_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,9 +27,9 @@ def test_colour_only_on_a_terminal_and_without_no_color(monkeypatch: pytest.Monk
             return True
 
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert show.coloured(Terminal()) and not show.coloured(io.StringIO())
+    assert show.colored(Terminal()) and not show.colored(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not show.coloured(Terminal())
+    assert not show.colored(Terminal())
 
 
 def test_histogram_counts_everything_once() -> None:
@@ -174,7 +174,7 @@ def test_missing_files_name_a_neighbour_before_the_tokenizer_is_read(tmp_path: P
     assert "did you mean qwen3?" in refused(str(tmp_path / "train.jsonl"), "--model", str(tmp_path / "qwen-3"))
 
 
-def test_pairs_and_labelled_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_and_labeled_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = {**chat("hello", "Paris"), "rejected_response": "you", "margin": 2}
     paired = (
         "--- pair 1 (row 1), margin 2",
@@ -184,8 +184,8 @@ def test_pairs_and_labelled_answers(tmp_path: Path, capsys: pytest.CaptureFixtur
         "you|<|im_end|>]",
         "3 pairs, 6 documents",
     )
-    labelled = ("--- example 1 (row 1)", "undesirable: ", "is|<|im_end|>]", "3 examples, 0 of them desirable")
-    for task, row, parts in (("dpo", pair, paired), ("kto", {**chat("hello", "Paris"), "label": False}, labelled)):
+    labeled = ("--- example 1 (row 1)", "undesirable: ", "is|<|im_end|>]", "3 examples, 0 of them desirable")
+    for task, row, parts in (("dpo", pair, paired), ("kto", {**chat("hello", "Paris"), "label": False}, labeled)):
         cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [row] * 3))
         text = "\n".join(show.show_units(cfg, task, tokenizer("qwen", "qwen2_5"), range(1, 2)))
         for part in parts:

@@ -1,4 +1,4 @@
-"""Pairs and labelled answers that are read as they are needed: the batches of stored data, what is skipped, ranks,
+"""Pairs and labeled answers that are read as they are needed: the batches of stored data, what is skipped, ranks,
 going on."""
 
 from __future__ import annotations

@@ -355,7 +355,7 @@ def test_ranks_of_a_node_build_once(tmp_path: Path, pool: Pool) -> None:
 
 
 @pytest.mark.process
-def test_the_cache_key_covers_the_modules_that_tokenise() -> None:
+def test_the_cache_key_covers_the_modules_that_tokenize() -> None:
     """What a worker has loaded once it has the encoders, against the files that the key is computed from."""
     loaded = (
         "import sys, megaswift.data.tokenize_worker as entry; from megaswift.data.formats import FORMATS; "

@@ -54,7 +54,7 @@ class Recorded:
             onload=lambda: self.told.append(f"{name} is back"),
         )
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Weights for the sampler."""
         if self.fails:
             raise OSError("no room")

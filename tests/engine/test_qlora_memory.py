@@ -76,8 +76,8 @@ def alone(kind: str) -> tuple[int, int]:
     not Path("/proc/self/clear_refs").exists(),
     reason="no /proc/self/clear_refs: the peak since then is Linux's to tell",
 )
-def test_the_unquantised_model_is_never_there() -> None:
-    """Building and loading: below two thirds of the unquantised weights at the peak, process and all; a good quarter
+def test_the_unquantized_model_is_never_there() -> None:
+    """Building and loading: below two thirds of the unquantized weights at the peak, process and all; a good quarter
     when done."""
     plain, _ = alone("lora")
     held, peak = alone("qlora")

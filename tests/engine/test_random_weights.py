@@ -1,4 +1,4 @@
-"""Weights from a seed have, tensor by tensor, the distribution that transformers initialises the same model with.
+"""Weights from a seed have, tensor by tensor, the distribution that transformers initializes the same model with.
 
 Covers: megaswift/engine/megatron/weights.py.
 """

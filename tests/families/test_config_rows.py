@@ -81,7 +81,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("window switched off", QWEN2_5_7B, {"layer_types": ["sliding_attention"] * 28}, "use_sliding_window is off"),
     ("layer types of mistral", MISTRAL_7B, {"layer_types": ["full_attention"] * 32}, "layer_types"),
     ("router noise", MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
-    ("top 1, normalised", MIXTRAL_8X7B, {"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
+    ("top 1, normalized", MIXTRAL_8X7B, {"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
     ("top k", MIXTRAL_8X7B, {"num_experts_per_tok": 9}, "more than the 8 experts"),
     ("dense layers", QWEN3_30B_A3B, {"mlp_only_layers": [48]}, "mlp_only_layers"),
 ]

@@ -99,7 +99,7 @@ def test_fields_of_minimax_m2() -> None:
         "sigmoid",
         True,
     )
-    assert m2.features.router_normalised and m2.features.qk_norm_width == "all"
+    assert m2.features.router_normalized and m2.features.qk_norm_width == "all"
     assert spec(MINIMAX_M2, rotary_dim=..., rope_theta=...).rope.partial == 1.0
     assert spec(MINIMAX_M2, rotary_dim=..., partial_rotary_factor=0.25).rope.partial == 0.25
 

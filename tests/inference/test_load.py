@@ -112,7 +112,7 @@ def test_a_checkpoint_of_training_answers_as_its_model_does(model: Path, tmp_pat
 
 
 @pytest.mark.parametrize(("bits", "avx512_bf16"), [(4, False), (4, True), (8, False)])
-def test_quantised_as_bitsandbytes_does(model: Path, bits: int, avx512_bf16: bool) -> None:
+def test_quantized_as_bitsandbytes_does(model: Path, bits: int, avx512_bf16: bool) -> None:
     with cpu_with(avx512_bf16):
         _, generator = opened(model, quantization_bit=bits, device_map="cpu")
     kinds = {type(m).__name__ for m in generator.model.modules()}

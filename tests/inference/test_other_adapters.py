@@ -75,7 +75,7 @@ def test_answers_are_pefts_own(name: str, model: Path, tmp_path: Path) -> None:
     assert answers(opened(model, adapter, merge=True)[1]) == want
 
 
-def test_a_package_that_quantised_weights_need_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_quantized_weights_need_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = served_quantization.importlib.util.find_spec
     monkeypatch.setattr(
         served_quantization.importlib.util,

@@ -112,7 +112,7 @@ def test_two_gpus_are_shared_as_accelerate_shares_them(how: str, model: Any, mon
         ({"quant_method": "fp8"}, None),
     ],
 )
-def test_bits_of_a_quantised_checkpoint(stored: dict[str, Any] | None, bits: int | None) -> None:
+def test_bits_of_a_quantized_checkpoint(stored: dict[str, Any] | None, bits: int | None) -> None:
     config = Qwen3Config(**({} if stored is None else {"quantization_config": stored}))
     assert stored_bits(config) == bits
 

@@ -1,4 +1,4 @@
-"""`megaswift export`: merged as PEFT merges, quantised as transformers saves it; nothing is overwritten.
+"""`megaswift export`: merged as PEFT merges, quantized as transformers saves it; nothing is overwritten.
 
 Covers: megaswift/export.py.
 """
@@ -41,7 +41,7 @@ def test_merged_as_peft_merges(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("bits", "avx512_bf16"), [(4, False), (4, True), (8, False)])
-def test_quantised_as_transformers_quantises(model: Path, tmp_path: Path, bits: int, avx512_bf16: bool) -> None:
+def test_quantized_as_transformers_quantizes(model: Path, tmp_path: Path, bits: int, avx512_bf16: bool) -> None:
     out = tmp_path / "small"
     with cpu_with(avx512_bf16):
         assert main(["--model", str(model), "--quantization_bit", str(bits), "--output_dir", str(out)]) == 0
@@ -51,7 +51,7 @@ def test_quantised_as_transformers_quantises(model: Path, tmp_path: Path, bits: 
     assert not list(tmp_path.glob(".small*"))
 
 
-def test_merged_and_quantised_is_one_after_the_other(model: Path, tmp_path: Path) -> None:
+def test_merged_and_quantized_is_one_after_the_other(model: Path, tmp_path: Path) -> None:
     source = ["--model", str(model), "--adapters", str(adapters(tmp_path / "adapter", model)), "--merge_lora"]
     assert main([*source, "--output_dir", str(tmp_path / "merged")]) == 0
     assert main(["--model", str(tmp_path / "merged"), "--quant", "4", "--output_dir", str(tmp_path / "two")]) == 0

@@ -99,8 +99,8 @@ NAMES = {
 def outputs(model: Bigram, batch: Batch, needs: Needs) -> ModelOutputs:
     """What an engine gives a loss: the needed fields, 0 where there is no label."""
     found = fields(model.weight[batch.input_ids], batch.labels.clamp(min=0))
-    labelled = batch.loss_weights != 0
-    return ModelOutputs(**{name: found[NAMES[name]] * labelled for name in needs.fields})
+    labeled = batch.loss_weights != 0
+    return ModelOutputs(**{name: found[NAMES[name]] * labeled for name in needs.fields})
 
 
 def batch(docs: Sequence[Doc], packed: bool, every: bool = False) -> Batch:

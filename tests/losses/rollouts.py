@@ -35,13 +35,13 @@ class Rollouts:
     def batch(self, packed: bool) -> Batch:
         """A micro-batch; a filler when there are no documents."""
         made = bigram.batch(self.docs, packed)
-        labelled = made.loss_weights != 0
-        learnt = self._spread(labelled, self.learnt, torch.zeros(labelled.shape, dtype=torch.bool))
+        labeled = made.loss_weights != 0
+        learnt = self._spread(labeled, self.learnt, torch.zeros(labeled.shape, dtype=torch.bool))
         found = {
             name: self._spread(
-                labelled,
+                labeled,
                 values,
-                torch.zeros(labelled.shape, dtype=torch.bool if name in ("keep", "selected") else torch.float64),
+                torch.zeros(labeled.shape, dtype=torch.bool if name in ("keep", "selected") else torch.float64),
             )
             for name, values in self.known.items()
         }
@@ -50,9 +50,9 @@ class Rollouts:
             made, loss_weights=made.loss_weights * learnt, fields={**found, "completions": torch.arange(len(self.docs))}
         )
 
-    def _spread(self, labelled: Tensor, values: list[Tensor], into: Tensor) -> Tensor:
+    def _spread(self, labeled: Tensor, values: list[Tensor], into: Tensor) -> Tensor:
         if values:
-            into[labelled] = torch.cat(values)
+            into[labeled] = torch.cat(values)
         return into
 
     def layouts(self) -> list[list[Batch]]:

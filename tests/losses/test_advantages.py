@@ -137,8 +137,8 @@ def test_reinforce_plus_plus_with_a_baseline_by_hand() -> None:
     """Groups of two: scores 2 and 5 less 7/2, at every token of the completion whatever its length."""
     mask = torch.tensor([[True, True, True], [True, False, False]])
     rewards = torch.tensor([[0.0, 0, 2], [5, 0, 0]])
-    centred = torch.tensor([-1.5, -1.5, -1.5, 1.5])
-    wanted = (centred - centred.mean()) / centred.std()
+    centered = torch.tensor([-1.5, -1.5, -1.5, 1.5])
+    wanted = (centered - centered.mean()) / centered.std()
     torch.testing.assert_close(reinforce_plus_plus(rewards, torch.tensor([2.0, 5.0]), mask, 2)[mask], wanted)
 
 

@@ -81,8 +81,8 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_normaliser_by_hand(mode: str) -> None:
-    """grpo's formula under each normaliser; a completion without labels counts as one."""
+def test_the_normalizer_by_hand(mode: str) -> None:
+    """grpo's formula under each normalizer; a completion without labels counts as one."""
     both = models()
     data = rollouts(*both).without("sampled")
     logprobs, sums, counts = label_fields(both[0], data.docs)["log_probs"], [], []
@@ -112,8 +112,8 @@ def test_the_normaliser_by_hand(mode: str) -> None:
     ("one", "other"),
     [("grpo", "dapo"), ("dapo", "grpo"), ("dr_grpo", "dapo"), ("luspo", "grpo")],
 )
-def test_a_loss_with_another_s_normaliser_is_the_other_loss(one: str, other: str) -> None:
-    """These differ in nothing but their normaliser."""
+def test_a_loss_with_another_s_normalizer_is_the_other_loss(one: str, other: str) -> None:
+    """These differ in nothing but their normalizer."""
     both = models()
     batch = rollouts(*both).without("sampled").batch(True)
     wanted = PolicyLoss(other, max_completion_length=9)

@@ -51,8 +51,8 @@ def test_opo_s_baseline_is_the_mean_reward_weighted_by_length() -> None:
     assert found.shape == (8, 5) and found[:, 0].tolist() == pytest.approx(wanted, rel=1e-6)
 
 
-def test_opo_minimises_the_variance_of_the_gradient_where_its_norm_is_the_length() -> None:
-    """The paper's premise: a completion's squared gradient norm is its length; b minimises sum of l (r - b)^2."""
+def test_opo_minimizes_the_variance_of_the_gradient_where_its_norm_is_the_length() -> None:
+    """The paper's premise: a completion's squared gradient norm is its length; b minimizes sum of l (r - b)^2."""
     totals, lengths = [1.0, 0.0, 4.0, 2.0], LENGTHS[:4]
     baseline = totals[0] - float(estimate_fields("opo", inputs(totals, 4, lengths))["advantages"][0, 0])
 

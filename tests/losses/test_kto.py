@@ -93,7 +93,7 @@ def test_value_gradient_and_metrics_are_trl_s(trl: Any, models: tuple[Bigram, Bi
     assert_same_metrics(metrics, noted, () if loss.loss_type == "kto" else ("kl",))
 
 
-def test_micro_batches_have_their_own_z0_and_one_normaliser(trl: Any, models: tuple[Bigram, Bigram]) -> None:
+def test_micro_batches_have_their_own_z0_and_one_normalizer(trl: Any, models: tuple[Bigram, Bigram]) -> None:
     """Three, three and one example: a mean over seven, where TRL's mean of means would weigh the last one three
     times."""
     loss = CASES["kto weights"]

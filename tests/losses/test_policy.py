@@ -216,7 +216,7 @@ def test_rloo_is_trl_s(tmp_path_factory: pytest.TempPathFactory, epsilon: float)
         assert_same_metrics(metrics, noted)
 
 
-def test_micro_batches_of_unequal_lengths_have_one_normaliser(trl: Any) -> None:
+def test_micro_batches_of_unequal_lengths_have_one_normalizer(trl: Any) -> None:
     """bnpo over all completions at once, where TRL takes a mean of means: its micro-batches weighed by their tokens."""
     loss, both = PolicyLoss("bnpo", beta=0.1), models()
     data = rollouts(*both)
@@ -245,7 +245,7 @@ def test_dapo_divides_by_the_tokens_of_the_generation_as_trl_does_over_accumulat
 @pytest.mark.parametrize("name", LOSS_TYPES)
 def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
     """At weight 1 every type's gradient is minus the advantage times that of the log-probability, under its own
-    normaliser."""
+    normalizer."""
     both = models()
     data = rollouts(*both).without("old", "sampled")
     value, gradient, _ = run(

@@ -32,7 +32,7 @@ def test_cispo_s_cap_is_5_by_default() -> None:
 
 
 def gspo_token(both: tuple[Bigram, Bigram], data: Rollouts, epsilon: float) -> tuple[float, torch.Tensor]:
-    """arXiv 2507.18071, eq. 13 to 15, completion by completion in plain torch, under grpo's normaliser."""
+    """arXiv 2507.18071, eq. 13 to 15, completion by completion in plain torch, under grpo's normalizer."""
     logp, total = both[0].weight.log_softmax(-1), torch.zeros(())
     for i, d in enumerate(data.docs):
         m = data.learnt[i]
@@ -75,19 +75,19 @@ def test_ratios_of_any_size_are_finite(name: str, level: str) -> None:
     stands outside of the mask counts for nothing."""
     length = 5000
     tokens = torch.zeros(1, length + 1, dtype=torch.long)
-    labelled = torch.ones(1, length + 1)
-    labelled[0, 0] = labelled[0, -1] = 0
+    labeled = torch.ones(1, length + 1)
+    labeled[0, 0] = labeled[0, -1] = 0
     for step in (0.02, 0.5, -0.5, 100.0, -100.0):
         logprobs = torch.full((1, length + 1), -1.0, requires_grad=True)
-        old = torch.where(labelled != 0, -1.0 - step, math.inf if step < 0 else -math.inf)
+        old = torch.where(labeled != 0, -1.0 - step, math.inf if step < 0 else -math.inf)
         known = {
             "completions": torch.tensor([0]),
-            "advantages": -labelled,
+            "advantages": -labeled,
             "old": old,
-            "reference": torch.where(labelled != 0, old, 0.0),
+            "reference": torch.where(labeled != 0, old, 0.0),
         }
         positions, valid = torch.arange(length + 1).unsqueeze(0), torch.ones_like(tokens, dtype=torch.bool)
-        b = Batch(tokens, tokens, labelled, positions, valid, fields=known)
+        b = Batch(tokens, tokens, labeled, positions, valid, fields=known)
         loss = PolicyLoss(name, importance_sampling_level=level, beta=0.1, max_completion_length=length)
         terms, _ = loss(ModelOutputs(logprobs=logprobs, entropy=torch.ones(1, length + 1)), b)
         (gradient,) = torch.autograd.grad(sum((t.sum * t.weight for t in terms), torch.zeros(())), [logprobs])

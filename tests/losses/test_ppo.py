@@ -3,7 +3,7 @@ in plain torch.
 
 That one shares no function with the package, and takes other ways where there are some: returns by the recursion of
 lambda-returns instead of sums of temporal differences, one token after the other instead of masks, weights and
-normalisers applied to each.
+normalizers applied to each.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def told(
     learnt: list[Tensor],
     of_tokens: Mapping[int, Sequence[float]] | None = None,
 ) -> list[Told]:
-    """Rewards, lambda-returns and normalised advantages of all tokens; `of_tokens`: documents with a reward a token for
+    """Rewards, lambda-returns and normalized advantages of all tokens; `of_tokens`: documents with a reward a token for
     their score."""
     logp, ref = policy.weight.detach().log_softmax(-1), reference.weight.detach().log_softmax(-1)
     found: list[Told] = []

@@ -1,6 +1,6 @@
 """Tiny Hugging Face model folders with random weights, made on the spot, and the names of their tensors on disk.
 
-Owns the model variants of the parity tests. Weights are drawn larger than an initialiser would (norms away from 1,
+Owns the model variants of the parity tests. Weights are drawn larger than an initializer would (norms away from 1,
 biases away from 0, routers decisive), so that a parameter that goes unused, or in the wrong place, moves the loss.
 """
 
@@ -270,7 +270,7 @@ def config(variant: str) -> Any:
     return AutoConfig.for_model(variant, **{k: v for k, v in {**MIXTRAL, **MOE}.items() if hasattr(standard, k)})
 
 
-def randomise(model: torch.nn.Module, seed: int) -> None:
+def randomize(model: torch.nn.Module, seed: int) -> None:
     """Weights that make every parameter matter; the same for the same seed, in the order of names."""
     generator = torch.Generator().manual_seed(seed)
     gain = 0.0 if model.config.model_type.startswith("gemma") else 1.0  # Gemma's norms multiply by 1 + weight
@@ -297,7 +297,7 @@ def build(variant: str, folder: Path, dtype: torch.dtype = torch.float32, seed: 
     transformers.utils.logging.disable_progress_bar()
     if not (folder / "config.json").exists():
         model = transformers.AutoModelForCausalLM.from_config(config(variant))
-        randomise(model, seed)
+        randomize(model, seed)
         model.to(dtype).save_pretrained(folder, max_shard_size="200KB")
     return folder
 

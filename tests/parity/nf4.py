@@ -23,7 +23,7 @@ BLOCK = 64
 
 
 def through(weight: Tensor) -> Tensor:
-    """What is left of a weight [out, in] after NF4, no double quantisation; float32."""
+    """What is left of a weight [out, in] after NF4, no double quantization; float32."""
     packed, state = bitsandbytes.functional.quantize_4bit(
         weight.float().contiguous(), blocksize=BLOCK, quant_type="nf4"
     )
@@ -72,7 +72,7 @@ class PeftOracle(Oracle):
                 four.bias = module.bias
                 self.model.set_submodule(name, four.to("cpu"))
         self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True)
-        self.quantised = sum(isinstance(m, bitsandbytes.nn.Linear4bit) for m in self.model.modules())
+        self.quantized = sum(isinstance(m, bitsandbytes.nn.Linear4bit) for m in self.model.modules())
 
     def gradients(self) -> dict[str, Tensor]:
         """By name in the adapter's folder."""

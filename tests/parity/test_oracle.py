@@ -75,8 +75,8 @@ def test_a_packed_row_in_one_pass_is_its_documents(references: References) -> No
     with torch.no_grad():
         logits = oracle.model(input_ids=batch.input_ids, attention_mask=mask, position_ids=batch.positions).logits
     theirs = torch.log_softmax(logits, -1).gather(-1, batch.labels[..., None])[..., 0]
-    labelled = batch.loss_weights != 0
-    assert torch.allclose(oracle.logprobs(batch)[labelled], theirs[labelled], atol=1e-5)
+    labeled = batch.loss_weights != 0
+    assert torch.allclose(oracle.logprobs(batch)[labeled], theirs[labeled], atol=1e-5)
 
 
 def test_balancing_loss_by_hand() -> None:

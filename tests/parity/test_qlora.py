@@ -31,7 +31,7 @@ PEFT = 1e-5
 """Of the tensor's largest value: the limit of adapter gradients beside PEFT and bitsandbytes."""
 
 
-class Quantised:
+class Quantized:
     """Adapter folders and the oracle's numbers, once a session."""
 
     def __init__(self, references: References, folder: Path) -> None:
@@ -39,44 +39,44 @@ class Quantised:
         self._known: dict[tuple[str, int], Reference] = {}
 
     def of(self, case: Case) -> tuple[Task, Reference]:
-        """(what the ranks get: the unquantised folder; what they have to find)."""
+        """(what the ranks get: the unquantized folder; what they have to find)."""
         recipe = self.references.recipe if case.moe else replace(self.references.recipe, aux_coeff=0.0, z_coeff=0.0)
-        model, adapter, dequantised = (
+        model, adapter, dequantized = (
             self.references.model(case.variant),
             *(self.folder / f"{case.variant}{n}" for n in ("-a", "-d")),
         )
         if not adapter.exists():
             lora.make_adapter(model, adapter, LEAVES)
-            nf4.round_trip(model, dequantised)
+            nf4.round_trip(model, dequantized)
         key = (case.variant, case.total)
         if key not in self._known:
             steps = [global_batch(replace(case, packed=False), k) for k in range(STEPS)]
-            self._known[key] = lora.reference(dequantised, recipe, adapter, steps)
+            self._known[key] = lora.reference(dequantized, recipe, adapter, steps)
         return Task(case, model, recipe, options={"train_type": "qlora", "adapters": str(adapter)}), self._known[key]
 
 
 @pytest.fixture(scope="session")
-def quantised(references: References, tmp_path_factory: pytest.TempPathFactory) -> Quantised:
-    return Quantised(references, tmp_path_factory.mktemp("quantised"))
+def quantized(references: References, tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    return Quantized(references, tmp_path_factory.mktemp("quantized"))
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("text", [*LAYOUTS, *(pytest.param(text, marks=pytest.mark.slow) for text in LATER)])
-def test_layout(text: str, pool: Pool, quantised: Quantised) -> None:
+def test_layout(text: str, pool: Pool, quantized: Quantized) -> None:
     """Adapters on every projection; the oracle's weights went through bitsandbytes."""
-    task, want = quantised.of(parse(text))
+    task, want = quantized.of(parse(text))
     got = pool.run("tests.parity.measure:train", task, task.case.world)[0]
     differences = compare(got, want, task.recipe)
     assert not any(d.bad for d in differences), "\n" + table(text, differences)
 
 
 @pytest.mark.wide
-def test_the_reference_is_what_peft_computes_on_four_bits(quantised: Quantised) -> None:
+def test_the_reference_is_what_peft_computes_on_four_bits(quantized: Quantized) -> None:
     """PEFT's adapters on bitsandbytes's own layers: what every layout above is held to is held to this."""
-    task, want = quantised.of(parse("dense-nf4 single"))
+    task, want = quantized.of(parse("dense-nf4 single"))
     oracle = nf4.PeftOracle(task.folder, task.recipe, Path(task.options["adapters"]))
     loss, _, _ = oracle.accumulate(global_batch(task.case, 0))
-    assert oracle.quantised == 7 * 4
+    assert oracle.quantized == 7 * 4
     differences = [
         number("loss", want.loss, loss, LOSS),
         *tensors("gradient", want.gradients, oracle.gradients(), PEFT),
@@ -89,11 +89,11 @@ def test_the_reference_is_what_peft_computes_on_four_bits(quantised: Quantised) 
     "text, dtype, width", [("dense-nf4 single", "float32", 4), ("moe-nf4 tp2 sp dp2 ep2 etp2", "bfloat16", 2)]
 )
 def test_a_linear_weight_takes_four_and_a_half_bits(
-    text: str, dtype: str, width: int, pool: Pool, quantised: Quantised
+    text: str, dtype: str, width: int, pool: Pool, quantized: Quantized
 ) -> None:
     """4 bits and its part of 32 for each block of 64, scales in float32 in every precision; the rest as in a plain LoRA
     run."""
-    task, _ = quantised.of(parse(text))
+    task, _ = quantized.of(parse(text))
     task = replace(task, options={**task.options, "torch_dtype": dtype})
     plain = replace(task, options={**task.options, "train_type": "lora"})
     four = pool.run("tests.parity.lora_ranks:held", task, task.case.world)

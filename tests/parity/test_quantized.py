@@ -1,5 +1,5 @@
-"""Training from quantised folders, all of an FP8 one's weights or adapters (QLoRA) on FP8 and MXFP4: from what
-transformers dequantises."""
+"""Training from quantized folders, all of an FP8 one's weights or adapters (QLoRA) on FP8 and MXFP4: from what
+transformers dequantizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.bridge.folders import rewrite, set_config, tensors_of
-from tests.bridge.quantise import quantise_fp8, quantise_mxfp4
+from tests.bridge.quantize import quantize_fp8, quantize_mxfp4
 from tests.parity import lora, nf4
 from tests.parity.cases import global_batch, parse
 from tests.parity.compare import compare, table
@@ -21,8 +21,8 @@ from tests.parity.pool import Pool
 from tests.parity.references import References
 
 
-def dequantised(folder: Path, target: Path) -> Path:
-    """The folder as transformers dequantises it, tensor by tensor."""
+def dequantized(folder: Path, target: Path) -> Path:
+    """The folder as transformers dequantizes it, tensor by tensor."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     shutil.copytree(folder, target)
@@ -48,10 +48,10 @@ def test_training_from_fp8(text: str, pool: Pool, references: References, tmp_pa
     case = parse(layout, model=model) if model != "moe" else parse(text)
     # Blocks divide every size: transformers takes sizes divided by the scales' shape for a block, which is another one
     # otherwise.
-    folder = quantise_fp8(Path(shutil.copytree(references.model(case.variant), tmp_path / "fp8")), (8, 16))
+    folder = quantize_fp8(Path(shutil.copytree(references.model(case.variant), tmp_path / "fp8")), (8, 16))
     recipe = references.recipe if case.moe else replace(references.recipe, aux_coeff=0.0, z_coeff=0.0)
     batches = [global_batch(replace(case, packed=False), k) for k in range(STEPS)]
-    want = reference(dequantised(folder, tmp_path / "plain"), recipe, batches)
+    want = reference(dequantized(folder, tmp_path / "plain"), recipe, batches)
     got = pool.run("tests.parity.measure:train", Task(case, folder, recipe), case.world)[0]
     differences = compare(got, want, recipe)
     assert not any(d.bad for d in differences), "\n" + table(str(case), differences)
@@ -84,7 +84,7 @@ def unpacked(folder: Path, target: Path) -> Path:
         pytest.param("moe-nf4", "tp2 sp dp2 ep2 etp2", marks=pytest.mark.slow),
     ],
 )
-def test_adapters_in_four_bits_on_a_quantised_folder(
+def test_adapters_in_four_bits_on_a_quantized_folder(
     model: str, layout: str, pool: Pool, references: References, tmp_path: Path
 ) -> None:
     """FP8, or MXFP4 where experts are stacked, to NF4: the oracle's weights go through transformers, then through
@@ -92,8 +92,8 @@ def test_adapters_in_four_bits_on_a_quantised_folder(
     case, stacked = parse(layout, model=model), model.startswith("gpt_oss")
     torch.manual_seed(0)
     copy = Path(shutil.copytree(references.model(case.variant), tmp_path / "folder"))
-    folder = quantise_mxfp4(copy) if stacked else quantise_fp8(copy, (8, 16))
-    plain = unpacked(folder, tmp_path / "a") if stacked else dequantised(folder, tmp_path / "a")
+    folder = quantize_mxfp4(copy) if stacked else quantize_fp8(copy, (8, 16))
+    plain = unpacked(folder, tmp_path / "a") if stacked else dequantized(folder, tmp_path / "a")
     recipe = references.recipe if case.moe else replace(references.recipe, aux_coeff=0.0, z_coeff=0.0)
     adapter, kind = tmp_path / "adapter", lora.PeftOracle if stacked else lora.LoraOracle
     if stacked:

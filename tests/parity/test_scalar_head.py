@@ -31,7 +31,7 @@ SEED = 11
 
 @dataclass(frozen=True)
 class Squares:
-    """The weighted mean of (value - 1)^2 over labelled positions."""
+    """The weighted mean of (value - 1)^2 over labeled positions."""
 
     needs: Needs = Needs(fields=frozenset(), head="score")
 

@@ -79,7 +79,7 @@ def test_told_log_probabilities_are_before_penalty_and_filters(size: int) -> Non
     seen[:, ::2] = True
     sampling = SamplingParams(1, temperature=0.5, top_k=5, repetition_penalty=1.1)
     tokens, told = choose_tokens(logits, sampling, torch.linspace(0, 0.99, 40, dtype=torch.float64), seen)
-    assert {t % 2 for t in tokens.tolist()} == {0, 1}, "penalised ones are among them"
+    assert {t % 2 for t in tokens.tolist()} == {0, 1}, "penalized ones are among them"
     want = (logits / 0.5).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     assert torch.allclose(told, want, atol=2e-6)
     greedy, told = choose_tokens(logits, SamplingParams(1, temperature=0), None, None)

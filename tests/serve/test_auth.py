@@ -330,7 +330,7 @@ def test_connections_have_a_number(folder: Path) -> None:
 
 
 def test_the_event_loop_neither_reads_nor_writes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsing, tokenising and writing answers happen in their threads."""
+    """Parsing, tokenizing and writing answers happen in their threads."""
     seen: list[tuple[str, str]] = []
 
     def watched(owner: Any, name: str) -> None:

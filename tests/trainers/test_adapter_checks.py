@@ -1,4 +1,4 @@
-"""What is said of adapters and of quantised checkpoints before a process group exists.
+"""What is said of adapters and of quantized checkpoints before a process group exists.
 
 Covers: megaswift/bridge/peft_config.py.
 """
@@ -49,16 +49,16 @@ def test_a_package_that_is_not_there_is_named(
     )
     set_config(model, quantization_config={"quant_method": method, "bits": 4})
     found = said(model, train_type="lora")
-    assert len(found) == 1 and f"quantised ({method})" in found[0] and f"pip install {' '.join(packages)}" in found[0]
+    assert len(found) == 1 and f"quantized ({method})" in found[0] and f"pip install {' '.join(packages)}" in found[0]
 
 
-def test_quantised_weights_and_what_they_cannot_do(model: Path) -> None:
+def test_quantized_weights_and_what_they_cannot_do(model: Path) -> None:
     set_config(model, quantization_config={"quant_method": "fp8"})
     assert said(model, train_type="lora") == []
-    assert "--engine megatron, which trains them dequantised" in said(model)[0]
+    assert "--engine megatron, which trains them dequantized" in said(model)[0]
     text = "\n".join(said(model, train_type="qlora", merge_lora=True))
     assert (
-        "would quantise weights that are already quantised" in text and "--merge_lora true: needs unquantised" in text
+        "would quantize weights that are already quantized" in text and "--merge_lora true: needs unquantized" in text
     )
     set_config(model, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     assert said(model, train_type="lora") == [] and "--train_type lora" in said(model)[0]

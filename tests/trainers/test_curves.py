@@ -27,12 +27,12 @@ def write_run(folder: Path, losses: list[float], evals: dict[int, float] | None 
     return metrics, evaluation, picture
 
 
-def colours(picture: Path) -> np.ndarray:
+def colors(picture: Path) -> np.ndarray:
     return np.asarray(Image.open(picture).convert("RGB")).astype(int)
 
 
-def near(image: np.ndarray, colour: str) -> np.ndarray:
-    wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
+def near(image: np.ndarray, color: str) -> np.ndarray:
+    wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)])
     return np.argwhere(np.abs(image - wanted).max(-1) < 30)
 
 
@@ -40,7 +40,7 @@ def test_the_loss_falls_on_the_picture_and_evaluations_are_marked(tmp_path: Path
     losses = [5 * math.exp(-i / 60) + 0.3 * math.sin(i) for i in range(200)]
     files = write_run(tmp_path, losses, {50: 3.0, 100: 2.0, 200: 1.0})
     curves.draw_loss_png(*files, "a run")
-    image = colours(files[2])
+    image = colors(files[2])
     assert image.shape[0] > 700 and image.shape[1] > 1000 and image.std() > 10
     upper = near(image[: image.shape[0] // 2], curves.MEAN)
     left, right = upper[upper[:, 1] < 350][:, 0], upper[upper[:, 1] > 1000][:, 0]
@@ -54,7 +54,7 @@ def test_other_numbers_make_another_picture_and_no_numbers_none(tmp_path: Path) 
     first, second = write_run(tmp_path / "a", [3.0, 2.0, 1.0]), write_run(tmp_path / "b", [1.0, 2.0, 3.0])
     curves.draw_loss_png(*first, "t")
     curves.draw_loss_png(*second, "t")
-    assert (colours(first[2]) != colours(second[2])).any()
+    assert (colors(first[2]) != colors(second[2])).any()
     empty = write_run(tmp_path / "c", [])
     curves.draw_loss_png(*empty, "t")
     assert not empty[2].exists()
@@ -64,7 +64,7 @@ def test_other_numbers_make_another_picture_and_no_numbers_none(tmp_path: Path) 
 def test_odd_runs_are_drawn_too(tmp_path: Path, losses: list[float]) -> None:
     files = write_run(tmp_path, losses)
     curves.draw_loss_png(*files, "t")
-    assert colours(files[2]).std() > 5
+    assert colors(files[2]).std() > 5
 
 
 def test_steps_are_whole_numbers_on_the_axis_of_a_single_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def work(rank: int, world: int, command: tuple[list[str], str]) -> None:
     from megaswift.trainers.rl.generation import Generation
 
     words, sent = command
-    taken, synchronise = SyncRounds.taken, Generation.synchronise
+    taken, synchronize = SyncRounds.taken, Generation.synchronize
 
     def tell(line: object) -> None:
         with Path(sent).open("a") as file:
@@ -75,9 +75,9 @@ def work(rank: int, world: int, command: tuple[list[str], str]) -> None:
     def streamed(self: Generation) -> None:
         if rank == 0 and self.adapters is None:
             tell({"files": "all weights"})
-        synchronise(self)
+        synchronize(self)
 
-    SyncRounds.taken, Generation.synchronise = told, streamed  # type: ignore[method-assign]
+    SyncRounds.taken, Generation.synchronize = told, streamed  # type: ignore[method-assign]
     sys.argv = ["megaswift/grpo.py", *words]
     code = main("grpo", words)
     assert code == 0, f"exit code {code}"

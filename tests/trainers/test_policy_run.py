@@ -152,7 +152,7 @@ COVARIANCE = (
 
 @pytest.mark.parametrize("options", COVARIANCE, ids=lambda o: o[1])
 def test_runs_with_selected_tokens(options: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
-    """Two iterations on the sampler's log-probabilities, under another normaliser."""
+    """Two iterations on the sampler's log-probabilities, under another normalizer."""
     (tmp_path / "some.py").write_text(SOME)
     given = ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl")]
     given += ["--reward_funcs", f"{tmp_path}/some.py:even", "--loss_agg_mode", "seq-mean-token-sum"]

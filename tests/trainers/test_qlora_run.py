@@ -19,7 +19,7 @@ QLORA = ("--train_type", "qlora", *OPTIONS)
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_run_resumes_elsewhere_and_merges_into_unquantised_weights(tmp_path: Path) -> None:
+def test_a_run_resumes_elsewhere_and_merges_into_unquantized_weights(tmp_path: Path) -> None:
     import peft
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Rows of a stream over real ranks: each is tokenised by one of them, and the batches are those of one process."""
+"""Rows of a stream over real ranks: each is tokenized by one of them, and the batches are those of one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def row(i: int, task: str) -> dict[str, Any]:
 
 
 def stream(path: Path, geometry: LoaderGeometry, task: str, packing: bool) -> tuple[StreamSource, list[int]]:
-    """A stream, and how many texts were tokenised in each piece of work."""
+    """A stream, and how many texts were tokenized in each piece of work."""
     options = {
         "streaming": True,
         "packing": packing,
@@ -69,7 +69,7 @@ def shared(rank: int, world: int, asked: tuple[Path, int, str, bool]) -> dict[st
 
 @pytest.mark.process
 @pytest.mark.parametrize(("dp", "task", "packing"), [(2, "sft", False), (1, "sft", True), (1, "dpo", True)])
-def test_each_row_is_tokenised_once(dp: int, task: str, packing: bool, tmp_path: Path, pool: Pool) -> None:
+def test_each_row_is_tokenized_once(dp: int, task: str, packing: bool, tmp_path: Path, pool: Pool) -> None:
     """By ranks that train on different rows, and by ranks that train on the same."""
     jsonl(tmp_path / "rows.jsonl", [row(i, task) for i in range(ROWS)])
     ranks = pool.run("tests.trainers.test_shared_stream:shared", (tmp_path, dp, task, packing), 2)

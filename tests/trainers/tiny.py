@@ -127,12 +127,12 @@ class TinyEngine:
         return ParameterReport(n, n, 4 * n, 4 * n, 8 * n, n - VOCAB * 16)
 
 
-def batch(length: int, labelled: int, seed: int = 0, width: int | None = None) -> Batch:
-    """One row of `length` tokens, the first `labelled` of which carry a label, padded to `width`."""
+def batch(length: int, labeled: int, seed: int = 0, width: int | None = None) -> Batch:
+    """One row of `length` tokens, the first `labeled` of which carry a label, padded to `width`."""
     width = width or length
     ids = torch.randint(0, VOCAB, (1, width), generator=torch.Generator().manual_seed(seed))
     at = torch.arange(width)[None]
-    return Batch(ids, (ids * 5 + 3) % VOCAB, (at < labelled).float(), at.clone(), at < length)
+    return Batch(ids, (ids * 5 + 3) % VOCAB, (at < labeled).float(), at.clone(), at < length)
 
 
 class TinySource:

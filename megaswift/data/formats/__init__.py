@@ -85,7 +85,7 @@ def known_formats(task: str) -> str:
     return "; ".join(f"{f.name}: {f.columns()}" for f in _ordered(FORMATS) if task in f.tasks)
 
 
-def recognise(row: Row, task: str) -> Format:
+def recognize(row: Row, task: str) -> Format:
     """The format of a row; RowError that lists the known ones when its columns fit none."""
     present = {k for k, v in row.items() if v is not None}
     fitting = _ordered(
@@ -152,6 +152,6 @@ def _fits(new: str, value: Any) -> bool:
 
 def sample_of(row: Row, task: str) -> Sample:
     """The sample of a row, for a task whose formats give one."""
-    sample = recognise(row, task).parse(row)
+    sample = recognize(row, task).parse(row)
     assert isinstance(sample, Sample)
     return sample

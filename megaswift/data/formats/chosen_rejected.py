@@ -58,8 +58,8 @@ def parse(row: Row) -> PreferenceExample:
     )
 
 
-def parse_labelled(row: Row) -> PreferenceExample:
-    """A labelled completion."""
+def parse_labeled(row: Row) -> PreferenceExample:
+    """A labeled completion."""
     prompt, answer = text_or_messages(row, "prompt"), text_or_messages(row, "completion")
     if isinstance(prompt, str) and isinstance(answer, str):
         plain_row(row)
@@ -85,7 +85,7 @@ FORMATS.register(
     Format(
         "prompt, completion, label",
         ("prompt", "completion", "label"),
-        parse_labelled,
+        parse_labeled,
         ("tools", "system"),
         EXAMPLES,
         rank=-3,

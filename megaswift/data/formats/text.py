@@ -7,7 +7,7 @@ from megaswift.data.sample import Sample, text_in_column
 
 
 def parse(row: Row) -> Sample:
-    """The document as it is; the end-of-text token is added when it is tokenised."""
+    """The document as it is; the end-of-text token is added when it is tokenized."""
     return Sample(text=text_in_column(row, "text"))
 
 

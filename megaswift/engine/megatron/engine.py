@@ -72,7 +72,7 @@ class MegatronEngine:
         self.config = transformer_config(spec, cfg, self.layout, self.impl)
         self.plan = WeightPlan(family_of(spec.hf_config), spec)
         adapters = plan_adapters(cfg.lora, self.plan) if cfg.model.train_type != "full" else None
-        if adapters and self.config.quantised:
+        if adapters and self.config.quantized:
             family, layout = self.plan.family, self.layout
             if unfit := four_bits.four_bit_problems(
                 family, spec, layout.tp, layout.etp

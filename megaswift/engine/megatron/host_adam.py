@@ -40,7 +40,7 @@ class HostAdam(torch.optim.AdamW):
         host_adam.param_groups = optimizer.param_groups
         return host_adam
 
-    def materialise(self, p: Tensor) -> dict[str, Tensor]:
+    def materialize(self, p: Tensor) -> dict[str, Tensor]:
         """The state of `p`; zeros before its first step. Not pinned: only gradients and weights travel."""
         state = self.state[p]
         if "exp_avg" not in state:
@@ -61,7 +61,7 @@ class HostAdam(torch.optim.AdamW):
 
     def _update(self, p: Tensor, group: dict[str, Any], buffers: tuple[Tensor, Tensor]) -> None:
         """Copies from and to a device wait for their end here, so the two buffers serve every chunk."""
-        state = self.materialise(p)
+        state = self.materialize(p)
         flat, gradients = p.view(-1), p.grad.reshape(-1)  # type: ignore[union-attr]
         first, second = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
         for start in range(0, p.numel(), CHUNK):
@@ -117,4 +117,4 @@ def init_state(optimizer: HostAdam, config: Any = None) -> None:
     weights."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            optimizer.materialise(p)
+            optimizer.materialize(p)

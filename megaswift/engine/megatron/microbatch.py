@@ -26,7 +26,7 @@ class MicrobatchInputs:
     positions: Tensor
     """int64 [b or 1, s / cp]; one row where all rows have the same positions."""
     labels: Tensor
-    labelled: Tensor
+    labeled: Tensor
     """bool: whether the label's weight is not 0."""
     padding: Tensor
     """bool: True on padding."""
@@ -78,7 +78,7 @@ def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, im
         input_ids=cut(batch.input_ids),
         positions=cut(positions),
         labels=cut(batch.labels),
-        labelled=cut(batch.loss_weights) != 0,
+        labeled=cut(batch.loss_weights) != 0,
         padding=~cut(batch.valid),
         rows=layout,
         index=index.to(device),

@@ -153,7 +153,7 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     # pass
     config.use_te_activation_func = impl == "torch" and config.gated_linear_unit and config.activation_func in GATED
     config.features = spec.features
-    config.quantised = cfg.model.train_type == "qlora"
+    config.quantized = cfg.model.train_type == "qlora"
     config.rope_factor = rope_factor
     _yarn(config, rope_factor)
     return config

@@ -1,6 +1,6 @@
 """Process groups and random states of a run. Several engines (policy, critic, reward model) may live on one context.
 
-Owns initialisation and tear-down of torch.distributed and of Megatron-Core's groups for a `Layout`; what runs on them
+Owns initialization and tear-down of torch.distributed and of Megatron-Core's groups for a `Layout`; what runs on them
 is not here.
 """
 

@@ -47,7 +47,7 @@ def canonical_name(name: str, chunk: SwiftGPT, spec: ModelSpec, context: Paralle
 
 
 def _mark(parameter: nn.Parameter, entry: PlanEntry) -> None:
-    """Tell Megatron how a parameter is spread: its initialisers do in part, which we do not run.
+    """Tell Megatron how a parameter is spread: its initializers do in part, which we do not run.
 
     Without the shard mark the gradient norm counts tensor-parallel rank 0 only, and every rank clips too little, in
     silence. `allreduce` False means: replicas are the expert-data-parallel group's. Megatron-Core (0.16 to 0.19) sets
@@ -67,7 +67,7 @@ def _mark(parameter: nn.Parameter, entry: PlanEntry) -> None:
 
 @dataclass(frozen=True)
 class LocalParam:
-    """A parameter, buffer or quantised matrix of this rank and its entry in the weight plan."""
+    """A parameter, buffer or quantized matrix of this rank and its entry in the weight plan."""
 
     entry: PlanEntry
     owner: nn.Module
@@ -81,9 +81,9 @@ class LocalParam:
 
     @property
     def tensor(self) -> Tensor:
-        """The parameter or buffer; of a quantised matrix its values, a copy."""
+        """The parameter or buffer; of a quantized matrix its values, a copy."""
         value = self.held
-        return value.dequantised() if isinstance(value, NF4Matrix) else value
+        return value.dequantized() if isinstance(value, NF4Matrix) else value
 
 
 class RankWeights:
@@ -108,7 +108,7 @@ class RankWeights:
             for name, module in chunk.named_modules():
                 if isinstance(module, NF4Matrix):
                     self._place(plan.by_megatron[canonical_name(name, chunk, spec, context)], chunk, name)
-            for p in self.placed if chunk.config.quantised else ():
+            for p in self.placed if chunk.config.quantized else ():
                 assert isinstance(p.held, NF4Matrix) == four_bits.is_four_bit_weight(p.entry.rule), (
                     f"{p.entry.megatron} is not held as it should be"
                 )
@@ -227,7 +227,7 @@ class RandomSource:
     """Stands where Hugging Face files would: each tensor from its own seed, so that no layout changes a weight.
 
     Norms are 1 (0 where a norm multiplies by 1 + weight), biases 0 but for a router's, a padding token's embedding 0,
-    all else normal(0, initializer_range), as transformers initialises these families.
+    all else normal(0, initializer_range), as transformers initializes these families.
     """
 
     def __init__(self, plan: WeightPlan, spec: ModelSpec, seed: int) -> None:

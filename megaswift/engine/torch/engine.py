@@ -1,7 +1,7 @@
 """The engine for models that need no model parallelism: any transformers model under DDP, FSDP2 or ZeRO, behind the
 engine protocol.
 
-Owns the order in which the parts are built and used. The losses, their normalisers and what is reported are the native
+Owns the order in which the parts are built and used. The losses, their normalizers and what is reported are the native
 engine's.
 """
 

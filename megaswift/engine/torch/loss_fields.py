@@ -1,4 +1,4 @@
-"""The fields that losses read (log-probabilities, ...) from the logits of labelled positions: the plain counterpart of
+"""The fields that losses read (log-probabilities, ...) from the logits of labeled positions: the plain counterpart of
 `engine/megatron/layers/vocab_head.py`."""
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ def fields_of(logits: Tensor, labels: Tensor, needs: Needs) -> Tensor:
     scaled = logits.float()
     if needs.temperature != 1.0:
         scaled = scaled / needs.temperature
-    normaliser = scaled.logsumexp(-1)
+    normalizer = scaled.logsumexp(-1)
     values: dict[str, Tensor] = {}
     if "logprobs" in needs.fields:
-        values["logprobs"] = scaled.gather(-1, labels[..., None]).squeeze(-1) - normaliser
+        values["logprobs"] = scaled.gather(-1, labels[..., None]).squeeze(-1) - normalizer
     if "entropy" in needs.fields:
-        log_p = scaled - normaliser[..., None]
+        log_p = scaled - normalizer[..., None]
         values["entropy"] = -(log_p.exp() * log_p).sum(-1)
     if "logsumexp" in needs.fields:
-        values["logsumexp"] = normaliser
+        values["logsumexp"] = normalizer
     if "correct" in needs.fields:
         values["correct"] = (scaled.detach().argmax(-1) == labels).float()
     if "mean_logit" in needs.fields:
         values["mean_logit"] = scaled.mean(-1)
     if "log_sum_sq" in needs.fields:
-        values["log_sum_sq"] = (2 * (scaled - normaliser[..., None])).logsumexp(-1)
+        values["log_sum_sq"] = (2 * (scaled - normalizer[..., None])).logsumexp(-1)
     return torch.stack([values[name] for name in needs.names])
 
 
@@ -52,31 +52,31 @@ class FieldsModel(nn.Module):
         """It takes positions; models without any (state spaces, ALiBi) do not."""
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor | None, labels: Tensor, labelled: Tensor, extra: dict[str, Any]
+        self, input_ids: Tensor, positions: Tensor | None, labels: Tensor, labeled: Tensor, extra: dict[str, Any]
     ) -> Tensor:
-        """float32 [f, b, s], 0 where `labelled` is False. Only columns with a label go through the head, where the
+        """float32 [f, b, s], 0 where `labeled` is False. Only columns with a label go through the head, where the
         model can choose.
 
         No attention mask: rows are padded on the right, where causal attention does not look, and transformers tells
         packed documents by their positions. Rows of one document get none: a model counts for itself, not all from 0.
         """
-        columns = labelled.any(0).nonzero().squeeze(1)
+        columns = labeled.any(0).nonzero().squeeze(1)
         if columns.numel() == 0:
             columns = columns.new_zeros(1)  # every rank goes through every layer
         placed = {"position_ids": positions} if self.placed and positions is not None else {}
         inputs = {"input_ids": input_ids, **placed, **extra}
         if self.needs.head:
-            return self._values(columns, labelled, inputs)
+            return self._values(columns, labeled, inputs)
         chosen: dict[str, Any] = {"logits_to_keep": columns} if self.chooses else {}
         logits = self.model(use_cache=False, **inputs, **chosen).logits
         if not self.chooses:
             logits = logits[:, columns]
-        values = fields_of(logits, labels[:, columns], self.needs) * labelled[:, columns]
+        values = fields_of(logits, labels[:, columns], self.needs) * labeled[:, columns]
         return values.new_zeros(values.shape[0], *labels.shape).index_copy(2, columns, values)
 
-    def _values(self, columns: Tensor, labelled: Tensor, inputs: dict[str, Any]) -> Tensor:
+    def _values(self, columns: Tensor, labeled: Tensor, inputs: dict[str, Any]) -> Tensor:
         """float32 [1, b, s] of a model with a scalar head; transformers' own forward pass gives one number a row."""
         model: Any = base_model(self.model)
         hidden = model.base_model(use_cache=False, **inputs).last_hidden_state
-        values = model.score(hidden[:, columns]).float().squeeze(-1) * labelled[:, columns]
-        return values.new_zeros(1, *labelled.shape).index_copy(2, columns, values[None])
+        values = model.score(hidden[:, columns]).float().squeeze(-1) * labeled[:, columns]
+        return values.new_zeros(1, *labeled.shape).index_copy(2, columns, values[None])

@@ -1,7 +1,7 @@
 """Weights with the adapters of PEFT merged in, of a model that trains on: what rollouts sample from.
 
 The model itself is not touched. Its adapted layers exist a second time without memory; when weights are asked for, one
-layer after the other gets its whole tensors, and PEFT merges it. bitsandbytes would quantise the sum again, so a layer
+layer after the other gets its whole tensors, and PEFT merges it. bitsandbytes would quantize the sum again, so a layer
 in few bits is made plain here.
 """
 
@@ -103,7 +103,7 @@ class AdapterMerging:
         return [*self.plain, *self.packed, *self.adapted]
 
     def buffers(self, bare: nn.Module) -> dict[str, Tensor]:
-        """What a checkpoint of the model holds that is no parameter, and no part of an adapter or of quantised
+        """What a checkpoint of the model holds that is no parameter, and no part of an adapter or of quantized
         weights."""
         own_buffers = {name for name, _ in bare.named_buffers()}
         return {
@@ -141,8 +141,8 @@ def merging_of(fields: FieldsModel) -> AdapterMerging:
                 raise ConfigError(
                     Problem(
                         "--adapters",
-                        "is not plain LoRA, the only kind that can be merged into quantised weights",
-                        "the unquantised model",
+                        "is not plain LoRA, the only kind that can be merged into quantized weights",
+                        "the unquantized model",
                     )
                 )
             merging.packed[place] = PackedWeight(module, adapter)

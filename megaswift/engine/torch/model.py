@@ -38,7 +38,7 @@ ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfuse
 def build_model(
     folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool
 ) -> nn.Module:
-    """The model in float32 on the CPU, with the folder's weights (and `quantised.loading`), random ones (all ranks the
+    """The model in float32 on the CPU, with the folder's weights (and `quantized.loading`), random ones (all ranks the
     same), or empty."""
     from transformers import (
         AutoConfig,

@@ -1,6 +1,6 @@
-"""Frozen quantised weights: how transformers loads them, how many parameters they hold, how many bytes they take.
+"""Frozen quantized weights: how transformers loads them, how many parameters they hold, how many bytes they take.
 
-PEFT's preparation for training over them casts what stays unquantised to float32 and freezes it. Here models are loaded
+PEFT's preparation for training over them casts what stays unquantized to float32 and freezes it. Here models are loaded
 in float32, and PEFT freezes what is no adapter; checkpointed layers are not re-entrant, so inputs need no gradient.
 Nothing of it is left to do.
 """
@@ -18,14 +18,14 @@ from megaswift.bridge.bits_and_bytes import bitsandbytes_config
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import bits_of
 from megaswift.families.family import read_config
-from megaswift.families.served_quantization import DEQUANTISED, quant_method, quantization_config_of
+from megaswift.families.served_quantization import DEQUANTIZED, quant_method, quantization_config_of
 
 
 def loading_arguments(folder: Path, cfg: SwiftConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """What `from_pretrained` is told beside the precision of plain weights; `dtype`: of the run's products."""
     config, bits = read_config(folder), bits_of(cfg)
     method = quant_method(config)
-    if method in DEQUANTISED:
+    if method in DEQUANTIZED:
         from transformers.quantizers import AutoQuantizationConfig
 
         return {
@@ -45,8 +45,8 @@ def loading_arguments(folder: Path, cfg: SwiftConfig, device: torch.device, dtyp
 
 
 def whole_floats(model: nn.Module, folder: Path) -> nn.Module:
-    """The model in float32 where transformers dequantised it, into the dtype that config.json names."""
-    if quant_method(read_config(folder)) in DEQUANTISED:
+    """The model in float32 where transformers dequantized it, into the dtype that config.json names."""
+    if quant_method(read_config(folder)) in DEQUANTIZED:
         for parameter in model.parameters():
             parameter.data = parameter.data.float()
     return model
@@ -82,7 +82,7 @@ def elements(parameter: Tensor) -> int:
 
 
 def scale_bytes(parameter: Tensor) -> int:
-    """Bytes of the scales beside a quantised parameter."""
+    """Bytes of the scales beside a quantized parameter."""
     state, rows = getattr(parameter, "quant_state", None), getattr(parameter, "SCB", None)
     tensors = [rows] if isinstance(rows, Tensor) else []
     while state is not None:

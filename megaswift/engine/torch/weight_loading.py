@@ -60,7 +60,7 @@ def start_from_files(directory: Path, engine: TorchEngine) -> WeightStart:
         return WeightStart(_prepare(directory, engine, weights=True))
     if not meta_first:
         rule = (
-            "is a checkpoint; adapters initialised from weights, quantised weights and models with custom code need a "
+            "is a checkpoint; adapters initialized from weights, quantized weights and models with custom code need a "
             "Hugging Face folder"
         )
         fix = f"megaswift convert megatron-to-hf {cfg.model.model} DST, then --model DST"

@@ -47,7 +47,7 @@ _OPTIMIZERS = {
 
 
 class ZeroStrategy:
-    """A module, its gradients and its optimizer under DeepSpeed. torch.distributed is initialised, over the world,
+    """A module, its gradients and its optimizer under DeepSpeed. torch.distributed is initialized, over the world,
     before.
 
     `config`: a DeepSpeed configuration without "auto" (`megaswift.config.deepspeed_json.fill`).

@@ -80,7 +80,7 @@ class TransformersSampler:
         """Whether all weights are loaded."""
 
     def wake(self) -> None:
-        """Allocates uninitialised storage for the weights and moves buffers to the device."""
+        """Allocates uninitialized storage for the weights and moves buffers to the device."""
         meta_init.allocate_storage(self.model.parameters(), self.device)
         for module in self.model.modules():
             for name, buffer in module._buffers.items():

@@ -57,7 +57,7 @@ def merged_because(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
         ),
         (
             read_config(folder).get(FIELD),
-            "the model's weights are stored quantised, and samplers compute with them in their own way",
+            "the model's weights are stored quantized, and samplers compute with them in their own way",
         ),
         (told.get("use_dora", cfg.lora.use_dora), "DoRA changes the lengths of weights"),
         (told.get("modules_to_save", cfg.lora.modules_to_save), "modules_to_save are no adapters"),

@@ -75,7 +75,7 @@ class Generation:
         """Whether this rank gives a sampler its weights; of samplers that are one, the first does."""
         return self.sampler is not None and (self.at.dp == 0 or not self.sampler.shared)
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """The samplers get what the engine has: all weights, or what of them changes. Collective."""
         if self.adapters is not None:
             self.send_adapters(self.adapters)

@@ -73,7 +73,7 @@ class RolloutScheduler:
     def begin(self, number: int, timed: Timed) -> None:
         """Draws the next generation by the weights as they are, in the background. Collective."""
         with timed("weight sync"):
-            self.generation.synchronise()
+            self.generation.synchronize()
         before, prompts = self.prompts.state_dict(), self.take()
         share = self._thread.submit(self.generation.share, prompts, number, self.greedy_every)
         self.ahead = PendingDraw(before, prompts, number, share)
@@ -123,7 +123,7 @@ class RolloutScheduler:
                 other.offload(self.leaves)
             policy.offload(self.leaves - {"model"})
         if self.sleeps or not again:
-            self.generation.synchronise()
+            self.generation.synchronize()
         if "model" in self.leaves:
             policy.offload(frozenset({"model"}))
 

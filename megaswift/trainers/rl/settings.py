@@ -50,7 +50,7 @@ class RlSettings:
     """The sampler's log-probabilities are those of the old policy."""
     loss_type: str = "dapo"
     each_reward: bool = False
-    """Rewards are normalised one by one (GDPO), so that a group has a spread where any of them has."""
+    """Rewards are normalized one by one (GDPO), so that a group has a spread where any of them has."""
 
     @property
     def draws(self) -> int:

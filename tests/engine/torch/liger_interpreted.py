@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from triton.runtime import interpreter
 
 from megaswift.engine.torch import liger
-from tests.parity.models import config, randomise
+from tests.parity.models import config, randomize
 
 _plain = interpreter._implicit_cvt
 
@@ -53,7 +53,7 @@ def main(variant: str) -> dict[str, Any]:
     """Of the logits, and of the gradients as a share of each tensor's largest value; which kernels ran."""
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(config(variant), dtype=torch.float32)
-    randomise(plain, 3)
+    randomize(plain, 3)
     fast = copy.deepcopy(plain)
     liger.apply_liger(fast)
     ids = torch.randint(3, 60, (2, 9))

@@ -30,7 +30,7 @@ from megaswift.losses.contract import Batch
 from tests.engine.torch.adapter_ranks import CASE, Run, far, model_of, plain
 from tests.engine.torch.other_models import APART, ENCODERS, KINDS, MIXING, POSITIONS, config_of, write
 from tests.parity.cases import parse
-from tests.parity.models import VARIANTS, VOCAB, config, randomise
+from tests.parity.models import VARIANTS, VOCAB, config, randomize
 from tests.parity.pool import Pool
 
 GO = "tests.engine.torch.adapter_ranks:go"
@@ -102,7 +102,7 @@ def test_families_separate_packed_documents_too(variant: str) -> None:
     """Whatever transformers' class does: those that mix are asked before they train, the others need not be."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(variant), dtype=torch.float32).eval()
-    randomise(model, 3)
+    randomize(model, 3)
     engine, drawn = FieldsModel(model), torch.Generator().manual_seed(2)
     docs = [torch.randint(3, VOCAB, (n,), generator=drawn) for n in (9, 14, 6)]
     together = fields(engine, causality_check.single_row_batch(*docs))[0].split([len(ids) for ids in docs])

@@ -111,7 +111,7 @@ def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{"train_type": "lora", "use_dora": True}, {"train_type": "qlora"}, {"train_type": "vera"}]
 )
-def test_adapters_initialised_from_weights_refuse_a_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_initialized_from_weights_refuse_a_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
     """DoRA's magnitudes would be those of an empty model."""
     hf_to_megatron(build("dense", tmp_path / "m"), tmp_path / "c")
     folder = tmp_path / "c" / "model"

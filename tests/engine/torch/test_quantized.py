@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megaswift.config.peft_methods import METHODS
-from tests.bridge.quantise import quantise_fp8
+from tests.bridge.quantize import quantize_fp8
 from tests.engine.torch.adapter_ranks import Run, adapted, far, model_of, orthogonal, plain, saved
 from tests.engine.torch.test_adapters import GO, SETTINGS, config_of, merged
 from tests.parity.pool import Pool
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.process
 
 
 def loaded(folder: Path, **bits: Any) -> Any:
-    """As PEFT's documentation has it: quantised, then prepared."""
+    """As PEFT's documentation has it: quantized, then prepared."""
     import peft
     from transformers import BitsAndBytesConfig
 
@@ -88,7 +88,7 @@ def test_qlora_equals_peft_on_bitsandbytes(
 
 @pytest.mark.slow
 def test_sizes_on_the_screen(pool: Pool, dense: Path) -> None:
-    """The same number of parameters as without quantisation; weights in bytes as bitsandbytes counts them."""
+    """The same number of parameters as without quantization; weights in bytes as bitsandbytes counts them."""
     ranks = {
         kind: pool.run(GO, Run(dense, {"engine": "ddp", "train_type": kind, **SETTINGS["lora"][0]}, last=0), 1)[0]
         for kind in ("lora", "qlora")
@@ -114,10 +114,10 @@ def test_other_adapters_over_few_bits(name: str, bits: int, pool: Pool, dense: P
 
 @pytest.mark.slow
 def test_lora_on_a_folder_in_fp8(pool: Pool, dense: Path, tmp_path: Path) -> None:
-    """Dequantised by transformers while it is loaded, as plain weights of these values would be."""
+    """Dequantized by transformers while it is loaded, as plain weights of these values would be."""
     from transformers import FineGrainedFP8Config
 
-    folder = quantise_fp8(Path(shutil.copytree(dense, tmp_path / "fp8")), (8, 16))
+    folder = quantize_fp8(Path(shutil.copytree(dense, tmp_path / "fp8")), (8, 16))
     got = pool.run(GO, Run(folder, {"engine": "ddp", "train_type": "lora", **SETTINGS["lora"][0]}), 2)[0]
     model = torch.nn.Module.float(model_of(folder, quantization_config=FineGrainedFP8Config(dequantize=True)))
     want = plain(adapted(model, config_of("lora")))

@@ -116,13 +116,13 @@ class Samples:
 
     def __init__(self) -> None:
         self.engine = Engine()
-        self.synchronised, self.asked = 0, list[int]()
+        self.synchronized, self.asked = 0, list[int]()
         self.until: Callable[[], object] = bool
         """What a share waits for."""
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Counts."""
-        self.synchronised += 1
+        self.synchronized += 1
 
     def own(self, count: int, group: int = 1) -> range:
         """All."""

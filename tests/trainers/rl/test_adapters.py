@@ -76,7 +76,7 @@ def test_weights_in_few_bits_are_merged(dense: ModelSpec, tmp_path: Path) -> Non
     stored = model(
         tmp_path, {**dense.hf_config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     )
-    assert "stored quantised" in why({}, stored, tmp_path)
+    assert "stored quantized" in why({}, stored, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_grpo_is_trl_s(grpo: Any, scale: str) -> None:
     assert_same(ours(made, TWO, WEIGHTS), wanted)
 
 
-def test_normalised_first_is_trl_s(grpo: Any) -> None:
+def test_normalized_first_is_trl_s(grpo: Any) -> None:
     wanted = theirs(grpo, TWO, WEIGHTS, multi_objective_aggregation="normalize_then_sum")
     made = estimator(
         multi_objective_aggregation="normalize_then_sum", reward_weights=WEIGHTS, reward_funcs=("format", "length")
@@ -342,17 +342,17 @@ def test_silent_completions_of_rewards_of_tokens() -> None:
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_reinforce_plus_plus_of_rewards_in_the_middle(beta: float) -> None:
-    """A token's return is what comes from it on; less the mean of its group's scores (without the KL), normalised over
+    """A token's return is what comes from it on; less the mean of its group's scores (without the KL), normalized over
     all tokens."""
     made = estimator(advantage_estimator="reinforce_plus_plus", beta=beta)
     found = made(by_token(), completed(values()))["advantages"]
     returns = [np.asarray([float(rewards[t:].sum()) for t in range(len(rewards))]) for rewards in at_tokens(beta)]
-    centred = []
+    centered = []
     for start in range(0, len(returns), GROUP):
         scores = [one.total for one in by_token()[start : start + GROUP]]
-        centred += [r - np.mean(scores) for r in returns[start : start + GROUP]]
-    every = np.concatenate(centred)
-    for mine, wanted in zip(found, centred, strict=True):
+        centered += [r - np.mean(scores) for r in returns[start : start + GROUP]]
+    every = np.concatenate(centered)
+    for mine, wanted in zip(found, centered, strict=True):
         assert mine == pytest.approx((wanted - every.mean()) / every.std(ddof=1), rel=1e-4, abs=1e-5)
 
 

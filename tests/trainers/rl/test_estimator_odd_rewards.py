@@ -35,11 +35,11 @@ def test_reinforce_plus_plus_has_one_answer_for_a_number_and_for_a_list(options:
         rewards[-1] += score
         n = len(rewards)
         wanted += [sum(gamma ** (k - t) * rewards[k] for k in range(t, n)) for t in range(n)]
-    normalised = (np.asarray(wanted) - np.mean(wanted)) / np.std(wanted, ddof=1)
-    assert np.concatenate(found) == pytest.approx(normalised, rel=1e-4, abs=1e-5)
+    normalized = (np.asarray(wanted) - np.mean(wanted)) / np.std(wanted, ddof=1)
+    assert np.concatenate(found) == pytest.approx(normalized, rel=1e-4, abs=1e-5)
 
 
-def test_an_environment_s_reward_is_one_more_of_those_normalised_first() -> None:
+def test_an_environment_s_reward_is_one_more_of_those_normalized_first() -> None:
     """Fewer weights than rewards: the environment's own has weight 1."""
     judged = [rollout(0.5 * t + e, a=t, environment=e) for t, e in zip(TOTALS, TWO["b"], strict=True)]
     made = estimator(multi_objective_aggregation="normalize_then_sum", reward_weights=(0.5,), environment="e.py:World")

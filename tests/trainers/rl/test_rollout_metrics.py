@@ -75,7 +75,7 @@ def test_spread() -> None:
     assert [has_spread(rollouts()[i : i + 2]) for i in (0, 2)] == [True, False]
 
 
-def test_a_spread_of_single_rewards_counts_where_they_are_normalised_one_by_one() -> None:
+def test_a_spread_of_single_rewards_counts_where_they_are_normalized_one_by_one() -> None:
     rewards = [{"first": 1.0, "second": 0.0}, {"first": 0.0, "second": 1.0}]
     group = [replace(rollouts()[0], rewards=r, total=1.0) for r in rewards]
     assert has_spread(group, each=True) and not has_spread(group) and not has_spread(group[:1] * 2, each=True)

@@ -27,7 +27,7 @@ FOUR = {"generation_batch_size": 16, "num_iterations": 2}
 def asked(made: RolloutSource) -> list[int]:
     """Generations that were sampled, and weights that were brought for them."""
     samples: Any = made.parts.drawing.generation
-    return [*samples.asked, samples.synchronised]
+    return [*samples.asked, samples.synchronized]
 
 
 def test_every_completion_is_trained_on_once_a_pass() -> None:
@@ -204,10 +204,10 @@ def test_the_sampler_s_log_probabilities_are_those_of_the_old_policy() -> None:
 def test_tokens_of_high_covariance_are_selected_over_the_whole_step() -> None:
     """By hand: log-probabilities are -token / 100, advantages those of the batch; the largest 4 of all tokens."""
     batches = source(loss_type="kl_cov", kl_cov_ratio=0.17).next()
-    labelled = [b.loss_weights != 0 for b in batches]
-    tokens = [float(t) for b, m in zip(batches, labelled, strict=True) for t in b.labels[m]]
-    advantages = [float(a) for b, m in zip(batches, labelled, strict=True) for a in b.fields["advantages"][m]]
-    selected = [bool(s) for b, m in zip(batches, labelled, strict=True) for s in b.fields["selected"][m]]
+    labeled = [b.loss_weights != 0 for b in batches]
+    tokens = [float(t) for b, m in zip(batches, labeled, strict=True) for t in b.labels[m]]
+    advantages = [float(a) for b, m in zip(batches, labeled, strict=True) for a in b.fields["advantages"][m]]
+    selected = [bool(s) for b, m in zip(batches, labeled, strict=True) for s in b.fields["selected"][m]]
     n = len(tokens)
     means = sum(tokens) / n, sum(advantages) / n
     covariances = [-(t - means[0]) * (a - means[1]) for t, a in zip(tokens, advantages, strict=True)]
@@ -215,7 +215,7 @@ def test_tokens_of_high_covariance_are_selected_over_the_whole_step() -> None:
     assert min(c for c, s in zip(covariances, selected, strict=True) if s) >= max(
         c for c, s in zip(covariances, selected, strict=True) if not s
     )
-    assert all(not b.fields["selected"][~m].any() for b, m in zip(batches, labelled, strict=True))
+    assert all(not b.fields["selected"][~m].any() for b, m in zip(batches, labeled, strict=True))
 
 
 REMAX = {"advantage_estimator": "remax"}

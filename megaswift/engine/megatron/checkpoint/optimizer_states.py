@@ -127,7 +127,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _initialise(part: MegatronOptimizer) -> None:
+def _initialize(part: MegatronOptimizer) -> None:
     """What Megatron-Core's `init_state_fn` does. That one calls `initialize_state(p)`, and Transformer Engine from 2.1
     on also asks whether main weights are kept as remainders."""
     inner = part.optimizer
@@ -148,7 +148,7 @@ def materialize_states(optimizer: MegatronOptimizer) -> None:
     for part in optimizer_parts(optimizer):
         inner = part.optimizer
         if part.init_state_fn is not None and part.config.optimizer == "adam":
-            _initialise(part)
+            _initialize(part)
         for group in inner.param_groups:
             for p in group["params"]:
                 if group.get("momentum", 0) and inner.state[p].get("momentum_buffer") is None:

@@ -1,4 +1,4 @@
-"""Linear layers whose frozen weight is held in NF4 and dequantised for each product, forward and backward; nothing of
+"""Linear layers whose frozen weight is held in NF4 and dequantized for each product, forward and backward; nothing of
 it is kept.
 
 Any of the torch layer spec's linear classes becomes such a layer: they all make their product in `_forward_impl`.
@@ -47,12 +47,12 @@ class NF4Matrix(nn.Module):
         return self
 
     def copy_(self, weight: Tensor) -> None:
-        """Take the values of a weight [out, in], quantised as they are: before any rounding to this layer's dtype."""
+        """Take the values of a weight [out, in], quantized as they are: before any rounding to this layer's dtype."""
         packed, absmax = nf4.nf4_quantize(weight.to(self.packed.device))
         self.packed.copy_(packed)
         self.absmax.copy_(absmax)
 
-    def dequantised(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """[out, in] in the dtype of the layer's products."""
         return nf4.nf4_dequantize(self.packed, self.absmax, self.dtype)
 
@@ -73,19 +73,19 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: NF4Matrix, group: dist.ProcessGroup | None) -> Tensor:
         ctx.weight, ctx.group = weight, group
-        return torch.matmul(x, weight.dequantised().t())
+        return torch.matmul(x, weight.dequantized().t())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         grad = grads[0].reshape(-1, grads[0].shape[-1])
-        x = grad.matmul(ctx.weight.dequantised()).view(*grads[0].shape[:-1], ctx.weight.shape[1])
+        x = grad.matmul(ctx.weight.dequantized()).view(*grads[0].shape[:-1], ctx.weight.shape[1])
         if ctx.group is not None:
             dist.all_reduce(x, group=ctx.group)
         return x, None, None
 
 
 class NF4Linear(nn.Module):
-    """What goes before a linear class among a quantised layer's bases: the parameter is given up as soon as it is
+    """What goes before a linear class among a quantized layer's bases: the parameter is given up as soon as it is
     made."""
 
     weight: Any
@@ -105,18 +105,18 @@ class NF4Linear(nn.Module):
 
 
 @functools.cache
-def _quantised_class(linear: Any) -> type:
+def _quantized_class(linear: Any) -> type:
     """The same layer with its weight in NF4."""
     return type(f"NF4{linear.__name__}", (NF4Linear, linear), {})
 
 
 def quantized_spec(spec: Any) -> Any:
-    """A layer spec in which every linear layer is a quantised one."""
+    """A layer spec in which every linear layer is a quantized one."""
     if isinstance(spec, ModuleSpec):
         return dataclasses.replace(spec, submodules=quantized_spec(spec.submodules))
     if isinstance(spec, type):
         linear: Any = spec
-        return _quantised_class(linear) if issubclass(linear, LINEAR) else linear
+        return _quantized_class(linear) if issubclass(linear, LINEAR) else linear
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         return dataclasses.replace(
             spec, **{f.name: quantized_spec(getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.init}

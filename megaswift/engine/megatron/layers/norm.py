@@ -16,12 +16,12 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, centered: bool = False) -> Tensor:
     """x / rms(x) * weight over the last dimension, in float32 (Zhang & Sennrich 2019, arXiv:1910.07467).
 
-    `centred`: times 1 + weight, the product rounded last, as Gemma does.
+    `centered`: times 1 + weight, the product rounded last, as Gemma does.
     """
-    if centred:
+    if centered:
         return (F.rms_norm(x.float(), (x.shape[-1],), None, eps) * (1.0 + weight.float())).to(x.dtype)
     if x.dtype == torch.float32:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -33,7 +33,7 @@ class TorchNorm(nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        self.eps, self.kind, self.centred = eps, config.normalization, config.layernorm_zero_centered_gamma
+        self.eps, self.kind, self.centered = eps, config.normalization, config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.bias = (
             nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype)) if self.kind == "LayerNorm" else None
@@ -44,7 +44,7 @@ class TorchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] to [..., h]."""
         if self.kind == "RMSNorm":
-            return rms_norm(x, self.weight, self.eps, self.centred)
+            return rms_norm(x, self.weight, self.eps, self.centered)
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
 
@@ -63,7 +63,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.eps, self.kind, self.centred = (
+        self.eps, self.kind, self.centered = (
             config.layernorm_epsilon,
             config.normalization,
             config.layernorm_zero_centered_gamma,
@@ -78,7 +78,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | None]:
         """(output, bias to be added later or None); for adapters ((output, normed input), bias)."""
         if self.kind == "RMSNorm":
-            normed = rms_norm(input_, self.layer_norm_weight, self.eps, self.centred)
+            normed = rms_norm(input_, self.layer_norm_weight, self.eps, self.centered)
         else:
             normed = F.layer_norm(input_, (input_.shape[-1],), self.layer_norm_weight, self.layer_norm_bias, self.eps)
         out, bias = super().forward(normed, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The output projections of attention and MLP in families that normalise or scale them before the residual addition.
+"""The output projections of attention and MLP in families that normalize or scale them before the residual addition.
 
 Owns the row-parallel product of such layers, for the torch layer spec; other families use Megatron-Core's own.
 """

@@ -1,4 +1,4 @@
-"""Rotary position embedding by position: the frequencies of Hugging Face's own initialisers, whatever the scaling.
+"""Rotary position embedding by position: the frequencies of Hugging Face's own initializers, whatever the scaling.
 
 Owns inverse frequencies and the module that stands in GPTModel's `rotary_pos_emb`. Angles come from each token's own
 position, so that packing and context parallelism need no case of their own.

@@ -58,7 +58,7 @@ class RoutingRule:
     """Groups that are left to choose from."""
     group_best: int = 0
     """How many of its best experts make a group's score: 1 in DeepSeek-V2, 2 in DeepSeek-V3, whatever top-k is."""
-    normalised: bool = False
+    normalized: bool = False
     scaling: float = 1.0
 
 
@@ -77,7 +77,7 @@ def choose_experts(logits: Tensor, how: RoutingRule, bias: Tensor | None) -> tup
         )
     picks = torch.zeros_like(ranked, dtype=torch.bool).scatter_(1, ranked.topk(how.topk, dim=-1).indices, True)
     weights = scores * picks
-    if how.normalised:
+    if how.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * how.scaling, picks
 
@@ -94,7 +94,7 @@ class BalancedRouter(TopKRouter):
     """Megatron's top-k router with our auxiliary losses, and `choose_experts` where Megatron's own choice is another.
 
     `scale` is set by the engine after the model is built. Megatron-Core adds up the best top-k / groups experts of a
-    group, and always normalises sigmoids.
+    group, and always normalizes sigmoids.
     """
 
     scale: AuxScale
@@ -104,14 +104,14 @@ class BalancedRouter(TopKRouter):
         self.scale = AuxScale()
         features, sigmoid = config.features, config.moe_router_score_function == "sigmoid"
         self.choice: RoutingRule | None = None
-        if features.router_group_best or (sigmoid and not features.router_normalised):
+        if features.router_group_best or (sigmoid and not features.router_normalized):
             self.choice = RoutingRule(
                 config.moe_router_score_function,
                 self.topk,
                 config.moe_router_num_groups or 1,
                 config.moe_router_group_topk or 1,
                 features.router_group_best,
-                sigmoid and features.router_normalised,
+                sigmoid and features.router_normalized,
                 config.moe_router_topk_scaling_factor or 1.0,
             )
 

@@ -158,7 +158,7 @@ def block_spec(config: TransformerConfig, impl: str, vp_stage: int | None, pp_ra
     layers = []
     for layer in range(offset, offset + count):
         moe = config.num_moe_experts is not None and (layer % freq == 0 if isinstance(freq, int) else bool(freq[layer]))
-        layers.append(quantized_spec(build(config, moe)) if config.quantised else build(config, moe))
+        layers.append(quantized_spec(build(config, moe)) if config.quantized else build(config, moe))
     if impl == "torch":
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
     from megatron.core.extensions.transformer_engine import TENorm

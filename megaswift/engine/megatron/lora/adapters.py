@@ -109,7 +109,7 @@ class RankAdapters:
             whole = value(p.adapter, p.half)
             p.tensor.copy_(p.adapter.take(p.half, whole, p.owner.ranks, p.owner.rank))
 
-    def initialise(self, seed: int) -> None:
+    def initialize(self, seed: int) -> None:
         """As PEFT: A uniform(-1/sqrt(in), 1/sqrt(in)), B zero, m the lengths of W's rows.
 
         From the seed and the name, so that no layout changes a number.
@@ -131,7 +131,7 @@ class RankAdapters:
         """After the base model's weights are there: the first adapters, new or from the folder to go on from."""
         self._keep_base()
         if cfg.adapters is None:
-            self.initialise(seed)
+            self.initialize(seed)
             return
         tensors = PeftFolder(cfg.adapters).read(self.plan)
         self.fill(adapter_values(tensors))

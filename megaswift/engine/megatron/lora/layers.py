@@ -231,7 +231,7 @@ def add_adapters(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def attach_adapters(layer: nn.Module, adapters: LayerAdapters) -> None:
-    """Put adapters on a layer; one that normalises or scales its product has a place for them before that."""
+    """Put adapters on a layer; one that normalizes or scales its product has a place for them before that."""
     layer.add_module(CHILD, adapters)
     adapters.weight = functools.partial(getattr, layer, "weight")
     if isinstance(layer, ResidualLinear):

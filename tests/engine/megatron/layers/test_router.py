@@ -43,15 +43,15 @@ def gate(model_type: str, **fields: Any) -> tuple[Any, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("groups, left", [(1, 1), (4, 2), (8, 4), (2, 1)])
-@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
-def test_biased_sigmoids(model_type: str, normalised: bool, groups: int, left: int) -> None:
+def test_biased_sigmoids(model_type: str, normalized: bool, groups: int, left: int) -> None:
     from megaswift.engine.megatron.layers.router import RoutingRule, choose_experts
 
     module, hidden, want = gate(
-        model_type, n_group=groups, topk_group=left, norm_topk_prob=normalised, routed_scaling_factor=2.5
+        model_type, n_group=groups, topk_group=left, norm_topk_prob=normalized, routed_scaling_factor=2.5
     )
-    how = RoutingRule("sigmoid", TOPK, groups, left, 2, normalised, 2.5)
+    how = RoutingRule("sigmoid", TOPK, groups, left, 2, normalized, 2.5)
     weights, chosen = choose_experts(hidden @ module.weight.T, how, module.e_score_correction_bias)
     torch.testing.assert_close(weights, want.detach(), rtol=1e-6, atol=1e-6)
     assert torch.equal(chosen, want != 0)

@@ -1,4 +1,4 @@
-"""Folders as quantising toolkits write them: FP8 with block scales, MXFP4. Written in plain torch, by the formats'
+"""Folders as quantizing toolkits write them: FP8 with block scales, MXFP4. Written in plain torch, by the formats'
 descriptions."""
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def fp8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 def is_linear(name: str, tensor: Tensor) -> bool:
-    """What such checkpoints quantise: projections, not embeddings, routers and norms."""
+    """What such checkpoints quantize: projections, not embeddings, routers and norms."""
     return tensor.dim() == 2 and name.endswith("_proj.weight")
 
 
-def quantise_fp8(folder: Path, block: tuple[int, int]) -> Path:
+def quantize_fp8(folder: Path, block: tuple[int, int]) -> Path:
     """The folder in place, its projections in FP8; the rest in bfloat16."""
     out: dict[str, Tensor] = {}
     for name, tensor in tensors_of(folder).items():
@@ -53,7 +53,7 @@ def fp8_config(block: tuple[int, int] | None) -> dict[str, Any]:
 
 
 def folder_of(folder: Path, tensors: dict[str, Tensor], quantization: dict[str, Any], dtype: str = "bfloat16") -> Path:
-    """A folder with just these tensors and a config.json that says how they are quantised."""
+    """A folder with just these tensors and a config.json that says how they are quantized."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"dtype": dtype, "quantization_config": quantization}))
     rewrite(folder, tensors)
@@ -80,7 +80,7 @@ def gpt_oss(folder: Path) -> Path:
     return folder
 
 
-def quantise_mxfp4(folder: Path) -> Path:
+def quantize_mxfp4(folder: Path) -> Path:
     """A gpt_oss folder in place, its experts [E, in, out] in MXFP4 with random values."""
     out: dict[str, Tensor] = {}
     for name, tensor in tensors_of(folder).items():
