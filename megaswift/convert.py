@@ -95,7 +95,7 @@ def to_megatron(argv: Sequence[str]) -> int:
 
     layout = {axis: value for axis in AXES if (value := getattr(args, axis)) is not None}
     options = ToMegatronOptions(layout, _dtype(args.dtype), overwrite=args.overwrite)
-    log.print_result(f"made {hf_to_megatron(args.source, args.target, options)}")
+    log.print_result(f"wrote {hf_to_megatron(args.source, args.target, options)}")
     return 0
 
 
@@ -111,7 +111,7 @@ def to_hf(argv: Sequence[str]) -> int:
     from megaswift.bridge.megatron_to_hf import MAX_SHARD_BYTES, ToHfOptions, megatron_to_hf
 
     options = ToHfOptions(_dtype(args.dtype), args.max_shard_size or MAX_SHARD_BYTES, args.overwrite)
-    log.print_result(f"made {megatron_to_hf(args.source, args.target, options)}")
+    log.print_result(f"wrote {megatron_to_hf(args.source, args.target, options)}")
     return 0
 
 
@@ -189,7 +189,7 @@ def merge_lora(argv: Sequence[str]) -> int:
     from megaswift.bridge.merge import merge_folders
 
     shard = args.max_shard_size or MAX_SHARD_BYTES
-    log.print_result(f"made {merge_folders(args.base, args.adapter, args.target, shard, args.overwrite)}")
+    log.print_result(f"wrote {merge_folders(args.base, args.adapter, args.target, shard, args.overwrite)}")
     return 0
 
 

@@ -89,7 +89,7 @@ def _tensors(a: ComparedWeights, b: ComparedWeights, options: argparse.Namespace
     for key, value_a, value_b in settings or ():
         print(f"config.json: {key} is {value_a!r} in A and {value_b!r} in B")
     if settings is None:
-        print("config.json: not compared: not both sides have one of a supported model family")
+        print("config.json: not compared: both sides need one of a supported model family")
     print(f"{len(rows)} tensors: " + ", ".join(f"{counts[status]} {status}" for status in TOLD if counts[status]))
     facts |= {
         "dtype": str(dtype).removeprefix("torch.") if dtype else None,

@@ -272,7 +272,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=2, help="prompts a step")
     parser.add_argument("--generations", type=int, default=8, help="completions of each")
     parser.add_argument("--prompt_length", type=int, default=64, help="tokens of a prompt")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a completion")
+    parser.add_argument("--length", type=int, default=64, help="tokens per completion")
     return parser
 
 

@@ -253,7 +253,7 @@ class AdapterPlan:
         for adapter in self.adapters:
             pieces = adapter.entry.pieces(ShardSpec())
             plain = all(not p.at and not p.transposed and p.stride == 1 for p in pieces)
-            assert plain or adapter.projection.stack, f"{adapter.module} is no plain matrix"
+            assert plain or adapter.projection.stack, f"{adapter.module} is not a plain matrix"
             self.by_layer.setdefault(adapter.projection.megatron, []).append(adapter)
         self.by_module: dict[str, Adapter] = {a.module: a for a in self.adapters}
         self.by_weight: dict[str, list[Adapter]] = {}

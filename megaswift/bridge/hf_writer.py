@@ -166,7 +166,7 @@ class HfWriter:
         """Write one tensor, cast to the dtype it was announced with."""
         meta = self.tensors[name]
         assert name not in self._written, f"{name} is written twice"
-        assert tuple(tensor.shape) == meta.shape, f"{name} has shape {tuple(tensor.shape)}, announced was {meta.shape}"
+        assert tuple(tensor.shape) == meta.shape, f"{name} has shape {tuple(tensor.shape)}, expected {meta.shape}"
         data = bytes_view(tensor.detach().to(device="cpu", dtype=meta.dtype).contiguous())
         file = self._file_of[name]
         try:
@@ -178,7 +178,7 @@ class HfWriter:
         except OSError as error:
             self.abort()
             raise CheckpointError(
-                Problem(str(self.directory), f"cannot be written: {error}; nothing was left there")
+                Problem(str(self.directory), f"cannot be written: {error}; the incomplete files were removed")
             ) from None
         self._written.add(name)
 

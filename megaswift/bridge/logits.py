@@ -67,21 +67,21 @@ def prompts_from_file(path: Path, tokenizer_of: Path, trust: bool) -> list[Probe
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            Problem(f"--prompts {path}", f"cannot be read: {error}", "a text file with one prompt a line")
+            Problem(f"--prompts {path}", f"cannot be read: {error}", "a text file with one prompt per line")
         ) from None
     if not lines:
         raise ConfigError(
-            Problem(f"--prompts {path}", "has no prompts", "one prompt a line: text, or token ids like [1, 2, 3]")
+            Problem(f"--prompts {path}", "has no prompts", "one prompt per line: text, or token ids like [1, 2, 3]")
         )
     tokenizer: Any = None
     prompts = []
     for number, line in enumerate(lines, 1):
         ids = _token_ids(line)
         if ids is None:
-            tokenizer = tokenizer or load_tokenizer(tokenizer_of, trust, "token ids in the file of prompts")
+            tokenizer = tokenizer or load_tokenizer(tokenizer_of, trust, "token ids in the prompt file")
             ids = tuple(tokenizer(line)["input_ids"])
         if not ids:
-            raise ConfigError(Problem(f"--prompts {path}:{number}", "is a prompt without tokens"))
+            raise ConfigError(Problem(f"--prompts {path}:{number}", "the prompt has no tokens"))
         prompts.append(ProbePrompt(f"{path.name}:{number}", ids))
     return prompts
 

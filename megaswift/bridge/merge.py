@@ -104,7 +104,7 @@ def merge_folders(
             raise WeightsError(
                 Problem(
                     str(base),
-                    "is a checkpoint, and PEFT merges these adapters into a Hugging Face folder",
+                    "is a checkpoint, but PEFT can merge these adapters only into a Hugging Face folder",
                     f"megaswift convert megatron-to-hf {base} DIR, then merge into DIR",
                 )
             )
@@ -119,9 +119,7 @@ def merge_folders(
     folder = PeftFolder(adapter)
     plan = folder.plan(weights)
     if scored and NEW not in plan.saved:
-        raise WeightsError(
-            Problem(str(adapter), f"has no {NEW}, the head of the reward model that it is for", "adapters of task rm")
-        )
+        raise WeightsError(Problem(str(adapter), f"has no {NEW}, the head of the reward model", "adapters of task rm"))
     tensors = folder.read(plan)
     ignored_names = set(ignored) if scored else set()  # the vocabulary's head
     metas = {

@@ -57,7 +57,7 @@ def _bands(shape: tuple[int, ...], device: torch.device) -> Iterator[slice]:
 def nf4_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[out, in] to (two values a byte, uint8 [out, in / 2]; largest magnitudes, float32 [out, in / 64])."""
     out, width = weight.shape
-    assert width % BLOCK == 0, f"rows of {width} are no multiple of {BLOCK}"
+    assert width % BLOCK == 0, f"rows of {width} are not a multiple of {BLOCK}"
     packed = torch.empty(out, width // 2, dtype=torch.uint8, device=weight.device)
     absmax = torch.empty(out, width // BLOCK, dtype=torch.float32, device=weight.device)
     for rows in _bands((out, width), weight.device):

@@ -40,7 +40,7 @@ def peft_config(cfg: SwiftConfig, task: str = "CAUSAL_LM") -> Any:
     try:
         return kind(**fields, **_where(cfg, task))
     except (ValueError, TypeError) as error:
-        raise ConfigError(Problem(label, f"PEFT says: {first_line(error)}")) from None
+        raise ConfigError(Problem(label, f"PEFT rejects it: {first_line(error)}")) from None
 
 
 def _where(cfg: SwiftConfig, task: str) -> dict[str, Any]:

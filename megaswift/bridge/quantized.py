@@ -212,7 +212,7 @@ def mxfp4_weights(stored: HfSource, problems: list[Problem]) -> Iterator[tuple[s
             problems.append(_wrong(stored, blocks, rule))
         elif stored.shape(scales) != shape[:-1] or stored.dtype_name(scales) != "U8":
             rule = (
-                f"is {stored.dtype_name(scales)} {list(stored.shape(scales))}; {blocks} asks for U8 {list(shape[:-1])}"
+                f"is {stored.dtype_name(scales)} {list(stored.shape(scales))}; {blocks} requires U8 {list(shape[:-1])}"
             )
             problems.append(_wrong(stored, scales, rule))
         else:

@@ -57,7 +57,7 @@ class _Tables(pickle.Unpickler):
         if (module, name) in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
-            f"holds {module}.{name}, which is not part of an index of torch.distributed.checkpoint"
+            f"contains {module}.{name}, which is not part of an index of torch.distributed.checkpoint"
         )
 
 

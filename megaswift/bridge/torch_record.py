@@ -160,7 +160,7 @@ class _Facts(pickle.Unpickler):
         )
         if isinstance(resolved, torch.dtype) or resolved is UntypedStorage or resolved in _TYPED.values():
             return resolved
-        raise pickle.UnpicklingError(f"holds {module}.{name}, which is not part of a tensor")
+        raise pickle.UnpicklingError(f"contains {module}.{name}, which is not part of a tensor")
 
     def persistent_load(self, pid: Any) -> Any:
         return pid

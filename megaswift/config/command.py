@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from megaswift.commands import HELP
-from megaswift.config.help_page import entry
+from megaswift.config.help_page import entry, heading
 from megaswift.config.option import OptionTable, table_of
 from megaswift.config.resolve import ResolveState, take_value, unknown_option
 from megaswift.config.sources import Given, read_command_line, secrets_of
@@ -117,8 +117,7 @@ class Command(Generic[Config]):
         width = min(width or shutil.get_terminal_size((100, 24)).columns, 120)
         lines = [self.usage.rstrip(), "", *textwrap.wrap(LEGEND, width)]
         for key, cls in self.sections.items():
-            title, _, note = (cls.__doc__ or key).strip().partition("\n\n")
-            lines += ["", title, "-" * len(title), *textwrap.wrap(" ".join(note.split()), width)]
+            lines += heading(cls.__doc__ or key, width)
             for option in self.table.options.values():
                 if option.section == key:
                     lines += entry(option, width)

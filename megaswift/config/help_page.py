@@ -39,11 +39,16 @@ def task_help(task: str, width: int | None = None) -> str:
     for key, cls in SECTIONS.items():
         mine = [option for option in OPTIONS.values() if option.section == key and option.belongs_to(task)]
         if mine:
-            title, _, note = (cls.__doc__ or key).strip().partition("\n\n")
-            lines += ["", title, "-" * len(title), *textwrap.wrap(note.strip(), width)]
+            lines += heading(cls.__doc__ or key, width)
         for option in mine:
             lines += entry(option, width, task)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def heading(docstring: str, width: int) -> list[str]:
+    """The lines above the options of a section: its title, and the note below it."""
+    title, _, note = docstring.strip().partition("\n\n")
+    return ["", title, "-" * len(title), *textwrap.wrap(" ".join(note.split()), width)]
 
 
 def entry(option: Option, width: int, task: str | None = None) -> Iterator[str]:

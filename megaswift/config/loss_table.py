@@ -82,7 +82,7 @@ LOSS_OPTIONS: dict[str, tuple[Any, ...]] = {
 nothing."""
 READ_INSTEAD: dict[tuple[str, str, str], tuple[str, str]] = {
     ("grpo", "cispo", "epsilon"): (
-        "cispo limits the ratio on its upper side only, by epsilon_high",
+        "cispo clips the ratio only from above, at epsilon_high",
         "--epsilon_high 5",
     )
 }
@@ -98,7 +98,10 @@ def _policy(name: str, paper: str, mode: str, reads: str, *requires: Requirement
 
 
 _UNSORTED = Requirement(
-    "use_weighting", lambda v: not v, "weights each pair, and {loss_type} sorts the pairs", "--use_weighting false"
+    "use_weighting",
+    lambda v: not v,
+    "weights individual pairs, but {loss_type} sorts the pairs",
+    "--use_weighting false",
 )
 _SMOOTHED = Requirement(
     "label_smoothing", lambda v: v > 0, "must be > 0: exo_pair takes its logarithm", "--label_smoothing 0.001"
@@ -113,25 +116,26 @@ _LEVEL = "importance_sampling_level"
 _PER_COMPLETION = Requirement(
     _LEVEL,
     lambda v: v != "token",
-    "loss_type luspo takes one ratio per completion",
+    "loss_type luspo uses one ratio per completion",
     "--importance_sampling_level sequence",
 )
 _PER_TOKEN = Requirement(
     _LEVEL,
     lambda v: v == "token",
-    "loss_type vespo forms the ratio of a completion itself",
+    "loss_type vespo computes its own ratio per completion",
     "--importance_sampling_level token",
 )
 _CAP = Requirement(
     "epsilon_high",
     lambda v: v is None or v >= 1,
-    "is the largest ratio itself in loss_type cispo; below 1 it cuts the ratio of every token",
+    "is the maximum ratio in loss_type cispo; below 1 it would clip the ratio of every token",
     "--epsilon_high 5",
 )
 _WHOLE = Requirement(
     "loss_agg_mode",
     lambda v: v in (None, SEQ_MEAN_TOKEN_MEAN),
-    "does not apply to loss_type rloo: all tokens of a completion share one ratio, and completions count alike",
+    "does not apply to loss_type rloo: all tokens of a completion share one ratio, and all completions have equal "
+    "weight",
     "--loss_type dapo, or no --loss_agg_mode",
 )
 _CLIP = "epsilon epsilon_high delta"

@@ -32,9 +32,9 @@ class ChangedDefault:
 
 
 _EVERY = tuple(TASKS)
-_ONE_ROW = "1, so a step has one row of each rank"
-_AT_END = "at the end only"
-_DELETED = "2048; longer rows are left out and counted"
+_ONE_ROW = "1, so a step has one row per rank"
+_AT_END = "only at the end"
+_DELETED = "2048; longer rows are deleted and counted"
 _BOTH = "2048, prompt and completion together"
 
 CHANGED: tuple[ChangedDefault, ...] = (
@@ -55,7 +55,7 @@ CHANGED: tuple[ChangedDefault, ...] = (
     ChangedDefault("loss_type", SWIFT, "grpo", "dapo", GRPO),
     ChangedDefault("temperature", SWIFT, "0.9", "1", RL),
     ChangedDefault("vllm_gpu_memory_utilization", SWIFT, "0.9", "0.3", RL),
-    ChangedDefault("importance_sampling_mode", SWIFT, "none: samples are not weighed", "token_truncate", GRPO),
+    ChangedDefault("importance_sampling_mode", SWIFT, "none: no importance weights", "token_truncate", GRPO),
     ChangedDefault("ddp_timeout", SWIFT, "18000000 seconds", "600 seconds"),
     ChangedDefault("global_batch_size", MEGATRON_SWIFT, "16", _ONE_ROW),
     ChangedDefault("recompute_granularity", MEGATRON_SWIFT, "selective", "none"),
@@ -88,7 +88,9 @@ CHANGED: tuple[ChangedDefault, ...] = (
     ChangedDefault("per_device_train_batch_size", TRL, "8", "1"),
     ChangedDefault("weight_decay", TRL, "0", "0.1"),
     ChangedDefault("adam_beta2", TRL, "0.999", "0.95"),
-    ChangedDefault("max_length", TRL, "1024; longer rows are cut", _DELETED, tuple(t for t in CHATS if t not in RL)),
+    ChangedDefault(
+        "max_length", TRL, "1024; longer rows are truncated", _DELETED, tuple(t for t in CHATS if t not in RL)
+    ),
     ChangedDefault("recompute_granularity", TRL, "full (gradient_checkpointing true)", "none"),
     ChangedDefault("packing", TRL, "false", "true", PREFERENCES),
     ChangedDefault("importance_sampling_mode", TRL, "sequence_mask", "token_truncate", GRPO),
@@ -175,8 +177,8 @@ def changed_defaults(c: Sections, names: Iterable[str], idle: Collection[str] = 
         if rows:
             listed = "; ".join(f"{row.option} {row.ours} ({row.theirs})" for row in rows)
             yield (
-                f"{foreign[0]} is a name of {toolkit}. Where options are left out, megaswift has other defaults "
-                f"({PAGE}), theirs in brackets: {listed}"
+                f"{foreign[0]} is an option name of {toolkit}. Options that are not given have different defaults in "
+                f"megaswift ({PAGE}; in parentheses: {toolkit}'s): {listed}"
             )
             return
 

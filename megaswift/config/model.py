@@ -114,15 +114,11 @@ class ModelConfig:
     freeze_parameters: tuple[str, ...] = option(
         (), "Regular expressions for names of Hugging Face weights to freeze", metavar="PATTERN..."
     )
-    freeze_vit: bool | None = option(
-        None, "Freeze the vision encoder of a vision-language model; unset: true", metavar="true"
-    )
+    freeze_vit: bool | None = option(None, "Freeze the vision encoder of a vision-language model", metavar="true")
     freeze_aligner: bool | None = option(
-        None, "Freeze the aligner between vision encoder and language model; unset: true", metavar="true"
+        None, "Freeze the aligner between vision encoder and language model", metavar="true"
     )
-    freeze_llm: bool | None = option(
-        None, "Freeze the language model of a vision-language model; unset: false", metavar="false"
-    )
+    freeze_llm: bool | None = option(None, "Freeze the language model of a vision-language model", metavar="false")
     use_liger: bool = option(False, "Use liger-kernel layers (GPU, torch engines only)", aliases=("use_liger_kernel",))
     torch_compile: bool = option(False, "Compile decoder layers (torch engines only)")
     torch_compile_backend: str = option(

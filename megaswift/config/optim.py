@@ -65,7 +65,7 @@ class OptimConfig:
     max_grad_norm: float = option(1.0, "Gradient clipping norm; 0: no clipping", aliases=("clip_grad",), minimum=0)
     optimizer: str = option(
         "adam",
-        "Optimizer; adam is AdamW. Others than adam and sgd need --engine ddp or fsdp2",
+        "Optimizer; adam is AdamW. All except adam and sgd need --engine ddp or fsdp2",
         aliases=("optim",),
         choices=OPTIMIZERS,
         spellings=SPELLINGS,

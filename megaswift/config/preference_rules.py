@@ -26,7 +26,7 @@ _FREE: Test = lambda c: c.preference.reference_free  # noqa: E731
 _STILL: Test = lambda c: not c.preference.sync_ref_model  # noqa: E731
 _NO_PULL: Test = lambda c: c.task in RL and beta_of(c) == 0  # noqa: E731
 _REF = ("reference_free",)
-_NO_REF = "there is no reference with reference_free"
+_NO_REF = "reference_free disables the reference model"
 _TYPE = ("loss_type",)
 
 PREFERENCE_IGNORED: tuple[IgnoredOption, ...] = (
@@ -38,11 +38,11 @@ PREFERENCE_IGNORED: tuple[IgnoredOption, ...] = (
         "offload_reference",
         ("precompute_ref_log_probs",),
         lambda c: c.preference.precompute_ref_log_probs,
-        "no weights of a reference are kept",
+        "no reference weights are kept",
         "--offload_reference false",
     ),
     *(
-        IgnoredOption(name, ("beta",), _NO_PULL, "there is no reference where beta is 0", "--beta 0.01")
+        IgnoredOption(name, ("beta",), _NO_PULL, "beta is 0, so no reference model is used", "--beta 0.01")
         for name in ("ref_model", "offload_reference", "sync_ref_model")
     ),
     *(
@@ -53,7 +53,7 @@ PREFERENCE_IGNORED: tuple[IgnoredOption, ...] = (
         "offload_reference",
         ("train_type", "adapters"),
         lambda c: c.model.train_type != "full" and c.lora.adapters is None,
-        "the reference of new adapters is the model without them: it has no weights of its own",
+        "with new adapters the reference is the base model, which needs no additional weights",
         "--offload_reference false",
     ),
     *ignored_by_loss("dpo", "kto", "cpo"),
@@ -61,14 +61,14 @@ PREFERENCE_IGNORED: tuple[IgnoredOption, ...] = (
         "f_alpha_divergence_coef",
         ("f_divergence_type",),
         lambda c: c.preference.f_divergence_type != "alpha_divergence",
-        "belongs to alpha_divergence",
+        "applies only to f_divergence_type alpha_divergence",
         "--f_divergence_type alpha_divergence",
     ),
     IgnoredOption(
         "cpo_alpha",
         _TYPE,
         lambda c: c.preference.loss_type == (ALPHAPO,),
-        "loss_type alphapo has no likelihood",
+        "loss_type alphapo has no NLL term",
         "--loss_type simpo",
     ),
 )
@@ -77,63 +77,64 @@ PREFERENCE_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("beta",),
         lambda c: c.task not in RL and c.preference.beta == 0,
-        "must be > 0: without it this objective is none",
+        "must be > 0: at 0 the objective is constant",
         "--beta 0.1",
     ),
     ConflictingOptions(
         _TYPE,
         _foreign,
-        "belongs to another task",
+        "is a loss of another task",
         "a loss of this task (docs/preference.md), or the command of that loss: megaswift simpo, megaswift grpo, ...",
     ),
-    ConflictingOptions(_TYPE, _single, "takes one type in this task", "one of them"),
+    ConflictingOptions(_TYPE, _single, "accepts a single type in this task", "one of them"),
     ConflictingOptions(
         ("loss_weights", "loss_type"),
         lambda c: len(c.preference.loss_weights) not in (0, len(loss_types_of(c))),
-        "should be one number for each loss_type",
+        "must have one number for each loss_type",
         "--loss_weights with as many numbers",
     ),
     *loss_requirements("dpo", "kto", "cpo"),
     ConflictingOptions(
         ("ref_model", "train_type"),
         lambda c: c.preference.ref_model is not None and c.model.train_type != "full",
-        "a run of adapters holds one model, which is its own reference",
+        "with adapters the reference is the base model",
         "--train_type full, or no --ref_model",
     ),
     ConflictingOptions(
         ("sync_ref_model", "train_type"),
         lambda c: c.preference.sync_ref_model and c.model.train_type != "full",
-        "the reference of adapters is the model without them, which does not move",
+        "with adapters the reference is the frozen base model, which cannot be updated",
         "--train_type full",
     ),
     ConflictingOptions(
         ("precompute_ref_log_probs", "sync_ref_model"),
         lambda c: c.preference.precompute_ref_log_probs and c.preference.sync_ref_model,
-        "asks the reference once, and sync_ref_model moves it",
+        "scores the rows once, but sync_ref_model updates the reference",
         "one of the two",
     ),
     ConflictingOptions(
         ("precompute_ref_log_probs", "streaming"),
         lambda c: c.preference.precompute_ref_log_probs and c.data.streaming,
-        "asks the reference about every row before training, and a stream has no end",
+        "scores every row before training, which is not possible with a stream",
         "--streaming false",
     ),
     ConflictingOptions(
         ("precompute_ref_log_probs", "loss_type"),
         lambda c: c.preference.precompute_ref_log_probs and _pairs_prompts(c),
-        "cannot serve kto, which asks the reference about answers that are paired anew in every micro-batch",
-        "--precompute_ref_log_probs false; --offload_reference true keeps its weights in host memory",
+        "is not supported by kto, whose mismatched prompt-completion pairs differ in every micro-batch",
+        "--precompute_ref_log_probs false; --offload_reference true keeps the reference weights in CPU memory",
     ),
     ConflictingOptions(
         ("per_device_train_batch_size", "loss_type"),
         lambda c: _pairs_prompts(c) and c.train.per_device_train_batch_size == 1,
-        "gives kto no other answers to compare with: it pairs the prompts of a micro-batch with each other's answers",
+        "leaves kto without mismatched pairs: it pairs each prompt with the completion of another row of the "
+        "micro-batch",
         "--per_device_train_batch_size 4",
     ),
     ConflictingOptions(
         ("random_init",),
         lambda c: c.model.random_init and needs_reference(c),
-        "a reference of random weights says nothing about answers",
+        "a randomly initialized reference model is meaningless",
         "--random_init false",
     ),
 )

@@ -216,9 +216,7 @@ class RlConfig:
         tasks=RL,
         metavar="NAME",
     )
-    pass_at_k: int = option(
-        4, "Completions of which one should pass; a reward above 0 passes", minimum=1, unit="completions", tasks=GRPO
-    )
+    pass_at_k: int = option(4, "The k of pass@k; a reward above 0 is a pass", minimum=1, unit="completions", tasks=GRPO)
     scale_rewards: str = option(
         "group",
         "Divide advantages by the standard deviation of rewards in the group or batch",
@@ -293,32 +291,36 @@ class RlConfig:
     )
     loss_agg_mode: str | None = option(
         None,
-        "Normalizer of the policy's loss, under verl's names; unset: that of loss_type",
+        "Loss normalization, under verl's names; unset: that of loss_type",
         choices=AGG_MODES,
         tasks=RL,
         metavar="MODE",
     )
     use_rollout_logprobs: bool = option(
         False,
-        "Take the sampler's log-probabilities as those of the old policy",
+        "Use the sampler's log-probabilities as the old policy's",
         aliases=("bypass_mode",),
         tasks=RL,
     )
-    clip_cov_ratio: float = option(0.0002, "Part of the tokens left out of the loss", above=0, maximum=1, tasks=GRPO)
+    clip_cov_ratio: float = option(
+        0.0002, "Fraction of the tokens to exclude from the loss", above=0, maximum=1, tasks=GRPO
+    )
     clip_cov_lb: float = option(1.0, "Lower bound of the covariance of those tokens", tasks=GRPO)
     clip_cov_ub: float = option(5.0, "Upper bound of the covariance of those tokens", tasks=GRPO)
     kl_cov_ratio: float = option(
-        0.0002, "Part of the tokens with a KL penalty, those of largest covariance", above=0, maximum=1, tasks=GRPO
+        0.0002,
+        "Fraction of the tokens that get a KL penalty, those of largest covariance",
+        above=0,
+        maximum=1,
+        tasks=GRPO,
     )
     kl_cov_coef: float = option(1.0, "Weight of that KL penalty", aliases=("ppo_kl_coef",), minimum=0, tasks=GRPO)
-    sapo_temperature_pos: float = option(
-        1.0, "loss_type sapo: temperature for positive advantages", above=0, tasks=GRPO
-    )
-    sapo_temperature_neg: float = option(1.05, "loss_type sapo: temperature for other advantages", above=0, tasks=GRPO)
-    vespo_k_pos: float = option(2.0, "loss_type vespo: exponent for positive advantages", minimum=0, tasks=GRPO)
-    vespo_lambda_pos: float = option(3.0, "loss_type vespo: decay for positive advantages", minimum=0, tasks=GRPO)
-    vespo_k_neg: float = option(3.0, "loss_type vespo: exponent for other advantages", minimum=0, tasks=GRPO)
-    vespo_lambda_neg: float = option(2.0, "loss_type vespo: decay for other advantages", minimum=0, tasks=GRPO)
+    sapo_temperature_pos: float = option(1.0, "Temperature for positive advantages", above=0, tasks=GRPO)
+    sapo_temperature_neg: float = option(1.05, "Temperature for other advantages", above=0, tasks=GRPO)
+    vespo_k_pos: float = option(2.0, "Exponent for positive advantages", minimum=0, tasks=GRPO)
+    vespo_lambda_pos: float = option(3.0, "Decay for positive advantages", minimum=0, tasks=GRPO)
+    vespo_k_neg: float = option(3.0, "Exponent for other advantages", minimum=0, tasks=GRPO)
+    vespo_lambda_neg: float = option(2.0, "Decay for other advantages", minimum=0, tasks=GRPO)
     importance_sampling_correction: bool | None = option(
         None,
         "Correct the trainer-sampler mismatch; unset: off for transformers unless async",

@@ -75,7 +75,7 @@ def default_passes(task: str | None, values: Mapping[str, Any]) -> DefaultPasses
     passes = lcm(group, rows) // rows
     text = (
         f"gradient_accumulation_steps is {passes}, since no batch size was given and num_generations is {group}: "
-        f"a step trains on {rows * passes} completions of each data-parallel rank (to change that: --global_batch_size)"
+        f"a step trains on {rows * passes} completions per data-parallel rank (change it with --global_batch_size)"
     )
     return DefaultPasses(passes, text) if passes > 1 else None
 
@@ -122,5 +122,7 @@ def _problems(c: Sections, batch: int | None, wide: int | None, labels: Mapping[
     if total % group:
         unset = "" if c.rl.num_generations is not None else ", which is the default"
         yield Problem(
-            what, f"{made}is not a multiple of num_generations {group}{unset}: prompts would lack completions", fix
+            what,
+            f"{made}is not a multiple of num_generations {group}{unset}: some prompts would have fewer completions",
+            fix,
         )

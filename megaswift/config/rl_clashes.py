@@ -84,31 +84,31 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         _GAE,
         lambda c: c.task in PPO and not estimator_entry_of(c).critic,
-        "leaves the critic of ppo without work",
+        "does not use the critic that ppo trains",
         "megaswift grpo",
     ),
     ConflictingOptions(
         ("num_generations", "advantage_estimator"),
         lambda c: c.task in GRPO and generations_of(c) < ALONE and estimator_entry_of(c).compares,
-        "compares the completions of a prompt with each other, and there is one",
+        "compares the completions of a prompt, but num_generations is 1",
         "--num_generations 8",
     ),
     ConflictingOptions(
         ("pass_at_k", "num_generations", "advantage_estimator"),
         lambda c: "pass_at_k" in estimator_entry_of(c).reads and c.rl.pass_at_k > generations_of(c),
-        "is more than the completions of a prompt",
+        "exceeds the number of completions per prompt",
         "--num_generations 8",
     ),
     ConflictingOptions(
         ("advantage_estimator", "kl_in_reward", "beta"),
         lambda c: estimator_entry_of(c).binary and kl_in_reward_of(c),
-        "reads only whether a reward is above 0, which leaves no place for the divergence in the rewards",
+        "uses only whether a reward is above 0, so a KL penalty cannot be part of the rewards",
         "--kl_in_reward false",
     ),
     ConflictingOptions(
         ("importance_sampling_correction", "use_rollout_logprobs"),
         lambda c: c.rl.use_rollout_logprobs and corrects_sampler(c),
-        "corrects the ratio of the old policy to the sampler, which is 1 with use_rollout_logprobs",
+        "corrects for the ratio between old policy and sampler, which is 1 with use_rollout_logprobs",
         "--importance_sampling_correction false",
     ),
     ConflictingOptions(
@@ -120,51 +120,51 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("generation_batch_size", "steps_per_generation"),
         lambda c: c.rl.generation_batch_size is not None and c.rl.steps_per_generation is not None,
-        "is said twice: by generation_batch_size and by steps_per_generation",
+        "is set twice, by generation_batch_size and by steps_per_generation",
         "one of the two",
     ),
     ConflictingOptions(
         ("max_completion_length", "max_length"),
         _rl(lambda c: c.rl.max_completion_length >= c.data.max_length),
-        "leaves a prompt no token of max_length {max_length}",
+        "leaves no room for the prompt within max_length {max_length}",
         "a larger --max_length",
     ),
     ConflictingOptions(
         ("truncation_strategy",),
         _rl(lambda c: c.data.truncation_strategy in ("right", "split")),
-        "would cut the end of a question away",
+        "would remove the end of prompts",
         "--truncation_strategy delete",
     ),
     ConflictingOptions(
         ("streaming",),
         _rl(lambda c: c.data.streaming),
-        "is not for prompts: they are short, and are tokenized before training",
+        "is not supported for prompts, which are tokenized before training",
         "--streaming false",
     ),
     ConflictingOptions(
         ("reward_weights", "reward_funcs", "reward_model"),
         lambda c: len(c.rl.reward_weights) not in (0, len(c.rl.reward_funcs) + len(c.rl.reward_model)),
-        "should be one number for each of reward_funcs and then of reward_model",
+        "must have one number for each of reward_funcs, then for each reward_model",
         "--reward_weights with as many numbers",
     ),
     ConflictingOptions(
         ("reward_funcs", "soft_cache_length"),
         lambda c: _overlong(c) and c.rl.soft_cache_length is None,
-        "soft_overlong needs to know over how many tokens it falls",
+        "is required by soft_overlong: the number of tokens over which the reward falls to -1",
         "--soft_cache_length 128",
     ),
     ConflictingOptions(
         ("soft_cache_length", "reward_funcs", "soft_max_length", "max_completion_length"),
         _tail_is_all,
-        "should be less than soft_max_length, or than max_completion_length where that is unset",
+        "must be less than soft_max_length (unset: max_completion_length)",
         "--soft_cache_length 128",
     ),
     *(
         ConflictingOptions(
             (option, "allow_biased_sampling"),
             _biased(option),
-            "draws from another distribution than the policy's, which no importance ratio "
-            "corrects: the gradient is biased",
+            "samples from a distribution other than the policy's, which no importance ratio corrects: the gradient "
+            "is biased",
             f"--{option} {value}, or --allow_biased_sampling true to accept the bias",
         )
         for option, value in _NEUTRAL.items()
@@ -172,25 +172,25 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("dynamic_sample", "num_generations", "advantage_estimator"),
         lambda c: c.rl.dynamic_sample and generations_of(c) < ALONE and not estimator_entry_of(c).compares,
-        "looks for a spread among the completions of a prompt, and there is one",
+        "compares the rewards of a prompt's completions, but num_generations is 1",
         "--num_generations 8",
     ),
     ConflictingOptions(
         ("multi_objective_aggregation", "kl_in_reward", "beta"),
         lambda c: c.rl.multi_objective_aggregation == "normalize_then_sum" and kl_in_reward_of(c),
-        "normalizes each reward function by itself, which leaves no place for the divergence in the rewards",
+        "normalizes each reward function separately, so a KL penalty cannot be part of the rewards",
         "--kl_in_reward false",
     ),
     ConflictingOptions(
         ("use_bias_correction_kl", "kl_estimator", "beta", "kl_in_reward"),
         lambda c: _kl_in_loss(c) and kl_estimator_of(c) == "k1" and not corrects_kl(c),
-        "leaves kl_estimator k1 with a gradient whose mean is 0",
+        "gives kl_estimator k1 a gradient with mean 0",
         "--use_bias_correction_kl true, or --kl_estimator k3",
     ),
     ConflictingOptions(
         ("use_bias_correction_kl", "kl_estimator", "beta", "kl_in_reward"),
         lambda c: _kl_in_loss(c) and kl_estimator_of(c) == "k2" and corrects_kl(c),
-        "gives kl_estimator k2 another gradient than the divergence's; k2 has the right one without it",
+        "makes the gradient of kl_estimator k2 differ from that of the KL divergence; without it k2 is correct",
         "--use_bias_correction_kl false, or --kl_estimator k3",
     ),
     *loss_requirements("grpo"),
@@ -219,7 +219,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
             and corrects_sampler(c)
             and not c.rl.importance_sampling_mode.startswith("token")
         ),
-        "loss_type vespo reads weights of tokens",
+        "loss_type vespo needs token-level weights",
         "--importance_sampling_mode token_truncate",
     ),
     ConflictingOptions(
@@ -237,13 +237,13 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("importance_sampling_mode", "importance_sampling_clip_min", "importance_sampling_clip_max"),
         _no_bound,
-        "needs a bound to cut weights to",
+        "needs a bound at which to truncate the weights",
         "--importance_sampling_clip_max 3",
     ),
     ConflictingOptions(
         ("async_generation", "offload_model", "offload_optimizer", "rollout_sleep"),
         lambda c: _ASYNC(c) and (c.rl.offload_model or c.rl.offload_optimizer or c.rl.rollout_sleep),
-        "samples while the model trains, so neither can give its memory to the other",
+        "samples during training, so the sampler and the trainer cannot take turns using the memory",
         "no --offload_model, --offload_optimizer or --rollout_sleep",
     ),
     ConflictingOptions(
@@ -255,19 +255,19 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("train_type", "quantization_bit"),
         _rl(lambda c: not capabilities_of(c).merges_quantized and bits_of(c) is not None and not _is_plain_lora(c)),
-        "over weights in few bits cannot be merged for the sampler without rounding them again",
+        "on quantized weights cannot be merged for the sampler without requantizing them",
         "--train_type lora, without use_dora",
     ),
     ConflictingOptions(
         ("adapters",),
         lambda c: c.task in PPO and c.lora.adapters is not None,
-        "are a policy's, and the critic of ppo would have none to go on from",
-        "them merged into --model, and new ones over it",
+        "are adapters of the policy, from which the critic of ppo cannot be initialized",
+        "merge them into --model (megaswift export --merge_lora true), then train new adapters",
     ),
     ConflictingOptions(
         ("freeze_parameters",),
         lambda c: c.task in PPO and bool(c.model.freeze_parameters),
-        "is not for ppo: critic and policy would both be frozen by it",
+        "is not supported by ppo: it would freeze the critic, too",
         "megaswift grpo",
     ),
 )
@@ -278,6 +278,6 @@ def missing_rewards(c: Sections) -> Iterator[Problem]:
     if c.task in RL and not c.rl.reward_funcs and not c.rl.reward_model and c.rl.environment is None:
         yield Problem(
             "--reward_funcs",
-            "is missing: nothing says which completions are good",
+            "is missing: completions need a reward",
             "--reward_funcs accuracy, --reward_funcs FILE.py:function, or --reward_model DIR",
         )

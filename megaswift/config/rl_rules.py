@@ -55,7 +55,7 @@ _NO_ENVIRONMENT: Test = lambda c: c.rl.environment is None  # noqa: E731
 _UNCORRECTED: Test = lambda c: not corrects_sampler(c)  # noqa: E731
 _CORRECTION = ("importance_sampling_correction", "rollout_backend", "async_generation")
 _SERVER_FIX, _VLLM_FIX = "--rollout_backend vllm_server", "--rollout_backend vllm"
-_ZERO = "beta is 0: there is no reference to be near to"
+_ZERO = "beta is 0, so there is no KL penalty"
 
 RL_IGNORED: tuple[IgnoredOption, ...] = (
     *ignored_by_loss("grpo"),
@@ -64,7 +64,7 @@ RL_IGNORED: tuple[IgnoredOption, ...] = (
         "scale_rewards",
         ("multi_objective_aggregation",),
         lambda c: c.rl.multi_objective_aggregation == "normalize_then_sum",
-        "normalize_then_sum always divides by the deviation of the group, then by that of the batch",
+        "normalize_then_sum always divides by the standard deviation of the group, then by that of the batch",
         "--multi_objective_aggregation sum_then_normalize",
         (),
     ),
@@ -73,7 +73,7 @@ RL_IGNORED: tuple[IgnoredOption, ...] = (
         "kl_controller",
         _PULL,
         lambda c: not kl_in_reward_of(c),
-        "it moves the weight of a divergence that is in the rewards",
+        "it adapts the coefficient of a KL penalty in the rewards",
         "--beta 0.01 --kl_in_reward true",
         ("fixed",),
     ),
@@ -82,7 +82,7 @@ RL_IGNORED: tuple[IgnoredOption, ...] = (
         "use_bias_correction_kl",
         _PULL,
         lambda c: beta_of(c) == 0 or kl_in_reward_of(c),
-        "the loss has no divergence in it",
+        "the loss has no KL term",
         "--beta 0.01 --kl_in_reward false",
         (False,),
     ),
@@ -90,21 +90,21 @@ RL_IGNORED: tuple[IgnoredOption, ...] = (
         ("target_kl", "kl_horizon"),
         ("kl_controller",),
         lambda c: c.rl.kl_controller != "adaptive",
-        "belongs to kl_controller adaptive",
+        "applies only to kl_controller adaptive",
         "--kl_controller adaptive",
     ),
     *_rows(
         ("code_timeout", "code_memory", "allow_unsafe_code"),
         _FUNCS,
         _unrewarded("code"),
-        "belongs to the reward code",
+        "applies only to the reward function code",
         "--reward_funcs ... code",
     ),
     IgnoredOption(
         "importance_sampling_level",
         (*_LOSS, *_GAE),
         lambda c: policy_loss_of(c) == "rloo",
-        "loss_type rloo weighs whole completions",
+        "loss_type rloo uses one ratio per completion",
         "--loss_type grpo",
         (),
     ),
@@ -120,7 +120,7 @@ RL_IGNORED: tuple[IgnoredOption, ...] = (
         ("soft_max_length", "soft_cache_length"),
         _FUNCS,
         _unrewarded("soft_overlong"),
-        "belongs to the reward soft_overlong",
+        "applies only to the reward function soft_overlong",
         "--reward_funcs ... soft_overlong",
     ),
     *_strict(
@@ -133,52 +133,56 @@ RL_IGNORED: tuple[IgnoredOption, ...] = (
         ),
         _FUNCS,
         _unrewarded("cosine"),
-        "belongs to the reward cosine",
+        "applies only to the reward function cosine",
         "--reward_funcs ... cosine",
     ),
     *_strict(
         ("repetition_n_grams", "repetition_max_penalty"),
         _FUNCS,
         _unrewarded("repetition"),
-        "belongs to the reward repetition",
+        "applies only to the reward function repetition",
         "--reward_funcs ... repetition",
     ),
     *_rows(
         ("rollout_sleep",),
         _BACKEND,
         _other_backend("transformers", "vllm"),
-        "{rollout_backend} is a program of its own",
+        "rollout_backend {rollout_backend} runs outside of the training process",
         _VLLM_FIX,
     ),
     *_rows(
         ("rollout_server_url", "rollout_server_timeout"),
         _BACKEND,
         _other_backend(*SERVERS),
-        "{rollout_backend} is no server",
+        "rollout_backend {rollout_backend} is not a server",
         _SERVER_FIX,
     ),
     IgnoredOption(
         "rollout_sync_folder",
         (*_BACKEND, "train_type", "rollout_lora"),
         lambda c: _other_backend(*SERVERS)(c) and (c.model.train_type == "full" or c.rl.rollout_lora is False),
-        "{rollout_backend} is no server, and no adapters go alone",
+        "rollout_backend {rollout_backend} is not a server, and adapters are not sent separately",
         f"{_SERVER_FIX}, or --train_type lora",
     ),
     IgnoredOption(
         "rollout_lora",
         ("train_type",),
         lambda c: c.model.train_type == "full",
-        "no adapters train",
+        "no adapters are trained",
         "--train_type lora",
     ),
     *_rows(
-        ("vllm_gpu_memory_utilization",), _BACKEND, _other_backend("vllm"), "belongs to rollout_backend vllm", _VLLM_FIX
+        ("vllm_gpu_memory_utilization",),
+        _BACKEND,
+        _other_backend("vllm"),
+        "applies only to rollout_backend vllm",
+        _VLLM_FIX,
     ),
     IgnoredOption(
         "allow_biased_sampling",
         ("top_p", "top_k", "min_p", "repetition_penalty"),
         lambda c: not biased_by(c),
-        "completions are drawn from the policy itself",
+        "completions are sampled from the policy's own distribution",
         "--top_p 0.9",
     ),
     *_strict(
@@ -191,7 +195,7 @@ RL_IGNORED: tuple[IgnoredOption, ...] = (
         ),
         _CORRECTION,
         _UNCORRECTED,
-        "samples are not weighed",
+        "no importance weights are applied",
         "--importance_sampling_correction true",
     ),
     *_rows(

@@ -202,6 +202,6 @@ def open_image(image: Source, sent: bool = False) -> Any:
         return load_image(opened)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         # what Pillow raises for a broken file
-        reason = "its format is none that is known" if isinstance(error, UnidentifiedImageError) else first_line(error)
+        reason = "unknown format" if isinstance(error, UnidentifiedImageError) else first_line(error)
         expected = f"an image in {', '.join(SENT)}" if sent else "an image file that Pillow opens"
         raise RowError("images", f"{label} cannot be read ({reason})", expected) from None

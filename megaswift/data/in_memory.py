@@ -51,7 +51,7 @@ def _refusal(given: Any) -> tuple[str, str]:
         return "is empty", FIX
     if _is_sequence(given):
         kinds = sorted({type(row).__name__ for row in given})
-        return f"mixes or holds elements of type {', '.join(kinds)}", FIX
+        return f"contains elements of type {', '.join(kinds)}", FIX
     return f"is of type {name}", FIX
 
 

@@ -32,7 +32,7 @@ BLOCK = 2048
 AHEAD = 32
 """Rows that are tokenized at a time while a first one of use is looked for."""
 GO_ON = (
-    "correct the row, or --strict false to skip such rows; a run that has begun goes on with "
+    "correct the row, or --strict false to skip such rows; resume an interrupted run with "
     "--resume_from_checkpoint latest"
 )
 NumberedRow = tuple[str, LocatedRow, int]

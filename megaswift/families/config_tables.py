@@ -138,7 +138,7 @@ def _scaling(reading: ConfigReading, key: str, scaling: dict[str, Any]) -> dict[
     if kind in ROPE_REFUSED:
         reading.problem(key, f"rope type {kind!r} is not supported: {ROPE_REFUSED[kind]}")
     elif kind not in ROPE_KEYS and kind != "default":
-        reading.problem(key, f"rope type {kind!r} is not known; known are default, {', '.join(ROPE_KEYS)}")
+        reading.problem(key, f"rope type {kind!r} is unknown; known types are default, {', '.join(ROPE_KEYS)}")
     else:
         for name in parameters:
             if name not in required + optional:
@@ -213,7 +213,7 @@ def check_remote_code(name: str) -> RowGroup:
         if not all(place.split("--")[-1].startswith(own_files) for place in models):
             reading.problem(
                 "auto_map",
-                "names code other than the model that transformers has built in, which may compute something else",
+                "names custom code, which may differ from transformers' built-in model",
                 "remove auto_map if transformers' built-in model gives the same results",
             )
 
@@ -239,8 +239,7 @@ def sparse_layers(pattern: Callable[[ConfigReading, int], list[int] | None], key
         if topk == 1 and not reading.values.get("moe_router_pre_softmax"):
             reading.problem(
                 "num_experts_per_tok",
-                "one expert a token with normalized weights gives a weight of 1 and the router no "
-                "gradient; Megatron refuses it",
+                "one expert per token with normalized weights always has weight 1, so the router gets no gradient",
             )
         # Megatron's default is 4 x hidden
         reading.values.setdefault("ffn_hidden_size", reading.values.get("moe_ffn_hidden_size"))
@@ -391,7 +390,7 @@ IRRELEVANT: tuple[ConfigRow, ...] = (
     RequiredValue(
         "auto_map",
         (),
-        "the folder's own code may compute something else than the tables here",
+        "the folder's own code may differ from the built-in model",
         "remove auto_map if transformers' built-in model gives the same results",
     ),
 )

@@ -30,7 +30,7 @@ def _rope(reading: ConfigReading) -> None:
 
 def _router(reading: ConfigReading) -> None:
     if reading.raw.get("scoring_func") not in (None, "sigmoid"):
-        reading.problem("scoring_func", "must be 'sigmoid': transformers' model computes nothing else")
+        reading.problem("scoring_func", "must be 'sigmoid': transformers' model supports nothing else")
     if reading.values.get("num_moe_experts"):
         reading.values.update(
             moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.0

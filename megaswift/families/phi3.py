@@ -12,7 +12,7 @@ from megaswift.families.family import FAMILIES, Family
 from megaswift.families.model_spec import RopeSpec
 
 NO_BIAS = "transformers' model has none"
-SAME = "transformers' model computes the one meaning of this value only"
+SAME = "transformers' model supports only this value"
 
 _PARTIAL = rope(partial=1.0)
 

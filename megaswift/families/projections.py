@@ -255,7 +255,8 @@ def partly_chosen(family: Family, spec: ModelSpec, chosen: Collection[str]) -> I
             yield Problem(
                 f"--modules_to_save {inside[0].removesuffix(WEIGHT)}",
                 f"shares one parameter with {other_names} in Megatron",
-                f"its target_{'parameters' if rule.stacked else 'modules'} entry: an adapter of high rank",
+                f"its target_{'parameters' if rule.stacked else 'modules'} entry, to train it by an adapter of high "
+                "rank",
             )
             return
 

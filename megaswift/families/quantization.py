@@ -19,7 +19,7 @@ UNQUANTIZED = (
 )
 REASONS = {
     "compressed-tensors": "its formats differ from file to file (packed integers, FP8 by channel, sparse)",
-    "fbgemm_fp8": "its scales are by row, with an upper bound of the activations that training would not keep",
+    "fbgemm_fp8": "its scales are per row, with an activation bound that training would not keep",
     "bitsandbytes": "its blocks run across rows, so that a shard of a weight cannot be read alone",
     "gptq": "its integers are packed by column groups, with their own order of columns",
     "awq": "its integers are packed in an order of its kernel",

@@ -40,7 +40,7 @@ def score_problems(flag: str, config: Mapping[str, Any]) -> list[Problem]:
     return [
         Problem(
             flag,
-            "is not a reward model: its config.json names no ...ForSequenceClassification",
+            "is not a reward model: its config.json does not name a ...ForSequenceClassification",
             "megaswift rm trains one",
         )
     ]

@@ -84,7 +84,7 @@ def _told(what: str) -> Iterator[None]:
         yield
     except REFUSALS as error:
         fix = (
-            "--trust_remote_code true, if you trust the model's authors with this machine"
+            "--trust_remote_code true, if you trust the code in the model folder"
             if "trust_remote_code" in str(error)
             else ""
         )
@@ -334,7 +334,7 @@ def _fitting(skeleton: Any, options: WeightsOptions) -> None:
             theirs = shape[-1 if half == "A" else 0]
             wrong = f"{match['module']} has {theirs} {side} there and {ours} in this model" if theirs != ours else ""
         elif module is None and layer is not None and depth is not None and int(layer["number"]) >= depth:
-            wrong = f"it has {match['module']}, and this model has {log.count_text(depth, 'layer')}"
+            wrong = f"it has {match['module']}, but this model has {log.count_text(depth, 'layer')}"
         if wrong:
             base = base_model_name(folder)
             rule = f"was trained on another model{f' ({base})' * bool(base)}: {wrong}"

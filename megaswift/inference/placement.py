@@ -121,7 +121,9 @@ def check_device_map(sizes: ModuleSizes, given: Mapping[str, Device], flag: str)
     for name, module in model.named_modules():
         inside = {d for n, d in full.items() if n.startswith(name + ".")}
         if type(module).__name__ in whole and len(inside) > 1:
-            rule = f"is spread over {', '.join(map(str, sorted(inside, key=str)))}, but its parts add to one another"
+            rule = (
+                f"is spread over {', '.join(map(str, sorted(inside, key=str)))}, but the outputs of its parts are added"
+            )
             problems.append(Problem(f"{flag}, {name}", rule, "one device for the whole layer"))
     if problems:
         raise ConfigError(problems)
@@ -179,8 +181,8 @@ def try_offloaded(model: Any, device: torch.device, flag: str) -> None:
         if "meta" not in str(error):
             raise
         rule = (
-            f"this model ({model.config.model_type}) uses weights past their module's call, so that they cannot "
-            f"be brought for each step"
+            f"this model ({model.config.model_type}) uses weights outside of their module's forward call, so they "
+            "cannot be loaded on demand"
         )
         raise ConfigError(
             Problem(flag, rule, "a larger --max_memory, so that all weights stay on compute devices")

@@ -53,8 +53,8 @@ def model_folder(options: WeightsOptions) -> Path:
 
 def _judges(folder: Path, options: WeightsOptions) -> list[Problem]:
     """Reward models, which transformers would give an untrained or the base model's vocabulary head, and let write."""
-    rule, fix = "is a reward model, which scores texts and writes none", "--reward_model of megaswift grpo takes it"
+    rule, fix = "is a reward model, which does not generate text", "use it as --reward_model of megaswift grpo"
     problems = [Problem(f"--model {options.model}", rule, fix)] if has_score(read_config(folder)) else []
     if options.adapters is not None and is_scored(Path(options.adapters)):
-        problems.append(Problem(f"--adapters {options.adapters}", rule.replace("is", "is of", 1), f"merged, {fix}"))
+        problems.append(Problem(f"--adapters {options.adapters}", rule.replace("is", "is of", 1), f"merge them into the model, then {fix}"))
     return problems

@@ -46,10 +46,10 @@ def failure_text(failure: WorkerFailure) -> str:
         return ""
     who = f"megaswift: rank {failure.rank} (process {failure.process} on {socket.gethostname()})"
     if failure.code >= 0:
-        return f"{who} ended with exit code {failure.code}; its error message is above"
+        return f"{who} exited with code {failure.code}; its error message is above"
     name = signal.Signals(-failure.code).name
-    why = ": often the system was out of memory (see dmesg)" if name == "SIGKILL" else ""
-    return f"{who} was ended by {name}{why}"
+    why = ", often because the system ran out of memory (see dmesg)" if name == "SIGKILL" else ""
+    return f"{who} was killed by {name}{why}"
 
 
 def exit_code(failure: WorkerFailure) -> int:

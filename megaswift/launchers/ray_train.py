@@ -55,7 +55,7 @@ def missing_ray(launch: LaunchConfig) -> list[Problem]:
         return [Problem("--launcher ray", "the package ray is not installed", "pip install 'ray[train]'")]
     version = metadata.version("ray")
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        rule = f"needs ray {'.'.join(map(str, OLDEST))} or later, and {version} is installed"
+        rule = f"needs ray {'.'.join(map(str, OLDEST))} or later; {version} is installed"
         return [Problem("--launcher ray", rule, "pip install -U 'ray[train]'")]
     return []
 
@@ -101,7 +101,7 @@ def _connect(address: str, launch: LaunchConfig) -> None:
             Problem(
                 f"Ray at {address}",
                 f"cannot be reached: {first_line(error)}",
-                "--ray_address HOST:PORT of a running cluster (one with a token: RAY_AUTH_MODE=token), or "
+                "--ray_address HOST:PORT of a running cluster (if it requires a token: RAY_AUTH_MODE=token), or "
                 "--ray_address local",
             )
         ) from None
@@ -128,7 +128,7 @@ def _exchange() -> Any:
             Problem(
                 f"Ray at {where}",
                 f"cannot run megaswift: {_last_line(error)}",
-                "the same Python, ray and megaswift on every machine of the cluster",
+                "the same Python, ray and megaswift on every node of the cluster",
             )
         ) from None
     return exchange
@@ -233,8 +233,7 @@ class _Run:
                 if workers and not news.started and not told and time.monotonic() - began > PATIENCE_SECONDS:
                     told = True
                     log.info(
-                        f"Ray has started no process yet: it needs room for {workers}; {_free()} of the cluster are "
-                        f"free now"
+                        f"Ray has not started the processes yet: they need {workers}; the cluster has {_free()} free"
                     )
                 if self.signals and not news.started:
                     break

@@ -44,7 +44,7 @@ def run_worker(plan: dict[str, Any]) -> None:
     }
     if not Path(plan["folder"]).is_dir():
         raise FileNotFoundError(
-            f"{plan['folder']} is not on {socket.gethostname()}: machines of a run share its folders"
+            f"{plan['folder']} does not exist on {socket.gethostname()}: all nodes of a run must share its folders"
         )
     process = popen([sys.executable, "-P", "-m", __name__, plan["task"], *plan["argv"]], environ, plan["folder"])
     ray.get(exchange.begin.remote(rank))
@@ -59,7 +59,7 @@ def run_worker(plan: dict[str, Any]) -> None:
     reader.join()
     ray.get(exchange.end.remote(rank, process.returncode))
     if process.returncode and not seen:
-        raise ChildProcessError(f"rank {rank} ended with exit code {process.returncode}")
+        raise ChildProcessError(f"rank {rank} exited with code {process.returncode}")
 
 
 def worker_environment(given: dict[str, str], address: tuple[str, int]) -> dict[str, str]:

@@ -77,7 +77,7 @@ class Needs:
     def __post_init__(self) -> None:
         unknown = set(self.fields) - set(FIELDS)
         assert not unknown, f"unknown output fields {sorted(unknown)}"
-        assert bool(self.fields) == (self.head is None), "either fields of the vocabulary or a head of its own"
+        assert bool(self.fields) == (self.head is None), "either vocabulary fields or a separate head"
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -216,7 +216,7 @@ def size_problems(world_size: int, axes: dict[str, int]) -> list[Problem]:
             )
     if axes["vpp"] > 1 and axes["pp"] == 1:
         fix = f"--pp 2 --vpp {axes['vpp']}, or no --vpp"
-        problems.append(Problem(f"--vpp {axes['vpp']}", "model chunks need a pipeline, and --pp is 1", fix))
+        problems.append(Problem(f"--vpp {axes['vpp']}", "model chunks need a pipeline, but --pp is 1", fix))
     return problems
 
 

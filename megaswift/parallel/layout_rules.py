@@ -82,10 +82,7 @@ def _heads(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
     if heads % tp:
         rule = f"{heads} attention heads are not divisible by {tp} tensor-parallel ranks"
     elif shape.whole_kv and tp > kv:
-        rule = (
-            f"its norm over all {kv} key/value heads together needs each of {tp} tensor-parallel ranks to hold "
-            f"whole ones"
-        )
+        rule = f"the norm over all {kv} key/value heads requires whole heads on each of {tp} tensor-parallel ranks"
     elif kv % tp and tp % kv:
         rule = f"{kv} key/value heads are neither a multiple nor a divisor of {tp} tensor-parallel ranks"
     else:
@@ -146,7 +143,7 @@ def _experts(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
     for axis in ("ep", "etp"):
         size = getattr(request, axis)
         if size > 1 and not shape.experts:
-            yield Problem(f"{FLAGS[axis]} {size}", "shards experts, and this model is dense", f"no {FLAGS[axis]}")
+            yield Problem(f"{FLAGS[axis]} {size}", "shards experts, but this model is dense", f"no {FLAGS[axis]}")
     if request.etp > 1 and shape.expert_bias:  # Megatron-Core: "Bias in Moe is only supported when ETP==1"
         yield Problem(
             f"--etp {request.etp}",
@@ -167,7 +164,7 @@ def _sequence_parallel(shape: ModelShape, request: LayoutRequest) -> Iterator[Pr
     if request.sequence_parallel and request.tp == 1:
         yield Problem(
             "--sequence_parallel true",
-            "shards over the tensor-parallel ranks, and --tp is 1",
+            "shards over the tensor-parallel ranks, but --tp is 1",
             "--tp 2, or leave it out",
         )
     if request.sequence_parallel is False and request.tp > 1 and shape.experts:

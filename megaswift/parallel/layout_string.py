@@ -29,6 +29,6 @@ def parse_layout_string(text: str) -> list[str]:
     unknown = sorted(set("".join(stages)) - set(LETTERS))
     if unknown:
         letters = ", ".join(f"{letter} ({name})" for letter, name in LETTERS.items())
-        rule = f"has {' '.join(map(repr, unknown))}; known are {letters}, | * ( ) and commas"
+        rule = f"has {' '.join(map(repr, unknown))}; allowed are {letters}, | * ( ) and commas"
         raise LayoutError(Problem(f"--pipeline_layout {text}", rule))
     return stages

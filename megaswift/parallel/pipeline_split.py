@@ -133,7 +133,7 @@ def _even_problem(num_layers: int, pp: int, vpp: int) -> Problem:
 def _ends_problems(num_layers: int, pp: int, vpp: int, end_layers: dict[str, int]) -> list[Problem]:
     what = " ".join(f"{flag} {count}" for flag, count in end_layers.items())
     if pp == 1:
-        return [Problem(what, "needs a pipeline, and --pp is 1", "--pp 2, or leave it out")]
+        return [Problem(what, "needs a pipeline, but --pp is 1", "--pp 2, or leave it out")]
     problems = [
         Problem(f"{flag} {count}", "is not a positive number") for flag, count in end_layers.items() if count < 1
     ]

@@ -91,7 +91,7 @@ class AccuracyReward:
     def _pair(self, number: int, sample: RewardInput) -> tuple[str, str]:
         solution = sample.columns.get(SOLUTION)
         if not isinstance(solution, str | int | float) or isinstance(solution, bool):
-            what = f"the solution of sample {number} is {solution!r}, not a text"
+            what = f"the solution of sample {number} is {solution!r}, not a string"
             raise RewardError(
                 Problem(flag_of(self), what, "a column `solution` of strings; rename with --columns YOURS=solution")
             )

@@ -106,7 +106,7 @@ def _entry(test: Any) -> CodeTest:
     if isinstance(test, str):
         return _assertion(test)
     if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
-        raise ValueError(f"holds {str(test)[:60]!r}, which has no `input` and `output`")
+        raise ValueError(f"contains {str(test)[:60]!r}, which has no `input` and `output`")
     return _one(test["input"], test["output"], test.get("fn_name") or test.get("function"))
 
 
@@ -118,7 +118,7 @@ def _one(given: Any, expected: Any, function: Any, wrapped: bool = False) -> Cod
         given = [json.loads(line) for line in given.splitlines() if line.strip()]
         expected = json.loads(expected) if isinstance(expected, str) else expected
     if not isinstance(given, list | tuple):
-        raise ValueError(f"holds the arguments {str(given)[:60]!r}, which are not a list")
+        raise ValueError(f"contains the arguments {str(given)[:60]!r}, which are not a list")
     return CodeTest(_json(expected), function=str(function), arguments=_json(given), wrapped=wrapped)
 
 
@@ -127,7 +127,7 @@ def _json(value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, default=lambda v: {"set": sorted(v, key=repr)}))
     except TypeError:
-        raise ValueError(f"holds {str(value)[:60]!r}, which JSON cannot represent") from None
+        raise ValueError(f"contains {str(value)[:60]!r}, which JSON cannot represent") from None
 
 
 def _assertion(text: str) -> CodeTest:
@@ -144,4 +144,4 @@ def _assertion(text: str) -> CodeTest:
                 )
             ]:
                 return _one([ast.literal_eval(argument) for argument in given], ast.literal_eval(value), name)
-    raise ValueError(f"holds {text[:80]!r}, which is not `assert FUNCTION(VALUES) == VALUE`")
+    raise ValueError(f"contains {text[:80]!r}, which is not `assert FUNCTION(VALUES) == VALUE`")

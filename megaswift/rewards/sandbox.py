@@ -252,7 +252,7 @@ def check_sandbox(sandbox: Sandbox, flag: str) -> None:
                 flag,
                 f"generated programs need a sandbox, which is not available here: {problem}",
                 "Linux on x86_64 or aarch64, in a container that allows seccomp filters; or "
-                "--allow_unsafe_code true, on a machine that holds nothing of value",
+                "--allow_unsafe_code true, on a disposable machine",
             )
         )
 

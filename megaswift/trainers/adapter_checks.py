@@ -38,17 +38,17 @@ def head_problems(cfg: SwiftConfig) -> list[Problem]:
         return [
             Problem(
                 label,
-                f"is of a reward model (task_type SEQ_CLS), and {cfg.task} needs one that writes text",
+                f"belongs to a reward model (task_type SEQ_CLS), but {cfg.task} needs a language model",
                 "other adapters",
             )
         ]
     return [
         Problem(
             label,
-            "is of a language model: it has no head that scores (task_type is not SEQ_CLS)",
+            "belongs to a language model: it has no scalar head (task_type is not SEQ_CLS)",
             (
-                f"new adapters over it: megaswift export --adapters {cfg.lora.adapters} --merge_lora true, then that "
-                f"--model"
+                f"merge it first: megaswift export --adapters {cfg.lora.adapters} --merge_lora true, then --model "
+                "with the result"
             ),
         )
     ]
@@ -63,7 +63,7 @@ def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
         problems.append(
             Problem(
                 f"{label}, whose weights are quantized",
-                f"cannot be split over ranks (engine {engine_of(cfg)})",
+                f"cannot be sharded (engine {engine_of(cfg)})",
                 "--engine ddp or zero2",
             )
         )
@@ -73,7 +73,7 @@ def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
         problems.append(
             Problem(
                 f"{label}, whose weights are quantized",
-                "has no plain weights into which adapters could be merged for the sampler",
+                "has no unquantized weights into which adapters could be merged for the sampler",
                 served_quantization.PLAIN,
             )
         )
@@ -97,14 +97,14 @@ def other_adapters(cfg: SwiftConfig, folder: Path) -> list[Problem]:
         return [
             Problem(
                 label,
-                "holds AdaLoRA adapters, whose ranks are settled: PEFT trains them no further",
-                "megaswift export --merge_lora true, then new adapters on what comes out",
+                "contains AdaLoRA adapters with final ranks, which PEFT cannot train further",
+                "megaswift export --merge_lora true, then new adapters on the merged model",
             )
         ]
     wanted = {"qlora": "lora"}.get(cfg.model.train_type, cfg.model.train_type)
     if kind == wanted:
         return []
-    return [Problem(label, f"holds {kind} adapters (train_type is {cfg.model.train_type})", f"--train_type {kind}")]
+    return [Problem(label, f"contains {kind} adapters (train_type is {cfg.model.train_type})", f"--train_type {kind}")]
 
 
 def refused_by_peft(cfg: SwiftConfig) -> list[Problem]:

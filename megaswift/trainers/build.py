@@ -195,7 +195,7 @@ class RunBuilder:
                 training: score_dataset(
                     once,
                     partial(score_batches, engine),
-                    "the data to train on" if training else "the evaluation's data",
+                    "the training data" if training else "the evaluation data",
                 )
                 for training, once in self.sources.items()
             }
@@ -318,11 +318,11 @@ def reference_text(cfg: SwiftConfig, adapts: bool) -> str:
         return ""
     p = cfg.preference
     new = adapts and cfg.lora.adapters is None
-    start = "the adapters as they start" if adapts else "the model as it starts"
-    what = "the model without its adapters" if new else p.ref_model or start
-    where = ", in host memory between uses" if p.offload_reference else ""
-    moves = f", moved by {p.ref_model_mixup_alpha:g} every {p.ref_model_sync_steps} steps" if p.sync_ref_model else ""
-    once = ", asked once before the first step" if p.precompute_ref_log_probs else ""
+    start = "the initial adapters" if adapts else "the initial model"
+    what = "the base model without adapters" if new else p.ref_model or start
+    where = ", offloaded to the CPU when idle" if p.offload_reference else ""
+    moves = f", updated by {p.ref_model_mixup_alpha:g} every {p.ref_model_sync_steps} steps" if p.sync_ref_model else ""
+    once = ", evaluated once before the first step" if p.precompute_ref_log_probs else ""
     return what + where + moves + once
 
 

@@ -98,8 +98,8 @@ def check_space(root: Path, size: int, step: int) -> None:
         raise CheckpointError(
             Problem(
                 f"checkpoint of step {step}",
-                f"needs about {bytes_text(size)}, and {there} has {bytes_text(free)} left; an older checkpoint goes "
-                "only after the new one is complete",
+                f"needs about {bytes_text(size)}, but {there} has only {bytes_text(free)} free; older checkpoints "
+                "are deleted only after the new one is complete",
                 "free space, a smaller --save_total_limit for the next run, or another --output_dir",
             )
         )
@@ -155,14 +155,14 @@ def batch_size_notice(manifest: Mapping[str, Any], plan: BatchPlan) -> str:
     size = plan.global_batch_size
     was = manifest.get("global_batch_size", size)  # absent from older checkpoints
     fix = "fewer data-parallel ranks keep" if was % (size // plan.accumulation) else f"--global_batch_size {was} keeps"
-    return "" if was == size else f"a step takes a global batch of {size}, and {was} in the checkpoint's run: {fix} it"
+    return "" if was == size else f"the global batch size is {size}; it was {was} in the checkpoint's run: {fix} it"
 
 
 def checkpoint_differences(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> list[Problem]:
     """What makes a checkpoint unfit for this run: another format, another model."""
     problems = []
     if manifest["format"] != checkpoint_store.FORMAT:
-        rule = f"has format {manifest['format']}, this version reads {checkpoint_store.FORMAT}"
+        rule = f"has format {manifest['format']}; this version reads {checkpoint_store.FORMAT}"
         problems.append(Problem("checkpoint", rule, "the version that wrote it"))
     saved = manifest.get("model", {})
     problems += [

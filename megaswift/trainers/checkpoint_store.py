@@ -182,7 +182,7 @@ def steps_for(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
             return steps, []
     manifest = step_manifest.load_manifest(path)
     if isinstance(manifest, Problem):
-        rule = f"has no complete {MARKER}: not a checkpoint of ours, or an interrupted save"
+        rule = f"has no complete {MARKER}: not a megaswift checkpoint, or an interrupted save"
         if (path / MARKER).exists():
             rule = f"has no complete {MARKER}: it {manifest.rule}"
         raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", rule, _others(output, path)))

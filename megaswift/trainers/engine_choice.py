@@ -26,8 +26,8 @@ KINDS = ("ddp", "zero2", "fsdp2")
 """From what holds most on a rank to what holds least."""
 REASONS = {
     "ddp": ", whole on each device",
-    "zero2": ": gradients and optimizer states in parts",
-    "fsdp2": ": weights in parts too",
+    "zero2": ": gradients and optimizer states sharded",
+    "fsdp2": ": weights sharded, too",
 }
 SHARE = 0.8
 """Of a process's memory that weights, gradients and optimizer may take: the rest is for activations."""
@@ -69,7 +69,7 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
     why."""
     asked = engine_of(cfg)
     if tell and (cfg.engine.fsdp or cfg.engine.fsdp_config):
-        log.info("engine fsdp2: FSDP's options mean torch's fully_shard (FSDP2); FSDP1 is not used")
+        log.info("engine fsdp2: the FSDP options select torch's fully_shard (FSDP2); FSDP1 is not used")
     if cfg.engine.fsdp_config:
         cfg = cfg.replace(**fsdp_json.fsdp_file_options(cfg).options)
     if asked != AUTO:
@@ -78,9 +78,9 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
     kind, why = choose_engine(any_spec(locate_model(cfg.model, weights=False)), splits_model(cfg), machine)
     optimizer = cfg.optim.optimizer
     if kind != "ddp" and optimizer in ON_PARTS:
-        kind, why = "fsdp2", f"it and ddp step the optimizer {optimizer}"
+        kind, why = "fsdp2", f"only fsdp2 and ddp support the optimizer {optimizer}"
     elif kind != "ddp" and optimizer not in EVERYWHERE:
-        kind, why = "ddp", f"the optimizer {optimizer} steps whole matrices"
+        kind, why = "ddp", f"the optimizer {optimizer} needs whole matrices"
     if peft_method_of(cfg) is not None or bits_of(cfg) is not None:
         kind, why = resolve_for_adapters(cfg, kind, why)
     if tell:
@@ -92,13 +92,15 @@ def resolve_for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, st
     """The same where the adapters, or the weights under them, leave the choice to fewer engines."""
     name, method = f"train_type {cfg.model.train_type}", peft_method_of(cfg)
     if kind == NATIVE and cfg.model.train_type != "qlora" and not splits_model(cfg):
-        return "ddp", f"{name} is not the native engine's"
+        return "ddp", f"the native engine does not support {name}"
     if method is not None and method.engines and kind not in (NATIVE, *method.engines):
-        return method.engines[0], f"{name} needs it"
+        return method.engines[0], f"{name} requires it"
     if kind in SHARDED and bits_of(cfg) is not None:
-        return "ddp", "weights in few bits are whole on every rank"
+        return "ddp", "quantized weights cannot be sharded"
     return (
-        ("zero2", f"{name} cannot be split") if kind in SHARDED and method is not None and method.whole else (kind, why)
+        ("zero2", f"{name} cannot be sharded")
+        if kind in SHARDED and method is not None and method.whole
+        else (kind, why)
     )
 
 
@@ -109,11 +111,11 @@ def choose_engine(spec: ModelSpec, axes: bool, machine: MachineFacts) -> tuple[s
     if axes:
         return NATIVE, "a model-parallel axis is set"
     if spec.family in FAMILIES and spec.experts and size > MIDDLE:
-        return NATIVE, f"{text} in {spec.experts} experts a layer"
+        return NATIVE, f"{text} in {spec.experts} experts per layer"
     if machine.processes == 1:
         return (
             "ddp",
-            f"{text}, whole on each device" if size < SMALL else f"{text} on one process, nothing to share them with",
+            f"{text}, whole on each device" if size < SMALL else f"{text} on a single process",
         )
     by_size = "ddp" if size < SMALL else "zero2" if size <= MIDDLE else "fsdp2"
     known = [k for k in KINDS if k != "zero2" or importlib.util.find_spec("deepspeed") is not None]
@@ -121,7 +123,7 @@ def choose_engine(spec: ModelSpec, axes: bool, machine: MachineFacts) -> tuple[s
     kind = next((k for k in later if machine.holds(k, size)), later[-1])
     if kind == later[0]:
         return kind, f"{text}, and deepspeed is not installed" if kind != by_size else f"{text}{REASONS[kind]}"
-    room = f"{machine.memory / 2**30:.0f} GiB a process"
+    room = f"{machine.memory / 2**30:.0f} GiB per process"
     return kind, f"{text}: {later[0]} would need about {machine.need(later[0], size) / 2**30:.0f} GiB of {room}"
 
 

@@ -125,9 +125,7 @@ class Loop:
             self.mistake = error
         failed = distributed.all_max([self.mistake is not None])[0]
         if failed and self.mistake is None:
-            self.mistake = DataError(
-                Problem("the next batch", "another rank met a row that it cannot use; its message says which")
-            )
+            self.mistake = DataError(Problem("the next batch", "another rank found an unusable row; see its message"))
         if not failed:
             return microbatches
         back()

@@ -25,8 +25,8 @@ def spec_of(cfg: SwiftConfig, folder: Path) -> ModelSpec:
         raise ConfigError(
             Problem(
                 f"--model {cfg.model.model}",
-                f"is a reward model, and {cfg.task} needs one that writes text",
-                "the language model it was made from",
+                f"is a reward model, but {cfg.task} needs a language model",
+                "the language model that it was trained from",
             )
         )
     return spec
@@ -40,8 +40,8 @@ def _with_known_score(spec: ModelSpec) -> ModelSpec:
         raise ConfigError(
             Problem(
                 "rm",
-                f"transformers has no ...ForSequenceClassification of model_type {kind}, so nobody could load the "
-                "reward model",
+                f"transformers has no ...ForSequenceClassification of model_type {kind}, so the reward model could "
+                "not be loaded",
                 "a model of another family",
             )
         )

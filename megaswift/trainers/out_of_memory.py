@@ -59,7 +59,7 @@ def advice(cfg: Any, experts: int) -> list[str]:
     rows: list[tuple[bool, str]] = [
         (
             t.per_device_train_batch_size > 1,
-            "--per_device_train_batch_size 1, accumulating more often: the same result",
+            "--per_device_train_batch_size 1, with more gradient accumulation: same result",
         ),
         (
             not p.distributed_optimizer,
@@ -72,13 +72,13 @@ def advice(cfg: Any, experts: int) -> list[str]:
         (gpu and m.torch_dtype == "float32", "--torch_dtype bfloat16: half the weights and activations"),
         (
             m.recompute_granularity in (None, "none"),
-            "--recompute_granularity selective: attention's core is recomputed, cheap",
+            "--recompute_granularity selective: core attention is recomputed, cheap",
         ),
         (
             m.recompute_granularity != "full",
             "--recompute_granularity full: every layer's activations are recomputed, about a third slower",
         ),
-        (True, f"--tp {heads_tp} (inside one machine): weights, activations and optimizer state divided by {heads_tp}"),
+        (True, f"--tp {heads_tp} (within one node): weights, activations and optimizer state divided by {heads_tp}"),
         (experts > 1, f"--ep {p.expert_parallel_size * 2}: experts divided over more ranks"),
         (True, f"--pp {p.pipeline_parallel_size * 2}: layers divided over more ranks"),
         (
@@ -86,6 +86,6 @@ def advice(cfg: Any, experts: int) -> list[str]:
             "--optimizer_cpu_offload true: Adam's moments in host memory, slower steps",
         ),
         (d.max_length > 4096, f"--cp {p.context_parallel_size * 2}: each sequence divided over more ranks"),
-        (d.max_length > 1024, f"--max_length {d.max_length // 2}: shorter sequences, other data"),
+        (d.max_length > 1024, f"--max_length {d.max_length // 2}: shorter sequences, which changes the data"),
     ]
     return [text for applies, text in rows if applies]

@@ -125,7 +125,7 @@ def check_output_folder(cfg: SwiftConfig) -> list[Problem]:
     present = outputs.present()
     own = train.resume_from_checkpoint == "latest" or (resume is not None and _inside(resume, outputs.root))
     if present and train.overwrite_output_dir and cfg.model.model and _inside(Path(cfg.model.model), outputs.root):
-        rule = f"lies in {train.output_dir}, which is to be replaced"
+        rule = f"lies in {train.output_dir}, which would be replaced"
         problems.append(Problem(f"--model {cfg.model.model}", rule, "another --output_dir"))
     elif present and not own and not train.overwrite_output_dir and not problems:
         problems.append(
@@ -133,8 +133,8 @@ def check_output_folder(cfg: SwiftConfig) -> list[Problem]:
                 flag,
                 f"holds another run ({', '.join(p.name for p in present)})",
                 (
-                    "another one, --resume_from_checkpoint latest to go on, or --overwrite_output_dir to start anew "
-                    "(the old one is moved aside)"
+                    "another folder, --resume_from_checkpoint latest to resume, or --overwrite_output_dir to start "
+                    "over (the earlier run is moved aside)"
                 ),
             )
         )
@@ -146,13 +146,13 @@ def _other_engine(cfg: SwiftConfig, step: Path) -> list[Problem]:
     found = find_checkpoint(step)
     if found is None or found.sharded == capabilities_of(cfg).sharded_checkpoints:
         return []
-    wrote, goes_on = (
+    wrote, engine_option = (
         ("native engine", "--engine megatron") if found.sharded else ("torch engine", "--engine ddp, zero2, fsdp2, ...")
     )
-    fix = f"{goes_on} to go on with it; --model {step}, without --resume_from_checkpoint, to start from its weights"
+    fix = f"{engine_option} to resume it; --model {step}, without --resume_from_checkpoint, to start from its weights"
     if (step / "adapter").is_dir():
         fix = (
-            f"{goes_on} to go on with it; --adapters {step / 'adapter'}, without --resume_from_checkpoint, to "
+            f"{engine_option} to resume it; --adapters {step / 'adapter'}, without --resume_from_checkpoint, to "
             f"start from its adapters"
         )
     return [
@@ -176,7 +176,7 @@ def prepare_output_folder(cfg: SwiftConfig, lock: RunLock | None = None) -> Outp
         aside.mkdir(parents=True)
         for path in present:
             path.rename(aside / path.name)
-        log.info(f"the run that was in {outputs.root} now lies in {aside}; remove it when you no longer need it")
+        log.info(f"the earlier run in {outputs.root} was moved to {aside}; delete it when you no longer need it")
     if cfg.train.resume_from_checkpoint is not None:
         outputs.store.recover()
     write_atomically(outputs.config, HEADER + to_yaml(absolute_paths(cfg.to_dict())))

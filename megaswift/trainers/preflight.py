@@ -141,10 +141,7 @@ def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world
     """What the torch engine needs beside a model that transformers loads."""
     problems = check_layout(ModelShape.of(spec), LayoutRequest.from_config(cfg, world_size)) + machine_problems(cfg)
     if "moe_router_score_function" not in spec.transformer:
-        rule = (
-            f"is for models with experts, and model_type {spec.family} has none, or has them unlike those that "
-            f"are known here"
-        )
+        rule = f"applies only to MoE models, and model_type {spec.family} is not a supported one"
         problems += [
             Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out")
             for name in EXPERT_OPTIONS[:2]
@@ -195,8 +192,7 @@ def length_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     return [
         Problem(
             f"--max_length {cfg.data.max_length}",
-            f"is more than {longest}, from where on this model's {kind} rope takes other "
-            "frequencies, for the whole batch with such a sequence",
+            f"exceeds {longest}, above which this model's {kind} RoPE changes its frequencies for the whole batch",
             f"--max_length {longest}",
         )
     ]
@@ -204,7 +200,7 @@ def length_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
 
 def expert_options(cfg: SwiftConfig) -> list[Problem]:
     """Options for experts, given for a dense model: they would be ignored."""
-    rule = "is for models with experts, and this one is dense"
+    rule = "applies only to MoE models; this model is dense"
     given = [
         Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out")
         for name in EXPERT_OPTIONS
@@ -214,8 +210,8 @@ def expert_options(cfg: SwiftConfig) -> list[Problem]:
     given += [Problem(f"--recompute_modules {part}", rule, "core_attn or mlp") for part in parts]
     if "layernorm" in cfg.model.recompute_modules:  # Megatron-Core would recompute none, without a word
         fused = (
-            "Transformer Engine fuses the norms of a dense model with the products after them: there is none to "
-            "recompute"
+            "Transformer Engine fuses the norms of a dense model with the projections that follow, so there is "
+            "none to recompute"
         )
         given.append(Problem("--recompute_modules layernorm", fused, "core_attn or mlp"))
     return given
@@ -225,7 +221,11 @@ def dense_options(cfg: SwiftConfig) -> list[Problem]:
     """Recomputing dense MLPs, asked for a model that has none."""
     idle = "mlp" in cfg.model.recompute_modules
     return (
-        [Problem("--recompute_modules mlp", "is for dense layers, and every layer of this model has experts", "moe")]
+        [
+            Problem(
+                "--recompute_modules mlp", "applies to dense layers, but every layer of this model has experts", "moe"
+            )
+        ]
         if idle
         else []
     )

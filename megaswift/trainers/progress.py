@@ -47,7 +47,7 @@ def duration_text(seconds: float) -> str:
 def chosen_first(line: Line) -> str:
     """How often a pair's chosen answer has the larger reward; nothing where there are no pairs."""
     rate = next((line[name] for name in ("rewards/accuracies", "accuracy") if line.get(name) is not None), None)
-    return "" if rate is None else f"  chosen first {rate:.0%}"
+    return "" if rate is None else f"  reward accuracy {rate:.0%}"
 
 
 def short_number(line: Line) -> str:

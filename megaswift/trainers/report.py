@@ -43,19 +43,19 @@ POLICY = (
     ("reward_std", "spread of rewards within a group"),
     ("kl", "divergence from the reference"),
     ("entropy", "entropy"),
-    ("completions/mean_length", "tokens of a completion"),
-    ("completions/clipped_ratio", "share cut off"),
+    ("completions/mean_length", "tokens per completion"),
+    ("completions/clipped_ratio", "share of truncated completions"),
     ("clip_ratio/region_mean", "share of clipped tokens"),
-    ("sampling/sampling_logp_difference/mean", "sampler against trainer"),
+    ("sampling/sampling_logp_difference/mean", "mismatch between sampler and trainer"),
 )
 """Curves of reinforcement learning."""
 PREFERENCE = (
-    ("rewards/accuracies", "share of pairs with the chosen answer first"),
-    ("accuracy", "share of pairs with the chosen first"),
-    ("rewards/margins", "reward of chosen answers less that of rejected ones"),
-    ("margin", "score of chosen less rejected"),
-    ("rewards/chosen", "reward of chosen answers"),
-    ("rewards/rejected", "reward of rejected answers"),
+    ("rewards/accuracies", "share of pairs ranked correctly"),
+    ("accuracy", "share of pairs ranked correctly"),
+    ("rewards/margins", "reward margin: chosen minus rejected"),
+    ("margin", "score margin: chosen minus rejected"),
+    ("rewards/chosen", "reward of chosen completions"),
+    ("rewards/rejected", "reward of rejected completions"),
 )
 """Curves of preference learning, in training and evaluation."""
 SAMPLES = 12
@@ -147,7 +147,7 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
             found.append(
                 (
                     f"{rate:.0%}",
-                    f"of pairs have the chosen answer first, in {'evaluation' if evals else 'the last line'}",
+                    f"of pairs ranked correctly, in {'evaluation' if evals else 'the last line'}",
                 )
             )
     found.append(
@@ -168,7 +168,7 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
     share = f", {mfu[len(mfu) // 2]:.1%} of the peak" if mfu else ""
     found.append((f"{flops[len(flops) // 2]:.3g}", f"TFLOP/s per device (median){share}"))
     found.append((f"{max(metric_column(lines, 'memory_gib')):.2f} GiB", "peak memory of the largest rank"))
-    return [*found, (duration_text(total), "wall time of this start")]
+    return [*found, (duration_text(total), "wall time of this session")]
 
 
 def chart_cards(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:

@@ -17,7 +17,7 @@ from megaswift import log
 from megaswift.errors import CheckpointError, Problem
 
 NAME = "run.lock"
-FIX = "wait until it ends, end it, or another --output_dir"
+FIX = "wait until it ends, stop it, or use another --output_dir"
 
 
 class RunLock:

@@ -97,6 +97,6 @@ def count_steps(cfg: SwiftConfig, source: Any) -> int:
         return cfg.train.max_steps
     if source.rows is None:
         raise ConfigError(
-            Problem("--streaming", "the length of the data is not known, so epochs cannot be counted", "--max_steps N")
+            Problem("--streaming", "the length of a stream is unknown, so epochs cannot be counted", "--max_steps N")
         )
     return source.steps_for(cfg.train.num_train_epochs)

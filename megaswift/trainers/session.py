@@ -96,8 +96,8 @@ class Session:
         b.resumed = resume = self.resume()
         if cfg.data.max_length > self.spec.max_positions:
             log.warn(
-                f"--max_length {cfg.data.max_length} is more than the {self.spec.max_positions} positions that the "
-                "model's config.json names (max_position_embeddings): it may do badly on documents longer than that"
+                f"--max_length {cfg.data.max_length} exceeds the model's max_position_embeddings "
+                f"({self.spec.max_positions}): quality may degrade on longer documents"
             )
         built = b.task.build(self)
         loop = built.loop
@@ -132,7 +132,7 @@ class Session:
             found = first_intact(steps)
             if found is not None:
                 distributed.run_on_rank0(partial(refuse_other_model, found, self.spec.hf_config))
-        log.info(f"going on from {found}" if found else "no checkpoint yet: starting from the beginning")
+        log.info(f"resuming from {found}" if found else "no checkpoint yet: starting from the beginning")
         return found
 
     def train(self, loop: Loop) -> None:
@@ -164,7 +164,7 @@ class Session:
             log.info(
                 self.status
                 + (
-                    ", saved; go on with the same command and --resume_from_checkpoint latest"
+                    ", saved; resume with the same command and --resume_from_checkpoint latest"
                     if loop.step
                     else ": there is nothing to save"
                 )

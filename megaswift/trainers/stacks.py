@@ -91,11 +91,11 @@ def explain_lost_rank(error: RuntimeError, root: Path, timeout_s: float) -> Lost
     if ended:
         what, rule = _ranks(ended), "ended before the others"
     elif late and missing:
-        what, rule = _ranks(missing), f"did not come to a collective within {timeout_s:.0f} s (--ddp_timeout)"
+        what, rule = _ranks(missing), f"did not join a collective within {timeout_s:.0f} s (--ddp_timeout)"
     else:
         what, rule = f"rank {rank}", f"lost the connection to another rank: {str(error).splitlines()[0][:160]}"
     return LostRank(
-        Problem(what, f"{rule}; {where}", "--resume_from_checkpoint latest goes on from the last checkpoint")
+        Problem(what, f"{rule}; {where}", "--resume_from_checkpoint latest resumes from the last checkpoint")
     )
 
 

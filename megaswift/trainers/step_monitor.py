@@ -59,7 +59,7 @@ class StepMonitor(Hook):
             if is_spike(loss, self.losses):  # the same on every rank, as rows_text needs
                 print_warning(
                     f"step {step.number}: loss {loss:.4g} is far above the median {statistics.median(self.losses):.4g} "
-                    f"of the {len(self.losses)} steps before, and the step was taken{rows_text(step.result.parts)}"
+                    f"of the {len(self.losses)} steps before; the step was taken{rows_text(step.result.parts)}"
                 )
             if math.isfinite(loss):
                 self.losses.append(loss)
@@ -85,7 +85,7 @@ class StepMonitor(Hook):
                 Problem(
                     step,
                     f"{self.in_a_row} steps in a row had a gradient that is not finite",
-                    f"go on from a checkpoint before it (--resume_from_checkpoint) with {FIX}",
+                    f"resume from an earlier checkpoint (--resume_from_checkpoint) with {FIX}",
                 )
             )
         return True

@@ -63,7 +63,7 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
         *([("reference", facts.reference)] if facts.reference else []),
         (
             "parameters",
-            f"{p.parameters_total:,} in all, {p.parameters_per_rank:,} on the largest rank{trained_text(p)}",
+            f"{p.parameters_total:,} in total, {p.parameters_per_rank:,} on the largest rank{trained_text(p)}",
         ),
         (
             "memory",
@@ -94,10 +94,10 @@ def engine_text(cfg: SwiftConfig) -> str:
 
 
 def trained_text(p: ParameterReport) -> str:
-    """`; 1,234 of them train (0.12%)`, nothing where all do."""
+    """`; 1,234 trained (0.12%)`, nothing where all do."""
     if p.parameters_trained is None:
         return ""
-    return f"; {p.parameters_trained:,} of them train ({p.parameters_trained / p.parameters_total:.2%})"
+    return f"; {p.parameters_trained:,} trained ({p.parameters_trained / p.parameters_total:.2%})"
 
 
 def steps_text(cfg: SwiftConfig, facts: SummaryFacts) -> str:
@@ -107,7 +107,7 @@ def steps_text(cfg: SwiftConfig, facts: SummaryFacts) -> str:
         rows_a_step = facts.dp * facts.accumulation * cfg.train.per_device_train_batch_size
         epochs = count_text(facts.total_steps * rows_a_step / facts.rows_per_epoch, "epoch", ".4g")
         text += f" = {epochs} of {count_text(facts.rows_per_epoch, facts.unit.removesuffix('s'))}"
-    return text + (f", going on after step {facts.start:,}" if facts.start else "")
+    return text + (f", resuming after step {facts.start:,}" if facts.start else "")
 
 
 def optimizer_text(cfg: SwiftConfig, total_steps: int) -> str:

@@ -51,7 +51,7 @@ def optimizer_problems(cfg: SwiftConfig) -> list[Problem]:
         return []
     problems = needs_package("bitsandbytes", f"--optimizer {name}")
     if name in PAGED and not has_gpu():
-        rule = "pages states between a GPU and the host, and there is no CUDA device: they are in host memory anyway"
+        rule = "pages optimizer states between GPU and CPU memory, but there is no CUDA device"
         plain = "adam" if name == "paged_adamw_32bit" else name.removeprefix("paged_")
         problems.append(Problem(f"--optimizer {name}", rule, f"--optimizer {plain}"))
     return problems
@@ -90,8 +90,8 @@ def compiler_problems(cfg: SwiftConfig) -> list[Problem]:
     return [
         Problem(
             "--torch_compile_backend inductor",
-            "compiles C++ on a CPU, and there is no compiler (g++, clang++)",
-            "--torch_compile_backend aot_eager, which saves no time",
+            "compiles C++ on a CPU, but there is no compiler (g++, clang++)",
+            "--torch_compile_backend aot_eager, which is not faster",
         )
     ]
 
@@ -103,5 +103,5 @@ def butterfly_problems(cfg: SwiftConfig) -> list[Problem]:
     tools = shutil.which("ninja") and (shutil.which("nvcc") or os.environ.get("CUDA_HOME"))
     if cfg.model.train_type != "boft" or factor == 1 or (tools and has_gpu()):
         return []
-    rule = "would be 1: PEFT has more with its CUDA extension only, which needs a GPU, nvcc and ninja"
+    rule = "would be 1: more needs PEFT's CUDA extension (a GPU, nvcc and ninja)"
     return [Problem(f"--boft_n_butterfly_factor {factor}", rule, "leave it out")]

@@ -20,7 +20,7 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
         return [
             Problem(
                 f"--{name} {str(cfg.value(name)).lower()}",
-                "is for vision-language models, and this one reads text only",
+                "applies only to vision-language models; this model accepts only text",
                 "leave it out",
             )
             for name in FLAGS
@@ -30,7 +30,7 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
         return [
             Problem(
                 model,
-                f"is a vision-language model, which sft trains; {cfg.task} is for language models",
+                f"is a vision-language model, which only sft supports; {cfg.task} needs a language model",
                 "megaswift sft, or a language model",
             )
         ]
@@ -39,8 +39,7 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
         problems.append(
             Problem(
                 "--packing true",
-                "rows of vision-language models are not packed: their images' positions and "
-                "attention would have to be kept apart",
+                "samples of vision-language models are not packed: positions and attention of their images would mix",
                 "--packing false",
             )
         )
@@ -49,7 +48,7 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
             Problem(
                 "--streaming true",
                 "rows with images are not streamed",
-                "--streaming false: pixels are read as they are needed, tokens alone are kept on disk",
+                "--streaming false: images are read on demand, and only tokens are cached",
             )
         )
     return problems + unreadable(locate_model(cfg.model, weights=False), model)

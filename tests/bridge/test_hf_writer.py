@@ -153,7 +153,7 @@ def test_twice_or_of_another_shape(tmp_path: Path) -> None:
         writer.add("norm", TENSORS["norm"])
         with pytest.raises(AssertionError, match="twice"):
             writer.add("norm", TENSORS["norm"])
-        with pytest.raises(AssertionError, match="announced"):
+        with pytest.raises(AssertionError, match="expected"):
             writer.add("matrix", torch.zeros(4, 6))
 
 

@@ -179,26 +179,26 @@ CHOICES = [
     # model, a model-parallel axis, processes, DeepSpeed; what is taken, and what the reason says
     (dense("0.6"), True, 8, True, "megatron", "a model-parallel axis is set"),
     (dense("70"), True, 1, False, "megatron", "a model-parallel axis is set"),
-    (experts(48), False, 8, True, "megatron", "30.5 B parameters in 128 experts a layer"),
-    (experts(4), False, 8, True, "zero2", "3.11 B parameters: gradients and optimizer states in parts"),
+    (experts(48), False, 8, True, "megatron", "30.5 B parameters in 128 experts per layer"),
+    (experts(4), False, 8, True, "zero2", "3.11 B parameters: gradients and optimizer states sharded"),
     (dense("0.6"), False, 8, True, "ddp", "B parameters, whole on each device"),
-    (dense("4"), False, 8, True, "zero2", "B parameters: gradients and optimizer states in parts"),
-    (dense("8"), False, 8, True, "fsdp2", "B parameters: weights in parts too"),
-    (dense("70"), False, 8, True, "fsdp2", "B parameters: weights in parts too"),
+    (dense("4"), False, 8, True, "zero2", "B parameters: gradients and optimizer states sharded"),
+    (dense("8"), False, 8, True, "fsdp2", "B parameters: weights sharded, too"),
+    (dense("70"), False, 8, True, "fsdp2", "B parameters: weights sharded, too"),
     (dense("4"), False, 8, False, "fsdp2", "and deepspeed is not installed"),
     (dense("70"), False, 8, False, "fsdp2", "B parameters"),
     (dense("0.6"), False, 8, False, "ddp", "B parameters"),
-    (dense("4"), False, 1, True, "ddp", "on one process"),
-    (dense("70"), False, 1, False, "ddp", "on one process"),
+    (dense("4"), False, 1, True, "ddp", "on a single process"),
+    (dense("70"), False, 1, False, "ddp", "on a single process"),
 ]
 MEMORY = [
-    # model, GiB a process, adapters only; what is taken, and what the reason says
-    (dense("0.6"), 8, False, "zero2", "ddp would need about 7 GiB of 8 GiB a process"),
-    (dense("0.6"), 2, False, "fsdp2", "ddp would need about 7 GiB of 2 GiB a process"),
+    # model, GiB per process, adapters only; what is taken, and what the reason says
+    (dense("0.6"), 8, False, "zero2", "ddp would need about 7 GiB of 8 GiB per process"),
+    (dense("0.6"), 2, False, "fsdp2", "ddp would need about 7 GiB of 2 GiB per process"),
     (dense("0.6"), 4, True, "ddp", "whole on each device"),
-    (dense("4"), 80, False, "zero2", "gradients and optimizer states in parts"),
+    (dense("4"), 80, False, "zero2", "gradients and optimizer states sharded"),
     (dense("4"), 16, False, "fsdp2", "zero2 would need about"),
-    (dense("70"), 16, False, "fsdp2", "weights in parts too"),
+    (dense("70"), 16, False, "fsdp2", "weights sharded, too"),
 ]
 
 

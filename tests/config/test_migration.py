@@ -76,13 +76,13 @@ def test_every_row_has_an_option_and_differs() -> None:
 
 
 def told(*argv: str, task: str = "sft") -> list[str]:
-    return [n for n in load(task, list(argv), environ={}).notices if "is a name of" in n]
+    return [n for n in load(task, list(argv), environ={}).notices if "is an option name of" in n]
 
 
 def test_the_notice() -> None:
     (line,) = told("--tuner_type", "lora", "--model", "m", "--num_train_epochs", "2")
-    assert line.startswith("tuner_type is a name of ms-swift.") and PAGE in line and "\n" not in line
-    assert "lora_dropout 0 (0.05)" in line and "save_steps at the end only (500)" in line
+    assert line.startswith("tuner_type is an option name of ms-swift.") and PAGE in line and "\n" not in line
+    assert "lora_dropout 0 (0.05)" in line and "save_steps only at the end (500)" in line
     assert "num_train_epochs" not in line and "eval_steps" not in line  # given; without data to evaluate on
     (line,) = told("--micro_batch_size", "2", "--train_iters", "3")
     assert "Megatron-SWIFT" in line and "lora_dropout" not in line and "recompute_granularity none (selective)" in line

@@ -72,7 +72,7 @@ def test_a_contradiction(name: str, words: str) -> None:
 
 @pytest.mark.parametrize("name, value", IDLE_PULL)
 def test_no_reference_without_a_pull_to_it(name: str, value: str) -> None:
-    assert "there is no reference where beta is 0" in problems(f"grpo --{name} {value}")[0]
+    assert "beta is 0, so no reference model is used" in problems(f"grpo --{name} {value}")[0]
     assert problems(f"grpo --beta 0.1 --{name} {value}") == problems(f"ppo --{name} {value}") == []
 
 

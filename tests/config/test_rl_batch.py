@@ -38,8 +38,8 @@ def test_plan(task: str, options: dict, dp: int, plan: tuple[int, ...]) -> None:
         (
             {"gradient_accumulation_steps": 1},
             4,
-            "--global_batch_size 4: is not a multiple of num_generations 8, which is the default: prompts would lack "
-            "completions\n"
+            "--global_batch_size 4: is not a multiple of num_generations 8, which is the default: some prompts would "
+            "have fewer completions\n"
             "    try: --global_batch_size 8",
         ),
         (
@@ -61,7 +61,7 @@ def test_what_only_the_number_of_ranks_tells(options: dict, dp: int, part: str) 
     "options, part",
     [
         ({"gbs": 12}, "gbs=12: is not a multiple of num_generations 8"),
-        ({"gbs": 12, "num_generations": 5}, "gbs=12: is not a multiple of num_generations 5: prompts"),
+        ({"gbs": 12, "num_generations": 5}, "gbs=12: is not a multiple of num_generations 5: some prompts"),
         ({"gbs": 16, "generation_batch_size": 24}, "try: --generation_batch_size 32"),
         ({"generation_batch_size": 20}, "try: --generation_batch_size 16"),
         (

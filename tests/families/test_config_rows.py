@@ -44,7 +44,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "alpha is not",
     ),
     ("longrope", LLAMA_3_1_8B, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
-    ("unknown rope", LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral' is not known"),
+    ("unknown rope", LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral' is unknown"),
     (
         "rope parameter missing",
         LLAMA_3_1_8B,

@@ -29,7 +29,7 @@ def test_the_first_failure_is_the_cause() -> None:
 
 def test_its_line_and_exit_code() -> None:
     assert failure_text(WorkerFailure(1, 11, -9, 5)).startswith("megaswift: rank 1 (process 11 on ")
-    assert "SIGKILL" in failure_text(WorkerFailure(1, 11, -9, 5)) and "exit code 1" in failure_text(
+    assert "SIGKILL" in failure_text(WorkerFailure(1, 11, -9, 5)) and "exited with code 1" in failure_text(
         WorkerFailure(1, 11, 1, 5)
     )
     assert [failure_text(WorkerFailure(0, 1, code, 0)) for code in (2, 3)] == ["", ""] and not failure_text(
@@ -117,7 +117,7 @@ def test_a_killed_rank_comes_back(words: list[str], inputs: list[str], tmp_path:
     code, said = finish(run, out)
     assert code == 0, said
     assert losses(out) == losses(whole) and len(losses(out)) == 40
-    assert said.count("going on from") == 2
+    assert said.count("resuming from") == 2
 
 
 @pytest.mark.process
@@ -128,7 +128,7 @@ def test_a_killed_rank_is_one_line(extra: list[str], inputs: list[str], tmp_path
     run = start([*MEGASWIFT, *inputs, *extra, "--max_steps", "4000"], out)
     rank_of(out, 1, 5).kill()
     code, said = finish(run, out)
-    assert code == 137 and "Traceback" not in said and said.count("was ended by SIGKILL") == 1, said
+    assert code == 137 and "Traceback" not in said and said.count("was killed by SIGKILL") == 1, said
     assert "rank 1 (process" in said
 
 
@@ -144,7 +144,7 @@ def test_a_launcher_that_ends_saves(number: int, inputs: list[str], tmp_path: Pa
     code, said = run.wait(60), out.with_suffix(".log").read_text
     _, alive = psutil.wait_procs(workers, 60)
     assert code == (-9 if number == signal.SIGKILL else 128 + number) and not alive, said()
-    assert (out / "checkpoints/latest.json").exists() and "saved; go on with" in said()
+    assert (out / "checkpoints/latest.json").exists() and "saved; resume with" in said()
 
 
 @pytest.mark.process

@@ -152,7 +152,7 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(util, "find_spec", lambda name: object())
     monkeypatch.setattr(metadata, "version", lambda name: "2.44.1")
     (problem,) = missing_ray(launch)
-    assert "needs ray 2.51 or later, and 2.44.1 is installed" in problem.rule
+    assert "needs ray 2.51 or later; 2.44.1 is installed" in problem.rule
     monkeypatch.setattr(metadata, "version", lambda name: "2.51.0")
     assert not missing_ray(launch)
 

@@ -100,7 +100,7 @@ REFUSED = [
     (
         replace(DENSE, whole_kv=True),
         dict(world_size=8, tp=8),
-        ["norm over all 4 key/value heads together", "--tp 4", "nearest layout that works on 8 processes: --tp 4"],
+        ["norm over all 4 key/value heads requires", "--tp 4", "nearest layout that works on 8 processes: --tp 4"],
     ),
     (replace(DENSE, ffn=97), dict(world_size=2, tp=2), ["inner width of 97 is not divisible by 2", "--tp 1"]),
     (MOE, dict(world_size=16, etp=16), ["an expert's inner width of 24 is not divisible by 16", "--etp 8"]),
@@ -111,7 +111,7 @@ REFUSED = [
     ),
     (DENSE, dict(world_size=16, pp=16), ["12 layers are fewer than 16 stages"]),
     (DENSE, dict(world_size=4, pp=4, vpp=2), ["12 layers are not divisible by 4 x 2 = 8 chunks", "--vpp 3"]),
-    (DENSE, dict(world_size=4, vpp=2), ["--vpp 2: model chunks need a pipeline, and --pp is 1"]),
+    (DENSE, dict(world_size=4, vpp=2), ["--vpp 2: model chunks need a pipeline, but --pp is 1"]),
     (
         DENSE,
         dict(world_size=4, pp=4, split=PipelineSplit(first=2)),
@@ -127,7 +127,7 @@ REFUSED = [
         dict(world_size=8, cp=8, cp_comm_type="a2a", max_length=1024),
         ["8 heads and 4 key/value heads", "divisible by 8"],
     ),
-    (DENSE, dict(world_size=4, ep=2), ["--ep 2: shards experts, and this model is dense", "no --ep"]),
+    (DENSE, dict(world_size=4, ep=2), ["--ep 2: shards experts, but this model is dense", "no --ep"]),
     (DENSE, dict(world_size=4, etp=2), ["--etp 2: shards experts"]),
     (
         replace(MOE, expert_bias=True),

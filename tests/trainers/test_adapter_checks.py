@@ -62,7 +62,7 @@ def test_quantized_weights_and_what_they_cannot_do(model: Path) -> None:
     )
     set_config(model, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     assert said(model, train_type="lora") == [] and "--train_type lora" in said(model)[0]
-    assert "cannot be split over ranks" in said(model, train_type="lora", engine="fsdp2")[0]
+    assert "cannot be sharded" in said(model, train_type="lora", engine="fsdp2")[0]
     set_config(model, quantization_config={"quant_method": "hqq"})
     assert "can be trained over gptq, awq" in said(model, train_type="lora")[0]
 
@@ -71,7 +71,7 @@ def test_settings_that_peft_refuses(model: Path) -> None:
     assert "is not a field of PEFT's RoadConfig" in said(model, train_type="road", peft_config={"grop_size": "8"})[0]
     assert "did you mean group_size?" in said(model, train_type="road", peft_config={"grop_size": "8"})[0]
     assert "is set by an option" in said(model, train_type="miss", peft_config={"r": "8"})[0]
-    assert "PEFT says: " in said(model, train_type="road", peft_config={"variant": "road_9"})[0]
+    assert "PEFT rejects it: " in said(model, train_type="road", peft_config={"variant": "road_9"})[0]
     assert "don't allow for a budgeting phase" in said(model, train_type="adalora", total_step=5, tinit=3, tfinal=2)[0]
 
 
@@ -80,10 +80,10 @@ def test_folders_of_other_adapters(model: Path, tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "adapter_model.safetensors").touch()
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "VERA"}))
-    assert "holds vera adapters (train_type is lora)" in said(model, train_type="lora", adapters=str(folder))[0]
+    assert "contains vera adapters (train_type is lora)" in said(model, train_type="lora", adapters=str(folder))[0]
     assert said(model, train_type="vera", adapters=str(folder)) == []
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "ADALORA"}))
-    assert "whose ranks are settled" in said(model, train_type="adalora", adapters=str(folder))[0]
+    assert "with final ranks" in said(model, train_type="adalora", adapters=str(folder))[0]
 
 
 def test_a_missing_package_of_ours(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

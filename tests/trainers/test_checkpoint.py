@@ -106,10 +106,10 @@ def test_the_last_step_is_saved_once_and_a_run_without_save_steps_saves_at_its_e
 def test_steps_of_another_size_are_told() -> None:
     four, eight = BatchPlan(2, 1, 4), BatchPlan(2, 2, 8)
     assert batch_size_notice({"global_batch_size": 4}, four) == batch_size_notice({}, four) == ""
-    assert "of 8, and 4 in the checkpoint's run: --global_batch_size 4 keeps it" in batch_size_notice(
+    assert "is 8; it was 4 in the checkpoint's run: --global_batch_size 4 keeps it" in batch_size_notice(
         {"global_batch_size": 4}, eight
     )
-    assert "of 8, and 6 in the checkpoint's run: fewer data-parallel ranks keep it" in batch_size_notice(
+    assert "is 8; it was 6 in the checkpoint's run: fewer data-parallel ranks keep it" in batch_size_notice(
         {"global_batch_size": 6}, eight
     )
 
@@ -134,7 +134,7 @@ def test_another_model_and_another_format_are_refused_together(tmp_path: Path) -
     with pytest.raises(CheckpointError) as error:
         restore_run(loop_in(tmp_path, 6), folder, {"family": "tiny", "num_layers": 4})
     assert [p.rule for p in error.value.problems] == [
-        "has format 9, this version reads 1",
+        "has format 9; this version reads 1",
         "is 2 in the checkpoint and 4 in --model",
     ]
 

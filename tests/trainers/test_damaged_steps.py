@@ -177,7 +177,7 @@ def test_a_run_goes_on_from_the_step_before_a_damaged_one(tmp_path: Path) -> Non
     run(words, out, "--max_steps", 4, "--save_steps", 2, "--logging_steps", 1)
     flip(next((step(out, 4) / "engine").glob("__1_0.distcp")))
     text = run(words, out, "--max_steps", 6, "--logging_steps", 1, "--resume_from_checkpoint", "latest")
-    assert "step-4 is damaged and is not used" in text and "going on from" in text and "step-2" in text
+    assert "step-4 is damaged and is not used" in text and "resuming from" in text and "step-2" in text
     lines = (out / "metrics.jsonl").read_text()
     assert [f'"step": {n}' in lines for n in range(1, 7)] == [True] * 6
     for manifest in out.glob("checkpoints/step-*/manifest.json"):

@@ -93,7 +93,7 @@ def test_a_save_needs_room_for_the_new_checkpoint_beside_the_old(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2000, 1000, 1000))
     checkpoint.check_space(tmp_path / "not" / "there", 1000, 3)
-    with pytest.raises(CheckpointError, match="checkpoint of step 3: needs about 1001 B.*has 1000 B left"):
+    with pytest.raises(CheckpointError, match="checkpoint of step 3: needs about 1001 B.*has only 1000 B free"):
         checkpoint.check_space(tmp_path, 1001, 3)
 
 

@@ -68,7 +68,7 @@ def test_the_adapter_loads_in_peft_and_its_merge_in_transformers(whole: tuple[Pa
         "report.html",
     }
     lines = read_lines(out / "metrics.jsonl")
-    assert lines[-1]["loss"] < lines[0]["loss"] and "of them train (" in text
+    assert lines[-1]["loss"] < lines[0]["loss"] and "trained (" in text
     plain = logits(AutoModelForCausalLM.from_pretrained(inputs[1]))
     with_adapter = logits(
         peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(inputs[1]), out / "adapter")

@@ -71,7 +71,7 @@ def test_overwrite_moves_the_old_run_aside_and_touches_nothing_else(tmp_path: Pa
 def test_a_model_inside_the_run_to_be_replaced_is_refused(tmp_path: Path) -> None:
     out = old_run(tmp_path / "out")
     made = SwiftConfig(task="sft", model=str(out / "hf"), dataset="d", output_dir=str(out), overwrite_output_dir=True)
-    assert "is to be replaced" in check_output_folder(made)[0].rule
+    assert "would be replaced" in check_output_folder(made)[0].rule
 
 
 def test_a_start_that_failed_before_its_first_step_blocks_nothing(tmp_path: Path) -> None:

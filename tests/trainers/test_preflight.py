@@ -236,8 +236,8 @@ def test_options_for_experts_are_refused_for_a_dense_model(tmp_path: Path) -> No
     )
     text = "\n".join(problems(cfg, 1))
     assert (
-        "--moe_z_loss_coeff 0.1: is for models with experts" in text
-        and "--recompute_modules moe: is for models" in text
+        "--moe_z_loss_coeff 0.1: applies only to MoE models" in text
+        and "--recompute_modules moe: applies only to MoE models" in text
     )
     assert "--recompute_modules layernorm: Transformer Engine fuses" in text
 
@@ -270,8 +270,8 @@ def test_longer_sequences_than_the_frequencies_are_for(model: Path, tmp_path: Pa
     told = problems(
         SwiftConfig(task="sft", model=str(folder), dataset="d", max_length=65, output_dir=str(tmp_path / "out")), 1
     )
-    assert len(told) == 1 and "--max_length 65: is more than 64" in told[0] and "--max_length 64" in told[0]
-    assert f"this model's {fields['rope_scaling']['type']} rope" in told[0]
+    assert len(told) == 1 and "--max_length 65: exceeds 64" in told[0] and "--max_length 64" in told[0]
+    assert f"this model's {fields['rope_scaling']['type']} RoPE" in told[0]
     assert (
         problems(
             SwiftConfig(task="sft", model=str(folder), dataset="d", max_length=64, output_dir=str(tmp_path / "out")), 1

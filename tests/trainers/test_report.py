@@ -125,7 +125,7 @@ def test_preference_learning_has_its_curves_and_figures(run: tuple[Path, Path, P
     run[2].write_text(json_value({"step": 20, "epoch": 2.0, "loss": 0.75, **told, "rewards/accuracies": 0.96}) + "\n")
     text, parser = parsed(run)
     assert parser.tags.count("svg") == 10
-    assert {"96%", "of pairs have the chosen answer first, in evaluation"} <= set(parser.texts)
+    assert {"96%", "of pairs ranked correctly, in evaluation"} <= set(parser.texts)
     assert "evaluation, step 20: 0.96" in text and "training, step 20: 0.5" in text
 
 

@@ -209,8 +209,8 @@ def test_adapters_of_the_other_kind_are_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / ADAPTER).touch()
     for kind, task, said in (
-        ("CAUSAL_LM", "rm", "it has no head that scores"),
-        ("SEQ_CLS", "dpo", "needs one that writes text"),
+        ("CAUSAL_LM", "rm", "it has no scalar head"),
+        ("SEQ_CLS", "dpo", "needs a language model"),
     ):
         (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "task_type": kind}))
         for engine in ("megatron", "ddp"):
@@ -227,5 +227,5 @@ def test_adapters_of_the_other_kind_are_refused(tmp_path: Path) -> None:
                 2,
             )
             assert len(found) == 1 and said in found[0]
-    with pytest.raises(WeightsError, match="is of a reward model, which scores texts and writes none"):
+    with pytest.raises(WeightsError, match="is of a reward model, which does not generate text"):
         prepare_model_load(WeightsOptions(model=str(model), adapters=str(tmp_path / "adapter")), None)

@@ -51,7 +51,7 @@ def test_a_lost_rank_is_named(end: str, tmp_path: Path) -> None:
     ranks[1].kill()
     ranks[1].join()
     said = [(tmp_path / f"message-{r}").read_text() for r in (0, 2)]
-    rule = "did not come to a collective within 2 s (--ddp_timeout)" if end == "hangs" else "ended before the others"
+    rule = "did not join a collective within 2 s (--ddp_timeout)" if end == "hangs" else "ended before the others"
     assert all(f"- rank 1: {rule}" in text and str(tmp_path / "stacks") in text for text in said), said
     assert "all_reduce" in (tmp_path / "stacks/rank-0.txt").read_text()
     if end == "hangs":

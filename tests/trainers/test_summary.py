@@ -27,7 +27,7 @@ from megaswift.trainers.summary import (
 GOLDEN = """\
 supervised fine-tuning
   model       qwen3, 4 layers x 64: DIR
-  parameters  1,234,567 in all, 345,678 on the largest rank
+  parameters  1,234,567 in total, 345,678 on the largest rank
   memory      weights 1.3 MiB + gradients 1.3 MiB + optimizer 2.6 MiB = 5.3 MiB on the largest rank, \
 activations not counted
   layout      TP2 SP PP2 DP1 on 4 processes
@@ -37,7 +37,7 @@ activations not counted
   kernels     torch (no CUDA device), float32
   data        1,000 rows, 3,000 documents, 120,000 tokens, 40,000 label tokens, fill 99.2%
   batch       2 per device x 4 accumulation x 1 data-parallel = 8 rows a step, at most 8,192 tokens
-  steps       250 = 2 epochs of 1,000 rows, going on after step 100
+  steps       250 = 2 epochs of 1,000 rows, resuming after step 100
   optimizer   adam, learning rate 0.0001 cosine to 1e-06, 25 warm-up steps, weight decay 0.1, gradients clipped to 1
   output      out (a line every 10, evaluation every 50, checkpoint every 100 steps, the last 2 kept)"""
 

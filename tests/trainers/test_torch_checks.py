@@ -16,7 +16,7 @@ from tests.trainers.inputs import write_model
 from tests.trainers.test_preflight import problems
 
 CASES: list[tuple[dict[str, Any], list[str]]] = [
-    ({"optimizer": "paged_adamw_8bit"}, ["they are in host memory anyway; say --optimizer adamw_8bit"]),
+    ({"optimizer": "paged_adamw_8bit"}, ["there is no CUDA device; say --optimizer adamw_8bit"]),
     ({"optimizer": "paged_adamw"}, ["say --optimizer adam"]),
     ({"attn_impl": "flash"}, ["needs the package flash_attn", "has no kernel for a CPU; say --attn_impl sdpa"]),
     ({"attn_impl": "flex"}, ["has no backward pass on a CPU"]),
@@ -57,7 +57,8 @@ def test_a_machine_with_one_and_without_packages(monkeypatch: pytest.MonkeyPatch
 def test_butterflies_that_peft_would_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     two = SwiftConfig(engine="ddp", train_type="boft", boft_n_butterfly_factor=2)
     monkeypatch.setattr("shutil.which", lambda name: name)
-    for gpu, said in ((False, ["--boft_n_butterfly_factor 2: would be 1"]), (True, [])):
+    rule = "would be 1: more needs PEFT's CUDA extension (a GPU, nvcc and ninja)"
+    for gpu, said in ((False, [f"--boft_n_butterfly_factor 2: {rule}\n    try: leave it out"]), (True, [])):
         monkeypatch.setattr(torch_checks, "has_gpu", lambda gpu=gpu: gpu)
         assert [str(p).split(": PEFT")[0] for p in machine_problems(two)] == said
         assert machine_problems(SwiftConfig(engine="ddp", train_type="boft")) == []
@@ -83,7 +84,7 @@ def test_losses_of_routers_need_routers(tmp_path: Path) -> None:
         "moe_z_loss_coeff": 0.1,
         "output_dir": str(tmp_path / "out"),
     }
-    assert ["is for models with experts" in text for text in problems(SwiftConfig(model=str(dense), **options), 2)] == [
+    assert ["applies only to MoE models" in text for text in problems(SwiftConfig(model=str(dense), **options), 2)] == [
         True
     ]
     assert problems(SwiftConfig(model=str(moe), **options), 2) == []

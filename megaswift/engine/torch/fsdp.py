@@ -129,7 +129,7 @@ def is_unsharded(units: Iterable[nn.Module], model: nn.Module) -> list[nn.Module
         else:
             remaining[type(unit).__name__] = None
     for name in remaining:
-        log.info(f"fsdp2: {name} shares weights with other modules and is not wrapped as a unit of its own")
+        log.info(f"fsdp2: {name} shares weights with other modules and is not sharded as a separate unit")
     return outermost
 
 

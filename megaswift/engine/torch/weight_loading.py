@@ -138,7 +138,7 @@ def read_tensor(
     for piece in groups:
         tensors = {name: source.slice(name).float() for _, name in piece.stored}
         for target, tensor in piece.convert(bare, tensors).items():
-            assert first.get(target, target) in places or target in model_buffers, f"{target} is nowhere in the model"
+            assert first.get(target, target) in places or target in model_buffers, f"{target} is not in the model"
             for name in places.get(first.get(target, target), ()):
                 engine.strategy.put(name, WEIGHT, tensor)
             if target in model_buffers:

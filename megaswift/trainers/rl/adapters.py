@@ -25,7 +25,7 @@ from megaswift.families.projections import select_projections
 from megaswift.families.quantization import FIELD
 from megaswift.families.vision import has_tower
 
-EXPERTS = "experts have adapters, of which each sampler has a form of its own"
+EXPERTS = "experts have adapters, whose format differs between samplers"
 OWN_RANKS = ("rank_pattern", "alpha_pattern")
 """Of adapter_config.json: servers do not read them."""
 
@@ -49,25 +49,25 @@ def merged_because(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
         (cfg.model.train_type == "full", "there are no adapters"),
         (
             cfg.model.train_type not in ("lora", "qlora"),
-            f"{cfg.model.train_type} is PEFT's, and not every sampler knows it",
+            f"not every sampler supports {cfg.model.train_type}",
         ),
         (
             bits_of(cfg) or cfg.model.train_type == "qlora",
-            "the trained model's weights have few bits, the sampler's would not",
+            "the trained model's weights are quantized, the sampler's would not be",
         ),
         (
             read_config(folder).get(FIELD),
-            "the model's weights are stored quantized, and samplers compute with them in their own way",
+            "the model's weights are stored quantized, and samplers handle these differently",
         ),
-        (told.get("use_dora", cfg.lora.use_dora), "DoRA changes the lengths of weights"),
-        (told.get("modules_to_save", cfg.lora.modules_to_save), "modules_to_save are no adapters"),
+        (told.get("use_dora", cfg.lora.use_dora), "DoRA rescales the weights"),
+        (told.get("modules_to_save", cfg.lora.modules_to_save), "modules_to_save are not adapters"),
         (any(told.get(name) for name in OWN_RANKS), "the adapters' ranks or scales differ from module to module"),
-        (has_tower(spec.hf_config), "the model has a tower for images"),
+        (has_tower(spec.hf_config), "the model has a vision encoder"),
         (
             find_checkpoint(folder) and cfg.rl.rollout_backend != "transformers",
-            "the model is a checkpoint, which only trainers read",
+            "the model is a training checkpoint, which samplers cannot read",
         ),
-        (told.get("bias", "none") != "none", "biases train too"),
+        (told.get("bias", "none") != "none", "biases are trained, too"),
         (cfg.rl.rollout_backend == "transformers" and util.find_spec("peft") is None, "PEFT is not installed"),
         (told.get("target_parameters", cfg.lora.target_parameters), EXPERTS),
     )
@@ -111,4 +111,4 @@ def _too_wide(cfg: SwiftConfig) -> str:
         return ""
     from megaswift.rollout.vllm_package import RANKS
 
-    return f"vLLM takes adapters up to rank {RANKS[-1]}" if rank_of(cfg) > RANKS[-1] else ""
+    return f"vLLM supports adapters up to rank {RANKS[-1]}" if rank_of(cfg) > RANKS[-1] else ""

@@ -82,7 +82,8 @@ def with_rl_rows(facts: SummaryFacts, build: RunBuilder, source: PromptSource, c
     judges = ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, weights_of(cfg), strict=True))
     samplers = build.layout.world_size if samples_everywhere(cfg) else build.layout.dp
     sampling = (
-        f"{count_text(plan.generations, 'completion')} each of {count_text(plan.prompts, 'prompt')} at a time, up to "
+        f"{count_text(plan.generations, 'completion')} for each of {count_text(plan.prompts, 'prompt')} at a time, "
+        "up to "
         f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {count_text(samplers, 'rank')}, "
         f"for {count_text(plan.steps, 'step')}"
     )
@@ -109,7 +110,7 @@ def weight_sync(build: RunBuilder) -> Iterator[tuple[str, str]]:
 
 def critic_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
     """What PPO's second model is and costs. Collective."""
-    sizes, start = critic.report(), cfg.rl.critic_model or "the model as it starts"
+    sizes, start = critic.report(), cfg.rl.critic_model or "the initial model"
     held = bytes_text(sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes)
     rate = cfg.rl.critic_learning_rate or cfg.optim.learning_rate
     yield (

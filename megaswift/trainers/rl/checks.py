@@ -73,9 +73,9 @@ def reward_problems(cfg: SwiftConfig) -> Iterator[Problem]:
                 except UserError as error:
                     yield from error.problems
             elif ":" not in text:
-                yield Problem(f"--{flag} {text}", "names nothing in a file", f"--{flag} FILE.py:NAME")
+                yield Problem(f"--{flag} {text}", "does not name an object in a file", f"--{flag} FILE.py:NAME")
             elif not file.is_file():
-                yield Problem(f"--{flag} {text}", f"there is no file {file}", path_hint(file))
+                yield Problem(f"--{flag} {text}", f"no such file: {file}", path_hint(file))
             else:
                 yield from undefined_name(f"--{flag} {text}", file, text.rpartition(":")[2])
 
@@ -147,5 +147,5 @@ def sampler_problems(cfg: SwiftConfig) -> Iterator[Problem]:
     yield from problems
     if rl.rollout_backend == "vllm" and rl.rollout_sleep and not problems and for_cpus():
         yield Problem(
-            "--rollout_sleep true", "the vLLM that is installed is made for CPUs, and cannot sleep", "leave it out"
+            "--rollout_sleep true", "the installed vLLM is a CPU build, which has no sleep mode", "leave it out"
         )

@@ -72,9 +72,7 @@ class CheckedEnvironment:
         worth = as_float(reward)
         if worth is None or not math.isfinite(worth):
             raise RewardError(
-                Problem(
-                    self.flag, f"step returned the reward {reward!r:.80}", "a finite number, 0.0 where there is none"
-                )
+                Problem(self.flag, f"step returned the reward {reward!r:.80}", "a finite number; 0.0 for no reward")
             )
         if not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and m.get("role") for m in messages):
             raise RewardError(

@@ -100,7 +100,7 @@ class MultiTurnRollout:
             text = str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
             _, found, rest = text.partition(SAID)
             if not found:
-                raise ValueError("it leaves out what the model said")
+                raise ValueError("it omits the assistant's message")
             return rest
 
         try:
@@ -110,8 +110,8 @@ class MultiTurnRollout:
             raise RewardError(
                 Problem(
                     flag,
-                    f"answers as {roles}, and the chat template has no text for that: {first_line(error)}",
-                    "another role in what step returns, such as user, or --chat_template FILE.jinja",
+                    f"answers as {roles}, which the chat template does not render: {first_line(error)}",
+                    "messages of another role, such as user, from step, or --chat_template FILE.jinja",
                 )
             ) from None
         # the model wrote its end of turn

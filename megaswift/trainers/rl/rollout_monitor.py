@@ -106,9 +106,8 @@ class RolloutMonitor(Hook):
         whose = "all completions have" if settings.group == 1 else "all completions of a prompt have"
         apart = step.result.metrics.get("sampling/token_mult_prob_error", 1.0)
         return {
-            "spread": f"{whose} the same reward (mean {found.get('reward', math.nan):.4g}), so their advantages are 0. "
-            f"completions.jsonl shows them: are the "
-            "rewards what they should be, the prompts neither too hard nor too easy?"
+            "spread": f"{whose} the same reward (mean {found.get('reward', math.nan):.4g}), so their advantages are "
+            "0. Check the rewards in completions.jsonl, and whether the prompts are too hard or too easy"
             if same
             else "",
             "unscored": f"every reward function returned None for {unscored} of {len(self.source.fresh)} completions, "
@@ -116,12 +115,12 @@ class RolloutMonitor(Hook):
             if 0 < unscored < len(self.source.fresh)
             else "",
             "length": "every completion was cut off at --max_completion_length: the model may need more tokens, or "
-            "does not know the token "
-            "that ends an answer (its tokenizer's eos_token, eos_token_id of generation_config.json)"
+            "does not generate the token that ends an answer (its tokenizer's eos_token, eos_token_id of "
+            "generation_config.json)"
             if found["completions/clipped_ratio"] == 1
             else "",
-            "sampler": "the sampler's log-probabilities are not the trainer's (sampling/token_mult_prob_error "
-            f"{apart:.3g}, 1 is none): the same dtype on both sides? --importance_sampling_correction true limits "
+            "sampler": "the sampler's log-probabilities differ from the trainer's (sampling/token_mult_prob_error "
+            f"{apart:.3g}; 1: equal). Check that both use the same dtype; --importance_sampling_correction true limits "
             "the effect"
             if apart > APART and "sampling/staleness" not in found
             else "",

@@ -122,7 +122,7 @@ def test_goes_on_bit_for_bit(name: str, pool: Pool, dense: Path, tmp_path: Path)
     rest = pool.run(GO, Run(dense, options, first=2, load=tmp_path / "step"), 2)[0]
     assert first.losses + rest.losses == whole.losses
     assert all(torch.equal(t, whole.weights[n]) for n, t in rest.weights.items())
-    if name != "adalora":  # whose ranks are settled
+    if name != "adalora":  # with final ranks
         start = {
             "engine": "ddp",
             "train_type": "lora" if name in ("dora", "rslora") else name,

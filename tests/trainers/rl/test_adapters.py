@@ -59,8 +59,8 @@ def test_plain_adapters_go_alone(options: Options, dense: ModelSpec, tmp_path: P
     [
         ({"use_dora": True}, "DoRA"),
         ({"modules_to_save": ["norm"]}, "modules_to_save"),
-        ({"rollout_backend": "vllm", "lora_rank": 513}, "vLLM takes adapters up to rank 512"),
-        ({"rollout_backend": "vllm_server", "lora_rank": 513}, "vLLM takes adapters up to rank 512"),
+        ({"rollout_backend": "vllm", "lora_rank": 513}, "vLLM supports adapters up to rank 512"),
+        ({"rollout_backend": "vllm_server", "lora_rank": 513}, "vLLM supports adapters up to rank 512"),
     ],
 )
 def test_others_are_merged(options: Options, told: str, dense: ModelSpec, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_others_are_merged(options: Options, told: str, dense: ModelSpec, tmp_pa
 
 
 def test_weights_in_few_bits_are_merged(dense: ModelSpec, tmp_path: Path) -> None:
-    assert "few bits" in merged_because(config(train_type="qlora"), dense, tmp_path)
+    assert "quantized" in merged_because(config(train_type="qlora"), dense, tmp_path)
     stored = model(
         tmp_path, {**dense.hf_config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     )

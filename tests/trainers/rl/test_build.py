@@ -19,7 +19,7 @@ from tests.trainers.rl.makers import config
             {},
             None,
             (
-                "the model as it starts, with a scalar head: 5,000 parameters, 8.0 KiB more on the largest rank, "
+                "the initial model, with a scalar head: 5,000 parameters, 8.0 KiB more on the largest rank, "
                 "learning rate 0.001"
             ),
         ),
@@ -27,7 +27,7 @@ from tests.trainers.rl.makers import config
             {"critic_model": "judge", "critic_learning_rate": 0.01},
             50,
             (
-                "judge, with a scalar head: 5,000 parameters; 50 of them train (1.00%), 8.0 KiB more on the largest "
+                "judge, with a scalar head: 5,000 parameters; 50 trained (1.00%), 8.0 KiB more on the largest "
                 "rank, learning rate 0.01"
             ),
         ),

@@ -243,7 +243,7 @@ def test_the_reward_of_a_turn_is_a_number_of_any_library(reward: Any, file: Path
             ),
             "no tools here",
         ),
-        ("{{ messages[-1].content }}", "it leaves out what the model said"),
+        ("{{ messages[-1].content }}", "it omits the assistant's message"),
         ("{{ 1 / (messages | length - messages | length) }}", "division by zero"),
         (None, "chat template"),
     ],
