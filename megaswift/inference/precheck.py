@@ -56,5 +56,11 @@ def _judges(folder: Path, options: WeightsOptions) -> list[Problem]:
     rule, fix = "is a reward model, which does not generate text", "use it as --reward_model of megaswift grpo"
     problems = [Problem(f"--model {options.model}", rule, fix)] if has_score(read_config(folder)) else []
     if options.adapters is not None and is_scored(Path(options.adapters)):
-        problems.append(Problem(f"--adapters {options.adapters}", rule.replace("is", "is of", 1), f"merge them into the model, then {fix}"))
+        problems.append(
+            Problem(
+                f"--adapters {options.adapters}",
+                rule.replace("is", "is of", 1),
+                f"merge them into the model, then {fix}",
+            )
+        )
     return problems
