@@ -82,16 +82,16 @@ def _marker(environ: Mapping[str, str]) -> Path | None:
     )
 
 
-def _fresh(said: Path) -> bool:
-    return said.exists() and time.time() - said.stat().st_mtime < FORGET_SECONDS
+def _fresh(marker: Path) -> bool:
+    return marker.exists() and time.time() - marker.stat().st_mtime < FORGET_SECONDS
 
 
-def _claim(said: Path) -> bool:
+def _claim(marker: Path) -> bool:
     """True for the first caller."""
-    if not _fresh(said):
-        said.unlink(missing_ok=True)
+    if not _fresh(marker):
+        marker.unlink(missing_ok=True)
     try:
-        os.close(os.open(said, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return False
     return True

@@ -43,8 +43,8 @@ def _text(name: str, value: Any) -> Any:
     if name in MADE or _is_there(value):
         return str(Path.cwd() / value)
     for mark in SUFFIXES:
-        head, found, _ = value.rpartition(mark)
-        if found and head and _is_there(head):
+        head, separator, _ = value.rpartition(mark)
+        if separator and head and _is_there(head):
             return str(Path.cwd() / value)
     return value
 

@@ -271,8 +271,10 @@ def _agree(section: dict[str, Any], name: str, value: Any, flag: str, label: str
         )
 
 
-def _same(found: Any, value: Any) -> bool:
-    pairs = list(zip(found, value, strict=False)) if isinstance(found, list) else [(found, value)]
+def _same(value_in_file: Any, value: Any) -> bool:
+    pairs = (
+        list(zip(value_in_file, value, strict=False)) if isinstance(value_in_file, list) else [(value_in_file, value)]
+    )
     return all(isinstance(a, int | float) and math.isclose(a, b, rel_tol=1e-9) for a, b in pairs)
 
 

@@ -56,13 +56,13 @@ def without_local_rank(words: Sequence[str], environ: Mapping[str, str]) -> list
 
     -1 is what scripts of transformers write for "no launcher". ConfigError where the two say different things.
     """
-    kept: list[str] = []
+    others: list[str] = []
     left = list(words)
     while left:
         word = left.pop(0)
         flag, equals, value = word.partition("=")
         if flag not in ("--local_rank", "--local-rank"):
-            kept.append(word)
+            others.append(word)
             continue
         if not equals:
             value = left.pop(0) if left else ""
@@ -72,4 +72,4 @@ def without_local_rank(words: Sequence[str], environ: Mapping[str, str]) -> list
                 f"the launcher has set LOCAL_RANK={real}" if is_worker(environ) else "no launcher started this process"
             )
             raise ConfigError(Problem(f"{flag} {value}".rstrip(), rule, "leave it out: the launcher sets it"))
-    return kept
+    return others

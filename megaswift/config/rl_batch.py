@@ -109,7 +109,7 @@ def _problems(c: Sections, batch: int | None, wide: int | None, labels: Mapping[
         total = batch
     assert total is not None
     what = labels.get(name, f"--{name} {value}")
-    made = "" if name != "steps_per_generation" else f"{passes} passes of {wide} completions are {total}, which "
+    subject = "" if name != "steps_per_generation" else f"{passes} passes of {wide} completions are {total}, which "
     multiple = lcm(group, batch or 1)
     near = max(1, round(total / multiple)) * multiple
     if name == "steps_per_generation":
@@ -118,11 +118,11 @@ def _problems(c: Sections, batch: int | None, wide: int | None, labels: Mapping[
     else:
         fix = f"--{name} {near}"
     if batch is not None and total % batch:
-        yield Problem(what, f"{made}is not a multiple of the {batch} completions of a global batch", fix)
+        yield Problem(what, f"{subject}is not a multiple of the {batch} completions of a global batch", fix)
     if total % group:
         unset = "" if c.rl.num_generations is not None else ", which is the default"
         yield Problem(
             what,
-            f"{made}is not a multiple of num_generations {group}{unset}: some prompts would have fewer completions",
+            f"{subject}is not a multiple of num_generations {group}{unset}: some prompts would have fewer completions",
             fix,
         )

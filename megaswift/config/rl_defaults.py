@@ -73,10 +73,10 @@ def corrects_kl(c: Any) -> bool:
 def biased_by(c: Any) -> tuple[str, ...]:
     """Options that make the sampler draw from another distribution than the one that the loss differentiates."""
     rl = c.rl
-    found = {
+    filters = {
         "top_p": rl.top_p < 1,
         "top_k": rl.top_k > 0,
         "min_p": bool(rl.min_p),
         "repetition_penalty": rl.repetition_penalty != 1,
     }
-    return tuple(name for name, used in found.items() if used)
+    return tuple(name for name, used in filters.items() if used)

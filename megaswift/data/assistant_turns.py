@@ -170,11 +170,11 @@ class TurnFinder:
                 continue
             marked = [_marked(m, i, how) for i, m in enumerate(messages)]
             try:
-                found = self._render(marked, tools, False)
+                rendered = self._render(marked, tools, False)
             except RowError:
                 continue
-            if MARKS.sub("", found) == text:
-                return self._turns(messages, found)
+            if MARKS.sub("", rendered) == text:
+                return self._turns(messages, rendered)
         raise RowError(
             "messages",
             "the assistant's turns cannot be located: the chat template transforms message contents",
@@ -184,9 +184,9 @@ class TurnFinder:
     def _turns(self, messages: Sequence[_Message], marked: str) -> list[tuple[int, int]]:
         where: dict[str, int] = {}
         marks = [m.start() for m in MARKS.finditer(marked)]
-        for at in marks:
-            if (ord(marked[at]) - BASE) % 2 or marked[at] not in where:  # the first start mark, the last end mark
-                where[marked[at]] = at
+        for place in marks:
+            if (ord(marked[place]) - BASE) % 2 or marked[place] not in where:  # the first start mark, the last end mark
+                where[marked[place]] = place
         turns, position = [], 0
         for i, message in enumerate(messages):
             end = where.get(_end(i))
@@ -227,7 +227,7 @@ class TurnFinder:
         return content
 
     def _stop(self, marked: str, begin: int, has_content: bool) -> int:
-        matches = [(at, at + len(t)) for t in self.ends if (at := marked.find(t, begin)) >= 0]
+        matches = [(position, position + len(t)) for t in self.ends if (position := marked.find(t, begin)) >= 0]
         if matches:
             return min(matches)[1]
         return begin if has_content else len(marked)

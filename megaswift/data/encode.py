@@ -199,9 +199,9 @@ class Encoder:
             raise RowError(
                 "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja (or the template text)"
             )
-        made = self._chat.render(sample)
-        check_text(made.text)
-        return made
+        rendered = self._chat.render(sample)
+        check_text(rendered.text)
+        return rendered
 
     def _completed(self, prompt: str, whole: str) -> Rendered:
         """A plain prompt and its completion, which ends with the end-of-text token and carries the loss."""

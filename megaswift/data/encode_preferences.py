@@ -137,15 +137,15 @@ class PreferenceEncoder:
         """Each row's documents and value, in order; or what is wrong with it."""
         rows = iter(rows)
         while group := list(islice(rows, BATCH)):
-            found: list[tuple[PreferenceExample, list[Rendered]] | RowError] = []
+            results: list[tuple[PreferenceExample, list[Rendered]] | RowError] = []
             for _, located in group:
                 try:
                     unit = self.unit(located.row)
-                    found.append((unit, self._rendered(unit)))
+                    results.append((unit, self._rendered(unit)))
                 except RowError as e:
-                    found.append(e)
-            tokens = self._texts.tokenize([r for one in found if not isinstance(one, RowError) for r in one[1]])
-            for one in found:
+                    results.append(e)
+            tokens = self._texts.tokenize([r for one in results if not isinstance(one, RowError) for r in one[1]])
+            for one in results:
                 if isinstance(one, RowError):
                     yield one
                     continue
@@ -170,18 +170,18 @@ class PreferenceEncoder:
         notes: Counter[str] = Counter()
         bad = 0
         rows, placed = tee(rows)
-        for (path, located), found in zip(placed, self.read(rows), strict=True):
-            if isinstance(found, EncodedPreference):
-                documents += found.sides
-                lines += [located.line] * len(found.sides)
-                values.append(found.value)
-                notes.update(found.notes)
+        for (path, located), result in zip(placed, self.read(rows), strict=True):
+            if isinstance(result, EncodedPreference):
+                documents += result.sides
+                lines += [located.line] * len(result.sides)
+                values.append(result.value)
+                notes.update(result.notes)
                 continue
             bad += 1
-            if isinstance(found, PreferenceError):
-                causes[found.cause] += 1
+            if isinstance(result, PreferenceError):
+                causes[result.cause] += 1
             if len(problems) < SHOWN:
-                problems.append(row_problem(path, located.line, found))
+                problems.append(row_problem(path, located.line, result))
         ids = [d[0] for d in documents] or [np.zeros(0, np.int32)]
         masks = [d[1] for d in documents] or [np.zeros(0, np.uint8)]
         lengths = np.array([len(d[0]) for d in documents], dtype=np.int64)

@@ -36,18 +36,18 @@ def documents_of(batch: Batch) -> list[Document]:
     return documents
 
 
-def kl_batches(made: Sequence[Batch], shape: PaddingShape, max_length: int, uniform: bool = False) -> list[Batch]:
+def kl_batches(batches: Sequence[Batch], shape: PaddingShape, max_length: int, uniform: bool = False) -> list[Batch]:
     """A step's micro-batches of examples with completions moved on by one, cut to `max_length` from the right;
     `examples` as they were.
 
     A document keeps the sample id of its prompt. One that is cut within its prompt is left without a label.
     """
     rotated: list[Sequence[Document | None]] = []
-    for batch in made:
-        found = documents_of(batch)
-        documents: list[Document | None] = [d if len(d[0]) else None for d in found]
+    for batch in batches:
+        batch_documents = documents_of(batch)
+        documents: list[Document | None] = [d if len(d[0]) else None for d in batch_documents]
         which = batch.fields["examples"].tolist()
-        whole = [found[i] for i in which]
+        whole = [batch_documents[i] for i in which]
         begins = [first_label(mask) for _, mask, _ in whole]
         for n, i in enumerate(which):
             (prompt, _, number), (answer, mask, _) = whole[n], whole[n - 1]
@@ -55,5 +55,5 @@ def kl_batches(made: Sequence[Batch], shape: PaddingShape, max_length: int, unif
             loss = np.concatenate([np.zeros(begins[n], np.uint8), mask[begins[n - 1] :]])[:max_length]
             documents[i] = (ids, loss, number)
         rotated.append(documents)
-    laid = collate_preferences(rotated, made[0].cu_seqlens is not None, shape, uniform)
-    return [replace(b, fields={"examples": batch.fields["examples"]}) for b, batch in zip(laid, made, strict=True)]
+    laid = collate_preferences(rotated, batches[0].cu_seqlens is not None, shape, uniform)
+    return [replace(b, fields={"examples": batch.fields["examples"]}) for b, batch in zip(laid, batches, strict=True)]

@@ -231,10 +231,10 @@ class StoredSource:
         else:
             self._pool = self._pool or ThreadPoolExecutor(self.threads, thread_name_prefix="megaswift-data")
             nearest = self._ahead[-1][0] + size if self._ahead else start
-            for at in range(nearest, start + (self.threads + 1) * size, size):
-                first = max(at, 0)
+            for position in range(nearest, start + (self.threads + 1) * size, size):
+                first = max(position, 0)
                 self.order.slice(first, first + size)  # here, so that threads only read the cached permutation
-                self._ahead.append((at, self._pool.submit(self._make, at)))
+                self._ahead.append((position, self._pool.submit(self._make, position)))
             batch = self._ahead.popleft()[1].result()
         self._taken += size
         return batch

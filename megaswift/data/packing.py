@@ -76,7 +76,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
     rows = _Rows(capacity)
     row_of = np.empty(len(lengths), dtype=np.int64)
     for negative, begin, count in zip(sizes.tolist(), begins.tolist(), counts.tolist(), strict=True):
-        length, at, left = -negative, begin, count
+        length, first, left = -negative, begin, count
         while left:
             room = rows.smallest_room(length)
             each = (capacity if room is None else room) // length  # best fit fills the same row again while it has room
@@ -84,9 +84,9 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
             each = min(each, left)
             taken = rows.new(wanted) if room is None else rows.pop(room, wanted)
             placed = each * len(taken)
-            row_of[order[at : at + placed]] = np.repeat(taken, each)
+            row_of[order[first : first + placed]] = np.repeat(taken, each)
             rows.push((capacity if room is None else room) - each * length, taken)
-            at, left = at + placed, left - placed
+            first, left = first + placed, left - placed
     return _in_file_order(row_of, capacity)
 
 

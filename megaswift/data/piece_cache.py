@@ -132,11 +132,11 @@ class CachedEncoder:
     def _mask(self, pieces: list[str], char_at: np.ndarray, token_at: np.ndarray, edges: np.ndarray) -> np.ndarray:
         """uint8 [tokens]: ones between the tokens of each pair of `edges` [spans, 2], character positions in all
         texts."""
-        at = np.searchsorted(char_at, edges, side="right") - 1
-        inner = edges - char_at[at]
-        tokens = token_at[at]
+        places = np.searchsorted(char_at, edges, side="right") - 1
+        inner = edges - char_at[places]
+        tokens = token_at[places]
         for span, side in np.argwhere(inner > 0).tolist():
-            tokens[span, side] += self._edge(pieces[at[span, side]], int(inner[span, side]))[side]
+            tokens[span, side] += self._edge(pieces[places[span, side]], int(inner[span, side]))[side]
         steps = np.zeros(token_at[-1] + 1, dtype=np.int64)
         np.add.at(steps, tokens[:, 0], 1)
         np.subtract.at(steps, np.maximum(tokens[:, 0], tokens[:, 1]), 1)

@@ -36,13 +36,13 @@ PreferenceMicrobatch = Sequence[PreferenceItem | tuple[()]]
 
 
 def collate_preferences(
-    made: Sequence[Sequence[Document | None]], packing: bool, shape: PaddingShape, uniform: bool
+    micro_documents: Sequence[Sequence[Document | None]], packing: bool, shape: PaddingShape, uniform: bool
 ) -> list[Batch]:
     """A step's micro-batches from the documents of each: end to end in one row, or one a row with None for a row
     without weight."""
     rows = [
         [[d for d in micro if d is not None]] if packing else [[] if d is None else [d] for d in micro]
-        for micro in made
+        for micro in micro_documents
     ]
     return step_batches(rows, packing, shape, uniform)
 

@@ -248,12 +248,12 @@ def _without_videos(spec: ProcessorSpec) -> Any:
             )
 
     parts: dict[str, Any] = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
-    made = [
+    loaded = [
         None if name == "video_processor" else parts[name].from_pretrained(spec.folder)
         for name in kind.get_attributes()
     ]
     settings, _ = kind.get_processor_dict(spec.folder)
-    return WithoutVideos.from_args_and_dict(made, settings)
+    return WithoutVideos.from_args_and_dict(loaded, settings)
 
 
 def _class_name(path: Path) -> str:

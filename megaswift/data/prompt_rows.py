@@ -51,8 +51,8 @@ def prompt_row(row: Row, task: str, names: Mapping[str, str]) -> PromptRow:
     `names`: what columns are called instead.
     """
     # whatever else the row might be
-    asked = row if row.get("prompt") is None else {k: v for k, v in row.items() if k in PROMPT}
-    filled = answerable(asked, task)
+    prompt_columns = row if row.get("prompt") is None else {k: v for k, v in row.items() if k in PROMPT}
+    filled = answerable(prompt_columns, task)
     form = recognize(filled, task)
     sample = form.parse(filled)
     assert isinstance(sample, Sample)

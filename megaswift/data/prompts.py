@@ -33,7 +33,7 @@ class Prompt:
     number: int
     """Of its row, counted through all data sets in the order given."""
     token_ids: tuple[int, ...]
-    said: str | tuple[dict[str, Any], ...]
+    content: str | tuple[dict[str, Any], ...]
     """The text, or the messages that the chat template has rendered (a system message of --system among them)."""
     columns: Mapping[str, Any]
     """The row's other columns, for rewards; what JSON cannot hold (dates) as text."""

@@ -177,11 +177,13 @@ class TokenStore:
         """What was left out while reading, and why."""
         causes = self.manifest["causes"]
         other = self.manifest["bad"] - sum(causes.values())
-        told = [f"{other} malformed"] * bool(other) + [
+        causes_text = [f"{other} malformed"] * bool(other) + [
             f"{count} with {cause}" for cause, count in sorted(causes.items())
         ]
         return (
-            f"{self.manifest['bad']} rows skipped: {', '.join(told)}" if causes else f"{other} malformed rows skipped"
+            f"{self.manifest['bad']} rows skipped: {', '.join(causes_text)}"
+            if causes
+            else f"{other} malformed rows skipped"
         )
 
     @property

@@ -190,10 +190,10 @@ class _Watch:
     def __call__(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """[b]: which answers are done."""
         chosen = ids[:, -1]
-        told = self._logprobs(chosen)
+        logprobs = self._logprobs(chosen)
         for i, (row, token) in enumerate(zip(self.rows, chosen.tolist(), strict=True)):
             if not row.reason:
-                row.take(token, token in self.ends, told[i])
+                row.take(token, token in self.ends, logprobs[i])
         return torch.tensor([bool(row.reason) for row in self.rows], device=ids.device)
 
     def _logprobs(self, chosen: Tensor) -> list[TokenLogprob | None]:

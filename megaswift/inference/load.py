@@ -184,20 +184,20 @@ def _skeleton(prepared: PreparedModel, how: Mapping[str, Any]) -> Any:
 def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any) -> DeviceMap:
     """Each module's device; the table of them goes to the user."""
     sizes = ModuleSizes(model, options.quantization_bit or placement.stored_bits(prepared.config))
-    asked = devices.device_map(options.device_map)
+    requested = devices.device_map(options.device_map)
     limits = devices.max_memory(options.max_memory) if options.max_memory is not None else None
-    assert not isinstance(asked, Problem) and not isinstance(limits, Problem), "the command line was checked"
+    assert not isinstance(requested, Problem) and not isinstance(limits, Problem), "the command line was checked"
     flag = f"--device_map {options.device_map}"
     placed = (
-        placement.decide_device_map(sizes, asked, limits)
-        if isinstance(asked, str)
-        else placement.check_device_map(sizes, asked, flag)
+        placement.decide_device_map(sizes, requested, limits)
+        if isinstance(requested, str)
+        else placement.check_device_map(sizes, requested, flag)
     )
     log.info(f"device map\n{placement.placement_table(sizes, placed)}")
     on_disk = [name or "the model" for name, device in placed.items() if device == DISK]
     if on_disk and options.offload_folder is None:
         count = log.count_text(len(on_disk), "module")
-        what = f"no device has room for {count}" if isinstance(asked, str) else f"puts {count} on the disk"
+        what = f"no device has room for {count}" if isinstance(requested, str) else f"puts {count} on the disk"
         names = ", ".join([*on_disk[:3], *["..."] * (len(on_disk) > 3)])
         raise ConfigError(
             Problem(

@@ -24,11 +24,11 @@ def _borders(text: str) -> list[int]:
     """For each beginning of a text, the length of its longest proper beginning that is also its end (Knuth, Morris and
     Pratt, SIAM J. Comput. 6, 1977)."""
     borders, length = [0] * len(text), 0
-    for at in range(1, len(text)):
-        while length and text[at] != text[length]:
+    for end in range(1, len(text)):
+        while length and text[end] != text[length]:
             length = borders[length - 1]
-        length += text[at] == text[length]
-        borders[at] = length
+        length += text[end] == text[length]
+        borders[end] = length
     return borders
 
 
@@ -43,12 +43,12 @@ class StopText:
     def find(self, piece: str) -> int | None:
         """Where the stop text begins, counted from the start of the piece (below 0: before it), if it is complete."""
         borders = _borders(self.text)
-        for at, character in enumerate(piece, 1):
+        for length, character in enumerate(piece, 1):
             while self.begun and character != self.text[self.begun]:
                 self.begun = borders[self.begun - 1]
             self.begun += character == self.text[self.begun]
             if self.begun == len(self.text):
-                return at - self.begun
+                return length - self.begun
         return None
 
 

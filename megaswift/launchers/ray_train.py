@@ -215,7 +215,7 @@ class _Run:
         import ray
 
         thread = threading.Thread(target=self._fit, daemon=True)
-        began, told, passed = time.monotonic(), False, 0
+        began, reported, passed = time.monotonic(), False, 0
         failed: dict[int, int] = {}
         with self._listening():
             thread.start()
@@ -230,8 +230,8 @@ class _Run:
                 failed = news.failed
                 sys.stderr.write("".join(news.lines))
                 sys.stderr.flush()
-                if workers and not news.started and not told and time.monotonic() - began > PATIENCE_SECONDS:
-                    told = True
+                if workers and not news.started and not reported and time.monotonic() - began > PATIENCE_SECONDS:
+                    reported = True
                     log.info(
                         f"Ray has not started the processes yet: they need {workers}; the cluster has {_free()} free"
                     )
@@ -286,8 +286,9 @@ class _Run:
 def _free() -> str:
     import ray
 
-    found = ray.available_resources()
-    return f"{log.count_text(int(found.get('CPU', 0)), 'core')} and {log.count_text(int(found.get('GPU', 0)), 'GPU')}"
+    resources = ray.available_resources()
+    cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+    return f"{log.count_text(cores, 'core')} and {log.count_text(gpus, 'GPU')}"
 
 
 def _last_line(error: BaseException) -> str:

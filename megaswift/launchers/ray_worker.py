@@ -30,17 +30,17 @@ def run_worker(plan: dict[str, Any]) -> None:
     import ray
     from ray import train
 
-    here, exchange = train.get_context(), plan["exchange"]
-    rank = here.get_world_rank()
+    context, exchange = train.get_context(), plan["exchange"]
+    rank = context.get_world_rank()
     if rank == 0:
         ray.get(exchange.meet.remote(ray.util.get_node_ip_address(), unused_port()))
     while (address := ray.get(exchange.where.remote())) is None:
         time.sleep(POLL_SECONDS)
     environ = worker_environment(plan["environ"], address) | {
         "RANK": str(rank),
-        "LOCAL_RANK": str(here.get_local_rank()),
-        "WORLD_SIZE": str(here.get_world_size()),
-        "LOCAL_WORLD_SIZE": str(here.get_local_world_size()),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
     }
     if not Path(plan["folder"]).is_dir():
         raise FileNotFoundError(

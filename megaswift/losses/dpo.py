@@ -56,12 +56,12 @@ class DPO:
     @property
     def weights(self) -> dict[str, float]:
         """Loss type -> weight; weights of a type that is named twice add up."""
-        found: dict[str, float] = {}
+        weights: dict[str, float] = {}
         given = [*zip(self.loss_types, self.loss_weights or (1.0,) * len(self.loss_types), strict=True)]
         for name, weight in given + ([] if self.rpo_alpha is None else [(SFT, self.rpo_alpha)]):
             name = ALIASES.get(name, name)
-            found[name] = found.get(name, 0.0) + weight
-        return found
+            weights[name] = weights.get(name, 0.0) + weight
+        return weights
 
     @property
     def needs(self) -> Needs:

@@ -130,6 +130,6 @@ def _gae(x: EstimatorInput) -> Mapping[str, Tensor]:
 
 def estimate_fields(name: str, x: EstimatorInput) -> dict[str, Tensor]:
     """`advantages`, and whatever else the estimator gives, [n, t] each."""
-    found = ESTIMATORS.get(name)(x)
-    fields = {"advantages": found} if isinstance(found, Tensor) else dict(found)
+    estimate = ESTIMATORS.get(name)(x)
+    fields = {"advantages": estimate} if isinstance(estimate, Tensor) else dict(estimate)
     return {k: v if v.dim() == 2 else v.unsqueeze(1).expand(x.mask.shape) for k, v in fields.items()}

@@ -103,13 +103,13 @@ class KTO:
         assert outputs.entropy is not None and outputs.mean_logit is not None
         examples, mask = batch.fields["examples"], completion_mask(batch)
         good = batch.fields["label"][examples]
-        found: dict[str, Metric] = {"entropy": token_mean(outputs.entropy, mask)}
+        metrics: dict[str, Metric] = {"entropy": token_mean(outputs.entropy, mask)}
         for side, of in (("chosen", good), ("rejected", ~good)):
-            found[f"rewards/{side}"] = MeanMetric(rewards.detach()[of].sum(), of.sum())
-            found[f"logps/{side}"] = MeanMetric(answers.detach()[of].sum(), of.sum())
-            found[f"logits/{side}"] = token_mean(outputs.mean_logit, mask & tokens_of(batch, examples[of]))
-        found["rewards/margins"] = DifferenceMetric("rewards/chosen", "rewards/rejected")
+            metrics[f"rewards/{side}"] = MeanMetric(rewards.detach()[of].sum(), of.sum())
+            metrics[f"logps/{side}"] = MeanMetric(answers.detach()[of].sum(), of.sum())
+            metrics[f"logits/{side}"] = token_mean(outputs.mean_logit, mask & tokens_of(batch, examples[of]))
+        metrics["rewards/margins"] = DifferenceMetric("rewards/chosen", "rewards/rejected")
         for name, used in (("kl", USES_KL), ("delta", USES_DELTA)):
             if self.loss_type in used:
-                found[name] = MeanMetric(batch.fields[name].sum() * examples.numel(), examples.numel())
-        return found
+                metrics[name] = MeanMetric(batch.fields[name].sum() * examples.numel(), examples.numel())
+        return metrics

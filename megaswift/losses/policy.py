@@ -99,20 +99,20 @@ class PolicyLoss:
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`completions`, those without a label included; `completion_tokens`; and `kept_tokens` for the entropy."""
-        found = {
+        counts = {
             "completions": float(batch.fields["completions"].numel()),
             "completion_tokens": float(batch.label_tokens),
         }
-        return found | ({"kept_tokens": float(_kept(batch).sum())} if self.entropy_coef else {})
+        return counts | ({"kept_tokens": float(_kept(batch).sum())} if self.entropy_coef else {})
 
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
         """Terms for the policy, the KL and the entropy, and TRL's metrics."""
         assert outputs.logprobs is not None and outputs.entropy is not None
-        mask, kept = batch.loss_weights != 0, _kept(batch)
+        mask, trained = batch.loss_weights != 0, _kept(batch)
         logprobs = outputs.logprobs
         old = batch.fields["old"].to(logprobs.dtype) if "old" in batch.fields else logprobs.detach()
         x = self.weigh(logprobs, old, batch)
-        per_token = self.kind.formula(x) * kept * self._close_enough(x, old, batch)
+        per_token = self.kind.formula(x) * trained * self._close_enough(x, old, batch)
         if "ratio" in batch.fields and not self.kind.corrects:
             per_token = per_token * batch.fields["ratio"].to(old.dtype)
         terms = [self._term("loss/policy", per_token, batch)]
@@ -123,7 +123,7 @@ class PolicyLoss:
             metrics["kl"] = token_mean(kl, mask)
             terms.append(self._term("loss/kl", kl, batch, self.beta))
         if self.entropy_coef:
-            terms.append(Term("loss/entropy", -(outputs.entropy * kept).sum(), "kept_tokens", self.entropy_coef))
+            terms.append(Term("loss/entropy", -(outputs.entropy * trained).sum(), "kept_tokens", self.entropy_coef))
         return terms, metrics
 
     def weigh(self, logprobs: Tensor, old: Tensor, batch: Batch) -> RatioStats:
@@ -179,16 +179,16 @@ class PolicyLoss:
         return Term(name, total, denominator, weight / (self.max_completion_length or 1) if fixed else weight)
 
     def _metrics(self, x: RatioStats, old: Tensor, batch: Batch) -> dict[str, Metric]:
-        found: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {}
         if self.kind.clips:
-            found |= clip_metrics(x, batch, self.by_completion)
+            metrics |= clip_metrics(x, batch, self.by_completion)
         elif self.loss_type == "cispo":
-            found |= upper_clip(x, batch, self.by_completion)
+            metrics |= upper_clip(x, batch, self.by_completion)
         elif self.loss_type == "vespo":
-            found |= vespo_metrics(x, batch)
+            metrics |= vespo_metrics(x, batch)
         if "sampled" in batch.fields:
-            found |= gap_metrics(old, batch)
-        return found | (ratio_metrics(batch, self.ratio_level) if "ratio" in batch.fields else {})
+            metrics |= gap_metrics(old, batch)
+        return metrics | (ratio_metrics(batch, self.ratio_level) if "ratio" in batch.fields else {})
 
 
 def _kept(batch: Batch) -> Tensor:

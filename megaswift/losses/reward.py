@@ -51,7 +51,7 @@ class RewardLoss:
         return terms, self._metrics(scores.detach().chosen, scores.detach().rejected)
 
     def _metrics(self, chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
-        found: dict[str, Metric] = {
+        metrics: dict[str, Metric] = {
             "accuracy": mean_of((chosen > rejected).to(chosen.dtype)),
             "margin": mean_of(chosen - rejected),
             "mean_reward": MeanMetric(chosen.sum() + rejected.sum(), 2 * chosen.numel()),
@@ -59,6 +59,6 @@ class RewardLoss:
             "max_reward": MaxMetric(-float("inf")),
         }
         if chosen.numel():
-            found["min_reward"] = MinMetric(chosen.minimum(rejected).min())
-            found["max_reward"] = MaxMetric(chosen.maximum(rejected).max())
-        return found
+            metrics["min_reward"] = MinMetric(chosen.minimum(rejected).min())
+            metrics["max_reward"] = MaxMetric(chosen.maximum(rejected).max())
+        return metrics

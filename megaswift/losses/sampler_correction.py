@@ -51,9 +51,9 @@ class SamplerCorrection:
         total = gap.double().sum(1, keepdim=True)
         mean = total / mask.sum(1, keepdim=True).clamp(min=1)
         wanted = {"token": gap, "sequence": total, "geometric": mean}[self.mode.partition("_")[0]]
-        found = self._bounded(_ratio(wanted).to(gap.dtype)).expand_as(gap)
-        kept = _within(_ratio(mean), self.filter_min, self.filter_max)
-        return torch.where(mask, torch.where(kept, found, 0.0), 1.0)
+        weights = self._bounded(_ratio(wanted).to(gap.dtype)).expand_as(gap)
+        within = _within(_ratio(mean), self.filter_min, self.filter_max)
+        return torch.where(mask, torch.where(within, weights, 0.0), 1.0)
 
     def _bounded(self, ratio: Tensor) -> Tensor:
         """Truncated to the bounds, or 0 outside of them."""
@@ -95,10 +95,10 @@ def ratio_metrics(batch: Batch, level: str) -> dict[str, Metric]:
     """Smallest, mean and largest of the weights that a loss was given."""
     ratio, mask = batch.fields["ratio"], batch.loss_weights != 0
     by_completion = level == "sequence"
-    found = per_completion(batch, ratio, mask, empty=1.0) if by_completion else ratio[mask]
+    ratios = per_completion(batch, ratio, mask, empty=1.0) if by_completion else ratio[mask]
     mean: MeanMetric = reported_mean(batch, ratio, by_completion, empty=1.0)
     return {
-        "sampling/importance_sampling_ratio/min": MinMetric(found.min() if found.numel() else float("inf")),
+        "sampling/importance_sampling_ratio/min": MinMetric(ratios.min() if ratios.numel() else float("inf")),
         "sampling/importance_sampling_ratio/mean": mean,
-        "sampling/importance_sampling_ratio/max": MaxMetric(found.max() if found.numel() else 0.0),
+        "sampling/importance_sampling_ratio/max": MaxMetric(ratios.max() if ratios.numel() else 0.0),
     }

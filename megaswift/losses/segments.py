@@ -23,8 +23,8 @@ def document_index(batch: Batch) -> Tensor:
     if batch.cu_seqlens is None:
         return torch.arange(rows, device=batch.input_ids.device).unsqueeze(1).expand(rows, length)
     edges = batch.cu_seqlens.to(batch.input_ids.device)
-    at = torch.arange(length, dtype=edges.dtype, device=edges.device)
-    return (torch.searchsorted(edges[1:-1].contiguous(), at, right=True)).unsqueeze(0)
+    positions = torch.arange(length, dtype=edges.dtype, device=edges.device)
+    return (torch.searchsorted(edges[1:-1].contiguous(), positions, right=True)).unsqueeze(0)
 
 
 def document_sums(batch: Batch, x: Tensor) -> Tensor:

@@ -41,8 +41,10 @@ class ValueLoss:
         clipped = torch.zeros_like(mask)
         if self.cliprange_value is not None:
             before = batch.fields["values"].to(values.dtype)
-            held = (before + (values - before).clamp(-self.cliprange_value, self.cliprange_value) - returns) ** 2
-            squares, clipped = torch.maximum(squares, held), held > squares
+            clipped_error = (
+                before + (values - before).clamp(-self.cliprange_value, self.cliprange_value) - returns
+            ) ** 2
+            squares, clipped = torch.maximum(squares, clipped_error), clipped_error > squares
         error = (returns - values).detach()
         parts = (returns, returns**2, error, error**2)
         metrics: dict[str, Metric] = {

@@ -54,16 +54,16 @@ class CorrectnessCache:
     def verdicts(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
         """1, 0 or None of each (solution, completion); 0 where the parser takes too long."""
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
-        found = {pair: self._known[pair] for pair in pairs if pair in self._known}
+        verdicts = {pair: self._known[pair] for pair in pairs if pair in self._known}
         for start in range(0, len(new), CHUNK):
             part = new[start : start + CHUNK]
             outcomes = self.sandbox.run(
                 [{"solution": solution, "completion": completion} for solution, completion in part]
             )
             for pair, outcome in zip(part, outcomes, strict=True):
-                found[pair] = {"null": None, "1.0": 1.0}.get(outcome.result if outcome.how == "ended" else "", 0.0)
-        self._known = found
-        return [found[pair] for pair in pairs]
+                verdicts[pair] = {"null": None, "1.0": 1.0}.get(outcome.result if outcome.how == "ended" else "", 0.0)
+        self._known = verdicts
+        return [verdicts[pair] for pair in pairs]
 
 
 @functools.cache
@@ -97,16 +97,16 @@ class AccuracyReward:
             )
         return str(solution), sample.text.rpartition(THOUGHT)[2] if self.after_thought else sample.text
 
-    def __call__(self, judged: Sequence[RewardInput]) -> list[float]:
+    def __call__(self, samples: Sequence[RewardInput]) -> list[float]:
         """One value a sample."""
-        pairs = [self._pair(i, sample) for i, sample in enumerate(judged)]
-        judge = correctness_cache()
-        verdicts = judge.verdicts(pairs)
-        if None in verdicts and not judge.warned:
-            judge.warned = True
+        pairs = [self._pair(i, sample) for i, sample in enumerate(samples)]
+        cache = correctness_cache()
+        verdicts = cache.verdicts(pairs)
+        if None in verdicts and not cache.warned:
+            cache.warned = True
             example = pairs[verdicts.index(None)][0]
             log.warn(f"{self.name}: solutions that cannot be parsed get reward 0, for example {example[:80]!r}")
-        return self.shape(judged, verdicts)
+        return self.shape(samples, verdicts)
 
 
 def _built(function: AccuracyReward) -> AccuracyReward:
@@ -116,14 +116,14 @@ def _built(function: AccuracyReward) -> AccuracyReward:
 
 def accuracy_reward(options: RewardOptions) -> AccuracyReward:
     """1 for a right answer, else 0."""
-    return _built(AccuracyReward("accuracy", lambda judged, verdicts: [v or 0.0 for v in verdicts]))
+    return _built(AccuracyReward("accuracy", lambda samples, verdicts: [v or 0.0 for v in verdicts]))
 
 
 def reasoning_accuracy_reward(options: RewardOptions) -> AccuracyReward:
     """1 for a right answer after the reasoning; 0 too for reasoning without an end."""
 
-    def shape(judged: Sequence[RewardInput], verdicts: Sequence[Verdict]) -> list[float]:
-        return [(v or 0.0) if THOUGHT in s.text else 0.0 for s, v in zip(judged, verdicts, strict=True)]
+    def shape(samples: Sequence[RewardInput], verdicts: Sequence[Verdict]) -> list[float]:
+        return [(v or 0.0) if THOUGHT in s.text else 0.0 for s, v in zip(samples, verdicts, strict=True)]
 
     return _built(AccuracyReward("reasoning_accuracy", shape, after_thought=True))
 
@@ -141,7 +141,9 @@ def cosine_reward(options: RewardOptions) -> AccuracyReward:
         return long + 0.5 * (short - long) * (1.0 + math.cos(min(len(sample.token_ids) / longest, 1.0) * math.pi))
 
     return _built(
-        AccuracyReward("cosine", lambda judged, verdicts: [value(*pair) for pair in zip(judged, verdicts, strict=True)])
+        AccuracyReward(
+            "cosine", lambda samples, verdicts: [value(*pair) for pair in zip(samples, verdicts, strict=True)]
+        )
     )
 
 
@@ -149,16 +151,16 @@ def length_reward(options: RewardOptions) -> AccuracyReward:
     """From 0.5 for the shortest completion of a prompt to -0.5 for the longest; a wrong one gets at most 0: arXiv
     2501.12599, 2.3.3."""
 
-    def shape(judged: Sequence[RewardInput], verdicts: Sequence[Verdict]) -> list[float]:
-        found: list[float] = []
-        for _, group in groupby(zip(judged, verdicts, strict=True), key=lambda pair: pair[0].prompt):
+    def shape(samples: Sequence[RewardInput], verdicts: Sequence[Verdict]) -> list[float]:
+        shaped: list[float] = []
+        for _, group in groupby(zip(samples, verdicts, strict=True), key=lambda pair: pair[0].prompt):
             members = list(group)
             sizes = [len(sample.token_ids) for sample, _ in members]
             spread = max(sizes) - min(sizes)
             values = [0.5 - (size - min(sizes)) / spread if spread else 0.0 for size in sizes]
-            found += [
+            shaped += [
                 value if verdict else min(value, 0.0) for value, (_, verdict) in zip(values, members, strict=True)
             ]
-        return found
+        return shaped
 
     return _built(AccuracyReward("length", shape, whole_groups=True))

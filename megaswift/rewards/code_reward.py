@@ -42,10 +42,10 @@ class CodeReward:
     flag: str = ""
     """As typed."""
 
-    def __call__(self, judged: Sequence[RewardInput]) -> list[float]:
+    def __call__(self, samples: Sequence[RewardInput]) -> list[float]:
         """One value a sample."""
-        tests = [self._tests(i, sample) for i, sample in enumerate(judged)]
-        passed = self._passed([program_of(sample.text) for sample in judged], tests)
+        tests = [self._tests(i, sample) for i, sample in enumerate(samples)]
+        passed = self._passed([program_of(sample.text) for sample in samples], tests)
         shares = [count / len(of) for count, of in zip(passed, tests, strict=True)]
         return [float(share == 1) for share in shares] if self.all_or_nothing else shares
 

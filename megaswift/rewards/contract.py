@@ -73,7 +73,7 @@ class RewardFunction(Protocol):
         """Whether completions of one prompt are compared, so that all of them must come in one call."""
         ...
 
-    def __call__(self, judged: Sequence[RewardInput]) -> Any:
+    def __call__(self, samples: Sequence[RewardInput]) -> Any:
         """One number a sample, or one for each token that the model wrote in it."""
         ...
 
@@ -82,7 +82,7 @@ class RewardFunction(Protocol):
 class AsyncRewardFunction(Protocol):
     """A reward function that can wait: all of them run at once."""
 
-    async def wait(self, judged: Sequence[RewardInput]) -> Any:
+    async def wait(self, samples: Sequence[RewardInput]) -> Any:
         """The same as a call."""
         ...
 
@@ -162,21 +162,21 @@ def _loop() -> asyncio.Runner:
 
 
 def score_rewards(
-    functions: Sequence[RewardFunction], weights: Sequence[float], judged: Sequence[RewardInput]
+    functions: Sequence[RewardFunction], weights: Sequence[float], samples: Sequence[RewardInput]
 ) -> Rewards:
     """Every function's values and their weighted sum; RewardError where a function fails or returns what is no
     reward."""
     assert len(functions) == len(weights), "checked with the configuration"
-    waiting = [f for f in functions if isinstance(f, AsyncRewardFunction)] if judged else []
-    found: dict[str, list[Value]] = (
-        dict(zip((f.name for f in waiting), _loop().run(_all(waiting, judged)), strict=True)) if waiting else {}
+    waiting = [f for f in functions if isinstance(f, AsyncRewardFunction)] if samples else []
+    awaited: dict[str, list[Value]] = (
+        dict(zip((f.name for f in waiting), _loop().run(_all(waiting, samples)), strict=True)) if waiting else {}
     )
-    for f in functions if judged else ():
-        if f.name not in found:
-            with user_code_error(failed_reward(flag_of(f), judged)):
-                returned = f(judged)
-            found[f.name] = checked_rewards(flag_of(f), returned, judged)
-    values = {f.name: found.get(f.name, []) for f in functions}
+    for f in functions if samples else ():
+        if f.name not in awaited:
+            with user_code_error(failed_reward(flag_of(f), samples)):
+                returned = f(samples)
+            awaited[f.name] = checked_rewards(flag_of(f), returned, samples)
+    values = {f.name: awaited.get(f.name, []) for f in functions}
     sums = {name: [sum(v) if isinstance(v, tuple) else v for v in given] for name, given in values.items()}
     total = [_weighted(weights, each) for each in zip(*sums.values(), strict=True)]
     every = list(zip(*values.values(), strict=True))
@@ -184,7 +184,7 @@ def score_rewards(
     return Rewards(
         sums,
         total,
-        [_by_token(weights, each, s.written) for each, s in zip(every, judged, strict=True)] if of_tokens else [],
+        [_by_token(weights, each, s.written) for each, s in zip(every, samples, strict=True)] if of_tokens else [],
     )
 
 
@@ -198,17 +198,17 @@ def _by_token(weights: Sequence[float], each: Sequence[Value], count: int) -> tu
     """The weighted sum at each token; what is of the whole completion stands at its last one."""
     if not any(isinstance(value, tuple) for value in each):
         return None
-    found = [0.0] * count
+    sums = [0.0] * count
     for weight, value in zip(weights, each, strict=True):
         for t, one in enumerate(value) if isinstance(value, tuple) else [(count - 1, value)][:count]:
-            found[t] += 0.0 if math.isnan(one) else weight * one
-    return tuple(found)
+            sums[t] += 0.0 if math.isnan(one) else weight * one
+    return tuple(sums)
 
 
-async def _all(functions: Sequence[Any], judged: Sequence[RewardInput]) -> list[list[Value]]:
+async def _all(functions: Sequence[Any], samples: Sequence[RewardInput]) -> list[list[Value]]:
     async def one(function: Any) -> list[Value]:
-        with user_code_error(failed_reward(flag_of(function), judged)):
-            returned = await function.wait(judged)
-        return checked_rewards(flag_of(function), returned, judged)
+        with user_code_error(failed_reward(flag_of(function), samples)):
+            returned = await function.wait(samples)
+        return checked_rewards(flag_of(function), returned, samples)
 
     return list(await asyncio.gather(*(one(f) for f in functions)))

@@ -28,9 +28,9 @@ class PerCompletionReward:
     flag: str = ""
     """As typed."""
 
-    def __call__(self, judged: Sequence[RewardInput]) -> list[float]:
+    def __call__(self, samples: Sequence[RewardInput]) -> list[float]:
         """In their order."""
-        return [self.reward(sample) for sample in judged]
+        return [self.reward(sample) for sample in samples]
 
 
 def answer_format(options: RewardOptions) -> PerCompletionReward:

@@ -53,7 +53,7 @@ def _one(name: str, options: RewardOptions) -> RewardFunction:
 
 def reward_functions(names: Sequence[str], options: RewardOptions) -> list[RewardFunction]:
     """The functions in their order, each under a name of its own; ConfigError with all that is wrong."""
-    found: dict[str, RewardFunction] = {}
+    functions: dict[str, RewardFunction] = {}
     problems: list[Problem] = []
     for name in names:
         flag = f"--reward_funcs {name}"
@@ -64,11 +64,11 @@ def reward_functions(names: Sequence[str], options: RewardOptions) -> list[Rewar
             continue
         assert is_dataclass(function) and not isinstance(function, type), "as all that are registered"
         function = replace(function, flag=flag)
-        if function.name in found and isinstance(function, UserFunction):
+        if function.name in functions and isinstance(function, UserFunction):
             function = replace(function, name=f"{Path(name.rpartition(':')[0]).stem}.{function.name}")
-        if function.name in found:
+        if function.name in functions:
             problems.append(Problem(flag, "is given twice", "once, with a larger weight in --reward_weights"))
-        found[function.name] = function
+        functions[function.name] = function
     if problems:
         raise ConfigError(problems)
-    return list(found.values())
+    return list(functions.values())

@@ -98,10 +98,10 @@ class RewardModel:
         return self.tokenizer.apply_chat_template([*sample.prompt, *sample.completion], tokenize=False)
 
     @torch.inference_mode()
-    def __call__(self, judged: Sequence[RewardInput]) -> list[float]:
+    def __call__(self, samples: Sequence[RewardInput]) -> list[float]:
         """One score a sample."""
         end = [self.tokenizer.eos_token_id or 0]  # of a text without tokens
-        rows = [self.tokenizer(self.text(sample), add_special_tokens=False)["input_ids"] or end for sample in judged]
+        rows = [self.tokenizer(self.text(sample), add_special_tokens=False)["input_ids"] or end for sample in samples]
         scores = [0.0] * len(rows)
         for numbers in _batches([len(row) for row in rows]):
             for i, score in zip(numbers, self._scores([rows[i] for i in numbers]).tolist(), strict=True):

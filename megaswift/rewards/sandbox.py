@@ -87,9 +87,9 @@ def worker_count() -> int:
 
 def _file(name: str, content: bytes = b"") -> int:
     """The descriptor of a file in memory, at its start."""
-    file, at = os.memfd_create(name, os.MFD_CLOEXEC), 0
-    while at < len(content):
-        at += os.pwrite(file, memoryview(content)[at:], at)
+    file, written = os.memfd_create(name, os.MFD_CLOEXEC), 0
+    while written < len(content):
+        written += os.pwrite(file, memoryview(content)[written:], written)
     return file
 
 
@@ -183,7 +183,7 @@ class Sandbox:
         with self._one:
             complete = False
             try:
-                found = self._outcomes(jobs, limits, files)
+                outcomes = self._outcomes(jobs, limits, files)
                 complete = True
             except OSError as error:
                 rule = f"its runner ended in the middle of {len(jobs)} jobs ({error})\n{self._said()}"
@@ -193,16 +193,16 @@ class Sandbox:
                     os.close(file)
                 if not complete:  # children may still run, and their reports must not reach the next call
                     self.close()
-        return [found[number] for number in range(len(jobs))]
+        return [outcomes[number] for number in range(len(jobs))]
 
     def _outcomes(
         self, jobs: Sequence[Mapping[str, Any]], limits: JobLimits, files: dict[int, list[int]]
     ) -> dict[int, JobOutcome]:
         """By the number of the job. `files` of those that run, or wait for the runner while others run."""
-        control, sent, found = self._start(), worker_count() + AHEAD, dict[int, JobOutcome]()
+        control, sent, outcomes = self._start(), worker_count() + AHEAD, dict[int, JobOutcome]()
         control.settimeout(limits.clock + SLACK)
         waiting = iter(range(len(jobs)))
-        while len(found) < len(jobs):
+        while len(outcomes) < len(jobs):
             for number in itertools.islice(waiting, sent - len(files)):
                 files[number] = _files(jobs[number])
                 order = ChildLimits(number, limits.cpu, limits.clock, limits.memory, limits.output, self.locked)
@@ -216,10 +216,10 @@ class Sandbox:
             if self.locked and state.startswith(sandbox_child.REFUSED):
                 what = state.removeprefix(sandbox_child.REFUSED).decode()
                 raise RewardError(Problem("the sandbox", f"could not be set up; no program was run: {what}"))
-            found[report["number"]] = _outcome(ended, report, limits)
+            outcomes[report["number"]] = _outcome(ended, report, limits)
             for file in files.pop(report["number"]):
                 os.close(file)
-        return found
+        return outcomes
 
     def _said(self) -> str:
         self._errors.seek(0)

@@ -150,15 +150,15 @@ def lock_syscalls(reading: bool = False) -> None:
 def named_modules(source: str) -> list[str]:
     """Modules of the standard library that a program's text says it imports. A pattern finds them: nothing is parsed
     before the lock."""
-    found: dict[str, None] = {}
+    modules: dict[str, None] = {}
     for package, names, plain in _IMPORT.findall(source):
-        asked = (
+        candidates = (
             [package, *(f"{package}.{n.split()[0]}" for n in names.split(",") if n.split())]
             if package
             else plain.split(",")
         )
-        found |= dict.fromkeys(name.split()[0].strip(".") for name in asked if name.split())
-    return [n for n in found if n.split(".")[0] in sys.stdlib_module_names and not LEFT_OUT & {*n.split(".")}]
+        modules |= dict.fromkeys(name.split()[0].strip(".") for name in candidates if name.split())
+    return [n for n in modules if n.split(".")[0] in sys.stdlib_module_names and not LEFT_OUT & {*n.split(".")}]
 
 
 def import_all(names: Iterable[str]) -> None:

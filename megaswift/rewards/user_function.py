@@ -32,30 +32,30 @@ class UserFunction:
     flag: str = ""
     """As typed."""
 
-    def arguments(self, judged: Sequence[RewardInput]) -> dict[str, list[Any]]:
+    def arguments(self, samples: Sequence[RewardInput]) -> dict[str, list[Any]]:
         """Prompts, completions and columns, each a list over the samples; None where a row lacks a column."""
-        every = dict.fromkeys(name for sample in judged for name in sample.columns)
-        given: dict[str, list[Any]] = {name: [sample.columns.get(name) for sample in judged] for name in every}
+        every = dict.fromkeys(name for sample in samples for name in sample.columns)
+        given: dict[str, list[Any]] = {name: [sample.columns.get(name) for sample in samples] for name in every}
         given |= {
-            "prompts": [s.prompt for s in judged],
-            "completions": [s.completion for s in judged],
-            "completion_ids": [list(s.token_ids) for s in judged],
-            "completion_mask": [[1] * len(s.token_ids) if s.own is None else [*map(int, s.own)] for s in judged],
+            "prompts": [s.prompt for s in samples],
+            "completions": [s.completion for s in samples],
+            "completion_ids": [list(s.token_ids) for s in samples],
+            "completion_mask": [[1] * len(s.token_ids) if s.own is None else [*map(int, s.own)] for s in samples],
         }
         return given if self.takes is None else {name: value for name, value in given.items() if name in self.takes}
 
-    def __call__(self, judged: Sequence[RewardInput]) -> Any:
+    def __call__(self, samples: Sequence[RewardInput]) -> Any:
         """What the function returns."""
-        return self.function(**self.arguments(judged))
+        return self.function(**self.arguments(samples))
 
 
 @dataclass(frozen=True)
 class AsyncUserFunction(UserFunction):
     """Its function is `async def`."""
 
-    async def wait(self, judged: Sequence[RewardInput]) -> Any:
+    async def wait(self, samples: Sequence[RewardInput]) -> Any:
         """What the function returns in the end."""
-        return await self.function(**self.arguments(judged))
+        return await self.function(**self.arguments(samples))
 
 
 def import_user_file(path: Path, flag: str) -> Mapping[str, Any]:

@@ -37,7 +37,7 @@ def _shown(sample: RewardInput) -> str:
     return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
 
 
-def checked_rewards(flag: str, returned: Any, judged: Sequence[RewardInput]) -> list[Value]:
+def checked_rewards(flag: str, returned: Any, samples: Sequence[RewardInput]) -> list[Value]:
     """The values as floats, truth values as 1 and 0, None as NaN; RewardError unless they are one finite number for
     each sample, or for each token that the model wrote in it. `flag`: the option that named the function, as typed."""
     values = _plain(returned)
@@ -45,15 +45,15 @@ def checked_rewards(flag: str, returned: Any, judged: Sequence[RewardInput]) -> 
         raise RewardError(
             Problem(
                 flag,
-                f"returned {_kind(returned)}, not a list of {len(judged)} numbers",
+                f"returned {_kind(returned)}, not a list of {len(samples)} numbers",
                 "return [float, ...], one per completion",
             )
         )
-    if len(values) != len(judged):
+    if len(values) != len(samples):
         raise RewardError(
-            Problem(flag, f"returned {len(values)} values for {len(judged)} samples", "one value per completion")
+            Problem(flag, f"returned {len(values)} values for {len(samples)} samples", "one value per completion")
         )
-    return [_checked(flag, value, judged[i], f"sample {i} of {len(judged)}") for i, value in enumerate(values)]
+    return [_checked(flag, value, samples[i], f"sample {i} of {len(samples)}") for i, value in enumerate(values)]
 
 
 def _checked(flag: str, value: Any, sample: RewardInput, where: str) -> Value:
@@ -110,9 +110,9 @@ def user_code_error(say: Callable[[str], UserError]) -> Iterator[None]:
         raise say(user_trace(error)) from error
 
 
-def failed_reward(flag: str, judged: Sequence[RewardInput]) -> Callable[[str], RewardError]:
+def failed_reward(flag: str, samples: Sequence[RewardInput]) -> Callable[[str], RewardError]:
     """The error of a function that raised: the function, the samples, and where in the user's code."""
-    what = f"failed on samples 0 to {len(judged) - 1}, the first of them {_shown(judged[0])}"
+    what = f"failed on samples 0 to {len(samples) - 1}, the first of them {_shown(samples[0])}"
     return lambda trace: RewardError(
         Problem(flag, f"{what}\n{trace}", "call the function on such samples outside of the run")
     )

@@ -251,11 +251,11 @@ async def _stream(
             for chunk in form.first(index):
                 yield server_sent_event(chunk)
         while (piece := await pieces.get()) is not None:
-            index, text, told = piece
+            index, text, logprobs = piece
             if form.logprobs:
-                chunk = await served.write(form.piece, index, text, told, lengths[index])
+                chunk = await served.write(form.piece, index, text, logprobs, lengths[index])
             else:
-                chunk = form.piece(index, text, told, lengths[index])
+                chunk = form.piece(index, text, logprobs, lengths[index])
             yield server_sent_event(chunk)
             lengths[index] += len(text)
         failed = ticket.done.exception()

@@ -241,21 +241,21 @@ def parse_request(kind: type[Kind], body: bytes) -> Kind:
         names = [shorten(name) for name in unknown]
         raise InvalidRequest("; ".join(f"{name}: Extra inputs are not permitted" for name in names), names[0])
     try:
-        found = kind.model_validate(value)
+        request = kind.model_validate(value)
     except ValidationError as error:
         raise _unreadable(error) from None
-    count = len(found.prompts()) if isinstance(found, CompletionRequest) else 1
-    if count * (found.n or 1) > MOST_ANSWERS:
+    count = len(request.prompts()) if isinstance(request, CompletionRequest) else 1
+    if count * (request.n or 1) > MOST_ANSWERS:
         raise InvalidRequest(
-            f"{count} prompts times n {found.n}: a request may have at most {MOST_ANSWERS} answers", "n"
+            f"{count} prompts times n {request.n}: a request may have at most {MOST_ANSWERS} answers", "n"
         )
-    return found
+    return request
 
 
 def _unreadable(error: ValidationError) -> InvalidRequest:
-    found = [
+    details = [
         (".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, "))
         for e in error.errors(include_input=False)[:SHOWN_ERRORS]
     ]
-    text = "; ".join(f"{name}: {shorten(message)}" if name else message for name, message in found)
-    return InvalidRequest(text, found[0][0] or None)
+    text = "; ".join(f"{name}: {shorten(message)}" if name else message for name, message in details)
+    return InvalidRequest(text, details[0][0] or None)

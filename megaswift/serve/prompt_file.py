@@ -45,7 +45,7 @@ class AnswerJournal:
         try:
             lines = [json.loads(line) for line in whole.splitlines()]
             owner = lines[0]["run"] if lines else dict(self.run)
-            found = {int(line["row"]): line["answer"] for line in lines[1:]}
+            answers = {int(line["row"]): line["answer"] for line in lines[1:]}
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
                 Problem(
@@ -65,7 +65,7 @@ class AnswerJournal:
             )
         if len(whole) < len(raw):
             os.truncate(self.path, len(whole))
-        return found
+        return answers
 
     def open(self) -> TextIO:
         """For appending; a new file begins with whose it is."""
@@ -140,8 +140,8 @@ class PromptFileRun:
         top_logprobs = (self.cfg.file.top_logprobs or 0) if self.cfg.file.logprobs else None
         requests = [self._request(self.rows[i], top_logprobs) for i in batch]
         seed = (SEED if self.sampling.seed is None else self.sampling.seed) + batch[0]
-        found = generator.generate(requests, replace(self.sampling, seed=seed))
-        return [_columns(c, generator.tokenizer, self.cfg.file.logprobs) for c in found]
+        completions = generator.generate(requests, replace(self.sampling, seed=seed))
+        return [_columns(c, generator.tokenizer, self.cfg.file.logprobs) for c in completions]
 
     def _request(self, row: PromptFileRow, top_logprobs: int | None) -> AnswerRequest:
         try:
@@ -177,7 +177,7 @@ def _plain(value: Any) -> str:
 
 def _columns(completion: Answer, tokenizer: Any, logprobs: bool) -> dict[str, Any]:
     """What an answer adds to its row."""
-    found: dict[str, Any] = {"response": completion.text}
+    columns: dict[str, Any] = {"response": completion.text}
     if logprobs:
-        found["logprobs"] = {"content": [logprob_json(t, tokenizer) for t in completion.logprobs]}
-    return found
+        columns["logprobs"] = {"content": [logprob_json(t, tokenizer) for t in completion.logprobs]}
+    return columns

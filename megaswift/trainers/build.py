@@ -140,17 +140,17 @@ class RunBuilder:
             self.spec = replace(
                 self.spec, hf_config=with_padding(self.spec.hf_config, pad_of(self.tokenizer, self.spec.vocab_size))
             )
-        source, held = data.build_sources(
+        source, evaluation = data.build_sources(
             self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task, self.task.prompt_labels
         )
-        if held is not None and self.layout.pp > 1:
-            held = replace(held, geometry=replace(held.geometry, accumulation=self.layout.pp))
+        if evaluation is not None and self.layout.pp > 1:
+            evaluation = replace(evaluation, geometry=replace(evaluation.geometry, accumulation=self.layout.pp))
         if isinstance(source, StreamSource):
             source.spread = distributed.split_work
         if isinstance(source, StoredSource):
             once = EvalSource(source.data, replace(source.geometry, accumulation=self.layout.pp), source.shape)
-            self.sources = {True: once} if held is None else {True: once, False: held}
-        return source, held
+            self.sources = {True: once} if evaluation is None else {True: once, False: evaluation}
+        return source, evaluation
 
     def scheduled(self, total_steps: int) -> SwiftConfig:
         """The configuration with the steps over which AdaLoRA allocates ranks."""
@@ -211,7 +211,7 @@ class RunBuilder:
             batches, data.padding_of(self.tokenizer, geometry), self.cfg.data.max_length, geometry.uniform
         )
 
-    def hooks(self, engine: Engine, held: EvalSource | None) -> list[Hook]:
+    def hooks(self, engine: Engine, evaluation: EvalSource | None) -> list[Hook]:
         """In the order of their work within a step: lines first, the checkpoint last."""
         train, outputs, task = self.cfg.train, self.outputs, self.task
         hooks: list[Hook] = [
@@ -220,14 +220,14 @@ class RunBuilder:
             Progress(),
         ]
         hooks += trackers(train.report_to, outputs.root, self.cfg.to_dict())
-        if held is not None:
+        if evaluation is not None:
             limit = (
                 None
                 if train.eval_iters is None
                 else train.eval_iters * batch_plan(train, self.layout.dp).global_batch_size
             )
             hooks.append(
-                Evaluation(outputs.evaluation, partial(held.eval_batches, limit), train.eval_steps, task.count)
+                Evaluation(outputs.evaluation, partial(evaluation.eval_batches, limit), train.eval_steps, task.count)
             )
         facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}
         facts |= {
@@ -280,7 +280,9 @@ class RunBuilder:
         layout = self.layout
         return Speed(self.rules, layout.world_size, layout.tp * layout.pp * layout.cp, peak)
 
-    def facts(self, engine: Engine, source: Any, held: EvalSource | None, total_steps: int, start: int) -> SummaryFacts:
+    def facts(
+        self, engine: Engine, source: Any, evaluation: EvalSource | None, total_steps: int, start: int
+    ) -> SummaryFacts:
         """For the first screen."""
         s, layout = self.spec, self.layout
         experts = f", {s.experts} experts, {s.topk} active" if s.experts else ""
@@ -301,7 +303,7 @@ class RunBuilder:
             layout=f"{layout.describe()} on {processes} ({where})",
             picture=grid,
             kernels=engine.kernels,
-            data=data_text(source.stats, 0 if held is None else len(held.data), self.task.scored),
+            data=data_text(source.stats, 0 if evaluation is None else len(evaluation.data), self.task.scored),
             dp=layout.dp,
             accumulation=plan.accumulation,
             total_steps=total_steps,
@@ -344,15 +346,15 @@ def fp8_tokens(cfg: SwiftConfig) -> int:
 def changed_options(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """`learning_rate 1e-05 -> 2e-05` for every option that a resumed run has otherwise."""
     quiet = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir"}
-    found = []
+    changes = []
     for section, values in now.items():
         before = saved.get(section)
         if isinstance(values, dict) and isinstance(before, dict):
-            found += [
+            changes += [
                 f"{n} {before.get(n)} -> {v}"
                 for n, v in values.items()
                 if n not in quiet and n in before and before[n] != v
             ]
-    if found and distributed.global_rank() == 0:
-        log.info("differs from the checkpoint's run: " + ", ".join(found))
-    return found
+    if changes and distributed.global_rank() == 0:
+        log.info("differs from the checkpoint's run: " + ", ".join(changes))
+    return changes

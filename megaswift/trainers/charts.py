@@ -32,11 +32,11 @@ def thin_points(points: Points, most: int = MOST_POINTS) -> Points:
     if len(points) <= most:
         return points
     size = math.ceil(len(points) / (most // 2))
-    kept: Points = []
+    thinned: Points = []
     for start in range(0, len(points), size):
         stretch = points[start : start + size]
-        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
-    return sorted({points[0], *kept, points[-1]})
+        thinned += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+    return sorted({points[0], *thinned, points[-1]})
 
 
 def axis_ticks(low: float, high: float, count: int) -> list[float]:

@@ -38,12 +38,12 @@ def step_files(folder: Path) -> list[Path]:
 
 def hash_share(folder: Path, rank: int, ranks: int) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of every `ranks`-th file, flushed to disk: the ranks share the reading."""
-    found = {}
+    entries = {}
     for path in step_files(folder)[rank::ranks]:
         sync(path)
         digest = step_manifest.hash_file(path)
-        found[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
-    return found
+        entries[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
+    return entries
 
 
 class CheckpointStore:

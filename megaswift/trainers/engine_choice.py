@@ -60,20 +60,20 @@ def memory_of_a_process(processes: int) -> float:
 
     if torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(0).total_memory)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / here
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_processes
 
 
 def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> SwiftConfig:
     """The configuration with its engine named; `auto` and the options that mean one are resolved. `tell`: which, and
     why."""
-    asked = engine_of(cfg)
+    requested = engine_of(cfg)
     if tell and (cfg.engine.fsdp or cfg.engine.fsdp_config):
         log.info("engine fsdp2: the FSDP options select torch's fully_shard (FSDP2); FSDP1 is not used")
     if cfg.engine.fsdp_config:
         cfg = cfg.replace(**fsdp_json.fsdp_file_options(cfg).options)
-    if asked != AUTO:
-        return cfg if cfg.engine.engine == asked else cfg.replace(engine=asked)
+    if requested != AUTO:
+        return cfg if cfg.engine.engine == requested else cfg.replace(engine=requested)
     machine = MachineFacts(world_size, memory_of_a_process(world_size), cfg.model.train_type == "full")
     kind, why = choose_engine(any_spec(locate_model(cfg.model, weights=False)), splits_model(cfg), machine)
     optimizer = cfg.optim.optimizer

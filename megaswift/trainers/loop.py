@@ -135,8 +135,8 @@ class Loop:
         """What takes the source back to where it is now."""
         if self.mark is not None:
             return self.mark()
-        here = self.source.state_dict()
-        return lambda: self.source.load_state_dict(here)
+        state = self.source.state_dict()
+        return lambda: self.source.load_state_dict(state)
 
     def emit(self, event: str, *values: Any) -> None:
         """Calls every hook's method of this name; the time of an event that a hook emits itself counts as that

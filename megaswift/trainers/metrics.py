@@ -199,8 +199,8 @@ def drop_after(path: Path, step: int) -> int:
     if not path.exists():
         return 0
     lines = read_lines(path)
-    kept = [line for line in lines if line.get("step", 0) <= step]
-    text = "".join(json_value(line) + "\n" for line in kept)
+    remaining = [line for line in lines if line.get("step", 0) <= step]
+    text = "".join(json_value(line) + "\n" for line in remaining)
     if text != path.read_text(encoding="utf-8"):
         write_atomically(path, text)
-    return len(lines) - len(kept)
+    return len(lines) - len(remaining)

@@ -94,12 +94,12 @@ class OutputFolder:
 
     def present(self) -> list[Path]:
         """What of a run is there. What a start that failed before its first step left behind is no run."""
-        found = [p for name in NAMES if (p := self.root / name).exists() and not _empty(p)]
+        present = [p for name in NAMES if (p := self.root / name).exists() and not _empty(p)]
         failed_start = {"config.yaml", "runs", "wandb", "loss.png", "report.html"}
         ours = self.config.is_file() and self.config.read_text(encoding="utf-8", errors="replace").startswith(
             CONFIG_HEADER
         )
-        return [] if ours and all(p.name in failed_start for p in found) else found
+        return [] if ours and all(p.name in failed_start for p in present) else present
 
 
 def _empty(path: Path) -> bool:
@@ -143,11 +143,13 @@ def check_output_folder(cfg: SwiftConfig) -> list[Problem]:
 
 def _other_engine(cfg: SwiftConfig, step: Path) -> list[Problem]:
     """A step that the other engine wrote: its optimizer's states mean nothing to this one, its weights do."""
-    found = find_checkpoint(step)
-    if found is None or found.sharded == capabilities_of(cfg).sharded_checkpoints:
+    checkpoint = find_checkpoint(step)
+    if checkpoint is None or checkpoint.sharded == capabilities_of(cfg).sharded_checkpoints:
         return []
     wrote, engine_option = (
-        ("native engine", "--engine megatron") if found.sharded else ("torch engine", "--engine ddp, zero2, fsdp2, ...")
+        ("native engine", "--engine megatron")
+        if checkpoint.sharded
+        else ("torch engine", "--engine ddp, zero2, fsdp2, ...")
     )
     fix = f"{engine_option} to resume it; --model {step}, without --resume_from_checkpoint, to start from its weights"
     if (step / "adapter").is_dir():

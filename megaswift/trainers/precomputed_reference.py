@@ -49,19 +49,19 @@ class PrecomputedReferenceLogprobs:
     def places(self, batch: Batch, width: int) -> list[slice]:
         """Where the numbers of the batch's rows are, in its order; fillers have none."""
         assert batch.sample_ids is not None
-        held = batch.sample_ids[batch.sample_ids >= 0].numpy()[::width]
-        found = np.searchsorted(self.samples, held).clip(max=len(self.samples) - 1)
-        assert (self.samples[found] == held).all(), "a batch of other data than were scored"
-        return [slice(int(self.edges[i]), int(self.edges[i + 1])) for i in found]
+        numbers = batch.sample_ids[batch.sample_ids >= 0].numpy()[::width]
+        rows = np.searchsorted(self.samples, numbers).clip(max=len(self.samples) - 1)
+        assert (self.samples[rows] == numbers).all(), "a batch of other data than were scored"
+        return [slice(int(self.edges[i]), int(self.edges[i + 1])) for i in rows]
 
     def keep(self, batch: Batch, logprobs: torch.Tensor) -> None:
         """Puts the numbers of a scored micro-batch to their rows."""
-        given, at = logprobs.detach().float().cpu()[batch.loss_weights.cpu() != 0], 0
+        given, first = logprobs.detach().float().cpu()[batch.loss_weights.cpu() != 0], 0
         for place in self.places(batch, width_of(batch)):
             count = place.stop - place.start
-            self.values[place] = given[at : at + count]
-            at += count
-        assert at == len(given), f"{len(given)} labels in a batch whose rows have {at}"
+            self.values[place] = given[first : first + count]
+            first += count
+        assert first == len(given), f"{len(given)} labels in a batch whose rows have {first}"
 
     def of(self, batch: Batch) -> torch.Tensor:
         """float32 [b, s]: the numbers at a batch's labels, 0 elsewhere."""
@@ -80,13 +80,13 @@ def score_dataset(source: EvalSource, score: Score, what: str) -> PrecomputedRef
     rows = source.data
     assert isinstance(rows, PreferenceDataset)
     known, began, done = PrecomputedReferenceLogprobs.room(rows), time.perf_counter(), 0
-    told = began
+    reported = began
     for batches in source.eval_batches():
         for batch, logprobs in zip(batches, score(batches), strict=True):
             known.keep(batch, logprobs)
         done = min(done + source.geometry.global_batch, len(rows))
-        if distributed.global_rank() == 0 and time.perf_counter() - told > TELL_EVERY:
-            told = time.perf_counter()
+        if distributed.global_rank() == 0 and time.perf_counter() - reported > TELL_EVERY:
+            reported = time.perf_counter()
             log.info(f"reference: {done:,} of {len(rows):,} rows of {what} scored")
     distributed.all_min_(known.values)
     assert bool(torch.isfinite(known.values).all()), "the reference gave no finite number to some token"

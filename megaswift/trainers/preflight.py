@@ -112,9 +112,10 @@ def device_problems(cfg: SwiftConfig) -> list[Problem]:
     if torch.cuda.is_available():
         return []
     rule = "there is no CUDA device, so the optimizer's state is in host memory anyway"
-    told = [Problem("--optimizer_cpu_offload true", rule, "--optimizer_cpu_offload false")] * offload
+    problems = [Problem("--optimizer_cpu_offload true", rule, "--optimizer_cpu_offload false")] * offload
     return (
-        told + [Problem("--torch_dtype float16", "training in it needs a CUDA device", "--torch_dtype bfloat16")] * half
+        problems
+        + [Problem("--torch_dtype float16", "training in it needs a CUDA device", "--torch_dtype bfloat16")] * half
     )
 
 
@@ -130,10 +131,10 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     idle = dense_options(cfg) if spec.experts and all(spec.moe_layers) else [] if spec.experts else expert_options(cfg)
     adapters = adapter_problems(cfg, spec) if cfg.model.train_type != "full" else []
     idle += length_problems(cfg, spec)
-    asked = LayoutRequest.from_config(cfg, world_size)
-    unfit = check_layout(ModelShape.of(spec), asked)
+    request = LayoutRequest.from_config(cfg, world_size)
+    unfit = check_layout(ModelShape.of(spec), request)
     if cfg.model.train_type == "qlora" and not unfit:
-        unfit = four_bits.four_bit_problems(family_of(spec.hf_config), spec, asked.tp, asked.etp)
+        unfit = four_bits.four_bit_problems(family_of(spec.hf_config), spec, request.tp, request.etp)
     return problems + idle + adapters + unfit
 
 

@@ -34,8 +34,8 @@ Mismatched = Callable[[Sequence[Batch]], list[Batch]]
 
 def score_batches(engine: Engine, batches: Sequence[Batch]) -> list[torch.Tensor]:
     """Log-probabilities [b, s] of each micro-batch under the weights that the engine has."""
-    found = [outputs.logprobs for outputs in engine.score(batches, Needs())]
-    return [logprobs for logprobs in found if logprobs is not None]
+    scored = [outputs.logprobs for outputs in engine.score(batches, Needs())]
+    return [logprobs for logprobs in scored if logprobs is not None]
 
 
 def with_field(batches: Sequence[Batch], name: str, values: Sequence[torch.Tensor]) -> list[Batch]:
@@ -108,14 +108,14 @@ class RunningMean(ReferenceLogprobs):
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
         """The micro-batches with both fields; evaluation leaves the mean as it is."""
-        made = super().prepare(engine, batches, training)
+        prepared = super().prepare(engine, batches, training)
         if training:
-            policy = score_batches(engine, made)
-            pairs = [_sum_and_count(log_ratios(p, b.to(p.device))) for p, b in zip(policy, made, strict=True)]
-            found, count = distributed.all_sum([sum(p[0] for p in pairs), sum(p[1] for p in pairs)])
-            self.sum, self.count = self.sum + self.beta * found, self.count + count
+            policy = score_batches(engine, prepared)
+            pairs = [_sum_and_count(log_ratios(p, b.to(p.device))) for p, b in zip(policy, prepared, strict=True)]
+            total, count = distributed.all_sum([sum(p[0] for p in pairs), sum(p[1] for p in pairs)])
+            self.sum, self.count = self.sum + self.beta * total, self.count + count
         delta = torch.tensor(self.sum / self.count if self.count else 0.0)
-        return with_field(made, "delta", [delta] * len(made))
+        return with_field(prepared, "delta", [delta] * len(prepared))
 
     def state_dict(self) -> dict[str, Any]:
         """The sums."""
@@ -164,6 +164,6 @@ def batch_transform(
     moves = (p.ref_model_sync_steps if p.sync_ref_model else None, p.ref_model_mixup_alpha)
     if kind in USES_KL:
         return KtoBaseline(mismatched, *moves)
-    made = RunningMean(beta_of(cfg), *moves) if kind in USES_DELTA else ReferenceLogprobs(*moves)
-    made.known = known
-    return made
+    transform = RunningMean(beta_of(cfg), *moves) if kind in USES_DELTA else ReferenceLogprobs(*moves)
+    transform.known = known
+    return transform

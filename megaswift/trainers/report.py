@@ -139,36 +139,36 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
     losses = [v for v in metric_column(lines, watched) if math.isfinite(v)]
     speeds = sorted(v for v in metric_column(lines, "tokens_per_second") if math.isfinite(v))
     last = lines[-1]
-    found = [(f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else "nan", f"training {watched}, first and last line")]
+    rows = [(f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else "nan", f"training {watched}, first and last line")]
     if evals and (value := evals[-1].get(watched)) is not None:  # no reward where all functions returned None
-        found.append((f"{value:.4g}", f"evaluation {watched} at step {evals[-1]['step']:,}"))
+        rows.append((f"{value:.4g}", f"evaluation {watched} at step {evals[-1]['step']:,}"))
     for name in ("rewards/accuracies", "accuracy"):
         if (rate := (evals or lines)[-1].get(name)) is not None:
-            found.append(
+            rows.append(
                 (
                     f"{rate:.0%}",
                     f"of pairs ranked correctly, in {'evaluation' if evals else 'the last line'}",
                 )
             )
-    found.append(
+    rows.append(
         (f"{last['step']:,}", f"optimizer step{'s'[: last['step'] - 1]}, {count_text(last['epoch'], 'epoch', '.3g')}")
     )
     if skipped := sum(line.get("skipped", 0) for line in lines):
-        found.append((f"{skipped:,}", "of these skipped: gradient not finite"))
-    found.append(
+        rows.append((f"{skipped:,}", "of these skipped: gradient not finite"))
+    rows.append(
         (
             f"{sum(line['tokens'] for line in lines):,}",
             f"tokens, {sum(line['label_tokens'] for line in lines):,} with a label",
         )
     )
     if speeds:
-        found.append((f"{speeds[len(speeds) // 2]:,.0f}", "tokens per second (median)"))
+        rows.append((f"{speeds[len(speeds) // 2]:,.0f}", "tokens per second (median)"))
     flops = sorted(metric_column(lines, "tflops_per_device"))
     mfu = sorted(v for v in metric_column(lines, "mfu") if math.isfinite(v))
     share = f", {mfu[len(mfu) // 2]:.1%} of the peak" if mfu else ""
-    found.append((f"{flops[len(flops) // 2]:.3g}", f"TFLOP/s per device (median){share}"))
-    found.append((f"{max(metric_column(lines, 'memory_gib')):.2f} GiB", "peak memory of the largest rank"))
-    return [*found, (duration_text(total), "wall time of this session")]
+    rows.append((f"{flops[len(flops) // 2]:.3g}", f"TFLOP/s per device (median){share}"))
+    rows.append((f"{max(metric_column(lines, 'memory_gib')):.2f} GiB", "peak memory of the largest rank"))
+    return [*rows, (duration_text(total), "wall time of this session")]
 
 
 def chart_cards(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
@@ -217,8 +217,8 @@ def chart_cards(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str
 def _rewards(lines: Sequence[Mapping[str, Any]]) -> Rows:
     """The curves of each reward, where the reward is a sum of several: the metric, its title."""
     of = re.compile(r"rewards/(.+)/mean")
-    found = [m for name in dict.fromkeys(name for line in lines for name in line) if (m := of.fullmatch(name))]
-    return [(m[0], f"reward {m[1]}, mean") for m in found] if len(found) > 1 else []
+    matches = [m for name in dict.fromkeys(name for line in lines for name in line) if (m := of.fullmatch(name))]
+    return [(m[0], f"reward {m[1]}, mean") for m in matches] if len(matches) > 1 else []
 
 
 def html_table(rows: Sequence[tuple[str, str]], given: frozenset[str] = frozenset(), style: str = "") -> str:
@@ -238,8 +238,8 @@ def sample_table(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = []
     for row in last:
         prompt, answer = (
-            said if isinstance(said, str) else "\n".join(f"{m['role']}: {m['content']}" for m in said)
-            for said in (row["prompt"], row["completion"])
+            message if isinstance(message, str) else "\n".join(f"{m['role']}: {m['content']}" for m in message)
+            for message in (row["prompt"], row["completion"])
         )
         judged = ", ".join(
             f"{name.removeprefix('rewards/')} {'none' if value is None else f'{value:.3g}'}"  # None: does not apply

@@ -70,8 +70,8 @@ class Session:
         self.rows: summary.Rows = []
         self.status = "failed before the first step"
         self.lock = RunLock(Path(cfg.train.output_dir))
-        made = distributed.run_on_rank0(lambda: outputs.prepare_output_folder(cfg, self.lock))
-        self.build = build.RunBuilder(cfg, spec, folder, context, made)
+        prepared = distributed.run_on_rank0(lambda: outputs.prepare_output_folder(cfg, self.lock))
+        self.build = build.RunBuilder(cfg, spec, folder, context, prepared)
 
     def run(self) -> Path:
         """Everything, in order; a page about it also when it fails."""
@@ -109,8 +109,8 @@ class Session:
                     b.model_facts(),
                     lambda m: build.changed_options(m.get("config", {}), absolute_paths(cfg.to_dict())),
                 )
-                if told := batch_size_notice(manifest, batch_plan(cfg.train, b.layout.dp)):
-                    log.warn(told)
+                if notice := batch_size_notice(manifest, batch_plan(cfg.train, b.layout.dp)):
+                    log.warn(notice)
             # each row as often as was asked, whatever steps took
             if cfg.train.max_steps is None and isinstance(loop.source, StoredSource):
                 loop.total_steps = loop.step + loop.source.steps_left(cfg.train.num_train_epochs)
@@ -129,11 +129,11 @@ class Session:
         for note in notes:
             log.info(note)
         with timed(self.seconds, "resume"):
-            found = first_intact(steps)
-            if found is not None:
-                distributed.run_on_rank0(partial(refuse_other_model, found, self.spec.hf_config))
-        log.info(f"resuming from {found}" if found else "no checkpoint yet: starting from the beginning")
-        return found
+            step = first_intact(steps)
+            if step is not None:
+                distributed.run_on_rank0(partial(refuse_other_model, step, self.spec.hf_config))
+        log.info(f"resuming from {step}" if step else "no checkpoint yet: starting from the beginning")
+        return step
 
     def train(self, loop: Loop) -> None:
         """The loop; nothing is left to do when the checkpoint is at the last step."""
@@ -179,8 +179,8 @@ class Session:
         except UserError:
             raise
         except (RuntimeError, MemoryError) as error:
-            if (told := determinism_error(self.cfg, error)) is not None:
-                raise told from None
+            if (refusal := determinism_error(self.cfg, error)) is not None:
+                raise refusal from None
             if not out_of_memory.is_out_of_memory(error):
                 raise
             raise out_of_memory.out_of_memory(self.cfg, self.spec.experts, error) from None

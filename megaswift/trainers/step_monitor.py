@@ -146,12 +146,12 @@ def is_spike(loss: float, before: Sequence[float]) -> bool:
 
 def rows_text(parts: Sequence[MicrobatchLoss]) -> str:
     """`; rank 1, rows 7, 12`: micro-batches whose loss is not finite, else the one with the largest. Collective."""
-    found = worst_microbatches(
+    worst = worst_microbatches(
         [(rank, part) for rank, own in enumerate(distributed.all_gather_objects(list(parts))) for part in own]
     )
     return "".join(
         f"; rank {rank}, " + ("rows " if len(part.samples) > 1 else "row ") + _numbers(part.samples)
-        for rank, part in found
+        for rank, part in worst
         if part.samples
     )
 

@@ -145,7 +145,7 @@ def render_summary(title: str, table: Rows) -> str:
     return "\n".join(lines)
 
 
-def data_text(stats: Mapping[str, Any], held: int = 0, scored: bool = False) -> str:
+def data_text(stats: Mapping[str, Any], evaluation_rows: int = 0, scored: bool = False) -> str:
     """What the data source says of itself, in its own order, and the rows of evaluation. `scored`: answers are judged
     as wholes."""
     words = []
@@ -164,7 +164,9 @@ def data_text(stats: Mapping[str, Any], held: int = 0, scored: bool = False) -> 
             )
         elif name == "documents" and value != stats.get("rows"):
             words.append(count_text(int(value), "document"))
-    return (", ".join(words) or "read as it comes") + (f"; {count_text(held, 'row')} for evaluation" if held else "")
+    return (", ".join(words) or "read as it comes") + (
+        f"; {count_text(evaluation_rows, 'row')} for evaluation" if evaluation_rows else ""
+    )
 
 
 def read_text(stats: Mapping[str, float]) -> str:

@@ -30,12 +30,12 @@ def build_supervised(session: Session) -> BuiltLoop:
     """Data first: a malformed row stops the run before a model is built."""
     cfg, build = session.cfg, session.build
     with timed(session.seconds, "data"):
-        source, held = build.data()
+        source, evaluation = build.data()
         total = count_steps(cfg, source)
     check_warmup(total, cfg.optim)
     with timed(session.seconds, "model"), session.memory_advice():
         engine = build.engine(fresh=build.resumed is None, total_steps=total)
-        hooks = build.hooks(engine, held)
+        hooks = build.hooks(engine, evaluation)
     transform = build.preparation()
     loop = Loop(
         engine,
@@ -47,4 +47,4 @@ def build_supervised(session: Session) -> BuiltLoop:
         unchanged if transform is None else transform.prepare,
         seconds=session.seconds,
     )
-    return BuiltLoop(loop, lambda: build.facts(engine, source, held, loop.total_steps, loop.step))
+    return BuiltLoop(loop, lambda: build.facts(engine, source, evaluation, loop.total_steps, loop.step))

@@ -27,11 +27,11 @@ def damaged_on_any_rank(step: Path, parts: Iterable[str] = ()) -> list[Problem]:
         return [manifest]
     files = list(step_manifest.files_within(manifest, parts).items())
     share = {name: step_manifest.file_problem(step / name, entry) for name, entry in files[rank::ranks]}
-    found = distributed.all_gather_dict(share)
+    shares = distributed.all_gather_dict(share)
     for name, entry in files:
-        step_manifest.remember_intact(step / name, entry, found[name] is None)
+        step_manifest.remember_intact(step / name, entry, shares[name] is None)
     step_manifest.log_check_duration(step, [entry for _, entry in files], time.perf_counter() - began)
-    return [problem for name, _ in files if (problem := found[name]) is not None]
+    return [problem for name, _ in files if (problem := shares[name]) is not None]
 
 
 def first_intact(steps: Sequence[Path]) -> Path | None:

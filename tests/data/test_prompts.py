@@ -115,12 +115,12 @@ def test_texts_are_taken_as_the_tokenizer_takes_them(tmp_path: Path, begins: boo
     assert [p.token_ids for p in found] == [tuple(e) for e in expected] and (
         found[0].token_ids[0] == own.bos_token_id
     ) == begins
-    assert [p.said for p in found] == texts and all(p.columns == {"n": 1} and p.tools is None for p in found)
+    assert [p.content for p in found] == texts and all(p.columns == {"n": 1} and p.tools is None for p in found)
 
 
 def test_the_run_s_system_message_and_column_names(tmp_path: Path) -> None:
     made = source(tmp_path, [{"q": [U]}, {"q": [S, U]}], system="Think.", columns={"q": "prompt"})[0]
-    assert [p.said for p in all_of(made)] == [({"role": "system", "content": "Think."}, U), (S, U)]
+    assert [p.content for p in all_of(made)] == [({"role": "system", "content": "Think."}, U), (S, U)]
 
 
 def test_the_answer_of_a_conversation_has_the_run_s_name_too(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_room_for_the_completion(tmp_path: Path) -> None:
     made = source(tmp_path, rows, truncation_strategy="left", **short)[0]
     last = all_of(made)[5]
     assert last.token_ids == tuple(own(rows[5]["prompt"])["input_ids"][-lengths[3] :]) and last.columns == {"n": 5}
-    assert last.said == rows[5]["prompt"] and made.stats["truncated"] == 2
+    assert last.content == rows[5]["prompt"] and made.stats["truncated"] == 2
     with pytest.raises(DataError, match=rf"d.jsonl:5: {lengths[4]} tokens; --max_length {short['max_length']} less"):
         source(tmp_path, rows, truncation_strategy="raise", **short)
     with pytest.raises(DataError, match=f"--max_length {lengths[5] + 7}$"):

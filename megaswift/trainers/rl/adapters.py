@@ -44,7 +44,7 @@ def refused_adapters(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> Iterato
 
 def merged_because(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
     """Why samplers cannot have adapters alone, with the model in `folder`; empty where they can."""
-    told = _stored(cfg)
+    stored = _stored(cfg)
     reasons: tuple[tuple[Any, str], ...] = (
         (cfg.model.train_type == "full", "there are no adapters"),
         (
@@ -59,17 +59,17 @@ def merged_because(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
             read_config(folder).get(FIELD),
             "the model's weights are stored quantized, and samplers handle these differently",
         ),
-        (told.get("use_dora", cfg.lora.use_dora), "DoRA rescales the weights"),
-        (told.get("modules_to_save", cfg.lora.modules_to_save), "modules_to_save are not adapters"),
-        (any(told.get(name) for name in OWN_RANKS), "the adapters' ranks or scales differ from module to module"),
+        (stored.get("use_dora", cfg.lora.use_dora), "DoRA rescales the weights"),
+        (stored.get("modules_to_save", cfg.lora.modules_to_save), "modules_to_save are not adapters"),
+        (any(stored.get(name) for name in OWN_RANKS), "the adapters' ranks or scales differ from module to module"),
         (has_tower(spec.hf_config), "the model has a vision encoder"),
         (
             find_checkpoint(folder) and cfg.rl.rollout_backend != "transformers",
             "the model is a training checkpoint, which samplers cannot read",
         ),
-        (told.get("bias", "none") != "none", "biases are trained, too"),
+        (stored.get("bias", "none") != "none", "biases are trained, too"),
         (cfg.rl.rollout_backend == "transformers" and util.find_spec("peft") is None, "PEFT is not installed"),
-        (told.get("target_parameters", cfg.lora.target_parameters), EXPERTS),
+        (stored.get("target_parameters", cfg.lora.target_parameters), EXPERTS),
     )
     return (
         next((why for holds, why in reasons if holds), "") or (EXPERTS if _experts(cfg, spec) else "") or _too_wide(cfg)
@@ -84,10 +84,10 @@ def rank_of(cfg: SwiftConfig) -> int:
 def _stored(cfg: SwiftConfig) -> dict[str, Any]:
     """What the folder says that the run goes on from; others than us say what is wrong with it."""
     try:
-        found = json.loads((Path(str(cfg.lora.adapters)) / "adapter_config.json").read_text(encoding="utf-8"))
+        stored = json.loads((Path(str(cfg.lora.adapters)) / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return stored if isinstance(stored, dict) else {}
 
 
 def _experts(cfg: SwiftConfig, spec: ModelSpec) -> bool:

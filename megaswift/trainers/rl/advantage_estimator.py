@@ -39,13 +39,13 @@ class AdvantageEstimator:
         """`advantages` and whatever else the run's losses read."""
         mask = token_mask(completed)
         penalties = self.penalties(completed, mask)
-        found = estimate_fields(self.settings.estimator, self.inputs(rollouts, completed, (penalties, mask)))
+        estimated = estimate_fields(self.settings.estimator, self.inputs(rollouts, completed, (penalties, mask)))
         if self.settings.corrects:
             gap = padded_field(completed, "old", mask) - padded_field(completed, "sampled", mask)
-            found["ratio"] = correction_of(self.cfg).weights(gap, mask)
+            estimated["ratio"] = correction_of(self.cfg).weights(gap, mask)
         return {
             name: [row[own].numpy() for row, own in zip(values.float(), mask, strict=True)]
-            for name, values in found.items()
+            for name, values in estimated.items()
         }
 
     def penalties(self, completed: Sequence[RolloutTokens], mask: Tensor) -> Tensor:
@@ -150,6 +150,6 @@ def token_mask(completed: Sequence[RolloutTokens]) -> Tensor:
 
 def padded_field(completed: Sequence[RolloutTokens], name: str, mask: Tensor) -> Tensor:
     """float32 [n, t]: a field of all completions, 0 elsewhere."""
-    held = [c.values[name] for c in completed if not c.silent]
-    flat = torch.from_numpy(np.concatenate(held)) if held else torch.zeros(0)
+    values = [c.values[name] for c in completed if not c.silent]
+    flat = torch.from_numpy(np.concatenate(values)) if values else torch.zeros(0)
     return torch.zeros(mask.shape).masked_scatter(mask, flat)

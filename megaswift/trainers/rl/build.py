@@ -63,11 +63,11 @@ def build_prompts(build: RunBuilder) -> tuple[PromptSource, list[Prompt]]:
     cfg = build.cfg
     build.tokenizer = tokenizer_of(cfg, build.folder)
     plan = generation_plan(cfg, build.layout.dp)
-    source, held = prompts_of(cfg, build.tokenizer, plan.prompts, plan.steps)
+    source, held_out = prompts_of(cfg, build.tokenizer, plan.prompts, plan.steps)
     vocab_check.check_vocabulary([source.prompts.docs], build.tokenizer, build.spec.vocab_size)
     if problems := missing_columns(rewards_of(cfg), common_columns(source.prompts)):
         raise DataError(problems)
-    return source, held or []
+    return source, held_out or []
 
 
 def common_columns(prompts: PromptDataset) -> frozenset[str]:
@@ -111,13 +111,13 @@ def weight_sync(build: RunBuilder) -> Iterator[tuple[str, str]]:
 def critic_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
     """What PPO's second model is and costs. Collective."""
     sizes, start = critic.report(), cfg.rl.critic_model or "the initial model"
-    held = bytes_text(sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes)
+    memory = bytes_text(sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes)
     rate = cfg.rl.critic_learning_rate or cfg.optim.learning_rate
     yield (
         "critic",
         (
-            f"{start}, with a scalar head: {sizes.parameters_total:,} parameters{trained_text(sizes)}, {held} more on "
-            f"the largest rank, learning rate {rate:g}"
+            f"{start}, with a scalar head: {sizes.parameters_total:,} parameters{trained_text(sizes)}, {memory} more "
+            f"on the largest rank, learning rate {rate:g}"
         ),
     )
 
@@ -125,13 +125,13 @@ def critic_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
 class SamplerCloser(Hook):
     """Ends what samples."""
 
-    def __init__(self, drawing: RolloutScheduler) -> None:
-        self.drawing = drawing
+    def __init__(self, scheduler: RolloutScheduler) -> None:
+        self.scheduler = scheduler
 
     def close(self) -> None:
         """The draw under way first."""
-        self.drawing.close()
-        self.drawing.generation.close()
+        self.scheduler.close()
+        self.scheduler.generation.close()
 
 
 def build_critic(build: RunBuilder, rate: Rate, total_steps: int) -> Critic | None:
@@ -149,8 +149,10 @@ def multi_turn_of(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRollout | None:
     text = cfg.rl.environment
     if text is None:
         return None
-    made = environment_class(text)
-    return MultiTurnRollout(lambda: CheckedEnvironment(f"--environment {text}", made()), tokenizer, cfg.rl.max_turns)
+    environment = environment_class(text)
+    return MultiTurnRollout(
+        lambda: CheckedEnvironment(f"--environment {text}", environment()), tokenizer, cfg.rl.max_turns
+    )
 
 
 def build_rollouts(session: Session) -> BuiltLoop:
@@ -158,7 +160,7 @@ def build_rollouts(session: Session) -> BuiltLoop:
     stops the run before a model is built."""
     cfg, build = session.cfg, session.build
     with timed(session.seconds, "data"):
-        prompts, held = build_prompts(build)
+        prompts, held_out = build_prompts(build)
         total = count_steps(cfg, prompts)
     check_warmup(total, cfg.optim)
 
@@ -180,7 +182,13 @@ def build_rollouts(session: Session) -> BuiltLoop:
         build.task.loss(cfg),
         rate,
         total,
-        [StepTimer(), *rollout_hooks(build, rollouts), *logging, *reward_evaluation(build, rollouts, held), checkpoint],
+        [
+            StepTimer(),
+            *rollout_hooks(build, rollouts),
+            *logging,
+            *reward_evaluation(build, rollouts, held_out),
+            checkpoint,
+        ],
         unchanged if critic is None else critic.prepare,
         rollouts.step_extras,
         rollouts.mark,
@@ -239,7 +247,7 @@ def rollout_dependencies(
 def rollout_hooks(build: RunBuilder, rollouts: RolloutSource) -> Iterator[Hook]:
     """The hooks of a policy's run that come before those of every run."""
     cfg, parts = build.cfg, rollouts.parts
-    yield SamplerCloser(parts.drawing)
+    yield SamplerCloser(parts.scheduler)
     yield RolloutMonitor(rollouts)
     if parts.critic is not None:
         yield parts.critic
@@ -249,8 +257,8 @@ def rollout_hooks(build: RunBuilder, rollouts: RolloutSource) -> Iterator[Hook]:
         yield ReferenceLogprobs(cfg.preference.ref_model_sync_steps, cfg.preference.ref_model_mixup_alpha)
 
 
-def reward_evaluation(build: RunBuilder, rollouts: RolloutSource, held: Sequence[Prompt]) -> Iterator[Hook]:
+def reward_evaluation(build: RunBuilder, rollouts: RolloutSource, held_out: Sequence[Prompt]) -> Iterator[Hook]:
     """Evaluation on the held-out prompts, where there are any."""
-    if held:
-        work = (rollouts.parts.drawing, rollouts.parts.judge)
-        yield RewardEvaluation(build.outputs.evaluation, held, work, build.cfg.train.eval_steps)
+    if held_out:
+        work = (rollouts.parts.scheduler, rollouts.parts.scorer)
+        yield RewardEvaluation(build.outputs.evaluation, held_out, work, build.cfg.train.eval_steps)

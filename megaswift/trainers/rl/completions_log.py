@@ -36,7 +36,7 @@ def completion_line(step: int, rollout: Rollout, advantage: float) -> dict[str, 
     rewards |= {"turn_rewards": rollout.completion.rewards} if isinstance(rollout.completion, Conversation) else {}
     return {
         "step": step,
-        "prompt": rollout.prompt.said,
+        "prompt": rollout.prompt.content,
         "completion": spoken_text(rollout),
         "reward": rollout.total,
         **rewards,

@@ -34,8 +34,8 @@ def environment_class(text: str) -> Callable[[], Environment]:
     flag = f"--environment {text}"
     file, _, name = text.rpartition(":")
     names = import_user_file(Path(file).expanduser(), flag)
-    made = names.get(name)
-    if made is None:
+    environment = names.get(name)
+    if environment is None:
         raise ConfigError(
             Problem(
                 flag,
@@ -43,12 +43,12 @@ def environment_class(text: str) -> Callable[[], Environment]:
                 nearest_name(name, [n for n in names if not n.startswith("_")]),
             )
         )
-    lacking = [method for method in ("reset", "step") if not callable(getattr(made, method, None))]
-    if isinstance(made, type) and lacking:
+    lacking = [method for method in ("reset", "step") if not callable(getattr(environment, method, None))]
+    if isinstance(environment, type) and lacking:
         raise ConfigError(
             Problem(flag, f"has no {' and no '.join(lacking)}", "reset(prompt, **columns) and step(answer)")
         )
-    return made
+    return environment
 
 
 class CheckedEnvironment:

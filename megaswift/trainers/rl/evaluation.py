@@ -33,7 +33,7 @@ class RewardEvaluation(JsonLines):
     ) -> None:
         super().__init__(path)
         self.prompts, self.every = prompts, every
-        self.drawing, self.judge = work
+        self.scheduler, self.scorer = work
 
     def on_step(self, loop: Loop, step: Step) -> None:
         """Evaluates when it is due."""
@@ -43,10 +43,10 @@ class RewardEvaluation(JsonLines):
     def evaluate(self, loop: Loop, step: Step) -> dict[str, Any]:
         """One pass over the prompts, one line."""
         began = time.perf_counter()
-        self.drawing.settle()
-        with self.drawing.room(lambda _: nullcontext(), again=False):
-            completions = self.drawing.generation.write(self.prompts, APART + step.number)
-        rollouts = self.judge(self.prompts, completions, self.drawing.generation.own(len(self.prompts)))
+        self.scheduler.settle()
+        with self.scheduler.room(lambda _: nullcontext(), again=False):
+            completions = self.scheduler.generation.write(self.prompts, APART + step.number)
+        rollouts = self.scorer(self.prompts, completions, self.scheduler.generation.own(len(self.prompts)))
         line: dict[str, Any] = {
             "step": step.number,
             "epoch": step.epoch,

@@ -26,7 +26,7 @@ def token_numbers(
     replica. Collective."""
     (name,) = needs.names
     batches = layout.batches(micros)
-    found: CompletionScores = {}
+    scores: CompletionScores = {}
     for batch, outputs, micro in zip(batches, engine.score(batches, needs), micros, strict=True):
-        found |= gather_values(batch, getattr(outputs, name), micro)
-    return distributed.all_gather_dict(found if first else {})
+        scores |= gather_values(batch, getattr(outputs, name), micro)
+    return distributed.all_gather_dict(scores if first else {})

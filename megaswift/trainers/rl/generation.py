@@ -20,9 +20,9 @@ from megaswift.rollout.sync_folder import SyncRounds
 from megaswift.trainers.rl.multi_turn import MultiTurnRollout
 
 
-def samples_here(at: Coordinates) -> bool:
+def samples_here(coordinates: Coordinates) -> bool:
     """Whether this rank is the first of its data-parallel replica, which has a sampler."""
-    return at.tp == at.pp == at.cp == 0
+    return coordinates.tp == coordinates.pp == coordinates.cp == 0
 
 
 def seeds(seed: int, generation: int, count: int) -> list[int]:
@@ -42,7 +42,7 @@ class Generation:
     """None on ranks without one."""
     sampling: SamplingParams
     seed: int
-    talk: MultiTurnRollout | None = None
+    multi_turn: MultiTurnRollout | None = None
     """Where an environment answers."""
     adapters: SyncRounds | None = None
     """The folders by which adapters alone go to the samplers; None: all weights do."""
@@ -60,10 +60,10 @@ class Generation:
         """Which of `count` completions this rank writes, or judges: in whole groups then."""
         if self.sampler is None:
             return range(0)
-        here, shares = (
+        share, shares = (
             (distributed.global_rank(), self.layout.world_size) if self.everywhere else (self.at.dp, self.layout.dp)
         )
-        return range(*(count // group * r // shares * group for r in (here, here + 1)))
+        return range(*(count // group * r // shares * group for r in (share, share + 1)))
 
     @property
     def first(self) -> bool:
@@ -127,8 +127,8 @@ class Generation:
         self, sampler: Sampler, prompts: Sequence[Prompt], sampling: SamplingParams, row_seeds: Sequence[int]
     ) -> list[Completion]:
         """One completion for each prompt, in conversation with the environment where there is one."""
-        if self.talk is not None:
-            return self.talk.write(sampler, sampling, prompts, row_seeds)
+        if self.multi_turn is not None:
+            return self.multi_turn.write(sampler, sampling, prompts, row_seeds)
         return sampler.generate([p.token_ids for p in prompts], sampling, row_seeds)
 
     @staticmethod

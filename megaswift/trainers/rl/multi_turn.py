@@ -98,8 +98,8 @@ class MultiTurnRollout:
 
         def after(messages: Sequence[Message], prompt: bool) -> str:
             text = str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
-            _, found, rest = text.partition(SAID)
-            if not found:
+            _, separator, rest = text.partition(SAID)
+            if not separator:
                 raise ValueError("it omits the assistant's message")
             return rest
 
@@ -125,17 +125,18 @@ class MultiTurnRollout:
         every = [_Open(p, s, self.make()) for p, s in zip(prompts, seeds, strict=True)]
         for one in every:
             one.environment.reset(
-                one.prompt.said if isinstance(one.prompt.said, str) else list(one.prompt.said), one.prompt.columns
+                one.prompt.content if isinstance(one.prompt.content, str) else list(one.prompt.content),
+                one.prompt.columns,
             )
         while under_way := [one for one in every if not one.ended]:
             room = max(sampling.max_tokens - len(one.tokens) for one in under_way)
-            asked = [[*one.prompt.token_ids, *one.tokens] for one in under_way]
+            contexts = [[*one.prompt.token_ids, *one.tokens] for one in under_way]
             drawn = [
                 int(np.random.SeedSequence([one.seed, one.turns]).generate_state(1, np.uint64)[0] >> 1)
                 for one in under_way
             ]
-            said = sampler.generate(asked, replace(sampling, max_tokens=room), drawn)
-            for one, completion in zip(under_way, said, strict=True):
+            completions = sampler.generate(contexts, replace(sampling, max_tokens=room), drawn)
+            for one, completion in zip(under_way, completions, strict=True):
                 self._turn(one, completion, sampling.max_tokens)
         return [one.closed() for one in every]
 

@@ -41,16 +41,16 @@ class Rollout:
         """The total by token that the model wrote: rewards of an environment's turns stand at the turns' last tokens,
         those of the whole at the last of all. None where everything is of the whole.
         """
-        talk = self.completion
-        if not isinstance(talk, Conversation):
+        conversation = self.completion
+        if not isinstance(conversation, Conversation):
             return None if self.tokens is None else [*self.tokens]
-        found = [0.0] * sum(talk.own) if self.tokens is None else [*self.tokens]
-        if self.tokens is None and found:
-            found[-1] = self.total - talk.reward
-        if found:  # a server may end a turn without a token: its reward stands at the token before, or at the first
-            for end, reward in zip(talk.ends, talk.rewards, strict=True):
-                found[max(end - 1, 0)] += reward
-        return found
+        rewards = [0.0] * sum(conversation.own) if self.tokens is None else [*self.tokens]
+        if self.tokens is None and rewards:
+            rewards[-1] = self.total - conversation.reward
+        if rewards:  # a server may end a turn without a token: its reward stands at the token before, or at the first
+            for end, reward in zip(conversation.ends, conversation.rewards, strict=True):
+                rewards[max(end - 1, 0)] += reward
+        return rewards
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class RewardScorer:
     decode: Callable[[Sequence[int]], str]
     """Tokens to text, without special tokens."""
 
-    def judged(self, prompt: Prompt, completion: Completion, text: str) -> RewardInput:
+    def reward_input(self, prompt: Prompt, completion: Completion, text: str) -> RewardInput:
         """Text, or a message where the prompt was messages."""
-        said: Any = text if isinstance(prompt.said, str) else [{"role": "assistant", "content": text}]
+        content: Any = text if isinstance(prompt.content, str) else [{"role": "assistant", "content": text}]
         if isinstance(completion, Conversation):
-            said = list(completion.messages)
+            content = list(completion.messages)
         return RewardInput(
-            prompt.said if isinstance(prompt.said, str) else list(prompt.said),
-            said,
+            prompt.content if isinstance(prompt.content, str) else list(prompt.content),
+            content,
             completion.token_ids,
             completion.finished,
             prompt.columns,
@@ -86,24 +86,26 @@ class RewardScorer:
                 return [({}, 0.0, None)] * len(mine)
             if not mine:
                 return []
-            found = score_rewards(
-                self.functions, self.weights, [self.judged(prompts[i], completions[i], texts[i]) for i in mine]
+            scored = score_rewards(
+                self.functions, self.weights, [self.reward_input(prompts[i], completions[i], texts[i]) for i in mine]
             )
-            tokens = found.tokens or [None] * len(mine)
+            tokens = scored.tokens or [None] * len(mine)
             return [
-                ({n: values[k] for n, values in found.per_function.items()}, found.total[k], tokens[k])
+                ({n: values[k] for n, values in scored.per_function.items()}, scored.total[k], tokens[k])
                 for k in range(len(mine))
             ]
 
         rewards = [reward for share in distributed.run_on_all_ranks(work) for reward in share]
-        found = [
+        rollouts = [
             Rollout(*one, *reward)
             for one, reward in zip(zip(prompts, completions, texts, strict=True), rewards, strict=True)
         ]
-        return [with_environment(r, r.completion) if isinstance(r.completion, Conversation) else r for r in found]
+        return [with_environment(r, r.completion) if isinstance(r.completion, Conversation) else r for r in rollouts]
 
 
-def with_environment(rollout: Rollout, talk: Conversation) -> Rollout:
+def with_environment(rollout: Rollout, conversation: Conversation) -> Rollout:
     """The rollout with what its environment gave."""
     given = 0.0 if math.isnan(rollout.total) else rollout.total
-    return replace(rollout, rewards={**rollout.rewards, ENVIRONMENT: talk.reward}, total=given + talk.reward)
+    return replace(
+        rollout, rewards={**rollout.rewards, ENVIRONMENT: conversation.reward}, total=given + conversation.reward
+    )

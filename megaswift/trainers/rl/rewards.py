@@ -13,16 +13,16 @@ from megaswift.rewards.load import reward_functions
 def rewards_of(cfg: SwiftConfig) -> list[RewardFunction]:
     """In the order of `reward_weights`; ConfigError with all that is wrong."""
     rl = cfg.rl
-    found = reward_functions(
+    functions = reward_functions(
         rl.reward_funcs, RewardOptions(**{f.name: getattr(rl, f.name) for f in fields(RewardOptions)})
     )
     if not rl.reward_model:
-        return found
+        return functions
     from megaswift.config.inference import WeightsOptions
     from megaswift.rewards.reward_model import reward_models  # loads transformers
 
     options = WeightsOptions(trust_remote_code=cfg.model.trust_remote_code)
-    return [*found, *reward_models(rl.reward_model, options, {f.name for f in found})]
+    return [*functions, *reward_models(rl.reward_model, options, {f.name for f in functions})]
 
 
 def weights_of(cfg: SwiftConfig) -> list[float]:

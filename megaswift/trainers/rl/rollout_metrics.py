@@ -29,18 +29,18 @@ def rollout_statistics(rollouts: Sequence[Rollout], group: int) -> dict[str, flo
     """`reward` and `reward_std` over all of them, each function's, lengths, and shares of odd ones."""
     totals = np.asarray([r.total for r in rollouts], dtype=np.float64).reshape(-1, group)
     same = without_spread(torch.from_numpy(totals.ravel()), group).numpy() if group > 1 else np.ones(len(totals))
-    found = _moments("reward", "reward_std", totals.ravel()) | {"frac_reward_zero_std": same.mean()}
+    metrics = _moments("reward", "reward_std", totals.ravel()) | {"frac_reward_zero_std": same.mean()}
     baselines = [r.baseline for r in rollouts if not math.isnan(r.baseline)]
     if baselines:
-        found["reward_baseline"] = np.mean(baselines)
+        metrics["reward_baseline"] = np.mean(baselines)
     for name in rollouts[0].rewards:
         values = np.asarray([r.rewards[name] for r in rollouts], dtype=np.float64)
-        found |= _moments(f"rewards/{name}/mean", f"rewards/{name}/std", values)
+        metrics |= _moments(f"rewards/{name}/mean", f"rewards/{name}/std", values)
     lengths = np.asarray([sum(action_mask(r.completion)) for r in rollouts])
     finished = np.asarray([r.completion.finished for r in rollouts])
-    found |= _lengths("completions/", lengths) | {"completions/clipped_ratio": 1 - finished.mean()}
-    found |= _lengths("completions/", lengths[finished] if finished.any() else np.zeros(1), "_terminated")
-    return {name: float(value) for name, value in found.items()}
+    metrics |= _lengths("completions/", lengths) | {"completions/clipped_ratio": 1 - finished.mean()}
+    metrics |= _lengths("completions/", lengths[finished] if finished.any() else np.zeros(1), "_terminated")
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _moments(mean: str, deviation: str, values: np.ndarray) -> dict[str, float]:

@@ -70,7 +70,7 @@ class RolloutMonitor(Hook):
 
     def flags(self) -> str:
         """The reward functions as typed."""
-        return ", ".join(flag_of(function) for function in self.source.parts.judge.functions)
+        return ", ".join(flag_of(function) for function in self.source.parts.scorer.functions)
 
     def on_end(self, loop: Loop) -> None:
         """Before the last checkpoint, as for skipped steps."""
@@ -99,14 +99,14 @@ class RolloutMonitor(Hook):
 
     def troubles(self, step: Step) -> dict[str, str]:
         """By kind what is wrong with the generation; empty where nothing is."""
-        found, settings = self.source.metrics, self.source.settings
-        spread = found.get("reward_std", math.inf)
-        same = spread < 1e-8 if settings.group == 1 else found["frac_reward_zero_std"] == 1 and math.isfinite(spread)
+        metrics, settings = self.source.metrics, self.source.settings
+        spread = metrics.get("reward_std", math.inf)
+        same = spread < 1e-8 if settings.group == 1 else metrics["frac_reward_zero_std"] == 1 and math.isfinite(spread)
         unscored = sum(math.isnan(rollout.total) for rollout, _ in self.source.fresh)
         whose = "all completions have" if settings.group == 1 else "all completions of a prompt have"
         apart = step.result.metrics.get("sampling/token_mult_prob_error", 1.0)
         return {
-            "spread": f"{whose} the same reward (mean {found.get('reward', math.nan):.4g}), so their advantages are "
+            "spread": f"{whose} the same reward (mean {metrics.get('reward', math.nan):.4g}), so their advantages are "
             "0. Check the rewards in completions.jsonl, and whether the prompts are too hard or too easy"
             if same
             else "",
@@ -117,11 +117,11 @@ class RolloutMonitor(Hook):
             "length": "every completion was cut off at --max_completion_length: the model may need more tokens, or "
             "does not generate the token that ends an answer (its tokenizer's eos_token, eos_token_id of "
             "generation_config.json)"
-            if found["completions/clipped_ratio"] == 1
+            if metrics["completions/clipped_ratio"] == 1
             else "",
             "sampler": "the sampler's log-probabilities differ from the trainer's (sampling/token_mult_prob_error "
             f"{apart:.3g}; 1: equal). Check that both use the same dtype; --importance_sampling_correction true limits "
             "the effect"
-            if apart > APART and "sampling/staleness" not in found
+            if apart > APART and "sampling/staleness" not in metrics
             else "",
         }

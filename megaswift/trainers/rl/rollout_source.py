@@ -40,8 +40,8 @@ NOTHING = np.zeros(0, dtype=np.float32)
 class RolloutDependencies:
     """What a source works with."""
 
-    drawing: RolloutScheduler
-    judge: RewardScorer
+    scheduler: RolloutScheduler
+    scorer: RewardScorer
     estimator: AdvantageEstimator
     layout: RolloutCollator
     geometry: LoaderGeometry
@@ -68,7 +68,7 @@ class RolloutSource:
     @property
     def epoch(self) -> float:
         """Passes over the prompts so far."""
-        return self.parts.drawing.prompts.epoch
+        return self.parts.scheduler.prompts.epoch
 
     def next(self) -> list[Batch]:
         """The micro-batches of the next optimizer step. Collective."""
@@ -95,49 +95,49 @@ class RolloutSource:
 
     def generate(self) -> None:
         """A new generation, ready for its first step."""
-        late = self.settings.steps if self.parts.drawing.ahead is not None else 0
+        late = self.settings.steps if self.parts.scheduler.ahead is not None else 0
         rollouts = self.sample()
         self.completed = [rollout_tokens(i, r, self.settings) for i, r in enumerate(rollouts)]
         self.used = 0
         with self.timed("scoring"):
             self.score()
-        made = self.parts.estimator(rollouts, self.completed)
-        for name, values in made.items():
+        fields = self.parts.estimator(rollouts, self.completed)
+        for name, values in fields.items():
             self.put(name, dict(enumerate(values)))
-        if self.parts.drawing.asynchronous:
-            self.parts.drawing.begin(self.generations, self.timed)
+        if self.parts.scheduler.asynchronous:
+            self.parts.scheduler.begin(self.generations, self.timed)
         self.metrics = rollout_statistics(rollouts, self.settings.group) | self.parts.estimator.metrics
-        own = np.concatenate(made["advantages"]) if any(map(len, made["advantages"])) else np.zeros(1)
+        own = np.concatenate(fields["advantages"]) if any(map(len, fields["advantages"])) else np.zeros(1)
         self.metrics |= {"advantages/mean": float(own.mean()), "advantages/std": float(own.std())}
-        if self.parts.drawing.asynchronous:
+        if self.parts.scheduler.asynchronous:
             self.metrics["sampling/staleness"] = float(late)
         self.fresh = [
-            (r, float(a.mean()) if len(a) else 0.0) for r, a in zip(rollouts, made["advantages"], strict=True)
+            (r, float(a.mean()) if len(a) else 0.0) for r, a in zip(rollouts, fields["advantages"], strict=True)
         ]
 
     def sample(self) -> list[Rollout]:
         """Prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for
         it."""
-        settings, kept = self.settings, list[Rollout]()
+        settings, selected = self.settings, list[Rollout]()
         spare: list[Rollout] = []
         for tried in range(settings.tries):
-            prompts, completions = self.parts.drawing.draw(self.generations, tried > 0, self.timed)
+            prompts, completions = self.parts.scheduler.draw(self.generations, tried > 0, self.timed)
             self.generations += 1
             with self.timed("rewards"):
-                rollouts = self.parts.judge(
-                    prompts, completions, self.parts.drawing.generation.own(len(prompts), settings.draws)
+                rollouts = self.parts.scorer(
+                    prompts, completions, self.parts.scheduler.generation.own(len(prompts), settings.draws)
                 )
             for start in range(0, len(rollouts), settings.draws):
                 group = with_baseline(rollouts[start : start + settings.draws], settings.group)
-                (kept if settings.tries == 1 or has_spread(group, settings.each_reward) else spare).extend(group)
-            if len(kept) >= settings.generation:
+                (selected if settings.tries == 1 or has_spread(group, settings.each_reward) else spare).extend(group)
+            if len(selected) >= settings.generation:
                 break
-        return (kept + spare)[: settings.generation]
+        return (selected + spare)[: settings.generation]
 
     def score(self) -> None:
         """Log-probabilities of the policy as it is and of the reference, values of the critic: where the run needs
         them."""
-        settings, engine, critic = self.settings, self.parts.drawing.generation.engine, self.parts.critic
+        settings, engine, critic = self.settings, self.parts.scheduler.generation.engine, self.parts.critic
         needs = Needs(temperature=settings.temperature)
         if settings.needs_old:
             self.put("old", self.rollout_logprobs() or self.numbers(engine, needs))
@@ -156,7 +156,7 @@ class RolloutSource:
     def numbers(self, engine: Engine, needs: Needs) -> CompletionScores:
         """Of all completions. Collective."""
         micros = [micro for k in range(self.settings.slices) for micro in self.micros(k)]
-        return token_numbers(engine, micros, self.parts.layout, needs, self.parts.drawing.generation.first)
+        return token_numbers(engine, micros, self.parts.layout, needs, self.parts.scheduler.generation.first)
 
     def put(self, name: str, numbers: CompletionScores) -> None:
         """One more field of every completion; of silent ones without numbers."""
@@ -173,16 +173,22 @@ class RolloutSource:
     def with_uncertain_ones(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:
         """`keep`: the tokens whose entropy is in the upper part, over all ranks (arXiv:2506.01939)."""
         needs = Needs(fields=frozenset({"entropy"}), temperature=self.settings.temperature)
-        found = token_numbers(
-            self.parts.drawing.generation.engine, micros, self.parts.layout, needs, self.parts.drawing.generation.first
+        entropies = token_numbers(
+            self.parts.scheduler.generation.engine,
+            micros,
+            self.parts.layout,
+            needs,
+            self.parts.scheduler.generation.first,
         )
-        every = np.concatenate([*found.values()]) if found else NOTHING
+        every = np.concatenate([*entropies.values()]) if entropies else NOTHING
         least = (
             float(entropy_threshold(torch.from_numpy(every), self.settings.top_entropy_quantile)) if len(every) else 0
         )
         return [
             [
-                None if c is None else replace(c, values={**c.values, "keep": found.get(c.number, NOTHING) >= least})
+                None
+                if c is None
+                else replace(c, values={**c.values, "keep": entropies.get(c.number, NOTHING) >= least})
                 for c in micro
             ]
             for micro in micros
@@ -190,7 +196,7 @@ class RolloutSource:
 
     def with_selected(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:
         """`selected`: the tokens of high covariance, over all ranks (arXiv:2505.22617)."""
-        engine, first = self.parts.drawing.generation.engine, self.parts.drawing.generation.first
+        engine, first = self.parts.scheduler.generation.engine, self.parts.scheduler.generation.first
         needs = Needs(temperature=self.settings.temperature)
         logprobs = token_numbers(engine, micros, self.parts.layout, needs, first)
         numbers = sorted(n for n, v in logprobs.items() if len(v))
@@ -218,37 +224,37 @@ class RolloutSource:
 
     def mark(self) -> Callable[[], None]:
         """What takes it back to where it is now, in this process. Cheap: a draw that is under way stays under way."""
-        kept, (drawing, estimator) = dict(vars(self)), (self.parts.drawing, self.parts.estimator)
-        ahead, prompts, weights = drawing.ahead, drawing.prompts.state_dict(), estimator.state_dict()
+        attributes, (scheduler, estimator) = dict(vars(self)), (self.parts.scheduler, self.parts.estimator)
+        ahead, prompts, weights = scheduler.ahead, scheduler.prompts.state_dict(), estimator.state_dict()
 
         def back() -> None:
-            vars(self).update(kept)
-            if drawing.ahead is not ahead:
-                drawing.settle()
-            drawing.ahead = ahead
-            drawing.prompts.load_state_dict(prompts)
+            vars(self).update(attributes)
+            if scheduler.ahead is not ahead:
+                scheduler.settle()
+            scheduler.ahead = ahead
+            scheduler.prompts.load_state_dict(prompts)
             estimator.load_state_dict(weights)
 
         return back
 
     def state_dict(self) -> dict[str, Any]:
         """The position; a generation that is not used up goes along."""
-        kept = self.completed if self.used < self.settings.steps else []
-        drawing = self.parts.drawing
+        unused = self.completed if self.used < self.settings.steps else []
+        scheduler = self.parts.scheduler
         return {
-            "ahead": drawing.state_dict(),
-            "prompts": drawing.prompts.state_dict(),
+            "ahead": scheduler.state_dict(),
+            "prompts": scheduler.prompts.state_dict(),
             "generations": self.generations,
             "used": self.used,
             "estimator": self.parts.estimator.state_dict(),
             "metrics": dict(self.metrics),
-            "completed": [tokens_to_json(c) for c in kept],
+            "completed": [tokens_to_json(c) for c in unused],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse."""
-        self.parts.drawing.load_state_dict(state["ahead"])
-        self.parts.drawing.prompts.load_state_dict(state["prompts"])
+        self.parts.scheduler.load_state_dict(state["ahead"])
+        self.parts.scheduler.prompts.load_state_dict(state["prompts"])
         self.generations, self.used, self.metrics = (
             int(state["generations"]),
             int(state["used"]),

@@ -36,11 +36,11 @@ def stops(tokenizer: Any, folder: Path) -> tuple[int, ...]:
     """Tokens that end a completion: the tokenizer's, and those of generation_config.json."""
     from transformers import GenerationConfig
 
-    found = [tokenizer.eos_token_id]
+    token_ids = [tokenizer.eos_token_id]
     if (folder / "generation_config.json").is_file():
         more = GenerationConfig.from_pretrained(folder).eos_token_id
-        found += more if isinstance(more, list) else [more]
-    return tuple(dict.fromkeys(int(t) for t in found if t is not None))
+        token_ids += more if isinstance(more, list) else [more]
+    return tuple(dict.fromkeys(int(t) for t in token_ids if t is not None))
 
 
 def sync_folder(cfg: SwiftConfig) -> Path:

@@ -32,7 +32,7 @@ class PendingDraw:
     prompts: list[Prompt]
     number: int
     """Of the generation."""
-    found: Future[list[Completion]] | None
+    future: Future[list[Completion]] | None
     """This rank's share, under way."""
     completions: list[Completion] = field(default_factory=list)
     """All of them, once `settle` has waited."""
@@ -64,8 +64,8 @@ class RolloutScheduler:
         if self.ahead is not None:
             with timed("generation"):
                 self.settle()
-            found, self.ahead = self.ahead, None
-            return found.prompts, found.completions
+            pending, self.ahead = self.ahead, None
+            return pending.prompts, pending.completions
         prompts = self.take()
         with self.room(timed, again):
             return prompts, self.generation.write(prompts, number, self.greedy_every)
@@ -80,9 +80,9 @@ class RolloutScheduler:
 
     def settle(self) -> None:
         """Waits for the draw that is under way, where there is one. Collective."""
-        if self.ahead is not None and self.ahead.found is not None:
-            found, self.ahead.found = self.ahead.found, None
-            self.ahead.completions = self.generation.joined(found.result)
+        if self.ahead is not None and self.ahead.future is not None:
+            future, self.ahead.future = self.ahead.future, None
+            self.ahead.completions = self.generation.joined(future.result)
 
     def take(self) -> list[Prompt]:
         """The prompts of the next generation, each as often as it has completions."""
@@ -144,8 +144,8 @@ class RolloutScheduler:
         self.ahead = None
         if state:
             self.prompts.load_state_dict(state["before"])
-            made = [completion_from_dict(c) for c in state["completions"]]
-            self.ahead = PendingDraw(dict(state["before"]), self.take(), int(state["number"]), None, made)
+            completions = [completion_from_dict(c) for c in state["completions"]]
+            self.ahead = PendingDraw(dict(state["before"]), self.take(), int(state["number"]), None, completions)
 
     def close(self) -> None:
         """Ends the thread."""

@@ -92,7 +92,7 @@ def test_tokens_are_those_of_the_template(model: Path, file: Path) -> None:
     for prompt, talk in zip(prompts, found, strict=True):
         assert talk.finished and talk.turns == 3 and talk.reward == 0.75
         assert [m["role"] for m in talk.messages] == ["assistant", "user", "assistant", "user", "assistant"]
-        assert isinstance(prompt.said, tuple)
+        assert isinstance(prompt.content, tuple)
         spoken = [m for m, own in zip(talk.token_ids, talk.own, strict=True) if own]
         assert spoken.count(1) == 3, "each turn ends with a stop"
         assert (
@@ -107,7 +107,7 @@ def test_tokens_are_those_of_the_template(model: Path, file: Path) -> None:
             at = end + 1
         replies = [{"role": "user", "content": f"{prompt.number}?"}] * 2
         turns = [{"role": "assistant", "content": text} for text in texts]
-        messages = [*prompt.said, turns[0], replies[0], turns[1], replies[1], turns[2]]
+        messages = [*prompt.content, turns[0], replies[0], turns[1], replies[1], turns[2]]
         whole = tokenizer.decode([*prompt.token_ids, *talk.token_ids])
         assert bare(whole) == bare(tokenizer.apply_chat_template(messages, tokenize=False))
 

@@ -26,7 +26,7 @@ FOUR = {"generation_batch_size": 16, "num_iterations": 2}
 
 def asked(made: RolloutSource) -> list[int]:
     """Generations that were sampled, and weights that were brought for them."""
-    samples: Any = made.parts.drawing.generation
+    samples: Any = made.parts.scheduler.generation
     return [*samples.asked, samples.synchronized]
 
 
@@ -123,13 +123,13 @@ def test_a_source_goes_back(further: int, taken: int, options: dict[str, Any]) -
 def test_a_draw_that_is_under_way_stays_so() -> None:
     """A step takes no longer because the next generation is being sampled."""
     made, free = source(async_generation=True, **FOUR), threading.Event()
-    samples: Any = made.parts.drawing.generation
+    samples: Any = made.parts.scheduler.generation
     samples.until = lambda: free.wait(30)
     for _ in range(4):
         made.mark()
         made.next()
-    ahead = made.parts.drawing.ahead
-    assert ahead is not None and ahead.found is not None and not ahead.found.done()
+    ahead = made.parts.scheduler.ahead
+    assert ahead is not None and ahead.future is not None and not ahead.found.done()
     free.set()
     made.next()
     assert samples.asked[:2] == [0, 1] and made.step_extras().metrics["sampling/staleness"] == 4
@@ -243,11 +243,11 @@ def test_groups_without_spread_are_drawn_again() -> None:
 
     made = source(worth({"Q1", "Q4"}), dynamic_sample=True)
     made.next()
-    assert [r.prompt.said for r, _ in made.fresh] == ["Q0", "Q0", "Q2", "Q2", "Q3", "Q3", "Q5", "Q5"]
+    assert [r.prompt.content for r, _ in made.fresh] == ["Q0", "Q0", "Q2", "Q2", "Q3", "Q3", "Q5", "Q5"]
     assert asked(made) == [0, 1, 1] and made.metrics["frac_reward_zero_std"] == 0
     hopeless = source(worth({f"Q{i}" for i in range(99)} - {"Q6"}), dynamic_sample=True, max_resample_times=2)
     hopeless.next()
-    assert [r.prompt.said for r, _ in hopeless.fresh[::2]] == ["Q6", "Q0", "Q1", "Q2"] and asked(hopeless) == [
+    assert [r.prompt.content for r, _ in hopeless.fresh[::2]] == ["Q6", "Q0", "Q1", "Q2"] and asked(hopeless) == [
         0,
         1,
         2,
@@ -284,7 +284,7 @@ def test_sampling_anew_goes_on_where_it_was(taken: int, ahead: bool) -> None:
 def test_without_it_groups_stay() -> None:
     made = source(lambda s: 1.0)
     made.next()
-    assert [r.prompt.said for r, _ in made.fresh[::2]] == ["Q0", "Q1", "Q2", "Q3"] and asked(made) == [0, 1]
+    assert [r.prompt.content for r, _ in made.fresh[::2]] == ["Q0", "Q1", "Q2", "Q3"] and asked(made) == [0, 1]
     assert all(advantage == 0 for _, advantage in made.fresh)
 
 

@@ -144,13 +144,16 @@ class LayerAdapters(nn.Module):
         weight, first = self.weight(), 0
         norms = [torch.empty(b.shape[0], dtype=torch.float32, device=b.device) for b in self.matrices("B")]
         most = max(1, NORM_ELEMENTS // weight.shape[1])
-        for number, at, rows in self._runs():
+        for number, first_row, rows in self._runs():
             for start in range(0, rows if number is not None else 0, most):
                 assert number is not None
                 n = min(most, rows - start)
-                b, a = self.matrix(number, "B")[at + start : at + start + n].float(), self.matrix(number, "A").float()
+                b, a = (
+                    self.matrix(number, "B")[first_row + start : first_row + start + n].float(),
+                    self.matrix(number, "A").float(),
+                )
                 part = weight[first + start : first + start + n].float().addmm(b, a, alpha=self.adapters[number].scale)
-                norms[number][at + start : at + start + n] = part.square().sum(1)
+                norms[number][first_row + start : first_row + start + n] = part.square().sum(1)
             first += rows
         if self.kind == "row" and self.ranks > 1:
             for squares in norms:
