@@ -23,8 +23,8 @@ from megaswift.config.batch import batch_plan
 from megaswift.config.data import PPO
 from megaswift.config.preference import needs_reference
 from megaswift.data import build as data
-from megaswift.data.kl_pairs import kl_batches
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, StoredSource
+from megaswift.data.preference_batches import kl_batches
 from megaswift.data.processor import tokenizer_in
 from megaswift.data.stream import StreamSource
 from megaswift.data.tokenizer import pad_of

@@ -20,6 +20,7 @@ from megaswift.config.deepspeed_json import missing_deepspeed
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import capabilities_of, engine_of, zero_config
 from megaswift.config.value_types import show
+from megaswift.data.processor import unreadable
 from megaswift.data.sources import resolve_dataset
 from megaswift.data.template import read_system, read_template
 from megaswift.engine.determinism import environment_problems
@@ -27,6 +28,7 @@ from megaswift.errors import ConfigError, LayoutError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, four_bits
 from megaswift.families.model_source import locate_model, missing_files
 from megaswift.families.projections import Projection, dora_problems, saved_modules, select_projections
+from megaswift.families.vision import has_tower
 from megaswift.parallel.checks import check_layout
 from megaswift.parallel.layout_rules import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
@@ -36,7 +38,6 @@ from megaswift.trainers.model_spec import spec_of
 from megaswift.trainers.rl.adapters import refused_adapters
 from megaswift.trainers.rl.checks import named_problems, policy_problems
 from megaswift.trainers.torch_checks import machine_problems
-from megaswift.trainers.vision_checks import vision_problems
 
 EXPERT_OPTIONS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_grouped_gemm")
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
@@ -268,3 +269,47 @@ def tracker_problems(report_to: Sequence[str]) -> list[Problem]:
         for name in report_to
         if name in TRACKERS and importlib.util.find_spec(TRACKERS[name]) is None
     ]
+
+
+FLAGS = ("freeze_vit", "freeze_aligner", "freeze_llm")
+
+
+def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
+    """Options that do not fit the model; what reading images needs."""
+    model = f"--model {cfg.model.model}"
+    if not has_tower(spec.hf_config):
+        return [
+            Problem(
+                f"--{name} {str(cfg.value(name)).lower()}",
+                "applies only to vision-language models; this model accepts only text",
+                "leave it out",
+            )
+            for name in FLAGS
+            if cfg.value(name) is not None
+        ]
+    if cfg.task != "sft":
+        return [
+            Problem(
+                model,
+                f"is a vision-language model, which only sft supports; {cfg.task} needs a language model",
+                "megaswift sft, or a language model",
+            )
+        ]
+    problems = []
+    if cfg.data.packing:
+        problems.append(
+            Problem(
+                "--packing true",
+                "samples of vision-language models are not packed: positions and attention of their images would mix",
+                "--packing false",
+            )
+        )
+    if cfg.data.streaming:
+        problems.append(
+            Problem(
+                "--streaming true",
+                "rows with images are not streamed",
+                "--streaming false: images are read on demand, and only tokens are cached",
+            )
+        )
+    return problems + unreadable(locate_model(cfg.model, weights=False), model)

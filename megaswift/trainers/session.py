@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from megaswift import distributed, log
+from megaswift.bridge.merge import merge_folders
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths import absolute_paths
 from megaswift.config.batch import batch_plan
 from megaswift.data.loader import StoredSource
 from megaswift.data.stream import StreamSource
 from megaswift.engine.determinism import determinism_error
+from megaswift.engine.protocol import Engine
 from megaswift.errors import UserError, first_line
 from megaswift.families.model_source import short_name
 from megaswift.families.model_spec import ModelSpec
@@ -22,13 +24,13 @@ from megaswift.trainers import (
     build,
     checkpoint_store,
     curves,
-    final_export,
     out_of_memory,
     outputs,
     report,
     stacks,
     summary,
 )
+from megaswift.trainers.build import RunBuilder
 from megaswift.trainers.checkpoint import batch_size_notice, restore_run
 from megaswift.trainers.interrupt import HardInterrupt
 from megaswift.trainers.loop import Loop
@@ -81,7 +83,7 @@ class Session:
             self.train(loop)
             if self.cfg.train.export_hf or self.build.adapts:
                 with timed(self.seconds, "export"):
-                    final_export.export_model(loop.engine, self.build)
+                    export_model(loop.engine, self.build)
             self.status = f"finished at step {loop.step}{step_monitor_of(loop).summary()}"
         finally:
             if distributed.global_rank() == 0 and self.rows:
@@ -219,3 +221,29 @@ def reason(error: UserError, where: str) -> str:
     first = error.problems[0]
     lines = (text.partition("\n")[0] for text in (first.what, first.rule) if text and text != where)
     return "".join(f": {line}" for line in lines)
+
+
+def export_model(engine: Engine, build: RunBuilder) -> None:
+    """The weights of all ranks, each tensor in the dtype it was loaded with. An export of an earlier start is replaced
+    once it is whole."""
+    if build.adapts:
+        export_adapters(engine, build)
+        return
+    engine.export(build.outputs.hf, build.folder)
+    distributed.run_on_rank0(lambda: build.write_template(build.outputs.hf))
+    log.print_result(f"exported {build.outputs.hf}")
+
+
+def export_adapters(engine: Engine, build: RunBuilder) -> None:
+    """OUT/adapter; with --merge_lora OUT/hf from it and the base model's own files, so that nothing is rounded
+    twice."""
+    engine.write_adapter(build.outputs.adapter, build.base)
+    log.print_result(f"wrote {build.outputs.adapter}, which PEFT loads")
+    if build.cfg.lora.merge_lora:
+        distributed.run_on_rank0(lambda: _merge(build), hours=24)
+        log.print_result(f"exported {build.outputs.hf}, adapters merged in")
+
+
+def _merge(build: RunBuilder) -> None:
+    merge_folders(build.folder, build.outputs.adapter, build.outputs.hf, overwrite=True)
+    build.write_template(build.outputs.hf)

@@ -1,6 +1,6 @@
 """Batches of pairs and labeled answers: by hand, packed, on ranks, resumed, evaluated; KTO's rotation against TRL.
 
-Covers: megaswift/data/kl_pairs.py.
+Covers: megaswift/data/preference_batches.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from trl import KTOTrainer
 
 from megaswift.data.collate import PaddingShape
-from megaswift.data.kl_pairs import kl_batches
 from megaswift.data.loader import LoaderGeometry
+from megaswift.data.preference_batches import kl_batches
 from megaswift.errors import DataError
 from tests.data.makers import tokenizer
 from tests.data.test_preferences import pair, says, source, theirs, user

@@ -1,6 +1,6 @@
 """Models that are no family here answer as transformers does, each prompt alone, also in batches padded on the left.
 
-Covers: megaswift/inference/padding_check.py.
+Covers: megaswift/inference/generator.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.data.kl_pairs import kl_batches
+from megaswift.data.preference_batches import kl_batches
 from megaswift.losses.contract import Batch, Needs
 from megaswift.losses.kto import KTO, log_ratios
 from tests.losses import bigram, trainers

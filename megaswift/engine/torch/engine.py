@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaswift import distributed
 from megaswift.bridge import finite_weights
@@ -31,7 +31,6 @@ from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.host_memory import return_freed_memory
 from megaswift.engine.torch.merged_adapters import merging_of
-from megaswift.engine.torch.neftune import NeftuneNoise
 from megaswift.engine.torch.rank_allocation import allocation_of
 from megaswift.engine.torch.router_losses import RouterLosses
 from megaswift.engine.torch.strategies import wrap_model
@@ -308,3 +307,36 @@ def _compute_dtype(cfg: SwiftConfig, folder: Path, device: torch.device) -> torc
             )
         )
     return dtype
+
+
+def document_lengths(batch: Batch) -> Tensor:
+    """int64 [b, s]: the number of tokens in each token's document; 0 on padding."""
+    valid = batch.valid.long()
+    if batch.cu_seqlens is None:
+        return valid * valid.sum(1, keepdim=True)
+    ends = batch.cu_seqlens[1:].long().to(valid.device)
+    document = torch.bucketize(torch.arange(valid.shape[1], device=valid.device), ends, right=True)  # [s]
+    sizes = valid.new_zeros(len(ends)).index_add_(0, document, valid[0])
+    return valid * sizes[document]
+
+
+class NeftuneNoise:
+    """A hook on the embedding. `scale` [b, s] holds alpha / sqrt(L) of the batch that comes, None where there is to be
+    no noise."""
+
+    def __init__(self, embedding: nn.Module, alpha: float) -> None:
+        self.alpha = alpha
+        self.scale: Tensor | None = None
+        self.handle = embedding.register_forward_hook(self)
+
+    def of(self, batch: Batch) -> Tensor:
+        """Its scale: 0 on padding."""
+        tokens = document_lengths(batch)
+        return self.alpha * (tokens > 0) * tokens.clamp(min=1).rsqrt()
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        """Embeddings [b, s, d] with noise."""
+        if self.scale is None or not module.training:
+            return None
+        noise = torch.empty_like(output, dtype=torch.float32).uniform_(-1.0, 1.0)
+        return output + (noise * (self.scale / output.shape[-1] ** 0.5)[..., None]).to(output.dtype)

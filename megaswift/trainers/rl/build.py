@@ -4,7 +4,7 @@ option."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,8 @@ from megaswift.errors import DataError
 from megaswift.families.model_source import tokenizer_of
 from megaswift.log import count_text
 from megaswift.losses.value import ValueLoss
-from megaswift.rewards.contract import missing_columns
+from megaswift.rewards.contract import RewardFunction, RewardOptions, missing_columns
+from megaswift.rewards.load import reward_functions
 from megaswift.rollout.sync_folder import SyncRounds
 from megaswift.trainers.flops import flop_rule
 from megaswift.trainers.hook import Hook
@@ -36,7 +37,6 @@ from megaswift.trainers.rl.evaluation import RewardEvaluation
 from megaswift.trainers.rl.generation import Generation
 from megaswift.trainers.rl.multi_turn import MultiTurnRollout
 from megaswift.trainers.rl.reward_scorer import RewardScorer
-from megaswift.trainers.rl.rewards import rewards_of, weights_of
 from megaswift.trainers.rl.rollout_monitor import RolloutMonitor
 from megaswift.trainers.rl.rollout_source import RolloutDependencies, RolloutSource
 from megaswift.trainers.rl.sampler import sampler_of, samples_everywhere, sampling_of, sync_folder
@@ -262,3 +262,24 @@ def reward_evaluation(build: RunBuilder, rollouts: RolloutSource, held_out: Sequ
     if held_out:
         work = (rollouts.parts.scheduler, rollouts.parts.scorer)
         yield RewardEvaluation(build.outputs.evaluation, held_out, work, build.cfg.train.eval_steps)
+
+
+def rewards_of(cfg: SwiftConfig) -> list[RewardFunction]:
+    """In the order of `reward_weights`; ConfigError with all that is wrong."""
+    rl = cfg.rl
+    functions = reward_functions(
+        rl.reward_funcs, RewardOptions(**{f.name: getattr(rl, f.name) for f in fields(RewardOptions)})
+    )
+    if not rl.reward_model:
+        return functions
+    from megaswift.config.inference import WeightsOptions
+    from megaswift.rewards.reward_model import reward_models  # loads transformers
+
+    options = WeightsOptions(trust_remote_code=cfg.model.trust_remote_code)
+    return [*functions, *reward_models(rl.reward_model, options, {f.name for f in functions})]
+
+
+def weights_of(cfg: SwiftConfig) -> list[float]:
+    """One for each reward."""
+    rl = cfg.rl
+    return [*rl.reward_weights] or [1.0] * (len(rl.reward_funcs) + len(rl.reward_model))

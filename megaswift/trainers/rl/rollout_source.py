@@ -8,7 +8,7 @@ Owns the order of a generation and what of it outlives a restart. Sampling is `g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from megaswift import distributed
 from megaswift.config.estimator_table import estimator_entry
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.rollout_batches import RolloutCollator, RolloutMicrobatch, RolloutTokens
+from megaswift.data.rollout_batches import RolloutCollator, RolloutMicrobatch, RolloutTokens, gather_values
 from megaswift.engine.protocol import Engine
 from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.contract import Batch, Needs
 from megaswift.trainers.hook import StepExtras
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
 from megaswift.trainers.rl.critic import Critic
-from megaswift.trainers.rl.forward_scores import CompletionScores, token_numbers
 from megaswift.trainers.rl.multi_turn import action_mask
 from megaswift.trainers.rl.reward_scorer import RewardScorer, Rollout
 from megaswift.trainers.rl.rollout_metrics import has_spread, rollout_statistics
@@ -301,3 +301,20 @@ def tokens_from_json(state: Mapping[str, Any]) -> RolloutTokens:
     return RolloutTokens(
         state["number"], state["prompt"], state["written"], [*map(bool, state["own"])], values, state["silent"]
     )
+
+
+CompletionScores = dict[int, np.ndarray]
+"""float32 [own tokens] of each completion, by its number."""
+
+
+def token_numbers(
+    engine: Engine, micros: Sequence[RolloutMicrobatch], layout: RolloutCollator, needs: Needs, first: bool
+) -> CompletionScores:
+    """The one output that `needs` names, of all ranks' completions. `first`: this rank speaks for its data-parallel
+    replica. Collective."""
+    (name,) = needs.names
+    batches = layout.batches(micros)
+    scores: CompletionScores = {}
+    for batch, outputs, micro in zip(batches, engine.score(batches, needs), micros, strict=True):
+        scores |= gather_values(batch, getattr(outputs, name), micro)
+    return distributed.all_gather_dict(scores if first else {})

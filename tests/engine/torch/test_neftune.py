@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megaswift.engine.torch.neftune import NeftuneNoise, document_lengths
+from megaswift.engine.torch.engine import NeftuneNoise, document_lengths
 from tests.parity.cases import documents, packed, rows
 
 ALPHA = 5.0

@@ -1,7 +1,4 @@
-"""Warnings of generations that teach nothing: after three in a row, once, and again when trouble comes back.
-
-Covers: megaswift/trainers/rl/forward_scores.py.
-"""
+"""Warnings of generations that teach nothing: after three in a row, once, and again when trouble comes back."""
 
 from __future__ import annotations
 

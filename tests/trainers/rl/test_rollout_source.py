@@ -129,7 +129,7 @@ def test_a_draw_that_is_under_way_stays_so() -> None:
         made.mark()
         made.next()
     ahead = made.parts.scheduler.ahead
-    assert ahead is not None and ahead.future is not None and not ahead.found.done()
+    assert ahead is not None and ahead.future is not None and not ahead.future.done()
     free.set()
     made.next()
     assert samples.asked[:2] == [0, 1] and made.step_extras().metrics["sampling/staleness"] == 4

@@ -1,7 +1,7 @@
 """Each option of reinforcement learning arrives where it is used: in the loss, the sampler, the critic, the estimator,
 the table.
 
-Covers: megaswift/trainers/rl/completions_log.py, megaswift/trainers/rl/rewards.py, megaswift/trainers/rl/sampler.py,
+Covers: megaswift/trainers/rl/completions_log.py, megaswift/trainers/rl/build.py, megaswift/trainers/rl/sampler.py,
 megaswift/trainers/rl/settings.py.
 """
 
@@ -24,10 +24,10 @@ from megaswift.losses.value import ValueLoss
 from megaswift.rewards.contract import RewardOptions
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
 from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.rl import build as build_module
 from megaswift.trainers.rl import build as rl_build
-from megaswift.trainers.rl import rewards as rewards_module
+from megaswift.trainers.rl.build import rewards_of, weights_of
 from megaswift.trainers.rl.completions_log import CompletionsLog
-from megaswift.trainers.rl.rewards import rewards_of, weights_of
 from megaswift.trainers.rl.sampler import sampler_options, sampling_of
 from megaswift.trainers.rl.settings import rl_settings
 from megaswift.trainers.tasks import TASKS
@@ -217,7 +217,7 @@ def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions in the order of their names, then models; every option of theirs goes along."""
     asked: list[Any] = []
     monkeypatch.setattr(
-        rewards_module, "reward_functions", lambda names, options: asked.append((tuple(names), options)) or []
+        build_module, "reward_functions", lambda names, options: asked.append((tuple(names), options)) or []
     )
     numbers: Options = {
         "max_completion_length": 200,
