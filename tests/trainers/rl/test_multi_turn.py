@@ -254,7 +254,7 @@ def test_answers_that_a_template_cannot_write(template: str | None, told: str) -
     talk = MultiTurnRollout(lambda: CheckedEnvironment("--environment e.py:Tool", Calculator()), tokenizer, None)
     with pytest.raises(RewardError) as error:
         talk.between([{"role": "tool", "content": "42"}], "--environment e.py:Tool")
-    assert "--environment e.py:Tool: answers as tool, and the chat template has no text for that: " in str(error.value)
+    assert "--environment e.py:Tool: answers as tool, which the chat template does not render: " in str(error.value)
     assert told in str(error.value) and "try: another role" in str(error.value)
 
 
