@@ -221,7 +221,7 @@ def test_rows_that_cannot_be_asked(model: Callable[[str], Opened], tmp_path: Pat
         "rows.jsonl:1: images: no such file",
         "rows.jsonl:2: images: http://host/a.png: URLs are not downloaded",
         "rows.jsonl:3: images: ",
-        "format is none that is known",
+        "unknown format",
         "rows.jsonl:4: messages[0].content: a part of type 'video'",
         "rows.jsonl:5: images are not read: a plain text is continued without",
     ):

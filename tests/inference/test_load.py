@@ -83,7 +83,7 @@ def test_adapters_on_weights_on_disk(model: Path, adapter: Path, tmp_path: Path)
     ("sizes", "words"),
     [
         ({"hidden_size": 48}, "model.layers.0.mlp.down_proj has 32 outputs there and 48 in this model"),
-        ({"layers": 1}, "it has model.layers.1.mlp.down_proj, and this model has 1 layer"),
+        ({"layers": 1}, "it has model.layers.1.mlp.down_proj, but this model has 1 layer"),
     ],
 )
 def test_adapters_of_another_model_are_refused_before_weights_are_read(
