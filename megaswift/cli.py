@@ -1,4 +1,4 @@
-"""The console script `megaswift`: a table of commands, each imported when it is asked for."""
+"""The console script `megaswift`: a table of commands, each imported on demand."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What all command lines share: the words that ask for help, a parser whose mistakes are ours, and the answer to a
-command that is none."""
+"""Shared by all command lines: the words that request help, an argument parser that raises our errors, and the error
+for an unknown command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agreement between the ranks of a run: reductions of numbers, object collectives, errors that every rank raises.
+"""Agreement between the ranks of a run: reductions of numbers, object collectives, errors that are raised on all ranks.
 
 Works on the default process group unless a group is given, and without one returns the rank's own values. Creates no
 groups. Collectives of a training step (gradients, activations, losses on the device) belong to the engines.

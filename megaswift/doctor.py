@@ -1,4 +1,4 @@
-"""`megaswift doctor`: what is installed and which devices there are, for a look and for bug reports."""
+"""`megaswift doctor`: prints package versions and devices, for users and bug reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Direct preference optimization and its kin: `torchrun megaswift/dpo.py`, `torchrun -m megaswift.dpo`, `megaswift
+"""Direct preference optimization and variants: `torchrun megaswift/dpo.py`, `torchrun -m megaswift.dpo`, `megaswift
 dpo`."""
 
 import sys

@@ -1,4 +1,5 @@
-"""What every training command does: parse, check, then start processes (torchrun, Ray) or train in this one.
+"""Entry point of every training command: parses and checks the options, then starts processes (torchrun, Ray) or trains
+in this one.
 
 Owns the order of these and the exit codes. Workers of any launcher come through here too; how a mistake is told is
 `error_exit.py`.

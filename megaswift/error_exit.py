@@ -1,4 +1,4 @@
-"""How a process ends on a user's mistake: one message, the error's exit code (2 for most), no traceback.
+"""How a process exits on a user error: one message, the error's exit code (2 for most), no traceback.
 
 Rank 0 speaks at once. Another rank waits: when rank 0 met the same mistake, the launcher ends the others meanwhile;
 when it did not, the mistake is this rank's alone (a malformed row, too little memory), and the first such rank of the

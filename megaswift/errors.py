@@ -1,4 +1,4 @@
-"""The errors that users meet: one clear message, what to do next, exit code 2.
+"""Errors shown to users: one clear message with a fix, exit code 2.
 
 Owns the exception classes and how several mistakes are told together. Printing and exiting belong to
 `megaswift.error_exit`; an `assert` elsewhere marks an invariant of ours, not a user's mistake.

@@ -1,4 +1,4 @@
-"""Group-relative policy optimization and its kin: `torchrun megaswift/grpo.py`, `torchrun -m megaswift.grpo`,
+"""Group-relative policy optimization and variants: `torchrun megaswift/grpo.py`, `torchrun -m megaswift.grpo`,
 `megaswift grpo`."""
 
 import sys

@@ -1,5 +1,4 @@
-"""Messages of a run: rank 0 speaks, the others are silent. No torch here: the rank comes from torchrun's
-environment."""
+"""Messages of a run: only rank 0 prints. No torch: the rank is taken from the launcher's environment."""
 
 from __future__ import annotations
 

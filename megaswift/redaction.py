@@ -1,4 +1,4 @@
-"""Values that no message may repeat: tokens, keys and passwords. An option's name decides, known or not."""
+"""Redaction of secrets (tokens, keys, passwords) in messages, by the names of options."""
 
 from __future__ import annotations
 

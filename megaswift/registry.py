@@ -1,4 +1,5 @@
-"""A named set of things (families, formats, tasks, launchers): an unknown name lists the known ones.
+"""A registry of named objects (families, formats, tasks, launchers): the error for an unknown name lists the known
+ones.
 
 Owns registration and lookup; what is registered belongs to the packages that own a registry.
 """

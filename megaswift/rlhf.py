@@ -1,4 +1,4 @@
-"""The task that --rlhf_type names: `torchrun megaswift/rlhf.py`, `torchrun -m megaswift.rlhf`, `megaswift rlhf`."""
+"""Runs the task given by --rlhf_type: `torchrun megaswift/rlhf.py`, `torchrun -m megaswift.rlhf`, `megaswift rlhf`."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Standard output whose reader may leave before the end: `megaswift sft --help | head -1` is no error, nor is a
-terminal that is closed while a run saves."""
+"""Writes to a standard output that the reader may close early, as in `megaswift sft --help | head -1`, or a terminal
+that is closed during a run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`megaswift convert verify A B`: are two sets of weights the same? A table for the eye, a report for machines, an exit
-code for scripts.
+"""`megaswift convert verify A B`: compares two sets of weights; prints a table, writes a JSON report, returns an exit
+code.
 
 Owns what is printed and written; options are read by `megaswift.convert`. Comparing belongs to `bridge.compare` and
 `bridge.logits`.

@@ -1,4 +1,4 @@
-"""What options of preference learning mean together."""
+"""Rules for options of preference learning: options without effect, and conflicts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Section `rl`: reinforcement learning. What is sampled, how it is judged, and what the policy and its critic learn
-from it.
+"""Section `rl`: reinforcement learning: generation, rewards, advantages, and the losses of policy and critic.
 
 The names are TRL's, ms-swift's where they differ are spellings. The pull towards the reference (`beta`, `ref_model`,
 ...) and `loss_type` are in `preference`, the arithmetic of generations in `rl_batch.py`, what an unset option means in

@@ -1,4 +1,4 @@
-"""Arithmetic of generations: how many prompts are answered at a time, and how many optimizer steps these answers last.
+"""Arithmetic of generations: prompts and completions per generation, and optimizer steps per generation.
 
 completions of a generation = prompts x num_generations = optimizer steps x global_batch_size
 """

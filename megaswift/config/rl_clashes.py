@@ -1,5 +1,4 @@
-"""Options of reinforcement learning that cannot go together, and what a run of it lacks. Those that would be ignored:
-`rl_rules.py`."""
+"""Conflicting options of reinforcement learning, and missing requirements. Options without effect: `rl_rules.py`."""
 
 from __future__ import annotations
 

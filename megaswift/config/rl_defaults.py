@@ -1,4 +1,4 @@
-"""What unset options of reinforcement learning mean, and what follows from several of them. The options: `rl.py`."""
+"""Defaults of reinforcement-learning options that depend on other options. The options themselves: `rl.py`."""
 
 from __future__ import annotations
 

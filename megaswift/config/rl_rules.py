@@ -1,5 +1,5 @@
-"""Options of reinforcement learning that would be ignored. Those that cannot go together: `rl_clashes.py`. The rewards
-and backends that exist are known where these live."""
+"""Options of reinforcement learning without effect. Conflicts: `rl_clashes.py`. Names of rewards and backends are
+checked where they are registered."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""Layer 5: any model that transformers loads, spread over what devices there are; answers in the terminal, from a file,
-over HTTP."""
+"""Layer 5: inference with any model that transformers loads, placed on the available devices."""

@@ -1,4 +1,4 @@
-"""Conversations to what a model answers: tokens, and what its towers read of the images.
+"""Converts conversations to model inputs: tokens, and the vision encoder's inputs for images.
 
 Owns rendering for an answer and the limit of the context. Reading rows of files is `prompt_file_rows.py`'s; which
 images a

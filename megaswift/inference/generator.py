@@ -1,4 +1,4 @@
-"""Prompts to answers: one call of transformers' `generate` for a batch of prompts, each with its own length, stop texts
+"""Generation: one call of transformers' `generate` per batch of prompts, each with its own length limit, stop strings
 and listener.
 
 Owns what goes into that call and what is told while it runs; drawing tokens is transformers'. Who asks (terminal, file,

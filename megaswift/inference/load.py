@@ -1,5 +1,5 @@
-"""From `--model` to a model that answers: found, placed, loaded, with its adapters. In two steps, so that mistakes cost
-nothing.
+"""Loads `--model` for generation: locates, places and loads it, with its adapters. Checks come first, so that errors
+cost no time.
 
 `prepare_model_load` reads configuration and tokenizer; `load_model` reads weights. transformers loads and accelerate
 dispatches; what is ours is the way from a checkpoint of training to transformers' model, and saying what is wrong.

@@ -1,5 +1,4 @@
-"""Which module goes to which device: decided on a model without weights, checked, and shown as a table before anything
-is loaded.
+"""Assigns modules to devices: computed on a model without weights, checked, and printed as a table before loading.
 
 The decision is accelerate's; the sizes it decides by are those that the weights will have, quantized ones included.
 """

@@ -1,5 +1,5 @@
-"""What names and configurations alone tell of a model that is to answer: mistakes are refused before torch is imported.
-No torch.
+"""Checks of a model for generation that need only file names and configurations: errors are reported before torch is
+imported. No torch.
 
 Owns finding the folder and what is wrong with it; `load.py` looks again when it prepares the model, for callers that
 come past here.

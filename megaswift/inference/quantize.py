@@ -1,5 +1,5 @@
-"""`megaswift export --quantization_bit`: a model's folder with its linear layers quantized by bitsandbytes, as
-transformers saves it."""
+"""`megaswift export --quantization_bit`: quantizes the linear layers with bitsandbytes and saves the model with
+transformers."""
 
 from __future__ import annotations
 

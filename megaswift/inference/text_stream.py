@@ -1,4 +1,4 @@
-"""Tokens to text as they come: only whole characters, nothing of a stop text, nothing twice.
+"""Incremental detokenization: complete characters only, without stop strings.
 
 A token may end inside a character, or in what could become a stop text; both are held back until the next token
 decides.

@@ -1,1 +1,1 @@
-"""How the processes of a run are started: one launcher a file. They build commands; no torch is imported here."""
+"""Launchers: one per module. They build commands; torch is not imported here."""

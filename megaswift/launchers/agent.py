@@ -1,4 +1,4 @@
-"""torchrun as megaswift starts it: `python -m megaswift.launchers.agent TORCHRUN_OPTIONS`.
+"""torchrun's agent as megaswift starts it: `python -m megaswift.launchers.agent TORCHRUN_OPTIONS`.
 
 The same agent and the same workers. What differs is how it ends: one line in place of torchrun's traceback, and the
 exit code of the process that failed first in place of 1. The agent and its workers end with the process that started

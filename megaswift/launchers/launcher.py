@@ -1,4 +1,4 @@
-"""What a launcher is: an object `LAUNCHER` in its module, which `config/launcher_table.py` names."""
+"""The protocol of launchers: an object `LAUNCHER` in the module that `config/launcher_table.py` names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts torchrun on this machine, one of several machines or the only one, and waits for it."""
+"""Starts torchrun on this node, for single- and multi-node runs, and waits for it."""
 
 from __future__ import annotations
 

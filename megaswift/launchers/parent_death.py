@@ -1,4 +1,5 @@
-"""Processes of a run end when the process that started them does: no rank trains on after its launcher was killed.
+"""Ends the processes of a run when their parent process ends, so that no rank keeps training after its launcher was
+killed.
 
 Linux only (`prctl`); elsewhere a killed launcher leaves its processes running.
 """

@@ -1,5 +1,5 @@
-"""What the processes of a run under Ray and the command that started them tell each other. One actor of the cluster
-holds it.
+"""A Ray actor that exchanges output, exit codes and signals between the workers of a run and the command that started
+it.
 
 Ray's own forwarding of output marks, folds and sometimes loses lines; through here they come as torchrun shows them.
 """

@@ -1,4 +1,4 @@
-"""Starts the processes of a run as workers of Ray Train, on this machine or on a cluster, and waits for them.
+"""Starts the processes of a run as Ray Train workers, on this node or on a cluster, and waits for them.
 
 Ray reserves cores and GPUs, places the workers and counts their ranks. Each worker then starts the process that
 torchrun would start there (`ray_worker`), so groups, signals, messages and files are those of any run. Ray's

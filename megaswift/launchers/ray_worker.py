@@ -1,5 +1,4 @@
-"""The part of a run under Ray that stands on a worker: it starts the process that torchrun would start there, and looks
-after it.
+"""Runs on a Ray worker: starts the training process that torchrun would start, and monitors it.
 
 A process of its own, because the run is stopped by signals, which only a main thread receives, and ends by exit codes,
 which would take Ray's worker with them. Started as a module it is that process: `python -m

@@ -1,1 +1,1 @@
-"""Losses as pure functions over what the engine computed. `contract` is the seam."""
+"""Losses as pure functions of the engine's outputs. `contract` defines the interface."""

@@ -1,4 +1,4 @@
-"""Advantages: from rewards of completions, or of tokens, to what a policy's loss multiplies its weights with.
+"""Advantages: from rewards of completions or tokens to the weights of the policy's loss.
 
 Owns pure functions of float tensors: `[n]` completions of which those of one prompt follow one another, `group` of
 them, or `[b, s]` tokens. A reward that is NaN was not given: it moves no mean, and its completion gets advantage 0.

@@ -1,4 +1,4 @@
-"""What an algorithm sees: a batch, what it asked the model for, and how it hands back its loss.
+"""The interface of losses: the batch, the requested model outputs, and the returned terms and metrics.
 
 Owns the seam between data, losses and engines. Losses know neither logits nor process groups: the engine computes the
 requested fields (vocab-parallel, chunked), joins context-parallel shards, and divides each term once by the global

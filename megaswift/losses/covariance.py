@@ -1,5 +1,4 @@
-"""Clip-Cov and KL-Cov (arXiv 2505.22617): which tokens a policy's loss treats apart, by the covariance of their
-log-probability and advantage.
+"""Token selection of Clip-Cov and KL-Cov (arXiv 2505.22617), by the covariance of log-probability and advantage.
 
 Owns pure functions of all N learned tokens of an optimizer step, over all ranks: which tokens are selected then depends
 on no layout. What the loss does with them is in `policy_types.py`.

@@ -1,4 +1,4 @@
-"""CPO and SimPO: preferences without a reference, beside the cross-entropy of the chosen answers.
+"""CPO and SimPO: preference losses without a reference model, with an optional NLL term on the chosen completions.
 
 Owns the loss types of TRL's CPOConfig, AlphaPO's reward among them. Terms are divided by the global counts of pairs,
 and of tokens of chosen answers.

@@ -1,4 +1,4 @@
-"""DPO and its kin: several loss types at once, each with a weight, over pairs that share one packed pass.
+"""DPO and variants: a weighted sum of loss types over pairs that share one packed forward pass.
 
 Owns what goes into the formulas of `dpo_types.py`: sums over documents, the reference, LD-DPO's and WPO's weights, the
 SFT term. Every term is divided once by its global count: pairs, or tokens of chosen answers.

@@ -1,4 +1,4 @@
-"""The loss types of DPO, each a function of what is known about a pair, and the f-divergences between policy and
+"""The loss types of DPO as functions of the log-probabilities of a pair, and the f-divergences between policy and
 reference.
 
 Owns the formulas; what each loss reads and needs is in `config/loss_table.py`. Names are those of TRL's DPOConfig. Each

@@ -1,4 +1,4 @@
-"""The estimators of advantages by name: from the rewards of a generation to advantages and targets.
+"""Advantage estimators by name: from the rewards of a generation to advantages and value targets.
 
 Owns which formula an estimator is, over tensors alone; the rows of `config/estimator_table.py` have the same names. The
 formulas that have other uses are in `advantages.py`. Completions of one prompt follow one another.

@@ -1,4 +1,4 @@
-"""KTO and BCO: answers that are each desirable or not, without pairs.
+"""KTO and BCO: losses on single completions labeled desirable or undesirable.
 
 Owns the losses over `batch.fields["examples"]` (int64 [n], document numbers; fillers left out) and `fields["label"]`
 (bool [documents]). KTO's z0 comes in `fields["kl"]`, BCO's running mean in `fields["delta"]`: both are estimates over

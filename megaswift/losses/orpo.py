@@ -1,5 +1,5 @@
-"""ORPO (arXiv 2403.07691): the likelihood of chosen documents and the odds of chosen against rejected answers, without
-a reference.
+"""ORPO (arXiv 2403.07691): NLL of the chosen documents and odds ratio of chosen and rejected completions, without a
+reference model.
 
 Owns both terms. The likelihood covers the prompt too, as in TRL: `loss_weights` marks every label,
 `fields["completion"]` those of the answers. Without that field the two are the same.

@@ -1,4 +1,4 @@
-"""Policy optimization: GRPO and its kin, RLOO, and PPO's policy. One loss over completions whose advantages are known.
+"""Policy losses: GRPO and variants, RLOO, and PPO's policy loss, over completions with given advantages.
 
 Owns what goes into the formulas of `policy_types.py`: weights of tokens or completions, masks, the KL to the reference,
 the bonus for entropy. Of `batch.fields` it reads `completions` (int64 [n], document numbers; fillers left out) and, [b,

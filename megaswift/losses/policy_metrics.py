@@ -1,4 +1,4 @@
-"""What policy optimization reports: which weights were clipped, in which completions most, under TRL's names.
+"""Metrics of policy losses under TRL's names: clip ratios, entropy, KL.
 
 Owns means over the completions of `batch.fields["completions"]`, and metrics made of them. A weight that belongs to a
 whole completion counts once for each completion, one of a token once for each token.

@@ -1,4 +1,4 @@
-"""The loss types of policy optimization: what a token adds to the loss.
+"""The loss types of policy optimization: the contribution of a token to the loss.
 
 Owns formulas; which options they read and their normalizers are in `config/loss_table.py`. Names are those of TRL's
 GRPOConfig; `rloo` is TRL's RLOOTrainer, `clip_cov` and `kl_cov` are verl's. Each formula returns one number per token,

@@ -1,4 +1,4 @@
-"""Pairs of answers: what the losses on a chosen and a rejected document share.
+"""Preference pairs: what the losses on a chosen and a rejected document share.
 
 Owns the two sides of `batch.fields["pairs"]` (int64 [p, 2]: document numbers of the chosen and the rejected answer) and
 the metrics that all these losses report, under TRL's names.

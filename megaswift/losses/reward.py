@@ -1,4 +1,4 @@
-"""The reward model: scalar scores of whole documents, learnt from pairs (Bradley-Terry).
+"""The reward model's loss: Bradley-Terry on scalar scores of whole documents.
 
 Owns the loss, its metrics and where a document's score is read: at its last token, as `...ForSequenceClassification`
 models do. That is the one position that `scored_at_last_token` marks, and so the only one at which the head works.

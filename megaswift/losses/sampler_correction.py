@@ -1,4 +1,4 @@
-"""The gap between the sampler and the trainer: two programs that give a token's log-probability not quite alike.
+"""Importance weights that correct for the difference between the sampler's and the trainer's log-probabilities.
 
 Owns the metrics of the gap, and the weights that correct for it: exp(old - sampled), truncated to bounds (TIS) or 0
 outside of them (IcePop's masking). `token_*` and `sequence_*` are TRL's `vllm_importance_sampling_mode`: the ratio of a

@@ -1,4 +1,4 @@
-"""The critic of PPO: a scalar head that learns what a completion will be worth, at each of its tokens.
+"""The loss of PPO's critic: predicted return at each token of a completion.
 
 Owns the clipped value loss over `batch.fields["returns"]` and, [b, s] too, `["values"]`, the critic's values before the
 update. The value at a label's position is that of the text before the label.

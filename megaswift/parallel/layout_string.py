@@ -1,4 +1,4 @@
-"""Megatron's pipeline layout strings: `Ett|(tt|)*6L`, one stage between two bars.
+"""Megatron's pipeline layout strings: `Ett|(tt|)*6L`, with stages separated by bars.
 
 Owns the syntax (that of Megatron-Core's `PipelineParallelLayerLayout`): `E` embedding, `t` a transformer layer, `m` a
 multi-token-prediction layer, `L` the loss; `x*n` and `(...)*n` repeat; commas are ornament. Leaves out what the stages

@@ -1,4 +1,4 @@
-"""The sizes of a model that decide how it can be split.
+"""The sizes of a model that determine valid layouts.
 
 Owns the few numbers that the checks read; the whole description of a model is
 `megaswift.families.model_spec.ModelSpec`.

@@ -1,4 +1,5 @@
-"""Which layers each pipeline stage and model chunk holds: evenly, with own counts for the ends, or by a layout string.
+"""The layers of each pipeline stage and model chunk: evenly, with given counts for the first and last stage, or by a
+layout string.
 
 Owns the split and its rules, which are those of Megatron-Core's `TransformerConfig`. Leaves out ranks (`layout.py`) and
 what a layer is.

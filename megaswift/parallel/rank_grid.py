@@ -1,5 +1,5 @@
-"""The layout as a small text grid: a column a pipeline stage with its layers, a row a place within the stage, ranks
-inside.
+"""The layout as a text grid: a column per pipeline stage with its layers, a row per position within the stage, ranks in
+the cells.
 
 Owns the drawing for terminals; all numbers come from `layout.py` and `pipeline_split.py`.
 """

@@ -1,4 +1,4 @@
-"""Rewards of completions: functions by name or of the user's own, reward models, and code that runs in a sandbox.
+"""Rewards of completions: built-in and user functions, reward models, and programs in a sandbox.
 
 `contract` is the seam to the trainer. Reading prompts, sampling and advantages are elsewhere.
 """

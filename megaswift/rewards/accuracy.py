@@ -1,4 +1,5 @@
-"""Rewards for right answers: accuracy, and what weighs it by length. Values are TRL's where it has the function.
+"""Rewards for correct answers: accuracy, and variants that depend on length. Values are TRL's where it has the
+function.
 
 Owns asking the sandbox about pairs of solution and completion, once each. A row whose solution cannot be parsed gets 0
 from each function here; TRL leaves such a row out of the sum, which is the same.

@@ -1,5 +1,4 @@
-"""Rewards for programs that pass the row's tests: the last fenced block of a completion, run in the sandbox once for
-each test.
+"""Rewards for programs: the last fenced code block of a completion, run in the sandbox once per test of the row.
 
 `code_reward` is the share of tests that pass, `code_all_reward` is 1 where all do. The expected answers stay in this
 process: a program sees its input only.

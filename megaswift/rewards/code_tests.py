@@ -1,4 +1,4 @@
-"""The tests that a row brings for programs: read from the forms that data sets have, and what passes one.
+"""The tests of a row for programs: parsing of the forms that data sets use, and comparison of outputs.
 
 The forms: `input` and `output` (text, or arguments and value of a function), the lists `inputs` and `outputs` of APPS
 and TACO, `test_cases` of open-r1, assertions of MBPP. Nothing is evaluated here; assertions are read as literals.

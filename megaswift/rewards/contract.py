@@ -1,4 +1,4 @@
-"""What a reward function gets and gives, and how several are called and added up.
+"""The interface of reward functions: their input, their values, and the weighted sum over several functions.
 
 Owns the samples' form, the options of the named functions and `score_rewards`. What a value may be is
 `checked_rewards`; which functions there are, `load`.

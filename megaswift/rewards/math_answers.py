@@ -1,4 +1,4 @@
-"""Whether an answer equals a solution, by the library math-verify: the settings are those of TRL's `accuracy_reward`.
+"""Whether an answer equals a solution mathematically, by math-verify with the settings of TRL's `accuracy_reward`.
 
 Runs in the runner, one process a pair: what the library parses may take for ever or all memory (`9^{9^{9^9}}`), and its
 own clock is a signal that only a main thread gets. The answer is read as LaTeX only; math-verify hands other forms to

@@ -1,4 +1,4 @@
-"""Rewards of `--reward_model DIR`: transformers' `...ForSequenceClassification` with one label, as task rm exports it.
+"""Rewards by `--reward_model DIR`: transformers' `...ForSequenceClassification` with one label, as exported by task rm.
 
 A text scores what transformers says of it alone: batches and padding change nothing. In two steps, so that mistakes
 cost nothing: made from configuration and tokenizer, weights read when they are first needed.

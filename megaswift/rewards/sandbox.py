@@ -1,5 +1,5 @@
-"""The trainer's side of the sandbox: starts the runner, writes each job into files in memory for one child of it, reads
-what the child left there. docs/rewards.md says what holds.
+"""The trainer's side of the sandbox: starts the runner, writes each job into in-memory files for one child, reads the
+child's results. docs/rewards.md describes its limits.
 
 A sandbox that does not hold runs nothing: `check_sandbox` tries it out, and refuses, before anything is built.
 """

@@ -1,5 +1,5 @@
-"""From a forked child to a process that can only compute: limits, no identity, no files, the filter. Then the judged
-program runs in it.
+"""The child process of the sandbox: sets limits, drops privileges, closes files, installs the filter, then runs the
+program.
 
 Runs in the runner's children; imports nothing of ours but the filter. Nothing here trusts Python: what follows
 `lock_syscalls` may run any native code.

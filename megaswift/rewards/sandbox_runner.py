@@ -1,4 +1,4 @@
-"""The process that judged programs are forked from: one child for each, under limits and a clock.
+"""The runner process of the sandbox: forks one child per program, with resource limits and a timeout.
 
 `python -m megaswift.rewards.sandbox_runner KIND DESCRIPTOR WORKERS`: orders come on that socket, for so many children
 at a time.

@@ -1,5 +1,4 @@
-"""The seccomp filter of the sandbox: which system calls of Linux a judged program may make, compiled to the kernel's
-classic BPF.
+"""The seccomp filter of the sandbox: the allowed system calls, compiled to classic BPF.
 
 What is not named is refused (EPERM), and what only an attack would try ends the process. No call that takes a path,
 makes a descriptor, a process or a thread, sends a signal or maps memory to run is allowed, so that nothing outside the

@@ -1,4 +1,4 @@
-"""A reward function of the user's: `FILE.py:function`, called as `f(prompts=..., completions=..., **columns)`.
+"""A user's reward function: `FILE.py:function`, called as `f(prompts=..., completions=..., **columns)`.
 
 Owns importing it and what it is called with: everything where it takes `**kwargs`, else what its parameters name.
 """

@@ -1,5 +1,5 @@
-"""What a reward function returns is numbers, one a sample or one for each of its tokens, or None where it does not
-apply to a sample; anything else is an error that names function and sample.
+"""Checks of the values that reward functions return: a number per sample, a number per token, or None if the function
+does not apply. Errors name the function and the sample.
 
 Owns the two ways in which a user's function goes wrong: it raises, or it returns what is no reward.
 """

@@ -1,1 +1,1 @@
-"""Layer 5: answers of a loaded model in the terminal, from a file of prompts, and over HTTP."""
+"""Layer 5: generation with a loaded model in the terminal, for prompt files, and over HTTP."""

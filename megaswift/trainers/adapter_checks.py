@@ -1,5 +1,4 @@
-"""What adapters need beside the options, before a process group exists: folders, packages, weights that they can train
-over."""
+"""Checks of adapters before a process group exists: folders, packages, compatible base weights."""
 
 from __future__ import annotations
 

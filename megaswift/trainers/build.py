@@ -1,4 +1,4 @@
-"""Puts the parts of a run together on a rank: tokenizer, data, engine, hooks, and the facts for the screen.
+"""Builds the components of a run on a rank: tokenizer, data, engine, hooks, and the facts for the run summary.
 
 Owns which part gets which option. Nothing here trains.
 """

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG for report.html: no script needed to see them, no asset outside the page.
+"""Line charts as inline SVG for report.html, without scripts or external assets.
 
 Colors are CSS classes, so that the page's light and dark themes hold. Hover text comes from SVG's own `<title>`.
 """

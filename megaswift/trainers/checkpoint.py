@@ -1,4 +1,4 @@
-"""Saving every `save_steps`, at the end and on a signal; going on from a checkpoint.
+"""The checkpoint hook: saves every `save_steps`, at the end and on a signal; restores a run from a checkpoint.
 
 Owns which rank does what and what the trainer itself must remember. How a folder becomes a checkpoint is `commit`'s,
 what the engine writes is the engine's.

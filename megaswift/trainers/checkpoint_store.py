@@ -1,4 +1,4 @@
-"""How a checkpoint becomes one: written beside, hashed, marked, renamed, and only then pointed at.
+"""Atomic checkpoints: written to a temporary folder, hashed, marked complete, renamed, then referenced by latest.json.
 
     step-N.saving/        being written; a crash leaves it without a marker, and it is ignored
     step-N/manifest.json  the marker, written last: every file with its size and SHA-256, and the trainer's state

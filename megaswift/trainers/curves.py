@@ -1,4 +1,4 @@
-"""loss.png: loss, learning rate and gradient norm of a run, from its own files."""
+"""loss.png: loss, learning rate and gradient norm of a run, from its metrics files."""
 
 from __future__ import annotations
 

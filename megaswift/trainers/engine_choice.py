@@ -1,4 +1,4 @@
-"""`--engine auto`: which engine serves a run, by its axes, the model's size, the devices' memory and what is installed.
+"""`--engine auto`: chooses the engine by the layout, the model's size, the devices' memory and the installed packages.
 
 torch is imported only to look at a device.
 """

@@ -1,5 +1,5 @@
-"""The engine of a run and the process groups it lives on. Only this file names concrete engines; each is imported when
-it is chosen."""
+"""Creates the engine of a run and its process groups. Only this module names concrete engines; each is imported on
+demand."""
 
 from __future__ import annotations
 

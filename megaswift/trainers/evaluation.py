@@ -1,4 +1,4 @@
-"""Evaluation every `eval_steps` and after the last step: eval.jsonl.
+"""The evaluation hook: every `eval_steps` and after the last step, written to eval.jsonl.
 
 The loss is the objective over the whole validation set, or the part of it that the batches hold: each global batch
 weighs by its own count, so that it does not matter how the rows are cut into batches and spread over ranks. Touches no

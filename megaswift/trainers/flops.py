@@ -1,4 +1,4 @@
-"""One stated FLOP rule and the devices' peaks.
+"""The FLOP formula of throughput metrics, and the peak rates of devices.
 
 FLOPs of a training step = 6 x N x tokens + 6 x layers x heads x head size x sum of (document length)^2, with N the
 parameters without the input embedding (of a mixture of experts: those active for a token). Forward counts 2 a weight

@@ -1,4 +1,4 @@
-"""What a hook may do: it is called at fixed points of the loop, on every rank, in the order of the list.
+"""The base class of hooks, which are called at fixed points of the loop, on every rank, in list order.
 
 Owns the base class and the record of one step. Leaves out what hooks do: each has its own file.
 """

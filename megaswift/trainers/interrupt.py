@@ -1,5 +1,5 @@
-"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: the first one lets the step finish and the state be saved, a later one ends
-the process at once.
+"""Signals (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1): the first one finishes the step and saves, a second one ends the process
+immediately.
 
 Owns the signal handlers while the loop runs; outside it the defaults hold, so start-up can be stopped at any time.
 """

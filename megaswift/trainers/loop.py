@@ -1,4 +1,4 @@
-"""The train loop. All of it is here; metrics, evaluation, checkpoints and the progress bar are hooks.
+"""The train loop. Metrics, evaluation, checkpoints, timing and the progress bar are hooks.
 
 Leaves out how a step is computed (engine), what a batch holds (data) and how the parts are made (`run`).
 """

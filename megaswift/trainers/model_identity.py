@@ -1,4 +1,4 @@
-"""Whether a resumed run computes the same function as the checkpoint's run: config.json as saved beside as given.
+"""Checks that a resumed run uses the model of its checkpoint, by comparing both config.json files.
 
 Owns which fields of a model's configuration count. A family's are compared as this version reads them, so that another
 spelling of the same value is no difference; any other model's as they stand in config.json.

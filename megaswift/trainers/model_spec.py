@@ -1,5 +1,4 @@
-"""The model of a run as its task needs it: a family's, or any that transformers knows; with a scalar head for reward
-models."""
+"""The model spec for a task: of a family, or of any transformers model; with a scalar head for reward models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a rank: how much it took, and what to try when there is not enough."""
+"""Peak memory of a rank, and advice after an out-of-memory error."""
 
 from __future__ import annotations
 

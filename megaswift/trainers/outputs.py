@@ -1,4 +1,4 @@
-"""The output directory: where each thing lies, and that one run never destroys another (docs/outputs.md).
+"""The layout of the output directory, and protection of earlier runs (docs/outputs.md).
 
 A folder that holds a run is refused unless the user resumes it or says `--overwrite_output_dir`; then the old run is
 moved aside, by rename. Files that are not ours are never touched.

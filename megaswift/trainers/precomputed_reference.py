@@ -1,4 +1,4 @@
-"""A reference that is asked once: its log-probability of every token to learn from, scored before the first step.
+"""`--precompute_ref_log_probs`: scores all rows with the reference once, before the first step.
 
 Owns where the numbers of a row stand. Nothing is left of the reference itself then, and a step is a pass shorter. On
 every rank, four bytes for each token with a label; a resumed run scores again, by the same weights.

@@ -1,5 +1,4 @@
-"""Everything that can be wrong before a process group exists, told at once: seconds instead of a failed start on many
-GPUs.
+"""All checks that are possible before a process group exists, reported together.
 
 Reads the model's config.json, the layout, the output directory and the trackers; changes nothing on disk. torch is
 imported only to look for a device, and only for an option that needs one.

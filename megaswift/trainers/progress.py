@@ -1,4 +1,4 @@
-"""What is seen while the loop runs, on rank 0: a bar on a terminal, plain lines now and then elsewhere.
+"""Progress on rank 0: a bar on a terminal, otherwise plain lines at intervals.
 
 Owns the only writes to the terminal inside the loop (`print_line`, `print_warning`), so that messages do not cut the
 bar.

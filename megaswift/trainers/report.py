@@ -1,4 +1,4 @@
-"""report.html: one page about a run, readable without network: curves, layout, configuration, timings, versions.
+"""report.html: a self-contained page about a run: curves, layout, configuration, timings, versions.
 
 Made from the files of the output directory and what `run` hands over; draws nothing itself (`chart_cards`) and measures
 nothing.

@@ -1,4 +1,4 @@
-"""One run for each output folder: rank 0 holds a lock on OUT/run.lock while it lives.
+"""A lock on OUT/run.lock, held by rank 0, so that only one run writes to an output directory.
 
 The lock is the kernel's (`flock`), so it ends with its holder, however that ends. The file stays; it names the holder
 for the message. Where a file system has no locks, the run goes on with a warning.

@@ -1,4 +1,4 @@
-"""Learning rates by step: warm-up, then constant, linear, cosine, inverse square root or warm-up-stable-decay.
+"""Learning-rate schedules: warmup, then constant, linear, cosine, inverse square root or warmup-stable-decay.
 
 Owns the formulas, pure functions of the step's number. Steps count from 0 as in Hugging Face's schedulers: with n
 warm-up steps, step 0 takes rate 0 and step n the full one. The engine is given the rate; it has no scheduler, hence no

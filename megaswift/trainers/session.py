@@ -1,4 +1,4 @@
-"""The course of one run once its process group stands: data, model, checkpoint, loop, export, report."""
+"""The course of a run after its process group is created: data, model, checkpoint, loop, export, report."""
 
 from __future__ import annotations
 

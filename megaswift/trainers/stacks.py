@@ -1,4 +1,4 @@
-"""When a collective fails: which other ranks are missing or have ended, and the stacks of all.
+"""Diagnosis of failed collectives: which ranks are missing or have ended, and the stacks of all ranks.
 
 Owns OUT/stacks/rank-N.txt and the message about a lost rank. A rank that waits in vain asks the others of its machine
 for their stacks by a signal, which Python's fault handler answers even while a rank is stuck in a library.

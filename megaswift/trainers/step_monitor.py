@@ -1,4 +1,4 @@
-"""Watches the steps: those that were skipped because a gradient was not finite, and losses far above the ones before.
+"""Monitors steps: warns about skipped steps and loss spikes, and stops a diverged run.
 
 Owns when a run has learned nothing (exit code 3, docs/training.md) and what a spike of the loss is. Rows have the
 numbers of other messages, from 1.

@@ -1,4 +1,4 @@
-"""The screen before the first step: what will be trained, how it is spread, what it costs, for how long.
+"""The run summary before the first step: model, layout, memory, batch, optimizer, length, output.
 
 Owns the wording; the numbers come from the engine, the layout, the batch plan and the data. The report shows the same
 rows.

@@ -1,6 +1,5 @@
-"""A run whose batches come from a data set: supervised, pretraining, preference and reward-model tasks build their loop
-here. Reinforcement learning: `rl/build.py`.
-"""
+"""Builds the loop of tasks that train on a data set: supervised, pretraining, preference and reward-model tasks.
+Reinforcement learning: `rl/build.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks: what each trains on and by which objective. A new one is a new row here, its loss and its entry point."""
+"""The table of tasks: data, loss and unit of each. A new task is a row here, a loss and an entry point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wall time by part of a run, as the report and the metrics tell it."""
+"""Wall time by part of a run, for the report and the metrics."""
 
 from __future__ import annotations
 

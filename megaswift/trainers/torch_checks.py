@@ -1,4 +1,4 @@
-"""What options of the torch engine need of the machine: packages, a GPU. Told before a process group exists.
+"""Checks of torch-engine options that depend on the machine: packages, GPU. They run before a process group exists.
 
 torch is imported only to look for a device, and only for an option that needs one.
 """

@@ -1,4 +1,4 @@
-"""`report_to`: TensorBoard events under OUT/runs, and Weights & Biases when it is installed and asked for.
+"""`--report_to`: TensorBoard events in OUT/runs, and Weights & Biases.
 
 A tracker that is asked for and not installed is refused by `preflight`, never left out in silence.
 """

@@ -1,4 +1,4 @@
-"""Steps whose files are as they were saved, found out by all ranks together: each file is read by one of them, once.
+"""Verifies the files of checkpoints on all ranks together: each file is read once, by one rank.
 
 Owns sharing the reading and its result. What is compared is `families.step_manifest`'s, which remembers the result, so
 that code that opens a step afterwards reads no file twice.

@@ -1,5 +1,5 @@
-"""The data formats: each file beside this one turns a row of one format into a `Sample`, or of preferences into a
-`PreferenceExample`.
+"""The data formats: each module of this package parses the rows of one format into a `Sample`, or for preferences into
+a `PreferenceExample`.
 
 To add one: a file here that registers a `Format`. A row's format is the first, in order of `rank`, whose columns the
 row has and whose `detect` agrees; nothing else is to be touched.

@@ -1,4 +1,4 @@
-"""Process groups and random states of a run. Several engines (policy, critic, reward model) may live on one context.
+"""Process groups and random states of a run. Several engines (policy, critic, reward model) can share one context.
 
 Owns initialization and tear-down of torch.distributed and of Megatron-Core's groups for a `Layout`; what runs on them
 is not here.

@@ -1,4 +1,4 @@
-"""How a transformers model's parameters and the tensors of its files hang together, a few at a time.
+"""Conversion between the parameters of a transformers model and the tensors of its files, a few at a time.
 
 transformers owns the conversions (stacked experts, fused projections, older names: `core_model_loading`). This module
 cuts them into pieces that can be read, or written, without the rest of the model, so that no process ever holds more

@@ -1,4 +1,5 @@
-"""DistributedDataParallel: a whole model on every rank. Also the base of what keeps torch's own optimizer."""
+"""DistributedDataParallel: the whole model on every rank. Base class of the strategies that use torch's own
+optimizer."""
 
 from __future__ import annotations
 

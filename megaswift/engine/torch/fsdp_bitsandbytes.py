@@ -1,5 +1,5 @@
-"""bitsandbytes' optimizers of 32-bit states on what FSDP2 leaves to a rank: they step the local tensors, which torch's
-wrapper shares."""
+"""bitsandbytes' optimizers with 32-bit states under FSDP2: they update the local shards, whose storage torch's
+DTensors share."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GaLore (arXiv:2403.03507): an optimizer sees a matrix's gradient in the directions that carry most of it, and keeps
-states of that size.
+"""GaLore (arXiv:2403.03507): the optimizer sees a low-rank projection of each matrix's gradient and keeps states of
+that size.
 
 Every `update_proj_gap` steps the singular vectors of the gradient G [m, n] are taken anew: P [m, r], or Q [n, r] of the
 other side. The optimizer steps a stand-in [r, n] (or [m, r]) from P^T G, and what it does to it goes back into the

@@ -1,4 +1,4 @@
-"""Host memory of large temporary tensors, given back to the system as soon as they are freed.
+"""Returns the host memory of large temporary tensors to the system as soon as they are freed.
 
 After the first large block is freed, glibc takes later ones from its heap, where torch's aligned blocks and
 the shards that are made between them leave holes that do not fit: a rank of four then grew by the whole model while it

@@ -1,5 +1,5 @@
-"""Layer kernels of liger-kernel (norms, rotation, gated MLPs) in a transformers model. Its fused losses stay off: the
-head is ours."""
+"""liger-kernel's layers (norms, rotary embedding, gated MLPs) in a transformers model. Its fused losses are not
+used: the head is our own."""
 
 from __future__ import annotations
 

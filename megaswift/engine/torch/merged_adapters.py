@@ -1,4 +1,4 @@
-"""Weights with the adapters of PEFT merged in, of a model that trains on: what rollouts sample from.
+"""Weights with PEFT adapters merged in, for rollouts, while training of the adapters continues.
 
 The model itself is not touched. Its adapted layers exist a second time without memory; when weights are asked for, one
 layer after the other gets its whole tensors, and PEFT merges it. bitsandbytes would quantize the sum again, so a layer

@@ -1,4 +1,4 @@
-"""Models without memory for their weights: adapters are added and parameters sharded before any weight is read.
+"""Builds models on the meta device: adapters are added and parameters sharded before any weight is read.
 
 As with the meta device, a parameter has a shape and a dtype only: its storage is one zero (all strides are 0). It is a
 CPU tensor all the same, because PEFT moves what it adds to the device of the layer that it is added to. Memory is

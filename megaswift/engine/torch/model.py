@@ -1,4 +1,4 @@
-"""The transformers model of a run: built, filled, adapted, frozen."""
+"""Builds the transformers model of a run: architecture, weights, adapters, frozen parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of optimizers: the class for each --optimizer. A new optimizer is a new class and a line here."""
+"""The table of optimizers: the class for each `--optimizer`. A new optimizer is a class and a row here."""
 
 from __future__ import annotations
 

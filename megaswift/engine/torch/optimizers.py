@@ -1,5 +1,4 @@
-"""The optimizers of this engine: which library makes each, what each keeps for a parameter, and those states as named
-tensors.
+"""The optimizers of this engine: construction, states per parameter, and states as named tensors.
 
 torch's AdamW and SGD, transformers' Adafactor (the one that users of `--optim adafactor` know: torch's own bounds the
 learning rate by 1/sqrt(step) and multiplies it by each matrix's size, so that the same options would train otherwise),

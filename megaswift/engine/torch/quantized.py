@@ -1,4 +1,4 @@
-"""Frozen quantized weights: how transformers loads them, how many parameters they hold, how many bytes they take.
+"""Frozen quantized weights: how transformers loads them, their number of parameters and bytes.
 
 PEFT's preparation for training over them casts what stays unquantized to float32 and freezes it. Here models are loaded
 in float32, and PEFT freezes what is no adapter; checkpointed layers are not re-entrant, so inputs need no gradient.

@@ -1,4 +1,4 @@
-"""The table of strategies (DDP, FSDP2, ZeRO) and the options each gets. A new strategy is a new file and a row here."""
+"""The table of strategies (DDP, FSDP2, ZeRO) and their options. A new strategy is a module and a row here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight loading without a whole copy of the model on any rank: built without memory (`meta_init`), sharded, then
+"""Loads weights without a full copy of the model on any rank: built on the meta device (`meta_init`), sharded, then
 filled one tensor at a time.
 
 Three ways, the first that can be taken:

@@ -1,1 +1,1 @@
-"""One sampler backend a file; `--rollout_backend` names the file."""
+"""Sampler backends, one per module; `--rollout_backend` gives the module's name."""

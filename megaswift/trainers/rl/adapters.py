@@ -1,5 +1,4 @@
-"""A LoRA run's adapters on their way to the samplers: whether they go alone, or merged into all weights, and through
-which folder.
+"""Weight sync of LoRA runs: whether samplers get adapters alone or merged weights, and through which folder.
 
 Alone, they are a folder of PEFT's that every sampler reads, and the model's own weights are never sent: samplers read
 them from the model's folder. That takes adapters which every sampler adds to these weights as the trainer does.

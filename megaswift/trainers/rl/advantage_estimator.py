@@ -1,4 +1,4 @@
-"""From rewards to numbers for each token: advantages, the critic's targets, weights against the sampler's mismatch.
+"""Computes per-token fields from rewards: advantages, value targets, and correction weights for the sampler mismatch.
 
 Owns how completions become tensors: [n, t], own tokens from the left. The estimators are in
 `megaswift.losses.estimators`. The same on every rank, as its input is.

@@ -1,5 +1,4 @@
-"""Builds the loop of reinforcement learning on a rank: prompts, sampler, rewards, critic. Owns which part gets which
-option."""
+"""Builds the loop of reinforcement learning on a rank: prompts, sampler, rewards, critic."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What can be wrong with a run of reinforcement learning before a process group exists: batches, rewards, sampler,
-other models.
+"""Checks of reinforcement learning before a process group exists: batch sizes, rewards, sampler, other models.
 
 Owns looking, not making: nothing is imported that takes seconds, unless a backend is named that may be missing.
 """

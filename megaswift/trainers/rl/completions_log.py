@@ -1,4 +1,4 @@
-"""completions.jsonl: what was sampled, with its rewards and advantages. Rank 0 writes."""
+"""completions.jsonl: completions with their rewards and advantages, written by rank 0."""
 
 from __future__ import annotations
 

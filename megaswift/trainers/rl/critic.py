@@ -1,5 +1,4 @@
-"""PPO's critic: a model with a scalar head, an engine of its own on the ranks of the policy's, that learns what
-completions are worth.
+"""PPO's critic: a model with a scalar head and its own engine on the policy's ranks, which predicts returns.
 
 Owns when it steps: once for each step of the policy, on the same micro-batches, before it. What it learns from is in
 the batches.

@@ -1,4 +1,5 @@
-"""Environments: what answers the model's turns, such as tools, and may reward them.
+"""Environments of multi-turn rollouts: they respond to the model's turns, for example with tool results, and may give
+rewards.
 
 Owns the protocol, finding the user's class, and checks of what it returns. One object lives as long as one completion.
 """

@@ -1,4 +1,5 @@
-"""Held-out prompts answered by the policy as it is: mean rewards, in eval.jsonl. Touches no state of the run."""
+"""The evaluation hook of reinforcement learning: mean rewards on held-out prompts, written to eval.jsonl. It changes
+no state of the run."""
 
 from __future__ import annotations
 

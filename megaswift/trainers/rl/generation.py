@@ -1,4 +1,4 @@
-"""Completions of a generation, spread over data-parallel ranks, the same list on every rank afterwards.
+"""Generates the completions of a generation over data-parallel ranks; every rank gets the complete list.
 
 Owns who samples what and when the sampler gets the engine's weights. A completion draws from a seed of its own, made of
 the run's seed, the generation and its number, so that the layout of the ranks leaves no trace in it.

@@ -1,4 +1,4 @@
-"""Completions of several turns: the model writes, its environment answers, the model goes on.
+"""Multi-turn rollouts: the model and an environment take turns.
 
 Owns the turns, the tokens between them and which tokens are the model's own. All conversations of a rank go on
 together, turn by turn.

@@ -1,4 +1,4 @@
-"""Completions as rewards see them, and what the rewards say, on every rank.
+"""Scores completions with the reward functions; every rank gets all rewards.
 
 Owns the text of a completion. Each rank judges what it sampled; a mistake of a reward function on one rank stops the
 run on all.

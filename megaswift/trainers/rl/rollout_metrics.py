@@ -1,4 +1,4 @@
-"""What a generation's rollouts look like in numbers, under TRL's names. Pure."""
+"""Metrics of a generation under TRL's names. Pure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Warnings of generations that teach nothing, while there is time to change the run; and its end with exit code 3
-where no completion of it had a reward."""
+"""Warns about generations from which nothing can be learned, and ends a run in which no completion had a reward with
+exit code 3."""
 
 from __future__ import annotations
 

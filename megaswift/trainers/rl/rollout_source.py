@@ -1,5 +1,4 @@
-"""The steps of a policy: prompts to completions, rewards, advantages, micro-batches. A source of batches for the train
-loop.
+"""The batch source of reinforcement learning: prompts, completions, rewards, advantages, micro-batches.
 
 Owns the order of a generation and what of it outlives a restart. Sampling is `generation.py`, rewards are
 `reward_scorer.py`, advantages `advantage_estimator.py`, where numbers stand in a micro-batch `data/rollout_batches.py`.

@@ -1,4 +1,4 @@
-"""The sampler of a run and how it draws, from its options."""
+"""Creates the sampler of a run and its sampling parameters from the options."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""When completions are drawn: now, with the memory that the trainer can spare, or ahead, while it trains on those
-before.
+"""Schedules generation: synchronously, with offloading on a shared device, or asynchronously, one generation ahead of
+training.
 
 Owns the order on a device that trainer and sampler share: optimizer and gradients leave, the sampler wakes, weights
 stream, the model's weights leave, completions are written, the sampler sleeps, everything comes back. What a critic has

@@ -1,4 +1,4 @@
-"""What of a configuration the steps of a policy depend on, with every default worked out."""
+"""The settings of reinforcement learning with all defaults resolved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms of the torch layer spec, under the very parameter names of the Transformer Engine spec.
+"""Norms of the torch layer spec, with the same parameter names as in the Transformer Engine spec.
 
 `TorchNorm` stands alone; `NormColumnParallelLinear` is a norm followed by a column-parallel product, with the norm's
 weight as `layer_norm_weight`, so that both specs write the same checkpoint. The weights know sequence parallelism:

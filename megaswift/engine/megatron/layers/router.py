@@ -1,5 +1,5 @@
-"""The MoE router with auxiliary losses that no layout and no mask changes, and with choices that Megatron-Core's has
-not.
+"""The MoE router: auxiliary losses that do not depend on layout or padding, and expert selection that Megatron-Core
+lacks.
 
 Owns the load-balancing loss (Switch Transformer, arXiv:2101.03961, eq. 4-6, per micro-batch) and the z loss (ST-MoE,
 arXiv:2202.08906, eq. 5), each over the non-padding tokens of a whole micro-batch on one data-parallel rank, per layer.

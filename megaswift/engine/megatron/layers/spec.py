@@ -1,4 +1,4 @@
-"""Which modules a transformer layer is made of: Transformer Engine's fused ones, or plain torch ones.
+"""The layer spec: Transformer Engine's fused modules, or plain torch ones.
 
 Owns both specs; choice.py says which one a run takes. The two have the same parameter names, so they share one
 checkpoint format.
