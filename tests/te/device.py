@@ -1,0 +1,43 @@
+"""Transformer Engine on a CPU: its own Python over torch functions in place of its compiled kernels.
+
+Owns the installation into a process. What is computed is in the files named `kernels_*.py`, how its Python is imported in
+sources.py. Streams, graphs, speed and NCCL are not covered.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from tests.te import registry, sources
+
+KERNEL_FILES = ("attention", "context", "matmul", "misc", "norm", "optimizer", "permutation", "rope", "softmax")
+"""The files `kernels_*.py`."""
+
+
+def install(release: str = sources.RELEASES[0]) -> None:
+    """Makes `import transformer_engine` work in this process; a second call with the same release does nothing.
+
+    Raises:
+        FileNotFoundError: the wheel is not unpacked.
+    """
+    current = sys.modules.get("transformer_engine_torch")
+    if current is not None:
+        assert current.__release__ == release, f"this process has Transformer Engine {current.__release__} already"
+        return
+    folder = sources.wheel_folder(release)
+    if not (folder / sources.PACKAGE).is_dir():
+        raise FileNotFoundError(f"{folder}: no Transformer Engine {release} (bash scripts/setup_env.sh --dev)")
+    assert "megatron.core.extensions.transformer_engine" not in sys.modules, "Megatron-Core looks for it when imported"
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # no shared libraries
+    os.environ["NVTE_TORCH_COMPILE"] = "0"
+    os.environ.setdefault("NVTE_MASKED_SOFTMAX_FUSION", "1")
+    for name in KERNEL_FILES:
+        importlib.import_module(f"tests.te.kernels_{name}")
+    stand_in = registry.module(release)
+    stand_in.__release__ = release  # type: ignore[attr-defined]
+    sys.modules["transformer_engine_torch"] = stand_in
+    sys.meta_path.insert(0, sources.Finder(folder))
+    sys.path.append(str(folder))  # for the version, which importlib.metadata reads
+    importlib.import_module("megaswift.engine.megatron")  # the table of CPU substitutions, before megatron.core

@@ -1,0 +1,88 @@
+"""Multi-tensor functions of the fused optimizer and of gradient clipping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.te.registry import kernel
+
+HALF = 0x8000
+"""Of the unit in a bfloat16's last place, in the bits of its float32."""
+
+
+def _moved(main: Tensor, grad: Tensor, m: Tensor, v: Tensor, rule: tuple[Any, ...]) -> Tensor:
+    """The main weight [n] in float32 after a step of Adam; the moments are updated in place."""
+    lr, beta1, beta2, eps, step, mode, correct, decay = rule
+    g = grad.float()
+    if mode == 0:
+        g = g + decay * main
+    m.mul_(beta1).add_(g, alpha=1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    first, second = (1 - beta1**step, 1 - beta2**step) if correct else (1.0, 1.0)
+    update = (m / first) / ((v / second).sqrt() + eps)
+    return main - lr * (update + decay * main if mode == 1 else update)
+
+
+@kernel
+def multi_tensor_adam(chunk: int, overflow: Tensor, lists: list[list[Tensor]], *rule: Any) -> None:
+    """Lists: gradients, weights, moments, and main weights where weights are of a smaller dtype."""
+    grads, weights, first, second, *mains = lists
+    for i, weight in enumerate(weights):
+        main = mains[0][i] if mains else weight
+        main.copy_(_moved(main.float(), grads[i], first[i], second[i], rule))
+        if mains:
+            weight.copy_(main)
+
+
+def joined(high: Tensor, low: Tensor) -> Tensor:
+    """The float32 of a bfloat16, rounded to nearest, and the signed 16 bits that it lacks."""
+    return ((high.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+
+
+def parted(main: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `joined`; a tie rounds up in the bits."""
+    bits = main.contiguous().view(torch.int32)
+    high = (bits + HALF) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+
+
+@kernel
+def multi_tensor_adam_param_remainder(chunk: int, overflow: Tensor, lists: list[list[Tensor]], *rule: Any) -> None:
+    """Lists: gradients, bfloat16 weights, moments, remainders."""
+    for grad, weight, first, second, low in zip(*lists, strict=True):
+        high, rest = parted(_moved(joined(weight, low), grad, first, second, rule))
+        weight.copy_(high)
+        low.copy_(rest)
+
+
+@kernel
+def multi_tensor_scale(chunk: int, overflow: Tensor, lists: list[list[Tensor]], scale: float) -> None:
+    """Lists: sources, destinations."""
+    for source, destination in zip(*lists, strict=True):
+        destination.copy_(source.float() * scale)
+
+
+@kernel
+def multi_tensor_scale_tensor(chunk: int, overflow: Tensor, lists: list[list[Tensor]], scale: Tensor) -> None:
+    """The same with the factor on the device."""
+    multi_tensor_scale(chunk, overflow, lists, float(scale))
+
+
+@kernel
+def multi_tensor_l2norm(
+    chunk: int, overflow: Tensor, lists: list[list[Tensor]], per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(the norm of all [1], of each)."""
+    squares = torch.stack([t.double().square().sum() for t in lists[0]])
+    return squares.sum().sqrt().float().view(1), squares.sqrt().float() if per_tensor else torch.empty(0)
+
+
+@kernel
+def multi_tensor_unscale_l2norm(
+    chunk: int, overflow: Tensor, lists: list[list[Tensor]], inverse: Tensor, per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Norms of gradients times the inverse of the loss scale."""
+    return tuple(norm * float(inverse) for norm in multi_tensor_l2norm(chunk, overflow, lists, per_tensor))  # type: ignore[return-value]
