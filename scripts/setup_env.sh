@@ -11,6 +11,7 @@
 set -euo pipefail
 
 TORCH=2.13.0
+TRANSFORMER_ENGINE="2.12.0 2.20.2"  # their Python alone, for tests/te: nothing imports it from here by itself
 python=python3 named=0 extras=""
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -38,7 +39,7 @@ fi
 env="$root/.venv"
 [ "$named" = 0 ] || env="$root/.venv-$version"
 
-want="$("$python" -c 'import hashlib, sys; print(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest())' "$root/pyproject.toml") $TORCH $version"
+want="$("$python" -c 'import hashlib, sys; print(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest())' "$root/pyproject.toml") $TORCH $TRANSFORMER_ENGINE $version"
 stamp="$env/.megaswift-ready"
 if [ -f "$stamp" ] && [ -x "$env/bin/python" ]; then
   have=$(cat "$stamp")
@@ -60,6 +61,10 @@ fi
   "${pip[@]}" "torch==$TORCH"
   "$env/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > "$env/constraint.txt"
   "${pip[@]}" -c "$env/constraint.txt" -e "$root$extras"
+  for release in $([ -z "$extras" ] || echo "$TRANSFORMER_ENGINE"); do
+    rm -rf "$env/te/$release"
+    "${pip[@]}" --no-deps --no-compile --target "$env/te/$release" "transformer_engine==$release"
+  done
   echo "$want $extras" > "$stamp"
 } >&2
 echo "$env"

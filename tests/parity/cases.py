@@ -22,7 +22,9 @@ ROW = 32
 LENGTHS = ((32, 19, 6), (9, 27, 30), (25, 4, 16), (13, 32, 21))
 """Document lengths of the micro-batches, in turn."""
 SIZES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp", "first", "last")
-FLAGS = ("sp", "do", "packed", "tied", "allgather", "filler")
+FLAGS = ("sp", "do", "packed", "tied", "allgather", "filler", "te")
+NAMED = {"recompute": "none", "comm": "", "attn": ""}
+"""Words with a value, and the value that is not written."""
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -38,8 +40,9 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 class Case:
     """A layout of a model variant, and switches.
 
-    `do`: distributed optimizer. `first`, `last`: layers of the outer stages (0: even). `filler`: the last micro-batch
-    is padding only.
+    `te`: Transformer Engine's modules, on the test device. `comm`: the exchange of context parallelism. `attn`: `fused`
+    or `unfused`. `do`: distributed optimizer. `first`, `last`: layers of the outer stages (0: even). `filler`: the last
+    micro-batch is padding only.
     """
 
     model: str = "dense"
@@ -59,6 +62,9 @@ class Case:
     filler: bool = False
     first: int = 0
     last: int = 0
+    te: bool = False
+    comm: str = ""
+    attn: str = ""
 
     @property
     def world(self) -> int:
@@ -89,7 +95,7 @@ class Case:
     def __str__(self) -> str:
         words = [f"{k}{getattr(self, k)}" for k in SIZES if getattr(self, k) != Case.__dataclass_fields__[k].default]
         words += [k for k in FLAGS if getattr(self, k)]
-        words += [] if self.recompute == "none" else [f"recompute={self.recompute}"]
+        words += [f"{k}={getattr(self, k)}" for k, unset in NAMED.items() if getattr(self, k) != unset]
         return " ".join([self.model, *(words or ["single"])])
 
     def config(self, **more: Any) -> dict[str, Any]:
@@ -111,6 +117,10 @@ class Case:
             options["first_stage_layers"] = self.first
         if self.last:
             options["last_stage_layers"] = self.last
+        if self.te:
+            options |= {"transformer_impl": "transformer_engine", "attn_impl": self.attn or "auto"}
+        if self.comm:
+            options["cp_comm_type"] = self.comm
         if self.moe:
             options["moe_token_dispatcher_type"] = "allgather" if self.allgather else "alltoall"
         return options | RECOMPUTE[self.recompute] | more
@@ -129,13 +139,14 @@ def parse(text: str, **defaults: Any) -> Case:
             values["model"] = word
         elif word in FLAGS:
             values[word] = True
-        elif word.startswith("recompute="):
-            values["recompute"] = word.partition("=")[2]
+        elif word.partition("=")[0] in NAMED:
+            values[word.partition("=")[0]] = word.partition("=")[2]
         elif stem in SIZES and stem != word:
             values[stem] = int(word[len(stem) :])
         elif word != "single":
             raise ValueError(
-                f"unknown word {word!r} in case {text!r}; known: {SIZES}, {tuple(FLAGS)}, recompute=, a model"
+                f"unknown word {word!r} in case {text!r}; known: {SIZES}, {tuple(FLAGS)}, {tuple(NAMED)} with =, a "
+                f"model"
             )
     return Case(**values)
 

@@ -1,7 +1,7 @@
 """Transformer Engine on a CPU: its own Python over torch functions in place of its compiled kernels.
 
-Owns the installation into a process. What is computed is in the files named `kernels_*.py`, how its Python is imported in
-sources.py. Streams, graphs, speed and NCCL are not covered.
+Owns the installation into a process. What is computed is in the files named `kernels_*.py`, how its Python is imported
+in sources.py. Streams, graphs, speed and NCCL are not covered.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tests.te import registry, sources
 
@@ -41,3 +45,14 @@ def install(release: str = sources.RELEASES[0]) -> None:
     sys.meta_path.insert(0, sources.Finder(folder))
     sys.path.append(str(folder))  # for the version, which importlib.metadata reads
     importlib.import_module("megaswift.engine.megatron")  # the table of CPU substitutions, before megatron.core
+    for name in ("rotary_pos_embedding", "rope_utils"):
+        owner = importlib.import_module(f"megatron.core.models.common.embeddings.{name}")
+        assert hasattr(owner, "get_pos_emb_on_this_cp_rank")
+        owner.get_pos_emb_on_this_cp_rank = own_angles
+
+
+def own_angles(angles: Tensor, axis: int, group: Any) -> Tensor:
+    """The angles of this context-parallel rank's two chunks: Megatron-Core's function, whose index is in pinned
+    memory."""
+    chunks = angles.chunk(2 * group.size(), axis)
+    return torch.cat([chunks[group.rank()], chunks[2 * group.size() - 1 - group.rank()]], axis)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.te.registry import ENUMERATIONS, kernel
+from tests.te.registry import ENUMERATIONS, around_python_function, kernel
 
 LAYOUT, MASK, SOFTMAX = (ENUMERATIONS[f"NVTE_{name}"] for name in ("QKV_Layout", "Mask_Type", "Softmax_Type"))
 _COMMON = "layout bias_type mask softmax window bottom_right"
 _NAMES = {
-    "forward": f"max_q max_kv training scale dropout zero_fill {_COMMON} cu_q cu_kv q k v dtype cu_q_padded cu_kv_padded "
+    "forward": f"max_q max_kv training scale dropout zero_fill {_COMMON} cu_q cu_kv q k v dtype cu_q_padded "
+    "cu_kv_padded "
     "pages_k pages_v s_quantizer o_quantizer bias sinks generator elements max_logit graph",
-    "backward": f"max_q max_kv scale dropout zero_fill {_COMMON} deterministic cu_q cu_kv q k v o d_o dtype d_dtype saved "
+    "backward": f"max_q max_kv scale dropout zero_fill {_COMMON} deterministic cu_q cu_kv q k v o d_o dtype d_dtype "
+    "saved "
     "cu_q_padded cu_kv_padded s_quantizer dp_quantizer dqkv_quantizer graph",
 }
 _NEWER = {
@@ -81,6 +83,15 @@ def _sequences(a: Any) -> Iterator[Sequence]:
             )
 
 
+def _statistics_shape(a: Any) -> tuple[int, ...]:
+    """[tokens, h, 1] of packed rows, [b, h, s, 1] of others."""
+    name, heads = LAYOUT(int(a.layout)).name, a.q.shape[-2]
+    if _packed(name):
+        return a.q.shape[0], heads, 1
+    s, b = a.q.shape[:2] if "SBHD" in name else a.q.shape[1::-1]
+    return b, heads, s, 1
+
+
 def _scores(a: Any, q: Tensor, k: Tensor) -> Tensor:
     """[h, queries, keys], hidden places -inf."""
     wide = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -112,13 +123,9 @@ def fused_attn_fwd(*given: Any) -> list[Tensor]:
     """[output, logsumexp of the scores, state of the random generator]; dropout must be 0."""
     a = arguments("forward", given)
     assert a.dropout == 0.0 or not a.training, "the test device's fused attention has no dropout"
-    name, heads = LAYOUT(int(a.layout)).name, a.q.shape[-2]
+    heads = a.q.shape[-2]
     out = a.q.new_zeros(*a.q.shape[:-1], a.v.shape[-1])
-    if _packed(name):
-        lse = torch.zeros(a.q.shape[0], heads, 1)
-    else:
-        s, b = a.q.shape[:2] if "SBHD" in name else a.q.shape[1::-1]
-        lse = torch.zeros(b, heads, s, 1)
+    lse = torch.zeros(_statistics_shape(a))
     sinks = _sinks(a, heads, a.sinks)
     for one in _sequences(a):
         scores = _scores(a, one.queries(a.q), one.keys(a.k))
@@ -140,11 +147,11 @@ def fused_attn_bwd(*given: Any) -> list[Tensor | None]:
     grads = [torch.zeros_like(t) for t in (a.q, a.k, a.v)]
     offsets = a.saved[-1] if SOFTMAX(int(a.softmax)) == SOFTMAX["NVTE_LEARNABLE_SOFTMAX"] else None
     sinks = _sinks(a, heads, offsets)
-    d_sinks = torch.zeros(heads)
+    d_sinks, lse = torch.zeros(heads), a.saved[0].reshape(_statistics_shape(a))
     for one in _sequences(a):
         q, k, v = one.queries(a.q).float(), one.keys(a.k).float(), one.keys(a.v).float()
         wide_k, wide_v = k.repeat_interleave(heads // groups, 1), v.repeat_interleave(heads // v.shape[1], 1)
-        total = one.statistics(a.saved[0].view(*a.saved[0].shape[:3], 1) if a.saved[0].dim() > 2 else a.saved[0])
+        total = one.statistics(lse)
         p = (_scores(a, one.queries(a.q), one.keys(a.k)) - total[..., None]).exp().nan_to_num(0.0)
         d_out = one.queries(a.d_o).float()
         delta = (d_out * one.queries(a.o).float()).sum(-1).t()
@@ -159,6 +166,13 @@ def fused_attn_bwd(*given: Any) -> list[Tensor | None]:
     if sinks is None:
         return [*grads, None, None]
     return [*grads, None, d_sinks.view(1, heads, 1, 1)]
+
+
+@around_python_function("transformer_engine.pytorch.attention.dot_product_attention.utils:get_attention_backend")
+def get_attention_backend(original: Callable[..., Any], params: Any, *more: Any) -> Any:
+    """Transformer Engine's own choice, for float32 that of bfloat16: its fused kernels take 16 bits only."""
+    wide = params.qkv_dtype == torch.float32
+    return original(replace(params, qkv_dtype=torch.bfloat16) if wide else params, *more)
 
 
 @kernel

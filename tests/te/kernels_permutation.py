@@ -14,7 +14,8 @@ TRITON = "transformer_engine.pytorch.triton.permutation:"
 
 @python_function(TRITON + "make_row_id_map")
 def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> Tensor:
-    """[tokens, 2 experts + 1]: rows of the token's copies, its experts, both in the order of experts, and their number."""
+    """[tokens, 2 experts + 1]: rows of the token's copies, its experts, both in the order of experts, and their
+    number."""
     mask = routing_map.bool()
     counts = mask.sum(0)
     rows = mask.long().cumsum(0) - 1 + (counts.cumsum(0) - counts)
@@ -79,8 +80,8 @@ def unpermute_with_mask_map(  # noqa: PLR0913 - Transformer Engine's signature
     num_experts: int,
     hidden_size: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sums [tokens, h] of the copies, weighted where `merging_probs` [tokens, experts] are given; probabilities [tokens,
-    experts] from those of the copies."""
+    """Sums [tokens, h] of the copies, weighted where `merging_probs` [tokens, experts] are given; probabilities
+    [tokens, experts] from those of the copies."""
     rows, tokens, experts = _copies(row_id_map, num_experts, pad_offsets)
     copies = inp[rows].float()
     if merging_probs is not None:

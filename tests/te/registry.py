@@ -1,7 +1,8 @@
 """The stand-ins for Transformer Engine's compiled module, by name: functions, enumerations and the values of tensors.
 
-Owns `kernel`, which files named `kernels_*.py` use to register a function under the name that Transformer Engine's Python
-calls, and the enumerations with every member that its sources name. A call of anything else raises with its name.
+Owns `kernel`, which files named `kernels_*.py` use to register a function under the name that Transformer Engine's
+Python calls, and the enumerations with every member that its sources name. A call of anything else raises with its
+name.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ KERNELS: dict[str, Callable[..., Any]] = {}
 """Name in the compiled module -> the function in its place."""
 REPLACED: dict[str, Callable[..., Any]] = {}
 """`module:name` of a function in Transformer Engine's Python -> the function in its place."""
+WRAPPED: dict[str, Callable[..., Any]] = {}
+"""`module:name` of such a function -> one that gets it as its first argument."""
 CALLS: Counter[str] = Counter()
 """How often each stand-in was called in this process."""
 
@@ -30,11 +33,21 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def python_function(symbol: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a function in place of one of Transformer Engine's Python functions: its Triton kernels, its asynchronous
-    exchange, its choice of a device."""
+    """Registers a function in place of one of Transformer Engine's Python functions: its Triton kernels, its
+    asynchronous exchange, its choice of a device."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         REPLACED[symbol] = _counted(symbol.partition(":")[2], function)
+        return function
+
+    return register
+
+
+def around_python_function(symbol: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function around one of Transformer Engine's Python functions, which is its first argument."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        WRAPPED[symbol] = function
         return function
 
     return register
@@ -56,7 +69,8 @@ def enumeration(name: str, members: str) -> type[enum.IntEnum]:
 
 DType = enumeration("DType", "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1")
 _LAYOUTS = (
-    "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D BSHD_BSHD_BSHD T3HD TH3D THD_T2HD "
+    "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D BSHD_BSHD_BSHD T3HD TH3D "
+    "THD_T2HD "
     "THD_TH2D THD_THD_THD SBHD_BSHD_BSHD BSHD_SBHD_SBHD THD_BSHD_BSHD THD_SBHD_SBHD Paged_KV_BSHD_BSHD_BSHD "
     "Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD Paged_KV_SBHD_SBHD_SBHD Paged_KV_THD_BSHD_BSHD "
     "Paged_KV_THD_SBHD_SBHD BHSD_BHSD_BHSD QKV_Layout_NOT_SET"
@@ -72,7 +86,8 @@ ENUMERATIONS: dict[str, type[enum.IntEnum]] = {
     "DType": DType,
     "FP8FwdTensors": enumeration(
         "FP8FwdTensors",
-        "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
+        "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_INPUT GEMM3_WEIGHT "
+        "GEMM3_OUTPUT",
     ),
     "FP8BwdTensors": enumeration(
         "FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3"
@@ -83,7 +98,8 @@ ENUMERATIONS: dict[str, type[enum.IntEnum]] = {
     "NVTE_Mask_Type": enumeration(
         "NVTE_Mask_Type",
         _prefixed(
-            "NO_MASK PADDING_MASK CAUSAL_MASK PADDING_CAUSAL_MASK CAUSAL_BOTTOM_RIGHT_MASK PADDING_CAUSAL_BOTTOM_RIGHT_MASK"
+            "NO_MASK PADDING_MASK CAUSAL_MASK PADDING_CAUSAL_MASK CAUSAL_BOTTOM_RIGHT_MASK "
+            "PADDING_CAUSAL_BOTTOM_RIGHT_MASK"
         ),
     ),
     "NVTE_Softmax_Type": enumeration(
@@ -97,7 +113,10 @@ ENUMERATIONS: dict[str, type[enum.IntEnum]] = {
     "NVTERoutingMapFormat": enumeration("NVTERoutingMapFormat", "BYTEMAP BITMAP_U8"),
     "NVTEQBHistogramMode": enumeration("NVTEQBHistogramMode", "TWO_KERNEL FUSED_ATOMIC"),
 }
-BACKENDS = {"2.12.0": "No_Backend F16_max512_seqlen F16_arbitrary_seqlen FP8", "2.20.2": "No_Backend F16_arbitrary_seqlen FP8"}
+BACKENDS = {
+    "2.12.0": "No_Backend F16_max512_seqlen F16_arbitrary_seqlen FP8",
+    "2.20.2": "No_Backend F16_arbitrary_seqlen FP8",
+}
 """Fused attention's backends of each release: Transformer Engine checks that its own list is the same."""
 CLASSES = (
     "FP8TensorMeta",

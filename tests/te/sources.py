@@ -7,6 +7,7 @@ functions replace compiled code is in registry.py. Wheels are unpacked by `scrip
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.abc
 import importlib.machinery
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.te.registry import REPLACED
+from tests.te.registry import REPLACED, WRAPPED
 
 RELEASES = ("2.12.0", "2.20.2")
 """The release that fits the torch of a GPU machine at hand, and the newest."""
@@ -106,6 +107,10 @@ class EditingLoader(importlib.machinery.SourceFileLoader):
             owner, _, name = symbol.partition(":")
             if owner == module.__name__ and hasattr(module, name):
                 setattr(module, name, function)
+        for symbol, function in WRAPPED.items():
+            owner, _, name = symbol.partition(":")
+            if owner == module.__name__ and hasattr(module, name):
+                setattr(module, name, functools.partial(function, getattr(module, name)))
 
 
 class Finder(importlib.abc.MetaPathFinder):

@@ -1,5 +1,5 @@
-"""Modules in place of triton and onnx inside Transformer Engine's sources: its Triton kernels are replaced as whole Python
-functions (`kernels_permutation.py`), and its ONNX export is not used."""
+"""Modules in place of triton and onnx inside Transformer Engine's sources: its Triton kernels are replaced as whole
+Python functions (`kernels_permutation.py`), and its ONNX export is not used."""
 
 from __future__ import annotations
 

@@ -73,6 +73,14 @@ def torch_only_reasons(spec: ModelSpec, cp_comm_type: str | None, packing: bool)
     return unsupported
 
 
+def transformer_engine_lack() -> str:
+    """Why Transformer Engine's kernels cannot run in this process; empty where they can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    return "" if installed else "Transformer Engine is not installed"
+
+
 def choose_layer_impl(implementation: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
     """(`transformer_engine` or `torch`, why) for `--transformer_impl` and `--attn_impl`; `lacking` is what only torch
     layers do."""
@@ -86,16 +94,15 @@ def choose_layer_impl(implementation: str, attention: str = "auto", lacking: str
         )
     if lacking and implementation == "auto":
         return "torch", f"Transformer Engine's layers do not support {lacking}, which this model needs"
-    cuda, installed = torch.cuda.is_available(), importlib.util.find_spec("transformer_engine") is not None
+    lack = transformer_engine_lack()
     if implementation == "torch":
         return "torch", "asked for"
     if implementation == "transformer_engine":
-        if not (cuda and installed):
-            lack = "no CUDA device is visible" if not cuda else "the package transformer_engine is not installed"
+        if lack:
             raise ConfigError(Problem("--transformer_impl transformer_engine", lack, "--transformer_impl torch"))
         return "transformer_engine", "asked for"
     if attention == "sdpa":
         return "torch", "--attn_impl sdpa needs it"
-    if cuda and installed:
-        return "transformer_engine", "CUDA and Transformer Engine are available"
-    return "torch", "no CUDA device" if not cuda else "Transformer Engine is not installed"
+    if lack:
+        return "torch", lack
+    return "transformer_engine", "CUDA and Transformer Engine are available"
