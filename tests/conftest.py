@@ -12,8 +12,14 @@ from typing import Any
 import pytest
 
 from tests.parity.pool import Pool, close_shared, shared
+from tests.te.sources import RELEASES
 
-TOGETHER = ("tests/parity/test_parity.py", "tests/trainers/test_run.py", "tests/engine/torch/test_zero.py")
+TOGETHER = (
+    "tests/parity/test_parity.py",
+    "tests/parity/test_te.py",
+    "tests/trainers/test_run.py",
+    "tests/engine/torch/test_zero.py",
+)
 """Files that one worker runs as a whole under `--dist loadgroup`: two layouts of eight ranks at a time cost more than
 one after the other, and what a file's tests share would be made twice."""
 
@@ -61,6 +67,12 @@ def _pool_ends() -> Iterator[None]:
 def pool() -> Pool:
     """Eight rank processes at most."""
     return shared()
+
+
+@pytest.fixture(scope="session")
+def te_pool() -> Pool:
+    """The same with Transformer Engine on the test device."""
+    return shared(RELEASES[0])
 
 
 @pytest.fixture(scope="module")

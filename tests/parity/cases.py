@@ -22,7 +22,7 @@ ROW = 32
 LENGTHS = ((32, 19, 6), (9, 27, 30), (25, 4, 16), (13, 32, 21))
 """Document lengths of the micro-batches, in turn."""
 SIZES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp", "first", "last")
-FLAGS = ("sp", "do", "packed", "tied", "allgather", "filler", "te")
+FLAGS = ("sp", "do", "packed", "tied", "allgather", "filler", "te", "overlap")
 NAMED = {"recompute": "none", "comm": "", "attn": ""}
 """Words with a value, and the value that is not written."""
 
@@ -41,8 +41,8 @@ class Case:
     """A layout of a model variant, and switches.
 
     `te`: Transformer Engine's modules, on the test device. `comm`: the exchange of context parallelism. `attn`: `fused`
-    or `unfused`. `do`: distributed optimizer. `first`, `last`: layers of the outer stages (0: even). `filler`: the last
-    micro-batch is padding only.
+    or `unfused`. `overlap`: data-parallel communication beside the passes. `do`: distributed optimizer. `first`,
+    `last`: layers of the outer stages (0: even). `filler`: the last micro-batch is padding only.
     """
 
     model: str = "dense"
@@ -63,6 +63,7 @@ class Case:
     first: int = 0
     last: int = 0
     te: bool = False
+    overlap: bool = False
     comm: str = ""
     attn: str = ""
 
@@ -119,6 +120,8 @@ class Case:
             options["last_stage_layers"] = self.last
         if self.te:
             options |= {"transformer_impl": "transformer_engine", "attn_impl": self.attn or "auto"}
+        if self.overlap:
+            options |= {"overlap_grad_reduce": True, "overlap_param_gather": self.do}
         if self.comm:
             options["cp_comm_type"] = self.comm
         if self.moe:

@@ -7,7 +7,7 @@ against it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
@@ -123,14 +123,11 @@ def small(model: str) -> tuple[Case, ...]:
     return tuple(parse(text, model=model) for text in SMALL[model])
 
 
-@cache
-def default(model: str) -> tuple[Case, ...]:
-    """What the default run proves: the small cases, and with them a cover of all pairs.
+def cover_pairs(keys: Sequence[str], candidates: Sequence[Case], covered: Iterable[Case] = ()) -> list[Case]:
+    """Candidates, smallest world first, in which any two choices that some candidate combines go together.
 
-    Every two choices that can go together on this model do so in some case. Greedy and deterministic; of the candidates
-    that add most pairs the smallest world is taken.
+    Greedy and deterministic: of those that add most pairs to the `covered` ones the smallest world is taken.
     """
-    keys = (*AXES, *(MOE_SWITCHES if model == "moe" else SWITCHES))
     number: dict[tuple[str, object, str, object], int] = {}
 
     def pairs(case: Case) -> int:
@@ -139,14 +136,20 @@ def default(model: str) -> tuple[Case, ...]:
             mask |= 1 << number.setdefault((a, getattr(case, a), b, getattr(case, b)), len(number))
         return mask
 
-    candidates = paired(model)
     masks = [pairs(case) for case in candidates]
     left = (1 << len(number)) - 1
-    for case in small(model):
+    for case in covered:
         left &= ~pairs(case)
     chosen: list[Case] = []
     while left:
         best = max(range(len(masks)), key=lambda i: ((masks[i] & left).bit_count(), -candidates[i].world, -i))
         chosen.append(candidates[best])
         left &= ~masks[best]
-    return (*small(model), *sorted(chosen, key=lambda c: c.world))
+    return sorted(chosen, key=lambda c: c.world)
+
+
+@cache
+def default(model: str) -> tuple[Case, ...]:
+    """What the default run proves: the small cases, and with them a cover of all pairs of choices of this model."""
+    keys = (*AXES, *(MOE_SWITCHES if model == "moe" else SWITCHES))
+    return (*small(model), *cover_pairs(keys, paired(model), small(model)))

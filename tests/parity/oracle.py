@@ -8,7 +8,7 @@ in plain torch. It imports nothing of the engine and nothing of Megatron-Core, s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
 
 from megaswift.losses.contract import Batch
 from tests.parity.models import EAGER, by_disk_name
@@ -143,10 +144,21 @@ def adamw(parameters: Iterable[tuple[str, Tensor]], recipe: Recipe) -> torch.opt
 PerToken = Callable[[Tensor, Tensor], Tensor]
 
 
-class Oracle:
-    """A Hugging Face model under plain torch."""
+class Widened(TorchFunctionMode):
+    """What a model computes in float32 whatever its dtype (norms, angles, routers) in float64."""
 
-    def __init__(self, folder: Path, recipe: Recipe, attention: str = "sdpa") -> None:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls that name float32, name float64."""
+        if func is Tensor.float:
+            return Tensor.double(*args)
+        wide = [torch.float64 if a is torch.float32 else a for a in args]
+        return func(*wide, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
+
+
+class Oracle:
+    """A Hugging Face model under plain torch; `wide`: in float64 throughout."""
+
+    def __init__(self, folder: Path, recipe: Recipe, attention: str = "sdpa", wide: bool = False) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         if AutoConfig.from_pretrained(folder).model_type in EAGER:
@@ -156,6 +168,9 @@ class Oracle:
             folder, dtype=torch.float32, attn_implementation=attention
         )
         self.model.train()
+        self.wide = wide
+        if wide:
+            self.model.double()
         self.largest = 0.0
         self.sigmoid = self.model.config.model_type in SIGMOID
         self.optimizer = adamw(self.model.named_parameters(), recipe)
@@ -256,6 +271,9 @@ class Oracle:
         return out
 
 
-def reference(folder: Path, recipe: Recipe, steps: Sequence[Sequence[Batch]], attention: str = "sdpa") -> Reference:
+def reference(
+    folder: Path, recipe: Recipe, steps: Sequence[Sequence[Batch]], attention: str = "sdpa", wide: bool = False
+) -> Reference:
     """What the model itself computes."""
-    return Oracle(folder, recipe, attention).trajectory(steps)
+    with Widened() if wide else nullcontext():
+        return Oracle(folder, recipe, attention, wide).trajectory(steps)

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -71,12 +71,13 @@ class RankError(Exception):
 class Pool:
     """The user's side: starts the server once, runs jobs in it."""
 
-    def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
+    def __init__(self, preload: Sequence[str] = PRELOAD, variables: Mapping[str, str] | None = None) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="ranks-")
         address = str(Path(self._scratch.name) / "server")
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            **(variables or {}),
         }
         with Listener(address, "AF_UNIX") as listener:
             command = [sys.executable, "-m", "tests.parity.pool", address, *preload]
@@ -127,17 +128,26 @@ class Pool:
         self.close()
 
 
+def te_pool(release: str) -> Pool:
+    """A pool whose ranks have a release of Transformer Engine on the test device."""
+    return Pool(("tests.te.preload", *PRELOAD), {"MEGASWIFT_TE_RELEASE": release})
+
+
 @cache
-def shared() -> Pool:
-    """The pool of this test session; `close_shared` ends it."""
-    return Pool()
+def shared(release: str = "") -> Pool:
+    """The pool of this test session, without or with a release of Transformer Engine; `close_shared` ends it."""
+    _started.append(te_pool(release) if release else Pool())
+    return _started[-1]
+
+
+_started: list[Pool] = []
 
 
 def close_shared() -> None:
-    """Ends the pool of this session, where there is one."""
-    if shared.cache_info().currsize:
-        shared().close()
-        shared.cache_clear()
+    """Ends the pools of this session."""
+    while _started:
+        _started.pop().close()
+    shared.cache_clear()
 
 
 def _describe(target: str, failures: dict[int, str]) -> str:

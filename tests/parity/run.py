@@ -2,8 +2,9 @@
 Face.
 
 Words: tp2 pp2 vpp2 cp2 dp2 ep2 etp2 first1 last1, sp, do (distributed optimizer), packed, tied, allgather,
-recompute=full|selective, and a model variant of tests/parity/models.py (or --model for all). `--all dense|moe` and
-`--cover dense|moe` take the listed layouts.
+recompute=full|selective, te, overlap, comm=p2p|a2a|all_gather, attn=fused|unfused (with --te RELEASE), and a model
+variant of tests/parity/models.py (or --model for all). `--all dense|moe` and `--cover dense|moe` take the listed
+layouts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from tests.parity.cases import Case, parse
 from tests.parity.compare import compare, table
 from tests.parity.measure import Task
-from tests.parity.pool import Pool, RankError
+from tests.parity.pool import Pool, RankError, te_pool
 from tests.parity.references import References
 
 
@@ -30,6 +31,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="dense", help="variant of the cases that name none")
     parser.add_argument("--cover", default="", help="the default run's cases of dense or moe")
     parser.add_argument("--all", default="", help="every layout of dense or moe")
+    parser.add_argument("--te", default="", help="release of Transformer Engine; its layouts for --cover and --all")
     parser.add_argument("--part", default="1/1", help="k/n: only every n-th case, from the k-th")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a case")
     parser.add_argument("--rows", type=int, default=8, help="tensors shown of a failing case")
@@ -39,16 +41,17 @@ def options() -> argparse.ArgumentParser:
 
 def chosen(args: argparse.Namespace) -> list[Case]:
     """The cases that the command line names."""
-    from tests.parity import cover
+    from tests.parity import cover, cover_te
 
+    listed = cover_te if args.te else cover
     cases = [
         parse(text, **({} if any(w in text.split() for w in ("dense", "moe")) else {"model": args.model}))
         for text in args.cases
     ]
     if args.cover:
-        cases += cover.default(args.cover)
+        cases += listed.default(args.cover)
     if args.all:
-        cases += cover.every(args.all)
+        cases += listed.every(args.all)
     k, n = map(int, args.part.split("/"))
     return cases[k - 1 :: n]
 
@@ -57,7 +60,8 @@ def main() -> int:
     """Runs the cases; the number that failed."""
     args = options().parse_args()
     failed = 0
-    with tempfile.TemporaryDirectory() as scratch, Pool() as pool:
+    pool_of_ranks = te_pool(args.te) if args.te else Pool()
+    with tempfile.TemporaryDirectory() as scratch, pool_of_ranks as pool:
         references = References(Path(scratch), aux=not args.no_aux)
         for case in chosen(args):
             folder, recipe, want = references.of(case)

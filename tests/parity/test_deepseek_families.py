@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 
 from tests.parity.cases import Case, parse
+from tests.parity.check import check
 from tests.parity.pool import Pool
 from tests.parity.references import References
-from tests.parity.test_parity import check
 
 pytestmark = pytest.mark.process
 DEFAULT = (

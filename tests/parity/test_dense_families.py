@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 
 from tests.parity.cases import parse
+from tests.parity.check import check
 from tests.parity.pool import Pool
 from tests.parity.references import References
 from tests.parity.test_families import variant_cases
-from tests.parity.test_parity import check
 
 pytestmark = pytest.mark.process
 LATER = ("single", "tp4", "tp2 pp2 vpp2 recompute=full", "cp2 recompute=selective packed", "dp2 do")

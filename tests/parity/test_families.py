@@ -13,13 +13,13 @@ import torch
 
 from megaswift.families import FAMILIES
 from tests.parity.cases import Case, global_batch, own, parse
+from tests.parity.check import check
 from tests.parity.compare import GRADIENT, LOSS, number, table, tensors
 from tests.parity.measure import MIX, TEMPERATURE, Scored, Task
 from tests.parity.models import build, disk_tensors, is_moe
 from tests.parity.oracle import Oracle, Recipe, fields
 from tests.parity.pool import Pool
 from tests.parity.references import References
-from tests.parity.test_parity import check
 
 pytestmark = pytest.mark.process
 LAYOUTS = ("single", "tp2 sp", "pp2", "packed cp2")

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from tests.parity.cases import parse
+from tests.parity.check import check
 from tests.parity.pool import Pool
 from tests.parity.references import References
-from tests.parity.test_parity import check
 
 pytestmark = pytest.mark.process
 FAMILIES = ("qwen2_moe", "gpt_oss", "olmoe", "minimax_m2")

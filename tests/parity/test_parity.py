@@ -19,7 +19,8 @@ import torch
 from megaswift.config import SwiftConfig
 from tests.parity import cover
 from tests.parity.cases import Case, parse
-from tests.parity.compare import compare, table
+from tests.parity.check import check
+from tests.parity.compare import compare
 from tests.parity.measure import Task, build, recipe_options
 from tests.parity.oracle import Recipe
 from tests.parity.pool import Pool
@@ -27,14 +28,6 @@ from tests.parity.references import References
 
 DEFAULT = [*cover.default("dense"), *cover.default("moe")]
 REST = [c for model in ("dense", "moe") for c in cover.every(model) if c not in DEFAULT]
-
-
-def check(case: Case, pool: Pool, references: References) -> None:
-    """Measures the case and fails with a table."""
-    folder, recipe, want = references.of(case)
-    got = pool.run("tests.parity.measure:train", Task(case, folder, recipe), case.world)[0]
-    differences = compare(got, want, recipe)
-    assert not any(d.bad for d in differences), "\n" + table(str(case), differences)
 
 
 @pytest.mark.process
@@ -87,11 +80,7 @@ def test_the_optimizer_takes_what_it_is_told(
     assert all(SwiftConfig().value(name) != value for name, value in recipe_options(OTHER, False).items())
     mine = References(references.folder)
     mine.recipe = OTHER
-    case = parse(text)
-    folder, recipe, want = mine.of(case)
-    got = pool.run("tests.parity.measure:train", Task(case, folder, recipe, options=options), case.world)[0]
-    differences = compare(got, want, recipe)
-    assert not any(d.bad for d in differences), table(f"{case} {options}", differences)
+    check(parse(text), pool, mine, options)
 
 
 STRINGS = [("dense pp2", "Et|t*3L"), ("dense pp2 vpp2 tied do", "E|tt|t*2|L"), ("moe pp2 dp2 ep2 packed", "Et*3|tL")]
@@ -108,13 +97,7 @@ MORE = [
 )
 def test_stages_by_a_layout_string(text: str, layout: str, pool: Pool, references: References) -> None:
     """Uneven stages, and some that hold the embedding or the loss alone."""
-    case = parse(text)
-    folder, recipe, want = references.of(case)
-    got = pool.run(
-        "tests.parity.measure:train", Task(case, folder, recipe, options={"pipeline_layout": layout}), case.world
-    )[0]
-    differences = compare(got, want, recipe)
-    assert not any(d.bad for d in differences), "\n" + table(f"{case} {layout}", differences)
+    check(parse(text), pool, references, {"pipeline_layout": layout})
 
 
 def held(rank: int, world: int, task: Task) -> list[list[int]]:

@@ -1,0 +1,29 @@
+"""Holds a case's numbers against Hugging Face's: what every test of a layout calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.parity.cases import Case
+from tests.parity.compare import compare, table
+from tests.parity.measure import Task
+from tests.parity.pool import Pool
+from tests.parity.references import References
+
+TRAIN = "tests.parity.measure:train"
+
+
+def check(
+    case: Case,
+    pool: Pool,
+    references: References,
+    options: Mapping[str, Any] | None = None,
+    target: str = TRAIN,
+) -> None:
+    """Measures the case by `target` under more `options` of the configuration, and fails with a table."""
+    folder, recipe, want = references.of(case)
+    got = pool.run(target, Task(case, folder, recipe, options=options or {}), case.world)[0]
+    differences = compare(got, want, recipe)
+    title = f"{case} {dict(options)}" if options else str(case)
+    assert not any(d.bad for d in differences), "\n" + table(title, differences)
