@@ -171,6 +171,7 @@ class Oracle:
         self.wide = wide
         if wide:
             self.model.double()
+            self.model.set_experts_implementation("eager")  # grouped products have no float64
         self.largest = 0.0
         self.sigmoid = self.model.config.model_type in SIGMOID
         self.optimizer = adamw(self.model.named_parameters(), recipe)

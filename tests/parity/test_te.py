@@ -1,8 +1,5 @@
 """Every parallel layout on Transformer Engine's modules against Hugging Face: its own Python, over torch functions in
-place of its kernels (tests/te).
-
-Covers: megaswift/engine/megatron/layers/modules.py.
-"""
+place of its kernels (tests/te)."""
 
 from __future__ import annotations
 
