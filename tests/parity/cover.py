@@ -56,6 +56,7 @@ SMALL = {
         "tp2 sp ep2",
         "pp2 last1",
         "recompute=moe",
+        "tp2 sp pp2 recompute=block",
         "cp8 ep4 etp2 packed",
         "dp8 ep2 etp4 do",
     ),

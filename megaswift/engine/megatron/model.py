@@ -21,7 +21,7 @@ from megaswift.bridge.sharded_keys import padded_vocabulary
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.context_parallel import join_slices
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, local_frequencies
-from megaswift.engine.megatron.layers.router import BalancedRouter
+from megaswift.engine.megatron.layers.router import BalancedRouter, pass_padding_mask
 from megaswift.engine.megatron.layers.spec import block_spec
 from megaswift.engine.megatron.layers.vocab_head import HeadShard, VocabularyHead
 from megaswift.engine.megatron.microbatch import MicrobatchInputs
@@ -187,6 +187,8 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
         else:
             model.rotary_pos_emb.inv_freq = inv_freq.to(context.device)
         model.real_vocabulary = spec.vocab_size
+        if spec.experts:
+            pass_padding_mask(model.decoder)
         if spec.scored and model.post_process:
             del model.output_layer
             model.score = ScalarHead(spec.hidden_size, config.params_dtype)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.parallel_context import ParallelContext
@@ -164,6 +164,27 @@ class BalancedRouter(TopKRouter):
             self.scale.record("z_loss", self.layer_number, z)
             total = total + self.scale.z_coefficient * z
         return MoEAuxLossAutoScaler.apply(weights, total / self.scale.average_over)
+
+
+def pass_padding_mask(decoder: nn.Module) -> None:
+    """Gives every layer of `decoder` the padding mask that the decoder got.
+
+    With `--recompute_method block` Megatron-Core (0.16 to 0.19) calls the layers that are not recomputed without it, so
+    their routers would count padding as tokens.
+    """
+    masks: list[Tensor | None] = [None]
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        masks[0] = kwargs.get("padding_mask")
+
+    def fill(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        if kwargs.get("padding_mask") is not None:
+            return None
+        return args, kwargs | {"padding_mask": masks[0]}
+
+    decoder.register_forward_pre_hook(keep, with_kwargs=True)
+    for layer in decoder.layers:
+        layer.register_forward_pre_hook(fill, with_kwargs=True)
 
 
 AUX_NAMES = ("aux_loss", "z_loss")
