@@ -169,7 +169,7 @@ class BalancedRouter(TopKRouter):
 def pass_padding_mask(decoder: nn.Module) -> None:
     """Gives every layer of `decoder` the padding mask that the decoder got.
 
-    With `--recompute_method block` Megatron-Core (0.16 to 0.19) calls the layers that are not recomputed without it, so
+    With `--recompute_method block` Megatron-Core 0.16 calls the layers that are not recomputed without it, so
     their routers would count padding as tokens.
     """
     masks: list[Tensor | None] = [None]
