@@ -7,6 +7,8 @@ triton, which the CPU build of torch comes without.
 from __future__ import annotations
 
 import ast
+import importlib.machinery
+import importlib.util
 import os
 import sys
 import types
@@ -34,6 +36,16 @@ class DeviceOnly(sources.Edits):
         return node
 
 
+class Loader(importlib.machinery.SourceFileLoader):
+    """Compiles a module with those edits."""
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        """Of the edited tree."""
+        path = self.get_filename(fullname)
+        tree = ast.fix_missing_locations(DeviceOnly(fullname).visit(ast.parse(self.get_data(path))))
+        return compile(tree, path, "exec", dont_inherit=True)
+
+
 def kernels(release: str) -> types.ModuleType:
     """`transformer_engine.pytorch.triton.permutation` over the interpreter."""
     import triton
@@ -45,9 +57,11 @@ def kernels(release: str) -> types.ModuleType:
         sys.modules[package] = types.ModuleType(package)
         sys.modules[package].__path__ = [str(root.joinpath(*package.split(".")))]
     path = root / "transformer_engine" / "pytorch" / "triton" / "permutation.py"
-    tree = ast.fix_missing_locations(DeviceOnly("m").visit(ast.parse(path.read_text())))
-    module = types.ModuleType("permutation")
-    exec(compile(tree, str(path), "exec"), vars(module))  # noqa: S102 - Transformer Engine's own source
+    loader = Loader("permutation", str(path))
+    spec = importlib.util.spec_from_loader("permutation", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
     return module
 
 

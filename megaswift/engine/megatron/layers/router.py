@@ -26,6 +26,8 @@ from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.families.model_spec import ModelSpec
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
     from megaswift.engine.megatron.model import SwiftGPT
 
 
@@ -166,7 +168,7 @@ class BalancedRouter(TopKRouter):
         return MoEAuxLossAutoScaler.apply(weights, total / self.scale.average_over)
 
 
-def pass_padding_mask(decoder: nn.Module) -> None:
+def pass_padding_mask(decoder: TransformerBlock) -> None:
     """Gives every layer of `decoder` the padding mask that the decoder got.
 
     With `--recompute_method block` Megatron-Core 0.16 calls the layers that are not recomputed without it, so
