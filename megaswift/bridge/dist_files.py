@@ -50,6 +50,8 @@ class ShardChunk:
     zero."""
     read: Callable[[], Tensor] | None = None
     """Gives the content when it is written; `data` then tells shape and dtype only."""
+    rounded: bool = False
+    """A weight that is read from an optimizer's state: it may be rounded, which a state may not."""
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -172,7 +174,9 @@ def plan_reads(index: Metadata, boxes: Sequence[ShardChunk]) -> tuple[list[plann
             problems[box.key] = Problem(
                 box.key, f"has shape {list(saved.size)} in the checkpoint and {list(box.whole)} in this model"
             )
-        elif other := dtype_problem(box.key, saved.properties.dtype, box.data.dtype, box.key.startswith(STATES)):
+        elif other := dtype_problem(
+            box.key, saved.properties.dtype, box.data.dtype, box.key.startswith(STATES) and not box.rounded
+        ):
             problems[box.key] = other
         else:
             rows = max(0, min(box.data.shape[0], saved.size[0] - box.offset[0]))
