@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megaswift import distributed
 from megaswift.bridge.saved_dtypes import dtype_problem
 from megaswift.bridge.sharded_keys import STATES
 from megaswift.errors import ROOM, CheckpointError, Problem
@@ -86,7 +87,7 @@ def write_chunks(directory: Path, boxes: Sequence[ShardChunk]) -> None:
     """Every rank's boxes, on disk when this returns. Collective; CheckpointError on all ranks when one fails."""
     writer = _Writer(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
     try:
-        dcp.save({}, storage_writer=writer, planner=_SavePlanner(boxes))
+        dcp.save({}, storage_writer=writer, planner=_SavePlanner(boxes), process_group=distributed.cpu_group())
     except dcp.api.CheckpointException as error:
         reasons = sorted({f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()})
         raise CheckpointError(
