@@ -1,7 +1,9 @@
 """Agreement between the ranks of a run: reductions of numbers, object collectives, errors that are raised on all ranks.
 
-Works on the default process group unless a group is given, and without one returns the rank's own values. Creates no
-groups. Collectives of a training step (gradients, activations, losses on the device) belong to the engines.
+What travels is in host memory. Where the default group is NCCL's alone, it goes through one gloo group of all ranks,
+the only one of a run (`start_cpu_group`); else through the default group. Without a process group the functions return
+the rank's own values. Collectives of a training step (gradients, activations, losses on the device) belong to the
+engines.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import datetime
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,21 @@ K = TypeVar("K")
 T = TypeVar("T")
 _WAIT_NUMBERS = itertools.count()
 """Names of the keys in the store. Every rank waits equally often and in the same order."""
+
+
+_cpu_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Default group -> the gloo group beside it."""
+
+
+def start_cpu_group(timeout: datetime.timedelta) -> None:
+    """Makes the group for tensors in host memory, beside a default group that takes none. Collective."""
+    _cpu_groups[dist.group.WORLD] = dist.new_group(backend="gloo", timeout=timeout, group_desc="cpu")
+
+
+def cpu_group() -> Any:
+    """The group of all ranks that takes tensors in host memory; None: the default group does, or there is none."""
+    world = dist.group.WORLD if dist.is_available() else None
+    return None if world is None else _cpu_groups.get(world)
 
 
 def _several(group: Any = None) -> bool:
@@ -41,15 +59,14 @@ def global_world_size() -> int:
 def barrier() -> None:
     """Returns once every rank has called it."""
     if _several():
-        dist.barrier()
+        dist.barrier(group=cpu_group())
 
 
 def _reduce(values: Sequence[float], operation: Any) -> list[float]:
     if not _several():
         return [float(v) for v in values]
-    # on the CPU: the default group has a gloo backend there, with and without GPUs
     tensor = torch.tensor(list(values), dtype=torch.float64)
-    dist.all_reduce(tensor, op=operation)
+    dist.all_reduce(tensor, op=operation, group=cpu_group())
     return tensor.tolist()
 
 
@@ -66,15 +83,15 @@ def all_sum(values: Sequence[float]) -> list[float]:
 def all_min_(values: Tensor) -> None:
     """Element-wise minimum over the ranks, in place, of a CPU tensor."""
     if _several():
-        dist.all_reduce(values, op=dist.ReduceOp.MIN)
+        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=cpu_group())
 
 
-def all_gather_objects(value: T, group: Any = None) -> list[T]:
-    """The value of every rank of `group`, in rank order, on each of them."""
-    if not _several(group):
+def all_gather_objects(value: T) -> list[T]:
+    """The value of every rank, in rank order, on each of them."""
+    if not _several():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=cpu_group())
     return values
 
 
@@ -84,11 +101,11 @@ def all_gather_dict(share: Mapping[K, T]) -> dict[K, T]:
 
 
 def broadcast_object(value: T, src: int = 0, group: Any = None, device: torch.device | None = None) -> T:
-    """The value of rank `src` of `group` (of all ranks by default), on each of its ranks."""
+    """The value of rank `src` of all ranks, or of `group`, whose backend takes tensors of `device`, on each of them."""
     if not _several(group):
         return value
     values: list[Any] = [value]
-    dist.broadcast_object_list(values, group=group, group_src=src, device=device)
+    dist.broadcast_object_list(values, group=cpu_group() if group is None else group, group_src=src, device=device)
     return values[0]
 
 
@@ -102,7 +119,7 @@ def broadcast_tensors(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Te
     if global_rank() != 0:
         tensors = [(name, torch.empty(shape, dtype=dtype)) for name, shape, dtype in metas]
     for _, tensor in tensors:
-        dist.broadcast(tensor, src=0)
+        dist.broadcast(tensor, src=0, group=cpu_group())
     return tensors
 
 

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megaswift import distributed
 from megaswift.bridge.saved_dtypes import dtype_problem
 from megaswift.bridge.sharded_keys import STATES
 from megaswift.errors import ROOM, CheckpointError, Problem
@@ -50,6 +51,8 @@ class ShardChunk:
     zero."""
     read: Callable[[], Tensor] | None = None
     """Gives the content when it is written; `data` then tells shape and dtype only."""
+    rounded: bool = False
+    """A weight that is read from an optimizer's state: it may be rounded, which a state may not."""
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -84,7 +87,7 @@ def write_chunks(directory: Path, boxes: Sequence[ShardChunk]) -> None:
     """Every rank's boxes, on disk when this returns. Collective; CheckpointError on all ranks when one fails."""
     writer = _Writer(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
     try:
-        dcp.save({}, storage_writer=writer, planner=_SavePlanner(boxes))
+        dcp.save({}, storage_writer=writer, planner=_SavePlanner(boxes), process_group=distributed.cpu_group())
     except dcp.api.CheckpointException as error:
         reasons = sorted({f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()})
         raise CheckpointError(
@@ -172,7 +175,9 @@ def plan_reads(index: Metadata, boxes: Sequence[ShardChunk]) -> tuple[list[plann
             problems[box.key] = Problem(
                 box.key, f"has shape {list(saved.size)} in the checkpoint and {list(box.whole)} in this model"
             )
-        elif other := dtype_problem(box.key, saved.properties.dtype, box.data.dtype, box.key.startswith(STATES)):
+        elif other := dtype_problem(
+            box.key, saved.properties.dtype, box.data.dtype, box.key.startswith(STATES) and not box.rounded
+        ):
             problems[box.key] = other
         else:
             rows = max(0, min(box.data.shape[0], saved.size[0] - box.offset[0]))

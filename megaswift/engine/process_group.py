@@ -12,13 +12,15 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
+from megaswift import distributed
 from megaswift.errors import ConfigError, Problem, first_line
 
 ADDRESS_IN_USE = "EADDRINUSE"
 
 
 def start_process_group(backend: str, timeout_s: float, store: dist.Store | None = None) -> None:
-    """Starts the default group, unless there is one. Rank and world size come from the launcher's variables.
+    """Starts the default group, unless there is one, and a gloo group beside one without gloo. Rank and world size come
+    from the launcher's variables.
 
     ConfigError when rank 0 cannot listen on MASTER_PORT. `store`: the one to use in place of the launcher's.
     """
@@ -29,6 +31,8 @@ def start_process_group(backend: str, timeout_s: float, store: dist.Store | None
     if store is None:
         store = dist.HashStore() if world == 1 else launcher_store(os.environ, rank, world, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    if "gloo" not in backend:
+        distributed.start_cpu_group(timeout)
 
 
 def launcher_store(environ: Mapping[str, str], rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:

@@ -13,9 +13,13 @@ from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import NATIVE, engine_of
 from megaswift.engine import process_group
+from megaswift.engine.device_connections import limit_connections
 from megaswift.engine.protocol import Engine
 from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Coordinates, Layout
+
+GATHERING = ("fsdp2", "zero3", "zero3_offload")
+"""Engines that gather weights layer by layer."""
 
 
 class EngineContext(Protocol):
@@ -34,8 +38,11 @@ def start_context(cfg: SwiftConfig, layout: Layout) -> EngineContext:
     """Process groups and random states."""
     if need := process_group.missing_restart_variable(os.environ):
         log.warn(need)
+    native = engine_of(cfg) == NATIVE
+    if need := limit_connections(os.environ, layout, sharded_weights=engine_of(cfg) in GATHERING):
+        log.warn(need)
     seconds, seed = float(cfg.parallel.ddp_timeout), cfg.train.seed
-    if engine_of(cfg) == NATIVE:
+    if native:
         from megaswift.engine.megatron.parallel_context import ParallelContext
 
         return ParallelContext(layout, seconds, seed)

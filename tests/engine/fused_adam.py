@@ -89,7 +89,8 @@ class FusedAdam(torch.optim.Optimizer):
                     continue
                 state, g = self.state[p], gradient.float()
                 m, v = state["exp_avg"].lerp_(g, 1 - b1), state["exp_avg_sq"].mul_(b2).addcmul_(g, g, value=1 - b2)
-                main = kernels_main(p, state["master_param"]) if remainders else p.float()
+                kept = state.get("master_param")
+                main = kernels_main(p, kept) if remainders else p.float() if kept is None else kept.clone()
                 main = main * (1 - lr * group["weight_decay"])
                 main = main - lr * (m / (1 - b1**step)) / ((v / (1 - b2**step)).sqrt() + group["eps"])
                 if remainders:
@@ -97,6 +98,8 @@ class FusedAdam(torch.optim.Optimizer):
                     p.copy_(weight), state["master_param"].copy_(rest)
                 else:
                     p.copy_(main)
+                    if kept is not None:
+                        kept.copy_(main)
 
 
 @contextmanager
@@ -160,7 +163,8 @@ def snapshot(engine: Any, result: Any) -> None:
                 own = state.get(name)
                 if name == "main":
                     compact = state.get("master_param")
-                    own = p.float() if compact is None else kernels_main(p, compact)
+                    own = p.float() if compact is None else compact
+                    own = kernels_main(p, own) if own.dtype == torch.int16 else own
                 found[id(weight)] = torch.zeros(weight.numel())
                 found[id(weight)][at.start : at.end] = own.detach().view(-1)
             for buffer in part.buffers:

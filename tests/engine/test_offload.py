@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megaswift.engine.megatron import offload
 from megaswift.engine.megatron.offload import OffloadedStorage
 from megaswift.trainers.rl.scheduler import RolloutScheduler
 
@@ -36,6 +37,43 @@ def test_tensors_of_the_cpu_are_not_offloaded() -> None:
     parked = OffloadedStorage()
     parked.park([tensor])
     assert parked.bytes == 0 and tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_host_memory_is_kept_and_device_memory_returned(megatron: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage is emptied once its copy is complete, then the cache; later offloads use the same host memory."""
+    tensors = [torch.arange(n, dtype=torch.float32) for n in (300, 7, 200)]
+    allocated: list[int] = []
+    seen: list[tuple[str, list[int]]] = []
+
+    def device_call(name: str) -> Any:
+        return lambda: seen.append((name, [t.untyped_storage().nbytes() for t in tensors]))
+
+    def allocate(size: int) -> torch.Tensor:
+        allocated.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(offload, "CHUNK", 512)
+    monkeypatch.setattr(offload, "is_on_host", lambda storage: False)
+    monkeypatch.setattr(offload, "allocate_host", allocate)
+    monkeypatch.setattr(torch.cuda, "synchronize", device_call("synchronize"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", device_call("empty"))
+    parked = OffloadedStorage()
+    for number in range(3):
+        seen.clear()
+        values = [t.clone() for t in tensors]
+        parked.park(tensors[:2])
+        parked.park(tensors[2:])
+        assert parked.bytes == 4 * 507
+        assert seen == [
+            ("synchronize", [1200, 28, 800]),
+            ("empty", [0, 0, 800]),
+            ("synchronize", [0, 0, 800]),
+            ("empty", [0, 0, 0]),
+        ]
+        parked.bring_back()
+        assert all(torch.equal(a, b) for a, b in zip(tensors, values, strict=True)), number
+        tensors[0] += 1
+    assert allocated == [512] * 4, "2028 bytes in buffers of 512, once"
 
 
 class Recorded:

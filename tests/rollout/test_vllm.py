@@ -87,8 +87,11 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
-def test_weights_come_before_caches_and_sleep_drops_both(vllm: None, tmp_path: Path) -> None:
+def test_weights_come_before_caches_and_sleep_drops_both(
+    vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: Any = make_sampler("vllm", tmp_path, SamplerOptions(batch_size=9, max_length=64))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: made.llm.calls.append("empty_cache"))
     assert made.llm.options["load_format"] == "dummy" and made.llm.options["logprobs_mode"] == "processed_logprobs"
     with pytest.raises(AssertionError):
         made.generate([[1]], SAMPLING, [1])
@@ -99,9 +102,11 @@ def test_weights_come_before_caches_and_sleep_drops_both(vllm: None, tmp_path: P
     assert found == [Completion((1, 2, 3), (-11.0,) * 3, False), Completion((5, 7), (-12.0,) * 2, True)]
     assert made.llm.calls == [
         ("sleep", 2),
+        "empty_cache",
         ("wake_up", "weights"),
         ("reload_weights", ["a", "b"]),
         "reset",
+        "empty_cache",
         ("wake_up", "kv_cache"),
         ("generate", None),
         ("sleep", 2),

@@ -131,11 +131,10 @@ def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
     task, words, out = command
     host = iter(Path(out) / f"host-{rank}-{i}" for i in range(10**6))
 
-    def to_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        made = torch.UntypedStorage.from_file(str(next(host)), True, storage.nbytes())
-        return made.copy_(storage)
+    def allocate(size: int) -> torch.Tensor:
+        return torch.from_file(str(next(host)), True, size, dtype=torch.uint8)
 
-    offload.is_on_host, offload.copy_to_host = lambda storage: False, to_host
+    offload.is_on_host, offload.allocate_host = lambda storage: False, allocate
     generate, update, train = (
         TransformersSampler.generate,
         TransformersSampler.update_weights,

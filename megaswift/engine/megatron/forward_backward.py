@@ -67,6 +67,8 @@ def forward_backward(
 
     config = unwrapped(chunks[0]).config
     config.finalize_model_grads_func = _finalize(settings.whole_gradients, context)
+    for chunk in chunks:
+        chunk.force_all_reduce = settings.whole_gradients  # for reductions that start within the backward pass
     get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(passes) for _ in chunks] if len(chunks) > 1 else iter(passes),

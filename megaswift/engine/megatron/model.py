@@ -5,6 +5,7 @@ Owns construction (chunks, precision wrapper, DDP) and the forward pass of one m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,9 @@ class SwiftGPT(GPTModel):
     needs: Needs
     step: MicrobatchInputs
     real_vocabulary: int
+    wait_for_weight: Callable[[Tensor], None]
+    """Returns once all of a parameter of this chunk is there; `wrap_chunks` sets it. For what is read without a call of
+    its module."""
 
     def run(self, module: torch.nn.Module, step: MicrobatchInputs) -> Tensor:
         """One micro-batch through `module`, this chunk with its wrappers: hidden states, or the fields on the last
@@ -116,6 +120,7 @@ class SwiftGPT(GPTModel):
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
+        self.wait_for_weight(weight)
         first = group.rank() * weight.shape[0]
         features: Features = self.config.features
         shard = HeadShard(
@@ -230,6 +235,8 @@ def wrap_chunks(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap_reduce,
         overlap_param_gather=overlap_gather,
+        # the interleaved schedule starts all gathers of a chunk, so that no bucket has to start the next one's
+        align_param_gather=overlap_gather and len(chunks) > 1,
         use_distributed_optimizer=distributed_optimizer(cfg),
         check_for_nan_in_grad=False,
         average_in_collective=False,
@@ -245,14 +252,29 @@ def wrap_chunks(
         )
         for i, m in enumerate(inner)
     ]
-    config.no_sync_func = [m.no_sync for m in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    for chunk, module in zip(chunks, wrapped, strict=True):
+        chunk.wait_for_weight = functools.partial(_wait_for_weight, module)
+    several = len(wrapped) > 1
+    config.no_sync_func = [m.no_sync for m in wrapped] if several else wrapped[0].no_sync
     if overlap_reduce:
-        config.grad_sync_func = [m.start_grad_sync for m in wrapped] if len(wrapped) > 1 else wrapped[0].start_grad_sync
-    if overlap_gather:
-        config.param_sync_func = (
-            [m.start_param_sync for m in wrapped] if len(wrapped) > 1 else wrapped[0].start_param_sync
-        )
+        starts = [functools.partial(_start_reduction, m) for m in wrapped]
+        config.grad_sync_func = starts if several else starts[0]
+    if overlap_gather and several:
+        config.param_sync_func = [m.start_param_sync for m in wrapped]
     return wrapped
+
+
+def _wait_for_weight(module: DistributedDataParallel, weight: Tensor) -> None:
+    """What Megatron-Core does before the call of the module that owns `weight`, for one that is read without it."""
+    bucket = module.param_to_bucket_group.get(weight)
+    if module.ddp_config.overlap_param_gather and bucket is not None:
+        bucket.finish_param_sync(skip_next_bucket_dispatch=module.ddp_config.align_param_gather)
+
+
+def _start_reduction(module: DistributedDataParallel, *_: Any) -> None:
+    """Megatron-Core's `start_grad_sync`, which leaves out that whole gradients may be wanted."""
+    for bucket in (*module.bucket_groups, *module.expert_parallel_bucket_groups):
+        bucket.start_grad_sync(module.force_all_reduce)
 
 
 def gather_weights(chunks: list[DistributedDataParallel]) -> None:

@@ -1,7 +1,8 @@
 """Offloading of gradients, optimizer states and weights while a sampler uses the same device.
 
 Owns copies in host memory and restoring them. Views stay what they are, because a tensor's storage is emptied and
-filled again, not replaced. Of the order of tensors nothing is assumed; a storage that several share is moved once.
+filled again, not replaced. Of the order of tensors nothing is assumed; a storage that several share is moved once. The
+memory goes back to the driver, where a sampler's own allocator takes it from.
 """
 
 from __future__ import annotations
@@ -15,22 +16,58 @@ from torch import Tensor
 from megaswift.engine.megatron.model import gather_weights
 from megaswift.engine.megatron.optimizer import optimizer_parts
 
+CHUNK = 1 << 26
+"""Bytes of a host buffer. Pinned memory is rounded up to a power of two, so one buffer for each tensor would take up to
+twice its size."""
+
 
 def is_on_host(storage: torch.UntypedStorage) -> bool:
     """Whether it takes nothing of a device's memory."""
     return storage.device.type == "cpu"
 
 
-def copy_to_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A copy in host memory."""
-    return storage.cpu()
+def allocate_host(size: int) -> Tensor:
+    """`size` bytes of host memory, pinned where a GPU copies from and to it."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class HostBuffers:
+    """Host memory that is kept from one offload to the next: pinning it takes longer than the copies."""
+
+    def __init__(self) -> None:
+        self._chunks: list[Tensor] = []
+        self._used = 0
+
+    def store(self, data: Tensor) -> list[Tensor]:
+        """A copy of these bytes, in pieces; complete once the device is synchronized."""
+        pieces: list[Tensor] = []
+        done = 0
+        while done < len(data):
+            number, start = divmod(self._used, CHUNK)
+            if number == len(self._chunks):
+                self._chunks.append(allocate_host(CHUNK))
+            count = min(CHUNK - start, len(data) - done)
+            pieces.append(self._chunks[number][start : start + count])
+            pieces[-1].copy_(data[done : done + count], non_blocking=True)
+            done += count
+            self._used += count
+        return pieces
+
+    def clear(self) -> None:
+        """What was stored is no longer needed."""
+        self._used = 0
 
 
 class OffloadedStorage:
     """Storages that are empty until `bring_back`."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
+        self._held: list[tuple[torch.UntypedStorage, int, list[Tensor] | None]] = []
+        self._buffers = HostBuffers()
 
     @property
     def bytes(self) -> int:
@@ -40,25 +77,32 @@ class OffloadedStorage:
     def park(self, tensors: Iterable[Tensor], keep: bool = True) -> None:
         """Empties their storages. `keep`: the contents go to host memory, where they are already on a CPU; else they
         are lost."""
+        first = len(self._held)
         addresses = {storage.data_ptr() for storage, _, _ in self._held}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if not storage.nbytes() or storage.data_ptr() in addresses or (keep and is_on_host(storage)):
                 continue
             addresses.add(storage.data_ptr())
-            copy = copy_to_host(storage) if keep else None
-            self._held.append((storage, storage.nbytes(), copy))
+            pieces = self._buffers.store(_bytes_of(storage)) if keep else None
+            self._held.append((storage, storage.nbytes(), pieces))
+        torch.cuda.synchronize()
+        for storage, _, _ in self._held[first:]:
             storage.resize_(0)
+        torch.cuda.empty_cache()
 
     def bring_back(self) -> None:
         """Everything where it was; what was not kept is zero."""
-        for storage, size, copy in reversed(self._held):
+        for storage, size, pieces in reversed(self._held):
             storage.resize_(size)
-            if copy is None:
-                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+            if pieces is None:
+                _bytes_of(storage).zero_()
             else:
-                storage.copy_(copy)
+                for part, piece in zip(_bytes_of(storage).split([len(p) for p in pieces]), pieces, strict=True):
+                    part.copy_(piece, non_blocking=True)
+        torch.cuda.synchronize()
         self._held.clear()
+        self._buffers.clear()
 
 
 class EngineOffload:

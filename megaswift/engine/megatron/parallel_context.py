@@ -37,7 +37,7 @@ class ParallelContext:
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
             distributed_timeout_minutes=timeout_s / 60,  # a float does: Megatron-Core makes a timedelta of it
-            create_gloo_process_groups=not _device.on_cpu(),
+            create_gloo_process_groups=False,  # a mesh of sockets between all ranks for each group, unused
         )
         self.device = _device.compute_device()
         self.coordinates = layout.coordinates(self.rank)
@@ -47,7 +47,8 @@ class ParallelContext:
     def _start(self, timeout_s: float, store: dist.Store | None) -> None:
         if not _device.on_cpu():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        process_group.start_process_group("gloo" if _device.on_cpu() else "cpu:gloo,cuda:nccl", timeout_s, store)
+        # not "cpu:gloo,cuda:nccl": each of Megatron's groups would connect by gloo too
+        process_group.start_process_group("gloo" if _device.on_cpu() else "nccl", timeout_s, store)
 
     def seed(self, seed: int) -> None:
         """Random states for dropout: one for what tensor-parallel ranks share, one each for what they split.

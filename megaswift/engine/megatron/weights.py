@@ -216,11 +216,11 @@ class RankWeights:
     def _stages(self) -> dict[int, int]:
         """Layer -> stage. Collective when it is first asked for."""
         own_layers = {p.entry.layer for p in self.placed if p.entry.layer is not None}
-        layout, coords = self.context.layout, self.context.coordinates
+        layout = self.context.layout
         if layout.pp == 1:
-            return dict.fromkeys(own_layers, coords.pp)
-        by_stage = distributed.all_gather_objects(sorted(own_layers), group=self.context.groups.pp)
-        return {layer: stage for stage, layers in enumerate(by_stage) for layer in layers}
+            return dict.fromkeys(own_layers, 0)
+        by_rank = distributed.all_gather_objects(sorted(own_layers))
+        return {layer: layout.coordinates(rank).pp for rank, layers in enumerate(by_rank) for layer in layers}
 
 
 class RandomSource:
@@ -259,15 +259,15 @@ _WIRE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _send(tensor: Tensor, to: int) -> None:
-    dist.send(torch.tensor([_WIRE.index(tensor.dtype)]), to)
-    dist.send(tensor, to)
+    dist.send(torch.tensor([_WIRE.index(tensor.dtype)]), to, group=distributed.cpu_group())
+    dist.send(tensor, to, group=distributed.cpu_group())
 
 
 def _receive(shape: tuple[int, ...], source: int) -> Tensor:
     code = torch.zeros(1, dtype=torch.int64)
-    dist.recv(code, source)
+    dist.recv(code, source, group=distributed.cpu_group())
     tensor = torch.empty(shape, dtype=_WIRE[int(code)])
-    dist.recv(tensor, source)
+    dist.recv(tensor, source, group=distributed.cpu_group())
     return tensor
 
 

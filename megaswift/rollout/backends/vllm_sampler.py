@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megaswift.errors import Problem
@@ -93,6 +94,7 @@ class VllmSampler:
 
     def _wake(self, tag: str) -> None:
         if tag in self.asleep and self.sleeps:
+            torch.cuda.empty_cache()  # vLLM's allocator takes memory from the driver, not from torch's cache
             self.llm.wake_up(tags=[tag])
         self.asleep -= {tag}
 

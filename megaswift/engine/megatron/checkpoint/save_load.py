@@ -15,7 +15,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -184,19 +183,15 @@ def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]
 
 
 def _source(box: files.ShardChunk, index: Metadata) -> files.ShardChunk:
-    """Where to read a box: float32 weights from a half-precision run's main weights, main weights from a float32 run's
-    weights."""
+    """Where to read a box: weights of another dtype than the checkpoint's from its float32 main weights, so that they
+    are rounded once; main weights from a float32 run's weights."""
     tables = index.state_dict_metadata
     if box.key.startswith(MAIN) and box.key not in tables:
         return dataclasses.replace(box, key=box.key.removeprefix(MAIN))
-    if not box.key.startswith(STATES) and box.data.dtype == torch.float32:
+    if not box.key.startswith(STATES) and MAIN + box.key in tables:
         saved = tables.get(box.key)
-        if (
-            MAIN + box.key in tables
-            and isinstance(saved, TensorStorageMetadata)
-            and saved.properties.dtype != torch.float32
-        ):
-            return dataclasses.replace(box, key=MAIN + box.key)
+        if isinstance(saved, TensorStorageMetadata) and saved.properties.dtype != box.data.dtype:
+            return dataclasses.replace(box, key=MAIN + box.key, rounded=True)
     return box
 
 
