@@ -27,7 +27,7 @@ EDITS = {
     "device": 'the string "cuda" names the device of a new tensor: "cpu"',
     "is_cuda": "x.is_cuda asks whether a kernel can take a tensor: x.is_cpu",
     "torch.cuda": "torch.cuda is asked for the GPU and its streams: tests/te/cuda.py",
-    "float16": "fused attention takes float16 and bfloat16 only: float32 in place of float16",
+    "float16": "fused attention takes [torch.float16, torch.bfloat16] only: float32 beside them",
     "imports": "triton and onnx are imported for kernels and exports: tests/te/standin_modules.py",
 }
 """Edit -> why."""
@@ -56,16 +56,22 @@ class Edits(ast.NodeTransformer):
         return self._replace("device", node, ast.Constant("cpu")) if node.value == "cuda" else node
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:  # noqa: N802
-        """`is_cuda`, `torch.cuda`, `torch.float16`."""
+        """`is_cuda`, `torch.cuda`."""
         self.generic_visit(node)
         of_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
         if node.attr == "is_cuda":
             return self._replace("is_cuda", node, ast.Attribute(node.value, "is_cpu", node.ctx))
         if of_torch and node.attr == "cuda":
             return self._replace("torch.cuda", node, ast.Name("_test_device_cuda", ast.Load()))
-        if of_torch and node.attr == "float16" and self.name in FLOAT32_ATTENTION:
-            return self._replace("float16", node, ast.Attribute(node.value, "float32", node.ctx))
         return node
+
+    def visit_List(self, node: ast.List) -> Any:  # noqa: N802
+        """`[torch.float16, torch.bfloat16]`."""
+        self.generic_visit(node)
+        if self.name not in FLOAT32_ATTENTION or not any(ast.unparse(e) == "torch.float16" for e in node.elts):
+            return node
+        wide = ast.Attribute(ast.Name("torch", ast.Load()), "float32", ast.Load())
+        return self._replace("float16", node, ast.List([*node.elts, wide], node.ctx))
 
     def visit_Import(self, node: ast.Import) -> Any:  # noqa: N802
         """`import triton.language as tl`."""

@@ -1,0 +1,106 @@
+"""Save, load and resume on Transformer Engine's own FusedAdam: over optimizers, dtypes and layouts, bit for bit, and
+from each kind of checkpoint to every other.
+
+Covers: megaswift/engine/megatron/checkpoint/optimizer_states.py, megaswift/engine/megatron/checkpoint/save_load.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.checkpoint_worker import Result, Run
+from tests.parity.cases import parse
+from tests.parity.models import build
+from tests.parity.pool import Pool
+
+pytestmark = pytest.mark.process
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adam": {},
+    "aware": {"precision_aware_optimizer": True},
+    "host": {"optimizer_cpu_offload": True},
+}
+LAYOUTS = (
+    "dense do",
+    "dense dp2 do",
+    "dense dp2",
+    "dense tp2 sp do",
+    "dense pp2 vpp2 do",
+    "moe dp2 ep2 do",
+    "moe tp2 sp etp2 do",
+)
+DTYPES = ("float32", "bfloat16", "float16")
+QUICK = (
+    ("aware", "bfloat16", "dense dp2 do"),
+    ("adam", "float16", "dense dp2"),
+    ("host", "bfloat16", "moe dp2 ep2 do"),
+)
+
+
+def possible(kind: str, dtype: str, layout: str) -> bool:
+    """The precision-aware and the host's optimizer are distributed ones; main weights apart need 16 bits."""
+    return (kind == "adam" or " do" in layout) and (kind != "aware" or dtype != "float32")
+
+
+CASES = [c for c in product(OPTIMIZERS, DTYPES, LAYOUTS) if possible(*c)]
+
+
+def go(pool: Pool, kind: str, dtype: str, layout: str, folder: Path, **changes: Any) -> Result:
+    """Rank 0's result."""
+    case = replace(parse(layout), te=True)
+    options = {"torch_dtype": dtype, **OPTIMIZERS[kind]}
+    run = Run(case, build(case.variant, folder / "model"), options=options)
+    result: Result = pool.run("tests.te.resume_ranks:job", replace(run, **changes), case.world)[0]
+    return result
+
+
+def same(a: Result, b: Result) -> None:
+    """Weights and states, bit for bit."""
+    for name, weight in a.weights.items():
+        assert torch.equal(weight, b.weights[name]), name
+    for kind, states in a.moments.items():
+        for name, state in states.items():
+            assert torch.equal(state, b.moments[kind][name]), (kind, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "layout"), [c if c in QUICK else pytest.param(*c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_resume(kind: str, dtype: str, layout: str, te_pool: Pool, tmp_path: Path) -> None:
+    """Two steps, a checkpoint, two more steps: another process that reads the checkpoint takes the same two."""
+    saved = go(te_pool, kind, dtype, layout, tmp_path, last=2, save=tmp_path / "step", extra=2)
+    assert not saved.error and len(saved.losses) == 4
+    resumed = go(te_pool, kind, dtype, layout, tmp_path, load=tmp_path / "step", first=2, last=4)
+    assert not resumed.error, resumed.error
+    assert (resumed.losses, resumed.norms, resumed.step) == (saved.losses[2:], saved.norms[2:], 4)
+    read = go(te_pool, kind, dtype, layout, tmp_path, load=tmp_path / "step")
+    same(read, saved)
+
+
+ACROSS = [
+    ((a, x), (b, y))
+    for (a, x), (b, y) in product(product(OPTIMIZERS, DTYPES), repeat=2)
+    if (a, x) != (b, y) and possible(a, x, " do") and possible(b, y, " do")
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [c if c == ACROSS[9] else pytest.param(*c, marks=pytest.mark.slow) for c in ACROSS],
+    ids=lambda c: "-".join(c),
+)
+def test_another_kind(source: tuple[str, str], target: tuple[str, str], te_pool: Pool, tmp_path: Path) -> None:
+    """It reads the checkpoint, with the same moments, or refuses it and names what differs."""
+    saved = go(te_pool, *source, "dense dp2 do", tmp_path, last=2, save=tmp_path / "step")
+    read = go(te_pool, *target, "dense dp2 do", tmp_path, load=tmp_path / "step")
+    if read.error:
+        assert "dtype" in read.error or "optimizer" in read.error, read.error
+        return
+    for state in ("exp_avg", "exp_avg_sq"):
+        for name, want in saved.moments[state].items():
+            assert torch.equal(read.moments[state][name], want), (state, name)
