@@ -28,10 +28,10 @@ from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.checkpoint import save_load
 from megaswift.engine.megatron.layers.choice import (
-    choose_layer_impl,
+    TORCH,
+    TRANSFORMER_ENGINE,
+    choose_layers,
     fp8_problems,
-    torch_only_features,
-    torch_only_reasons,
 )
 from megaswift.engine.megatron.layers.router import AuxLosses
 from megaswift.engine.megatron.lora.adapters import RankAdapters, plan_adapters
@@ -59,17 +59,12 @@ class MegatronEngine:
     def __init__(self, spec: ModelSpec, cfg: SwiftConfig, context: ParallelContext) -> None:
         self.spec, self.cfg, self.context = spec, cfg, context
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
-        comm = cfg.parallel.cp_exchange if self.layout.cp > 1 else None
-        beyond = torch_only_features(spec) + torch_only_reasons(spec, comm, bool(cfg.data.packing))
-        beyond += ["weights in NF4"] * (cfg.model.train_type == "qlora")
-        self.impl, self.impl_reason = choose_layer_impl(
-            cfg.model.transformer_impl, cfg.model.attn_impl, ", ".join(beyond)
-        )
-        if lacking := missing_transformer_engine(cfg, installed=self.impl == "transformer_engine"):
+        self.choice = choose_layers(spec, cfg, self.layout)
+        if lacking := missing_transformer_engine(cfg, installed=TRANSFORMER_ENGINE in self.impls):
             raise ConfigError(lacking)
         if cfg.model.fp8_format and (unfit := fp8_problems(cfg.model.fp8_recipe, torch.cuda.get_device_capability())):
             raise ConfigError(unfit)
-        self.config = transformer_config(spec, cfg, self.layout, self.impl)
+        self.config = transformer_config(spec, cfg, self.layout, self.choice)
         self.plan = WeightPlan(family_of(spec.hf_config), spec)
         adapters = plan_adapters(cfg.lora, self.plan) if cfg.model.train_type != "full" else None
         if adapters and self.config.quantized:
@@ -80,7 +75,7 @@ class MegatronEngine:
                 raise ConfigError(unfit)
             if adapters.settings.dora:
                 raise ConfigError(four_bits.NO_DORA)
-        self.plain = build_chunks(spec, self.config, context, self.impl)
+        self.plain = build_chunks(spec, self.config, context, self.choice)
         self.weights = RankWeights(self.plain, spec, self.plan, context)
         self.freeze(cfg.model.freeze_parameters)
         self.lora = RankAdapters(self.plain, self.weights, adapters) if adapters else None
@@ -148,13 +143,13 @@ class MegatronEngine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._run(microbatches, loss, passes.ScheduleSettings(self.impl, False, whole_gradients))
+        return self._run(microbatches, loss, passes.ScheduleSettings(self.choice.attention, False, whole_gradients))
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
         """The numbers of `train_batch` without dropout, gradient or change of state."""
         with _evaluating(self):
-            return self._run(microbatches, loss, passes.ScheduleSettings(self.impl, True))
+            return self._run(microbatches, loss, passes.ScheduleSettings(self.choice.attention, True))
 
     def _run(self, microbatches: Sequence[Batch], loss: Loss, settings: passes.ScheduleSettings) -> StepResult:
         counted = count_global_batch(microbatches, loss, self.context)
@@ -184,7 +179,7 @@ class MegatronEngine:
         self._need(needs)
         with _evaluating(self):
             passes.forward_backward(
-                self.chunks, microbatches, keep, self.context, passes.ScheduleSettings(self.impl, True)
+                self.chunks, microbatches, keep, self.context, passes.ScheduleSettings(self.choice.attention, True)
             )
         if self.layout.pp > 1:
             if not outputs:
@@ -280,11 +275,16 @@ class MegatronEngine:
         self.away.bring_back()
 
     @property
+    def impls(self) -> tuple[str, str]:
+        """Whose products, whose attention."""
+        return self.choice.linear, self.choice.attention
+
+    @property
     def kernels(self) -> str:
         """For the first screen."""
-        exchange = "all_gather" if self.impl == "torch" else self.cfg.parallel.cp_exchange
+        exchange = "all_gather" if self.choice.attention == TORCH else self.cfg.parallel.cp_exchange
         joined = f", keys and values by {exchange}" if self.layout.cp > 1 else ""
-        return f"{self.impl} ({self.impl_reason}), {str(self.dtype).removeprefix('torch.')}{joined}"
+        return f"{self.choice}, {str(self.dtype).removeprefix('torch.')}{joined}"
 
     @property
     def dtype(self) -> torch.dtype:

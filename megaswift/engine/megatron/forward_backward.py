@@ -26,7 +26,8 @@ from megaswift.losses.contract import Batch
 class ScheduleSettings:
     """How a run over micro-batches is made."""
 
-    impl: str
+    attention: str
+    """Whose attention takes the rows: `transformer_engine` or `torch`."""
     forward_only: bool
     whole_gradients: bool = False
     """All-reduce gradients also with the distributed optimizer, so that every rank has all of its own."""
@@ -46,7 +47,7 @@ def forward_backward(
 ) -> None:
     """All micro-batches through the pipeline; gradients are left in DDP's buffers, reduced, divided by nothing."""
     layout, coords = context.layout, context.coordinates
-    passes = [microbatch_inputs(b, layout.cp, coords.cp, context.device, settings.impl) for b in microbatches]
+    passes = [microbatch_inputs(b, layout.cp, coords.cp, context.device, settings.attention) for b in microbatches]
     shape = microbatches[0].input_ids.shape
     if layout.pp > 1:
         assert all(b.input_ids.shape == shape for b in microbatches), "a pipeline needs micro-batches of one shape"

@@ -54,10 +54,10 @@ def _thd(batch: Batch) -> PackedSeqParams | None:
     )
 
 
-def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, impl: str) -> MicrobatchInputs:
+def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, attention: str) -> MicrobatchInputs:
     """The slice of `batch` that context-parallel `rank` of `cp` computes."""
     length = batch.input_ids.shape[1]
-    if impl == "torch":
+    if attention == "torch":
         rows = RowLayout(length, batch.cu_seqlens, cp, rank)
         index, order = rows.index, rows.order
         rows.index, rows.order = index.to(device), order.to(device)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megaswift.bridge.sharded_keys import padded_vocabulary
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.context_parallel import join_slices
+from megaswift.engine.megatron.layers.choice import TORCH, LayerChoice
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, local_frequencies
 from megaswift.engine.megatron.layers.router import BalancedRouter, pass_padding_mask
 from megaswift.engine.megatron.layers.spec import block_spec
@@ -163,7 +164,9 @@ def frozen_padding_hook(token: int) -> Callable[..., None]:
     return hook
 
 
-def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelContext, impl: str) -> list[SwiftGPT]:
+def build_chunks(
+    spec: ModelSpec, config: TransformerConfig, context: ParallelContext, choice: LayerChoice
+) -> list[SwiftGPT]:
     """This rank's model chunks, without wrappers and with weights still to be loaded."""
     layout, coords = context.layout, context.coordinates
     inv_freq, _ = inverse_frequencies(spec)
@@ -172,7 +175,7 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
         stage = i if layout.vpp > 1 else None
         model = SwiftGPT(
             config=config,
-            transformer_layer_spec=block_spec(config, impl, stage, coords.pp),
+            transformer_layer_spec=block_spec(config, choice, stage, coords.pp),
             vocab_size=padded_vocabulary(spec, layout.tp),
             max_sequence_length=spec.max_positions,
             pre_process=coords.pp == 0 and i == 0,
@@ -184,7 +187,7 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
             pg_collection=context.groups,
             vp_stage=stage,
         )
-        if impl == "torch" or config.multi_latent_attention:
+        if choice.attention == TORCH or config.multi_latent_attention:
             local = local_frequencies(spec)
             local = None if local is None else local.to(context.device)
             pairs = config.rotary_interleaved or spec.features.latent_pairs

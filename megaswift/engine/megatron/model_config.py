@@ -16,7 +16,9 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.megatron.layers.activation import GATED, gelu_tanh
+from megaswift.engine.megatron.layers.activation import gelu_tanh
+from megaswift.engine.megatron.layers.choice import TRANSFORMER_ENGINE, LayerChoice, megatron_has
+from megaswift.engine.megatron.layers.modules import gated_unit
 from megaswift.engine.megatron.layers.rope import inverse_frequencies
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_spec import ModelSpec
@@ -72,9 +74,10 @@ def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str,
     return fields
 
 
-def _kernels(cfg: SwiftConfig, impl: str, cuda: bool) -> dict[str, Any]:
+def _kernels(cfg: SwiftConfig, choice: LayerChoice, cuda: bool) -> dict[str, Any]:
     m = cfg.model
-    fused, full = impl == "transformer_engine", m.recompute_granularity == "full"
+    full = m.recompute_granularity == "full"
+    fused, attention = (whose == TRANSFORMER_ENGINE for whose in (choice.linear, choice.attention))
     fields: dict[str, Any] = {
         "use_cpu_initialization": not cuda,
         "perform_initialization": False,
@@ -82,7 +85,7 @@ def _kernels(cfg: SwiftConfig, impl: str, cuda: bool) -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": cuda,
         "bias_activation_fusion": fused,
-        "apply_rope_fusion": fused,
+        "apply_rope_fusion": attention,
         "recompute_granularity": m.recompute_granularity,
         "recompute_method": (m.recompute_method or "uniform") if full else None,
         "recompute_num_layers": (m.recompute_num_layers or 1) if full else None,
@@ -95,7 +98,7 @@ def _kernels(cfg: SwiftConfig, impl: str, cuda: bool) -> dict[str, Any]:
         fields["recompute_modules"] = list(m.recompute_modules)
     if m.fp8_format:
         fields["fp8_recipe"] = m.fp8_recipe
-    if fused and m.attn_impl in ("flash", "fused", "unfused"):
+    if attention and m.attn_impl in ("flash", "fused", "unfused"):
         fields["attention_backend"] = AttnBackend[m.attn_impl]
     return fields
 
@@ -114,7 +117,7 @@ def _yarn(config: TransformerConfig, factor: float) -> None:
         )
 
 
-def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: str) -> TransformerConfig:
+def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, choice: LayerChoice) -> TransformerConfig:
     """Megatron-Core's configuration of this model in this run."""
     cuda = torch.cuda.is_available()
     dtype = compute_dtype(cfg, spec, cuda)
@@ -122,7 +125,7 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     fields["activation_func"] = ACTIVATIONS[fields.get("activation_func", "silu")]
     fields.pop("moe_aux_loss_coeff", None)  # ours: see router.py
     fields.update(_parallel(cfg, layout, dtype))
-    fields.update(_kernels(cfg, impl, cuda))
+    fields.update(_kernels(cfg, choice, cuda))
     fields["bias_activation_fusion"] &= fields["activation_func"] in (F.silu, F.gelu)
     if not spec.experts:
         fields = {k: v for k, v in fields.items() if not k.startswith("moe_")}
@@ -144,6 +147,8 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     # latent_attention.py rotates by position; Megatron's fused rotation of packed rows leaves out the factor on cosine
     # and sine
     fields["apply_rope_fusion"] &= not latent and rope_factor == 1.0
+    if fields.get("rotary_interleaved") and cfg.data.packing and not megatron_has("0.17"):
+        fields["apply_rope_fusion"] = False  # 0.16's fused rotation of packed rows takes neighbours for halves
     kind = MLATransformerConfig if latent else TransformerConfig
     parameters = inspect.signature(kind).parameters
     unknown = sorted(set(fields) - set(parameters))
@@ -151,7 +156,8 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     config = kind(**fields)
     # Megatron's name for "the layer spec brings the activation"; set late, for it only lets Transformer Engine's own
     # pass
-    config.use_te_activation_func = impl == "torch" and config.gated_linear_unit and config.activation_func in GATED
+    unit = gated_unit(config.activation_func, choice.linear)
+    config.use_te_activation_func = config.gated_linear_unit and unit is not None
     config.features = spec.features
     config.quantized = cfg.model.train_type == "qlora"
     config.rope_factor = rope_factor

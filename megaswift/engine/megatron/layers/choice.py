@@ -1,21 +1,24 @@
-"""The choice between Transformer Engine's layers and torch's for a run, with its reason.
+"""The choice between Transformer Engine's modules and torch's for a run, with its reasons.
 
-Owns what Transformer Engine's layers, as Megatron-Core puts them together, do not compute, or have not been seen to
-compute: a run that needs it takes the torch layers and says so. Building the layers is layer_spec.py's.
+Products (with norms and experts) and attention are chosen apart: Transformer Engine multiplies for every family, and
+attention is ours only where its own does not compute what the model or the layout needs. Building the layers is
+spec.py's.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 
 import megatron.core
 import torch
 
+from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.model_spec import Features, ModelSpec
+from megaswift.families.model_spec import ModelSpec
+from megaswift.parallel.layout import Layout
 
-IN_LAYERS = ("residual_scale", "attention_softcap", "pre_norm", "post_norm", "qk_norm_width", "rope_local")
-
+TRANSFORMER_ENGINE, TORCH = "transformer_engine", "torch"
 
 FP8_NEEDS = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """Recipe -> the least compute capability with which Transformer Engine computes it (`check_fp8_support` and its
@@ -43,34 +46,55 @@ def fp8_problems(recipe: str, capability: tuple[int, int]) -> list[Problem]:
     ]
 
 
-def torch_only_features(spec: ModelSpec) -> list[str]:
-    """What of a model the torch layers alone compute, under every layout.
+@dataclass(frozen=True)
+class LayerChoice:
+    """Whose modules a run takes, `transformer_engine` or `torch`, and why."""
 
-    Sinks: Transformer Engine has them from 2.8 on, for some attention backends, and not for packed rows with each of
-    them.
-    """
-    plain = Features()
-    differing = [name for name in IN_LAYERS if getattr(spec.features, name) != getattr(plain, name)]
-    return differing + (["attention sinks"] if spec.transformer.get("softmax_type", "vanilla") != "vanilla" else [])
+    linear: str
+    """Products, norms, experts."""
+    attention: str
+    reason: str
+    """Of `linear`."""
+    own: tuple[str, ...] = ()
+    """Why attention is torch's where products are Transformer Engine's."""
+
+    def __str__(self) -> str:
+        """For the first screen."""
+        if self.linear == self.attention:
+            return f"{self.linear} ({self.reason})"
+        return f"{self.linear} ({self.reason}), attention: {self.attention} ({', '.join(self.own)})"
 
 
-def torch_only_reasons(spec: ModelSpec, cp_comm_type: str | None, packing: bool) -> list[str]:
-    """What the torch layers alone compute under this run's layout; `cp_comm_type` None is no context parallelism.
+def own_attention(spec: ModelSpec, cp_comm_type: str | None = None, packing: bool = False) -> list[str]:
+    """What of a model's attention Transformer Engine's kernels do not compute, under this layout; `cp_comm_type` None
+    is no context parallelism.
 
     Source: the combinations that Transformer Engine's own attention tests leave out, and Megatron-Core 0.16's latent
     attention, which has no packed rows of unequal key and value widths.
     """
-    latent, cp = bool(spec.transformer.get("multi_latent_attention")), cp_comm_type is not None
-    unsupported = []
+    cp, found = cp_comm_type is not None, []
+    if spec.features.attention_softcap is not None:
+        found.append("soft caps on attention scores")
+    if spec.features.rope_local is not None:
+        found.append("a second rotary embedding")
+    if spec.transformer.get("softmax_type", "vanilla") != "vanilla" and (cp or packing):
+        found.append(f"attention sinks with {'context parallelism' if cp else 'packed rows'}")
+    latent = bool(spec.transformer.get("multi_latent_attention"))
     if cp and spec.transformer.get("window_size") and cp_comm_type != "a2a":
-        unsupported.append(f"sliding windows with --cp_comm_type {cp_comm_type} (supported with a2a)")
+        found.append(f"sliding windows with --cp_comm_type {cp_comm_type} (supported with a2a)")
     if cp and packing and cp_comm_type in ("all_gather", "a2a+p2p"):
-        unsupported.append(f"packed rows with --cp_comm_type {cp_comm_type} (supported with p2p)")
+        found.append(f"packed rows with --cp_comm_type {cp_comm_type} (supported with p2p)")
     if cp and latent and cp_comm_type != "p2p":
-        unsupported.append(f"latent attention with --cp_comm_type {cp_comm_type} (supported with p2p)")
-    if latent and packing and tuple(map(int, megatron.core.__version__.split(".")[:2])) < (0, 17):
-        unsupported.append("packed latent attention in this version of Megatron-Core")
-    return unsupported
+        found.append(f"latent attention with --cp_comm_type {cp_comm_type} (supported with p2p)")
+    if latent and packing and not megatron_has("0.17"):
+        found.append("packed latent attention in this version of Megatron-Core")
+    return found
+
+
+def megatron_has(version: str) -> bool:
+    """Whether Megatron-Core is of this release, `major.minor`, or newer."""
+    have, wanted = (tuple(map(int, v.split(".")[:2])) for v in (megatron.core.__version__, version))
+    return have >= wanted
 
 
 def transformer_engine_lack() -> str:
@@ -81,28 +105,25 @@ def transformer_engine_lack() -> str:
     return "" if installed else "Transformer Engine is not installed"
 
 
-def choose_layer_impl(implementation: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
-    """(`transformer_engine` or `torch`, why) for `--transformer_impl` and `--attn_impl`; `lacking` is what only torch
-    layers do."""
-    if lacking and implementation == "transformer_engine":
-        raise ConfigError(
-            Problem(
-                "--transformer_impl transformer_engine",
-                f"its layers do not support {lacking}, which this model needs",
-                "--transformer_impl torch",
-            )
-        )
-    if lacking and implementation == "auto":
-        return "torch", f"Transformer Engine's layers do not support {lacking}, which this model needs"
-    lack = transformer_engine_lack()
-    if implementation == "torch":
-        return "torch", "asked for"
-    if implementation == "transformer_engine":
-        if lack:
-            raise ConfigError(Problem("--transformer_impl transformer_engine", lack, "--transformer_impl torch"))
-        return "transformer_engine", "asked for"
-    if attention == "sdpa":
-        return "torch", "--attn_impl sdpa needs it"
+def choose_layers(spec: ModelSpec, cfg: SwiftConfig, layout: Layout) -> LayerChoice:
+    """The choice for `--transformer_impl` and `--attn_impl`, this model and this layout.
+
+    Raises:
+        ConfigError: Transformer Engine was asked for and cannot run.
+    """
+    asked, lack = cfg.model.transformer_impl, transformer_engine_lack()
+    if asked == TORCH:
+        return LayerChoice(TORCH, TORCH, "asked for")
     if lack:
-        return "torch", lack
-    return "transformer_engine", "CUDA and Transformer Engine are available"
+        if asked == TRANSFORMER_ENGINE:
+            raise ConfigError(Problem("--transformer_impl transformer_engine", lack, "--transformer_impl torch"))
+        return LayerChoice(TORCH, TORCH, lack)
+    reason = "asked for" if asked == TRANSFORMER_ENGINE else "CUDA and Transformer Engine are available"
+    comm = cfg.parallel.cp_exchange if layout.cp > 1 else None
+    own = own_attention(spec, comm, bool(cfg.data.packing))
+    if cfg.model.attn_impl == "sdpa":
+        own.append("--attn_impl sdpa")
+    attention = TORCH if own else TRANSFORMER_ENGINE
+    if cfg.model.train_type == "qlora":
+        return LayerChoice(TORCH, attention, "weights in NF4", tuple(own))
+    return LayerChoice(TRANSFORMER_ENGINE, attention, reason, tuple(own))
