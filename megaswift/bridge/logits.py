@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge.bits_and_bytes import without_cpu_repacking
+from megaswift.bridge.bitsandbytes_config import without_cpu_repacking
 from megaswift.bridge.compare import ComparedWeights
 from megaswift.bridge.hf_source import HfSource
 from megaswift.data.tokenizer import load_tokenizer

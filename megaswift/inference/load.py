@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megaswift import log
 from megaswift.bridge import finite_weights
-from megaswift.bridge.bits_and_bytes import bitsandbytes_config, without_cpu_repacking
+from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, without_cpu_repacking
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.open_weights import open_checkpoint
 from megaswift.config import placement as devices

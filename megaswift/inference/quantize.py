@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megaswift.bridge.model_folder import copy_side_files
+from megaswift.bridge.checkpoint_model import copy_side_files
 from megaswift.config.inference import PlacementOptions, WeightsOptions
 from megaswift.disk import safetensors_to
 from megaswift.errors import CheckpointError, ConfigError, Problem, first_line

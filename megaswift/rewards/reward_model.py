@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import finite_weights
-from megaswift.bridge.bits_and_bytes import without_cpu_repacking
+from megaswift.bridge.bitsandbytes_config import without_cpu_repacking
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import Problem, RewardError, WeightsError, first_line
 from megaswift.families.checkpoint_folder import find_checkpoint

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.capabilities import is_set, missing_transformer_engine
 from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing_deepspeed
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import capabilities_of, engine_of, zero_config
+from megaswift.config.transformer_engine_rules import is_set, missing_transformer_engine
 from megaswift.config.value_types import show
 from megaswift.data.processor import unreadable
 from megaswift.data.sources import resolve_dataset

@@ -33,7 +33,7 @@ class AdaptedLayer:
     """PEFT's layer around one or more of the model's parameters."""
 
     layer: Any
-    """Hollow."""
+    """Its parameters have no storage."""
     places: Mapping[str, str]
     """Its parameters -> where the engine has them: one that layers share has one name there."""
     own: Mapping[str, str]

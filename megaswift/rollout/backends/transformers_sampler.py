@@ -21,7 +21,7 @@ from megaswift.inference.load import REFUSALS, quiet_transformers
 from megaswift.rollout.decoding import decode_batch
 from megaswift.rollout.kv_cache import check_layers
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
-from megaswift.rollout.weight_update import AdapterUpdate, WeightUpdate
+from megaswift.rollout.transformers_weight_update import AdapterUpdate, WeightUpdate
 
 
 def missing(options: SamplerOptions) -> list[Problem]:
@@ -62,7 +62,7 @@ def _model(folder: Path, options: SamplerOptions) -> Any:
         raise WeightsError(
             Problem(f"--model {folder}", f"transformers cannot build it for sampling: {first_line(error)}")
         ) from None
-    meta_init.move_to_meta(model)
+    meta_init.expand_meta_parameters(model)
     return model.eval().requires_grad_(False)
 
 

@@ -1,6 +1,6 @@
-"""Rejects options that need Transformer Engine if it is not installed. No torch.
+"""Rejects options that need Transformer Engine where it is not installed or not used. No torch.
 
-Owns what can be told without a device; whether a device can do it (FP8, say), Transformer Engine tells.
+Owns what can be checked without a device; whether a device supports it (FP8, say), Transformer Engine itself checks.
 """
 
 from __future__ import annotations
