@@ -45,7 +45,7 @@ def byte_size(text: str) -> int:
 
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return int(text)
 
 
@@ -103,7 +103,7 @@ def to_hf(argv: Sequence[str]) -> int:
     """`megaswift convert megatron-to-hf`."""
     parser = _parser(
         "megatron-to-hf",
-        "Sharded Megatron checkpoint (torch_dist) -> Hugging Face folder. Nothing but SRC is needed.",
+        "Sharded Megatron checkpoint (torch_dist) -> Hugging Face folder. Needs only SRC.",
         "a converted checkpoint, OUT/checkpoints/step-N, or OUT (its latest checkpoint)",
     )
     _shards(parser)
@@ -139,9 +139,11 @@ def verify_command(argv: Sequence[str]) -> int:
         type=Path,
         help="a Hugging Face folder, a converted checkpoint, OUT/checkpoints/step-N, or OUT",
     )
-    parser.add_argument("b", metavar="B", type=Path, help="the other one")
+    parser.add_argument("b", metavar="B", type=Path, help="the other set, in any of these forms")
     parser.add_argument(
-        "--dtype", choices=list(DTYPES), help="cast both first (default: a different dtype is a difference)"
+        "--dtype",
+        choices=list(DTYPES),
+        help="cast both to this dtype first (default: different dtypes count as a difference)",
     )
     parser.add_argument(
         "--logits", action="store_true", help="compare the logits that transformers computes, not the tensors"
@@ -170,7 +172,7 @@ def merge_lora(argv: Sequence[str]) -> int:
         prog="megaswift convert merge-lora",
         allow_abbrev=False,
         description=(
-            "A model with the adapters of a PEFT folder merged in. Computed in float32, each tensor keeps its dtype."
+            "Merges the adapters of a PEFT folder into a model. Computes in float32; each tensor keeps its dtype."
         ),
     )
     parser.add_argument(

@@ -64,7 +64,9 @@ def hf_to_megatron(source: Path | str, target: Path | str, options: ToMegatronOp
     if find_checkpoint(folder) is not None:
         raise CheckpointError(
             Problem(
-                str(folder), "is a Megatron checkpoint already", "megaswift convert megatron-to-hf to convert it back"
+                str(folder),
+                "is already a Megatron checkpoint",
+                "run megaswift convert megatron-to-hf to convert it back",
             )
         )
     spec = load_spec(folder)

@@ -51,7 +51,7 @@ class MegatronSource:
                 Problem(
                     str(self.directory),
                     "contains the adapters of a LoRA run, not a model",
-                    f"the base model's folder, with --adapters {adapter}",
+                    f"use the base model's folder with --adapters {adapter}",
                 )
             )
         problems, seen = [], set()

@@ -61,7 +61,9 @@ def classifier(config: Mapping[str, Any], home: Path) -> dict[str, Any]:
     token."""
     if config.get("pad_token_id") is not None:
         return dict(config)
-    return with_padding(config, pad_of(load_tokenizer(home, False, "the tokenizer's files beside the base model")))
+    return with_padding(
+        config, pad_of(load_tokenizer(home, False, "put the tokenizer's files into the base model's folder"))
+    )
 
 
 def _merged(base: Path, adapter: Path) -> Any:

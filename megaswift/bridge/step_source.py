@@ -42,7 +42,7 @@ class StepSource:
                 Problem(
                     str(self.directory),
                     "contains the adapters of a LoRA run, not a model",
-                    f"the base model's folder, with --adapters {adapter}",
+                    f"use the base model's folder with --adapters {adapter}",
                 )
             )
 

@@ -40,7 +40,7 @@ def alternating_windows(
         if kinds is None:
             kinds = [SLIDING if not off and windowed(reading, i) else FULL for i in range(layers)]
         if len(kinds) != layers or set(kinds) - {SLIDING, FULL}:
-            reading.problem("layer_types", f"should have {layers} entries, each {SLIDING} or {FULL}")
+            reading.problem("layer_types", f"must have {layers} entries, each {SLIDING} or {FULL}")
             return
         windows = [int(kind == SLIDING) for kind in kinds]
         if any(windows) and (off or not width):

@@ -37,7 +37,7 @@ FAMILIES.register(
             RequiredValue(
                 "mlp_bias",
                 (False,),
-                "Megatron has one switch for the biases of attention and MLP, and latent attention has none",
+                "Megatron has a single switch for the biases of attention and MLP, and its latent attention has none",
             ),
             *PRETRAINING,
             check_remote_code("deepseek"),

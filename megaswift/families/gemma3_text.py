@@ -21,13 +21,13 @@ def _gemma3_layers(reading: ConfigReading) -> None:
     raw, every = reading.raw, None
     if raw.get("layer_types") is None:
         if "sliding_window_pattern" in raw and raw["sliding_window_pattern"] is None:
-            reading.problem("sliding_window_pattern", "should be a number, unless layer_types is given")
+            reading.problem("sliding_window_pattern", "must be a number, unless layer_types is given")
         every = reading.get("sliding_window_pattern", int, 6, 1)
         noted = raw.get("_sliding_window_pattern", every)
         if every and noted != every:
             reading.problem(
                 "_sliding_window_pattern",
-                f"is not what transformers reads: it takes {every} from sliding_window_pattern or its default",
+                f"has no effect in transformers, which uses {every}, from sliding_window_pattern or its default",
                 "write layer_types, or sliding_window_pattern without the underscore",
             )
     alternating_windows(lambda _, layer: bool((layer + 1) % (every or 6)), 4096).read(reading)

@@ -15,7 +15,7 @@ def _factor(key: str, target: str, *, inverse: bool = False) -> RowGroup:
     def read(reading: ConfigReading) -> None:
         value = reading.get(key, float, 1.0)
         if not value:
-            reading.problem(key, "should be above 0")
+            reading.problem(key, "must be above 0")
             return
         reading.values[target] = 1.0 / value if inverse else value
 

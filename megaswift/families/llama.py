@@ -20,7 +20,7 @@ FAMILIES.register(
             rope(),
             BIASES,
             RequiredValue("pretraining_tp", (1,), "other values change the order of summation"),
-            UnusedField(("max_sequence_length",), "given by max_position_embeddings"),
+            UnusedField(("max_sequence_length",), "determined by max_position_embeddings"),
             RequiredValue("rope_interleaved", (False,), "transformers' model rotates the two halves of a head"),
             UnusedField(("is_llama_config", "transformers.js_config"), "for other programs; in SmolLM2's folders"),
         ),

@@ -64,7 +64,7 @@ FAMILIES.register(
             RequiredValue(
                 "router_jitter_noise",
                 (0,),
-                "transformers puts the noise on the experts' inputs too, Megatron on the router's only",
+                "transformers also adds the noise to the experts' inputs, Megatron only to the router's",
             ),
             RequiredValue("shared_intermediate_size", (0,), "transformers' model has no shared expert"),
             RequiredValue("sliding_window", (), "transformers' model has no windows"),
@@ -74,7 +74,7 @@ FAMILIES.register(
                 "of shared experts and dense layers, which the model does not have",
             ),
             UnusedField(
-                ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"), "the released folders hold no such layers"
+                ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"), "the released folders contain no such layers"
             ),
         ),
         weights=(

@@ -23,7 +23,7 @@ FAMILIES.register(
             RequiredValue(
                 "router_jitter_noise",
                 (0,),
-                "transformers puts the noise on the experts' inputs too, Megatron on the router's only",
+                "transformers also adds the noise to the experts' inputs, Megatron only to the router's",
             ),
         ),
         weights=(*EMBEDDING, *ATTENTION, *moe("block_sparse_moe", "w1", "w3", "w2"), *HEAD),

@@ -31,7 +31,7 @@ FAMILIES.register(
             AnyRow("moe_intermediate_size", "moe_ffn_hidden_size", int),
             *ROUTER,
             *SPARSE_STEP,
-            UnusedField(("max_window_layers",), "transformers' model windows all layers or none"),
+            UnusedField(("max_window_layers",), "transformers' model uses windows in all layers or in none"),
         ),
         weights=(
             *EMBEDDING,

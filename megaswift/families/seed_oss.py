@@ -19,8 +19,8 @@ def _seed_biases(reading: ConfigReading) -> None:
     if out != mlp or (out and not inner):
         reading.problem(
             "attention_out_bias" if out else "mlp_bias",
-            f"attention_bias {inner}, attention_out_bias {out}, mlp_bias {mlp} cannot be expressed: Megatron has one "
-            "switch for biases of all linear layers, and one for those of query, key and value alone",
+            f"attention_bias {inner}, attention_out_bias {out}, mlp_bias {mlp} cannot be expressed: Megatron has "
+            "one switch for the biases of all linear layers, and one for the biases of query, key and value",
         )
     reading.values.update(add_qkv_bias=bool(inner), add_bias_linear=bool(out and mlp))
 

@@ -95,7 +95,7 @@ def test_rules_name_what_was_typed(words: str, what: str) -> None:
     (problem,) = refused(*argv, task=task)
     assert problem.what == what
     if "--fsdp" in words:
-        assert "engine is zero2" in problem.rule and "in place of --deepspeed" in problem.fix
+        assert "engine is zero2" in problem.rule and "instead of --deepspeed" in problem.fix
 
 
 def test_checks_of_files_and_model_name_what_was_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

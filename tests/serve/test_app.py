@@ -189,7 +189,7 @@ def test_a_port_in_use_is_refused_before_torch_is_imported(model: Path, monkeypa
             ConfigError, match=f"--host 127.0.0.1 --port {port}: cannot listen on this address"
         ) as caught:
             deploy(["--model", str(model), "--port", str(port)])
-    assert caught.value.problems[0].fix == "--port 0 for any free port"
+    assert caught.value.problems[0].fix == "use --port 0 for any free port"
 
 
 @pytest.mark.parametrize(

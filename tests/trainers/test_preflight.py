@@ -107,7 +107,7 @@ def test_adapters_that_have_no_place_are_named_before_anything_starts(model: Pat
         "--target_modules k_porj: matches no linear layer",
         "did you mean k_proj?",
         "of this model\n    try: --target_modules q_proj v_proj;",
-        "--target_modules embed_tokens: is not a linear projection",
+        "--target_modules embed_tokens: is not a separate linear layer",
         "--target_modules (v_proj: is not a regular expression",
         "--modules_to_save lm_heads: matches no module",
         "--modules_to_save output_layer: matches no module of this model\n    try: --modules_to_save lm_head",
@@ -140,7 +140,7 @@ def test_four_bits_that_do_not_fit_are_told_before_anything_starts(model: Path, 
     )
     text = "\n".join(problems(cfg, 1))
     assert (
-        "an NF4 block is 64 inputs" in text
+        "which is not a multiple of 64, the NF4 block size" in text
         and "--modules_to_save model.layers.0.self_attn.o_proj: is stored in NF4" in text
     )
     assert "lm_head" not in text

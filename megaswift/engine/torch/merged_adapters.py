@@ -142,7 +142,7 @@ def merging_of(fields: FieldsModel) -> AdapterMerging:
                     Problem(
                         "--adapters",
                         "is not plain LoRA, the only kind that can be merged into quantized weights",
-                        "the unquantized model",
+                        "use the unquantized model",
                     )
                 )
             merging.packed[place] = PackedWeight(module, adapter)

@@ -80,7 +80,7 @@ class ZeroStrategy:
     def _check(self) -> None:
         """DeepSpeed falls back in silence in places: what was asked for must be what runs."""
         name, stage = type(self._zero).__name__, int(self.module.zero_optimization_stage())
-        assert stage == self.stage, f"ZeRO stage {stage} runs, {self.stage} was asked for"
+        assert stage == self.stage, f"ZeRO stage {stage} runs, {self.stage} was requested"
         assert self._zero is self._inner if stage == 0 else name in _OPTIMIZERS[stage], f"{name} at stage {stage}"
         offload = getattr(self._zero, "offload_optimizer", getattr(self._zero, "cpu_offload", False))
         offloaded = (bool(offload), bool(getattr(self._zero, "offload_param", False)))
