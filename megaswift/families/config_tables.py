@@ -281,7 +281,7 @@ def _padding_token(reading: ConfigReading) -> None:
     if not -size <= token < size:
         reading.problem(
             "pad_token_id",
-            f"is {token}, but vocab_size is {size}: transformers cannot build such a model",
+            f"is not a token ID below vocab_size {size}: transformers cannot build such a model",
         )
         return
     reading.values["padding_token"] = token % size

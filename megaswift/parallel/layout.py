@@ -215,7 +215,7 @@ def size_problems(world_size: int, axes: dict[str, int]) -> list[Problem]:
                 Problem(" ".join(f"{FLAGS[n]} {axes[n]}" for n in used), rule, _world_fix(world_size, product))
             )
     if axes["vpp"] > 1 and axes["pp"] == 1:
-        fix = f"--pp 2 --vpp {axes['vpp']}, or no --vpp"
+        fix = f"--pp 2 --vpp {axes['vpp']}, or leave out --vpp"
         problems.append(Problem(f"--vpp {axes['vpp']}", "model chunks need a pipeline, but --pp is 1", fix))
     return problems
 

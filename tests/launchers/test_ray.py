@@ -147,7 +147,7 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = load("sft", [*RAY, "--num_workers", "2"], environ={}).launch
     monkeypatch.setattr(util, "find_spec", lambda name: None)
     (problem,) = missing_ray(launch)
-    assert "not installed" in problem.rule and "pip install 'ray[train]'" in problem.fix
+    assert "not installed" in problem.rule and "run pip install 'ray[train]'" in problem.fix
     assert not missing_ray(load("sft", [], environ={}).launch)
     monkeypatch.setattr(util, "find_spec", lambda name: object())
     monkeypatch.setattr(metadata, "version", lambda name: "2.44.1")

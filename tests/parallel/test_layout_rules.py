@@ -127,12 +127,12 @@ REFUSED = [
         dict(world_size=8, cp=8, cp_comm_type="a2a", max_length=1024),
         ["8 heads and 4 key/value heads", "divisible by 8"],
     ),
-    (DENSE, dict(world_size=4, ep=2), ["--ep 2: shards experts, but this model is dense", "no --ep"]),
+    (DENSE, dict(world_size=4, ep=2), ["--ep 2: shards experts, but this model is dense", "leave out --ep"]),
     (DENSE, dict(world_size=4, etp=2), ["--etp 2: shards experts"]),
     (
         replace(MOE, expert_bias=True),
         dict(world_size=4, etp=2),
-        ["--etp 2: this model's experts have biases", "--etp 1, and --ep 4"],
+        ["--etp 2: the experts of this model have biases", "--etp 1, and --ep 4"],
     ),
     (MOE, dict(world_size=12, ep=3), ["8 experts are not divisible by 3 expert-parallel ranks", "--ep 4, or --ep 2"]),
     (MOE, dict(world_size=16, ep=16), ["8 experts are fewer than 16", "--ep 8"]),
@@ -146,7 +146,7 @@ REFUSED = [
     (
         DENSE,
         dict(world_size=8, tp=2, dp=8),
-        ["--dp 8: 8 processes / (tp 2 x pp 1 x cp 1) = 4", "--dp 4, no --dp, or 16 processes"],
+        ["--dp 8: 8 processes / (tp 2 x pp 1 x cp 1) = 4", "--dp 4, leave out --dp, or use 16 processes"],
     ),
 ]
 

@@ -301,7 +301,7 @@ def test_a_runner_that_dies_is_told_and_started_anew() -> None:
     assert box._process is not None
     killer = threading.Timer(0.3, box._process.kill)
     killer.start()
-    with pytest.raises(RewardError, match="its runner ended in the middle of 2 jobs"):
+    with pytest.raises(RewardError, match="its process ended while running 2 jobs"):
         box.run([{"source": "while True: pass"}, {"source": "1"}])
     assert box.run([{"source": "print(2)"}])[0].out == "2\n"
     box.close()

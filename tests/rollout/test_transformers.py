@@ -186,7 +186,7 @@ def test_weights_that_do_not_fit_are_named(model: Path) -> None:
     last = "model.norm.weight"
     for wrong, told in (
         ({n: t for n, t in right.items() if n != last}, f"lack 1 of 36 tensors: {last}"),
-        ({**right, "model.norm.bias": right[last]}, "tensors that the model lacks: model.norm.bias"),
+        ({**right, "model.norm.bias": right[last]}, "tensors that the model does not have: model.norm.bias"),
         ({**right, last: torch.ones(7)}, r"shape \[7\], the model has \[32\]: model.norm.weight"),
     ):
         with pytest.raises(WeightsError, match=told):

@@ -61,7 +61,7 @@ def test_problems_of_every_kind_are_told_together(model: Path, tmp_path: Path, m
     for part in (
         "tp 8",
         "file.jinja: is neither a file nor a template",
-        "holds another run",
+        "contains another run",
         "no_such_package is not installed",
         "--dataset a.jsonl: no such file",
         "--dataset b.jsonl: no such file",
@@ -78,7 +78,7 @@ def test_what_a_cpu_alone_cannot_do(model: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert ["--optimizer_cpu_offload true: there is no CUDA device" in text for text in problems(cfg, 1)] == [True]
     half = SwiftConfig(task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), torch_dtype="fp16")
-    assert ["--torch_dtype float16: training in it needs a CUDA device" in text for text in problems(half, 1)] == [True]
+    assert ["--torch_dtype float16: needs a CUDA device for training" in text for text in problems(half, 1)] == [True]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert problems(cfg, 1) == problems(half, 1) == []
 

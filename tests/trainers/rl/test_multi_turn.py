@@ -209,7 +209,7 @@ def test_turns_and_tokens_have_an_end(model: Path, file: Path) -> None:
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        (None, "(messages, reward, done)"),
+        (None, "return (messages, reward, done)"),
         (([], None, True), "the reward None"),
         (([], float("nan"), True), "the reward nan"),
         (([], "1", True), "the reward '1'"),
