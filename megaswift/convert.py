@@ -84,7 +84,8 @@ def _dtype(name: str | None) -> Any:
 def to_megatron(argv: Sequence[str]) -> int:
     """`megaswift convert hf-to-megatron`."""
     text = (
-        "Hugging Face folder -> sharded Megatron checkpoint (torch_dist). The checkpoint loads on any layout; the "
+        "Converts a Hugging Face folder to a sharded Megatron checkpoint (torch_dist). The checkpoint loads on "
+        "any layout; the "
         "sizes below describe the intended one."
     )
     parser = _parser("hf-to-megatron", text, "a Hugging Face folder with safetensors")
@@ -103,7 +104,7 @@ def to_hf(argv: Sequence[str]) -> int:
     """`megaswift convert megatron-to-hf`."""
     parser = _parser(
         "megatron-to-hf",
-        "Sharded Megatron checkpoint (torch_dist) -> Hugging Face folder. Needs only SRC.",
+        "Converts a sharded Megatron checkpoint (torch_dist) to a Hugging Face folder. Needs only SRC.",
         "a converted checkpoint, OUT/checkpoints/step-N, or OUT (its latest checkpoint)",
     )
     _shards(parser)
@@ -196,10 +197,10 @@ def merge_lora(argv: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
-    "hf-to-megatron": ("Hugging Face folder -> sharded Megatron checkpoint", to_megatron),
-    "megatron-to-hf": ("sharded Megatron checkpoint (converted, or a run's) -> Hugging Face folder", to_hf),
-    "merge-lora": ("model + PEFT adapters -> Hugging Face folder", merge_lora),
-    "verify": ("compare two of them, tensor by tensor or by logits", verify_command),
+    "hf-to-megatron": ("convert a Hugging Face folder to a sharded Megatron checkpoint", to_megatron),
+    "megatron-to-hf": ("convert a sharded Megatron checkpoint, also of a run, to a Hugging Face folder", to_hf),
+    "merge-lora": ("merge PEFT adapters into a Hugging Face model folder", merge_lora),
+    "verify": ("compare two folders or checkpoints, by tensors or by logits", verify_command),
 }
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite: latent attention, experts chosen by softmax, in groups or not.
+"""DeepSeek-V2 and V2-Lite: latent attention, experts chosen by softmax, with or without groups.
 https://arxiv.org/abs/2405.04434."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Gemma 3, text: norms on queries and keys, five windowed layers to a full one, each kind with its own rotary base.
+"""Gemma 3, text: norms on queries and keys, five windowed layers for each full layer, a rotary base for each kind.
 
-https://arxiv.org/abs/2503.19786. The models with images (`gemma3`) hold this one inside; they are refused.
+https://arxiv.org/abs/2503.19786. The models with images (`gemma3`) contain this one; they are rejected.
 """
 
 from __future__ import annotations

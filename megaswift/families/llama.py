@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x (with rope scaling), and the many models that call themselves llama.
+"""Llama 2 and 3.x (with rope scaling), and the many other models of model_type llama.
 https://arxiv.org/abs/2407.21783."""
 
 from __future__ import annotations

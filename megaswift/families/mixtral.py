@@ -1,4 +1,4 @@
-"""Mixtral: every layer a mixture of experts. https://arxiv.org/abs/2401.04088."""
+"""Mixtral: a mixture of experts in every layer. https://arxiv.org/abs/2401.04088."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with three windowed layers to a full one; only full layers have their rotary embedding scaled.
+"""OLMo 3: OLMo 2 with three windowed layers for each full layer; only full layers have their rotary embedding scaled.
 
 https://allenai.org/olmo.
 """

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: routed experts beside a shared one, whose output has a gate of its own.
+"""Qwen1.5-MoE and Qwen2-MoE: routed experts, and a shared expert with its own output gate.
 https://arxiv.org/abs/2407.10671."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Seed-OSS 36B: heads wider in all than the model, biases on query, key and value, dropout.
+"""Seed-OSS 36B: heads wider in total than the model, biases on query, key and value, dropout.
 https://huggingface.co/ByteDance-Seed."""
 
 from __future__ import annotations
