@@ -26,7 +26,7 @@ USAGE = """\
 megaswift checkpoint ls OUT [--verify]        list the checkpoints of a run
 megaswift checkpoint verify PATH [PATH ...]   check files against their SHA-256; exit code 2 on a mismatch
 megaswift checkpoint rm STEP [STEP ...]       delete checkpoints; --force also deletes the last intact one;
-                                              refused while a run is writing to the folder
+                                              not possible while a run is writing to the folder
 """
 
 

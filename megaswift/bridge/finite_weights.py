@@ -59,5 +59,5 @@ def warn_non_finite(target: Path, names: Sequence[str]) -> None:
     if names:
         log.warn(
             f"{target} has values that are not finite (NaN or infinity) in {tensor_names_text(names)}. They were "
-            "written unchanged, and training and inference refuse them"
+            "written unchanged; training and inference reject them"
         )

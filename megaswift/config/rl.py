@@ -149,7 +149,7 @@ class RlConfig:
     )
     rollout_sync_folder: str | None = option(
         None,
-        "Shared folder for sending weights and adapters to samplers; unset: in output_dir",
+        "Shared folder for weights and adapters sent to samplers; unset: in output_dir",
         tasks=RL,
         metavar="DIR",
     )
