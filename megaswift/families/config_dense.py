@@ -1,6 +1,6 @@
 """Configuration rows of several dense families: two rotary bases in a model, Gemma's fields, soft caps.
 
-What a single family has stands in its file; `config_tables` has what most families share.
+What a single family has stands in its file; `config_common` has what most families share.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megaswift.families.config_common import rope
 from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RequiredValue, RowGroup, UnusedField
-from megaswift.families.config_tables import rope
 from megaswift.families.config_windows import WindowedLayer
 from megaswift.families.model_spec import RopeSpec
 
@@ -101,6 +101,6 @@ def softcaps(attention: float | None, logits: float | None) -> RowGroup:
     return RowGroup(("attn_logit_softcapping", "final_logit_softcapping", "attention_dropout"), read)
 
 
-def global_attention_every(every: int) -> WindowedLayer:
-    """All layers have a window but every `every`-th."""
+def window_except_every(every: int) -> WindowedLayer:
+    """A window in all layers except every `every`-th."""
     return lambda _, layer: (layer + 1) % every != 0

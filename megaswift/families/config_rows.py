@@ -1,7 +1,7 @@
 """How a `config.json` is read: every field is mapped, must have a certain value, or is listed with the reason why it
 does not matter.
 
-Owns the row kinds and the reading. Which rows a family has is in its own file and in `config_tables`. A field that no
+Owns the row kinds and the reading. Which rows a family has is in its own file and in `config_common`. A field that no
 row claims is an error: a setting that nobody looked at may change what the model computes.
 """
 

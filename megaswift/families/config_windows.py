@@ -1,6 +1,6 @@
 """Configuration row of models some of whose layers have a sliding window, and others full attention.
 
-Owns the meaning of `sliding_window` with `layer_types`, and of what stands in its place in older files; `config_tables`
+Owns the meaning of `sliding_window` with `layer_types`, and of what stands in its place in older files; `config_common`
 has windows of all layers.
 """
 

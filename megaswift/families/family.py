@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megaswift.errors import Problem, WeightsError, first_line, nearest_name, path_hint
+from megaswift.families.config_common import IRRELEVANT, SIZES, architecture
 from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
-from megaswift.families.config_tables import IRRELEVANT, SIZES, architecture
 from megaswift.families.model_spec import Features, ModelSpec
 from megaswift.families.quantization import plain_config
 from megaswift.families.rules import Rule

@@ -6,9 +6,9 @@ https://arxiv.org/abs/2503.19786. The models with images (`gemma3`) contain this
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, post_norms
+from megaswift.families.config_common import FFN, head_dim, kv_heads
 from megaswift.families.config_dense import GEMMA, softcaps, two_ropes
 from megaswift.families.config_rows import ConfigReading, RowGroup
-from megaswift.families.config_tables import FFN, head_dim, kv_heads
 from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
 

@@ -4,8 +4,8 @@ arXiv:2508.10925."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, A, H, M
+from megaswift.families.config_common import AUXILIARY_IF_ASKED, EXPERTS_EVERYWHERE, head_dim, kv_heads, rope
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup, UnusedField
-from megaswift.families.config_tables import AUXILIARY_IF_ASKED, EXPERTS_EVERYWHERE, head_dim, kv_heads, rope
 from megaswift.families.config_windows import alternating_windows, every_other
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import ColumnParallel, Copy

@@ -4,8 +4,8 @@ https://arxiv.org/abs/2407.21783."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
+from megaswift.families.config_common import BIASES, FFN, head_dim, kv_heads, rope
 from megaswift.families.config_rows import RequiredValue, UnusedField
-from megaswift.families.config_tables import BIASES, FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(

@@ -4,8 +4,7 @@ https://huggingface.co/MiniMaxAI."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe
-from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup, UnusedField
-from megaswift.families.config_tables import (
+from megaswift.families.config_common import (
     AUXILIARY_IF_ASKED,
     EXPERTS_EVERYWHERE,
     check_remote_code,
@@ -13,6 +12,7 @@ from megaswift.families.config_tables import (
     kv_heads,
     rope,
 )
+from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup, UnusedField
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import Copy
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, moe
+from megaswift.families.config_common import EXPERTS_EVERYWHERE, ROUTER, head_dim, kv_heads, rope, window
 from megaswift.families.config_rows import AnyRow, RequiredValue
-from megaswift.families.config_tables import EXPERTS_EVERYWHERE, ROUTER, head_dim, kv_heads, rope, window
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(

@@ -4,8 +4,8 @@ https://huggingface.co/ByteDance-Seed."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
+from megaswift.families.config_common import FFN, head_dim, kv_heads, rope
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup
-from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
+from megaswift.families.config_common import BIASES, FFN, head_dim, kv_heads, rope
 from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RowGroup, UnusedField
-from megaswift.families.config_tables import BIASES, FFN, head_dim, kv_heads, rope
 from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
 
