@@ -109,6 +109,6 @@ def launch_problems(cfg: SwiftConfig) -> list[Problem]:
         Problem(
             " ".join(given),
             "the Python API does not start processes",
-            f"torchrun {' '.join(given)} SCRIPT.py, or use the command line",
+            f"run torchrun {' '.join(given)} SCRIPT.py, or use the command line",
         )
     ]

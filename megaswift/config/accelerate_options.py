@@ -36,11 +36,11 @@ _WITHOUT_EFFECT = {
         "--gradient_accumulation_steps",
     ),
     "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", ("auto", "none"), "--max_grad_norm"),
-    "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "the options of the run"),
+    "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "--torch_compile"),
     "FSDP_MIN_NUM_PARAMS": (
         "fsdp_min_num_params",
         ("0", "100000000"),
-        "a decoder layer is the unit; change it by --fsdp_transformer_layer_cls_to_wrap",
+        "--fsdp_transformer_layer_cls_to_wrap",
     ),
     "FSDP_BACKWARD_PREFETCH": ("fsdp_backward_prefetch", ("backward_pre", "none", "no_prefetch"), "torch's FSDP2"),
     "FSDP_FORWARD_PREFETCH": ("fsdp_forward_prefetch", ("false",), "torch's FSDP2"),
@@ -73,7 +73,7 @@ def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> 
         value = environ.get(variable, "").lower()
         idle = variable.startswith("FSDP_") and not _on(environ, FSDP)
         if value and value not in silent and not idle:
-            yield f"accelerate's {name} {value} has no effect; it is determined by {instead}"
+            yield f"accelerate's {name} {value} has no effect: {instead} determines it"
     if _on(environ, FSDP) and environ.get("FSDP_VERSION", "1") == "1":
         yield "fsdp_version 1 has no effect: FSDP2 is always used"
     if alone and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= environ.keys():

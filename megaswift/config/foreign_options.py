@@ -316,7 +316,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (r"fp4_\w+", _NOT_SERVED + "FP4; --fp8_format hybrid"),
     (r"fp8_\w+", _NOT_SERVED + "this setting of FP8; --fp8_format and --fp8_recipe"),
     (r"dsa_\w+|mhc_\w+|csa_\w+", _NOT_SERVED + "this architecture"),
-    (r"vllm_\w+", _NOT_SERVED + "this setting of vLLM in the training process; start a server with it:  "
+    (r"vllm_\w+", _NOT_SERVED + "this setting of vLLM in the training process; start a server with it: "
      "--rollout_backend vllm_server"),
     (r"(sglang|lmdeploy)_\w+", "start a server with it: --rollout_backend sglang"),
     (r"eval_\w+", _EVAL),

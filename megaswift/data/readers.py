@@ -235,7 +235,7 @@ def _parquet(path: Path, start: int, stop: int, first_line: int) -> Iterator[Loc
                 why = reason(e)
             for i in range(max(n, start), min(end, stop)):  # the pages from here on
                 yield LocatedRow(
-                    i + 1, LineError("row", f"damaged Parquet data ({why})", "use a complete copy of the file"), i + 1
+                    i + 1, LineError("row", f"damaged Parquet data ({why})", "a complete copy of the file"), i + 1
                 )
         first = end
 

@@ -20,7 +20,7 @@ UNQUANTIZED = (
 REASONS = {
     "compressed-tensors": "the format differs from file to file (packed integers, FP8 by channel, sparse)",
     "fbgemm_fp8": "the scales are per row, with an activation bound that training would not observe",
-    "bitsandbytes": "the blocks span several rows, so a shard of a weight cannot be read alone",
+    "bitsandbytes": "the blocks cross row boundaries, so a shard of a weight cannot be read alone",
     "gptq": "integers are packed by column groups, in a different column order",
     "awq": "integers are packed in the order of its kernel",
 }

@@ -281,7 +281,7 @@ def test_the_wrong_way_round(folders: Path, tmp_path: Path) -> None:
         (back, tmp_path / "none", "does not exist\n    try: look in "),
         (back, tmp_path / "madee", "does not exist\n    try: did you mean made\\?"),
         (forth, tmp_path / "madee", "does not exist\n    try: did you mean made\\?"),
-        (back, tmp_path, "holds no checkpoint"),
+        (back, tmp_path, "contains no checkpoint"),
     ):
         with pytest.raises(UserError, match=told):
             convert(source, tmp_path / "out")

@@ -119,7 +119,7 @@ def test_what_is_refused(added: dict[str, str], part: str) -> None:
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "gradient_accumulation_steps 4 has no effect"),
         (
             {"ACCELERATE_GRADIENT_CLIPPING": "0.5"},
-            "gradient_clipping 0.5 has no effect; it is determined by --max_grad_norm",
+            "gradient_clipping 0.5 has no effect: --max_grad_norm determines it",
         ),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend inductor has no effect"),
         ({"FSDP_FORWARD_PREFETCH": "true"}, "fsdp_forward_prefetch true has no effect"),
