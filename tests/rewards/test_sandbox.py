@@ -352,7 +352,7 @@ def test_without_a_sandbox_nothing_runs() -> None:
 
 def test_a_sandbox_that_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loose = Sandbox("program", JobLimits(seconds=2.0), locked=False)
-    with pytest.raises(ConfigError, match=r"a trial program .* came to 'ended', not"):
+    with pytest.raises(ConfigError, match=r"a trial program .* ended with 'ended', not"):
         check_sandbox(loose, "--reward_funcs code")
     loose.close()
     monkeypatch.setattr(sandbox.sys, "platform", "darwin")

@@ -218,7 +218,7 @@ def test_a_port_in_use_is_refused_before_torch_is_imported(model: Path, monkeypa
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "BadRequestError",
-            "parts of type input_audio are not read",
+            "parts of type input_audio are not supported",
         ),
         ({"top_logprobs": 2}, "BadRequestError", "top_logprobs requires logprobs"),
     ],
