@@ -67,7 +67,9 @@ class Trainer:
                 options[name] = dataset_paths(given, name, cache)
         cfg = self.config.replace(**options) if options else self.config
         missing = [name for name in ("model", "dataset") if not cfg.value(name)]
-        problems = [Problem(name, "is missing", 'Trainer(model="DIR").train(dataset="data.jsonl")') for name in missing]
+        problems = [
+            Problem(name, "is missing", 'call Trainer(model="DIR").train(dataset="data.jsonl")') for name in missing
+        ]
         if problems:
             raise ConfigError(problems)
 
@@ -94,7 +96,7 @@ def launch_problems(cfg: SwiftConfig) -> list[Problem]:
             Problem(
                 f"--launcher {cfg.launch.launcher}",
                 "the Python API does not start processes",
-                "the command line: megaswift sft",
+                "use the command line: megaswift sft",
             )
         ]
     wanted = local.launched_processes(cfg.launch)
@@ -107,6 +109,6 @@ def launch_problems(cfg: SwiftConfig) -> list[Problem]:
         Problem(
             " ".join(given),
             "the Python API does not start processes",
-            f"torchrun {' '.join(given)} SCRIPT.py, or the command line",
+            f"run torchrun {' '.join(given)} SCRIPT.py, or use the command line",
         )
     ]

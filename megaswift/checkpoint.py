@@ -26,7 +26,7 @@ USAGE = """\
 megaswift checkpoint ls OUT [--verify]        list the checkpoints of a run
 megaswift checkpoint verify PATH [PATH ...]   check files against their SHA-256; exit code 2 on a mismatch
 megaswift checkpoint rm STEP [STEP ...]       delete checkpoints; --force also deletes the last intact one;
-                                              refused while a run is writing to the folder
+                                              not possible while a run is writing to the folder
 """
 
 
@@ -130,7 +130,11 @@ def _remove(argv: list[str]) -> int:
         step = path.absolute()
         if not step.is_dir() or not STEP.fullmatch(step.name):
             rule = "is not a checkpoint folder" if path.exists() else "does not exist"
-            fix = "OUT/checkpoints/step-N; megaswift checkpoint ls OUT" if path.exists() else path_hint(step)
+            fix = (
+                "give OUT/checkpoints/step-N; megaswift checkpoint ls OUT lists them"
+                if path.exists()
+                else path_hint(step)
+            )
             raise CheckpointError(Problem(str(path), rule, fix))
         by_store.setdefault(step.parent, []).append(step)
     if not given.force:
@@ -167,7 +171,7 @@ def _leaves_none(store: CheckpointStore, gone: Sequence[Path]) -> Problem | None
 
 def _store(path: Path) -> CheckpointStore:
     if not path.is_dir():
-        raise CheckpointError(Problem(str(path), "is not a folder", "the output directory of a run"))
+        raise CheckpointError(Problem(str(path), "is not a folder", "give the output directory of a run"))
     inner = path / "checkpoints"
     return CheckpointStore((inner if inner.is_dir() else path).absolute())
 
@@ -180,7 +184,7 @@ def _steps(path: Path) -> list[Path]:
     steps = sorted([*(s.path for s in store.complete()), *step_manifest.damaged_steps(store.root)])
     if not steps:
         raise CheckpointError(
-            Problem(str(path), "has no checkpoints", "a run's output directory, or OUT/checkpoints/step-N")
+            Problem(str(path), "has no checkpoints", "give a run's output directory, or OUT/checkpoints/step-N")
         )
     return steps
 

@@ -20,12 +20,12 @@ ELSEWHERE = {
     "generate": "megaswift infer",
     "serve": "megaswift deploy",
     "server": "megaswift deploy",
-    "rollout": "vllm serve, then megaswift grpo --rollout_backend vllm_server (docs/samplers.md)",
+    "rollout": "run vllm serve, then megaswift grpo --rollout_backend vllm_server (docs/samplers.md)",
     "merge-lora": "megaswift export --merge_lora true",
     "merge_lora": "megaswift export --merge_lora true",
-    "eval": "megaswift infer --result_path FILE to generate; --val_dataset FILE in training for the loss",
-    "web-ui": "megaswift --help for the commands; there is no web interface",
-    "app": "megaswift deploy, with a chat client for OpenAI's API",
+    "eval": "run megaswift infer --result_path FILE to generate; give --val_dataset FILE in training for the loss",
+    "web-ui": "run megaswift --help for the commands; there is no web interface",
+    "app": "run megaswift deploy and use a chat client for OpenAI's API",
     "list": "megaswift checkpoint ls OUT",
 }
 """Commands of other toolkits, and what takes their place."""

@@ -45,7 +45,7 @@ def byte_size(text: str) -> int:
 
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return int(text)
 
 
@@ -84,7 +84,8 @@ def _dtype(name: str | None) -> Any:
 def to_megatron(argv: Sequence[str]) -> int:
     """`megaswift convert hf-to-megatron`."""
     text = (
-        "Hugging Face folder -> sharded Megatron checkpoint (torch_dist). The checkpoint loads on any layout; the "
+        "Converts a Hugging Face folder to a sharded Megatron checkpoint (torch_dist). The checkpoint loads on "
+        "any layout; the "
         "sizes below describe the intended one."
     )
     parser = _parser("hf-to-megatron", text, "a Hugging Face folder with safetensors")
@@ -103,7 +104,7 @@ def to_hf(argv: Sequence[str]) -> int:
     """`megaswift convert megatron-to-hf`."""
     parser = _parser(
         "megatron-to-hf",
-        "Sharded Megatron checkpoint (torch_dist) -> Hugging Face folder. Nothing but SRC is needed.",
+        "Converts a sharded Megatron checkpoint (torch_dist) to a Hugging Face folder. Needs only SRC.",
         "a converted checkpoint, OUT/checkpoints/step-N, or OUT (its latest checkpoint)",
     )
     _shards(parser)
@@ -139,9 +140,11 @@ def verify_command(argv: Sequence[str]) -> int:
         type=Path,
         help="a Hugging Face folder, a converted checkpoint, OUT/checkpoints/step-N, or OUT",
     )
-    parser.add_argument("b", metavar="B", type=Path, help="the other one")
+    parser.add_argument("b", metavar="B", type=Path, help="the other set, in any of these forms")
     parser.add_argument(
-        "--dtype", choices=list(DTYPES), help="cast both first (default: a different dtype is a difference)"
+        "--dtype",
+        choices=list(DTYPES),
+        help="cast both to this dtype first (default: different dtypes count as a difference)",
     )
     parser.add_argument(
         "--logits", action="store_true", help="compare the logits that transformers computes, not the tensors"
@@ -170,7 +173,7 @@ def merge_lora(argv: Sequence[str]) -> int:
         prog="megaswift convert merge-lora",
         allow_abbrev=False,
         description=(
-            "A model with the adapters of a PEFT folder merged in. Computed in float32, each tensor keeps its dtype."
+            "Merges the adapters of a PEFT folder into a model. Computes in float32; each tensor keeps its dtype."
         ),
     )
     parser.add_argument(
@@ -194,10 +197,10 @@ def merge_lora(argv: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
-    "hf-to-megatron": ("Hugging Face folder -> sharded Megatron checkpoint", to_megatron),
-    "megatron-to-hf": ("sharded Megatron checkpoint (converted, or a run's) -> Hugging Face folder", to_hf),
-    "merge-lora": ("model + PEFT adapters -> Hugging Face folder", merge_lora),
-    "verify": ("compare two of them, tensor by tensor or by logits", verify_command),
+    "hf-to-megatron": ("convert a Hugging Face folder to a sharded Megatron checkpoint", to_megatron),
+    "megatron-to-hf": ("convert a sharded Megatron checkpoint, also of a run, to a Hugging Face folder", to_hf),
+    "merge-lora": ("merge PEFT adapters into a Hugging Face model folder", merge_lora),
+    "verify": ("compare two folders or checkpoints, by tensors or by logits", verify_command),
 }
 
 

@@ -78,7 +78,7 @@ def _listening(host: str, port: int) -> socket.socket:
             Problem(
                 f"--host {host} --port {port}",
                 f"cannot listen on this address: {error.strerror or error}",
-                "--port 0 for any free port",
+                "use --port 0 for any free port",
             )
         ) from None
     return listener

@@ -167,7 +167,9 @@ def run_on_rank0(work: Callable[[], T], hours: float = 0.0) -> T:
         outcome = (type(error).__name__, error.problems)
     except OSError as error:
         reported = storage_error(error) or CheckpointError(
-            Problem(str(error.filename or "writing the output"), error.strerror or str(error), "another --output_dir")
+            Problem(
+                str(error.filename or "writing the output"), error.strerror or str(error), "use another --output_dir"
+            )
         )
         outcome = (type(reported).__name__, reported.problems)
     finally:  # on every exception of rank 0: the others are in this broadcast already

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from megaswift.commands import HELP
-from megaswift.config.capabilities import has_transformer_engine
+from megaswift.config.transformer_engine_rules import has_transformer_engine
 from megaswift.errors import Problem, UserError
 from megaswift.version import __version__
 

@@ -29,7 +29,7 @@ from megaswift.launchers.parent_death import PARENT, end_with_parent
 from megaswift.stdout import reader_may_leave
 
 INTERRUPTED = 128 + signal.SIGINT
-RAY_FIX = "--num_workers N on any nodes, or --placement_strategy strict_pack for a single node"
+RAY_FIX = "use --num_workers N on any nodes, or --placement_strategy strict_pack for a single node"
 RLHF = "rlhf"
 """A command whose task `rlhf_type` names."""
 

@@ -98,7 +98,7 @@ NO_PATH = frozenset({errno.ENAMETOOLONG, errno.ELOOP})
 STORAGE = NO_PATH | {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 LONGEST_SHOWN = 80
 """Characters of a path that is too long."""
-ROOM = "free space on this file system, or another folder (--output_dir, --dataset_cache_dir)"
+ROOM = "free space on this file system, or use another folder (--output_dir, --dataset_cache_dir)"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -119,13 +119,14 @@ def storage_error(error: OSError, path: Path | None = None) -> StorageError | No
     what = str(named) if named is not None else "writing the output"
     if error.errno in NO_PATH:
         what = what if len(what) <= LONGEST_SHOWN else f"{what[:LONGEST_SHOWN]}... ({len(what):,} characters)"
-        fix = "a path that is valid on this file system"
+        fix = "use a path that is valid on this file system"
     elif error.errno in FULL:
         fix = ROOM
     elif named is not None and not os.path.exists(named):
-        fix = f"another folder, or write access to {next(p for p in named.absolute().parents if os.path.exists(p))}"
+        parent = next(p for p in named.absolute().parents if os.path.exists(p))
+        fix = f"use another folder, or get write access to {parent}"
     else:
-        fix = "read and write access for this user, or another path"
+        fix = "give this user read and write access, or use another path"
     return StorageError(Problem(what, error.strerror or str(error), fix))
 
 

@@ -19,8 +19,8 @@ megaswift infer: interactive chat, or batch inference on a prompt file
   megaswift infer --model DIR --adapters OUT/adapter --max_memory 0:20GiB,cpu:64GiB --offload_folder /disk/tmp"""
 HINTS = {
     "do_sample": "--temperature: above 0 samples, 0 is greedy",
-    "stream": "answers are always streamed",
-    "merge_lora": "--merge_adapters, or megaswift export --merge_lora true",
+    "stream": "output is always streamed",
+    "merge_lora": "use --merge_adapters, or megaswift export --merge_lora true",
     "ckpt_dir": "--adapters",
     "output_dir": "--result_path FILE",
     "tp": "--device_map auto places a model over all GPUs",

@@ -60,13 +60,13 @@ def _check(options: argparse.Namespace) -> None:
     problems = []
     for name in () if options.logits else ("prompts", "trust_remote_code"):
         if getattr(options, name):
-            problems.append(Problem(f"--{name}", "is for --logits", "add --logits, or leave it out"))
+            problems.append(Problem(f"--{name}", "applies only with --logits", "add --logits, or leave it out"))
     for name in ("dtype", "all") if options.logits else ():
         if getattr(options, name):
-            problems.append(Problem(f"--{name}", "is for tensors, not for --logits", "leave it out"))
+            problems.append(Problem(f"--{name}", "applies only to tensors, not with --logits", "leave it out"))
     if options.report is not None and (options.report.is_dir() or not options.report.absolute().parent.is_dir()):
         problems.append(
-            Problem(f"--report {options.report}", "cannot be written there", "a file in a folder that exists")
+            Problem(f"--report {options.report}", "cannot be written there", "give a file in a folder that exists")
         )
     if problems:
         raise ConfigError(problems)
@@ -89,7 +89,7 @@ def _tensors(a: ComparedWeights, b: ComparedWeights, options: argparse.Namespace
     for key, value_a, value_b in settings or ():
         print(f"config.json: {key} is {value_a!r} in A and {value_b!r} in B")
     if settings is None:
-        print("config.json: not compared: both sides need one of a supported model family")
+        print("config.json: not compared, because A and B do not both have one of a supported model family")
     print(f"{len(rows)} tensors: " + ", ".join(f"{counts[status]} {status}" for status in TOLD if counts[status]))
     facts |= {
         "dtype": str(dtype).removeprefix("torch.") if dtype else None,

@@ -81,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return entry.main(mine.algorithm, words)
         cfg = load(mine.algorithm, words, complete=True)
         if cfg.launch.launcher != "torchrun":
-            raise ConfigError(Problem("--use_torchrun", f"the launcher is {cfg.launch.launcher}", "one of the two"))
+            raise ConfigError(
+                Problem("--use_torchrun", f"the launcher is {cfg.launch.launcher}", "keep one of the two")
+            )
         return local.start_torchrun(cfg, words, os.environ)
     except UserError as error:
         return print_error_once(error, os.environ)

@@ -105,8 +105,8 @@ print(terms[0].name, round(float(terms[0].sum), 6))
 """
     ).splitlines()
     assert told[0] == "accepted"
-    assert "--discopop_tau 0.1" in told[1] and "is read by loss_type discopop only" in told[1]
-    assert "is read by loss_type sigmoid, hinge, ipo" in told[2]
+    assert "--discopop_tau 0.1" in told[1] and "applies only to loss_type discopop" in told[1]
+    assert "applies only to loss_type sigmoid, hinge, ipo" in told[2]
     assert "must be < 0.5" in told[3]
     assert "--loss_type cubic" in told[4] and "another task" in told[4]
     assert told[5:7] == ["True True", "False"]
@@ -162,8 +162,8 @@ print([v.tolist() for v in found["advantages"]])
 """
     ).splitlines()
     assert told[0] == "accepted"
-    assert "is read by advantage_estimator grpo only" in told[1]
-    assert "is read by advantage_estimator reinforce_plus_plus and gae only" in told[2]
+    assert "applies only to advantage_estimator grpo" in told[1]
+    assert "applies only to advantage_estimator reinforce_plus_plus and gae" in told[2]
     assert "compares the completions of a prompt" in told[3] and "median" in told[4]
     assert told[5:7] == ["False dapo", "True True False"]
     assert told[7] == "[[-1.0, -1.0], [2.0, 2.0], [0.0, 0.0]]"
@@ -212,7 +212,7 @@ print(entry.main("sft", ["--launcher", "echo", "--max_restarts", "9", "--model",
         exit_code=2,
     ).splitlines()
     assert told[0] == "accepted"
-    assert "is read by launcher ray only" in told[1] and "is read by launcher torchrun only" in told[2]
+    assert "applies only to launcher ray" in told[1] and "applies only to launcher torchrun" in told[2]
     assert (
         told[3] == "True False"
         and told[4:6] == ["sft --launcher echo --max_restarts 2", told[5]]

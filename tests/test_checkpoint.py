@@ -114,7 +114,7 @@ def test_rm_removes_nothing_while_a_run_writes(out: Path, capsys: pytest.Capture
     for force in ((), ("--force",)):
         code, text, error = ran(capsys, "rm", step(out, 2), *force)
         assert code == 2 and "a run is writing to this folder: process" in error and "removed" not in text
-        assert "another --output_dir" not in error and step(out, 2).is_dir() and pointer(out) == "step-6"
+        assert "use another --output_dir" not in error and step(out, 2).is_dir() and pointer(out) == "step-6"
     running.release()
     assert ran(capsys, "rm", step(out, 2))[0] == 0 and not step(out, 2).exists()
     RunLock(out).take()  # released: the next run may start

@@ -194,7 +194,7 @@ def test_a_malformed_row_ends_with_2_before_a_model_is_built(
     assert ended.value.code == 2 and not built and "Traceback" not in told
     assert (
         f"{tmp_path / 'data.jsonl'}:49: column messages: int 3; expected a list" in told
-        and "correct the row, or --strict false" in told
+        and "correct the row, or give --strict false" in told
     )
     assert check_output_folder(load("sft", inputs)) == []
 

@@ -102,7 +102,7 @@ class AtomicFolder:
         except BlockingIOError:
             self._log.close()
             raise CheckpointError(
-                Problem(str(self.target), "is being written by another conversion", "wait for it to end")
+                Problem(str(self.target), "is being written by another conversion", "wait until it ends")
             ) from None
         self._log.seek(0)
         header, *lines = self._log.read().split("\n")

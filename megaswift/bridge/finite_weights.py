@@ -41,7 +41,7 @@ def refuse_non_finite(names: Sequence[str], what: str = "--model") -> None:
             Problem(
                 what,
                 f"has values that are not finite (NaN or infinity) in {tensor_names_text(names)}",
-                "a folder with the model's original weights, or a checkpoint from before the training diverged",
+                "use a folder with the model's original weights, or a checkpoint from before training diverged",
             )
         )
 
@@ -58,6 +58,6 @@ def warn_non_finite(target: Path, names: Sequence[str]) -> None:
     """Says that a folder was written from such tensors."""
     if names:
         log.warn(
-            f"{target} has values that are not finite (NaN or infinity) in {tensor_names_text(names)}: they were "
-            "written unchanged, and training and inference refuse them"
+            f"{target} has values that are not finite (NaN or infinity) in {tensor_names_text(names)}. They were "
+            "written unchanged; training and inference reject them"
         )

@@ -133,7 +133,7 @@ class HfSource:
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise WeightsError(Problem(str(path), f"is not an index of safetensors files: {error!r}")) from None
         if not isinstance(index, dict) or not index or not all(isinstance(v, str) for v in index.values()):
-            raise WeightsError(Problem(str(path), "weight_map should map tensor names to file names"))
+            raise WeightsError(Problem(str(path), "weight_map must map tensor names to file names"))
         if SINGLE not in index.values() and (self.directory / SINGLE).exists():
             raise WeightsError(
                 Problem(

@@ -4,7 +4,7 @@ Owns which tensor lies where in the checkpoint's files and what else the folder 
 
     .metadata, __0_K.distcp     the weights, one item a parameter (an expert's slice of the stacked tensor)
     metadata.json, common.pt    what Megatron-Core's own loader looks for
-    model/                      what turns it back into a Hugging Face folder (`model_folder`)
+    model/                      what turns it back into a Hugging Face folder (`checkpoint_model`)
     conversion.json             vocabulary padding, layout it was checked for
 """
 
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import conversion, dist_files, torch_record
+from megaswift.bridge.checkpoint_model import write_model
 from megaswift.bridge.conversion import FolderJob, TensorJob, bands, blocks_of
 from megaswift.bridge.dist_files import SavedChunk
 from megaswift.bridge.hf_source import WeightSource
-from megaswift.bridge.model_folder import write_model
 from megaswift.bridge.plan import PlanEntry, WeightPlan
 from megaswift.bridge.quantized import open_hf
 from megaswift.bridge.sharded_keys import KEPT, padded_vocabulary, shard_region
@@ -64,7 +64,9 @@ def hf_to_megatron(source: Path | str, target: Path | str, options: ToMegatronOp
     if find_checkpoint(folder) is not None:
         raise CheckpointError(
             Problem(
-                str(folder), "is a Megatron checkpoint already", "megaswift convert megatron-to-hf to convert it back"
+                str(folder),
+                "is already a Megatron checkpoint",
+                "run megaswift convert megatron-to-hf to convert it back",
             )
         )
     spec = load_spec(folder)

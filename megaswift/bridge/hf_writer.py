@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.atomic_folder import check_room, check_target
+from megaswift.bridge.checkpoint_model import copy_side_files
 from megaswift.bridge.file_tensor import bytes_view
 from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta
-from megaswift.bridge.model_folder import copy_side_files
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.disk import replace_folder, sync_tree
 from megaswift.errors import CheckpointError, Problem

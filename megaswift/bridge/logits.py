@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge.bits_and_bytes import without_cpu_repacking
+from megaswift.bridge.bitsandbytes_config import without_cpu_repacking
 from megaswift.bridge.compare import ComparedWeights
 from megaswift.bridge.hf_source import HfSource
 from megaswift.data.tokenizer import load_tokenizer
@@ -67,11 +67,13 @@ def prompts_from_file(path: Path, tokenizer_of: Path, trust: bool) -> list[Probe
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            Problem(f"--prompts {path}", f"cannot be read: {error}", "a text file with one prompt per line")
+            Problem(f"--prompts {path}", f"cannot be read: {error}", "give a text file with one prompt per line")
         ) from None
     if not lines:
         raise ConfigError(
-            Problem(f"--prompts {path}", "has no prompts", "one prompt per line: text, or token ids like [1, 2, 3]")
+            Problem(
+                f"--prompts {path}", "has no prompts", "write one prompt per line: text, or token ids like [1, 2, 3]"
+            )
         )
     tokenizer: Any = None
     prompts = []
@@ -162,7 +164,10 @@ def numerical_noise(model: Any, prompts: Sequence[ProbePrompt], first: Sequence[
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # torch's grouped product knows no float64
         model.double()
-        second, between = prompt_logits(model, prompts), "float32 and float64 (it has only one kind of attention)"
+        second, between = (
+            prompt_logits(model, prompts),
+            "float32 and float64 (it has only one attention implementation)",
+        )
     return [float((x - y).abs().max()) for x, y in zip(first, second, strict=True)], between
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megaswift.bridge import sharded_keys
 from megaswift.bridge.adapters import ADAPTER, SAVED
+from megaswift.bridge.checkpoint_model import read_dtypes
 from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.file_tensor import new_block
 from megaswift.bridge.hf_source import Slices, Span, spans_of
-from megaswift.bridge.model_folder import read_dtypes
 from megaswift.bridge.plan import SHOWN, PlanEntry, WeightPlan
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.bridge.sharded_keys import KEPT, MAIN, STATES
@@ -51,7 +51,7 @@ class MegatronSource:
                 Problem(
                     str(self.directory),
                     "contains the adapters of a LoRA run, not a model",
-                    f"the base model's folder, with --adapters {adapter}",
+                    f"use the base model's folder with --adapters {adapter}",
                 )
             )
         problems, seen = [], set()

@@ -41,9 +41,9 @@ def megatron_to_hf(source: Path | str, target: Path | str, options: ToHfOptions 
     checkpoint = verified_checkpoint(folder)
     if checkpoint is None:
         hf = (
-            "is a Hugging Face folder already"
+            "is already a Hugging Face folder"
             if (folder / "config.json").is_file()
-            else f"holds no checkpoint (no {TABLES})"
+            else f"contains no checkpoint (no {TABLES})"
         )
         if not folder.exists():
             raise CheckpointError(Problem(str(folder), "does not exist", path_hint(folder)))

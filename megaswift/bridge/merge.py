@@ -98,14 +98,14 @@ def merge_folders(
     if not (home / "config.json").is_file():
         if not base.exists():
             raise WeightsError(Problem(str(base), "does not exist", path_hint(base)))
-        raise WeightsError(Problem(str(base), "has no config.json", "the folder of the base model"))
+        raise WeightsError(Problem(str(base), "has no config.json", "give the folder of the base model"))
     if merge_by_peft.needs_peft(home, adapter):
         if checkpoint is not None:
             raise WeightsError(
                 Problem(
                     str(base),
                     "is a checkpoint, but PEFT can merge these adapters only into a Hugging Face folder",
-                    f"megaswift convert megatron-to-hf {base} DIR, then merge into DIR",
+                    f"run megaswift convert megatron-to-hf {base} DIR, then merge into DIR",
                 )
             )
         return merge_by_peft.merge_with_peft(base, adapter, target, max_shard_bytes, overwrite)
@@ -119,7 +119,9 @@ def merge_folders(
     folder = PeftFolder(adapter)
     plan = folder.plan(weights)
     if scored and NEW not in plan.saved:
-        raise WeightsError(Problem(str(adapter), f"has no {NEW}, the head of the reward model", "adapters of task rm"))
+        raise WeightsError(
+            Problem(str(adapter), f"has no {NEW}, the head of the reward model", "use adapters of task rm")
+        )
     tensors = folder.read(plan)
     ignored_names = set(ignored) if scored else set()  # the vocabulary's head
     metas = {

@@ -1,7 +1,7 @@
-"""Adapters merged by PEFT itself: those that are not LoRA, and those of models that are no family here.
+"""Merges adapters with PEFT itself: those that are not LoRA, and those of models of no supported family.
 
-Unlike `merge_with_peft`, which streams, this builds the model: in float32, in the memory of one process. Each tensor
-is rounded once, to the dtype that it had.
+Unlike `merge`, which streams, this builds the model: in float32, in the memory of one process. Each tensor is rounded
+once, to the dtype that it had.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeE
 
 
 def needs_peft(home: Path, adapter: Path) -> bool:
-    """Whether the streaming merge knows these weights or these adapters not."""
+    """Whether the streaming merge does not support these weights or these adapters."""
     return adapter_kind(adapter) != "lora" or str(read_config(home).get("model_type")) not in FAMILIES
 
 
@@ -61,7 +61,9 @@ def classifier(config: Mapping[str, Any], home: Path) -> dict[str, Any]:
     token."""
     if config.get("pad_token_id") is not None:
         return dict(config)
-    return with_padding(config, pad_of(load_tokenizer(home, False, "the tokenizer's files beside the base model")))
+    return with_padding(
+        config, pad_of(load_tokenizer(home, False, "put the tokenizer's files into the base model's folder"))
+    )
 
 
 def _merged(base: Path, adapter: Path) -> Any:

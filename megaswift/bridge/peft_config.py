@@ -35,7 +35,7 @@ def peft_config(cfg: SwiftConfig, task: str = "CAUSAL_LM") -> Any:
         )
     kind, label = getattr(peft, method.config, None), f"--train_type {cfg.model.train_type}"
     if kind is None:
-        raise ConfigError(Problem(label, f"the installed PEFT has no {method.config}", "pip install -U peft"))
+        raise ConfigError(Problem(label, f"the installed PEFT has no {method.config}", "run pip install -U peft"))
     fields = {**_taken(cfg, method), **_further(cfg, kind, method)}
     try:
         return kind(**fields, **_where(cfg, task))

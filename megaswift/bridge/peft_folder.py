@@ -34,7 +34,7 @@ REFUSED: Mapping[str, str] = {
     "fan_in_fan_out": "is for transposed layers",
     "layer_replication": "repeats layers of the model",
     "trainable_token_indices": "trains single embedding rows",
-    "alora_invocation_tokens": "is switched on by tokens (aLoRA)",
+    "alora_invocation_tokens": "is activated by tokens (aLoRA)",
     "use_qalora": "is QALoRA",
     "use_bdlora": "is BD-LoRA",
     "arrow_config": "routes between adapters (Arrow)",
@@ -73,7 +73,7 @@ class PeftFolder:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            fix = "a folder written by PEFT or by a megaswift run (OUT/adapter)"
+            fix = "give a folder written by PEFT or by a megaswift run (OUT/adapter)"
             raise WeightsError(Problem(str(self.directory), f"has no {CONFIG}", fix)) from None
         except (OSError, ValueError, RecursionError) as error:
             raise WeightsError(Problem(str(path), f"cannot be read: {error}")) from None
@@ -109,7 +109,9 @@ class PeftFolder:
                 what = f"{self.directory}, tensor {name}"
                 problems.append(
                     Problem(
-                        what, "does not match a layer of this model that can have adapters", "an adapter of this model"
+                        what,
+                        "does not match a layer of this model that can have adapters",
+                        "use an adapter of this model",
                     )
                 )
             elif (shape := tuple(read().shape)) != weights.hf_shapes[name]:
@@ -188,22 +190,22 @@ def _mistyped(path: str, config: Mapping[str, Any]) -> Iterator[Problem]:
     """Fields of the settings whose value has another type."""
     rank = config.get("r", 8)
     if not (isinstance(rank, int) and _number(rank, 1)):
-        yield Problem(path, f"r {rank!r:.60} should be a whole number")
+        yield Problem(path, f"r {rank!r:.60} must be a whole number")
     for name in ("lora_alpha", "lora_dropout"):
         value = config.get(name, 0)
         if not _number(value, 0):
-            yield Problem(path, f"{name} {value!r:.60} should be a number")
+            yield Problem(path, f"{name} {value!r:.60} must be a number")
     for name in ("alpha_pattern", "rank_pattern"):
         value = config.get(name) or {}
         if not (isinstance(value, dict) and all(_number(v, 0) for v in value.values())):
-            yield Problem(path, f"{name} {value!r:.60} should map names of modules to numbers")
+            yield Problem(path, f"{name} {value!r:.60} must map names of modules to numbers")
 
 
 def _unfit(directory: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
     path = str(directory / CONFIG)
     yield from _mistyped(path, config)
     if config.get("peft_type") != "LORA":
-        yield Problem(path, f"peft_type is {config.get('peft_type')}; only LORA is supported", "a LoRA adapter")
+        yield Problem(path, f"peft_type is {config.get('peft_type')}; only LORA is supported", "use a LoRA adapter")
     yield from (
         Problem(path, f"{name} {config[name]}: {why}, which is not supported")
         for name, why in REFUSED.items()

@@ -133,7 +133,7 @@ class PlanEntry:
         expected = self.shard_shape(len(shards), padded)
         for rank, shard in enumerate(shards):
             assert tuple(shard.shape) == expected, (
-                f"{self.megatron}: shard {rank} is {tuple(shard.shape)}, should be {expected}"
+                f"{self.megatron}: shard {rank} is {tuple(shard.shape)}, must be {expected}"
             )
             offset = 0
             for piece in self.pieces(ShardSpec(len(shards), rank, padded)):
@@ -259,7 +259,7 @@ class WeightPlan:
         if source.dtype_name(name) not in FLOATS:
             yield Problem(
                 what,
-                f"has dtype {source.dtype_name(name)}; weights should be F32, BF16 or F16",
+                f"has dtype {source.dtype_name(name)}; weights must be F32, BF16 or F16",
                 "use the checkpoint in bfloat16",
             )
 

@@ -80,7 +80,7 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
         raise DamagedHeader("is not a safetensors file: its header is not a JSON object")
     notes = header.pop("__metadata__", {})
     if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
-        raise DamagedHeader("has a damaged header: __metadata__ should map strings to strings")
+        raise DamagedHeader("has a damaged header: __metadata__ must map strings to strings")
     entries = {name: _tensor(name, entry, 8 + length) for name, entry in header.items()}
     _without_gaps(entries, 8 + length, size)
     return entries
@@ -94,7 +94,7 @@ def _tensor(name: str, entry: Any, base: int) -> HeaderEntry:
     except (KeyError, TypeError, ValueError):
         raise DamagedHeader(f"has a damaged header at tensor {ascii(name)[1:-1]}") from None
     if not isinstance(dtype, str) or not all(type(n) is int and 0 <= n <= MOST for n in (*shape, first, last)):
-        raise DamagedHeader(f"has a damaged header at tensor {name}: sizes and offsets should be whole numbers")
+        raise DamagedHeader(f"has a damaged header at tensor {name}: sizes and offsets must be whole numbers")
     if math.prod(max(1, n) for n in shape) > MOST:
         raise DamagedHeader(f"has a damaged header at tensor {name}: the shape {list(shape)} is invalid")
     if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:

@@ -19,5 +19,5 @@ def dtype_problem(name: str, saved: torch.dtype, expected: torch.dtype, state: b
     return Problem(
         name,
         f"has dtype {names[0]} in the checkpoint and {names[1]} in this run",
-        "the optimizer options of the checkpoint's run, or --model STEP to start from its weights",
+        "use the optimizer options of the checkpoint's run, or --model STEP to start from its weights",
     )

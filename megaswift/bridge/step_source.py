@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megaswift.bridge.checkpoint_model import read_dtypes
 from megaswift.bridge.hf_source import HfSource, Slices
-from megaswift.bridge.model_folder import read_dtypes
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointFolder
@@ -42,7 +42,7 @@ class StepSource:
                 Problem(
                     str(self.directory),
                     "contains the adapters of a LoRA run, not a model",
-                    f"the base model's folder, with --adapters {adapter}",
+                    f"use the base model's folder with --adapters {adapter}",
                 )
             )
 

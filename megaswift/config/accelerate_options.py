@@ -36,11 +36,11 @@ _WITHOUT_EFFECT = {
         "--gradient_accumulation_steps",
     ),
     "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", ("auto", "none"), "--max_grad_norm"),
-    "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "the options of the run"),
+    "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "--torch_compile"),
     "FSDP_MIN_NUM_PARAMS": (
         "fsdp_min_num_params",
         ("0", "100000000"),
-        "a unit is a decoder layer; --fsdp_transformer_layer_cls_to_wrap",
+        "--fsdp_transformer_layer_cls_to_wrap",
     ),
     "FSDP_BACKWARD_PREFETCH": ("fsdp_backward_prefetch", ("backward_pre", "none", "no_prefetch"), "torch's FSDP2"),
     "FSDP_FORWARD_PREFETCH": ("fsdp_forward_prefetch", ("false",), "torch's FSDP2"),
@@ -68,17 +68,17 @@ def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> 
         yield f"from accelerate's settings: {' '.join(f'--{g.name} {show(g.value)}' for g in taken)}"
     for g in givens:
         if g not in taken:
-            yield f"{g.label} has no effect; it is overridden by --{g.name} {show(c.value(g.name))} of the run"
+            yield f"{g.label} has no effect: --{g.name} {show(c.value(g.name))} of the run overrides it"
     for variable, (name, silent, instead) in _WITHOUT_EFFECT.items():
         value = environ.get(variable, "").lower()
         idle = variable.startswith("FSDP_") and not _on(environ, FSDP)
         if value and value not in silent and not idle:
-            yield f"accelerate's {name} {value} has no effect; it is determined by {instead}"
+            yield f"accelerate's {name} {value} has no effect: {instead} determines it"
     if _on(environ, FSDP) and environ.get("FSDP_VERSION", "1") == "1":
-        yield "FSDP version 1 is replaced by FSDP2"
+        yield "fsdp_version 1 has no effect: FSDP2 is always used"
     if alone and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= environ.keys():
         yield (
-            "accelerate started one process (with --cpu it ignores --num_processes); for several:  "
+            "accelerate started one process (with --cpu it ignores --num_processes). For several, use "
             "accelerate launch --multi_gpu (on a CPU too), or torchrun"
         )
 
@@ -150,13 +150,15 @@ def _refused(environ: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem(
             "accelerate launch --use_megatron_lm",
             only,
-            "accelerate launch --multi_gpu ..., with --tp and --pp after the script",
+            "use accelerate launch --multi_gpu ..., with --tp and --pp after the script",
         )
     if _on(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
-        yield Problem("accelerate's parallelism_config", only, "--tp and --cp after the script")
+        yield Problem("accelerate's parallelism_config", only, "give --tp and --cp after the script")
     if environ.get("ACCELERATE_MIXED_PRECISION") == "fp8":
         yield Problem(
-            "accelerate's mixed_precision fp8", only, "--mixed_precision bf16, and --fp8_format hybrid after the script"
+            "accelerate's mixed_precision fp8",
+            only,
+            "use --mixed_precision bf16, and --fp8_format hybrid after the script",
         )
     if _on(environ, ZERO):
         yield from _refused_zero(environ)
@@ -171,7 +173,7 @@ def _refused_zero(environ: Mapping[str, str]) -> Iterator[Problem]:
             "accelerate's deepspeed_config",
             f"stage {stage} with the optimizer on {optimizer} and the weights on {weights} "
             f"is not supported; supported are: {', '.join(sorted(_KINDS.values()))}",
-            "a DeepSpeed file, as deepspeed_config_file",
+            "give a DeepSpeed file as deepspeed_config_file",
         )
     if environ.get(f"{_ZERO}MOE_LAYER_CLS_NAMES"):
         yield Problem("accelerate's deepspeed_moe_layer_cls_names", "is not supported", "leave it out")

@@ -63,9 +63,9 @@ INSTEAD = {
     "activation_checkpointing": "--recompute_granularity",
     "tensorboard": "--report_to tensorboard",
     "wandb": "--report_to wandb",
-    "pipeline": "--engine megatron with --pp",
-    "tensor_parallel": "--engine megatron with --tp",
-    "sequence_parallel_size": "--engine megatron with --cp",
+    "pipeline": "use --engine megatron with --pp",
+    "tensor_parallel": "use --engine megatron with --tp",
+    "sequence_parallel_size": "use --engine megatron with --cp",
     "prescale_gradients": "leave it out: gradients are summed, then divided once",
     "gradient_predivide_factor": "leave it out: gradients are summed, then divided once",
     "gradient_allreduce_op": "leave it out: gradients are summed, then divided once",
@@ -176,7 +176,7 @@ def deepspeed_kind(config: Mapping[str, Any]) -> str | None:
 
 def read_deepspeed_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file; ConfigError where there is none."""
-    fix = f"one of {', '.join(KINDS)}, or a JSON file such as configs/deepspeed/zero2.json"
+    fix = f"give one of {', '.join(KINDS)}, or a JSON file such as configs/deepspeed/zero2.json"
     return read_object(path, f"--deepspeed {path}", fix)
 
 
@@ -186,7 +186,9 @@ def missing_deepspeed(kind: str) -> list[Problem]:
         return []
     return [
         Problem(
-            f"--engine {kind}", "deepspeed is not installed", "pip install 'megaswift[deepspeed]', or --engine fsdp2"
+            f"--engine {kind}",
+            "deepspeed is not installed",
+            "run pip install 'megaswift[deepspeed]', or use --engine fsdp2",
         )
     ]
 
@@ -307,7 +309,9 @@ def _optimizer(config: dict[str, Any], facts: RunFacts, label: str) -> Iterator[
         "adam_w_mode", True
     ) is False:
         yield Problem(
-            f'{label}: "optimizer": "{kind}"', "the optimizer is always AdamW", '"AdamW", or leave the section out'
+            f'{label}: "optimizer": "{kind}"',
+            "is not supported: ZeRO runs always use AdamW",
+            '"AdamW", or leave the section out',
         )
     names = {
         "lr": (facts.learning_rate, "--learning_rate"),

@@ -135,7 +135,7 @@ _PARTS = ("freeze_vit", "freeze_aligner", "freeze_llm")
 
 _FSDP_MISSING: tuple[tuple[Test, str], ...] = (
     (lambda c: _NO_FSDP(c) and c.engine.deepspeed is None, "--engine fsdp2"),
-    (lambda c: _NO_FSDP(c) and c.engine.deepspeed is not None, "--engine fsdp2 in place of --deepspeed"),
+    (lambda c: _NO_FSDP(c) and c.engine.deepspeed is not None, "use --engine fsdp2 instead of --deepspeed"),
 )
 ENGINE_IGNORED: tuple[IgnoredOption, ...] = (
     *(

@@ -94,7 +94,7 @@ def estimators_reading(option: str, task: str | None = None) -> tuple[str, ...]:
     return tuple(e.name for e in ESTIMATOR_TABLE if option in e.reads and task in (None, e.task))
 
 
-def estimators_text(task: str, option: str) -> str:
+def estimators_reading_text(task: str, option: str) -> str:
     """For `--help`: which estimators of a task read an option that not all of them read; empty for any other option."""
     readers = estimators_reading(option, task)
     known = set(readers) == set(estimator_names(task))

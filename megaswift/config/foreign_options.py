@@ -24,11 +24,11 @@ _CACHE = _GONE + "tokenized rows are cached below --dataset_cache_dir, keyed by 
 _ATTENTION = "--attn_impl flash"
 _STREAMS = "--streaming true"
 _TEACHER = _NOT_SERVED + "distillation from a teacher (GKD)"
-_TASKS = _NOT_SERVED + "embedding, reranker and classification tasks; a reward model: megaswift rm"
+_TASKS = _NOT_SERVED + "embedding, reranker and classification tasks; for a reward model: megaswift rm"
 _MODELSCOPE = "--model ORGANIZATION/NAME with --use_hf false"
 _LORA_GA = _NOT_SERVED + "LoRA-GA; train_type lora starts from random A and zero B"
 _HUB = "leave it out: megaswift does not upload; results stay in --output_dir"
-_TRACKER = "environment variables of the tracker, such as WANDB_PROJECT or WANDB_NAME"
+_TRACKER = "set environment variables of the tracker, such as WANDB_PROJECT or WANDB_NAME"
 _EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: run an evaluation harness on OUT/hf"
 _FUSED = _GONE + "fused kernels are selected by device and --transformer_impl"
 _STEPS = "--eval_steps N or --save_steps N; unset: only at the end"
@@ -53,8 +53,8 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "flash_attn": _ATTENTION,
     "use_flash_attn": _ATTENTION,
     "use_flash_attention": _ATTENTION,
-    "rope_scaling": "rope_scaling in the model's config.json",
-    "new_special_tokens": "a model folder with the extended tokenizer and embeddings",
+    "rope_scaling": "set rope_scaling in the model's config.json",
+    "new_special_tokens": "use a model folder with the extended tokenizer and embeddings",
     "load_in_4bit": "--quantization_bit 4",
     "load_in_8bit": "--quantization_bit 8",
     "quant_method": "--quantization_bit 4, which uses bitsandbytes",
@@ -69,9 +69,9 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "task_type": _TASKS,
     "num_labels": _TASKS,
     "problem_type": _TASKS,
-    "training_task": "the command's name: megaswift sft, megaswift grpo; in a file: task",
-    "algorithm": "the command's name: megaswift sft, megaswift grpo; in a file: task",
-    "mode": "the command's name: megaswift sft, megaswift infer",
+    "training_task": "use the command's name: megaswift sft, megaswift grpo; in a file: task",
+    "algorithm": "use the command's name: megaswift sft, megaswift grpo; in a file: task",
+    "mode": "use the command's name: megaswift sft, megaswift infer",
     # what trains
     "sft_type": "--train_type",
     "finetuning_type": "--train_type",
@@ -87,8 +87,8 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "lora_ga_iters": _LORA_GA,
     "lora_ga_max_length": _LORA_GA,
     "lora_ga_scale": _LORA_GA,
-    "ref_adapters": "a merged model: megaswift export --merge_lora true, then --ref_model DIR",
-    "reward_adapters": "a merged model: megaswift export --merge_lora true, then --reward_model DIR",
+    "ref_adapters": "merge the adapters: megaswift export --merge_lora true, then --ref_model DIR",
+    "reward_adapters": "merge the adapters: megaswift export --merge_lora true, then --reward_model DIR",
     "trainable_parameters": _PARTS,
     "trainable_parameters_regex": _PARTS,
     "freeze_parameters_regex": "--freeze_parameters PATTERN",
@@ -103,7 +103,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "train_batch_size": "--global_batch_size over all ranks, or --per_device_train_batch_size on each",
     "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
     "epochs": "--num_train_epochs",
-    "lr_decay_iters": _GONE + "the schedule ends with the run (--max_steps)",
+    "lr_decay_iters": _GONE + "the schedule ends when the run ends (--max_steps)",
     "lr_wsd_decay_iters": "--wsd_decay_ratio FRACTION (of all steps)",
     "lr_wsd_decay_style": _GONE + "the wsd schedule decays linearly",
     "lr_warmup_init": _GONE + "warmup starts at 0",
@@ -151,13 +151,13 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "template": "--chat_template FILE.jinja; unset: the tokenizer's template",
     "template_type": "--chat_template FILE.jinja; unset: the tokenizer's template",
     "agent_template": "--chat_template FILE.jinja; unset: the tokenizer's template",
-    "use_chat_template": "megaswift pt for plain text",
+    "use_chat_template": "use megaswift pt for plain text",
     "enable_thinking": "--chat_template FILE.jinja that formats the reasoning as needed",
     "padding_side": _GONE + "rows are always padded on the right",
     "remove_unused_columns": _GONE + "columns that the format does not use are ignored",
     "interleave_prob": _NOT_SERVED + "mixing by probabilities; data.jsonl#N samples N rows of a file",
     "metric": "--val_dataset FILE and --eval_steps N, which measure the loss",
-    "max_pixels": "max_pixels in the model's preprocessor_config.json",
+    "max_pixels": "set max_pixels in the model's preprocessor_config.json",
     "num_workers_per_gpu": "--dataloader_num_workers",
     "stream": _STREAMS,
     "split": "--split_dataset_ratio 0.01 (fraction of validation rows)",
@@ -242,14 +242,14 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "safe_serialization": _GONE + "weights are always saved as safetensors",
     "save_only_model": _NOT_SERVED + "checkpoints without the optimizer; --save_total_limit N limits their number",
     "no_save_optim": _NOT_SERVED + "checkpoints without the optimizer; --save_total_limit N limits their number",
-    "no_save_rng": _GONE + "checkpoints always contain the random states",
-    "no_load_optim": "--model DIR to start from weights only",
-    "no_load_rng": "--model DIR to start from weights only",
-    "resume_only_model": "--model DIR to start from weights only",
+    "no_save_rng": _GONE + "checkpoints always contain the states of the random number generators",
+    "no_load_optim": "use --model DIR to start from the weights only",
+    "no_load_rng": "use --model DIR to start from the weights only",
+    "resume_only_model": "use --model DIR to start from the weights only",
     "finetune": _GONE + "--model DIR starts from its weights; --resume_from_checkpoint resumes a run",
     "async_save": _NOT_SERVED + "asynchronous checkpointing",
     "save_on_each_node": _GONE + "checkpoints are written to one folder shared by all nodes",
-    "create_checkpoint_symlink": _GONE + "OUT/checkpoints/latest.json points to the newest",
+    "create_checkpoint_symlink": _GONE + "OUT/checkpoints/latest.json names the newest checkpoint",
     "resume": "--resume_from_checkpoint latest",
     "ignore_data_skip": _GONE + "a resumed run continues with the rows not yet used",
     "load_best_model_at_end": _NOT_SERVED + "best-checkpoint selection; OUT/metrics.jsonl contains every evaluation",
@@ -261,7 +261,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "lmbda": _TEACHER,
     "teacher_model": _TEACHER,
     "gkd_logits_topk": _TEACHER,
-    "sft_alpha": "--rpo_alpha for DPO with an SFT term",
+    "sft_alpha": "use --rpo_alpha for DPO with an SFT term",
     "dpo_beta": "--beta",
     "external_plugins": "--reward_funcs FILE.py:function",
     "reward_model_plugin": "--reward_funcs FILE.py:function",
@@ -316,7 +316,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (r"fp4_\w+", _NOT_SERVED + "FP4; --fp8_format hybrid"),
     (r"fp8_\w+", _NOT_SERVED + "this setting of FP8; --fp8_format and --fp8_recipe"),
     (r"dsa_\w+|mhc_\w+|csa_\w+", _NOT_SERVED + "this architecture"),
-    (r"vllm_\w+", _NOT_SERVED + "this setting of vLLM in the process; start a server with it:  "
+    (r"vllm_\w+", _NOT_SERVED + "this setting of vLLM in the training process; start a server with it: "
      "--rollout_backend vllm_server"),
     (r"(sglang|lmdeploy)_\w+", "start a server with it: --rollout_backend sglang"),
     (r"eval_\w+", _EVAL),
@@ -330,7 +330,7 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("fsdp", "no_shard"): "--engine ddp, which replicates the model on every rank",
     ("fsdp", "hybrid_shard_zero2"): "--fsdp shard_grad_op, which shards gradients and optimizer over all ranks",
     ("fsdp", "fsdp2"): "--engine fsdp2",
-    ("rlhf_type", "gkd"): "megaswift sft on completions of the teacher: distillation (GKD) is not supported",
+    ("rlhf_type", "gkd"): "run megaswift sft on completions of the teacher: distillation (GKD) is not supported",
     ("rlhf_type", "ppo_v2"): "megaswift ppo",
     ("report_to", "swanlab"): "--report_to tensorboard or wandb: SwanLab is not supported",
     ("report_to", "all"): "--report_to tensorboard wandb",

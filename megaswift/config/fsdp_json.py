@@ -33,7 +33,7 @@ ALWAYS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "cpu_ram_efficient_loading": ((True,), "models are always loaded shard by shard"),
     "sync_module_states": ((True, False), ""),
     "use_orig_params": ((True,), "FSDP2 always keeps the original parameters"),
-    "limit_all_gathers": ((True,), "FSDP2 always limits them"),
+    "limit_all_gathers": ((True,), "FSDP2 always limits all-gathers"),
     "backward_prefetch": (("BACKWARD_PRE",), "FSDP2 always prefetches the next layer in the backward pass"),
     "forward_prefetch": ((False,), "FSDP2 always prefetches the next layer in the forward pass"),
     "auto_wrap_policy": (("TRANSFORMER_BASED_WRAP",), "FSDP2 wraps by layer class"),
@@ -71,7 +71,7 @@ class FsdpFileOptions:
 
 def read_fsdp_file(path: Path) -> dict[str, Any]:
     """The JSON object of a file; ConfigError where there is none."""
-    return read_object(path, f"--fsdp_config {path}", 'a file like {"reshard_after_forward": true}')
+    return read_object(path, f"--fsdp_config {path}", 'give a file like {"reshard_after_forward": true}')
 
 
 def options_from_fsdp(given: Mapping[str, Any], label: str) -> FsdpFileOptions:
@@ -126,7 +126,7 @@ def _types(plain: dict[str, Any], label: str) -> Iterator[Problem]:
             value = plain[name].upper() if isinstance(plain[name], str) else plain[name]
             plain[name] = value if isinstance(value, bool) else str(value)
             if plain[name] not in WORDS:
-                fix = "--engine ddp without the file" if plain[name] in ("NO_SHARD", "3") else "true or false"
+                fix = "use --engine ddp without the file" if plain[name] in ("NO_SHARD", "3") else "true or false"
                 yield Problem(f'{label}: "{name}": {json.dumps(value)}', "is not a supported sharding strategy", fix)
     for name in (*OFFLOADS, RECOMPUTES):
         if not isinstance(plain.get(name, False), bool):

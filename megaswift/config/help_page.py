@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 
 from megaswift.config.data import ALIGNMENT
-from megaswift.config.estimator_table import estimators_text
+from megaswift.config.estimator_table import estimators_reading_text
 from megaswift.config.loss_table import readers_text
 from megaswift.config.option import Option
 from megaswift.config.sections import OPTIONS, SECTIONS, TASKS
@@ -59,7 +59,7 @@ def entry(option: Option, width: int, task: str | None = None) -> Iterator[str]:
     choices = option.choices_in(task)
     if len(choices) > 1:
         text += f" [{' | '.join(choices)}]"
-    if task is not None and (readers := readers_text(task, option.name) or estimators_text(task, option.name)):
+    if task is not None and (readers := readers_text(task, option.name) or estimators_reading_text(task, option.name)):
         text += f"; {readers}"
     body = textwrap.wrap(text, width - column, break_on_hyphens=False)
     if len(head) >= column:

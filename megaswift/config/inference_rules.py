@@ -57,7 +57,7 @@ def _model(options: WeightsOptions | SourceOptions) -> Iterator[Problem]:
     if options.adapters is not None and not (Path(options.adapters) / ADAPTER_CONFIG).is_file():
         rule = f"has no {ADAPTER_CONFIG}" if Path(options.adapters).is_dir() else "no such folder"
         yield Problem(
-            f"--adapters {options.adapters}", rule, "a PEFT folder: OUT/adapter, OUT/checkpoints/step-N/adapter"
+            f"--adapters {options.adapters}", rule, "give a PEFT folder: OUT/adapter, OUT/checkpoints/step-N/adapter"
         )
 
 
@@ -79,7 +79,7 @@ def _placement(parsed: Parsed) -> Iterator[Problem]:
         )
         if DISK not in placed.values():  # type: ignore[union-attr]
             yield from _unused(
-                parsed, ["offload_folder"], f"would be ignored: {parsed.label('device_map')} offloads nothing to disk"
+                parsed, ["offload_folder"], f"would be ignored: {parsed.label('device_map')} puts no module on disk"
             )
     if options.max_memory is not None and isinstance(limits := max_memory(options.max_memory), Problem):
         yield limits
@@ -128,7 +128,7 @@ def _file(options: FileOptions, parsed: Parsed) -> Iterator[Problem]:
     if not options.logprobs:
         yield from _unused(parsed, ["top_logprobs"], "needs --logprobs", "--logprobs true")
     if not Path(options.dataset).is_file():
-        yield Problem(f"--dataset {options.dataset}", "no such file", "a .jsonl, .json, .csv or .parquet file")
+        yield Problem(f"--dataset {options.dataset}", "no such file", "give a .jsonl, .json, .csv or .parquet file")
     if options.result_path is None:
         yield Problem("--result_path", "is missing", "--result_path answers.jsonl (the file to write)")
         return
@@ -140,7 +140,7 @@ def _file(options: FileOptions, parsed: Parsed) -> Iterator[Problem]:
     elif path.exists():
         same = Path(options.dataset).exists() and path.samefile(options.dataset)
         yield Problem(
-            label, "is the file of prompts" if same else "already exists", "use another name; nothing is overwritten"
+            label, "is the prompt file" if same else "already exists", "use another name; nothing is overwritten"
         )
 
 
@@ -198,7 +198,7 @@ def check_deploy(parsed: Parsed) -> Iterator[Problem]:
             parsed,
             ["tensor_parallel_size"],
             "applies only to --infer_backend vllm",
-            "--device_map auto, which splits the model over all GPUs",
+            "use --device_map auto, which splits the model over all GPUs",
         )
 
 

@@ -17,7 +17,7 @@ def _ignored_by_launcher() -> Iterator[IgnoredOption]:
     """A rule for each option that only some launchers read."""
     for option in dict.fromkeys(name for entry in LAUNCHER_TABLE for name in entry.reads):
         readers = launchers_reading(option)
-        why = f"it is read by launcher {joined(readers)} only"
+        why = f"applies only to launcher {joined(readers)}"
         yield IgnoredOption(option, ("launcher",), _unread(option), why, f"--launcher {readers[0]}")
 
 

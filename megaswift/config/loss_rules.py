@@ -30,7 +30,7 @@ def ignored_by_loss(*tasks: str) -> Iterator[IgnoredOption]:
     for option, neutral in LOSS_OPTIONS.items():
         readers = dict.fromkeys(name for task in tasks for name in losses_reading(task, option))
         if readers:
-            why = f"it is read by loss_type {joined(readers)} only"
+            why = f"applies only to loss_type {joined(readers)}"
             yield IgnoredOption(
                 option, ("loss_type",), _unread(option), why, f"--loss_type {next(iter(readers))}", neutral
             )

@@ -136,7 +136,7 @@ _WHOLE = Requirement(
     lambda v: v in (None, SEQ_MEAN_TOKEN_MEAN),
     "does not apply to loss_type rloo: all tokens of a completion share one ratio, and all completions have equal "
     "weight",
-    "--loss_type dapo, or no --loss_agg_mode",
+    "--loss_type dapo, or leave out --loss_agg_mode",
 )
 _CLIP = "epsilon epsilon_high delta"
 

@@ -32,16 +32,16 @@ class ChangedDefault:
 
 
 _EVERY = tuple(TASKS)
-_ONE_ROW = "1, so a step has one row per rank"
+_ONE_ROW = "1: a step has one row per rank"
 _AT_END = "only at the end"
 _DELETED = "2048; longer rows are deleted and counted"
 _BOTH = "2048, prompt and completion together"
 
 CHANGED: tuple[ChangedDefault, ...] = (
     ChangedDefault("num_train_epochs", SWIFT, "3", "1"),
-    ChangedDefault("gradient_accumulation_steps", SWIFT, "so that a step has 16 rows or more", _ONE_ROW),
-    ChangedDefault("max_length", SWIFT, "the model's own", _DELETED, tuple(t for t in TASKS if t not in RL)),
-    ChangedDefault("max_length", SWIFT, "of the prompt alone, the model's own", _BOTH, RL),
+    ChangedDefault("gradient_accumulation_steps", SWIFT, "chosen so that a step has at least 16 rows", _ONE_ROW),
+    ChangedDefault("max_length", SWIFT, "the model's maximum length", _DELETED, tuple(t for t in TASKS if t not in RL)),
+    ChangedDefault("max_length", SWIFT, "the model's maximum length, for the prompt alone", _BOTH, RL),
     ChangedDefault("truncation_strategy", SWIFT, "left", "delete", RL),
     ChangedDefault("recompute_granularity", SWIFT, "full (gradient_checkpointing true)", "none"),
     ChangedDefault("lora_dropout", SWIFT, "0.05", "0", _EVERY, True),
@@ -59,11 +59,13 @@ CHANGED: tuple[ChangedDefault, ...] = (
     ChangedDefault("ddp_timeout", SWIFT, "18000000 seconds", "600 seconds"),
     ChangedDefault("global_batch_size", MEGATRON_SWIFT, "16", _ONE_ROW),
     ChangedDefault("recompute_granularity", MEGATRON_SWIFT, "selective", "none"),
-    ChangedDefault("max_length", MEGATRON_SWIFT, "the model's own", _DELETED, tuple(t for t in TASKS if t not in RL)),
-    ChangedDefault("max_length", MEGATRON_SWIFT, "of the prompt alone, the model's own", _BOTH, RL),
+    ChangedDefault(
+        "max_length", MEGATRON_SWIFT, "the model's maximum length", _DELETED, tuple(t for t in TASKS if t not in RL)
+    ),
+    ChangedDefault("max_length", MEGATRON_SWIFT, "the model's maximum length, for the prompt alone", _BOTH, RL),
     ChangedDefault("truncation_strategy", MEGATRON_SWIFT, "left", "delete", RL),
-    ChangedDefault("sequence_parallel", MEGATRON_SWIFT, "false", "true where tensor_parallel_size > 1"),
-    ChangedDefault("moe_aux_loss_coeff", MEGATRON_SWIFT, "0", "the model's own"),
+    ChangedDefault("sequence_parallel", MEGATRON_SWIFT, "false", "true if tensor_parallel_size > 1"),
+    ChangedDefault("moe_aux_loss_coeff", MEGATRON_SWIFT, "0", "the coefficient in config.json"),
     ChangedDefault("lora_dropout", MEGATRON_SWIFT, "0.05", "0", _EVERY, True),
     ChangedDefault("save_steps", MEGATRON_SWIFT, "500", _AT_END),
     ChangedDefault("eval_steps", MEGATRON_SWIFT, "save_steps", _AT_END),

@@ -89,7 +89,7 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
             and c.parallel.pipeline_parallel_size == 2
             and (c.parallel.virtual_pipeline_parallel_size or 1) > 1
         ),
-        "with two stages and model chunks, batched p2p messages would be mismatched",
+        "with two stages and several model chunks, batched p2p messages would be mismatched",
         "--overlap_p2p_comm true",
     ),
     ConflictingOptions(

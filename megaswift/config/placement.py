@@ -53,7 +53,9 @@ def max_memory(text: str) -> dict[Device, int] | Problem:
             return Problem(label, f"{pair[0]!r} is not DEVICE:SIZE", example)
         device, size = device_of(pair[0]), parse_size(str(pair[1]))
         if device is None or device == DISK:
-            return Problem(label, f"{pair[0]!r} is not a device with a memory limit", "GPUs by number, cpu: " + example)
+            return Problem(
+                label, f"{pair[0]!r} is not a device with a memory limit", "give GPUs by number, or cpu: " + example
+            )
         if size is None:
             return Problem(label, f"{pair[1]!r} is not a valid size", example)
         if device in limits:
@@ -85,16 +87,16 @@ def _of_file(path: Path, label: str) -> dict[str, Device] | Problem:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return Problem(label, f"no such file; {path_hint(path)}", f"a JSON object: {example}")
+        return Problem(label, f"no such file; {path_hint(path)}", f"write a JSON object: {example}")
     except (OSError, ValueError, RecursionError) as error:
-        return Problem(label, f"cannot be read: {error}", f"a JSON object: {example}")
+        return Problem(label, f"cannot be read: {error}", f"write a JSON object: {example}")
     if not isinstance(value, dict) or not value:
         return Problem(label, "does not contain a JSON object of modules", example)
     devices = {name: device_of(device) for name, device in value.items()}
     wrong = [name for name, device in devices.items() if device is None]
     if wrong:
-        return Problem(label, f"{wrong[0]}: {value[wrong[0]]!r} is not a device", "a GPU's number, cpu or disk")
+        return Problem(label, f"{wrong[0]}: {value[wrong[0]]!r} is not a device", "use a GPU's number, cpu or disk")
     device_map = {name: device for name, device in devices.items() if device is not None}
     if set(device_map.values()) == {DISK}:
-        return Problem(label, "has no compute device", "at least one module on a GPU or cpu")
+        return Problem(label, "has no compute device", "place at least one module on a GPU or on cpu")
     return device_map

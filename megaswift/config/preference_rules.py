@@ -38,7 +38,7 @@ PREFERENCE_IGNORED: tuple[IgnoredOption, ...] = (
         "offload_reference",
         ("precompute_ref_log_probs",),
         lambda c: c.preference.precompute_ref_log_probs,
-        "no reference weights are kept",
+        "there are no reference weights to offload",
         "--offload_reference false",
     ),
     *(
@@ -84,21 +84,22 @@ PREFERENCE_CLASHES: tuple[ConflictingOptions, ...] = (
         _TYPE,
         _foreign,
         "is a loss of another task",
-        "a loss of this task (docs/preference.md), or the command of that loss: megaswift simpo, megaswift grpo, ...",
+        "use a loss of this task (docs/preference.md), or the command of that loss: megaswift simpo, megaswift "
+        "grpo, ...",
     ),
-    ConflictingOptions(_TYPE, _single, "accepts a single type in this task", "one of them"),
+    ConflictingOptions(_TYPE, _single, "accepts a single type in this task", "keep one of them"),
     ConflictingOptions(
         ("loss_weights", "loss_type"),
         lambda c: len(c.preference.loss_weights) not in (0, len(loss_types_of(c))),
         "must have one number for each loss_type",
-        "--loss_weights with as many numbers",
+        "give --loss_weights as many numbers",
     ),
     *loss_requirements("dpo", "kto", "cpo"),
     ConflictingOptions(
         ("ref_model", "train_type"),
         lambda c: c.preference.ref_model is not None and c.model.train_type != "full",
         "with adapters the reference is the base model",
-        "--train_type full, or no --ref_model",
+        "--train_type full, or leave out --ref_model",
     ),
     ConflictingOptions(
         ("sync_ref_model", "train_type"),
@@ -110,7 +111,7 @@ PREFERENCE_CLASHES: tuple[ConflictingOptions, ...] = (
         ("precompute_ref_log_probs", "sync_ref_model"),
         lambda c: c.preference.precompute_ref_log_probs and c.preference.sync_ref_model,
         "scores the rows once, but sync_ref_model updates the reference",
-        "one of the two",
+        "keep one of the two",
     ),
     ConflictingOptions(
         ("precompute_ref_log_probs", "streaming"),

@@ -177,7 +177,7 @@ def _with_one_dropped(state: ResolveState, sections: Sections) -> tuple[ResolveS
     for old, new in contradicted(sections, state.weights, frozenset(state.wrong) | state.ambient):
         if old in KEPT or not state.typed[old].spelling:  # accelerate's settings: its launcher follows them too
             continue
-        rest = state.without(old, f"{state.typed[old].label}: not used, because of {state.typed[new].label}")
+        rest = state.without(old, f"{state.typed[old].label} is not used because of {state.typed[new].label}")
         fewer = _sections(rest)
         same_thing = {old, new} == {BATCH[0], *BATCH[1]}
         if len(_check(fewer, rest)) < count + same_thing:
@@ -266,7 +266,7 @@ def _take_task(state: ResolveState, given: Given) -> None:
     if name not in TASKS:
         listed = ", ".join(f"{n} ({text})" for n, text in TASKS.items())
         kinds = ALIGNMENT if given.name == "rlhf_type" else tuple(TASKS)
-        fix = value_advice("rlhf_type", name) or nearest_name(name, kinds) or f"one of {', '.join(kinds)}"
+        fix = value_advice("rlhf_type", name) or nearest_name(name, kinds) or f"use one of {', '.join(kinds)}"
         state.problems.append(Problem(given.label, f"is not a supported task; tasks are {listed}", fix))
         state.wrong.add("task")
     elif state.task is None:
@@ -292,7 +292,7 @@ def unknown_option(given: Given, known: Mapping[str, str], command: str | None =
 
 def _missing(sections: Sections, state: ResolveState) -> Iterable[Problem]:
     if sections.model.model is None and "model" not in state.wrong:
-        yield Problem("--model", "is missing", "--model DIR, a Hugging Face model folder")
+        yield Problem("--model", "is missing", "give --model DIR, a Hugging Face model folder")
     if not sections.data.dataset and "dataset" not in state.wrong:
         yield Problem("--dataset", "is missing", "--dataset data.jsonl")
     if not state.wrong & {"reward_funcs", "reward_model", "environment"}:

@@ -127,7 +127,7 @@ class RlConfig:
         tasks=RL,
     )
     rollout_batch_size: int = option(
-        64, "Maximum number of concurrent completions, per sampler or over its servers", minimum=1, tasks=RL
+        64, "Maximum number of concurrent completions, per sampler or over all its servers", minimum=1, tasks=RL
     )
     rollout_sleep: bool = option(
         False, "Free the sampler's memory during training", aliases=("vllm_enable_sleep_mode",), tasks=RL
@@ -149,7 +149,7 @@ class RlConfig:
     )
     rollout_sync_folder: str | None = option(
         None,
-        "Shared folder for weights and adapters to samplers; unset: in output_dir",
+        "Shared folder for weights and adapters sent to samplers; unset: in output_dir",
         tasks=RL,
         metavar="DIR",
     )
@@ -175,11 +175,13 @@ class RlConfig:
     reward_weights: tuple[float, ...] = option(
         (), "Weight of each of reward_funcs, then of each reward_model; unset: 1 each", tasks=RL, metavar="NUMBER..."
     )
-    cosine_min_len_value_wrong: float = option(-0.5, "cosine reward: wrong answer of length 0", tasks=RL)
-    cosine_max_len_value_wrong: float = option(0.0, "cosine reward: wrong answer of length cosine_max_len", tasks=RL)
-    cosine_min_len_value_correct: float = option(1.0, "cosine reward: correct answer of length 0", tasks=RL)
+    cosine_min_len_value_wrong: float = option(-0.5, "cosine reward: reward of a wrong answer of length 0", tasks=RL)
+    cosine_max_len_value_wrong: float = option(
+        0.0, "cosine reward: reward of a wrong answer of length cosine_max_len", tasks=RL
+    )
+    cosine_min_len_value_correct: float = option(1.0, "cosine reward: reward of a correct answer of length 0", tasks=RL)
     cosine_max_len_value_correct: float = option(
-        0.5, "cosine reward: correct answer of length cosine_max_len", tasks=RL
+        0.5, "cosine reward: reward of a correct answer of length cosine_max_len", tasks=RL
     )
     cosine_max_len: int | None = option(
         None, "cosine reward: maximum length; unset: max_completion_length", minimum=1, unit="tokens", tasks=RL

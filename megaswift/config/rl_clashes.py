@@ -120,13 +120,13 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         ("generation_batch_size", "steps_per_generation"),
         lambda c: c.rl.generation_batch_size is not None and c.rl.steps_per_generation is not None,
         "is set twice, by generation_batch_size and by steps_per_generation",
-        "one of the two",
+        "keep one of the two",
     ),
     ConflictingOptions(
         ("max_completion_length", "max_length"),
         _rl(lambda c: c.rl.max_completion_length >= c.data.max_length),
         "leaves no room for the prompt within max_length {max_length}",
-        "a larger --max_length",
+        "use a larger --max_length",
     ),
     ConflictingOptions(
         ("truncation_strategy",),
@@ -144,7 +144,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         ("reward_weights", "reward_funcs", "reward_model"),
         lambda c: len(c.rl.reward_weights) not in (0, len(c.rl.reward_funcs) + len(c.rl.reward_model)),
         "must have one number for each of reward_funcs, then for each reward_model",
-        "--reward_weights with as many numbers",
+        "give --reward_weights as many numbers",
     ),
     ConflictingOptions(
         ("reward_funcs", "soft_cache_length"),
@@ -242,8 +242,8 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("async_generation", "offload_model", "offload_optimizer", "rollout_sleep"),
         lambda c: _ASYNC(c) and (c.rl.offload_model or c.rl.offload_optimizer or c.rl.rollout_sleep),
-        "samples during training, so the sampler and the trainer cannot take turns using the memory",
-        "no --offload_model, --offload_optimizer or --rollout_sleep",
+        "samples during training, so the sampler and the trainer cannot use the memory in turn",
+        "leave out --offload_model, --offload_optimizer and --rollout_sleep",
     ),
     ConflictingOptions(
         ("offload_model", "offload_optimizer", "engine"),

@@ -32,7 +32,7 @@ def _ignored_by_estimator() -> Iterator[IgnoredOption]:
     """A rule for each option that only some estimators read."""
     for option, neutral in ESTIMATOR_OPTIONS.items():
         readers = estimators_reading(option, "grpo")
-        why = f"it is read by advantage_estimator {joined(estimators_reading(option))} only"
+        why = f"applies only to advantage_estimator {joined(estimators_reading(option))}"
         yield IgnoredOption(option, _GAE, _unestimated(option), why, f"--advantage_estimator {readers[0]}", neutral)
 
 
@@ -147,7 +147,7 @@ RL_IGNORED: tuple[IgnoredOption, ...] = (
         ("rollout_sleep",),
         _BACKEND,
         _other_backend("transformers", "vllm"),
-        "rollout_backend {rollout_backend} runs outside of the training process",
+        "rollout_backend {rollout_backend} runs outside the training process",
         _VLLM_FIX,
     ),
     *_rows(

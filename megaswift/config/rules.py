@@ -186,13 +186,13 @@ CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("split_dataset_ratio", "streaming"),
         lambda c: c.data.split_dataset_ratio > 0 and c.data.streaming,
-        "a fraction of a stream is undefined: its length is unknown",
+        "a stream has no known length to take a fraction of",
         "--val_dataset FILE",
     ),
     ConflictingOptions(
         ("streaming", "max_steps"),
         lambda c: c.data.streaming and c.train.max_steps is None,
-        "the length of a stream is unknown, so max_steps is required",
+        "a stream has no known length, so max_steps is required",
         "--max_steps 1000",
     ),
     ConflictingOptions(

@@ -15,7 +15,7 @@ _NONE = "^([Nn]one|NONE|[Nn]ull|NULL)?$"
 """Text that unsets a number. In JSON Schema a pattern looks at texts alone, and a minimum at numbers."""
 _SWITCH = [word for low in (*TRUE, *FALSE) for word in dict.fromkeys((low, low.capitalize(), low.upper()))]
 """Texts for true and false: YAML 1.2 reads yes, no, on and off as text."""
-_TASK = {"enum": list(TASKS), "description": "The task; given by the command in most cases"}
+_TASK = {"enum": list(TASKS), "description": "The task; usually given by the command"}
 
 
 def json_schema() -> dict[str, Any]:

@@ -34,7 +34,7 @@ LARGEST_FILE = 1 << 20
 """Bytes of a configuration file."""
 MOST_VALUES = 20_000
 """Values of a YAML file, each counted as often as aliases repeat it: some seconds' work."""
-TOO_MANY = f"holds more than {MOST_VALUES:,} values, its aliases written out"
+TOO_MANY = f"contains more than {MOST_VALUES:,} values, with its aliases expanded"
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def read_file(path: str) -> ConfigSource:
         folder = file.is_dir()
     except OSError as error:  # a name that is too long
         rule = f"is not a file name ({error.strerror})"
-        raise ConfigError(Problem(f"{path[:40]}...", rule, "a YAML or JSON configuration file")) from None
+        raise ConfigError(Problem(f"{path[:40]}...", rule, "give a YAML or JSON configuration file")) from None
     if folder:
         raise ConfigError(
             Problem(
@@ -136,7 +136,7 @@ def read_file(path: str) -> ConfigSource:
     if file.suffix.lower() in DATA_SUFFIXES:
         raise ConfigError(Problem(path, "is not a configuration file (YAML or JSON)", f"--dataset {path}"))
     if not file.exists():
-        raise ConfigError(Problem(path, "no such file", f"a YAML or JSON configuration file; {path_hint(file)}"))
+        raise ConfigError(Problem(path, "no such file", f"give a YAML or JSON configuration file; {path_hint(file)}"))
     try:
         text = _text(file)
         pairs = list(_json_pairs(text) if file.suffix.lower() == ".json" else _yaml_pairs(text))
@@ -144,7 +144,9 @@ def read_file(path: str) -> ConfigSource:
         raise ConfigError(Problem(path, f"cannot be read: {error}")) from None
     except _Malformed as error:
         raise ConfigError(
-            Problem(f"{path}{error.line}", error.rule, "one `name: value` per line, optionally grouped in sections")
+            Problem(
+                f"{path}{error.line}", error.rule, "write one `name: value` per line, optionally grouped in sections"
+            )
         ) from None
     givens: list[Given] = []
     problems: list[Problem] = []
@@ -176,8 +178,8 @@ def version_notices(path: str, text: str) -> tuple[str, ...]:
         return ()
     written = f"megaswift {version}" if version else "an earlier version of megaswift"
     return (
-        f"{path}: written by {written}, read by {__version__}; "
-        "options that it does not name take their present defaults",
+        f"{path}: written by {written}, read by {__version__}; options that it does not contain take their "
+        "current defaults",
     )
 
 
@@ -320,7 +322,7 @@ def read_command_line(argv: list[str], table: OptionTable = TRAINING) -> Command
                 _stray(
                     word,
                     "is an unexpected argument",
-                    "--name value; the configuration file comes first or after --config",
+                    "give options as --name value, and the configuration file first or after --config",
                 )
             )
             continue
@@ -334,7 +336,7 @@ def read_command_line(argv: list[str], table: OptionTable = TRAINING) -> Command
             Problem(
                 " and ".join(line.files),
                 "only one configuration file is allowed",
-                "one file, followed by options that override it",
+                "give one file, followed by options that override it",
             )
         )
     return line

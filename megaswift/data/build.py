@@ -81,7 +81,7 @@ def check_task(data: Any, task: str) -> None:
             Problem(
                 "--truncation_strategy split",
                 "is only for plain text (pt): conversations cannot be split",
-                "delete, left or right",
+                "--truncation_strategy delete, left or right",
             )
         )
     if data.streaming and not data.packing:
@@ -89,7 +89,7 @@ def check_task(data: Any, task: str) -> None:
             Problem(
                 "--truncation_strategy split",
                 "without packing, streaming would keep only the first piece",
-                "--packing true, or right",
+                "--packing true, or --truncation_strategy right",
             )
         )
 
@@ -101,7 +101,7 @@ def _tell(docs: Documents, data: Any, names: Sequence[str]) -> None:
             Problem(
                 ", ".join(names),
                 f"none of {len(docs)} rows has label tokens",
-                "rows with assistant messages (not all `loss: false`), a larger --max_length, or --loss_scale all",
+                "use rows with assistant messages (not all `loss: false`), a larger --max_length, or --loss_scale all",
             )
         )
     where = "" if names == data.dataset else f"{', '.join(names)}: "
@@ -160,7 +160,7 @@ def build_sources(
     apart = replace(geometry, per_device=per_device, accumulation=1)
     check_task(data, task)
     if data.streaming:
-        assert not isinstance(tokenizer, Processor), "rows with images are not streamed"
+        assert not isinstance(tokenizer, Processor), "rows with images cannot be streamed"
         evaluation: RowData | None = None
         if data.val_dataset and task in PREFERENCES:
             evaluation = PreferenceDataset(
@@ -206,7 +206,7 @@ def _stored(rows: RowData, data: Any, train: Any, where: tuple[LoaderGeometry, P
             Problem(
                 ", ".join(data.dataset),
                 f"{log.count_text(count, unit)}{packed}, fewer than one global batch of {geometry.global_batch}",
-                f"--global_batch_size {fits}, more data, or {data.dataset[0]}#{enough} to repeat rows",
+                f"--global_batch_size {fits}, use more data, or give {data.dataset[0]}#{enough} to repeat rows",
             )
         )
     return StoredSource(

@@ -38,7 +38,7 @@ def cache_root(folder: str | None) -> Path:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise DataError(
-            Problem(f"--dataset_cache_dir {root}", f"cannot be created ({e.strerror})", "a writable folder")
+            Problem(f"--dataset_cache_dir {root}", f"cannot be created ({e.strerror})", "give a writable folder")
         ) from None
     return root
 
@@ -102,7 +102,7 @@ def build_once(target: Path, build: Callable[[Path], None]) -> None:
                 Problem(
                     f"--dataset_cache_dir {target.parent}",
                     f"the tokenized data could not be written ({e})",
-                    "a writable folder with enough space",
+                    "give a writable folder with enough space",
                 )
             )
             _publish_failure(failed, error)
@@ -127,8 +127,8 @@ def wait_for(target: Path, watch: Path | None = None) -> None:
                 Problem(
                     f"waiting for tokenized data ({target})",
                     f"no heartbeat from the building process for {SILENCE_S:.0f} s",
-                    "--dataset_cache_dir on a file system shared by all processes of the node; "
-                    "check that local rank 0 is alive",
+                    "put --dataset_cache_dir on a file system shared by all processes of the node; check that "
+                    "local rank 0 is alive",
                 )
             )
         time.sleep(0.1)

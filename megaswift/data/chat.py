@@ -69,7 +69,7 @@ def templates_of(tokenizer: Any, chat_template: str | None) -> ChatTemplates:
             Problem(
                 f"the tokenizer of {tokenizer.name_or_path or 'the model'}",
                 "has no chat template",
-                "--chat_template FILE.jinja (or the template text)",
+                "give --chat_template FILE.jinja (or the template text)",
             )
         )
     added = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]

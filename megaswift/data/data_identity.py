@@ -13,7 +13,7 @@ from megaswift.data.token_store import TokenStore
 from megaswift.errors import DataError, Problem
 
 WHAT = "--resume_from_checkpoint"
-FIX = "the same data and options, or a new run from the exported weights"
+FIX = "keep the same data and options, or start a new run from the exported weights"
 CHOICE = "--max_length, --truncation_strategy, --split_dataset_ratio or #rows"
 _OPTIONS = {"seed": "--data_seed", "shuffle": "--shuffle"}
 _SETS = "data_sets"
@@ -59,9 +59,9 @@ def _differences(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[Probl
     if changed:
         return [Problem(WHAT, rule, FIX) for rule in changed]
     rule = (
-        f"the data set is the same, but other rows of it are taken, or they are cut differently: "
-        f"{state['documents']:,} "
-        f"documents in the checkpoint, now {now['documents']:,} (max_length, or another option that selects rows)"
+        "the data set is the same, but other rows are selected or rows are truncated differently: "
+        f"{state['documents']:,} documents in the checkpoint, now {now['documents']:,} "
+        "(max_length, or another option that selects rows)"
     )
     return [Problem(WHAT, rule, f"keep the same {CHOICE}, or start a new run from the exported weights")]
 
@@ -74,7 +74,8 @@ def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         if was[what] != now[what]
     )
     why = "its file, the tokenizer, the chat template or a tokenization option has changed"
-    return f"the data set {name} has other content: {counts or 'as many rows and tokens, other tokens'} ({why})"
+    counts = counts or "the same numbers of rows and tokens, but other tokens"
+    return f"the data set {name} has other content: {counts} ({why})"
 
 
 def _names(sets: Sequence[Mapping[str, Any]]) -> str:

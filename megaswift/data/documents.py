@@ -88,7 +88,7 @@ def gather_documents(stores: Sequence[tuple[DatasetFiles, TokenStore]]) -> Docum
                 Problem(
                     source.name,
                     useless if bad else "contains no rows",
-                    "--strict true to see the errors" if bad else "",
+                    "give --strict true to see the errors" if bad else "",
                 )
             )
         units = len(store) // store.width
@@ -201,7 +201,7 @@ def too_long_at(where: str, tokens: int, max_length: int) -> Problem:
     return Problem(
         where,
         f"{tokens} tokens, --max_length is {max_length}",
-        "a larger --max_length, or --truncation_strategy delete, left or right",
+        "use a larger --max_length, or --truncation_strategy delete, left or right",
     )
 
 
@@ -230,7 +230,7 @@ def held_out(sample: np.ndarray, ratio: float, seed: int) -> np.ndarray:
             Problem(
                 f"--split_dataset_ratio {ratio}",
                 f"leaves {len(rows) - count} of {len(rows)} rows for training and {count} for evaluation",
-                f"--split_dataset_ratio {1 / len(rows):.2g}" if len(rows) > 1 else "more rows",
+                f"--split_dataset_ratio {1 / len(rows):.2g}" if len(rows) > 1 else "use more rows",
             )
         )
     return np.isin(sample, np.random.default_rng([seed, 7]).permutation(rows)[:count])

@@ -74,7 +74,7 @@ class VisionEncoder(Encoder):
                 Problem(
                     f"the processor in {self._processor.spec.folder}",
                     "tokenizes its text differently from its tokenizer, so the assistant's tokens cannot be located",
-                    "another model",
+                    "use another model",
                 )
             )
         none = np.zeros(before, dtype=np.uint8)

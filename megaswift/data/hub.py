@@ -26,7 +26,7 @@ def fetch_dataset(cache: Path, flag: str, name: str, subset: str | None) -> tupl
             Problem(
                 f"{flag} {name}",
                 "no such local file or folder, and `datasets`, which loads hub IDs, is not installed",
-                "pip install datasets, or use a local file",
+                "run pip install datasets, or use a local file",
             )
         ) from None
     try:
@@ -37,7 +37,7 @@ def fetch_dataset(cache: Path, flag: str, name: str, subset: str | None) -> tupl
             Problem(
                 f"{flag} {name}",
                 f"no such local file or folder, and it could not be loaded from a hub ({first_line(e)})",
-                "a local file, or a machine with access to the hub",
+                "use a local file, or a machine with access to the hub",
             )
         ) from None
     split = loaded["train"] if isinstance(loaded, dict) and "train" in loaded else None

@@ -16,7 +16,7 @@ from typing import Any
 from megaswift.data.cache import cache_root
 from megaswift.errors import ConfigError, DataError, Problem
 
-FIX = "a path, a list of paths, a list of dictionaries or a datasets.Dataset"
+FIX = "give a path, a list of paths, a list of dictionaries or a datasets.Dataset"
 
 
 def dataset_paths(given: Any, option: str, cache: str | None) -> str | list[str]:
@@ -46,7 +46,7 @@ def _refusal(given: Any) -> tuple[str, str]:
     if name in ("DatasetDict", "IterableDatasetDict"):
         return f"is a {name} of {', '.join(map(str, given))}; a run needs one split", "dataset=splits['train']"
     if name == "IterableDataset":
-        return "is an IterableDataset, which has no length", "its files as paths, with streaming=True"
+        return "is an IterableDataset, which has no length", "give its files as paths, with streaming=True"
     if _is_sequence(given) and not given:
         return "is empty", FIX
     if _is_sequence(given):
@@ -71,7 +71,9 @@ def _stored(rows: Iterable[Mapping[str, Any]], option: str, cache: str | None) -
     except OSError as error:
         raise DataError(
             Problem(
-                f"--dataset_cache_dir {folder}", f"cannot be written ({error.strerror})", "a folder with free space"
+                f"--dataset_cache_dir {folder}",
+                f"cannot be written ({error.strerror})",
+                "give a folder with free space",
             )
         ) from None
     finally:
@@ -90,7 +92,8 @@ def _line(row: Mapping[str, Any], number: int, option: str) -> bytes:
             Problem(
                 option,
                 f"row {number}, column {column}: {type(row.get(column)).__name__} cannot be represented in JSON",
-                "text, numbers, lists and dictionaries; images as paths; or a Parquet file: dataset.to_parquet(FILE)",
+                "use text, numbers, lists and dictionaries; images as paths; or a Parquet file: "
+                "dataset.to_parquet(FILE)",
             )
         ) from None
 

@@ -270,8 +270,8 @@ class StoredSource:
             self._go_on(self.data, state)
         elif state["rows"] != self.rows:  # of an older version, which did not save how it packed
             rule = (
-                f"documents are packed into {self.rows} sequences, but into {state['rows']} in the checkpoint: "
-                "packed for another layout"
+                f"documents are packed into {self.rows} sequences, but into {state['rows']} in the checkpoint, "
+                "which was packed for another layout"
             )
             raise DataError(Problem(WHAT, rule, "use --cp, --tp, --sequence_parallel and --packing of the checkpoint"))
 

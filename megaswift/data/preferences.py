@@ -63,7 +63,7 @@ def gather_preferences(stores: list[tuple[DatasetFiles, TokenStore]]) -> Prefere
             Problem(
                 _place(units, i),
                 f"{missing.sum()} of {len(units)} rows have no `margin`, but others do",
-                "a margin in every row (0 for no margin), or in none",
+                "give a margin in every row (0 for no margin), or in none",
             )
         )
     return units

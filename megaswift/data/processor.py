@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 """Of a model folder, beside its tokenizer."""
-EXTRA = "pip install pillow; for some models also the torchvision of the installed torch's own version and build"
+EXTRA = "run pip install pillow; some models also need the torchvision built for the installed torch"
 OWN = ("input_ids", "attention_mask")
 """Outputs that the batch has already; rows are padded on the right, where causal attention does not look."""
 TOKEN, ROW, IMAGE = "token", "row", "image"
@@ -170,7 +170,7 @@ class Processor:
                 Problem(
                     f"the chat template in {self.spec.folder}",
                     f"rejects a user message with images ({first_line(error)})",
-                    "--chat_template FILE that supports images",
+                    "give --chat_template FILE that supports images",
                 )
             ) from None
         # not of one color: some models drop images of zeros
@@ -215,11 +215,11 @@ def _load(spec: ProcessorSpec) -> Any:
             ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(
-            Problem(label, f"cannot be read: {first_line(error)}", "the model's own processor files")
+            Problem(label, f"cannot be read: {first_line(error)}", "use the model's own processor files")
         ) from None
     if getattr(processor, "image_processor", None) is None or getattr(processor, "tokenizer", None) is None:
         raise WeightsError(
-            Problem(label, "is not an image processor", f"the model's own processor files ({', '.join(FILES[:2])})")
+            Problem(label, "is not an image processor", f"use the model's own processor files ({', '.join(FILES[:2])})")
         )
     return processor
 

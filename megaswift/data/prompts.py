@@ -155,7 +155,7 @@ def prompts_of(
             Problem(
                 ", ".join(c.data.dataset),
                 f"{log.count_text(len(docs), 'prompt')}, fewer than the {per_generation} prompts of one generation",
-                "more completions per prompt (--num_generations), a smaller --global_batch_size or "
+                "use more completions per prompt (--num_generations), a smaller --global_batch_size or "
                 f"--generation_batch_size, more data, or {c.data.dataset[0]}#{per_generation} to repeat rows",
             )
         )
@@ -178,14 +178,14 @@ def _read(c: Sections, tokenizer: Any, names: Sequence[str], val: bool = False) 
             room = f" ({_room(c.data.max_length, c.rl.max_completion_length)})" if what != "empty" else ""
             log.warn(
                 f"{where}{docs.counted[what]} of {docs.counted['rows']} prompts {text}{room}: "
-                + ("their first tokens are cut away" if what == "truncated" else "left out")
+                + ("their first tokens are removed" if what == "truncated" else "left out")
             )
     return docs
 
 
 def _room(longest: int, completion: int) -> str:
     return (
-        f"--max_length {longest} less --max_completion_length {completion} leaves a prompt {longest - completion} "
+        f"--max_length {longest} minus --max_completion_length {completion} leaves a prompt {longest - completion} "
         f"tokens"
     )
 
@@ -201,7 +201,7 @@ def fitting_prompts(docs: Documents, longest: int, completion: int, strategy: st
                 Problem(
                     document_place(docs, int(i)),
                     f"{docs.length[i]} tokens; {_room(longest, completion)}",
-                    "a larger --max_length, or --truncation_strategy delete or left",
+                    "use a larger --max_length, or --truncation_strategy delete or left",
                 )
                 for i in long[:10]
             ]

@@ -102,7 +102,7 @@ def _json_rows(path: Path) -> list[Any]:
             Problem(
                 f"{path}:{e.lineno}:{e.colno}",
                 json_text.syntax_error(e),
-                "a list of objects, or .jsonl with one object per line",
+                "write a list of objects, or .jsonl with one object per line",
             )
         ) from None
     except (ValueError, RecursionError) as e:
@@ -115,7 +115,9 @@ def _json_rows(path: Path) -> list[Any]:
         lists = [v for v in data.values() if isinstance(v, list)]
         data = data.get("data", lists[0] if len(lists) == 1 else data)
     if not isinstance(data, list):
-        raise DataError(Problem(str(path), f"holds {describe_value(data)}", 'a list of objects, or {"data": [...]}'))
+        raise DataError(
+            Problem(str(path), f"contains {describe_value(data)}", 'write a list of objects, or {"data": [...]}')
+        )
     halves = json_text.has_surrogate_escape(text) or json_text.SURROGATE.search(text) is not None
     return [_json_item(row, halves) for row in data]
 
@@ -179,13 +181,13 @@ def _header(path: Path, reader: Any) -> list[str]:
     try:
         header: list[str] = next((cells for cells in reader if cells), [])
     except csv.Error as e:
-        raise DataError(Problem(f"{path}:1", f"not CSV: {e}", "column names in the first line")) from None
+        raise DataError(Problem(f"{path}:1", f"is not CSV: {e}", "write column names in the first line")) from None
     place = f"{path}:{max(1, reader.line_num)}"
     if any("\0" in name or json_text.SURROGATE.search(name) for name in header):
-        raise DataError(Problem(place, "not UTF-8 (UTF-16?)", "text in UTF-8"))
+        raise DataError(Problem(place, "is not UTF-8 (perhaps UTF-16)", "save the file in UTF-8"))
     twice = sorted({name for name in header if name and header.count(name) > 1})
     if twice:
-        raise DataError(Problem(place, f"two columns are named {twice[0]}", "a unique name for each column"))
+        raise DataError(Problem(place, f"two columns are named {twice[0]}", "give each column a unique name"))
     return header
 
 
@@ -206,11 +208,13 @@ def _parquet_file(path: Path) -> pq.ParquetFile:
         file = pq.ParquetFile(path, page_checksum_verification=True)
         claimed = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     except DAMAGED as e:
-        raise DataError(Problem(str(path), f"not a Parquet file: {reason(e)}", "a complete copy of the file")) from None
+        raise DataError(
+            Problem(str(path), f"is not a Parquet file: {reason(e)}", "use a complete copy of the file")
+        ) from None
     most = ROWS_A_BYTE * path.stat().st_size
     if sum(claimed) != file.metadata.num_rows or min(claimed, default=0) < 0 or sum(claimed) > most:
-        rule = f"is damaged: the footer claims {file.metadata.num_rows:,} rows in {path.stat().st_size:,} bytes"
-        raise DataError(Problem(str(path), rule, "a complete copy of the file"))
+        rule = f"is damaged: the footer gives {file.metadata.num_rows:,} rows in {path.stat().st_size:,} bytes"
+        raise DataError(Problem(str(path), rule, "use a complete copy of the file"))
     return file
 
 
@@ -220,7 +224,7 @@ def _parquet(path: Path, start: int, stop: int, first_line: int) -> Iterator[Loc
     for group in range(file.num_row_groups):
         end = first + file.metadata.row_group(group).num_rows
         if end > start and first < stop:
-            n, why = first, "its pages hold fewer rows than the file claims"
+            n, why = first, "its pages have fewer rows than the footer gives"
             try:
                 for batch in file.iter_batches(batch_size=1024, row_groups=[group]):
                     batch = batch.slice(0, end - n)

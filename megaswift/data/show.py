@@ -116,7 +116,7 @@ def _check(cfg: SwiftConfig, words: Sequence[str]) -> None:
         if not used:
             problems.append(Problem(given.label, f"would be ignored by data show: {why}", "leave it out"))
     if cfg.model.model is None:
-        problems.append(Problem("--model", "is missing: its tokenizer is needed", "--model DIR"))
+        problems.append(Problem("--model", "is missing: data show needs its tokenizer", "--model DIR"))
     if cfg.data.streaming:
         problems.append(
             Problem(

@@ -141,7 +141,7 @@ def resolve_dataset(
         if not files:
             inner = {p.name for p in path.iterdir() if p.is_dir() and _folder(p, None)}
             there = sorted({f.stem for f in _folder(path, None)} | inner) if subset else []
-            some = f"{path}:{', '.join(there[:10])}" if there else "a folder with " + ", ".join(sorted(KIND_OF))
+            some = f"{path}:{', '.join(there[:10])}" if there else "give a folder with " + ", ".join(sorted(KIND_OF))
             raise DataError(
                 Problem(
                     spec,
@@ -161,7 +161,7 @@ def resolve_dataset(
                 Problem(
                     spec,
                     f"unknown file type {path.suffix or '(no extension)'}",
-                    "one of " + ", ".join(sorted(KIND_OF)),
+                    "use one of " + ", ".join(sorted(KIND_OF)),
                 )
             )
         return DatasetFiles(spec, (path,), *amount)

@@ -32,7 +32,7 @@ BLOCK = 2048
 AHEAD = 32
 """Rows that are tokenized at a time while a first one of use is looked for."""
 GO_ON = (
-    "correct the row, or --strict false to skip such rows; resume an interrupted run with "
+    "correct the row, or give --strict false to skip such rows; resume an interrupted run with "
     "--resume_from_checkpoint latest"
 )
 NumberedRow = tuple[str, LocatedRow, int]
@@ -80,7 +80,9 @@ class StreamCounts:
         self.counted[what] += 1
         if not self.quiet and what not in self._told:
             self._told.add(what)
-            warn(f"row {number + 1} is longer than --max_length {max_length}: {what}, and so will further rows be")
+            warn(
+                f"row {number + 1} is longer than --max_length {max_length}: {what}; this also applies to further rows"
+            )
 
     def note(self, notes: Sequence[str]) -> None:
         """What is counted of a row that is kept, of which the first of its kind is told."""
@@ -253,7 +255,7 @@ class StreamSource:
                 f"(documents padded to {before.get('multiple')} tokens, now {packed['multiple']}; rows of "
                 f"{before.get('capacity')}, now {packed['capacity']}): rows would be lost or repeated"
             )
-            fix = "use --cp, --tp and --sequence_parallel of the checkpoint, or the data without --streaming"
+            fix = "use --cp, --tp and --sequence_parallel of the checkpoint, or train without --streaming"
             changed.append(Problem("--resume_from_checkpoint", rule, fix))
         if changed:
             raise DataError(changed)

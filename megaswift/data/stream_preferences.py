@@ -95,7 +95,7 @@ class PreferenceContents:
         if has == self.layout.margins:
             return item
         rule = "has a `margin`, but earlier rows do not" if has else "has no `margin`, but earlier rows do"
-        return Problem(place, rule, "a margin in every row (0 for no margin), or in none")
+        return Problem(place, rule, "give a margin in every row (0 for no margin), or in none")
 
     def batches(self, taken: Sequence[Item], geometry: LoaderGeometry) -> list[Batch]:
         """Tensors of a step's micro-batches."""
@@ -114,7 +114,7 @@ class PreferenceContents:
                 names_of(sources),
                 f"no {unit} of a whole epoch is usable within --max_length {self.options.max_length} "
                 f"(--truncation_strategy {self.options.truncation_strategy}): {causes}",
-                "a larger --max_length, or other data",
+                "use a larger --max_length, or other data",
             )
         )
 

@@ -135,7 +135,7 @@ class TokenRowContents:
                 names_of(sources),
                 "no row of a whole epoch has label tokens within "
                 f"--max_length {self.options.max_length} (--truncation_strategy {self.options.truncation_strategy})",
-                "a larger --max_length, or --truncation_strategy left or right",
+                "use a larger --max_length, or --truncation_strategy left or right",
             )
         )
 
@@ -187,13 +187,15 @@ class TokenRowContents:
         if self._usable(some):
             return
         if not readable:
-            raise DataError(Problem(names, f"none of its {looked} rows is valid", "--strict true to see the errors"))
+            raise DataError(
+                Problem(names, f"none of its {looked} rows is valid", "give --strict true to see the errors")
+            )
         if not labeled:
             raise DataError(
                 Problem(
                     names,
                     f"none of {looked} rows has label tokens",
-                    "rows with assistant messages, or --loss_scale all",
+                    "use rows with assistant messages, or --loss_scale all",
                 )
             )
         raise self.useless(sources)

@@ -22,14 +22,14 @@ def read_template(value: str) -> str:
     if _is_template(value):
         _parse(value, "--chat_template")
         return value
-    flag, fix = f"--chat_template {value}", "--chat_template FILE.jinja, or the template itself"
+    flag, fix = f"--chat_template {value}", "give --chat_template FILE.jinja, or the template itself"
     try:
         path = Path(value).expanduser()
         text = path.read_text(encoding="utf-8-sig") if path.is_file() else None
     except (OSError, RuntimeError) as error:  # a name that is too long, no permission; ~name of nobody
         raise DataError(Problem(flag, f"cannot be read ({error})", fix)) from None
     except UnicodeDecodeError:
-        raise DataError(Problem(flag, "is not UTF-8", "text in UTF-8")) from None
+        raise DataError(Problem(flag, "is not UTF-8", "save it in UTF-8")) from None
     if text is None:
         raise DataError(Problem(flag, "is neither a file nor a template (it contains neither {{ nor {%)", fix))
     if not _is_template(text):
@@ -56,7 +56,7 @@ def _parse(text: str, flag: str) -> None:
         rule = f"is not valid Jinja: line {error.lineno}: {first_line(error)}"
         raise DataError(Problem(flag, rule, "correct it, or use another template (--chat_template FILE)")) from None
     except RecursionError:
-        raise DataError(Problem(flag, "is nested too deeply", "a simpler template")) from None
+        raise DataError(Problem(flag, "is nested too deeply", "use a simpler template")) from None
 
 
 def _is_template(text: str) -> bool:
@@ -67,16 +67,18 @@ def read_system(value: str | None) -> str | None:
     """The system message that `value` is, or that the file of this name holds (its last line end left out)."""
     if value is None or "\n" in value:
         return value
-    fix = "--system FILE, or the message text"
+    fix = "give --system FILE, or the message text"
     try:
         path = Path(value).expanduser()
         if not path.is_file():
             if path.suffix.lower() in TEXT_SUFFIXES and " " not in value:
-                raise DataError(Problem(f"--system {value}", "no such file", f"{path_hint(path)}, or the message text"))
+                raise DataError(
+                    Problem(f"--system {value}", "no such file", f"{path_hint(path)}, or give the message text")
+                )
             return value
         text = path.read_text(encoding="utf-8-sig").rstrip("\r\n")
     except UnicodeDecodeError:
-        raise DataError(Problem(f"--system {value}", "is not UTF-8", "text in UTF-8")) from None
+        raise DataError(Problem(f"--system {value}", "is not UTF-8", "save it in UTF-8")) from None
     except (OSError, RuntimeError) as error:  # no permission; ~name of nobody; a text too long for a name is no file
         if isinstance(error, PermissionError):
             raise DataError(Problem(f"--system {value}", f"cannot be read ({error.strerror})", fix)) from None

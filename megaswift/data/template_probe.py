@@ -23,7 +23,7 @@ _CALL = {"type": "function", "id": "abcdefghi", "function": {"name": NAME, "argu
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _SCHEMA = {"name": NAME, "description": "x", "parameters": {"type": "object", "properties": {}}}
 _TOOL = {"type": "function", "function": _SCHEMA}
-FIX = "a chat template that writes them (--chat_template FILE), or rows without them"
+FIX = "a chat template that renders them (--chat_template FILE), or rows without them"
 
 
 def is_empty(message: _Message) -> bool:

@@ -175,11 +175,11 @@ def _malformed(reports: list[PieceReport]) -> DataError:
     problems = alike(reports[first].problems[:SHOWN])
     if bad > SHOWN:
         problems.append(Problem(f"and {bad - SHOWN} more rows", "are malformed too"))
-    fix = "correct the row, or --strict false to skip such rows and count them"
+    fix = "correct the row, or give --strict false to skip such rows and count them"
     if bad > 1 and not any(r.rows or r.causes for r in read):
         other = (
-            "other data, another task, another template (--chat_template FILE), "
-            "or --columns FROM=TO where columns have other names"
+            "use other data, another task, another template (--chat_template FILE), or --columns FROM=TO "
+            "where columns have other names"
         )
         fix = f"no valid row so far: {next((p.fix for p in problems if p.fix), other)}"
     return DataError([*(replace(p, fix="") for p in problems[:-1]), replace(problems[-1], fix=fix)])
@@ -248,6 +248,6 @@ def _run_workers(scratch: Path, spec: EncodeSpec, parts: list[FilePart], count: 
             Problem(
                 "tokenization",
                 f"worker processes failed with exit codes {codes}",
-                "see their messages above; if they ran out of memory: a smaller --dataset_num_proc",
+                "see their messages above; if they ran out of memory, use a smaller --dataset_num_proc",
             )
         )

@@ -62,7 +62,7 @@ def fast_tokenizer(text: str) -> Any:
     from tokenizers import Tokenizer
 
     rule = "its vocabulary and merges do not match: {}"
-    with _as_problem("tokenizer.json", rule, "the model's own tokenizer files"):
+    with _as_problem("tokenizer.json", rule, "use the model's own tokenizer files"):
         return Tokenizer.from_str(text)
 
 

@@ -19,7 +19,7 @@ from megaswift.losses.contract import Batch
 BLOCK = 1 << 22
 """Tokens of a store that are looked at a time."""
 FIX = (
-    "the tokenizer that the model came with, or a model that was grown with it (transformers: "
+    "use the model's own tokenizer, or a model with embeddings resized for this one (transformers: "
     "model.resize_token_embeddings)"
 )
 

@@ -55,7 +55,7 @@ def launcher_store(environ: Mapping[str, str], rank: int, world: int, timeout: d
             Problem(
                 f"MASTER_PORT {port}",
                 f"another process on {address} listens on this port: {first_line(error)[:100]}",
-                "another --master_port, or torchrun --standalone, which chooses a free one",
+                "use another --master_port, or torchrun --standalone, which chooses a free one",
             )
         ) from None
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -90,9 +90,9 @@ def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Pr
             log.warn(skipped_step_notice(step, bad))
             problems += bad
         if problems:
-            raise CheckpointError([*problems, Problem(str(store), "has no intact step", "a copy of the run")])
+            raise CheckpointError([*problems, Problem(str(store), "has no intact step", "use a copy of the run")])
         if (lost := missing_step_problem(store)) is not None:
-            raise CheckpointError(Problem(lost.what, lost.rule, "a copy of the run"))
+            raise CheckpointError(Problem(lost.what, lost.rule, "use a copy of the run"))
     return None
 
 

@@ -35,7 +35,7 @@ PRETRAINING: tuple[ConfigRow, ...] = (
     UnusedField(
         ("num_nextn_predict_layers", "num_mtp_layers"), "how many layers for multi-token prediction are kept unchanged"
     ),
-    UnusedField(("ep_size",), "how their authors ran it; --ep sets it here"),
+    UnusedField(("ep_size",), "a setting of the authors' run; --ep sets it here"),
     RequiredValue("moe_layer_freq", (1,), "every layer after the dense ones has experts"),
 )
 
@@ -109,10 +109,10 @@ def _router(reading: ConfigReading, family: Routing, experts: int, topk: int) ->
     greedy = reading.raw.get("topk_method", family.method) == "greedy"
     if groups is not None and chosen is not None and groups > 1 and not greedy:
         if experts % groups or experts // groups < family.best:
-            reading.problem("n_group", f"should divide the {experts} experts into groups of {family.best} or more")
+            reading.problem("n_group", f"must divide the {experts} experts into groups of {family.best} or more")
         elif chosen > groups or topk > chosen * (experts // groups):
             reading.problem(
-                "topk_group", f"should be at most n_group {groups}, with {topk} experts or more in the chosen groups"
+                "topk_group", f"must be at most n_group {groups}, with {topk} experts or more in the chosen groups"
             )
         values.update(moe_router_num_groups=groups, moe_router_group_topk=chosen, router_group_best=family.best)
     reading.values.update(values)

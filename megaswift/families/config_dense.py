@@ -1,6 +1,6 @@
 """Configuration rows of several dense families: two rotary bases in a model, Gemma's fields, soft caps.
 
-What a single family has stands in its file; `config_tables` has what most families share.
+What a single family has stands in its file; `config_common` has what most families share.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megaswift.families.config_common import rope
 from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RequiredValue, RowGroup, UnusedField
-from megaswift.families.config_tables import rope
 from megaswift.families.config_windows import WindowedLayer
 from megaswift.families.model_spec import RopeSpec
 
@@ -58,7 +58,7 @@ def _embedding_scale(reading: ConfigReading) -> None:
 def _query_scale(reading: ConfigReading) -> None:
     scalar = reading.get("query_pre_attn_scalar", float, 256.0)
     if not scalar:
-        reading.problem("query_pre_attn_scalar", "should be above 0")
+        reading.problem("query_pre_attn_scalar", "must be above 0")
         return
     reading.values["softmax_scale"] = scalar**-0.5
 
@@ -74,7 +74,7 @@ GEMMA: tuple[ConfigRow, ...] = (
         "use_bidirectional_attention", (False,), "of embedding models: a language model's attention is causal"
     ),
     RequiredValue(
-        "attention_bias", (False,), "Megatron has one switch for biases of the attention output and the MLP together"
+        "attention_bias", (False,), "Megatron has a single switch for the biases of the attention output and the MLP"
     ),
 )
 """Fields of Gemma 2 and 3 beyond those of all families."""
@@ -91,16 +91,16 @@ def softcaps(attention: float | None, logits: float | None) -> RowGroup:
         for key, (target, default) in caps.items():
             cap = reading.get(key, float, None) if key in reading.raw else default
             if cap == 0:
-                reading.problem(key, "should be above 0, or null for no cap")
+                reading.problem(key, "must be above 0, or null for no cap")
             reading.values[target] = cap
         dropout = reading.get("attention_dropout", float, 0.0)
         if dropout and reading.values["attention_softcap"] is not None:
-            reading.problem("attention_dropout", "must be 0: attention with a soft cap has no dropout here")
+            reading.problem("attention_dropout", "must be 0: attention with a soft cap does not support dropout")
         reading.values["attention_dropout"] = dropout
 
     return RowGroup(("attn_logit_softcapping", "final_logit_softcapping", "attention_dropout"), read)
 
 
-def global_attention_every(every: int) -> WindowedLayer:
-    """All layers have a window but every `every`-th."""
+def window_except_every(every: int) -> WindowedLayer:
+    """A window in all layers except every `every`-th."""
     return lambda _, layer: (layer + 1) % every != 0

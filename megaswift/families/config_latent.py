@@ -18,9 +18,7 @@ def _heads(reading: ConfigReading) -> None:
     """As many key heads as query heads; a head's width is that of its value wherever Megatron asks for one."""
     heads = reading.raw.get("num_attention_heads")
     if reading.get("num_key_value_heads", int, heads, 1) != heads:
-        reading.problem(
-            "num_key_value_heads", f"should be num_attention_heads {heads}: each query head has a key of its own"
-        )
+        reading.problem("num_key_value_heads", f"must be num_attention_heads {heads}: each query head has its own key")
     width = reading.get("v_head_dim", int, least=1)
     reading.values.update(num_query_groups=heads, v_head_dim=width, kv_channels=width)
 
@@ -29,7 +27,7 @@ def _head_dim(reading: ConfigReading) -> None:
     """transformers gives this name to the rotated part."""
     rotated = reading.raw.get("qk_rope_head_dim")
     if reading.raw.get("head_dim") not in (None, rotated):
-        reading.problem("head_dim", f"should be qk_rope_head_dim {rotated}, or absent")
+        reading.problem("head_dim", f"must be qk_rope_head_dim {rotated}, or absent")
 
 
 def _scores(reading: ConfigReading) -> None:

@@ -1,7 +1,7 @@
 """How a `config.json` is read: every field is mapped, must have a certain value, or is listed with the reason why it
 does not matter.
 
-Owns the row kinds and the reading. Which rows a family has is in its own file and in `config_tables`. A field that no
+Owns the row kinds and the reading. Which rows a family has is in its own file and in `config_common`. A field that no
 row claims is an error: a setting that nobody looked at may change what the model computes.
 """
 
@@ -61,17 +61,17 @@ class ConfigReading:
             return None if default is REQUIRED else default
         right = isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
         if not right or (isinstance(value, bool) and kind is not bool):
-            self.problem(key, f"should be {kind.__name__}, not {type(value).__name__}")
+            self.problem(key, f"must be {kind.__name__}, not {type(value).__name__}")
             return None
         if kind in (int, float) and value < least:
-            self.problem(key, f"should be at least {least}")
+            self.problem(key, f"must be at least {least}")
             return None
         most = MOST.get(key, MOST_OF_OTHERS)
         if kind is int and value > most:
-            self.problem(key, f"should be at most {most:,}")
+            self.problem(key, f"must be at most {most:,}")
             return None
         if kind is float and not math.isfinite(value):
-            self.problem(key, "should be a finite number")
+            self.problem(key, "must be a finite number")
             return None
         return float(value) if kind is float else value
 
@@ -172,7 +172,7 @@ def read_rows(family: str, rows: Sequence[ConfigRow], raw: Mapping[str, Any]) ->
                 key,
                 "is not in this family's table, so it may change what the model computes",
                 nearest_name(key, sorted(claimed))
-                or "remove it if it changes nothing, or add a row for it to the family's table",
+                or "remove it if it has no effect on the model, or add a row for it to the family's table",
             )
     for row in rows:
         row.read(reading)

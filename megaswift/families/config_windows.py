@@ -1,6 +1,6 @@
 """Configuration row of models some of whose layers have a sliding window, and others full attention.
 
-Owns the meaning of `sliding_window` with `layer_types`, and of what stands in its place in older files; `config_tables`
+Owns the meaning of `sliding_window` with `layer_types`, and of what stands in its place in older files; `config_common`
 has windows of all layers.
 """
 
@@ -40,7 +40,7 @@ def alternating_windows(
         if kinds is None:
             kinds = [SLIDING if not off and windowed(reading, i) else FULL for i in range(layers)]
         if len(kinds) != layers or set(kinds) - {SLIDING, FULL}:
-            reading.problem("layer_types", f"should have {layers} entries, each {SLIDING} or {FULL}")
+            reading.problem("layer_types", f"must have {layers} entries, each {SLIDING} or {FULL}")
             return
         windows = [int(kind == SLIDING) for kind in kinds]
         if any(windows) and (off or not width):

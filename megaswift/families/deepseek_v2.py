@@ -1,14 +1,14 @@
-"""DeepSeek-V2 and V2-Lite: latent attention, experts chosen by softmax, in groups or not.
+"""DeepSeek-V2 and V2-Lite: latent attention, experts chosen by softmax, with or without groups.
 https://arxiv.org/abs/2405.04434."""
 
 from __future__ import annotations
 
 from megaswift.families.blocks import EMBEDDING, HEAD, dense_mlp, moe, shared_experts
 from megaswift.families.blocks_latent import LATENT_ATTENTION
+from megaswift.families.config_common import FFN, check_remote_code, rope
 from megaswift.families.config_deepseek import PRETRAINING, Routing, routed_experts
 from megaswift.families.config_latent import LATENT
 from megaswift.families.config_rows import RequiredValue
-from megaswift.families.config_tables import FFN, check_remote_code, rope
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(
@@ -37,7 +37,7 @@ FAMILIES.register(
             RequiredValue(
                 "mlp_bias",
                 (False,),
-                "Megatron has one switch for the biases of attention and MLP, and latent attention has none",
+                "Megatron has a single switch for the biases of attention and MLP, and its latent attention has none",
             ),
             *PRETRAINING,
             check_remote_code("deepseek"),

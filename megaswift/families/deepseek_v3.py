@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from megaswift.families.blocks import EMBEDDING, EXPERT_BIAS, HEAD, dense_mlp, moe, shared_experts
 from megaswift.families.blocks_latent import LATENT_ATTENTION
+from megaswift.families.config_common import FFN, check_remote_code, rope
 from megaswift.families.config_deepseek import PRETRAINING, Routing, prediction_layers, routed_experts
 from megaswift.families.config_latent import LATENT
 from megaswift.families.config_rows import AnyRow, RequiredValue
-from megaswift.families.config_tables import FFN, check_remote_code, rope
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(

@@ -6,8 +6,8 @@ https://arxiv.org/abs/2507.11407.
 from __future__ import annotations
 
 from megaswift.families.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM, dense_mlp, post_norms
+from megaswift.families.config_common import FFN, head_dim, kv_heads, rope
 from megaswift.families.config_rows import ConfigReading, RowGroup
-from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
 
@@ -18,7 +18,7 @@ def _exaone_layers(reading: ConfigReading) -> None:
     every = reading.raw.get("sliding_window_pattern", 4)
     windows = reading.raw.get("sliding_window", 4096) is not None
     if windows and not isinstance(every, int) and reading.raw.get("layer_types") is None:
-        reading.problem("sliding_window_pattern", "should be a number, unless layer_types is given")
+        reading.problem("sliding_window_pattern", "must be a number, unless layer_types is given")
         return
     alternating_windows(lambda _, layer: windows and bool((layer + 1) % every if every else True), 4096).read(reading)
     layers = reading.layers()

@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megaswift.errors import Problem, WeightsError, first_line, nearest_name, path_hint
+from megaswift.families.config_common import IRRELEVANT, SIZES, architecture
 from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
-from megaswift.families.config_tables import IRRELEVANT, SIZES, architecture
 from megaswift.families.model_spec import Features, ModelSpec
 from megaswift.families.quantization import plain_config
 from megaswift.families.rules import Rule
@@ -102,7 +102,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         names = FAMILIES.names()
         near, wide = (
             nearest_name(str(name), names),
-            "--engine auto, ddp, zero2 or fsdp2, which train any language model that transformers loads",
+            "use --engine auto, ddp, zero2 or fsdp2, which train any language model that transformers loads",
         )
         raise WeightsError(
             Problem(
@@ -128,14 +128,16 @@ def read_config(directory: Path | str) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"), parse_int=_int)
     except FileNotFoundError:
         folder = path.parent
-        fix = "give a folder that holds a Hugging Face model" if folder.is_dir() else path_hint(folder)
+        fix = "give a folder with a Hugging Face model" if folder.is_dir() else path_hint(folder)
         raise WeightsError(Problem(str(path), "does not exist", fix)) from None
     except RecursionError:
-        raise WeightsError(Problem(str(path), "is nested too deeply", "the model's own file")) from None
+        raise WeightsError(Problem(str(path), "is nested too deeply", "use the model's own file")) from None
     except (OSError, ValueError) as error:
-        raise WeightsError(Problem(str(path), f"cannot be read: {first_line(error)}", "the model's own file")) from None
+        raise WeightsError(
+            Problem(str(path), f"cannot be read: {first_line(error)}", "use the model's own file")
+        ) from None
     if not isinstance(config, dict):
-        raise WeightsError(Problem(str(path), "should be a JSON object"))
+        raise WeightsError(Problem(str(path), "must be a JSON object"))
     if absurd := [name for name, value in config.items() if isinstance(value, int) and abs(value) > LARGEST]:
         problems = [
             Problem(f"{path}, {name} {config[name]:.3g}", "is larger than in any known model") for name in absurd

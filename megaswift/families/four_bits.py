@@ -19,7 +19,7 @@ BLOCK = 64
 """Inputs of a row that share a scale (QLoRA, arXiv:2305.14314)."""
 NO_DORA = Problem(
     "--train_type qlora",
-    "does not support DoRA: its row norms would be those of the quantized weights",
+    "does not support DoRA, which would use the row norms of the quantized weights",
     "--train_type lora, or adapters without DoRA",
 )
 
@@ -58,15 +58,15 @@ def _unfit(name: str, rule: Rule, spec: ModelSpec, sizes: tuple[int, int]) -> It
     if width % BLOCK:
         yield Problem(
             "--train_type qlora",
-            f"{name} of this model has {width} inputs, and an NF4 block is {BLOCK} inputs of a row",
+            f"{name} of this model has {width} inputs, which is not a multiple of {BLOCK}, the NF4 block size",
             "--train_type lora",
         )
     elif dim_of(rule) == 1 and width % (ranks * BLOCK):
         fitting = next(n for n in range(ranks, 0, -1) if ranks % n == 0 and width % (n * BLOCK) == 0)
         yield Problem(
             f"--{option} {ranks}",
-            f"leaves {width / ranks:g} of the {width} inputs of {name} to a rank, and blocks of NF4 "
-            f"(--train_type qlora) are {BLOCK} inputs",
+            f"leaves {width / ranks:g} of the {width} inputs of {name} on a rank, which is not a multiple of {BLOCK}, "
+            "the NF4 block size (--train_type qlora)",
             f"--{option} {fitting}",
         )
 
@@ -79,7 +79,7 @@ def four_bit_trainable_problems(family: Family, saved: Iterable[str]) -> list[Pr
         Problem(
             f"--modules_to_save {name.removesuffix(WEIGHT)}",
             "is stored in NF4 (--train_type qlora), which cannot be trained",
-            "--target_modules for an adapter on it, or --train_type lora",
+            "use --target_modules for an adapter on it, or --train_type lora",
         )
         for name in saved
         if any(re.fullmatch(pattern, name) for pattern in patterns)

@@ -4,9 +4,9 @@ arXiv:2408.00118."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
+from megaswift.families.config_common import FFN, head_dim, kv_heads, rope
 from megaswift.families.config_dense import GEMMA, softcaps
 from megaswift.families.config_rows import UnusedField
-from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.config_windows import alternating_windows, every_other
 from megaswift.families.family import FAMILIES, Family
 

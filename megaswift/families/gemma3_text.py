@@ -1,14 +1,14 @@
-"""Gemma 3, text: norms on queries and keys, five windowed layers to a full one, each kind with its own rotary base.
+"""Gemma 3, text: norms on queries and keys, five windowed layers for each full layer, a rotary base for each kind.
 
-https://arxiv.org/abs/2503.19786. The models with images (`gemma3`) hold this one inside; they are refused.
+https://arxiv.org/abs/2503.19786. The models with images (`gemma3`) contain this one; they are rejected.
 """
 
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, post_norms
+from megaswift.families.config_common import FFN, head_dim, kv_heads
 from megaswift.families.config_dense import GEMMA, softcaps, two_ropes
 from megaswift.families.config_rows import ConfigReading, RowGroup
-from megaswift.families.config_tables import FFN, head_dim, kv_heads
 from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
 
@@ -21,13 +21,13 @@ def _gemma3_layers(reading: ConfigReading) -> None:
     raw, every = reading.raw, None
     if raw.get("layer_types") is None:
         if "sliding_window_pattern" in raw and raw["sliding_window_pattern"] is None:
-            reading.problem("sliding_window_pattern", "should be a number, unless layer_types is given")
+            reading.problem("sliding_window_pattern", "must be a number, unless layer_types is given")
         every = reading.get("sliding_window_pattern", int, 6, 1)
         noted = raw.get("_sliding_window_pattern", every)
         if every and noted != every:
             reading.problem(
                 "_sliding_window_pattern",
-                f"is not what transformers reads: it takes {every} from sliding_window_pattern or its default",
+                f"has no effect in transformers, which uses {every}, from sliding_window_pattern or its default",
                 "write layer_types, or sliding_window_pattern without the underscore",
             )
     alternating_windows(lambda _, layer: bool((layer + 1) % (every or 6)), 4096).read(reading)

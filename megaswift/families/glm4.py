@@ -6,8 +6,8 @@ https://arxiv.org/abs/2406.12793.
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
+from megaswift.families.config_common import FFN, head_dim, kv_heads, rope
 from megaswift.families.config_rows import AnyRow
-from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(

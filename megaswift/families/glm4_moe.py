@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, EXPERT_BIAS, HEAD, QK_NORM, dense_mlp, moe, shared_experts
+from megaswift.families.config_common import FFN, head_dim, kv_heads, rope
 from megaswift.families.config_deepseek import PRETRAINING, Routing, prediction_layers, routed_experts
 from megaswift.families.config_rows import AnyRow
-from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(

@@ -4,8 +4,8 @@ arXiv:2508.10925."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, A, H, M
+from megaswift.families.config_common import AUXILIARY_IF_ASKED, EXPERTS_EVERYWHERE, head_dim, kv_heads, rope
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup, UnusedField
-from megaswift.families.config_tables import AUXILIARY_IF_ASKED, EXPERTS_EVERYWHERE, head_dim, kv_heads, rope
 from megaswift.families.config_windows import alternating_windows, every_other
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import ColumnParallel, Copy
@@ -21,7 +21,7 @@ def _rope(reading: ConfigReading) -> None:
         reading.problem(
             "rope_scaling",
             "is missing",
-            'write what the model was trained with; {"rope_type": "default"} for no scaling',
+            'write the scaling that the model was trained with; for none, {"rope_type": "default"}',
         )
         return
     ROPE.read(reading)
@@ -42,12 +42,14 @@ FAMILIES.register(
             AnyRow("swiglu_limit", "activation_func_clamp_value", float, 7.0),
             RequiredValue("swiglu_alpha", (1.702,), "the constant of Megatron's quick_gelu"),
             RequiredValue(
-                "attention_bias", (True,), "Megatron has one switch for all biases, and this family's experts have them"
+                "attention_bias",
+                (True,),
+                "Megatron has a single switch for all biases, and the experts of this family have biases",
             ),
             AUXILIARY_IF_ASKED,
             EXPERTS_EVERYWHERE,
-            UnusedField(("experts_per_token",), "given by num_experts_per_tok"),
-            UnusedField(("initial_context_length",), "given by the scaling of the rotary embedding"),
+            UnusedField(("experts_per_token",), "determined by num_experts_per_tok"),
+            UnusedField(("initial_context_length",), "determined by the scaling of the rotary embedding"),
         ),
         weights=(
             *EMBEDDING,

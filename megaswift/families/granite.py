@@ -4,8 +4,8 @@ https://huggingface.co/ibm-granite."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
+from megaswift.families.config_common import BIASES, FFN, head_dim, kv_heads, rope
 from megaswift.families.config_rows import ConfigReading, ConfigRow, RowGroup
-from megaswift.families.config_tables import BIASES, FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
 
@@ -15,7 +15,7 @@ def _factor(key: str, target: str, *, inverse: bool = False) -> RowGroup:
     def read(reading: ConfigReading) -> None:
         value = reading.get(key, float, 1.0)
         if not value:
-            reading.problem(key, "should be above 0")
+            reading.problem(key, "must be above 0")
             return
         reading.values[target] = 1.0 / value if inverse else value
 

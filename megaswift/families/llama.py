@@ -1,11 +1,11 @@
-"""Llama 2 and 3.x (with rope scaling), and the many models that call themselves llama.
+"""Llama 2 and 3.x (with rope scaling), and the many other models of model_type llama.
 https://arxiv.org/abs/2407.21783."""
 
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
+from megaswift.families.config_common import BIASES, FFN, head_dim, kv_heads, rope
 from megaswift.families.config_rows import RequiredValue, UnusedField
-from megaswift.families.config_tables import BIASES, FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(
@@ -20,7 +20,7 @@ FAMILIES.register(
             rope(),
             BIASES,
             RequiredValue("pretraining_tp", (1,), "other values change the order of summation"),
-            UnusedField(("max_sequence_length",), "given by max_position_embeddings"),
+            UnusedField(("max_sequence_length",), "determined by max_position_embeddings"),
             RequiredValue("rope_interleaved", (False,), "transformers' model rotates the two halves of a head"),
             UnusedField(("is_llama_config", "transformers.js_config"), "for other programs; in SmolLM2's folders"),
         ),

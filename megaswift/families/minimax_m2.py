@@ -4,8 +4,7 @@ https://huggingface.co/MiniMaxAI."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe
-from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup, UnusedField
-from megaswift.families.config_tables import (
+from megaswift.families.config_common import (
     AUXILIARY_IF_ASKED,
     EXPERTS_EVERYWHERE,
     check_remote_code,
@@ -13,6 +12,7 @@ from megaswift.families.config_tables import (
     kv_heads,
     rope,
 )
+from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup, UnusedField
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import Copy
 
@@ -64,7 +64,7 @@ FAMILIES.register(
             RequiredValue(
                 "router_jitter_noise",
                 (0,),
-                "transformers puts the noise on the experts' inputs too, Megatron on the router's only",
+                "transformers also adds the noise to the experts' inputs, Megatron only to the router's",
             ),
             RequiredValue("shared_intermediate_size", (0,), "transformers' model has no shared expert"),
             RequiredValue("sliding_window", (), "transformers' model has no windows"),
@@ -74,7 +74,7 @@ FAMILIES.register(
                 "of shared experts and dense layers, which the model does not have",
             ),
             UnusedField(
-                ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"), "the released folders hold no such layers"
+                ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"), "the released folders contain no such layers"
             ),
         ),
         weights=(

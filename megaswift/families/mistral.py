@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
-from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope, window
+from megaswift.families.config_common import FFN, head_dim, kv_heads, rope, window
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(

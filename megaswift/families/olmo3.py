@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with three windowed layers to a full one; only full layers have their rotary embedding scaled.
+"""OLMo 3: OLMo 2 with three windowed layers for each full layer; only full layers have their rotary embedding scaled.
 
 https://allenai.org/olmo.
 """
@@ -6,8 +6,8 @@ https://allenai.org/olmo.
 from __future__ import annotations
 
 from megaswift.families.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM_WIDE, dense_mlp, post_norms
-from megaswift.families.config_dense import global_attention_every, two_ropes
-from megaswift.families.config_tables import FFN, NO_ATTENTION_BIAS, head_dim, kv_heads
+from megaswift.families.config_common import FFN, NO_ATTENTION_BIAS, head_dim, kv_heads
+from megaswift.families.config_dense import two_ropes, window_except_every
 from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
 
@@ -21,7 +21,7 @@ FAMILIES.register(
             head_dim(),
             kv_heads(required=False),
             two_ropes(5e5, 5e5),
-            alternating_windows(global_attention_every(4), 4096),
+            alternating_windows(window_except_every(4), 4096),
             NO_ATTENTION_BIAS,
         ),
         weights=(

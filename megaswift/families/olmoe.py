@@ -4,8 +4,8 @@ https://arxiv.org/abs/2409.02060."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, moe
+from megaswift.families.config_common import EXPERTS_EVERYWHERE, NO_ATTENTION_BIAS, NORM_TOPK, head_dim, kv_heads, rope
 from megaswift.families.config_rows import AnyRow, RequiredValue, UnusedField
-from megaswift.families.config_tables import EXPERTS_EVERYWHERE, NO_ATTENTION_BIAS, NORM_TOPK, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(

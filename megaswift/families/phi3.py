@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.families.blocks import EMBEDDING, FUSED_ATTENTION, HEAD, dense_mlp
+from megaswift.families.config_common import FFN, check_remote_code, head_dim, kv_heads, rope, window
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup
-from megaswift.families.config_tables import FFN, check_remote_code, head_dim, kv_heads, rope, window
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.model_spec import RopeSpec
 

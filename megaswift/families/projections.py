@@ -151,7 +151,7 @@ def dora_problems(chosen: Sequence[Projection], label: str) -> list[Problem]:
         "is not supported for experts (PEFT implements DoRA for modules, transformers stores experts as stacked "
         f"parameters), and {', '.join(experts)} of experts are among the targets"
     )
-    return [Problem(label, rule, "--target_modules for attention alone, or plain LoRA")] if experts else []
+    return [Problem(label, rule, "use --target_modules for attention alone, or plain LoRA")] if experts else []
 
 
 def _no_parameter(name: str, candidates: Sequence[Projection]) -> Problem:
@@ -185,11 +185,11 @@ def _no_target(name: str, candidates: Sequence[Projection], family: Family, spec
     for rule, layer, expert in _expand(family, spec):
         modules = [_name(hf, layer, expert).removesuffix(WEIGHT) for hf in rule.hf]
         if any(m == name or m.endswith("." + name) for m in modules) and not adaptable(rule):
-            why = "is not a linear projection of its own, so it cannot have an adapter"
+            why = "is not a separate linear layer, so it cannot have an adapter"
             return Problem(
                 f"--target_modules {name}",
                 why,
-                f"--modules_to_save {name} to train it fully, or one of {', '.join(leaves)}",
+                f"use --modules_to_save {name} to train it fully, or one of {', '.join(leaves)}",
             )
     close = nearest_name(name.rsplit(".", 1)[-1], leaves)
     if "," in name:
@@ -255,7 +255,8 @@ def partly_chosen(family: Family, spec: ModelSpec, chosen: Collection[str]) -> I
             yield Problem(
                 f"--modules_to_save {inside[0].removesuffix(WEIGHT)}",
                 f"shares one parameter with {other_names} in Megatron",
-                f"its target_{'parameters' if rule.stacked else 'modules'} entry, to train it by an adapter of high "
+                f"use its target_{'parameters' if rule.stacked else 'modules'} entry, to train it by an adapter "
+                "of high "
                 "rank",
             )
             return

@@ -14,15 +14,15 @@ from megaswift.families.config_rows import ConfigReading, RowGroup
 
 FIELD = "quantization_config"
 UNQUANTIZED = (
-    "the model's unquantized checkpoint; transformers makes one: from_pretrained(DIR).dequantize(), then "
+    "use the model's unquantized checkpoint; transformers makes one: from_pretrained(DIR).dequantize(), then "
     "save_pretrained"
 )
 REASONS = {
-    "compressed-tensors": "its formats differ from file to file (packed integers, FP8 by channel, sparse)",
-    "fbgemm_fp8": "its scales are per row, with an activation bound that training would not keep",
-    "bitsandbytes": "its blocks run across rows, so that a shard of a weight cannot be read alone",
-    "gptq": "its integers are packed by column groups, with their own order of columns",
-    "awq": "its integers are packed in an order of its kernel",
+    "compressed-tensors": "the format differs from file to file (packed integers, FP8 by channel, sparse)",
+    "fbgemm_fp8": "the scales are per row, with an activation bound that training would not observe",
+    "bitsandbytes": "the blocks cross row boundaries, so a shard of a weight cannot be read alone",
+    "gptq": "integers are packed by column groups, in a different column order",
+    "awq": "integers are packed in the order of its kernel",
 }
 """quant_method -> what stands in the way."""
 HF_BLOCK = (128, 128)
@@ -82,10 +82,10 @@ def quantization_problem(config: Mapping[str, Any]) -> tuple[str, str] | None:
     if section is None:
         return None
     if not isinstance(section, dict) or not isinstance(section.get("quant_method"), str):
-        return "should be a mapping with quant_method", "remove it if the weights are not quantized"
+        return "must be a mapping with quant_method", "remove it if the weights are not quantized"
     method = section["quant_method"]
     if method not in KNOWN:
-        reason = REASONS.get(method, "its format is not supported")
+        reason = REASONS.get(method, "the format is not supported")
         return (
             f"{method} weights are not supported (fp8 with block scales and mxfp4 are): {reason}",
             UNQUANTIZED,
@@ -107,7 +107,7 @@ def _fp8_problem(section: Mapping[str, Any]) -> tuple[str, str] | None:
         else []
     )
     if block is not None and (len(size) != 2 or len(block) != 2):
-        return f"weight_block_size should be two sizes, or null for one scale a tensor, not {block!r}", "[128, 128]"
+        return f"weight_block_size must be two sizes, or null for one scale a tensor, not {block!r}", "[128, 128]"
     for name, allowed in (
         ("fmt", (None, "e4m3", "float8_e4m3fn")),
         ("scale_fmt", (None, "float", "ue8m0")),

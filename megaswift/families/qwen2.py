@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
+from megaswift.families.config_common import FFN, head_dim, kv_heads, rope
 from megaswift.families.config_rows import RequiredValue
-from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.config_windows import WINDOW_BY_LAYER
 from megaswift.families.family import FAMILIES, Family
 

@@ -1,11 +1,11 @@
-"""Qwen1.5-MoE and Qwen2-MoE: routed experts beside a shared one, whose output has a gate of its own.
+"""Qwen1.5-MoE and Qwen2-MoE: routed experts, and a shared expert with its own output gate.
 https://arxiv.org/abs/2407.10671."""
 
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, H, M, dense_mlp, moe, shared_experts
+from megaswift.families.config_common import FFN, ROUTER, SPARSE_STEP, head_dim, kv_heads, rope
 from megaswift.families.config_rows import AnyRow, ConfigReading
-from megaswift.families.config_tables import FFN, ROUTER, SPARSE_STEP, head_dim, kv_heads, rope
 from megaswift.families.config_windows import alternating_windows, every_other
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import Copy

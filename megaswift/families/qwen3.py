@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp
-from megaswift.families.config_tables import FFN, NO_ATTENTION_BIAS, head_dim, kv_heads, rope
+from megaswift.families.config_common import FFN, NO_ATTENTION_BIAS, head_dim, kv_heads, rope
 from megaswift.families.config_windows import WINDOW_BY_LAYER
 from megaswift.families.family import FAMILIES, Family
 

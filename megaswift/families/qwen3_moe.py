@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, moe
-from megaswift.families.config_rows import AnyRow, UnusedField
-from megaswift.families.config_tables import (
+from megaswift.families.config_common import (
     FFN,
     NO_ATTENTION_BIAS,
     ROUTER,
@@ -14,6 +13,7 @@ from megaswift.families.config_tables import (
     kv_heads,
     rope,
 )
+from megaswift.families.config_rows import AnyRow, UnusedField
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(
@@ -31,7 +31,7 @@ FAMILIES.register(
             AnyRow("moe_intermediate_size", "moe_ffn_hidden_size", int),
             *ROUTER,
             *SPARSE_STEP,
-            UnusedField(("max_window_layers",), "transformers' model windows all layers or none"),
+            UnusedField(("max_window_layers",), "transformers' model uses windows in all layers or in none"),
         ),
         weights=(
             *EMBEDDING,

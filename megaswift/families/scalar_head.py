@@ -27,7 +27,7 @@ def has_score(config: Mapping[str, Any]) -> bool:
             Problem(
                 "config.json",
                 f"describes a classifier with {labels} labels; a reward model has one",
-                "num_labels=1, or the language model itself",
+                "use num_labels=1, or the language model itself",
             )
         )
     return True
@@ -41,7 +41,7 @@ def score_problems(flag: str, config: Mapping[str, Any]) -> list[Problem]:
         Problem(
             flag,
             "is not a reward model: its config.json does not name a ...ForSequenceClassification",
-            "megaswift rm trains one",
+            "train one with megaswift rm",
         )
     ]
 

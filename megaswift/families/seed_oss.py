@@ -1,11 +1,11 @@
-"""Seed-OSS 36B: heads wider in all than the model, biases on query, key and value, dropout.
+"""Seed-OSS 36B: heads wider in total than the model, biases on query, key and value, dropout.
 https://huggingface.co/ByteDance-Seed."""
 
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
+from megaswift.families.config_common import FFN, head_dim, kv_heads, rope
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup
-from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
 
@@ -19,8 +19,8 @@ def _seed_biases(reading: ConfigReading) -> None:
     if out != mlp or (out and not inner):
         reading.problem(
             "attention_out_bias" if out else "mlp_bias",
-            f"attention_bias {inner}, attention_out_bias {out}, mlp_bias {mlp} cannot be expressed: Megatron has one "
-            "switch for biases of all linear layers, and one for those of query, key and value alone",
+            f"attention_bias {inner}, attention_out_bias {out}, mlp_bias {mlp} cannot be expressed: Megatron has "
+            "one switch for the biases of all linear layers, and one for the biases of query, key and value",
         )
     reading.values.update(add_qkv_bias=bool(inner), add_bias_linear=bool(out and mlp))
 

@@ -29,7 +29,7 @@ KERNELS = ("gptq", "awq")
 _NATIVE = ("fp8", "mxfp4")
 """What the native engine reads."""
 _PIP = {"compressed_tensors": "compressed-tensors"}
-PLAIN = "the model's unquantized checkpoint"
+PLAIN = "use the model's unquantized checkpoint"
 
 
 def quantization_config_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def missing_packages(packages: tuple[str, ...], what: str) -> list[Problem]:
         Problem(
             what,
             f"needs the package{'s' * (len(lacking) > 1)} {' and '.join(lacking)}",
-            f"pip install {' '.join(lacking)}",
+            f"run pip install {' '.join(lacking)}",
         )
     ]
 
@@ -83,11 +83,11 @@ def quantization_problems(
         return []
     what = f"{label}, whose weights are quantized ({method})"
     if method not in PACKAGES:
-        return [Problem(what, f"can be trained over {', '.join(PACKAGES)}", PLAIN)]
+        return [Problem(what, f"supports training only with {', '.join(PACKAGES)}", PLAIN)]
     packages = quantization_packages(config, label)
     if train_type == "full":
         fix = (
-            "--engine megatron, which trains them dequantized, or --train_type lora"
+            "use --engine megatron, which trains them dequantized, or --train_type lora"
             if method in _NATIVE
             else "--train_type lora"
         )
@@ -99,9 +99,9 @@ def quantization_problems(
     if bits is not None and train_type != "full":
         option = "--train_type qlora" if train_type == "qlora" else f"--quantization_bit {bits}"
         fix = (
-            "--engine megatron, whose qlora reads them"
+            "use --engine megatron, whose qlora reads them"
             if method in _NATIVE
-            else "--train_type lora without it: they are quantized"
+            else "use --train_type lora without it: they are already quantized"
         )
         packages.append(Problem(option, f"would quantize weights that are already quantized ({method})", fix))
     if merge:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
+from megaswift.families.config_common import BIASES, FFN, head_dim, kv_heads, rope
 from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RowGroup, UnusedField
-from megaswift.families.config_tables import BIASES, FFN, head_dim, kv_heads, rope
 from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
 
@@ -18,7 +18,7 @@ def _without_rotation(reading: ConfigReading) -> None:
     no_rope = reading.raw.get("no_rope_layers")
     rotated = [int((i + 1) % every != 0) for i in range(layers)] if no_rope is None else no_rope
     if not isinstance(rotated, list) or len(rotated) != layers or set(rotated) - {0, 1}:
-        reading.problem("no_rope_layers", f"should have {layers} entries, each 0 or 1")
+        reading.problem("no_rope_layers", f"must have {layers} entries, each 0 or 1")
         return
     if not all(rotated):
         reading.values["no_rope_freq"] = [1 - r for r in rotated]

@@ -64,7 +64,7 @@ def load_manifest(folder: Path) -> dict[str, Any] | Problem:
     except (ValueError, RecursionError):
         intact = False
     if not intact:
-        return Problem(str(path), "does not match the SHA-256 that it was written with")
+        return Problem(str(path), "does not match its recorded SHA-256")
     wrong = _wrong_types(manifest)
     return Problem(str(path), f"has a wrong value for {wrong}") if wrong else manifest
 
@@ -148,10 +148,10 @@ def missing_step_problem(store: Path) -> Problem | None:
     points = (store / POINTER).exists()
     if not (points or store.name == "checkpoints") or complete_steps(store):
         return None
-    anew = (
-        "--overwrite_output_dir true in place of --resume_from_checkpoint moves this run aside and starts from step 0"
+    fix = (
+        "restore a copy of a checkpoint; to start from step 0, use --overwrite_output_dir true instead of "
+        "--resume_from_checkpoint, which moves this run aside"
     )
-    fix = f"restore a copy of a checkpoint; {anew}"
     if damaged := damaged_steps(store):
         names = ", ".join(p.name for p in damaged)
         return Problem(str(store), f"has no usable checkpoint: {MARKER} is damaged or missing in {names}", fix)
@@ -263,7 +263,7 @@ def refuse_damaged_part(folder: Path) -> None:
 def step_damage(step: Path, problems: list[Problem]) -> list[Problem]:
     """The damage of a step that the user named, with the other steps of its run as the fix."""
     other_steps = [p.name for p in newest_first(step.parent) if p != step]
-    fix = f"another step of this run: {', '.join(other_steps[:4])}" if other_steps else "a copy of this step"
+    fix = f"use another step of this run: {', '.join(other_steps[:4])}" if other_steps else "use a copy of this step"
     return [*problems[:-1], Problem(problems[-1].what, problems[-1].rule, fix)]
 
 

@@ -52,7 +52,7 @@ def unlisted_spec(config: Mapping[str, Any]) -> ModelSpec:
             Problem(
                 f"config.json, model_type {config.get('model_type')!r}",
                 f"has no {', '.join(missing)}",
-                "a language model that AutoModelForCausalLM loads",
+                "use a language model that AutoModelForCausalLM loads",
             )
         )
     hidden, heads = values["hidden_size"], values["heads"] or 1

@@ -10,8 +10,8 @@ from megaswift.errors import Problem
 
 TEXT_ONLY = Problem(
     "",
-    "is a vision-language model, and --engine megatron trains language models only",
-    "--engine ddp, fsdp2 or zero2, which train it whole; or a folder with its language model alone "
+    "is a vision-language model, but --engine megatron trains only language models",
+    "use --engine ddp, fsdp2 or zero2, which train the whole model, or a folder with its language model alone "
     "(Gemma3ForCausalLM, model_type gemma3_text)",
 )
 

@@ -55,7 +55,7 @@ class ChatInputs:
 
     @property
     def blind(self) -> str:
-        """Why images are not read; empty where they are."""
+        """Why images are not supported; empty where they are."""
         return self._reader if isinstance(self._reader, str) else ""
 
     @cached_property
@@ -69,7 +69,7 @@ class ChatInputs:
                 Problem(
                     f"the tokenizer of {self._name}",
                     "has no chat template",
-                    "--chat_template FILE.jinja; a base model continues the `text` of a file's rows",
+                    "give --chat_template FILE.jinja; a base model continues the `text` of a file's rows",
                 )
             )
 
@@ -97,9 +97,9 @@ class ChatInputs:
         """Text parts of a content joined; other parts are for models of another kind."""
         other = sorted({str(p.get("type")) if isinstance(p, Mapping) else "?" for p in parts} - {"text"})
         if {*other} & {*IMAGES}:
-            raise ChatInputError(f"images are not read: {self.blind}")
+            raise ChatInputError(f"images are not supported: {self.blind}")
         if other:
-            raise ChatInputError(f"parts of type {', '.join(other)} are not read; text is")
+            raise ChatInputError(f"parts of type {', '.join(other)} are not supported; only text parts are")
         return "".join(str(p.get("text", "")) for p in parts)
 
     def _of_images(self, reader: Processor, turns: list[dict[str, Any]], tools: Any, row: _Message) -> ChatInput:
@@ -128,7 +128,7 @@ class ChatInputs:
     def image(self, path: str) -> dict[str, Any]:
         """The part of a message that shows this file; it is opened, so that a wrong one is told at once."""
         if self.blind:
-            raise ChatInputError(f"images are not read: {self.blind}")
+            raise ChatInputError(f"images are not supported: {self.blind}")
         message = {"role": "user", "content": [{"type": "image", "image": path}]}
         try:
             sample, images = place_images({}, Sample((message,), (None,)), self.home)
@@ -156,7 +156,7 @@ class ChatInputs:
             raise ChatInputError("the prompt is empty")
         if self.context is not None and len(ids) >= self.context:
             raise ChatInputError(
-                f"the prompt has {len(ids)} tokens, the context length is {self.context}, answer included"
+                f"the prompt has {len(ids)} tokens; prompt and answer must fit the context length of {self.context}"
             )
         return tuple(ids)
 

@@ -249,8 +249,8 @@ class Generator:
             self._tried[shown] = padding_agrees(self.model, self._inputs(pair), (first, second), self.pad)
             if not self._tried[shown]:
                 log.info(
-                    f"this model's answers to prompts{' with images' * shown} of different lengths depend on the "
-                    "batch; prompts run one at a time"
+                    f"the answers of this model to prompts{' with images' * shown} of different lengths depend on "
+                    "the batch, so prompts run one at a time"
                 )
         return self._tried[shown]
 
@@ -298,7 +298,7 @@ class Generator:
                 Problem(
                     "GPU memory",
                     str(error).splitlines()[0],
-                    "a smaller batch, fewer --max_new_tokens, or a lower --max_memory for this GPU",
+                    "use a smaller batch, fewer --max_new_tokens, or a lower --max_memory for this GPU",
                 )
             ) from None
         except ValueError as error:
@@ -308,7 +308,7 @@ class Generator:
                 Problem(
                     "images",
                     f"the model rejects the output of its processor ({first_line(error)})",
-                    "a chat template with a placeholder for each image",
+                    "use a chat template with a placeholder for each image",
                 )
             ) from None
         finally:

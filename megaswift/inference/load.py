@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megaswift import log
 from megaswift.bridge import finite_weights
-from megaswift.bridge.bits_and_bytes import bitsandbytes_config, without_cpu_repacking
+from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, without_cpu_repacking
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.open_weights import open_checkpoint
 from megaswift.config import placement as devices
@@ -43,7 +43,7 @@ from megaswift.inference.precheck import model_folder, require_package
 
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError)
 """What transformers raises for a model that it cannot load."""
-TEXT_ONLY = "this model reads text only"
+TEXT_ONLY = "this model accepts only text"
 LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 LAYER = re.compile(r"(?:.*\.)?layers\.(?P<number>\d+)\.")
 ADAPTER = "default"
@@ -84,7 +84,7 @@ def _told(what: str) -> Iterator[None]:
         yield
     except REFUSALS as error:
         fix = (
-            "--trust_remote_code true, if you trust the code in the model folder"
+            "give --trust_remote_code true if you trust the code in the model folder"
             if "trust_remote_code" in str(error)
             else ""
         )
@@ -150,7 +150,7 @@ def _writes(config: Any, flag: str) -> None:
             Problem(
                 flag,
                 f"is an encoder ({config.model_type}), whose attention is not causal; it does not generate text",
-                'a causal language model; "is_decoder": true in config.json of an encoder that was trained to',
+                'use a causal language model; for an encoder that can generate, set "is_decoder": true in config.json',
             )
         )
 
@@ -197,13 +197,13 @@ def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any
     on_disk = [name or "the model" for name, device in placed.items() if device == DISK]
     if on_disk and options.offload_folder is None:
         count = log.count_text(len(on_disk), "module")
-        what = f"no device has room for {count}" if isinstance(requested, str) else f"puts {count} on the disk"
+        what = f"no device has room for {count}" if isinstance(requested, str) else f"puts {count} on disk"
         names = ", ".join([*on_disk[:3], *["..."] * (len(on_disk) > 3)])
         raise ConfigError(
             Problem(
                 flag,
                 f"{what}: {names}",
-                "--offload_folder DIR to load them from disk in every step, a larger --max_memory, or "
+                "use --offload_folder DIR to load them from disk in every step, a larger --max_memory, or "
                 "--quantization_bit 4",
             )
         )
@@ -212,7 +212,7 @@ def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any
             Problem(
                 flag,
                 "places all layers on disk; at least one device must compute",
-                "a larger --max_memory",
+                "use a larger --max_memory",
             )
         )
     if on_disk and options.quantization_bit is not None:
@@ -220,7 +220,7 @@ def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any
             Problem(
                 f"--quantization_bit {options.quantization_bit}",
                 "cannot be combined with weights on disk",
-                "a larger --max_memory, or no --quantization_bit",
+                "use a larger --max_memory, or leave out --quantization_bit",
             )
         )
     if on_disk and prepared.options.merge_adapters:
@@ -228,7 +228,7 @@ def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any
             Problem(
                 "--merge_adapters",
                 "cannot be combined with weights on disk",
-                "leave it out, or megaswift export --merge_lora true first",
+                "leave it out, or run megaswift export --merge_lora true first",
             )
         )
     return placed
@@ -339,7 +339,7 @@ def _fitting(skeleton: Any, options: WeightsOptions) -> None:
             base = base_model_name(folder)
             rule = f"was trained on another model{f' ({base})' * bool(base)}: {wrong}"
             raise WeightsError(
-                Problem(f"--adapters {folder}", rule, f"--model {base or 'BASE'}, or adapters of {options.model}")
+                Problem(f"--adapters {folder}", rule, f"use --model {base or 'BASE'}, or adapters of {options.model}")
             )
 
 
@@ -384,7 +384,7 @@ def _onto_devices(adapted: Any, folder: str, device: torch.device) -> None:
                 Problem(
                     f"--adapters {folder}",
                     f"{name} cannot be combined with offloaded weights",
-                    "megaswift export --merge_lora true first, or a larger --max_memory",
+                    "run megaswift export --merge_lora true first, or use a larger --max_memory",
                 )
             )
         setattr(module, own, torch.nn.Parameter(weights[saved], requires_grad=False))

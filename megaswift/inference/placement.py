@@ -89,7 +89,7 @@ def decide_device_map(sizes: ModuleSizes, how: str, limits: Mapping[Device, int]
             Problem(
                 f"--device_map {how}",
                 "accelerate found no device map for this model, and it does not fit on one device",
-                "a larger --max_memory, or --device_map FILE.json",
+                "use a larger --max_memory, or --device_map FILE.json",
             )
         ) from None
 
@@ -113,7 +113,9 @@ def check_device_map(sizes: ModuleSizes, given: Mapping[str, Device], flag: str)
         more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
         problems.append(
             Problem(
-                flag, f"leaves out {', '.join(left_out[:SHOWN])}{more}", 'a device for each, or "": "cpu" for the rest'
+                flag,
+                f"leaves out {', '.join(left_out[:SHOWN])}{more}",
+                'give each a device, or write "": "cpu" for the rest',
             )
         )
     whole = layer_classes(model)
@@ -123,7 +125,7 @@ def check_device_map(sizes: ModuleSizes, given: Mapping[str, Device], flag: str)
             rule = (
                 f"is spread over {', '.join(map(str, sorted(inside, key=str)))}, but the outputs of its parts are added"
             )
-            problems.append(Problem(f"{flag}, {name}", rule, "one device for the whole layer"))
+            problems.append(Problem(f"{flag}, {name}", rule, "give the whole layer one device"))
     if problems:
         raise ConfigError(problems)
     return full
@@ -159,7 +161,7 @@ def _check_devices(devices: Sequence[Device], flag: str) -> None:
     missing = sorted({d for d in devices if isinstance(d, int) and d >= count})
     if missing:
         has = f"has {count} GPUs" if count else "has no GPU"
-        raise ConfigError(Problem(f"{flag}, GPU {missing[0]}", f"this machine {has}", "cpu, or an existing GPU"))
+        raise ConfigError(Problem(f"{flag}, GPU {missing[0]}", f"this machine {has}", "use cpu, or an existing GPU"))
 
 
 def main_device(placed: Mapping[str, Device]) -> torch.device:
@@ -180,11 +182,11 @@ def try_offloaded(model: Any, device: torch.device, flag: str) -> None:
         if "meta" not in str(error):
             raise
         rule = (
-            f"this model ({model.config.model_type}) uses weights outside of their module's forward call, so they "
+            f"this model ({model.config.model_type}) uses weights outside their module's forward call, so they "
             "cannot be loaded on demand"
         )
         raise ConfigError(
-            Problem(flag, rule, "a larger --max_memory, so that all weights stay on compute devices")
+            Problem(flag, rule, "use a larger --max_memory, so that all weights stay on compute devices")
         ) from None
 
 

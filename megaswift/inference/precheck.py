@@ -25,7 +25,7 @@ from megaswift.families.step_manifest import refuse_damaged_part
 def require_package(package: str, why: str) -> None:
     """ConfigError where a package of an extra is missing."""
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(Problem(why, f"requires the package {package}", f"pip install {package}"))
+        raise ConfigError(Problem(why, f"requires the package {package}", f"run pip install {package}"))
 
 
 def precheck_model(cfg: AnswerConfig) -> None:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megaswift.bridge.model_folder import copy_side_files
+from megaswift.bridge.checkpoint_model import copy_side_files
 from megaswift.config.inference import PlacementOptions, WeightsOptions
 from megaswift.disk import safetensors_to
 from megaswift.errors import CheckpointError, ConfigError, Problem, first_line
@@ -26,7 +26,7 @@ def quantize_model(weights: WeightsOptions, bits: int, target: Path, max_shard_s
         stage.rename(target)
     except OSError as error:
         raise CheckpointError(
-            Problem(str(target), f"cannot be written: {first_line(error)}", "free space, or another --output_dir")
+            Problem(str(target), f"cannot be written: {first_line(error)}", "free space, or use another --output_dir")
         ) from None
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -42,6 +42,6 @@ def _save(model: Any, bits: int, stage: Path, max_shard_size: str) -> None:
             Problem(
                 f"--quantization_bit {bits}",
                 f"transformers cannot save it on this device: {first_line(error)}",
-                "a machine with a GPU, or quantize when loading: --quantization_bit of infer and deploy",
+                "use a machine with a GPU, or quantize when loading: --quantization_bit of infer and deploy",
             )
         ) from None

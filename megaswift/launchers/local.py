@@ -90,7 +90,11 @@ def port_in_use(launch: LaunchConfig) -> list[Problem]:
             probe.bind(("", port))
         except OSError as error:
             what = f"--master_port {port}" + ("" if launch.master_port else " (the default)")
-            fix = f"--master_port {free_port()}, on every machine" if several else "leave it out: a free port is chosen"
+            fix = (
+                f"use --master_port {free_port()} on every machine"
+                if several
+                else "leave it out: megaswift then chooses a free port"
+            )
             return [Problem(what, f"cannot be used on this machine: {error.strerror}", fix)]
     return []
 

@@ -52,11 +52,11 @@ def missing_ray(launch: LaunchConfig) -> list[Problem]:
     if launch.launcher != "ray":
         return []
     if util.find_spec("ray") is None:
-        return [Problem("--launcher ray", "the package ray is not installed", "pip install 'ray[train]'")]
+        return [Problem("--launcher ray", "the package ray is not installed", "run pip install 'ray[train]'")]
     version = metadata.version("ray")
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         rule = f"needs ray {'.'.join(map(str, OLDEST))} or later; {version} is installed"
-        return [Problem("--launcher ray", rule, "pip install -U 'ray[train]'")]
+        return [Problem("--launcher ray", rule, "run pip install -U 'ray[train]'")]
     return []
 
 
@@ -101,7 +101,7 @@ def _connect(address: str, launch: LaunchConfig) -> None:
             Problem(
                 f"Ray at {address}",
                 f"cannot be reached: {first_line(error)}",
-                "--ray_address HOST:PORT of a running cluster (if it requires a token: RAY_AUTH_MODE=token), or "
+                "use --ray_address HOST:PORT of a running cluster (if it requires a token: RAY_AUTH_MODE=token), or "
                 "--ray_address local",
             )
         ) from None
@@ -128,7 +128,7 @@ def _exchange() -> Any:
             Problem(
                 f"Ray at {where}",
                 f"cannot run megaswift: {_last_line(error)}",
-                "the same Python, ray and megaswift on every node of the cluster",
+                "install the same Python, ray and megaswift on every node of the cluster",
             )
         ) from None
     return exchange

@@ -210,12 +210,12 @@ def size_problems(world_size: int, axes: dict[str, int]) -> list[Problem]:
         if world_size % product:
             used = [n for n in names if axes[n] > 1]
             sizes = " x ".join(str(axes[n]) for n in used) + (f" = {product}" if len(used) > 1 else "")
-            rule = f"need {sizes} processes or a multiple; there are {world_size}"
+            rule = f"requires a multiple of {sizes} processes; there are {world_size}"
             problems.append(
                 Problem(" ".join(f"{FLAGS[n]} {axes[n]}" for n in used), rule, _world_fix(world_size, product))
             )
     if axes["vpp"] > 1 and axes["pp"] == 1:
-        fix = f"--pp 2 --vpp {axes['vpp']}, or no --vpp"
+        fix = f"--pp 2 --vpp {axes['vpp']}, or leave out --vpp"
         problems.append(Problem(f"--vpp {axes['vpp']}", "model chunks need a pipeline, but --pp is 1", fix))
     return problems
 
@@ -223,4 +223,4 @@ def size_problems(world_size: int, axes: dict[str, int]) -> list[Problem]:
 def _world_fix(world_size: int, product: int) -> str:
     below = world_size // product * product
     counts = [str(n) for n in (below, below + product) if n]
-    return f"{' or '.join(counts)} processes (--nproc_per_node)"
+    return f"use {' or '.join(counts)} processes (--nproc_per_node)"

@@ -143,11 +143,13 @@ def _experts(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
     for axis in ("ep", "etp"):
         size = getattr(request, axis)
         if size > 1 and not shape.experts:
-            yield Problem(f"{FLAGS[axis]} {size}", "shards experts, but this model is dense", f"no {FLAGS[axis]}")
+            yield Problem(
+                f"{FLAGS[axis]} {size}", "shards experts, but this model is dense", f"leave out {FLAGS[axis]}"
+            )
     if request.etp > 1 and shape.expert_bias:  # Megatron-Core: "Bias in Moe is only supported when ETP==1"
         yield Problem(
             f"--etp {request.etp}",
-            "this model's experts have biases, which Megatron-Core adds correctly with --etp 1 only",
+            "the experts of this model have biases, which Megatron-Core adds correctly only with --etp 1",
             (
                 f"--etp 1, and --ep {max(n for n in divisors(shape.experts) if request.world_size % n == 0)} to shard "
                 "the experts"
@@ -164,7 +166,7 @@ def _sequence_parallel(shape: ModelShape, request: LayoutRequest) -> Iterator[Pr
     if request.sequence_parallel and request.tp == 1:
         yield Problem(
             "--sequence_parallel true",
-            "shards over the tensor-parallel ranks, but --tp is 1",
+            "splits activations over the tensor-parallel ranks, but --tp is 1",
             "--tp 2, or leave it out",
         )
     if request.sequence_parallel is False and request.tp > 1 and shape.experts:
@@ -196,7 +198,7 @@ def _data(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
         model = request.tp * request.pp * request.cp
         axes = f"tp {request.tp} x pp {request.pp} x cp {request.cp}"
         rule = f"{request.world_size} processes / ({axes}) = {dp} data-parallel ranks"
-        yield Problem(f"--dp {request.dp}", rule, f"--dp {dp}, no --dp, or {request.dp * model} processes")
+        yield Problem(f"--dp {request.dp}", rule, f"--dp {dp}, leave out --dp, or use {request.dp * model} processes")
 
 
 def _batch(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
@@ -215,7 +217,7 @@ def _batch(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
             fix = _flags("--gradient_accumulation_steps", near, passes)
         else:
             fix = _flags("--global_batch_size", [n * rows * dp for n in near], total)
-        yield Problem(f"--vpp {request.vpp}", rule, f"{fix}, or no --vpp")
+        yield Problem(f"--vpp {request.vpp}", rule, f"{fix}, or leave out --vpp")
 
 
 RULES: tuple[_LayoutRule, ...] = (_heads, _widths, _layers, _context, _sequence_parallel, _experts, _data, _batch)

@@ -107,7 +107,7 @@ def split_problems(num_layers: int, pp: int, vpp: int, split: PipelineSplit) -> 
         problems = _custom_problems(num_layers, pp, vpp, split.custom)
         if end_layers:
             what = " ".join(f"{flag} {count}" for flag, count in end_layers.items())
-            problems.append(Problem(what, "conflicts with --pipeline_layout", "one of the two"))
+            problems.append(Problem(what, "conflicts with --pipeline_layout", "keep one of the two"))
         return problems
     if end_layers:
         return _ends_problems(num_layers, pp, vpp, end_layers)
@@ -144,7 +144,7 @@ def _ends_problems(num_layers: int, pp: int, vpp: int, end_layers: dict[str, int
         problems.append(Problem(what, rule, f"{first} {end_layers[first]} alone"))
     middle_layers, stages = num_layers - sum(end_layers.values()), pp - len(end_layers)
     if middle_layers < 0 or (middle_layers > 0) != (stages > 0):
-        rule = f"of {num_layers} layers that leaves {middle_layers} for the other {stages} of {pp} stages"
+        rule = f"leaves {middle_layers} of {num_layers} layers for the other {stages} of {pp} stages"
         enough = num_layers >= pp * vpp
         fix = (
             f"--pipeline_layout '{balanced_layout(num_layers, pp * vpp)}', or neither"
@@ -187,14 +187,14 @@ def _custom_problems(num_layers: int, pp: int, vpp: int, custom: str) -> list[Pr
         problems.append(Problem(what, f"has {len(stages)} stages, which --pp {pp} does not divide", fits))
     elif len(stages) != pp * vpp:
         rule = f"has {len(stages)} stages, and --pp {pp} --vpp {vpp} makes {pp * vpp}"
-        problems.append(Problem(what, rule, f"--vpp {len(stages) // pp}, or no --vpp"))
+        problems.append(Problem(what, rule, f"--vpp {len(stages) // pp}, or leave out --vpp"))
     if flat.count("t") != num_layers:
         problems.append(Problem(what, f"has {flat.count('t')} layers (t), the model has {num_layers}", model))
     if flat.count("E") != 1 or not flat.startswith("E") or flat.count("L") != 1 or not flat.endswith("L"):
         problems.append(Problem(what, "must begin with the embedding E and end with the loss L, each once", model))
     if "m" in flat:
         problems.append(
-            Problem(what, "has multi-token-prediction layers (m), which are not trained", "the same without m")
+            Problem(what, "has multi-token-prediction layers (m), which are not trained", "remove m from the layout")
         )
     empty = [str(i) for i, stage in enumerate(stages) if not stage]
     if empty:

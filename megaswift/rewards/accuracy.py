@@ -36,7 +36,7 @@ class CorrectnessCache:
     def check(self, flag: str) -> None:
         """ConfigError unless a right answer is found right."""
         if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(Problem(flag, "requires the package math-verify", "pip install math-verify"))
+            raise ConfigError(Problem(flag, "requires the package math-verify", "run pip install math-verify"))
         try:
             right = self.verdicts([("1", "\\boxed{1}")]) == [1.0]
         except RewardError:
@@ -48,7 +48,7 @@ class CorrectnessCache:
                 Problem(
                     flag,
                     "the installed math-verify does not work (1 and 1 are not equal)",
-                    "pip install -U math-verify",
+                    "run pip install -U math-verify",
                 )
             )
 
@@ -94,7 +94,7 @@ class AccuracyReward:
         if not isinstance(solution, str | int | float) or isinstance(solution, bool):
             what = f"the solution of sample {number} is {solution!r}, not a string"
             raise RewardError(
-                Problem(flag_of(self), what, "a column `solution` of strings; rename with --columns YOURS=solution")
+                Problem(flag_of(self), what, "use a column `solution` of strings; rename with --columns YOURS=solution")
             )
         return str(solution), sample.text.rpartition(THOUGHT)[2] if self.after_thought else sample.text
 

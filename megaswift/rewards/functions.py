@@ -49,7 +49,7 @@ def repetition(options: RewardOptions) -> PerCompletionReward:
     n, most = options.repetition_n_grams, options.repetition_max_penalty
     if most > 0:
         raise ConfigError(
-            Problem(f"--repetition_max_penalty {most}", "would reward repetition", "a number of 0 or less")
+            Problem(f"--repetition_max_penalty {most}", "would reward repetition", "use a number of 0 or less")
         )
 
     def reward(sample: RewardInput) -> float:
@@ -68,7 +68,7 @@ def soft_overlong(options: RewardOptions) -> PerCompletionReward:
         raise ConfigError(
             Problem(
                 "--reward_funcs soft_overlong",
-                "requires --soft_cache_length, the tokens over which the penalty grows",
+                "requires --soft_cache_length, the number of tokens over which the penalty grows",
                 f"--soft_cache_length {max(longest // 5, 1)}",
             )
         )

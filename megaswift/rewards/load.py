@@ -67,7 +67,7 @@ def reward_functions(names: Sequence[str], options: RewardOptions) -> list[Rewar
         if function.name in functions and isinstance(function, UserFunction):
             function = replace(function, name=f"{Path(name.rpartition(':')[0]).stem}.{function.name}")
         if function.name in functions:
-            problems.append(Problem(flag, "is given twice", "once, with a larger weight in --reward_weights"))
+            problems.append(Problem(flag, "is given twice", "give it once, with a larger weight in --reward_weights"))
         functions[function.name] = function
     if problems:
         raise ConfigError(problems)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import finite_weights
-from megaswift.bridge.bits_and_bytes import without_cpu_repacking
+from megaswift.bridge.bitsandbytes_config import without_cpu_repacking
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import Problem, RewardError, WeightsError, first_line
 from megaswift.families.checkpoint_folder import find_checkpoint
@@ -91,8 +91,8 @@ class RewardModel:
             raise RewardError(
                 Problem(
                     f"--reward_model {self.folder}",
-                    "its tokenizer has no chat template, which prompts of messages need",
-                    "plain text prompts, or chat_template.jinja in that folder",
+                    "its tokenizer has no chat template, which is needed for prompts of messages",
+                    "use plain text prompts, or put chat_template.jinja into that folder",
                 )
             )
         return self.tokenizer.apply_chat_template([*sample.prompt, *sample.completion], tokenize=False)
@@ -146,7 +146,7 @@ def _made(options: WeightsOptions, name: str) -> RewardModel:
     flag = f"--reward_model {options.model}"
     folder = locate_model(options)
     if find_checkpoint(folder) is not None:
-        raise WeightsError(Problem(flag, "is a training checkpoint", "the run's export: the folder hf"))
+        raise WeightsError(Problem(flag, "is a training checkpoint", "use the run's export: the folder hf"))
     if problems := missing_files(folder, random_init=False) or score_problems(flag, read_config(folder)):
         raise WeightsError(problems)
     return RewardModel(name, folder, options, read_tokenizer(folder, options.trust_remote_code, None))

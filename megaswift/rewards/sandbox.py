@@ -186,7 +186,7 @@ class Sandbox:
                 outcomes = self._outcomes(jobs, limits, files)
                 complete = True
             except OSError as error:
-                rule = f"its runner ended in the middle of {len(jobs)} jobs ({error})\n{self._said()}"
+                rule = f"its process ended while running {len(jobs)} jobs ({error})\n{self._said()}"
                 raise RewardError(Problem("the sandbox", rule)) from None
             finally:
                 for file in [f for each in files.values() for f in each]:
@@ -251,8 +251,8 @@ def check_sandbox(sandbox: Sandbox, flag: str) -> None:
             Problem(
                 flag,
                 f"generated programs need a sandbox, which is not available here: {problem}",
-                "Linux on x86_64 or aarch64, in a container that allows seccomp filters; or "
-                "--allow_unsafe_code true, on a disposable machine",
+                "use Linux on x86_64 or aarch64, in a container that allows seccomp filters; or "
+                "--allow_unsafe_code true on a disposable machine",
             )
         )
 
@@ -269,7 +269,7 @@ def _doubt(sandbox: Sandbox) -> str:
         how, out = PROBES[source]
         if (outcome.how, outcome.out) != (how, out):
             return (
-                f"a trial program ({source.splitlines()[-1].strip()}) came to '{outcome.how}', not '{how}': "
+                f"a trial program ({source.splitlines()[-1].strip()}) ended with '{outcome.how}', not '{how}': "
                 f"{outcome.errors[-200:]}"
             )
     return ""

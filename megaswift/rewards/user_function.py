@@ -91,11 +91,11 @@ def user_function(text: str) -> UserFunction:
     if not callable(function):
         kind = type(function).__name__
         raise ConfigError(
-            Problem(flag, f"{name} is {kind}, not a function", f"def {name}(prompts, completions, **columns)")
+            Problem(flag, f"{name} is {kind}, not a function", f"write def {name}(prompts, completions, **columns)")
         )
     if inspect.isclass(function):
         raise ConfigError(
-            Problem(flag, f"{name} is a class", f"an instance of it in {path.name}: {name.lower()} = {name}(...)")
+            Problem(flag, f"{name} is a class", f"create an instance in {path.name}: {name.lower()} = {name}(...)")
         )
     return _described(name, function, flag)
 

@@ -51,7 +51,9 @@ def checked_rewards(flag: str, returned: Any, samples: Sequence[RewardInput]) ->
         )
     if len(values) != len(samples):
         raise RewardError(
-            Problem(flag, f"returned {len(values)} values for {len(samples)} samples", "one value per completion")
+            Problem(
+                flag, f"returned {len(values)} values for {len(samples)} samples", "return one value per completion"
+            )
         )
     return [_checked(flag, value, samples[i], f"sample {i} of {len(samples)}") for i, value in enumerate(values)]
 
@@ -67,7 +69,7 @@ def _checked(flag: str, value: Any, sample: RewardInput, where: str) -> Value:
             f"returned {len(each)} numbers for the {sample.written} tokens of {where}, the completion {_shown(sample)}"
         )
         raise RewardError(
-            Problem(flag, rule, "one number, or one per token of completion_ids where completion_mask is 1")
+            Problem(flag, rule, "return one number, or one per token of completion_ids where completion_mask is 1")
         )
     return tuple(_finite(flag, one, sample, f"token {t} of {where}") for t, one in enumerate(each))
 
@@ -76,7 +78,7 @@ def _finite(flag: str, value: Any, sample: RewardInput, where: str) -> float:
     number = as_float(value)
     if number is None or not math.isfinite(number):
         what = f"{value!r} ({type(value).__name__})" if number is None else str(number)
-        fix = "a finite number for every sample, or None for one that the function does not apply to"
+        fix = "return a finite number for every sample, or None for one that the function does not apply to"
         raise RewardError(Problem(flag, f"returned {what[:SHOWN]} for {where}, the completion {_shown(sample)}", fix))
     return number
 
@@ -114,7 +116,7 @@ def failed_reward(flag: str, samples: Sequence[RewardInput]) -> Callable[[str], 
     """The error of a function that raised: the function, the samples, and where in the user's code."""
     what = f"failed on samples 0 to {len(samples) - 1}, the first of them {_shown(samples[0])}"
     return lambda trace: RewardError(
-        Problem(flag, f"{what}\n{trace}", "call the function on such samples outside of the run")
+        Problem(flag, f"{what}\n{trace}", "call the function on such samples outside the run")
     )
 
 

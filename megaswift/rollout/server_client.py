@@ -25,7 +25,7 @@ from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 
 KEY = "MEGASWIFT_ROLLOUT_API_KEY"
 """Environment variable with the servers' API token."""
-REMEDIES = dict.fromkeys((401, 403), f"{KEY}=..., the token that the server was started with")
+REMEDIES = dict.fromkeys((401, 403), f"set {KEY}=... to the server's token")
 """Fixes by HTTP status."""
 SHOWN = 300
 """Characters of a response body that an error message quotes."""
@@ -146,7 +146,7 @@ def unusable(options: SamplerOptions, name: str) -> list[Problem]:
                 Problem(
                     f"a server URL of the backend {name}",
                     "contains a user name or password, which messages would show",
-                    f"the URL without credentials, and {KEY}=... for the server's token",
+                    f"give the URL without credentials, and set {KEY}=... to the server's token",
                 )
             )
         elif parts.scheme not in ("http", "https") or not parts.netloc:
@@ -158,7 +158,7 @@ def unusable(options: SamplerOptions, name: str) -> list[Problem]:
             Problem(
                 f"the backend {name}",
                 "needs a folder for weight sync",
-                "a folder that trainer and servers see at the same path; on one machine, one below /dev/shm",
+                "give a folder that trainer and servers have at the same path; on one machine, one below /dev/shm",
             )
         )
     return problems
@@ -212,7 +212,7 @@ def checked_completion(tokens: Any, logprobs: Any, finished: bool, sampling: Sam
             Problem(
                 "a completion",
                 f"has {counts[0]} tokens and {counts[1]} log-probabilities, or some are missing or not finite",
-                "a supported version of the server (docs/samplers.md)",
+                "use a supported version of the server (docs/samplers.md)",
             )
         )
     if len(tokens) > sampling.max_tokens or (len(tokens) < sampling.max_tokens and not finished):
@@ -220,7 +220,7 @@ def checked_completion(tokens: Any, logprobs: Any, finished: bool, sampling: Sam
             Problem(
                 "a completion",
                 f"was cut off at {len(tokens)} tokens; the limit is {sampling.max_tokens}",
-                "a server whose context length covers prompt and completion (--max_length)",
+                "use a server whose context length covers prompt and completion (--max_length)",
             )
         )
     return Completion(tuple(map(int, tokens)), tuple(map(float, logprobs)), finished)

@@ -74,7 +74,7 @@ class WeightFolder(SyncRounds):
                 Problem(
                     str(folder),
                     f"weights for the sampler cannot be written ({first_line(error)})",
-                    "a folder with free space for the model",
+                    "use a folder with free space for the model",
                 )
             ) from None
         return folder

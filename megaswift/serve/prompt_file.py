@@ -51,7 +51,7 @@ class AnswerJournal:
                 Problem(
                     str(self.path),
                     "is not the partial file of an interrupted run",
-                    "remove it, or another --result_path",
+                    "remove it, or use another --result_path",
                 )
             ) from None
         other = sorted(k for k in {*owner, *self.run} if owner.get(k) != self.run.get(k))
@@ -60,7 +60,7 @@ class AnswerJournal:
                 Problem(
                     str(self.path),
                     f"belongs to a run with different {', '.join(other)}",
-                    "the same options to resume, or remove the file to start over",
+                    "use the same options to resume, or remove the file to start over",
                 )
             )
         if len(whole) < len(raw):

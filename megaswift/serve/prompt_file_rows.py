@@ -50,7 +50,7 @@ def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: ChatInp
     sample = _sample(named)
     if has_images(named, sample) and (prompts.blind or sample.text is not None):
         raise ChatInputError(
-            f"images are not read: {prompts.blind or 'a plain text is continued without a chat template'}"
+            f"images are not supported: {prompts.blind or 'a plain text is continued without a chat template'}"
         )
     if sample.prompt is not None and sample.text is not None:
         return prompts.of_text(sample.prompt), sample.text.removeprefix(sample.prompt) or None
@@ -86,7 +86,9 @@ def read_prompt_file(path: str, columns: Mapping[str, str], prompts: ChatInputs)
         raise DataError(alike(problems[:SHOWN]) + more)
     if not prompt_rows:
         raise DataError(
-            Problem(f"--dataset {path}", "is empty", 'rows like {"messages": [{"role": "user", "content": "..."}]}')
+            Problem(
+                f"--dataset {path}", "is empty", 'write rows like {"messages": [{"role": "user", "content": "..."}]}'
+            )
         )
     return prompt_rows
 

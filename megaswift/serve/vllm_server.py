@@ -30,13 +30,13 @@ def impossible(cfg: DeployConfig) -> Iterator[Problem]:
         yield Problem(
             f"--quantization_bit {cfg.placement.quantization_bit}",
             f"the installed vLLM does not support {QUANTIZER}",
-            "--infer_backend transformers, or a quantized checkpoint (AWQ, GPTQ, FP8)",
+            "use --infer_backend transformers, or a quantized checkpoint (AWQ, GPTQ, FP8)",
         )
     if (rank := adapters_rank(cfg)) > RANKS[-1]:
         yield Problem(
             f"--adapters {cfg.weights.adapters}",
             f"rank {rank} exceeds vLLM's maximum LoRA rank ({RANKS[-1]})",
-            "megaswift export --merge_lora true, and --model with its folder",
+            "run megaswift export --merge_lora true, then give --model its folder",
         )
 
 
@@ -55,7 +55,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise WeightsError(Problem(str(file), f"cannot be read ({first_line(error)})", "a JSON object")) from None
+        raise WeightsError(Problem(str(file), f"cannot be read ({first_line(error)})", "write a JSON object")) from None
 
 
 def server_command(cfg: DeployConfig, folder: Path, name: str, port: int) -> list[str]:

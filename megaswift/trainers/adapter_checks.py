@@ -23,7 +23,7 @@ def folder_problems(adapters: str) -> list[Problem]:
     if not lacking:
         return []
     rule = f"has no {lacking[0]}" if folder.is_dir() else "no such folder"
-    return [Problem(f"--adapters {folder}", rule, "a folder written by PEFT or by a megaswift run (OUT/adapter)")]
+    return [Problem(f"--adapters {folder}", rule, "give a folder written by PEFT or by a megaswift run (OUT/adapter)")]
 
 
 def head_problems(cfg: SwiftConfig) -> list[Problem]:
@@ -38,7 +38,7 @@ def head_problems(cfg: SwiftConfig) -> list[Problem]:
             Problem(
                 label,
                 f"belongs to a reward model (task_type SEQ_CLS), but {cfg.task} needs a language model",
-                "other adapters",
+                "use other adapters",
             )
         ]
     return [
@@ -46,8 +46,8 @@ def head_problems(cfg: SwiftConfig) -> list[Problem]:
             label,
             "belongs to a language model: it has no scalar head (task_type is not SEQ_CLS)",
             (
-                f"merge it first: megaswift export --adapters {cfg.lora.adapters} --merge_lora true, then --model "
-                "with the result"
+                f"merge it first: megaswift export --adapters {cfg.lora.adapters} --merge_lora true, then give "
+                "--model the result"
             ),
         )
     ]
@@ -97,7 +97,7 @@ def other_adapters(cfg: SwiftConfig, folder: Path) -> list[Problem]:
             Problem(
                 label,
                 "contains AdaLoRA adapters with final ranks, which PEFT cannot train further",
-                "megaswift export --merge_lora true, then new adapters on the merged model",
+                "run megaswift export --merge_lora true, then train new adapters on the merged model",
             )
         ]
     wanted = {"qlora": "lora"}.get(cfg.model.train_type, cfg.model.train_type)

@@ -100,7 +100,7 @@ def check_space(root: Path, size: int, step: int) -> None:
                 f"checkpoint of step {step}",
                 f"needs about {bytes_text(size)}, but {there} has only {bytes_text(free)} free; older checkpoints "
                 "are deleted only after the new one is complete",
-                "free space, a smaller --save_total_limit for the next run, or another --output_dir",
+                "free space, or use a smaller --save_total_limit for the next run or another --output_dir",
             )
         )
 
@@ -145,7 +145,7 @@ def _load_states(folder: Path, states: Sequence[tuple[str, _Stateful, Any]]) -> 
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             rule = f"has a value for {name} that cannot be read ({type(error).__name__}: {error})"
             raise CheckpointError(
-                Problem(str(folder / checkpoint_store.MARKER), rule, "another step of the run")
+                Problem(str(folder / checkpoint_store.MARKER), rule, "use another step of the run")
             ) from error
 
 
@@ -163,13 +163,13 @@ def checkpoint_differences(manifest: Mapping[str, Any], model: Mapping[str, Any]
     problems = []
     if manifest["format"] != checkpoint_store.FORMAT:
         rule = f"has format {manifest['format']}; this version reads {checkpoint_store.FORMAT}"
-        problems.append(Problem("checkpoint", rule, "the version that wrote it"))
+        problems.append(Problem("checkpoint", rule, "use the version that wrote it"))
     saved = manifest.get("model", {})
     problems += [
         Problem(
             f"model's {name}",
             f"is {saved[name]} in the checkpoint and {model[name]} in --model",
-            "the checkpoint's model",
+            "use the checkpoint's model",
         )
         for name in model
         if name in saved and saved[name] != model[name]

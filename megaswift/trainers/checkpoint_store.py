@@ -174,7 +174,7 @@ def steps_for(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
     named_latest = path.name == "latest" and not path.is_dir()  # OUT/checkpoints/latest, a link in other programs
     path = path.parent if named_latest else path
     if not path.is_dir():
-        newest = "--resume_from_checkpoint latest, the newest of --output_dir" if named_latest else ""
+        newest = "use --resume_from_checkpoint latest, the newest in --output_dir" if named_latest else ""
         fix = newest or nearest_name(wanted, ["latest"]) or _others(output, path)
         raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", "is not a folder", fix))
     for root in (path, path / "checkpoints"):
@@ -206,7 +206,7 @@ def _others(output: Path, typed: Path) -> str:
     """The steps of the run that `typed` is of, else of `output`."""
     whole = CheckpointStore(typed.parent).complete() or CheckpointStore(output / "checkpoints").complete()
     return (
-        "one of " + ", ".join(str(s.path) for s in whole)
+        "use one of " + ", ".join(str(s.path) for s in whole)
         if whole
         else "leave the option out to start from the beginning"
     )

@@ -99,7 +99,7 @@ class Loop:
                 try:
                     hook.close()
                 except OSError as error:  # what hooks write late must not hide the run's own error
-                    print_warning(f"{type(hook).__name__} could not write its last lines: {first_line(error)}")
+                    print_warning(f"{type(hook).__name__} could not write its last output: {first_line(error)}")
 
     def record(self, rate: float, result: StepResult, microbatches: Sequence[Batch]) -> Step:
         """What hooks see of the step that was taken."""

@@ -64,7 +64,7 @@ def model_differences(step: Path, config: Mapping[str, Any]) -> list[Problem]:
         Problem(
             f"model's {name}",
             f"is {then.get(name)} in the checkpoint and {now.get(name)} in --model",
-            f"--model {folder}, or the checkpoint's model",
+            f"use --model {folder}, or the checkpoint's model",
         )
         for name in differing
     ]

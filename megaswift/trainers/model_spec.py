@@ -25,7 +25,7 @@ def spec_of(cfg: SwiftConfig, folder: Path) -> ModelSpec:
             Problem(
                 f"--model {cfg.model.model}",
                 f"is a reward model, but {cfg.task} needs a language model",
-                "the language model that it was trained from",
+                "use the language model that it was trained from",
             )
         )
     return spec
@@ -41,7 +41,7 @@ def _with_known_score(spec: ModelSpec) -> ModelSpec:
                 "rm",
                 f"transformers has no ...ForSequenceClassification of model_type {kind}, so the reward model could "
                 "not be loaded",
-                "a model of another family",
+                "use a model of another family",
             )
         )
     return spec

@@ -112,7 +112,7 @@ def check_output_folder(cfg: SwiftConfig) -> list[Problem]:
     problems, flag = [], f"--output_dir {train.output_dir}"
     occupied = next((p for p in (outputs.root, *outputs.root.parents) if p.exists()), None)
     if occupied is not None and not occupied.is_dir():
-        return [Problem(flag, f"{occupied} is a file", "a folder")]
+        return [Problem(flag, f"{occupied} is a file", "give a folder")]
     if locked := RunLock(outputs.root).problems():
         return locked
     resume = None
@@ -125,15 +125,15 @@ def check_output_folder(cfg: SwiftConfig) -> list[Problem]:
     present = outputs.present()
     own = train.resume_from_checkpoint == "latest" or (resume is not None and _inside(resume, outputs.root))
     if present and train.overwrite_output_dir and cfg.model.model and _inside(Path(cfg.model.model), outputs.root):
-        rule = f"lies in {train.output_dir}, which would be replaced"
-        problems.append(Problem(f"--model {cfg.model.model}", rule, "another --output_dir"))
+        rule = f"is in {train.output_dir}, which would be replaced"
+        problems.append(Problem(f"--model {cfg.model.model}", rule, "use another --output_dir"))
     elif present and not own and not train.overwrite_output_dir and not problems:
         problems.append(
             Problem(
                 flag,
-                f"holds another run ({', '.join(p.name for p in present)})",
+                f"contains another run ({', '.join(p.name for p in present)})",
                 (
-                    "another folder, --resume_from_checkpoint latest to resume, or --overwrite_output_dir to start "
+                    "use another folder, --resume_from_checkpoint latest to resume, or --overwrite_output_dir to start "
                     "over (the earlier run is moved aside)"
                 ),
             )
@@ -151,10 +151,13 @@ def _other_engine(cfg: SwiftConfig, step: Path) -> list[Problem]:
         if checkpoint.sharded
         else ("torch engine", "--engine ddp, zero2, fsdp2, ...")
     )
-    fix = f"{engine_option} to resume it; --model {step}, without --resume_from_checkpoint, to start from its weights"
+    fix = (
+        f"use {engine_option} to resume it; or --model {step}, without --resume_from_checkpoint, to start from "
+        "its weights"
+    )
     if (step / "adapter").is_dir():
         fix = (
-            f"{engine_option} to resume it; --adapters {step / 'adapter'}, without --resume_from_checkpoint, to "
+            f"use {engine_option} to resume it; or --adapters {step / 'adapter'}, without --resume_from_checkpoint, to "
             f"start from its adapters"
         )
     return [

@@ -89,7 +89,7 @@ def score_dataset(source: EvalSource, score: Score, what: str) -> PrecomputedRef
             reported = time.perf_counter()
             log.info(f"reference: {done:,} of {len(rows):,} rows of {what} scored")
     distributed.all_min_(known.values)
-    assert bool(torch.isfinite(known.values).all()), "the reference gave no finite number to some token"
+    assert bool(torch.isfinite(known.values).all()), "the reference log-probability of a token is not finite"
     size, seconds = 4 * len(known.values) / 2**20, time.perf_counter() - began
     log.info(f"reference: {len(rows):,} rows of {what} scored in {seconds:.1f} s, {size:.1f} MiB")
     return known

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.capabilities import is_set, missing_transformer_engine
 from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing_deepspeed
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import capabilities_of, engine_of, zero_config
+from megaswift.config.transformer_engine_rules import is_set, missing_transformer_engine
 from megaswift.config.value_types import show
 from megaswift.data.processor import unreadable
 from megaswift.data.sources import resolve_dataset
@@ -111,11 +111,11 @@ def device_problems(cfg: SwiftConfig) -> list[Problem]:
 
     if torch.cuda.is_available():
         return []
-    rule = "there is no CUDA device, so the optimizer's state is in host memory anyway"
+    rule = "there is no CUDA device, so the optimizer state is in host memory anyway"
     problems = [Problem("--optimizer_cpu_offload true", rule, "--optimizer_cpu_offload false")] * offload
     return (
         problems
-        + [Problem("--torch_dtype float16", "training in it needs a CUDA device", "--torch_dtype bfloat16")] * half
+        + [Problem("--torch_dtype float16", "needs a CUDA device for training", "--torch_dtype bfloat16")] * half
     )
 
 
@@ -208,13 +208,13 @@ def expert_options(cfg: SwiftConfig) -> list[Problem]:
         if is_set(cfg, name)
     ]
     parts = [part for part in cfg.model.recompute_modules if part in ("moe", "moe_act")]
-    given += [Problem(f"--recompute_modules {part}", rule, "core_attn or mlp") for part in parts]
+    given += [Problem(f"--recompute_modules {part}", rule, "--recompute_modules core_attn or mlp") for part in parts]
     if "layernorm" in cfg.model.recompute_modules:  # Megatron-Core would recompute none, without a word
         fused = (
             "Transformer Engine fuses the norms of a dense model with the projections that follow, so there is "
             "none to recompute"
         )
-        given.append(Problem("--recompute_modules layernorm", fused, "core_attn or mlp"))
+        given.append(Problem("--recompute_modules layernorm", fused, "--recompute_modules core_attn or mlp"))
     return given
 
 
@@ -224,7 +224,9 @@ def dense_options(cfg: SwiftConfig) -> list[Problem]:
     return (
         [
             Problem(
-                "--recompute_modules mlp", "applies to dense layers, but every layer of this model has experts", "moe"
+                "--recompute_modules mlp",
+                "applies to dense layers, but every layer of this model has experts",
+                "--recompute_modules moe",
             )
         ]
         if idle
@@ -263,7 +265,7 @@ def tracker_problems(report_to: Sequence[str]) -> list[Problem]:
         Problem(
             f"--report_to {name}",
             f"the package {TRACKERS[name]} is not installed",
-            f"pip install {TRACKERS[name]}, or leave it out of --report_to",
+            f"run pip install {TRACKERS[name]}, or leave it out of --report_to",
         )
         for name in report_to
         if name in TRACKERS and importlib.util.find_spec(TRACKERS[name]) is None
@@ -291,7 +293,7 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
             Problem(
                 model,
                 f"is a vision-language model, which only sft supports; {cfg.task} needs a language model",
-                "megaswift sft, or a language model",
+                "use megaswift sft, or a language model",
             )
         ]
     problems = []
@@ -299,7 +301,8 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
         problems.append(
             Problem(
                 "--packing true",
-                "samples of vision-language models are not packed: positions and attention of their images would mix",
+                "samples of vision-language models cannot be packed: the positions and attention of their images "
+                "would mix",
                 "--packing false",
             )
         )
@@ -307,8 +310,8 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
         problems.append(
             Problem(
                 "--streaming true",
-                "rows with images are not streamed",
-                "--streaming false: images are read on demand, and only tokens are cached",
+                "rows with images cannot be streamed",
+                "use --streaming false: images are read on demand, and only tokens are cached",
             )
         )
     return problems + unreadable(locate_model(cfg.model, weights=False), model)

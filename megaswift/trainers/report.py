@@ -287,7 +287,7 @@ def report_page(
         f'<h1>{escape(story.title)}</h1><p class="sub">{escape(story.status)} · {when} · {where}</p>'
         f'<div class="tiles">{figures}</div><h2>Curves</h2>'
         f'<div class="charts">{chart_cards(lines, evals)}</div>{answers}'
-        f"<h2>The run</h2>{html_table(story.rows, style='wide')}<h2>Where the time went</h2>{timings(story.seconds)}"
+        f"<h2>The run</h2>{html_table(story.rows, style='wide')}<h2>Time by activity</h2>{timings(story.seconds)}"
         f"<h2>Configuration</h2>{configuration(cfg)}<h2>Versions</h2>{html_table(versions())}"
     )
     view = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'

@@ -46,7 +46,7 @@ def check_warmup(total_steps: int, optim: ScheduleOptions) -> None:
             Problem(
                 f"--warmup_steps {optim.warmup_steps}",
                 f"is longer than the run of {count_text(total_steps, 'step')}",
-                "--warmup_ratio 0.1, or a longer run (--max_steps, --num_train_epochs)",
+                "use --warmup_ratio 0.1, or a longer run (--max_steps, --num_train_epochs)",
             )
         )
 
@@ -97,6 +97,6 @@ def count_steps(cfg: SwiftConfig, source: Any) -> int:
         return cfg.train.max_steps
     if source.rows is None:
         raise ConfigError(
-            Problem("--streaming", "the length of a stream is unknown, so epochs cannot be counted", "--max_steps N")
+            Problem("--streaming", "a stream has no known length, so epochs cannot be counted", "--max_steps N")
         )
     return source.steps_for(cfg.train.num_train_epochs)

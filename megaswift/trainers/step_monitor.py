@@ -33,7 +33,7 @@ SPREADS, SHARE, LEAST = 10.0, 0.5, 1.0
 size, this."""
 MOST_ROWS = 8
 """Rows that a message names."""
-FIX = "a lower --learning_rate or more --warmup_steps, or look at the data with `megaswift data show`"
+FIX = "use a lower --learning_rate or more --warmup_steps, or inspect the data with `megaswift data show`"
 
 
 class TrainingDiverged(UserError):
@@ -85,7 +85,7 @@ class StepMonitor(Hook):
                 Problem(
                     step,
                     f"{self.in_a_row} steps in a row had a gradient that is not finite",
-                    f"resume from an earlier checkpoint (--resume_from_checkpoint) with {FIX}",
+                    f"resume from an earlier checkpoint (--resume_from_checkpoint) and {FIX}",
                 )
             )
         return True

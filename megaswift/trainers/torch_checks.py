@@ -31,7 +31,9 @@ def needs_package(package: str, wanted: str) -> list[Problem]:
         return []
     return [
         Problem(
-            wanted, f"needs the package {package}, which is not installed", f"pip install {package.replace('_', '-')}"
+            wanted,
+            f"needs the package {package}, which is not installed",
+            f"run pip install {package.replace('_', '-')}",
         )
     ]
 
@@ -91,7 +93,7 @@ def compiler_problems(cfg: SwiftConfig) -> list[Problem]:
         Problem(
             "--torch_compile_backend inductor",
             "compiles C++ on a CPU, but there is no compiler (g++, clang++)",
-            "--torch_compile_backend aot_eager, which is not faster",
+            "use --torch_compile_backend aot_eager, which is not faster",
         )
     ]
 

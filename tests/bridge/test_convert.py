@@ -276,12 +276,12 @@ def test_the_wrong_way_round(folders: Path, tmp_path: Path) -> None:
     forth(folder, tmp_path / "m")
     (tmp_path / "made").mkdir()
     for convert, source, told in (
-        (forth, tmp_path / "m", "a Megatron checkpoint already"),
-        (back, folder, "a Hugging Face folder already"),
+        (forth, tmp_path / "m", "is already a Megatron checkpoint"),
+        (back, folder, "is already a Hugging Face folder"),
         (back, tmp_path / "none", "does not exist\n    try: look in "),
         (back, tmp_path / "madee", "does not exist\n    try: did you mean made\\?"),
         (forth, tmp_path / "madee", "does not exist\n    try: did you mean made\\?"),
-        (back, tmp_path, "holds no checkpoint"),
+        (back, tmp_path, "contains no checkpoint"),
     ):
         with pytest.raises(UserError, match=told):
             convert(source, tmp_path / "out")

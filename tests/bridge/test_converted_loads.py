@@ -1,7 +1,7 @@
 """Converted checkpoints on real ranks: Megatron's own loader and our engine, on layouts that nobody named when
 converting.
 
-Covers: megaswift/bridge/model_folder.py, megaswift/bridge/saved_dtypes.py.
+Covers: megaswift/bridge/checkpoint_model.py, megaswift/bridge/saved_dtypes.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import hf_to_megatron, megatron_to_hf
-from megaswift.bridge.model_folder import write_model
+from megaswift.bridge.checkpoint_model import write_model
 from tests.bridge.folders import plan_of
 from tests.bridge.test_convert import assert_same, with_prediction_layer
 from tests.engine.checkpoint_worker import Run, build

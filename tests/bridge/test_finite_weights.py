@@ -114,9 +114,9 @@ def test_conversions_warn_of_non_finite_weights(
     err = capsys.readouterr().err
     assert err.count("not finite") == 1 and f"{tmp_path / 'c'} has values" in err and NAME in err
     megatron_to_hf(tmp_path / "c", tmp_path / "d")
-    assert f"in {NAME}: they were written unchanged" in capsys.readouterr().err
+    assert f"in {NAME}. They were written unchanged" in capsys.readouterr().err
     merge_folders(damaged, adapters(tmp_path / "adapter", tmp_path / "whole"), tmp_path / "e")
-    assert f"in {NAME}: they were written unchanged" in capsys.readouterr().err
+    assert f"in {NAME}. They were written unchanged" in capsys.readouterr().err
     large = load_file(tmp_path / "whole/model.safetensors")
     large[NAME][0, 0] = 1e6
     save_file(large, tmp_path / "whole/model.safetensors", metadata={"format": "pt"})

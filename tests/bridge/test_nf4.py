@@ -99,7 +99,7 @@ def test_widths_that_do_not_fit_are_reported_once_with_numbers() -> None:
     """The tiny llama's second MLP matrix has 96 inputs; 128 inputs are 64 on each of two ranks, and 32 on each of
     four."""
     assert [p.rule for p in unfit("llama", 1, 1)] == [
-        "mlp.linear_fc2 of this model has 96 inputs, and an NF4 block is 64 inputs of a row"
+        "mlp.linear_fc2 of this model has 96 inputs, which is not a multiple of 64, the NF4 block size"
     ]
     assert not unfit("dense-nf4", 2, 1) and not unfit("moe-nf4", 2, 2)
     both = unfit("dense-nf4", 4, 1)

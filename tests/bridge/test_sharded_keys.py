@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import sharded_keys
+from megaswift.bridge.checkpoint_model import write_model
 from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.megatron_source import MegatronSource
-from megaswift.bridge.model_folder import write_model
 from megaswift.bridge.open_weights import open_weights
 from megaswift.errors import CheckpointError
 from megaswift.families.checkpoint_folder import CheckpointFolder

@@ -182,8 +182,8 @@ def test_another_architecture(folders: Path, fresh: Fresh, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--prompts", "x"], "--prompts: is for --logits"),
-        (["--trust_remote_code"], "--trust_remote_code: is for --logits"),
+        (["--prompts", "x"], "--prompts: applies only with --logits"),
+        (["--trust_remote_code"], "--trust_remote_code: applies only with --logits"),
         (["--logits", "--dtype", "bf16"], "--dtype: is for tensors"),
         (["--report", "no/such/folder/r.json"], "cannot be written there"),
         (["--logit"], "did you mean --logits?"),

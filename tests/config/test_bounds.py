@@ -52,9 +52,9 @@ BOMB = (
 @pytest.mark.parametrize(
     "name, text, part",
     [
-        ("bomb.yaml", BOMB, "holds more than 20,000 values, its aliases written out"),
-        ("own.yaml", "dataset: &a [*a]\n", "holds more than 20,000 values"),
-        ("many.yaml", "a: 1\n" * 100_000, "holds more than 20,000 values"),
+        ("bomb.yaml", BOMB, "contains more than 20,000 values, with its aliases expanded"),
+        ("own.yaml", "dataset: &a [*a]\n", "contains more than 20,000 values"),
+        ("many.yaml", "a: 1\n" * 100_000, "contains more than 20,000 values"),
         ("deep.yaml", "dataset: " + "[" * 20_000, "is nested too deeply"),
         ("block.yaml", "\n".join(" " * i + "a:" for i in range(1000)), "is nested too deeply"),
         ("long.yaml", "x" * (2 << 20), "is larger than 1 MiB"),
@@ -122,7 +122,7 @@ def test_sizes_beyond_any_model(tmp_path: Path, key: str, value: int) -> None:
     config = dict(LLAMA_3_1_8B) | {key: value}
     (tmp_path / "config.json").write_text(json.dumps(config))
     began = time.monotonic()
-    with pytest.raises(WeightsError, match=f"{key}.*(should be at most|is larger than in any known model)"):
+    with pytest.raises(WeightsError, match=f"{key}.*(must be at most|is larger than in any known model)"):
         load_spec(tmp_path)
     assert time.monotonic() - began < 5
 

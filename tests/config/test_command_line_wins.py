@@ -45,7 +45,7 @@ def test_the_file_s_option_goes(tmp_path: Path, text: str, words: str, dropped: 
     cfg = run(tmp_path, text, words)
     told = [notice for notice in cfg.notices if "not used" in notice]
     assert not cfg.given & set(dropped) and len(told) == len(dropped)
-    assert all("run.yaml:" in notice and "not used, because of --" in notice for notice in told), told
+    assert all("run.yaml:" in notice and "is not used because of --" in notice for notice in told), told
     assert all(cfg.value(name) == OPTIONS[name].default for name in dropped)
 
 

@@ -103,8 +103,11 @@ def test_auto_without_a_known_size_is_deepspeeds_own() -> None:
             {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.999]}}},
             ("--adam_beta1 0.9 --adam_beta2 0.999, or",),
         ),
-        ({"optimizer": {"type": "Lamb"}}, ("the optimizer is always AdamW",)),
-        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ("the optimizer is always AdamW",)),
+        ({"optimizer": {"type": "Lamb"}}, ("is not supported: ZeRO runs always use AdamW",)),
+        (
+            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
+            ("is not supported: ZeRO runs always use AdamW",),
+        ),
         ({"scheduler": {"type": "WarmupLR"}}, ("the schedule of the run is cosine", "--lr_scheduler_type constant")),
         ({"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7}}}, ("--warmup_steps",)),
         ({"bf16": {"enabled": False}}, ("conflicts with the compute dtype bfloat16", "--torch_dtype float32")),

@@ -75,7 +75,7 @@ def test_a_neighbour_of_a_file(tmp_path: Path) -> None:
 
 
 ANSWERS = [
-    ("--no_save_rng true", "leave it out: checkpoints always contain the random states"),
+    ("--no_save_rng true", "leave it out: checkpoints always contain the states of the random number generators"),
     ("--lmbda 0.5", "leave it out: megaswift does not support distillation"),
     ("--plot_loss true", "leave it out: the curves are always plotted"),
     ("--save_only_model true", "checkpoints without the optimizer"),
@@ -87,7 +87,7 @@ ANSWERS = [
     ("--split 949,50,1", "--split_dataset_ratio 0.01 (fraction"),
     ("-lr 1e-4", "--lr 1e-4"),
     ("--model_type qwen2", "leave it out: the family is read from the model's config.json"),
-    ("--training_task grpo", "the command's name: megaswift sft, megaswift grpo"),
+    ("--training_task grpo", "use the command's name: megaswift sft, megaswift grpo"),
     ("--lora_dtype bf16", "leave it out: adapters have the precision of --torch_dtype"),
     ("--mixed_precision bf16", "--torch_dtype bfloat16, float16 or float32"),
     ("--vit_lr 1e-5", "leave it out: all parts use --learning_rate"),
@@ -145,7 +145,7 @@ def test_a_task_that_is_not_there_hides_nothing_else() -> None:
     assert second.what == "--lmbda 1"
     assert fixes("--rlhf_type", "dp0", task=None) == ["did you mean dpo?"]
     (fix,) = fixes("--rlhf_type", "whatever", task=None)
-    assert fix.startswith("one of dpo, ") and "sft" not in fix
+    assert fix.startswith("use one of dpo, ") and "sft" not in fix
 
 
 @pytest.mark.parametrize("task", ["pt", "dpo", "grpo"])

@@ -357,5 +357,5 @@ def test_the_config_yaml_of_another_version_is_read_and_says_so(
     assert found == (
         []
         if notice is None
-        else [f"{path}: {notice}, read by {__version__}; options that it does not name take their present defaults"]
+        else [f"{path}: {notice}, read by {__version__}; options that it does not contain take their current defaults"]
     )

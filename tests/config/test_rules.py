@@ -4,7 +4,6 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
-from megaswift.config.capabilities import NEED_TRANSFORMER_ENGINE, missing_transformer_engine
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
@@ -14,6 +13,7 @@ from megaswift.config.rl_rules import RL_IGNORED
 from megaswift.config.rules import CLASHES, IGNORED
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.config.torch_engine_rules import SPEED_CLASHES, SPEED_IGNORED
+from megaswift.config.transformer_engine_rules import NEED_TRANSFORMER_ENGINE, missing_transformer_engine
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 IDLE = [

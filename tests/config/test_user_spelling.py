@@ -1,6 +1,6 @@
 """The option that was typed is the one that a message names: every alias, in every place, in early and late checks.
 
-Covers: megaswift/config/capabilities.py.
+Covers: megaswift/config/transformer_engine_rules.py.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_rules_name_what_was_typed(words: str, what: str) -> None:
     (problem,) = refused(*argv, task=task)
     assert problem.what == what
     if "--fsdp" in words:
-        assert "engine is zero2" in problem.rule and "in place of --deepspeed" in problem.fix
+        assert "engine is zero2" in problem.rule and "instead of --deepspeed" in problem.fix
 
 
 def test_checks_of_files_and_model_name_what_was_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,7 @@ CSV = [
     (b'query,response\na,b\n"c"x,d\ne,f\n', 2, ":3: row: not CSV: ',' expected after '\"'"),
     (b"query,response\na,b\nc,d,e\ne,f\n", 2, ":3: row: 3 cells; expected 2"),
     (b"\xef\xbb\xbf\n\nquery,response\na,b\n", 1, ""),
-    ("query,response\na,b\n".encode("utf-16"), None, ":1: not UTF-8"),
+    ("query,response\na,b\n".encode("utf-16"), None, ":1: is not UTF-8"),
     (b"query,response,query\na,b,c\n", None, ":1: two columns are named query"),
 ]
 

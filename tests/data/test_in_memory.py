@@ -40,7 +40,7 @@ def test_paths_stay_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (3, "dataset: is of type int.*try: a path, a list of paths, a list of dictionaries or a datasets.Dataset"),
+        (3, "dataset: is of type int.*try: give a path, a list of paths, a list of dictionaries or a datasets.Dataset"),
         ([], "dataset: is empty"),
         ([{"a": 1}, "b"], "elements of type dict, str"),
         (b"abc", "is of type bytes"),

@@ -97,13 +97,13 @@ def test_a_stream_stops_at_a_malformed_row_with_its_position_kept(
     assert [ids_of(s.next()) for _ in range(2)] == [[0, 1], [2, 3]]
     state = s.state_dict()
     with pytest.raises(
-        DataError, match=r"d.jsonl:6: column messages(.|\n)*try: correct the row, or --strict false(.|\n)*latest"
+        DataError, match=r"d.jsonl:6: column messages(.|\n)*try: correct the row, or give --strict false(.|\n)*latest"
     ):
         s.next()
     assert s.state_dict() == state
     jsonl(path, [chat("q", "a") | {"messages": [chat("q", "a")["messages"][0]]}, {"messages": 3}, chat("x", "y")])
     # before a row of use: at once
-    with pytest.raises(DataError, match=r"(?s)d.jsonl:2: column messages.*correct the row, or --strict"):
+    with pytest.raises(DataError, match=r"(?s)d.jsonl:2: column messages.*correct the row, or give --strict"):
         source(tmp_path, 0, LoaderGeometry(), streaming=True)
     jsonl(path, [chat(str(i), "a") for i in range(5)] + [{"messages": 3}] + [chat("x", "y")] * 3)
     lenient = source(tmp_path, 0, LoaderGeometry(per_device=2), streaming=True, shuffle=False, strict=False)[0]

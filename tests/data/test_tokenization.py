@@ -178,7 +178,7 @@ def test_at_most_ten_are_shown(tmp_path: Path) -> None:
         texts(tmp_path, path)
     assert len(e.value.problems) == 11 and "try: no valid row so far" in str(e.value)
     jsonl(tmp_path / "d.jsonl", [ROWS[0], *({"query": "x", "response": i} for i in range(25))])
-    with pytest.raises(DataError, match="and 15 more rows(.|\n)*try: correct the row, or --strict false"):
+    with pytest.raises(DataError, match="and 15 more rows(.|\n)*try: correct the row, or give --strict false"):
         texts(tmp_path, path)
 
 

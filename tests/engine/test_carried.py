@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megaswift.bridge.checkpoint_model import write_model
 from megaswift.bridge.export import dtypes_in_source
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
-from megaswift.bridge.model_folder import write_model
 from megaswift.errors import WeightsError
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
 from tests.engine.checkpoint_worker import Result, Run

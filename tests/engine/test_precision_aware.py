@@ -126,7 +126,7 @@ def test_remainders_are_not_read_as_main_weights(pool: Pool, tmp_path: Path) -> 
     folder, step = build_model("dense", tmp_path / "hf"), tmp_path / "engine"
     go = runs(pool, "dense dp2 do", folder)
     saved = go(PLAIN, last=1, save=step)
-    from megaswift.bridge.model_folder import write_model
+    from megaswift.bridge.checkpoint_model import write_model
     from tests.bridge.folders import plan_of
 
     plan = plan_of(folder)

@@ -1,6 +1,6 @@
 """Every field of config.json is mapped, has its one right value, or is listed: all others are named in the error.
 
-Covers: megaswift/families/config_dense.py, megaswift/families/config_latent.py, megaswift/families/config_tables.py,
+Covers: megaswift/families/config_dense.py, megaswift/families/config_latent.py, megaswift/families/config_common.py,
 megaswift/families/config_windows.py, megaswift/families/exaone4.py, megaswift/families/gemma3_text.py,
 megaswift/families/gpt_oss.py, megaswift/families/granite.py, megaswift/families/minimax_m2.py,
 megaswift/families/phi3.py, megaswift/families/quantization.py, megaswift/families/scalar_head.py,
@@ -65,8 +65,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("two labels", LLAMA_3_1_8B, {"architectures": ["LlamaForSequenceClassification"]}, "a classifier with 2 labels"),
     ("missing size", LLAMA_3_1_8B, {"hidden_size": ...}, "hidden_size"),
     ("missing KV heads", MISTRAL_7B, {"num_key_value_heads": ...}, "num_key_value_heads"),
-    ("wrong type", LLAMA_3_1_8B, {"num_hidden_layers": "32"}, "should be int, not str"),
-    ("boolean as a number", LLAMA_3_1_8B, {"num_hidden_layers": True}, "should be int, not bool"),
+    ("wrong type", LLAMA_3_1_8B, {"num_hidden_layers": "32"}, "must be int, not str"),
+    ("boolean as a number", LLAMA_3_1_8B, {"num_hidden_layers": True}, "must be int, not bool"),
     ("no layers", LLAMA_3_1_8B, {"num_hidden_layers": 0}, "at least 1"),
     ("KV heads", LLAMA_3_1_8B, {"num_key_value_heads": 5}, "does not divide num_attention_heads 32"),
     ("odd heads", LLAMA_3_1_8B, {"head_dim": 63}, "even"),

@@ -113,7 +113,7 @@ def test_fields_of_minimax_m2() -> None:
         ({"shared_intermediate_size": 1024}, "shared_intermediate_size 1024"),
         ({"attn_type_list": [0, 1] * 31}, "attn_type_list"),
         ({"sliding_window": 4096}, "sliding_window 4096"),
-        ({"rotary_dim": 256}, "partial_rotary_factor should be a number above 0, at most 1"),
+        ({"rotary_dim": 256}, "partial_rotary_factor must be a number above 0, at most 1"),
         ({"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta 2.0"),
         ({"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
     ],

@@ -223,7 +223,7 @@ def test_rows_that_cannot_be_asked(model: Callable[[str], Opened], tmp_path: Pat
         "rows.jsonl:3: images: ",
         "unknown format",
         "rows.jsonl:4: messages[0].content: a part of type 'video'",
-        "rows.jsonl:5: images are not read: a plain text is continued without",
+        "rows.jsonl:5: images are not supported: a plain text is continued without",
     ):
         assert part in str(caught.value), caught.value
 
@@ -328,9 +328,9 @@ def test_text_models_and_processors_that_do_not_load(model: Callable[[str], Open
         (folder / name).unlink(missing_ok=True)
     prepared, generator = opened(folder)
     prompts = ChatInputs(prepared, None, ImageRoot(tmp_path))
-    with pytest.raises(ChatInputError, match="images are not read: .* has no processor"):
+    with pytest.raises(ChatInputError, match="images are not supported: .* has no processor"):
         prompts.of_chat(ask(shown(0), "x"))
-    with pytest.raises(ChatInputError, match="images are not read: .* has no processor"):
+    with pytest.raises(ChatInputError, match="images are not supported: .* has no processor"):
         prompts.image("0.png")
     assert (
         generator.generate([prompts.request(prompts.of_chat(ask("ab")), NEW, ())], GenerationParams())[0].tokens == NEW

@@ -38,7 +38,7 @@ ROOM = {
 REFUSED = {
     "bert": "accelerate found no device map",
     "roberta": "accelerate found no device map",
-    "jetmoe": "uses weights outside of their module's forward call",
+    "jetmoe": "uses weights outside their module's forward call",
 }
 """What cannot be on the disk, and what is said of it."""
 

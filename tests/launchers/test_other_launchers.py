@@ -251,7 +251,7 @@ def test_a_configuration_file_of_accelerate_s_is_followed(name: str, file: str, 
     code, text = start(words, tmp_path)
     assert code == 0, text[-3000:]
     assert text.count(f"from accelerate's settings: {says}\n") == 1, text
-    assert ("FSDP version 1 is replaced by FSDP2" in text) == (name == "fsdp1")
+    assert ("fsdp_version 1 has no effect: FSDP2 is always used" in text) == (name == "fsdp1")
     engine = {"fsdp": "fsdp2", "fsdp1": "fsdp2", "deepspeed": "zero2_offload", "deepspeed-file": "zero3"}[name]
     assert f"engine: {engine}\n" in Path(tmp_path, "out/config.yaml").read_text()
     assert read_lines(tmp_path / "out/metrics.jsonl")[0]["loss"] == pytest.approx(reference(file), rel=1e-5)

@@ -147,7 +147,7 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = load("sft", [*RAY, "--num_workers", "2"], environ={}).launch
     monkeypatch.setattr(util, "find_spec", lambda name: None)
     (problem,) = missing_ray(launch)
-    assert "not installed" in problem.rule and "pip install 'ray[train]'" in problem.fix
+    assert "not installed" in problem.rule and "run pip install 'ray[train]'" in problem.fix
     assert not missing_ray(load("sft", [], environ={}).launch)
     monkeypatch.setattr(util, "find_spec", lambda name: object())
     monkeypatch.setattr(metadata, "version", lambda name: "2.44.1")
@@ -164,7 +164,7 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*RAY, "--num_workers", "2", "--lr", "x"], ["--lr x"]),
         (
             [*RAY, "--num_workers", "2", "--master_port", "1"],
-            ["--master_port 1: would be ignored: it is read by launcher torchrun only"],
+            ["--master_port 1: would be ignored: applies only to launcher torchrun"],
         ),
         (["--launcher", "rai", "--num_workers", "2"], ["--launcher rai", "ray"]),
     ],

@@ -70,7 +70,7 @@ def test_neighbours_share_a_tensor_parallel_group():
 @pytest.mark.parametrize(
     ("world", "sizes", "text"),
     [
-        (8, {"tp": 3}, ["--tp 3: need 3 processes or a multiple; there are 8", "6 or 9 processes"]),
+        (8, {"tp": 3}, ["--tp 3: requires a multiple of 3 processes; there are 8", "use 6 or 9 processes"]),
         (4, {"tp": 2, "pp": 4}, ["--tp 2 --pp 4", "2 x 4 = 8", "8 processes"]),
         (8, {"ep": 3}, ["--ep 3"]),
         (8, {"vpp": 2}, ["--vpp 2", "--pp is 1"]),

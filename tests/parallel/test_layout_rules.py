@@ -79,12 +79,12 @@ REFUSED = [
     (
         DENSE,
         dict(world_size=8, tp=3),
-        ["--tp 3: need 3 processes or a multiple; there are 8", "8 attention heads are not divisible by 3"],
+        ["--tp 3: requires a multiple of 3 processes; there are 8", "8 attention heads are not divisible by 3"],
     ),
     (
         DENSE,
         dict(world_size=1, tp=2),
-        ["--tp 2: need 2 processes or a multiple; there are 1", "2 processes (--nproc_per_node)"],
+        ["--tp 2: requires a multiple of 2 processes; there are 1", "use 2 processes (--nproc_per_node)"],
     ),
     (DENSE, dict(world_size=16, tp=16), ["8 attention heads are not divisible by 16", "--tp 8"]),
     (
@@ -127,16 +127,16 @@ REFUSED = [
         dict(world_size=8, cp=8, cp_comm_type="a2a", max_length=1024),
         ["8 heads and 4 key/value heads", "divisible by 8"],
     ),
-    (DENSE, dict(world_size=4, ep=2), ["--ep 2: shards experts, but this model is dense", "no --ep"]),
+    (DENSE, dict(world_size=4, ep=2), ["--ep 2: shards experts, but this model is dense", "leave out --ep"]),
     (DENSE, dict(world_size=4, etp=2), ["--etp 2: shards experts"]),
     (
         replace(MOE, expert_bias=True),
         dict(world_size=4, etp=2),
-        ["--etp 2: this model's experts have biases", "--etp 1, and --ep 4"],
+        ["--etp 2: the experts of this model have biases", "--etp 1, and --ep 4"],
     ),
     (MOE, dict(world_size=12, ep=3), ["8 experts are not divisible by 3 expert-parallel ranks", "--ep 4, or --ep 2"]),
     (MOE, dict(world_size=16, ep=16), ["8 experts are fewer than 16", "--ep 8"]),
-    (MOE, dict(world_size=4, ep=2, pp=4), ["--ep 2 --pp 4: need 2 x 4 = 8 processes or a multiple; there are 4"]),
+    (MOE, dict(world_size=4, ep=2, pp=4), ["--ep 2 --pp 4: requires a multiple of 2 x 4 = 8 processes; there are 4"]),
     (
         MOE,
         dict(world_size=2, tp=2, sequence_parallel=False),
@@ -146,7 +146,7 @@ REFUSED = [
     (
         DENSE,
         dict(world_size=8, tp=2, dp=8),
-        ["--dp 8: 8 processes / (tp 2 x pp 1 x cp 1) = 4", "--dp 4, no --dp, or 16 processes"],
+        ["--dp 8: 8 processes / (tp 2 x pp 1 x cp 1) = 4", "--dp 4, leave out --dp, or use 16 processes"],
     ),
 ]
 
@@ -164,7 +164,7 @@ def test_all_mistakes_at_once():
     problems = check_layout(MOE, LayoutRequest(8, tp=3, pp=5, ep=6, cp=2, max_length=1023, dp=3))
     text = "\n".join(map(str, problems))
     for part in (
-        "--tp 3 --cp 2 --pp 5: need 3 x 2 x 5 = 30",
+        "--tp 3 --cp 2 --pp 5: requires a multiple of 3 x 2 x 5 = 30 processes",
         "--ep 6 --pp 5",
         "8 attention heads",
         "12 layers",

@@ -95,7 +95,7 @@ def test_messages_are_rendered_by_the_models_own_template(folder: Path) -> None:
         alone(folder, ["<user>Q<assistant>hi", "<user>Q<assistant>ho"]), abs=1e-5
     )
     model.tokenizer.chat_template = None
-    with pytest.raises(RewardError, match="has no chat template, which prompts of messages need"):
+    with pytest.raises(RewardError, match="has no chat template, which is needed for prompts of messages"):
         model([said("hi")])
     assert isinstance(model([RewardInput("a", "b", (1,), True)])[0], float)
 

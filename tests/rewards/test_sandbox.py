@@ -301,7 +301,7 @@ def test_a_runner_that_dies_is_told_and_started_anew() -> None:
     assert box._process is not None
     killer = threading.Timer(0.3, box._process.kill)
     killer.start()
-    with pytest.raises(RewardError, match="its runner ended in the middle of 2 jobs"):
+    with pytest.raises(RewardError, match="its process ended while running 2 jobs"):
         box.run([{"source": "while True: pass"}, {"source": "1"}])
     assert box.run([{"source": "print(2)"}])[0].out == "2\n"
     box.close()
@@ -352,7 +352,7 @@ def test_without_a_sandbox_nothing_runs() -> None:
 
 def test_a_sandbox_that_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loose = Sandbox("program", JobLimits(seconds=2.0), locked=False)
-    with pytest.raises(ConfigError, match=r"a trial program .* came to 'ended', not"):
+    with pytest.raises(ConfigError, match=r"a trial program .* ended with 'ended', not"):
         check_sandbox(loose, "--reward_funcs code")
     loose.close()
     monkeypatch.setattr(sandbox.sys, "platform", "darwin")

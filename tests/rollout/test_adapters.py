@@ -110,6 +110,6 @@ def test_adapters_of_another_model_are_named(change: str, model: Path, two: list
 
 def test_without_peft_adapters_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_sampler.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="require the package peft\n    try: pip install peft"):
+    with pytest.raises(ConfigError, match="require the package peft\n    try: run pip install peft"):
         make_sampler("transformers", model, SamplerOptions(lora_rank=4))
     assert isinstance(make_sampler("transformers", model, SamplerOptions()), TransformersSampler)

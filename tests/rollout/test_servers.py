@@ -237,7 +237,7 @@ WRONG: list[tuple[str, str, Any, str]] = [
         "vllm_server",
         "/v1/completions",
         Refused(401, "Unauthorized"),
-        "responded with 401.*\n    try: MEGASWIFT_ROLLOUT_API_KEY=",
+        "responded with 401.*\n    try: set MEGASWIFT_ROLLOUT_API_KEY=",
     ),
     ("sglang", "/get_server_info", {"version": "0.5.8.post1"}, "0.5.9 or later is required"),
     (

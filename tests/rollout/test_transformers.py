@@ -2,7 +2,7 @@
 one another.
 
 Covers: megaswift/rollout/backends/transformers_sampler.py, megaswift/rollout/decoding.py,
-megaswift/rollout/kv_cache.py, megaswift/rollout/sampler.py, megaswift/rollout/weight_update.py.
+megaswift/rollout/kv_cache.py, megaswift/rollout/sampler.py, megaswift/rollout/transformers_weight_update.py.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def test_weights_that_do_not_fit_are_named(model: Path) -> None:
     last = "model.norm.weight"
     for wrong, told in (
         ({n: t for n, t in right.items() if n != last}, f"lack 1 of 36 tensors: {last}"),
-        ({**right, "model.norm.bias": right[last]}, "tensors that the model lacks: model.norm.bias"),
+        ({**right, "model.norm.bias": right[last]}, "tensors that the model does not have: model.norm.bias"),
         ({**right, last: torch.ones(7)}, r"shape \[7\], the model has \[32\]: model.norm.weight"),
     ):
         with pytest.raises(WeightsError, match=told):

@@ -189,7 +189,7 @@ def test_a_port_in_use_is_refused_before_torch_is_imported(model: Path, monkeypa
             ConfigError, match=f"--host 127.0.0.1 --port {port}: cannot listen on this address"
         ) as caught:
             deploy(["--model", str(model), "--port", str(port)])
-    assert caught.value.problems[0].fix == "--port 0 for any free port"
+    assert caught.value.problems[0].fix == "use --port 0 for any free port"
 
 
 @pytest.mark.parametrize(
@@ -207,18 +207,18 @@ def test_a_port_in_use_is_refused_before_torch_is_imported(model: Path, monkeypa
         (
             {"messages": [{"role": "user", "content": "a" * 200}]},
             "BadRequestError",
-            "the prompt has 203 tokens, the context length is 128",
+            "the prompt has 203 tokens; prompt and answer must fit the context length of 128",
         ),
         ({"messages": []}, "BadRequestError", "messages: must be a list of 1 to 2048 messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "BadRequestError",
-            "images are not read: this model reads text only",
+            "images are not supported: this model accepts only text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "BadRequestError",
-            "parts of type input_audio are not read",
+            "parts of type input_audio are not supported",
         ),
         ({"top_logprobs": 2}, "BadRequestError", "top_logprobs requires logprobs"),
     ],

@@ -163,7 +163,7 @@ def test_a_body_says_that_it_is_json(server: Server) -> None:
         (text([1, "a", 2.5]), "prompt: must be a string, a list of token ids"),
         (text([]), "prompt: must be a string, a list of token ids"),
         (text("a" * 2049), "the prompt has 2049 characters; the limit is 2048 (context length 128 tokens)"),
-        (text([1] * 200), "the prompt has 200 tokens, the context length is 128"),
+        (text([1] * 200), "the prompt has 200 tokens; prompt and answer must fit the context length of 128"),
         (text(temperature=2.5), "temperature: Input should be less than or equal to 2"),
         (text(repetition_penalty=1e-300), "repetition_penalty: Input should be greater than or equal to 0.01"),
         (text(max_tokens=10**30), "max_tokens: Input should be less than or equal to"),

@@ -137,8 +137,8 @@ def test_rows_that_cannot_be_asked_are_told_with_their_lines_and_no_model_is_loa
         "d.jsonl:2: character 2: not JSON",
         "d.jsonl:3 and 1 more like it: column nosuch",
         "d.jsonl:4: column messages[0].role",
-        "d.jsonl:5: the prompt has 203 tokens, the context length is 128",
-        "d.jsonl:6: images are not read: this model reads text only",
+        "d.jsonl:5: the prompt has 203 tokens; prompt and answer must fit the context length of 128",
+        "d.jsonl:6: images are not supported: this model accepts only text",
         "d.jsonl:7: column messages",
     ):
         assert part in text, text

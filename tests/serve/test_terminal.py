@@ -84,7 +84,7 @@ def test_a_conversation_that_grows_too_long_is_told(
 ) -> None:
     out, terminal = conversation(open_model, ["a" * 130, "b"], monkeypatch)
     assert (
-        "the prompt has 133 tokens, the context length is 128" in out
+        "the prompt has 133 tokens; prompt and answer must fit the context length of 128" in out
         and [m["content"] for m in terminal.messages][0] == "b"
     )
 

@@ -64,7 +64,7 @@ def test_quantized_weights_and_what_they_cannot_do(model: Path) -> None:
     assert said(model, train_type="lora") == [] and "--train_type lora" in said(model)[0]
     assert "cannot be sharded" in said(model, train_type="lora", engine="fsdp2")[0]
     set_config(model, quantization_config={"quant_method": "hqq"})
-    assert "can be trained over gptq, awq" in said(model, train_type="lora")[0]
+    assert "supports training only with gptq, awq" in said(model, train_type="lora")[0]
 
 
 def test_settings_that_peft_refuses(model: Path) -> None:

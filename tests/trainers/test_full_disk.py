@@ -34,7 +34,7 @@ Usage = namedtuple("Usage", "total used free")
         (errno.ENOSPC, "free space"),
         (errno.EDQUOT, "free space"),
         (errno.EACCES, "read and write access"),
-        (errno.ELOOP, "a path that is valid on this file system"),
+        (errno.ELOOP, "use a path that is valid on this file system"),
     ],
 )
 def test_errors_of_the_system_become_a_message(number: int, words: str, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_a_new_folder_and_a_folder_of_other_things_are_fine(tmp_path: Path) -> N
 def test_another_run_is_refused_with_the_ways_out(tmp_path: Path) -> None:
     problems = check_output_folder(config(old_run(tmp_path / "out")))
     assert len(problems) == 1
-    assert problems[0].rule == "holds another run (config.yaml, metrics.jsonl, hf)"
+    assert problems[0].rule == "contains another run (config.yaml, metrics.jsonl, hf)"
     assert "--resume_from_checkpoint latest" in problems[0].fix and "--overwrite_output_dir" in problems[0].fix
 
 
@@ -47,7 +47,8 @@ def test_a_checkpoint_of_elsewhere_does_not_open_an_occupied_folder(tmp_path: Pa
     folder = save(CheckpointStore(tmp_path / "other" / "checkpoints"), 3)
     own = save(CheckpointStore(old_run(tmp_path / "out") / "checkpoints"), 5)
     assert (
-        "holds another run" in check_output_folder(config(tmp_path / "out", resume_from_checkpoint=str(folder)))[0].rule
+        "contains another run"
+        in check_output_folder(config(tmp_path / "out", resume_from_checkpoint=str(folder)))[0].rule
     )
     assert check_output_folder(config(tmp_path / "out", resume_from_checkpoint=str(own))) == []
     assert check_output_folder(config(tmp_path / "fresh", resume_from_checkpoint=str(folder))) == []

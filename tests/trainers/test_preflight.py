@@ -61,7 +61,7 @@ def test_problems_of_every_kind_are_told_together(model: Path, tmp_path: Path, m
     for part in (
         "tp 8",
         "file.jinja: is neither a file nor a template",
-        "holds another run",
+        "contains another run",
         "no_such_package is not installed",
         "--dataset a.jsonl: no such file",
         "--dataset b.jsonl: no such file",
@@ -78,7 +78,7 @@ def test_what_a_cpu_alone_cannot_do(model: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert ["--optimizer_cpu_offload true: there is no CUDA device" in text for text in problems(cfg, 1)] == [True]
     half = SwiftConfig(task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), torch_dtype="fp16")
-    assert ["--torch_dtype float16: training in it needs a CUDA device" in text for text in problems(half, 1)] == [True]
+    assert ["--torch_dtype float16: needs a CUDA device for training" in text for text in problems(half, 1)] == [True]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert problems(cfg, 1) == problems(half, 1) == []
 
@@ -107,7 +107,7 @@ def test_adapters_that_have_no_place_are_named_before_anything_starts(model: Pat
         "--target_modules k_porj: matches no linear layer",
         "did you mean k_proj?",
         "of this model\n    try: --target_modules q_proj v_proj;",
-        "--target_modules embed_tokens: is not a linear projection",
+        "--target_modules embed_tokens: is not a separate linear layer",
         "--target_modules (v_proj: is not a regular expression",
         "--modules_to_save lm_heads: matches no module",
         "--modules_to_save output_layer: matches no module of this model\n    try: --modules_to_save lm_head",
@@ -140,7 +140,7 @@ def test_four_bits_that_do_not_fit_are_told_before_anything_starts(model: Path, 
     )
     text = "\n".join(problems(cfg, 1))
     assert (
-        "an NF4 block is 64 inputs" in text
+        "which is not a multiple of 64, the NF4 block size" in text
         and "--modules_to_save model.layers.0.self_attn.o_proj: is stored in NF4" in text
     )
     assert "lm_head" not in text

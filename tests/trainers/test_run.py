@@ -177,7 +177,7 @@ def test_another_run_in_the_folder_is_refused_and_a_finished_one_only_exports(
     before = (out / "metrics.jsonl").read_bytes()
     process = start(inputs, out, "--max_steps", 8)
     text = finish(process)
-    assert process.returncode == 1 and text.count("holds another run") == 2 and "megaswift/trainers" not in text
+    assert process.returncode == 1 and text.count("contains another run") == 2 and "megaswift/trainers" not in text
     text = run(inputs, out, "--max_steps", 8, "--split_dataset_ratio", 0.1, "--resume_from_checkpoint", "latest")
     assert (
         "step 8 of 8 is already done" in text and f"exported {out / 'hf'}" in text and str(out / "report.html") in text

@@ -32,8 +32,8 @@ def test_fits(tmp_path: Path) -> None:
 
 def test_does_not_fit(tmp_path: Path) -> None:
     assert "has no processor" in told(tmp_path, SEES)
-    assert "are not packed" in told(tmp_path, SEES, packing=True)
-    assert "not streamed" in told(tmp_path, SEES, streaming=True, max_steps=1)
+    assert "cannot be packed" in told(tmp_path, SEES, packing=True)
+    assert "cannot be streamed" in told(tmp_path, SEES, streaming=True, max_steps=1)
     assert "which only sft supports" in told(tmp_path, SEES, task="pt")
     assert "--freeze_llm false: applies only to vision-language models" in told(
         tmp_path, {"model_type": "gpt2"} | TEXT, freeze_llm=False

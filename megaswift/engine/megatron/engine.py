@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaswift import distributed
+from megaswift.bridge.checkpoint_model import write_model
 from megaswift.bridge.export import FolderOptions, dtypes_in_source, export_hf
 from megaswift.bridge.hf_source import WeightSource
-from megaswift.bridge.model_folder import write_model
 from megaswift.bridge.new_head import NEW, NewHead, new_head
 from megaswift.bridge.open_weights import open_weights
 from megaswift.bridge.peft_folder import write_adapter
 from megaswift.bridge.plan import WeightPlan
 from megaswift.config import SwiftConfig
-from megaswift.config.capabilities import missing_transformer_engine
+from megaswift.config.transformer_engine_rules import missing_transformer_engine
 from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.checkpoint import save_load

@@ -50,7 +50,7 @@ def check_causality(engine: TorchEngine) -> None:
     def read(batch: Batch) -> Tensor:
         outputs = engine.score([batch], needs)[0]
         numbers = outputs.values if spec.scored else outputs.logprobs
-        assert numbers is not None, "it was asked for"
+        assert numbers is not None, "the check was requested"
         return numbers.float().cpu()
 
     label, longest = (
@@ -87,7 +87,7 @@ def _problems(read: _TokenReader, vocab: int, limit: float, packing: bool, model
         yield Problem(
             f"--model {model}",
             "is not causal: its output for a token depends on later tokens",
-            'a causal language model; for an encoder, "is_decoder": true in config.json',
+            'use a causal language model; for an encoder, set "is_decoder": true in config.json',
         )
         return
     if packing:

@@ -150,7 +150,7 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
         engine.context.seed(rng_state.fresh_seed(directory))
         log.info(
             f"{directory} was saved by {facts['world_size']} processes: weights and optimizer states are restored, "
-            "random states are reseeded"
+            "random number generators are reseeded"
         )
 
 
@@ -222,8 +222,10 @@ def _differences(engine: TorchEngine, facts: dict[str, Any], source: HfSource) -
         return problems
     engine.strategy.steps = int(facts["step"])
     expected, stored = _tensors(engine), set(source.names())
-    problems = [Problem(name, "is in the checkpoint and not in this model") for name in sorted(stored - set(expected))]
-    problems += [Problem(name, "is in this model and not in the checkpoint") for name in sorted(set(expected) - stored)]
+    problems = [Problem(name, "is in the checkpoint, but not in this model") for name in sorted(stored - set(expected))]
+    problems += [
+        Problem(name, "is in this model, but not in the checkpoint") for name in sorted(set(expected) - stored)
+    ]
     problems += [
         Problem(name, f"has shape {source.shape(name)} in the checkpoint and {meta.shape} in this model")
         for name, meta in expected.items()

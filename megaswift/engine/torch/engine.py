@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megaswift import distributed
 from megaswift.bridge import finite_weights
-from megaswift.bridge.model_folder import write_model
+from megaswift.bridge.checkpoint_model import write_model
 from megaswift.bridge.transformers_weights import config_dtype, disk_dtypes, metas_like, saved_buffers
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL

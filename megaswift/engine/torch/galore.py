@@ -177,7 +177,7 @@ def galore_targets(module: Any, optim: OptimConfig) -> set[str]:
             Problem(
                 f"--galore_target_modules {targets} --galore_rank {optim.galore_rank}",
                 "match no trained matrix with more rows and columns than the rank",
-                "a lower rank, or other patterns",
+                "use a lower rank, or other patterns",
             )
         )
     return matched

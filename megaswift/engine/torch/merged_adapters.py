@@ -33,7 +33,7 @@ class AdaptedLayer:
     """PEFT's layer around one or more of the model's parameters."""
 
     layer: Any
-    """Hollow."""
+    """Its parameters have no storage."""
     places: Mapping[str, str]
     """Its parameters -> where the engine has them: one that layers share has one name there."""
     own: Mapping[str, str]
@@ -142,7 +142,7 @@ def merging_of(fields: FieldsModel) -> AdapterMerging:
                     Problem(
                         "--adapters",
                         "is not plain LoRA, the only kind that can be merged into quantized weights",
-                        "the unquantized model",
+                        "use the unquantized model",
                     )
                 )
             merging.packed[place] = PackedWeight(module, adapter)

@@ -31,8 +31,8 @@ def build_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def move_to_meta(module: nn.Module) -> None:
-    """Meta parameters become expanded zeros, tied ones together."""
+def expand_meta_parameters(module: nn.Module) -> None:
+    """Replaces parameters on the meta device by expanded zeros on the CPU; tied parameters stay tied."""
     parameters: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -52,13 +52,13 @@ def drop_storage(module: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def is_meta(parameter: torch.Tensor) -> bool:
-    """Whether it has no memory of its own."""
+def is_unallocated(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has a shape but no storage of that size: all its strides are 0."""
     return parameter.numel() > 1 and not any(parameter.stride())
 
 
 def allocate_storage(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Hollow ones get memory, with nothing in particular in it."""
+    """Allocates uninitialized storage on `device` for those that have none."""
     for parameter in parameters:
-        if is_meta(parameter):
+        if is_unallocated(parameter):
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megaswift.bridge import peft_config
-from megaswift.bridge.bits_and_bytes import without_cpu_repacking
+from megaswift.bridge.bitsandbytes_config import without_cpu_repacking
 from megaswift.bridge.new_head import NEW, new_head
 from megaswift.bridge.open_weights import open_weights
 from megaswift.config import SwiftConfig
@@ -149,7 +149,7 @@ def prepare_model(
 ) -> FieldsModel:
     """Everything that is done to a model before it is wrapped. `empty`: its parameters have no memory (`meta_init`)."""
     model = build_model(folder, cfg, weights, spec, further, empty)
-    meta_init.move_to_meta(model)
+    meta_init.expand_meta_parameters(model)
     if cfg.model.use_liger:
         liger.apply_liger(model)
     freeze_base(model, cfg.model.freeze_parameters)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import LIONS, OF_BITSANDBYTES, PAGED, OptimConfig
-from megaswift.engine.torch.strategy import make_strategy_optimizer, param_groups_of
+from megaswift.engine.torch.strategy import make_adamw_or_sgd, param_groups_of
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 Metas = dict[str, TensorMeta]
@@ -38,7 +38,7 @@ class Elementwise:
 
     def make(self, named: NamedParameters) -> torch.optim.Optimizer:
         """The library's optimizer, in groups with weight decay and without."""
-        return make_strategy_optimizer(named, self.optim)
+        return make_adamw_or_sgd(named, self.optim)
 
     def step(self) -> None:
         """One step from the parameters' gradients."""

@@ -52,7 +52,7 @@ def fsdp_units(cfg: SwiftConfig, model: nn.Module) -> frozenset[str]:
     named, present = cfg.engine.fsdp_transformer_layer_cls_to_wrap, {type(m).__name__ for m in model.modules()}
     layers = layer_classes(model)
     if unknown := [name for name in named if name not in present]:
-        fix = f"{' '.join(sorted(layers))}, the decoder layers, or leave it out"
+        fix = f"use {' '.join(sorted(layers))}, the decoder layers, or leave it out"
         raise ConfigError(
             [
                 Problem(

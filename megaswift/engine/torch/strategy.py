@@ -67,7 +67,7 @@ def param_groups_of(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any
     return [g for g in groups if g["params"]]
 
 
-def make_strategy_optimizer(named: list[tuple[str, nn.Parameter]], optim: OptimConfig) -> torch.optim.Optimizer:
+def make_adamw_or_sgd(named: list[tuple[str, nn.Parameter]], optim: OptimConfig) -> torch.optim.Optimizer:
     """AdamW, or SGD, in two groups: with weight decay and without."""
     groups = param_groups_of(named)
     if optim.optimizer == "sgd":

@@ -116,7 +116,9 @@ def _differences(bare: Any, source: WeightSource, groups: list[ConversionGroup])
     first = first_names(bare)
     stored = {first.get(name, name): shape for name, shape in group_shapes(bare, source, groups).items()}
     adapted = bool(getattr(bare, "peft_config", None)) or any(hasattr(m, "base_layer") for m in bare.modules())
-    expected = {unwrap_adapters(name): p for name, p in bare.named_parameters() if not adapted or meta_init.is_meta(p)}
+    expected = {
+        unwrap_adapters(name): p for name, p in bare.named_parameters() if not adapted or meta_init.is_unallocated(p)
+    }
     return [
         Problem(str(source.directory), f"has no {name} of shape {list(p.shape)}, which this model needs")
         for name, p in expected.items()

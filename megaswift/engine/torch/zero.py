@@ -34,8 +34,8 @@ from megaswift.config.deepspeed_json import KINDS, deepspeed_kind, offloads
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.gradient_norm import sum_of_squares
 from megaswift.engine.torch import zero_config
-from megaswift.engine.torch.meta_init import allocate_storage, is_meta
-from megaswift.engine.torch.strategy import WEIGHT, clip_gradients, make_strategy_optimizer, set_rates
+from megaswift.engine.torch.meta_init import allocate_storage, is_unallocated
+from megaswift.engine.torch.strategy import WEIGHT, clip_gradients, make_adamw_or_sgd, set_rates
 from megaswift.engine.torch.zero_tensors import MOMENTS, WholeTensors, get_steps, set_steps, shards, start_states
 from megaswift.errors import ConfigError, Problem
 
@@ -63,10 +63,10 @@ class ZeroStrategy:
         exact = _finer_than_bfloat16(module) if (config.get("bf16") or {}).get("enabled") and self.stage else {}
         deepspeed = zero_config.load_deepspeed(device.type)
         settings = zero_config.engine_config(config, self._world, device.type)
-        if self.stage == 3 and any(is_meta(p) for p in self._names.values()):
+        if self.stage == 3 and any(is_unallocated(p) for p in self._names.values()):
             zero_config.partition_config(module, settings, device)
         allocate_storage(self._names.values(), device)
-        optimizer = make_strategy_optimizer([(n, p) for n, p in self._names.items() if p.requires_grad], optim)
+        optimizer = make_adamw_or_sgd([(n, p) for n, p in self._names.items() if p.requires_grad], optim)
         self.module, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
         self._inner, self._zero = optimizer, self.module.optimizer
         self._undo = float(self._world) if self.module.gradient_average else 1.0
@@ -80,7 +80,7 @@ class ZeroStrategy:
     def _check(self) -> None:
         """DeepSpeed falls back in silence in places: what was asked for must be what runs."""
         name, stage = type(self._zero).__name__, int(self.module.zero_optimization_stage())
-        assert stage == self.stage, f"ZeRO stage {stage} runs, {self.stage} was asked for"
+        assert stage == self.stage, f"ZeRO stage {stage} runs, {self.stage} was requested"
         assert self._zero is self._inner if stage == 0 else name in _OPTIMIZERS[stage], f"{name} at stage {stage}"
         offload = getattr(self._zero, "offload_optimizer", getattr(self._zero, "cpu_offload", False))
         offloaded = (bool(offload), bool(getattr(self._zero, "offload_param", False)))

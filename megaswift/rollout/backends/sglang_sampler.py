@@ -134,7 +134,7 @@ class SglangSampler(ServerSampler):
                 Problem(
                     "a completion of SGLang",
                     "lacks output_token_logprobs or finish_reason",
-                    f"SGLang {'.'.join(map(str, OLDEST))} or later",
+                    f"install SGLang {'.'.join(map(str, OLDEST))} or later",
                 )
             ) from None
         if reason not in ("stop", "length"):

@@ -21,7 +21,7 @@ from megaswift.inference.load import REFUSALS, quiet_transformers
 from megaswift.rollout.decoding import decode_batch
 from megaswift.rollout.kv_cache import check_layers
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
-from megaswift.rollout.weight_update import AdapterUpdate, WeightUpdate
+from megaswift.rollout.transformers_weight_update import AdapterUpdate, WeightUpdate
 
 
 def missing(options: SamplerOptions) -> list[Problem]:
@@ -29,11 +29,15 @@ def missing(options: SamplerOptions) -> list[Problem]:
     problems = []
     if options.lora_rank and util.find_spec("peft") is None:
         problems.append(
-            Problem("adapters in the sampler", "require the package peft", "pip install peft, or --rollout_lora false")
+            Problem(
+                "adapters in the sampler",
+                "require the package peft",
+                "run pip install peft, or use --rollout_lora false",
+            )
         )
     if options.dtype != "auto" and not isinstance(getattr(torch, options.dtype, None), torch.dtype):
         problems.append(
-            Problem(f"dtype {options.dtype} of the sampler", "is not a torch dtype", "auto, float32 or bfloat16")
+            Problem(f"dtype {options.dtype} of the sampler", "is not a torch dtype", "use auto, float32 or bfloat16")
         )
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
         problems.append(Problem(f"device {options.device} of the sampler", "CUDA is not available", "cpu"))
@@ -62,7 +66,7 @@ def _model(folder: Path, options: SamplerOptions) -> Any:
         raise WeightsError(
             Problem(f"--model {folder}", f"transformers cannot build it for sampling: {first_line(error)}")
         ) from None
-    meta_init.move_to_meta(model)
+    meta_init.expand_meta_parameters(model)
     return model.eval().requires_grad_(False)
 
 
@@ -130,7 +134,7 @@ class TransformersSampler:
                     completions |= dict(zip(batch, done, strict=True))
         except torch.OutOfMemoryError as error:
             raise UserError(
-                Problem("GPU memory during sampling", first_line(error), "a smaller --rollout_batch_size")
+                Problem("GPU memory during sampling", first_line(error), "use a smaller --rollout_batch_size")
             ) from None
         return [completions[i] for i in range(len(prompts))]
 

@@ -110,7 +110,7 @@ class VllmServerSampler(ServerSampler):
                 Problem(
                     "a completion of vLLM",
                     "lacks token_ids, logprobs or finish_reason",
-                    f"vLLM {'.'.join(map(str, OLDEST))} or later",
+                    f"install vLLM {'.'.join(map(str, OLDEST))} or later",
                 )
             ) from None
         if reason == "stop" and (
@@ -120,7 +120,7 @@ class VllmServerSampler(ServerSampler):
                 Problem(
                     "a completion of vLLM",
                     "finished without one of the run's stop tokens",
-                    "a server without stop strings of its own",
+                    "use a server without its own stop strings",
                 )
             )
         return checked_completion(tokens, logprobs, reason == "stop", sampling)
@@ -147,6 +147,6 @@ def _reset_prefix_cache(server: Server) -> None:
             Problem(
                 server.base_url,
                 "prefix cache not reset; another client is active",
-                "a server that only this run uses",
+                "use a server that serves only this run",
             )
         )

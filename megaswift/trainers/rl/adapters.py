@@ -38,7 +38,7 @@ def syncs_adapters_only(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> bool
 def refused_adapters(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> Iterator[Problem]:
     """Adapters that are asked to go alone and cannot."""
     if cfg.rl.rollout_lora and (why := merged_because(cfg, spec, folder)):
-        yield Problem("--rollout_lora true", why, "leave it out: samplers then get merged weights")
+        yield Problem("--rollout_lora true", why, "leave it out: megaswift then sends merged weights")
 
 
 def merged_because(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
@@ -52,7 +52,7 @@ def merged_because(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
         ),
         (
             bits_of(cfg) or cfg.model.train_type == "qlora",
-            "the trained model's weights are quantized, the sampler's would not be",
+            "the trained model's weights are quantized, but the sampler's would not be",
         ),
         (
             read_config(folder).get(FIELD),

@@ -127,7 +127,7 @@ def folder_problems_of(cfg: SwiftConfig) -> Iterator[Problem]:
                 rule,
                 f"--{flag} {Path(folder) / EXPORT}"
                 if exported
-                else f"a Hugging Face model folder; OUT/{EXPORT} of a run is one",
+                else f"give a Hugging Face model folder, such as OUT/{EXPORT} of a run",
             )
         elif flag == "reward_model":
             yield from score_problems(f"--{flag} {folder}", read_config(path))

@@ -47,7 +47,7 @@ def environment_class(text: str) -> Callable[[], Environment]:
     lacking = [method for method in ("reset", "step") if not callable(getattr(environment, method, None))]
     if isinstance(environment, type) and lacking:
         raise ConfigError(
-            Problem(flag, f"has no {' and no '.join(lacking)}", "reset(prompt, **columns) and step(answer)")
+            Problem(flag, f"has no {' and no '.join(lacking)}", "define reset(prompt, **columns) and step(answer)")
         )
     return environment
 
@@ -68,17 +68,21 @@ class CheckedEnvironment:
         with user_code_error(lambda trace: RewardError(Problem(self.flag, f"step failed on {answer[:80]!r}\n{trace}"))):
             returned: Any = self.inner.step(answer)
         if not isinstance(returned, Sequence) or len(returned) != 3:
-            raise RewardError(Problem(self.flag, f"step returned {returned!r:.80}", "(messages, reward, done)"))
+            raise RewardError(Problem(self.flag, f"step returned {returned!r:.80}", "return (messages, reward, done)"))
         messages, reward, done = returned
         worth = as_float(reward)
         if worth is None or not math.isfinite(worth):
             raise RewardError(
-                Problem(self.flag, f"step returned the reward {reward!r:.80}", "a finite number; 0.0 for no reward")
+                Problem(
+                    self.flag, f"step returned the reward {reward!r:.80}", "return a finite number; 0.0 for no reward"
+                )
             )
         if not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and m.get("role") for m in messages):
             raise RewardError(
                 Problem(
-                    self.flag, f"step returned the messages {messages!r:.80}", '[{"role": "tool", "content": "..."}]'
+                    self.flag,
+                    f"step returned the messages {messages!r:.80}",
+                    'return [{"role": "tool", "content": "..."}]',
                 )
             )
         return [dict(m) for m in messages], worth, bool(done)

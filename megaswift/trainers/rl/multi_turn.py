@@ -111,7 +111,7 @@ class MultiTurnRollout:
                 Problem(
                     flag,
                     f"answers as {roles}, which the chat template does not render: {first_line(error)}",
-                    "messages of another role, such as user, from step, or --chat_template FILE.jinja",
+                    "return messages of another role, such as user, from step, or use --chat_template FILE.jinja",
                 )
             ) from None
         # the model wrote its end of turn

@@ -85,7 +85,7 @@ class RolloutMonitor(Hook):
                     self.flags(),
                     f"returned None for every completion of all {count_text(loop.step, 'step')}: every advantage was "
                     "0, so nothing was learned. Nothing was exported",
-                    "a number for each completion that the function applies to; None only for the others",
+                    "return a number for each completion that the function applies to, and None only for the others",
                 )
             )
 

@@ -50,7 +50,7 @@ def test_a_run_s_folder_and_a_language_model_are_no_reward_models(tmp_path: Path
     run.mkdir(), model.mkdir()
     good, language = scorer(run), model_folder(model)
     problems = policy_problems(SwiftConfig(task="grpo", **GOOD, reward_model=[str(run), str(language)]), 2)
-    assert [str(p.fix) for p in problems] == [f"--reward_model {good}", "megaswift rm trains one"]
+    assert [str(p.fix) for p in problems] == [f"--reward_model {good}", "train one with megaswift rm"]
     assert "has no config.json" in str(problems[0]) and f"--reward_model {language}: is not a reward model" in str(
         problems[1]
     )

@@ -209,7 +209,7 @@ def test_turns_and_tokens_have_an_end(model: Path, file: Path) -> None:
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        (None, "(messages, reward, done)"),
+        (None, "return (messages, reward, done)"),
         (([], None, True), "the reward None"),
         (([], float("nan"), True), "the reward nan"),
         (([], "1", True), "the reward '1'"),
@@ -255,7 +255,7 @@ def test_answers_that_a_template_cannot_write(template: str | None, told: str) -
     with pytest.raises(RewardError) as error:
         talk.between([{"role": "tool", "content": "42"}], "--environment e.py:Tool")
     assert "--environment e.py:Tool: answers as tool, which the chat template does not render: " in str(error.value)
-    assert told in str(error.value) and "try: messages of another role" in str(error.value)
+    assert told in str(error.value) and "try: return messages of another role" in str(error.value)
 
 
 def test_a_class_that_is_none(file: Path) -> None:

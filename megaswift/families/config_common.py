@@ -46,7 +46,7 @@ def _dtype(reading: ConfigReading) -> None:
     key = "dtype" if reading.raw.get("dtype") else "torch_dtype"
     name = str(name).removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
-        reading.problem(key, "should be float32, bfloat16 or float16")
+        reading.problem(key, "must be float32, bfloat16 or float16")
     reading.values["dtype"] = name
 
 
@@ -63,7 +63,7 @@ def head_dim(default: int | None = None) -> RowGroup:
                 )
             width = hidden // heads
         if width and width % 2:
-            reading.problem("head_dim", f"should be even for rotary embedding, not {width}")
+            reading.problem("head_dim", f"must be even for rotary embedding, not {width}")
         reading.values["kv_channels"] = width
 
     return RowGroup(("head_dim",), read)
@@ -94,14 +94,14 @@ def rope(theta: float = 10000.0, partial: float | None = None) -> RowGroup:
         key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
         scaling = raw.get(key) or {}
         if not isinstance(scaling, dict):
-            reading.problem(key, "should be a mapping or null")
+            reading.problem(key, "must be a mapping or null")
             return
         base = scaling.get("rope_theta", raw.get("rope_theta"))
         base = theta if base is None else base
         share = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
         if isinstance(base, bool) or not isinstance(base, NUMBER) or base <= 0:
             reading.problem(
-                "rope_theta" if "rope_theta" in raw else key, f"rope_theta should be a positive number, not {base!r}"
+                "rope_theta" if "rope_theta" in raw else key, f"rope_theta must be a positive number, not {base!r}"
             )
             return
         share = (partial or 1.0) if share is None else share
@@ -115,7 +115,7 @@ def rope(theta: float = 10000.0, partial: float | None = None) -> RowGroup:
                 "partial_rotary_factor" if "partial_rotary_factor" in raw else key,
                 "partial_rotary_factor must be 1: this family rotates whole heads"
                 if partial is None
-                else f"partial_rotary_factor should be a number above 0, at most 1, not {share!r}",
+                else f"partial_rotary_factor must be a number above 0, at most 1, not {share!r}",
             )
             return
         reading.values["rope"] = RopeSpec(float(base), _scaling(reading, key, scaling), float(share))
@@ -178,8 +178,8 @@ def _biases(reading: ConfigReading) -> None:
     if attention != mlp:
         reading.problem(
             "attention_bias" if attention else "mlp_bias",
-            f"attention_bias {attention} with mlp_bias {mlp} cannot be expressed: Megatron has one switch for biases "
-            "of the attention output and the MLP together",
+            f"attention_bias {attention} with mlp_bias {mlp} cannot be expressed: Megatron has a single switch "
+            "for the biases of the attention output and the MLP",
         )
     reading.values["add_bias_linear"] = bool(attention and mlp)
 
@@ -262,7 +262,7 @@ def _auxiliary_if_asked(reading: ConfigReading) -> None:
 def _sparse_step(reading: ConfigReading, layers: int) -> list[int] | None:
     step, dense = reading.get("decoder_sparse_step", int, 1, 1), reading.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(i, int) and 0 <= i < layers for i in dense):
-        reading.problem("mlp_only_layers", f"should be a list of layer numbers from 0 to {layers - 1}")
+        reading.problem("mlp_only_layers", f"must be a list of layer numbers from 0 to {layers - 1}")
         return None
     return None if step is None else [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
 
@@ -281,7 +281,7 @@ def _padding_token(reading: ConfigReading) -> None:
     if not -size <= token < size:
         reading.problem(
             "pad_token_id",
-            f"is {token}, beyond the {size} tokens of vocab_size: transformers does not build such a model",
+            f"is not a token ID below vocab_size {size}: transformers cannot build such a model",
         )
         return
     reading.values["padding_token"] = token % size
@@ -291,7 +291,7 @@ WINDOW = window(4096)
 WINDOW_SWITCHED = RowGroup(("use_sliding_window", "sliding_window"), _window_switched)
 BIASES = RowGroup(("attention_bias", "mlp_bias"), _biases)
 NO_ATTENTION_BIAS = RequiredValue(
-    "attention_bias", (False,), "Megatron has one switch for biases of the attention output and the MLP together"
+    "attention_bias", (False,), "Megatron has a single switch for the biases of the attention output and the MLP"
 )
 NORM_TOPK = RowGroup(("norm_topk_prob",), _norm_topk)
 SPARSE_STEP = (NORM_TOPK, sparse_layers(_sparse_step, ("decoder_sparse_step", "mlp_only_layers")))
@@ -326,11 +326,11 @@ FFN = AnyRow("intermediate_size", "ffn_hidden_size", int)
 IRRELEVANT: tuple[ConfigRow, ...] = (
     UnusedField(
         ("bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class", "prefix"),
-        "given by the tokenizer",
+        "determined by the tokenizer",
     ),
     UnusedField(
         ("transformers_version", "_name_or_path", "_commit_hash", "unsloth_version", "unsloth_fixed"),
-        "where the file comes from",
+        "the origin of the file",
     ),
     UnusedField(
         (
@@ -348,7 +348,7 @@ IRRELEVANT: tuple[ConfigRow, ...] = (
             "attn_implementation",
             "_attn_implementation_autoset",
         ),
-        "how transformers runs the model, not what it computes",
+        "a setting of how transformers runs the model; its result does not change",
     ),
     UnusedField(
         ("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
@@ -385,12 +385,12 @@ IRRELEVANT: tuple[ConfigRow, ...] = (
     ),
     RequiredValue("is_encoder_decoder", (False,), "decoders only"),
     RequiredValue("add_cross_attention", (False,), "decoders only"),
-    RequiredValue("pruned_heads", ({},), "all heads must be there"),
+    RequiredValue("pruned_heads", ({},), "all heads must be present"),
     QUANTIZATION,
     RequiredValue(
         "auto_map",
         (),
-        "the folder's own code may differ from the built-in model",
+        "the folder's own code may differ from transformers' built-in model",
         "remove auto_map if transformers' built-in model gives the same results",
     ),
 )

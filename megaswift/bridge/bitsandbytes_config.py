@@ -1,5 +1,5 @@
-"""transformers' settings for linear layers that bitsandbytes quantizes while a model is loaded: of training and of
-inference."""
+"""transformers' BitsAndBytesConfig for linear layers that bitsandbytes quantizes while a model is loaded, in training
+and in inference."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rejects options that need Transformer Engine if it is not installed. No torch.
+"""Rejects options that need Transformer Engine where it is not installed or not used. No torch.
 
-Owns what can be told without a device; whether a device can do it (FP8, say), Transformer Engine tells.
+Owns what can be checked without a device; whether a device supports it (FP8, say), Transformer Engine itself checks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ NEED_TRANSFORMER_ENGINE: tuple[tuple[str, Callable[[Any], bool], str, str], ...]
     ("fp8_format", bool, _LAYERS, "--fp8_format none"),
     ("moe_grouped_gemm", bool, _LAYERS, "--moe_grouped_gemm false"),
     ("transformer_impl", lambda v: v == "transformer_engine", "needs Transformer Engine", "--transformer_impl auto"),
-    ("recompute_modules", lambda v: bool({"layernorm", "moe_act"} & set(v)), _RECOMPUTES, "core_attn, mlp or moe"),
+    (
+        "recompute_modules",
+        lambda v: bool({"layernorm", "moe_act"} & set(v)),
+        _RECOMPUTES,
+        "--recompute_modules core_attn, mlp or moe",
+    ),
     ("cp_comm_type", lambda v: v not in (None, "all_gather"), _GATHERS, "--cp_comm_type all_gather, or leave it out"),
     ("attn_impl", lambda v: v in ("flash", "fused", "unfused"), _LAYERS, "--attn_impl sdpa"),
 )

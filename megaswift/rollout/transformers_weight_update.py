@@ -73,7 +73,9 @@ class WeightUpdate:
             piece = self.of_name.get(name)
             if piece is None:
                 raise _problem(
-                    "have tensors that the model lacks:", [name], "the trained model's own folder for the sampler"
+                    "have tensors that the model does not have:",
+                    [name],
+                    "use the trained model's own folder for the sampler",
                 )
             if len(piece.stored) == 1 and piece.conversion is None:
                 self._copy(targets, filled, piece.target, tensor)

@@ -100,7 +100,7 @@ def read_dtypes(model: Path) -> StoredDtypes:
             Problem(
                 str(path),
                 "is missing: the dtypes of the original tensors are unknown",
-                "a complete checkpoint of this version",
+                "use a complete checkpoint of this version",
             )
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

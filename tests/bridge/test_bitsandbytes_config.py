@@ -11,7 +11,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from megaswift.bridge.bits_and_bytes import bitsandbytes_config, without_cpu_repacking
+from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, without_cpu_repacking
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch.model import build_model
 from megaswift.engine.torch.quantized import dequantized, loading_arguments
