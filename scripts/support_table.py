@@ -17,9 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megaswift.engine.megatron.layers.choice import torch_only_features  # noqa: E402
+from megaswift.engine.megatron.layers.choice import own_attention  # noqa: E402
 from megaswift.families import FAMILIES, Family, family_of  # noqa: E402
 from megaswift.families.config_rows import RequiredValue  # noqa: E402
+from megaswift.families.model_spec import ModelSpec  # noqa: E402
 from tests.families.published import PUBLISHED  # noqa: E402
 from tests.parity import models, test_families  # noqa: E402
 
@@ -36,15 +37,28 @@ def about(name: str) -> str:
     return f"[{words.rstrip('.')}](https://{link.rstrip('.')})" if words else text.rstrip(".")
 
 
+def own_modules(spec: ModelSpec) -> list[str]:
+    """What of a model is megaswift's own beside Transformer Engine's modules, and why."""
+    own = [f"attention ({reason})" for reason in own_attention(spec)]
+    sinks = [
+        f"attention with packed rows or CP ({r.partition(' with ')[0]})" for r in own_attention(spec, packing=True)
+    ]
+    own += [text for text in sinks if "sinks" in text]
+    if spec.features.qk_norm_width == "all":
+        own.append("norms over all heads of queries and keys")
+    if spec.features.rope_local is None and spec.transformer.get("multi_latent_attention"):
+        own.append("rotation of latent attention")
+    return own
+
+
 def published(family: Family) -> tuple[str, str]:
-    """(published models whose config.json is read in the tests, layers they can run on)."""
-    names, layers = [], "both"
+    """(published models whose config.json is read in the tests, what of them is not Transformer Engine's on a GPU)."""
+    names, own = [], "-"
     for name, (config, parameters) in PUBLISHED.items():
         if family_of(config).name == family.name:
             names.append(f"{name} ({parameters / 1e9:.3g} B)")
-            if lacking := torch_only_features(family.spec(config)):
-                layers = f"torch ({', '.join(lacking)})"
-    return ", ".join(names), layers
+            own = ", ".join(own_modules(family.spec(config))) or own
+    return ", ".join(names), own
 
 
 def tested(family: Family) -> str:
@@ -60,13 +74,13 @@ def table(full: bool) -> list[str]:
     titles = [
         "`model_type`",
         "what it is",
-        "layers",
+        "own modules on a GPU",
         *(["compared with Hugging Face on", "published models read"] if full else []),
     ]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name in FAMILIES.names():
-        models_read, layers = published(FAMILIES.get(name))
-        cells = [f"`{name}`", about(name), layers, *([tested(FAMILIES.get(name)), models_read] if full else [])]
+        models_read, own = published(FAMILIES.get(name))
+        cells = [f"`{name}`", about(name), own, *([tested(FAMILIES.get(name)), models_read] if full else [])]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -144,12 +144,6 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         "--attn_impl sdpa",
     ),
     ConflictingOptions(
-        ("attn_impl", "transformer_impl"),
-        lambda c: c.model.attn_impl == "sdpa" and c.model.transformer_impl == "transformer_engine",
-        "is supported only with transformer_impl torch",
-        "--attn_impl flash",
-    ),
-    ConflictingOptions(
         ("moe_grouped_gemm", "train_type"),
         lambda c: c.model.moe_grouped_gemm and c.model.train_type != "full",
         "is not supported with adapters, which are applied per expert",

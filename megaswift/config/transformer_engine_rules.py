@@ -6,7 +6,7 @@ Owns what can be checked without a device; whether a device supports it (FP8, sa
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megaswift.config.sections import OPTIONS, Sections
@@ -18,21 +18,35 @@ _LAYERS = "needs Transformer Engine's layers"
 _RECOMPUTES = "recomputing layernorm and moe_act needs Transformer Engine's layers"
 _GATHERS = "cp_comm_type other than all_gather needs Transformer Engine"
 
-NEED_TRANSFORMER_ENGINE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
-    ("precision_aware_optimizer", bool, _FUSED_ADAM, "--precision_aware_optimizer false"),
-    ("fp8_format", bool, _LAYERS, "--fp8_format none"),
-    ("moe_grouped_gemm", bool, _LAYERS, "--moe_grouped_gemm false"),
-    ("transformer_impl", lambda v: v == "transformer_engine", "needs Transformer Engine", "--transformer_impl auto"),
+PRODUCTS, ATTENTION, OPTIMIZER = "products", "attention", "optimizer"
+NEED_TRANSFORMER_ENGINE: tuple[tuple[str, str, Callable[[Any], bool], str, str], ...] = (
+    ("precision_aware_optimizer", OPTIMIZER, bool, _FUSED_ADAM, "--precision_aware_optimizer false"),
+    ("fp8_format", PRODUCTS, bool, _LAYERS, "--fp8_format none"),
+    ("moe_grouped_gemm", PRODUCTS, bool, _LAYERS, "--moe_grouped_gemm false"),
+    (
+        "transformer_impl",
+        OPTIMIZER,
+        lambda v: v == "transformer_engine",
+        "needs Transformer Engine",
+        "--transformer_impl auto",
+    ),
     (
         "recompute_modules",
+        PRODUCTS,
         lambda v: bool({"layernorm", "moe_act"} & set(v)),
         _RECOMPUTES,
         "--recompute_modules core_attn, mlp or moe",
     ),
-    ("cp_comm_type", lambda v: v not in (None, "all_gather"), _GATHERS, "--cp_comm_type all_gather, or leave it out"),
-    ("attn_impl", lambda v: v in ("flash", "fused", "unfused"), _LAYERS, "--attn_impl sdpa"),
+    (
+        "cp_comm_type",
+        ATTENTION,
+        lambda v: v not in (None, "all_gather"),
+        _GATHERS,
+        "--cp_comm_type all_gather, or leave it out",
+    ),
+    ("attn_impl", ATTENTION, lambda v: v in ("flash", "fused", "unfused"), _LAYERS, "--attn_impl sdpa"),
 )
-"""Option, the values meant, why they cannot be had, what to say instead."""
+"""Option, the part of a run that reads it, the values meant, why they cannot be had, what to say instead."""
 
 
 def has_transformer_engine() -> bool:
@@ -46,17 +60,22 @@ def is_set(c: Sections, name: str) -> bool:
     return name in c.given and c.value(name) != OPTIONS[name].default
 
 
-def missing_transformer_engine(c: Sections, installed: bool | None = None) -> list[Problem]:
-    """What `c` asks for that only Transformer Engine does, where it is not `installed` (None: look) or not to be
-    used."""
-    there = has_transformer_engine() if installed is None else installed
-    if there and c.value("transformer_impl") != "torch":
-        return []
-    lack = (
-        "this run uses the torch layers (--transformer_impl torch)" if there else "transformer_engine is not installed"
-    )
-    return [
-        Problem(f"--{name} {show(c.value(name))}", f"{why}, but {lack}", fix)
-        for name, wants, why, fix in NEED_TRANSFORMER_ENGINE
-        if is_set(c, name) and wants(c.value(name))
-    ]
+def missing_transformer_engine(
+    c: Sections, installed: bool | None = None, torch_parts: Mapping[str, str] | None = None
+) -> list[Problem]:
+    """What `c` asks for that only Transformer Engine does, where it is not `installed` (None: look) or not used.
+
+    `torch_parts`: the parts of a run that use torch's modules, each with its reason.
+    """
+    lacks = dict(torch_parts or {})
+    if c.value("transformer_impl") == "torch":
+        lacks = dict.fromkeys((PRODUCTS, ATTENTION, OPTIMIZER), "--transformer_impl torch")
+    if not (has_transformer_engine() if installed is None else installed):
+        lacks = dict.fromkeys((PRODUCTS, ATTENTION, OPTIMIZER), "")
+    found = []
+    for name, part, wants, why, fix in NEED_TRANSFORMER_ENGINE:
+        if part in lacks and is_set(c, name) and wants(c.value(name)):
+            torch = f"this run uses torch's modules for {part} ({lacks[part]})"
+            lack = torch if lacks[part] else "transformer_engine is not installed"
+            found.append(Problem(f"--{name} {show(c.value(name))}", f"{why}, but {lack}", fix))
+    return found

@@ -103,7 +103,6 @@ CLASHING = [
     ("fp8_format", "--fp8_format hybrid --transformer_impl torch"),
     ("moe_grouped_gemm", "--moe_grouped_gemm --transformer_impl torch"),
     ("attn_impl", "--attn_impl flash --transformer_impl torch"),
-    ("attn_impl", "--attn_impl sdpa --transformer_impl te"),
     ("overwrite_output_dir", "--overwrite_output_dir --resume_from_checkpoint latest"),
     ("random_init", "--random_init --train_type lora"),
     ("moe_grouped_gemm", "--moe_grouped_gemm --train_type lora"),
@@ -222,4 +221,14 @@ def test_torch_layers_ignore_no_option_in_silence() -> None:
     cfg = SwiftConfig(transformer_impl="torch", cp=2, cp_comm_type="p2p")  # asked for, and not what the torch layers do
     assert [p.what for p in missing_transformer_engine(cfg, installed=True)] == ["--cp_comm_type p2p"]
     assert missing_transformer_engine(SwiftConfig(transformer_impl="torch", cp=2), installed=True) == []
-    assert missing_transformer_engine(SwiftConfig(transformer_impl="torch", cp=2), installed=True) == []
+
+
+def test_own_attention_ignores_no_option_in_silence() -> None:
+    """Options of the part that uses torch's modules are refused, with the reason; those of other parts are not."""
+    cfg = SwiftConfig(cp=2, cp_comm_type="p2p", moe_grouped_gemm=True)
+    found = missing_transformer_engine(cfg, True, {"attention": "soft caps on attention scores"})
+    assert [p.what for p in found] == ["--cp_comm_type p2p"]
+    assert "torch's modules for attention (soft caps on attention scores)" in found[0].rule
+    assert [p.what for p in missing_transformer_engine(cfg, True, {"products": "weights in NF4"})] == [
+        "--moe_grouped_gemm true"
+    ]

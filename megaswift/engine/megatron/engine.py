@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from megaswift import distributed
@@ -27,11 +28,12 @@ from megaswift.config.transformer_engine_rules import missing_transformer_engine
 from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.checkpoint import save_load
+from megaswift.engine.megatron.layers.attention_backend import AttentionBackend
 from megaswift.engine.megatron.layers.choice import (
     TORCH,
-    TRANSFORMER_ENGINE,
     choose_layers,
     fp8_problems,
+    transformer_engine_lack,
 )
 from megaswift.engine.megatron.layers.router import AuxLosses
 from megaswift.engine.megatron.lora.adapters import RankAdapters, plan_adapters
@@ -60,7 +62,7 @@ class MegatronEngine:
         self.spec, self.cfg, self.context = spec, cfg, context
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
         self.choice = choose_layers(spec, cfg, self.layout)
-        if lacking := missing_transformer_engine(cfg, installed=TRANSFORMER_ENGINE in self.impls):
+        if lacking := missing_transformer_engine(cfg, not transformer_engine_lack(), self.choice.torch_parts()):
             raise ConfigError(lacking)
         if cfg.model.fp8_format and (unfit := fp8_problems(cfg.model.fp8_recipe, torch.cuda.get_device_capability())):
             raise ConfigError(unfit)
@@ -75,7 +77,9 @@ class MegatronEngine:
                 raise ConfigError(unfit)
             if adapters.settings.dora:
                 raise ConfigError(four_bits.NO_DORA)
-        self.plain = build_chunks(spec, self.config, context, self.choice)
+        self.backend = AttentionBackend(self.config.attention_backend != AttnBackend.auto)
+        with self.backend.building():
+            self.plain = build_chunks(spec, self.config, context, self.choice)
         self.weights = RankWeights(self.plain, spec, self.plan, context)
         self.freeze(cfg.model.freeze_parameters)
         self.lora = RankAdapters(self.plain, self.weights, adapters) if adapters else None
@@ -156,7 +160,8 @@ class MegatronEngine:
         objective = Objective(loss, counted)
         self._need(loss.needs)
         self.aux.begin(counted.microbatches)
-        passes.forward_backward(self.chunks, microbatches, objective, self.context, settings)
+        with self.backend.computing():
+            passes.forward_backward(self.chunks, microbatches, objective, self.context, settings)
         total, metrics = reduce_report(objective, self.context)
         if not settings.forward_only:
             metrics = {**metrics, **self.aux.report()}
@@ -177,7 +182,7 @@ class MegatronEngine:
             return fields.new_zeros(())
 
         self._need(needs)
-        with _evaluating(self):
+        with _evaluating(self), self.backend.computing():
             passes.forward_backward(
                 self.chunks, microbatches, keep, self.context, passes.ScheduleSettings(self.choice.attention, True)
             )
@@ -273,11 +278,6 @@ class MegatronEngine:
     def onload(self) -> None:
         """Everything is back."""
         self.away.bring_back()
-
-    @property
-    def impls(self) -> tuple[str, str]:
-        """Whose products, whose attention."""
-        return self.choice.linear, self.choice.attention
 
     @property
     def kernels(self) -> str:

@@ -14,6 +14,7 @@ import megatron.core
 import torch
 
 from megaswift.config import SwiftConfig
+from megaswift.config.transformer_engine_rules import ATTENTION, PRODUCTS
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Layout
@@ -57,6 +58,13 @@ class LayerChoice:
     """Of `linear`."""
     own: tuple[str, ...] = ()
     """Why attention is torch's where products are Transformer Engine's."""
+
+    def torch_parts(self) -> dict[str, str]:
+        """What of a run uses torch's modules, with the reason: `products`, `attention`."""
+        parts = {PRODUCTS: self.reason} if self.linear == TORCH else {}
+        if self.attention == TORCH:
+            parts[ATTENTION] = ", ".join(self.own) or self.reason
+        return parts
 
     def __str__(self) -> str:
         """For the first screen."""

@@ -84,7 +84,7 @@ def layer_modules(linear: str, grouped: bool) -> LayerModules:
         column=te.TEColumnParallelLinear,
         row=te.TERowParallelLinear,
         norm_column=te.TELayerNormColumnParallelLinear,
-        residual_row=residual_class(te.TERowParallelLinear),
+        residual_row=residual_class(te.TERowParallelLinear, te.TENorm),
         replicated=te.TELinear,
         norm=te.TENorm,
         qk_norm=te.TENorm,

@@ -25,12 +25,13 @@ class _Residual:
     """
 
     adapted: Callable[[Tensor, Tensor], Tensor] | None = None
+    norm: type = TorchNorm
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)  # type: ignore[call-arg]
         self.scale = config.features.residual_scale
         self.post_layernorm = (
-            TorchNorm(config, output_size, config.layernorm_epsilon) if config.features.post_norm else None
+            self.norm(config, output_size, config.layernorm_epsilon) if config.features.post_norm else None
         )
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
@@ -50,6 +51,6 @@ class ResidualLinear(_Residual, RowParallelLinear):
 
 
 @functools.cache
-def residual_class(row_parallel: Any) -> type:
-    """The same with another row-parallel product."""
-    return type(f"Residual{row_parallel.__name__}", (_Residual, row_parallel), {})
+def residual_class(row_parallel: Any, norm: Any) -> type:
+    """The same with another row-parallel product and norm."""
+    return type(f"Residual{row_parallel.__name__}", (_Residual, row_parallel), {"norm": norm})

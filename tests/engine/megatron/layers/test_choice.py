@@ -1,22 +1,24 @@
-"""Which layers a run takes where Transformer Engine's do not compute what the model or the layout needs."""
+"""Whose products and whose attention a run takes, with the reasons."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
+from megaswift.config import SwiftConfig
 from megaswift.config.sections import OPTIONS
+from megaswift.engine.megatron.layers import choice
 from megaswift.engine.megatron.layers.choice import (
     FP8_NEEDS,
-    choose_layer_impl,
+    LayerChoice,
+    choose_layers,
     fp8_problems,
-    torch_only_features,
-    torch_only_reasons,
+    own_attention,
 )
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
+from megaswift.parallel.layout import Layout
 from tests.families.published import MISTRAL_7B, PUBLISHED, QWEN3_0_6B
 from tests.families.published_moe import GPT_OSS_20B, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B
 
@@ -26,24 +28,18 @@ GPT_OSS, OLMOE, QWEN, MISTRAL, QWEN3 = (
 DEEPSEEK = family_of(PUBLISHED["deepseek-v3"][0]).spec(PUBLISHED["deepseek-v3"][0])
 
 
-def test_what_a_model_needs() -> None:
-    assert (
-        torch_only_features(OLMOE) == ["qk_norm_width"]
-        and torch_only_features(GPT_OSS) == ["attention sinks"]
-        and torch_only_features(QWEN) == []
-    )
-    lacking = ", ".join(torch_only_features(GPT_OSS))
-    assert choose_layer_impl("auto", lacking=lacking) == (
-        "torch",
-        "Transformer Engine's layers do not support attention sinks, which this model needs",
-    )
-    with pytest.raises(ConfigError, match="attention sinks"):
-        choose_layer_impl("transformer_engine", lacking=lacking)
+GEMMA2, GEMMA3 = (family_of(PUBLISHED[n][0]).spec(PUBLISHED[n][0]) for n in ("gemma-2-2b", "gemma-3-1b"))
 
 
 @pytest.mark.parametrize(
-    ("model", "comm", "packing", "lacking"),
+    ("model", "comm", "packing", "own"),
     [
+        (OLMOE, None, True, ""),
+        (GPT_OSS, None, False, ""),
+        (GPT_OSS, None, True, "attention sinks with packed rows"),
+        (GPT_OSS, "a2a", False, "attention sinks with context parallelism"),
+        (GEMMA2, None, False, "soft caps"),
+        (GEMMA3, None, False, "a second rotary embedding"),
         (MISTRAL, "p2p", False, "sliding windows"),
         (MISTRAL, "a2a", False, ""),
         (MISTRAL, None, True, ""),
@@ -55,9 +51,48 @@ def test_what_a_model_needs() -> None:
         (DEEPSEEK, None, False, ""),
     ],
 )
-def test_what_a_layout_needs(model: Any, comm: str | None, packing: bool, lacking: str) -> None:
-    found = torch_only_reasons(model, comm, packing)
-    assert [f for f in found if not f.startswith(lacking)] == [] and bool(found) == bool(lacking)
+def test_attention_that_transformer_engine_lacks(model: Any, comm: str | None, packing: bool, own: str) -> None:
+    reasons = own_attention(model, comm, packing)
+    assert len(reasons) == bool(own) and all(reason.startswith(own) for reason in reasons)
+
+
+def chosen(model: Any, monkeypatch: pytest.MonkeyPatch, lack: str = "", **options: Any) -> LayerChoice:
+    """The choice on a machine that lacks `lack`."""
+    monkeypatch.setattr(choice, "transformer_engine_lack", lambda: lack)
+    return choose_layers(model, SwiftConfig(task="sft", **options), Layout(1))
+
+
+def test_products_are_transformer_engines_for_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    for model in (GEMMA2, GEMMA3, GPT_OSS, OLMOE, QWEN3, DEEPSEEK):
+        assert chosen(model, monkeypatch).linear == "transformer_engine"
+    capped = chosen(GEMMA2, monkeypatch)
+    assert capped.attention == "torch" and capped.torch_parts() == {"attention": "soft caps on attention scores"}
+    assert str(capped) == (
+        "transformer_engine (CUDA and Transformer Engine are available), attention: torch (soft caps on attention "
+        "scores)"
+    )
+    assert chosen(QWEN3, monkeypatch).attention == "transformer_engine"
+    assert chosen(QWEN3, monkeypatch, attn_impl="sdpa").torch_parts() == {"attention": "--attn_impl sdpa"}
+    assert chosen(QWEN3, monkeypatch, transformer_impl="torch").torch_parts() == {
+        "products": "asked for",
+        "attention": "asked for",
+    }
+
+
+def test_qlora_keeps_transformer_engines_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    got = chosen(QWEN3, monkeypatch, train_type="qlora")
+    assert (got.linear, got.attention, got.torch_parts()) == (
+        "torch",
+        "transformer_engine",
+        {"products": "weights in NF4"},
+    )
+
+
+def test_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    got = chosen(QWEN3, monkeypatch, lack="no CUDA device")
+    assert (got.linear, got.attention, str(got)) == ("torch", "torch", "torch (no CUDA device)")
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        chosen(QWEN3, monkeypatch, lack="no CUDA device", transformer_impl="transformer_engine")
 
 
 @pytest.mark.parametrize(
@@ -81,8 +116,8 @@ def test_fp8_recipes_that_a_gpu_lacks(recipe: str, capability: tuple[int, int], 
     assert set(FP8_NEEDS) == set(OPTIONS["fp8_recipe"].choices)
 
 
-@pytest.mark.parametrize(("version", "torch_only"), [("0.16.1", True), ("0.19.2", False)])
-def test_packed_latent_attention(version: str, torch_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("version", "own"), [("0.16.1", True), ("0.19.2", False)])
+def test_packed_latent_attention(version: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.core.__version__", version)
-    assert bool(torch_only_reasons(DEEPSEEK, None, True)) == torch_only
-    assert torch_only_reasons(dataclasses.replace(QWEN3), None, True) == []
+    assert bool(own_attention(DEEPSEEK, None, True)) == own
+    assert own_attention(QWEN3, None, True) == []
