@@ -184,7 +184,7 @@ def test_another_architecture(folders: Path, fresh: Fresh, tmp_path: Path) -> No
     [
         (["--prompts", "x"], "--prompts: applies only with --logits"),
         (["--trust_remote_code"], "--trust_remote_code: applies only with --logits"),
-        (["--logits", "--dtype", "bf16"], "--dtype: is for tensors"),
+        (["--logits", "--dtype", "bf16"], "--dtype: applies only to tensors"),
         (["--report", "no/such/folder/r.json"], "cannot be written there"),
         (["--logit"], "did you mean --logits?"),
         (["--logits", "--prompts", "no-such-file"], "--prompts no-such-file: cannot be read"),

@@ -95,7 +95,7 @@ def test_adapters_of_another_model_are_refused_before_weights_are_read(
         opened(tmp_path / "other", adapter)
     (problem,) = caught.value.problems
     assert problem.rule == f"was trained on another model ({model}): {words}"
-    assert problem.fix == f"--model {model}, or adapters of {tmp_path / 'other'}"
+    assert problem.fix == f"use --model {model}, or adapters of {tmp_path / 'other'}"
     assert "device map" not in capsys.readouterr().err
 
 

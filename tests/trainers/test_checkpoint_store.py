@@ -133,7 +133,7 @@ def test_a_checkpoint_is_found_by_its_folder_its_run_or_latest(tmp_path: Path) -
     assert checkpoint_store.select_step("latest", tmp_path / "other") == (None, [])
     for named in (tmp_path / "run/checkpoints/latest", tmp_path / "run/latest"):
         assert checkpoint_store.select_step(str(named), tmp_path / "other") == (folder, [])
-    with pytest.raises(CheckpointError, match="try: --resume_from_checkpoint latest, the newest"):
+    with pytest.raises(CheckpointError, match="try: use --resume_from_checkpoint latest, the newest"):
         checkpoint_store.select_step(str(tmp_path / "nowhere/checkpoints/latest"), tmp_path)
 
 
