@@ -1,15 +1,28 @@
 """Every parallel layout on Transformer Engine's modules against Hugging Face: its own Python, over torch functions in
-place of its kernels (tests/te)."""
+place of its kernels (tests/te).
+
+Covers: megaswift/engine/megatron/layers/modules.py, megaswift/engine/megatron/layers/residual.py,
+megaswift/engine/megatron/layers/spec.py.
+"""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megaswift.engine.megatron.layers.choice import own_attention
+from megaswift.families import FAMILIES, family_of
 from tests.parity import cover_te
 from tests.parity.cases import Case, parse
 from tests.parity.check import check
+from tests.parity.measure import build
+from tests.parity.models import build as build_model
+from tests.parity.models import is_moe
 from tests.parity.pool import Pool, shared
 from tests.parity.references import References
 from tests.te.sources import RELEASES
@@ -31,6 +44,61 @@ def test_layout(case: Case, te_pool: Pool, references: References) -> None:
 def test_every_layout(case: Case, te_pool: Pool, references: References) -> None:
     """All other legal layouts up to 8 processes."""
     check(case, te_pool, references)
+
+
+FAMILY_LAYOUTS = ("single", "packed", "tp2 sp", "tp2 sp packed", "pp2", "cp2")
+"""In turn: a family has one in the default run, all in the slow tier, mixtures `dp2 ep2` too."""
+
+
+def family_cases() -> list[Any]:
+    """Every family and the variants that ask another thing of the modules."""
+    names = [*FAMILIES.names(), "mistral-window", "qwen2-window", "llama3-rope", "qwen3-yarn", "llama-bias"]
+    cases = []
+    for turn, name in enumerate(names):
+        layouts = (*FAMILY_LAYOUTS, *(("dp2 ep2",) if is_moe(name) else ()))
+        for place, layout in enumerate(layouts):
+            marks = () if place == turn % len(layouts) else (pytest.mark.slow,)
+            cases.append(pytest.param(replace(parse(layout, model=name), te=True), marks=marks, id=f"{name} {layout}"))
+    return cases
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("case", family_cases())
+def test_family(case: Case, te_pool: Pool, references: References) -> None:
+    """What each family asks of norms, experts, windows, sinks, soft caps and rotary embeddings."""
+    check(case, te_pool, references)
+
+
+def classes(rank: int, world: int, folders: dict[str, Path]) -> dict[str, set[str]]:
+    """Model -> classes of its modules that compute something (on the rank)."""
+    found, context = {}, None
+    for name, folder in folders.items():
+        case = replace(parse("single", model=name), te=True)
+        engine, context = build(case, folder, world)
+        own = [
+            type(m)
+            for chunk in engine.plain
+            for m in chunk.decoder.modules()
+            if not type(m).__module__.startswith("torch")
+        ]
+        found[name] = {t.__name__ for t in own}
+        context.close()
+    return found
+
+
+@pytest.mark.process
+def test_modules_are_transformer_engines(te_pool: Pool, models: Path) -> None:
+    """No family multiplies, normalizes or routes tokens by torch's modules; attention is torch's where the support
+    table says so."""
+    names = FAMILIES.names()
+    (found,) = te_pool.run("tests.parity.test_te:classes", {n: build_model(n, models / n) for n in names}, 1)
+    for name in names:
+        raw = json.loads((models / name / "config.json").read_text())
+        assert not found[name] & {"ColumnParallelLinear", "RowParallelLinear", "NormColumnParallelLinear"}, name
+        assert not found[name] & {"TorchNorm", "QKNorm", "ReplicatedLinear", "ResidualLinear"}, name
+        attention = "TorchAttention" if own_attention(family_of(raw).spec(raw)) else "TEDotProductAttention"
+        assert found[name] & {"TorchAttention", "TEDotProductAttention"} == {attention}, name
+        assert ("TEGroupedMLP" in found[name]) == is_moe(name) and "SequentialMLP" not in found[name], name
 
 
 @pytest.mark.process
