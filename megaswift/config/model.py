@@ -109,7 +109,7 @@ class ModelConfig:
     )
     moe_token_dispatcher_type: str = option("alltoall", "MoE token dispatcher", choices=("alltoall", "allgather"))
     moe_grouped_gemm: bool | None = option(
-        None, "Grouped GEMM over the experts; unset: with Transformer Engine and no adapters"
+        None, "Grouped GEMM over the experts; unset: with Transformer Engine, except with DoRA"
     )
     freeze_parameters: tuple[str, ...] = option(
         (), "Regular expressions for names of Hugging Face weights to freeze", metavar="PATTERN..."

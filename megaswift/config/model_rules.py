@@ -144,9 +144,9 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         "--attn_impl sdpa",
     ),
     ConflictingOptions(
-        ("moe_grouped_gemm", "train_type"),
-        lambda c: c.model.moe_grouped_gemm and c.model.train_type != "full",
-        "is not supported with adapters, which are applied per expert",
+        ("moe_grouped_gemm", "use_dora"),
+        lambda c: c.model.moe_grouped_gemm and c.model.train_type != "full" and c.lora.use_dora,
+        "is not supported with use_dora, which reads the weight of each expert",
         "--moe_grouped_gemm false",
     ),
     ConflictingOptions(

@@ -92,7 +92,7 @@ def _kernels(cfg: SwiftConfig, choice: LayerChoice, cuda: bool) -> dict[str, Any
         "fp8": m.fp8_format,
         "deterministic_mode": cfg.train.deterministic,
         "moe_token_dispatcher_type": m.moe_token_dispatcher_type,
-        "moe_grouped_gemm": (fused and m.train_type == "full") if m.moe_grouped_gemm is None else m.moe_grouped_gemm,
+        "moe_grouped_gemm": (fused and not cfg.lora.use_dora) if m.moe_grouped_gemm is None else m.moe_grouped_gemm,
     }
     if m.recompute_modules:
         fields["recompute_modules"] = list(m.recompute_modules)

@@ -16,7 +16,7 @@ from torch import Tensor
 from megaswift.engine.megatron.layers.norm import TorchNorm
 
 
-class _Residual:
+class ResidualProduct:
     """scale x norm(x W^T + bias) around a row-parallel product: x [s, b, in / tp] to [s, b, out] (a sequence shard
     under SP).
 
@@ -46,11 +46,11 @@ class _Residual:
         return (out if self.scale == 1.0 else out * self.scale), None
 
 
-class ResidualLinear(_Residual, RowParallelLinear):
+class ResidualLinear(ResidualProduct, RowParallelLinear):
     """With torch's product."""
 
 
 @functools.cache
 def residual_class(row_parallel: Any, norm: Any) -> type:
     """The same with another row-parallel product and norm."""
-    return type(f"Residual{row_parallel.__name__}", (_Residual, row_parallel), {"norm": norm})
+    return type(f"Residual{row_parallel.__name__}", (ResidualProduct, row_parallel), {"norm": norm})

@@ -21,6 +21,7 @@ from megaswift.bridge.peft_folder import PeftFolder, adapter_values
 from megaswift.bridge.plan import PlanGroup, WeightPlan
 from megaswift.config.lora import LoraConfig
 from megaswift.engine.megatron.lora import layers
+from megaswift.engine.megatron.lora.grouped import GroupedAdapters, attach_grouped_adapters
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.weights import LocalParam, RankWeights
 from megaswift.errors import ConfigError, Problem, WeightsError
@@ -77,22 +78,32 @@ class RankAdapters:
         self.placed: list[PlacedAdapter] = []
         self._base: dict[str, Tensor] = {}
         self._freeze()
+        grouped: dict[nn.Module, list[list[Adapter]]] = {}
         for placed in weights.placed:
             adapters = (
                 plan.by_layer.get(placed.entry.megatron.removesuffix(WEIGHT), [])
                 if placed.entry.megatron.endswith(WEIGHT)
                 else []
             )
-            if adapters:
-                assert placed.name == "weight", f"{placed.entry.megatron} shares its layer with other experts"
+            if adapters and placed.name != "weight":
+                grouped.setdefault(placed.owner, []).append(adapters)
+            elif adapters:
                 wrapper = layers.LayerAdapters(adapters, weights.context, placed.held.dtype, plan.settings.dropout)
                 layers.attach_adapters(placed.owner, wrapper)
-                self.layers.append(wrapper)
-                self.placed += [PlacedAdapter(a, half, wrapper, i) for i, a in enumerate(adapters) for half in a.halves]
+                self._place(wrapper)
+        for owner, experts in grouped.items():
+            together = GroupedAdapters(experts, weights.context, owner.weight0.dtype, plan.settings.dropout)
+            attach_grouped_adapters(owner, together)
+            self._place(together)
         self.by_name = {p.adapter.name(p.half): p for p in self.placed}
         for chunk in chunks:
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(layers.require_grad)
+
+    def _place(self, wrapper: layers.LayerAdapters) -> None:
+        self.layers.append(wrapper)
+        for number, adapter in enumerate(wrapper.adapters):
+            self.placed += [PlacedAdapter(adapter, half, wrapper, number) for half in adapter.halves]
 
     def _freeze(self) -> None:
         saved = set(self.plan.saved)

@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker
 from torch import Tensor, nn
 
 from megaswift.bridge.adapters import Adapter, Half, output_order, row_scale
-from megaswift.engine.megatron.layers.residual import ResidualLinear
+from megaswift.engine.megatron.layers.residual import ResidualProduct
 from megaswift.engine.megatron.parallel_context import ParallelContext
 
 CHILD = "lora"
@@ -237,7 +237,7 @@ def attach_adapters(layer: nn.Module, adapters: LayerAdapters) -> None:
     """Put adapters on a layer; one that normalizes or scales its product has a place for them before that."""
     layer.add_module(CHILD, adapters)
     adapters.weight = functools.partial(getattr, layer, "weight")
-    if isinstance(layer, ResidualLinear):
+    if isinstance(layer, ResidualProduct):
         layer.adapted = adapters.on
         return
     layer.register_forward_hook(add_adapters)
