@@ -6,6 +6,7 @@ ranks. Reading, cutting and merging of tensors belong to the bridge.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -156,25 +157,31 @@ class RankWeights:
                 else self.stream_group(group, value)
             )
 
-    def stream_group(self, group: PlanGroup, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """The part of `stream` that is about one group of entries."""
-        shards = (self._gather(entry, value) for entry in group.entries)
-        if self.context.rank == 0:
+    def stream_group(
+        self, group: PlanGroup, value: Callable[[Tensor], Tensor | None], to: int = 0
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The part of `stream` that is about one group of entries; yields on rank `to`."""
+        shards = (self._gather(entry, value, to) for entry in group.entries)
+        if self.context.rank == to:
             yield from group.write(parts or [] for parts in shards).items()
         else:
             for _ in shards:
                 pass
 
-    def _gather(self, entry: PlanEntry, value: Callable[[Tensor], Tensor | None]) -> list[Tensor] | None:
-        """The entry's shards in order, on rank 0; None elsewhere."""
+    def _gather(self, entry: PlanEntry, value: Callable[[Tensor], Tensor | None], to: int) -> list[Tensor] | None:
+        """The entry's shards in order, on rank `to`; None elsewhere."""
         holders = self.holders(entry)
         shapes = [entry.shard_shape(self.tp_of(entry)[0], self.padded)] * len(holders)
-        return self.collect(holders, shapes, lambda: value(self.by_name[entry.megatron].tensor))
+        return self.collect(holders, shapes, lambda: value(self.by_name[entry.megatron].tensor), to)
 
     def collect(
-        self, holders: Sequence[int], shapes: Sequence[tuple[int, ...]], get_own: Callable[[], Tensor | None]
+        self,
+        holders: Sequence[int],
+        shapes: Sequence[tuple[int, ...]],
+        get_own: Callable[[], Tensor | None],
+        to: int = 0,
     ) -> list[Tensor] | None:
-        """`mine()` of each holder (None: zeros), of these shapes, on rank 0; None elsewhere. CPU tensors travel,
+        """`get_own()` of each holder (None: zeros), of these shapes, on rank `to`; None elsewhere. CPU tensors travel,
         whatever the device."""
         rank = self.context.rank
         parts: list[Tensor] = []
@@ -182,13 +189,13 @@ class RankWeights:
             if rank == holder:
                 value = get_own()
                 tensor = torch.zeros(shape) if value is None else value.detach().cpu().contiguous()
-                if holder == 0:
+                if holder == to:
                     parts.append(tensor)
                 else:
-                    _send(tensor, 0)
-            elif rank == 0:
+                    _send(tensor, to)
+            elif rank == to:
                 parts.append(_receive(shape, holder))
-        return parts if rank == 0 else None
+        return parts if rank == to else None
 
     def holders(self, entry: PlanEntry) -> list[int]:
         """Global ranks of the shards of `entry`, in shard order: those of the first data-parallel replica."""
@@ -258,17 +265,26 @@ class RandomSource:
 _WIRE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+_PATIENCE = datetime.timedelta(hours=distributed.PATIENCE)
+"""For a rank that writes meanwhile; one that has ended is noticed at once."""
+
+
 def _send(tensor: Tensor, to: int) -> None:
-    dist.send(torch.tensor([_WIRE.index(tensor.dtype)]), to, group=distributed.cpu_group())
-    dist.send(tensor, to, group=distributed.cpu_group())
+    for sent in (torch.tensor([_WIRE.index(tensor.dtype)]), tensor):
+        _wait(dist.isend(sent, to, group=distributed.cpu_group()))
 
 
 def _receive(shape: tuple[int, ...], source: int) -> Tensor:
     code = torch.zeros(1, dtype=torch.int64)
-    dist.recv(code, source, group=distributed.cpu_group())
+    _wait(dist.irecv(code, source, group=distributed.cpu_group()))
     tensor = torch.empty(shape, dtype=_WIRE[int(code)])
-    dist.recv(tensor, source, group=distributed.cpu_group())
+    _wait(dist.irecv(tensor, source, group=distributed.cpu_group()))
     return tensor
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None, "no member of the group"
+    work.wait(_PATIENCE)
 
 
 def freeze_matching(placed: Iterable[LocalParam], patterns: Iterable[str]) -> dict[str, list[str]]:
