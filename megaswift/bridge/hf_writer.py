@@ -154,12 +154,11 @@ class HfPart:
             self._open[file.name] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         _write_tensor(self._open[file.name], file.places[name], tensor, self.tensors[name], name)
 
-    def close(self, sync: bool = True) -> None:
+    def close(self) -> None:
         """All that was written is on disk."""
         try:
             for descriptor in self._open.values():
-                if sync:
-                    os.fsync(descriptor)
+                os.fsync(descriptor)
         finally:
             for descriptor in self._open.values():
                 os.close(descriptor)

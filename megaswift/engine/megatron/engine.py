@@ -27,7 +27,7 @@ from megaswift.config.capabilities import missing_transformer_engine
 from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.checkpoint import save_load
-from megaswift.engine.megatron.export import write_folder
+from megaswift.engine.megatron.export import export_from_ranks
 from megaswift.engine.megatron.layers.choice import (
     choose_layer_impl,
     fp8_problems,
@@ -251,7 +251,7 @@ class MegatronEngine:
         options = FolderOptions(source=source, dtype=dtype, overwrite=True)
         if self.lora is None:
             gather_weights(self.chunks)
-            write_folder(self.weights, folder, options)
+            export_from_ranks(self.weights, folder, options)
             return
         weights = self.hf_weights()
         if self.rank == 0:

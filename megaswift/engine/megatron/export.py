@@ -8,6 +8,7 @@ work at the same time and nobody waits for more than a group. Adapters and merge
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def export_rounds(
     return [[task for task in tasks if task is not None] for tasks in zip_longest(*queues)]
 
 
-def write_folder(weights: RankWeights, directory: Path, options: FolderOptions) -> None:
+def export_from_ranks(weights: RankWeights, directory: Path, options: FolderOptions) -> None:
     """The Hugging Face folder of the model, complete when this returns. Collective. An error of one rank is raised on
     all of them, and no folder is left."""
     read: list[ExportContents] = []
@@ -111,7 +112,7 @@ def _write_rounds(
             if task.writer == weights.context.rank:
                 own.append((task, made))
         for task, made in own if not failures else ():
-            failures += _attempt(part, lambda task=task, made=made: _write(part, contents, task, made))
+            failures += _attempt(part, functools.partial(_write, part, contents, task, made))
     return failures + _attempt(part, part.close)
 
 

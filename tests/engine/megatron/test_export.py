@@ -1,4 +1,4 @@
-"""Exports that several ranks write: the bytes of an export by one rank, disks that are slow, and disks that are full."""
+"""Exports that several ranks write: the bytes of an export by one rank, slow disks, full disks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Export:
 def job(rank: int, world: int, run: Export) -> tuple[list[str], str]:
     """(files that this rank wrote to, the error) of an export (on the ranks)."""
     from megaswift.bridge.export import FolderOptions, export_hf
-    from megaswift.engine.megatron.export import write_folder
+    from megaswift.engine.megatron.export import export_from_ranks
     from tests.parity.measure import build
 
     engine, context = build(run.case, run.folder, world)
@@ -74,7 +74,7 @@ def job(rank: int, world: int, run: Export) -> tuple[list[str], str]:
             if run.fault == "stream":
                 export_hf(run.out, engine.plan, engine.hf_weights(), options)
             else:
-                write_folder(engine.weights, run.out, options)
+                export_from_ranks(engine.weights, run.out, options)
         except UserError as raised:
             error = raised.message()
     dist.barrier()
