@@ -76,6 +76,7 @@ def job(rank: int, world: int, run: Export) -> tuple[list[str], str]:
             else:
                 export_from_ranks(engine.weights, run.out, options)
         except UserError as raised:
+            assert raised.exit_code == 2
             error = raised.message()
     dist.barrier()
     context.close()
