@@ -21,7 +21,7 @@ from megaswift import distributed
 from megaswift.bridge.export import ExportContents, FolderOptions, close_export, export_contents
 from megaswift.bridge.hf_writer import HfFile, HfPart, HfWriter, plan_files
 from megaswift.bridge.plan import PlanGroup
-from megaswift.engine.megatron.weights import RankWeights
+from megaswift.engine.megatron.weights import RankWeights, Route
 from megaswift.errors import ROOM, Problem, UserError
 
 
@@ -108,7 +108,8 @@ def _write_rounds(
     for tasks in rounds:
         own: list[tuple[ExportTask, dict[str, Tensor]]] = []
         for task in tasks:
-            made = {} if task.group is None else dict(weights.stream_group(task.group, lambda p: p.data, task.writer))
+            route = Route(task.writer, distributed.PATIENCE)
+            made = {} if task.group is None else dict(weights.stream_group(task.group, lambda p: p.data, route))
             if task.writer == weights.context.rank:
                 own.append((task, made))
         for task, made in own if not failures else ():
