@@ -27,6 +27,8 @@ _WAIT_NUMBERS = itertools.count()
 """Names of the keys in the store. Every rank waits equally often and in the same order."""
 
 
+PATIENCE = 24.0
+"""Hours that ranks wait for others that write to disk."""
 _cpu_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Default group -> the gloo group beside it."""
 
@@ -143,6 +145,17 @@ def _wait_for_rank0(hours: float) -> None:
         store.set(name, "done")
     else:
         store.wait([name], datetime.timedelta(hours=hours))
+
+
+def wait_for_all(hours: float) -> None:
+    """Returns once every rank has called it, which may take longer than --ddp_timeout: no collective is pending
+    meanwhile."""
+    if not _several():
+        return
+    store, name = dist.distributed_c10d._get_default_store(), f"megaswift/{next(_WAIT_NUMBERS)}"
+    if store.add(f"{name}/arrived", 1) == global_world_size():
+        store.set(name, "done")
+    store.wait([name], datetime.timedelta(hours=hours))
 
 
 def _error_of(name: str, problems: Sequence[Problem]) -> UserError:

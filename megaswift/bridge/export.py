@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta
+from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta, WeightSource
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.open_weights import open_weights
 from megaswift.bridge.plan import WeightPlan
@@ -47,6 +47,31 @@ def dtypes_in_source(plan: WeightPlan, source: Path | None) -> dict[str, torch.d
     return {name: stored.dtype(name) if name in names else default for name in plan.hf_shapes}
 
 
+@dataclass(frozen=True)
+class ExportContents:
+    """What an export consists of: every tensor in the order of the files, and where carried ones come from."""
+
+    tensors: dict[str, TensorMeta]
+    stored: WeightSource | None
+    kept: tuple[str, ...]
+    """Carried along unchanged, read from `stored`."""
+
+
+def export_contents(plan: WeightPlan, options: FolderOptions) -> ExportContents:
+    """The model's own tensors, then those that are carried along."""
+    dtypes = options.dtype or dtypes_in_source(plan, options.source)
+    stored = open_weights(options.source) if options.source is not None and has_weights(options.source) else None
+    kept = plan.kept(stored.names()) if stored is not None else []
+    carried = {name: TensorMeta(stored.shape(name), stored.dtype(name)) for name in kept if stored}
+    return ExportContents({**plan.hf_tensors(dtypes), **carried}, stored, tuple(kept))
+
+
+def close_export(writer: HfWriter, plan: WeightPlan, options: FolderOptions) -> Path:
+    """The folder under its name, with its side files."""
+    config = None if options.source is not None and not plan.spec.scored else plan.spec.hf_config
+    return writer.close(options.source, config)
+
+
 def export_hf(
     directory: Path | str,
     plan: WeightPlan,
@@ -55,18 +80,11 @@ def export_hf(
 ) -> Path:  # noqa: B008
     """Write `weights` (all HF tensors of the model, in any order, one at a time) as a Hugging Face folder. On one rank
     only."""
-    dtypes = options.dtype or dtypes_in_source(plan, options.source)
-    stored = open_weights(options.source) if options.source is not None and has_weights(options.source) else None
-    kept_names = plan.kept(stored.names()) if stored is not None else []
-    tensors = {
-        **plan.hf_tensors(dtypes),
-        **{name: TensorMeta(stored.shape(name), stored.dtype(name)) for name in kept_names if stored},
-    }
-    with HfWriter(directory, tensors, options.max_shard_bytes, options.overwrite) as writer:
+    contents = export_contents(plan, options)
+    with HfWriter(directory, contents.tensors, options.max_shard_bytes, options.overwrite) as writer:
         for name, tensor in weights:
             writer.add(name, tensor)
-        for name in kept_names:
-            assert stored is not None
-            writer.add(name, stored.slice(name))
-        config = None if options.source is not None and not plan.spec.scored else plan.spec.hf_config
-        return writer.close(options.source, config)
+        for name in contents.kept:
+            assert contents.stored is not None
+            writer.add(name, contents.stored.slice(name))
+        return close_export(writer, plan, options)

@@ -4,7 +4,7 @@ Owns the layout of the files, what lies beside the tensors, and the commit of a 
 a time (`hf_work` makes one from blocks). A safetensors file is the header's length in 8 bytes, a JSON header, and raw
 bytes; as all names, shapes and dtypes are known beforehand, headers are written first and each tensor goes straight to
 its place, in any order: no more than one tensor is held. The folder appears under its name by rename when all is on
-disk, or not at all.
+disk, or not at all. Several processes may write it, each its own files (`HfPart`).
 """
 
 from __future__ import annotations
@@ -125,6 +125,46 @@ def nbytes(meta: TensorMeta) -> int:
     return math.prod(meta.shape) * meta.dtype.itemsize
 
 
+def unfinished_folder(directory: Path) -> Path:
+    """Where the files of `directory` are until all are complete."""
+    return directory.with_name(f".{directory.name}.writing")
+
+
+def _write_tensor(descriptor: int, place: int, tensor: Tensor, meta: TensorMeta, name: str) -> None:
+    assert tuple(tensor.shape) == meta.shape, f"{name} has shape {tuple(tensor.shape)}, expected {meta.shape}"
+    data = bytes_view(tensor.detach().to(device="cpu", dtype=meta.dtype).contiguous())
+    written = 0
+    while written < len(data):
+        written += os.pwrite(descriptor, data[written : written + CHUNK], place + written)
+
+
+class HfPart:
+    """Some files of a folder that an `HfWriter` on another process has begun."""
+
+    def __init__(self, directory: Path, files: Iterable[HfFile], tensors: Mapping[str, TensorMeta]) -> None:
+        self.directory, self.tensors = directory, tensors
+        self._file_of = {name: file for file in files for name in file.places}
+        self._open: dict[str, int] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Writes one tensor, cast to the dtype it was announced with. OSError where the disk refuses it."""
+        file = self._file_of[name]
+        if file.name not in self._open:
+            path = unfinished_folder(self.directory) / file.name
+            self._open[file.name] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        _write_tensor(self._open[file.name], file.places[name], tensor, self.tensors[name], name)
+
+    def close(self) -> None:
+        """All that was written is on disk."""
+        try:
+            for descriptor in self._open.values():
+                os.fsync(descriptor)
+        finally:
+            for descriptor in self._open.values():
+                os.close(descriptor)
+            self._open.clear()
+
+
 class HfWriter:
     """Writes the folder `directory` with exactly `tensors`. As a context manager: an exception leaves nothing
     behind."""
@@ -139,7 +179,7 @@ class HfWriter:
         self.directory, self.overwrite = Path(directory), overwrite
         self.tensors = dict(tensors)
         self.total_bytes = sum(nbytes(meta) for meta in self.tensors.values())
-        self._temporary = self.directory.with_name(f".{self.directory.name}.writing")
+        self._temporary = unfinished_folder(self.directory)
         check_target(self.directory, overwrite)
         self._files = plan_files(self.tensors, max_shard_bytes)
         self._file_of = {name: file for file in self._files for name in file.places}
@@ -164,23 +204,20 @@ class HfWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write one tensor, cast to the dtype it was announced with."""
-        meta = self.tensors[name]
         assert name not in self._written, f"{name} is written twice"
-        assert tuple(tensor.shape) == meta.shape, f"{name} has shape {tuple(tensor.shape)}, expected {meta.shape}"
-        data = bytes_view(tensor.detach().to(device="cpu", dtype=meta.dtype).contiguous())
         file = self._file_of[name]
         try:
-            written = 0
-            while written < len(data):
-                written += os.pwrite(
-                    self._open[file.name], data[written : written + CHUNK], file.places[name] + written
-                )
+            _write_tensor(self._open[file.name], file.places[name], tensor, self.tensors[name], name)
         except OSError as error:
             self.abort()
             raise CheckpointError(
                 Problem(str(self.directory), f"cannot be written: {error}; the incomplete files were removed")
             ) from None
         self._written.add(name)
+
+    def added_elsewhere(self, names: Iterable[str]) -> None:
+        """Other processes have written these (`HfPart`)."""
+        self._written.update(names)
 
     def close(self, source: Path | str | None = None, config: Mapping[str, object] | None = None) -> Path:
         """Commit the folder. config.json is `config`, else that of `source`; tokenizer files come from `source`."""

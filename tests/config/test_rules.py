@@ -105,7 +105,7 @@ CLASHING = [
     ("attn_impl", "--attn_impl flash --transformer_impl torch"),
     ("overwrite_output_dir", "--overwrite_output_dir --resume_from_checkpoint latest"),
     ("random_init", "--random_init --train_type lora"),
-    ("moe_grouped_gemm", "--moe_grouped_gemm --train_type lora"),
+    ("moe_grouped_gemm", "--moe_grouped_gemm --train_type lora --use_dora"),
     ("train_type", "--train_type qlora --transformer_impl te"),
     ("fp8_format", "--train_type qlora --fp8_format hybrid"),
     ("merge_lora", "--merge_lora --train_type lora --export_hf false"),

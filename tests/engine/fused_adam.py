@@ -47,6 +47,7 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         adam_w_mode: bool = True,
+        capturable: bool = False,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
@@ -54,7 +55,9 @@ class FusedAdam(torch.optim.Optimizer):
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
     ) -> None:
-        assert adam_w_mode and exp_avg_dtype == exp_avg_sq_dtype == master_weight_dtype == torch.float32
+        assert (
+            adam_w_mode and not capturable and exp_avg_dtype == exp_avg_sq_dtype == master_weight_dtype == torch.float32
+        )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
         self.store_param_remainders = store_param_remainders and master_weights

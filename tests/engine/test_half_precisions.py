@@ -13,9 +13,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megaswift.bridge.model_folder import write_model
 from torch import Tensor
 
-from tests.engine import fused_adam
+from megaswift.bridge.open_weights import open_weights
+from tests.bridge.folders import plan_of
+from tests.engine import checkpoint_worker, fused_adam
 from tests.engine.checkpoint_worker import Result, Run
 from tests.parity.cases import parse
 from tests.parity.models import build as build_model
@@ -28,6 +31,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "aware": {"precision_aware_optimizer": True},
 }
 HALVES = ("bfloat16", "float16")
+JOB = "tests.engine.test_half_precisions:job"
 
 
 def job(rank: int, world: int, run: Run) -> Any:
@@ -44,6 +48,8 @@ def job(rank: int, world: int, run: Run) -> Any:
     aware = run.options.get("precision_aware_optimizer")
     with patch.object(model_config, "compute_dtype", asked), patch.object(fused_adam, "snapshot", more):
         assert engine is not None
+        if not run.case.do:
+            return checkpoint_worker.job(rank, world, run)
         return (fused_adam.job if aware else fused_adam.plain_job)(rank, world, run)
 
 
@@ -51,7 +57,7 @@ def go(pool: Pool, kind: str, dtype: str, tmp_path: Path, **changes: Any) -> lis
     """All ranks' results of a run with these optimizer and dtype."""
     case = parse("dense dp2 do")
     run = Run(case, build_model("dense", tmp_path / "model"), options={"torch_dtype": dtype, **OPTIMIZERS[kind]})
-    results = pool.run("tests.engine.test_half_precisions:job", replace(run, **changes), case.world)
+    results = pool.run(JOB, replace(run, **changes), case.world)
     assert not results[0].error, results[0].error
     return results
 
@@ -108,3 +114,21 @@ def test_another_optimizer(saved: str, loaded: str, pool: Pool, tmp_path: Path) 
     read = go(pool, loaded, "bfloat16", tmp_path, load=tmp_path / "step")
     rounded_once(read, "bfloat16")
     same_states(read[0], first[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize(("saved", "loaded"), [HALVES, HALVES[::-1]])
+def test_without_the_distributed_optimizer(optimizer: str, saved: str, loaded: str, pool: Pool, tmp_path: Path) -> None:
+    """Against the float32 weights in the checkpoint's files."""
+    case, folder = parse("dense dp2"), build_model("dense", tmp_path / "hf")
+    run = Run(case, folder, options={"torch_dtype": saved, "optimizer": optimizer}, last=2, save=tmp_path / "engine")
+    pool.run(JOB, run, case.world)
+    plan = plan_of(folder)
+    write_model(tmp_path / "model", plan.spec.hf_config, dict.fromkeys(plan.hf_shapes, torch.bfloat16), folder)
+    main = open_weights(tmp_path, torch.float32)
+    options = {"torch_dtype": loaded, "optimizer": optimizer}
+    read = pool.run(JOB, Run(case, folder, options=options, load=tmp_path / "engine"), case.world)[0]
+    for name, weight in read.weights.items():
+        assert torch.equal(weight, main.slice(name).to(getattr(torch, loaded))), name
+    assert any(not torch.equal(t.to(getattr(torch, saved)).float(), t) for t in map(main.slice, read.weights))

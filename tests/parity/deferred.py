@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaswift.losses.sft import CrossEntropy
 from tests.parity import measure
+from tests.parity.cases import global_batch, own
 from tests.parity.measure import Task
 from tests.parity.oracle import Reference
 
@@ -138,3 +140,25 @@ def train(rank: int, world: int, task: Task) -> tuple[Reference | None, dict[str
     assert not unwaited, f"never waited for: {unwaited}"
     kinds = [kind for kind, _ in late.bundles]
     return result, {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+def evaluate_between_steps(rank: int, world: int, task: Task) -> list[float]:
+    """Losses on the ranks: of a step, of the next batch in an evaluation, of its step, of the third likewise, with
+    outputs scored in between."""
+    import megaswift.engine.megatron.engine  # noqa: F401 (before megatron.core)
+
+    with installed():
+        engine, context = measure.build(
+            task.case, task.folder, world, **measure.recipe_options(task.recipe, task.case.moe), **task.options
+        )
+        part = context.layout.coordinates(rank).dp
+        batches = [own(global_batch(task.case, k), task.case.dp, part) for k in range(3)]
+        losses = [engine.train_batch(batches[0], CrossEntropy(), task.recipe.lr).loss]
+        for batch in batches[1:]:
+            losses.append(engine.evaluate(batch, CrossEntropy()).loss)
+            outputs = engine.score(batch, CrossEntropy().needs)
+            assert all(bool(o.logprobs.isfinite().all()) for o in outputs)
+            losses.append(engine.train_batch(batch, CrossEntropy(), task.recipe.lr).loss)
+        dist.barrier()
+        context.close()
+    return losses

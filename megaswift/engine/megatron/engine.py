@@ -28,6 +28,7 @@ from megaswift.config.transformer_engine_rules import missing_transformer_engine
 from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.checkpoint import save_load
+from megaswift.engine.megatron.export import export_from_ranks
 from megaswift.engine.megatron.layers.attention_backend import AttentionBackend
 from megaswift.engine.megatron.layers.choice import (
     TORCH,
@@ -245,11 +246,16 @@ class MegatronEngine:
         self.remembered.blend(share)
 
     def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:
-        """A Hugging Face folder from all ranks' weights, streamed, in the source's dtypes or in `dtype`; rank 0 writes.
-        Collective."""
+        """A Hugging Face folder from all ranks' weights in the source's dtypes or in `dtype`; each rank that holds
+        weights writes its share, with adapters merged in rank 0 writes all. Collective."""
+        options = FolderOptions(source=source, dtype=dtype, overwrite=True)
+        if self.lora is None:
+            gather_weights(self.chunks)
+            export_from_ranks(self.weights, folder, options)
+            return
         weights = self.hf_weights()
         if self.rank == 0:
-            export_hf(folder, self.plan, weights, FolderOptions(source=source, dtype=dtype, overwrite=True))
+            export_hf(folder, self.plan, weights, options)
         else:
             for _ in weights:
                 pass

@@ -6,6 +6,7 @@ ranks. Reading, cutting and merging of tensors belong to the bridge.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -86,6 +87,20 @@ class LocalParam:
         return value.dequantized() if isinstance(value, NF4Matrix) else value
 
 
+@dataclass(frozen=True)
+class Route:
+    """Where gathered shards go."""
+
+    to: int = 0
+    """Rank."""
+    hours: float | None = None
+    """That ranks wait for one another, for one that writes meanwhile; None: as long as for a collective. A rank that
+    has ended is noticed at once."""
+
+
+TO_RANK0 = Route()
+
+
 class RankWeights:
     """Every parameter of this rank, each matched with exactly one entry of the family's plan."""
 
@@ -156,39 +171,45 @@ class RankWeights:
                 else self.stream_group(group, value)
             )
 
-    def stream_group(self, group: PlanGroup, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """The part of `stream` that is about one group of entries."""
-        shards = (self._gather(entry, value) for entry in group.entries)
-        if self.context.rank == 0:
+    def stream_group(
+        self, group: PlanGroup, value: Callable[[Tensor], Tensor | None], route: Route = TO_RANK0
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The part of `stream` that is about one group of entries; yields where `route` leads."""
+        shards = (self._gather(entry, value, route) for entry in group.entries)
+        if self.context.rank == route.to:
             yield from group.write(parts or [] for parts in shards).items()
         else:
             for _ in shards:
                 pass
 
-    def _gather(self, entry: PlanEntry, value: Callable[[Tensor], Tensor | None]) -> list[Tensor] | None:
-        """The entry's shards in order, on rank 0; None elsewhere."""
+    def _gather(self, entry: PlanEntry, value: Callable[[Tensor], Tensor | None], route: Route) -> list[Tensor] | None:
+        """The entry's shards in order, where `route` leads; None elsewhere."""
         holders = self.holders(entry)
         shapes = [entry.shard_shape(self.tp_of(entry)[0], self.padded)] * len(holders)
-        return self.collect(holders, shapes, lambda: value(self.by_name[entry.megatron].tensor))
+        return self.collect(holders, shapes, lambda: value(self.by_name[entry.megatron].tensor), route)
 
     def collect(
-        self, holders: Sequence[int], shapes: Sequence[tuple[int, ...]], get_own: Callable[[], Tensor | None]
+        self,
+        holders: Sequence[int],
+        shapes: Sequence[tuple[int, ...]],
+        get_own: Callable[[], Tensor | None],
+        route: Route = TO_RANK0,
     ) -> list[Tensor] | None:
-        """`mine()` of each holder (None: zeros), of these shapes, on rank 0; None elsewhere. CPU tensors travel,
-        whatever the device."""
+        """`get_own()` of each holder (None: zeros), of these shapes, where `route` leads; None elsewhere. CPU tensors
+        travel, whatever the device."""
         rank = self.context.rank
         parts: list[Tensor] = []
         for holder, shape in zip(holders, shapes, strict=False):
             if rank == holder:
                 value = get_own()
                 tensor = torch.zeros(shape) if value is None else value.detach().cpu().contiguous()
-                if holder == 0:
+                if holder == route.to:
                     parts.append(tensor)
                 else:
-                    _send(tensor, 0)
-            elif rank == 0:
-                parts.append(_receive(shape, holder))
-        return parts if rank == 0 else None
+                    _send(tensor, route)
+            elif rank == route.to:
+                parts.append(_receive(shape, holder, route))
+        return parts if rank == route.to else None
 
     def holders(self, entry: PlanEntry) -> list[int]:
         """Global ranks of the shards of `entry`, in shard order: those of the first data-parallel replica."""
@@ -258,17 +279,25 @@ class RandomSource:
 _WIRE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def _send(tensor: Tensor, to: int) -> None:
-    dist.send(torch.tensor([_WIRE.index(tensor.dtype)]), to, group=distributed.cpu_group())
-    dist.send(tensor, to, group=distributed.cpu_group())
+def _send(tensor: Tensor, route: Route) -> None:
+    for sent in (torch.tensor([_WIRE.index(tensor.dtype)]), tensor):
+        _wait(dist.isend(sent, route.to, group=distributed.cpu_group()), route)
 
 
-def _receive(shape: tuple[int, ...], source: int) -> Tensor:
+def _receive(shape: tuple[int, ...], source: int, route: Route) -> Tensor:
     code = torch.zeros(1, dtype=torch.int64)
-    dist.recv(code, source, group=distributed.cpu_group())
+    _wait(dist.irecv(code, source, group=distributed.cpu_group()), route)
     tensor = torch.empty(shape, dtype=_WIRE[int(code)])
-    dist.recv(tensor, source, group=distributed.cpu_group())
+    _wait(dist.irecv(tensor, source, group=distributed.cpu_group()), route)
     return tensor
+
+
+def _wait(work: dist.Work | None, route: Route) -> None:
+    assert work is not None, "no member of the group"
+    if route.hours is None:
+        work.wait()
+    else:
+        work.wait(datetime.timedelta(hours=route.hours))
 
 
 def freeze_matching(placed: Iterable[LocalParam], patterns: Iterable[str]) -> dict[str, list[str]]:

@@ -85,13 +85,15 @@ class RankAdapters:
                 if placed.entry.megatron.endswith(WEIGHT)
                 else []
             )
-            if adapters and placed.name != "weight":
+            if placed.entry.expert is not None and placed.name.startswith("weight") and placed.name != "weight":
                 grouped.setdefault(placed.owner, []).append(adapters)
             elif adapters:
                 wrapper = layers.LayerAdapters(adapters, weights.context, placed.held.dtype, plan.settings.dropout)
                 layers.attach_adapters(placed.owner, wrapper)
                 self._place(wrapper)
         for owner, experts in grouped.items():
+            if not any(experts):
+                continue
             together = GroupedAdapters(experts, weights.context, owner.weight0.dtype, plan.settings.dropout)
             attach_grouped_adapters(owner, together)
             self._place(together)

@@ -1,0 +1,61 @@
+"""LoRA on Transformer Engine's modules against Hugging Face: adapters of grouped experts in two grouped products, of
+layers that normalize their output, of fused and latent projections.
+
+Covers: megaswift/engine/megatron/lora/grouped.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.parity.cases import parse
+from tests.parity.pool import Pool
+from tests.parity.test_lora import Adapters, adapters, check
+
+assert adapters is not None
+pytestmark = pytest.mark.process
+LAYOUTS = [
+    "dense te tp2 sp",
+    "dense te cp2 packed comm=p2p",
+    "dense te dp2 do overlap",
+    "moe te tp2 sp dp2 ep2 do",
+    "moe te dp2 ep2 do overlap recompute=moe",
+    "gemma2 te tp2 sp",
+]
+LATER = [
+    "dense te single",
+    "dense te pp2 vpp2",
+    "dense te tp2 recompute=full",
+    "moe te single",
+    "moe te tp2 sp etp2",
+    "moe te tp2 sp dp2 ep2 etp2 do",
+    "moe te pp2 packed",
+    "olmo2 te pp2",
+    "granite te tp2",
+    "glm4 te tp2",
+    "glm4_moe te dp2 ep2",
+    "qwen2_moe te tp2 sp",
+    "deepseek_v3-dense te tp2",
+    "mixtral te tp2 ep2 sp",
+    "gpt_oss te dp2 ep2",
+]
+
+
+@pytest.mark.parametrize("text", [*LAYOUTS, *(pytest.param(text, marks=pytest.mark.slow) for text in LATER)])
+def test_layout(text: str, te_pool: Pool, adapters: Adapters) -> None:  # noqa: F811
+    """Adapters on every projection."""
+    check(*adapters.of(parse(text)), te_pool)
+
+
+def test_single_experts(te_pool: Pool, adapters: Adapters) -> None:  # noqa: F811
+    """Experts of a grouped layer without adapters, and with one of its two modules."""
+    leaves, saved = ("experts.1.gate_proj", "experts.2.down_proj"), ("model.layers.0.mlp.gate.weight",)
+    check(*adapters.of(parse("moe te tp2 sp dp2 ep2"), leaves, saved), te_pool)
+
+
+def test_experts_one_by_one(te_pool: Pool, adapters: Adapters) -> None:  # noqa: F811
+    """The same numbers without the grouped GEMM."""
+    task, want = adapters.of(parse("moe te dp2 ep2"))
+    check(replace(task, options={**task.options, "moe_grouped_gemm": False}), want, te_pool)
