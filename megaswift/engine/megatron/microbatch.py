@@ -37,18 +37,23 @@ class MicrobatchInputs:
     """int64 [s]: how joined slices become the sequence."""
 
 
-def _thd(batch: Batch) -> PackedSeqParams | None:
-    """Packed rows as Transformer Engine wants them; None when not packed."""
-    if batch.cu_seqlens is None:
+def _thd(cu_seqlens: Tensor | None, cp: int, device: torch.device) -> PackedSeqParams | None:
+    """Packed rows as Transformer Engine takes them; None when not packed. `cu_seqlens` is in host memory.
+
+    Context parallelism needs the padded bounds too. Without it they are left out: Transformer Engine would compare them
+    with the others on the device in every layer, and wait for the answer.
+    """
+    if cu_seqlens is None:
         return None
-    bounds = batch.cu_seqlens.to(torch.int32)
-    longest = int((bounds[1:] - bounds[:-1]).max())
+    longest = int(cu_seqlens.diff().max())
+    bounds = cu_seqlens.to(device, torch.int32)
+    padded = bounds if cp > 1 else None
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
-        cu_seqlens_q_padded=bounds,
-        cu_seqlens_kv_padded=bounds,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
@@ -65,7 +70,7 @@ def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, at
     else:
         index = local_index(length, batch.cu_seqlens, cp, rank)
         order = gather_order(length, batch.cu_seqlens, cp)
-        layout = _thd(batch.to(device))
+        layout = _thd(batch.cu_seqlens, cp, device)
 
     def cut(x: Tensor) -> Tensor:
         return (x if cp == 1 else x.index_select(1, index)).to(device)

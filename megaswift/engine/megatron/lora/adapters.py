@@ -79,6 +79,7 @@ class RankAdapters:
         self._base: dict[str, Tensor] = {}
         self._freeze()
         grouped: dict[nn.Module, list[list[Adapter]]] = {}
+        compute_dtype = chunks[0].config.params_dtype
         for placed in weights.placed:
             adapters = (
                 plan.by_layer.get(placed.entry.megatron.removesuffix(WEIGHT), [])
@@ -94,7 +95,7 @@ class RankAdapters:
         for owner, experts in grouped.items():
             if not any(experts):
                 continue
-            together = GroupedAdapters(experts, weights.context, owner.weight0.dtype, plan.settings.dropout)
+            together = GroupedAdapters(experts, weights.context, compute_dtype, plan.settings.dropout)
             attach_grouped_adapters(owner, together)
             self._place(together)
         self.by_name = {p.adapter.name(p.half): p for p in self.placed}
