@@ -29,5 +29,5 @@ class CrossEntropy:
         labeled = batch.loss_weights != 0
         metrics: dict[str, Metric] = {}
         if outputs.correct is not None:
-            metrics["token_accuracy"] = MeanMetric(outputs.correct[labeled].sum(), labeled.sum())
+            metrics["token_accuracy"] = MeanMetric((outputs.correct * labeled).sum(), labeled.sum())
         return [Term("loss", total, "label_weight")], metrics

@@ -26,8 +26,8 @@ class MicrobatchInputs:
     positions: Tensor
     """int64 [b or 1, s / cp]; one row where all rows have the same positions."""
     labels: Tensor
-    labeled: Tensor
-    """bool: whether the label's weight is not 0."""
+    labeled_rows: Tensor
+    """int64 [n]: positions of the flat [s / cp x b] whose label's weight is not 0."""
     padding: Tensor
     """bool: True on padding."""
     rows: PackedSeqParams | None
@@ -72,8 +72,11 @@ def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, at
         order = gather_order(length, batch.cu_seqlens, cp)
         layout = _thd(batch.cu_seqlens, cp, device)
 
+    def own(x: Tensor) -> Tensor:
+        return x if cp == 1 else x.index_select(1, index)
+
     def cut(x: Tensor) -> Tensor:
-        return (x if cp == 1 else x.index_select(1, index)).to(device)
+        return own(x).to(device)
 
     positions = batch.positions
     if positions.shape[0] > 1 and bool((positions == positions[:1]).all()):
@@ -83,7 +86,8 @@ def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, at
         input_ids=cut(batch.input_ids),
         positions=cut(positions),
         labels=cut(batch.labels),
-        labeled=cut(batch.loss_weights) != 0,
+        # in host memory: the device would have to be waited for
+        labeled_rows=own(batch.loss_weights).t().reshape(-1).nonzero().squeeze(1).to(device),
         padding=~cut(batch.valid),
         rows=layout,
         index=index.to(device),

@@ -96,7 +96,7 @@ class SwiftGPT(GPTModel):
         step, shared = self.step, self.needs.head is None
         hidden = self._whole(hidden, shared)
         b, s = step.labels.shape
-        rows = step.labeled.t().reshape(-1).nonzero().squeeze(1)  # hidden is [s, b, h]: rows of the flat [s x b]
+        rows = step.labeled_rows
         picked = hidden.reshape(s * b, -1).index_select(0, rows)
         labels = step.labels.t().reshape(-1).index_select(0, rows)
         values = self._vocabulary(picked, labels) if shared else self.score(picked)

@@ -25,6 +25,8 @@ from megaswift.engine.megatron.context_parallel import gather_order, gather_sequ
 from megaswift.engine.megatron.layers.softcap import CappedAttention, ScoreRule
 
 Parts = tuple[Tensor, Tensor, Tensor]
+BLOCK = 1024
+"""Queries of a block under a window, at least."""
 LANES = 8
 """Columns added to queries and keys, of which one is used: fused kernels need head sizes that are multiples of 8."""
 
@@ -41,6 +43,14 @@ class RowLayout(PackedSeqParams):
         self.bounds: list[int] = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
         self.index = local_index(length, cu_seqlens, cp, rank)
         self.order = gather_order(length, cu_seqlens, cp) if cp > 1 else self.index
+        self._masks: dict[tuple[int, int, int, int | None], Tensor | None] = {}
+
+    def mask(self, shape: tuple[int, int], offset: int, window: int | None, device: torch.device) -> Tensor | None:
+        """bool [queries, keys] on the device, True where seen; None: plain causal. Made once for all layers."""
+        key = (*shape, offset, window)
+        if key not in self._masks:
+            self._masks[key] = visible(shape, offset, window, device)
+        return self._masks[key]
 
     def parts(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Parts, int]]:
         """Of each run of consecutive local queries: these, and all keys and values [b, heads, run, d] of its document
@@ -63,15 +73,30 @@ class RowLayout(PackedSeqParams):
                     yield (q, *visible), chunk * run
 
 
-def _mask(queries: int, keys: int, offset: int, window: int | None) -> Tensor | None:
-    """bool [queries, keys], True where seen; query i stands at key position offset + i. None: plain causal. `window`
+def visible(shape: tuple[int, int], offset: int, window: int | None, device: torch.device) -> Tensor | None:
+    """bool [queries, keys], True where seen; query i is at key position offset + i. None: plain causal. `window`
     counts keys."""
+    queries, keys = shape
     if (window is None or window >= keys) and offset == 0 and queries == keys:
         return None
-    q_at = torch.arange(offset, offset + queries)[:, None]
-    k_at = torch.arange(keys)[None]
+    q_at = torch.arange(offset, offset + queries, device=device)[:, None]
+    k_at = torch.arange(keys, device=device)[None]
     mask = k_at <= q_at
     return mask if window is None else mask & (k_at > q_at - window)
+
+
+def window_blocks(parts: Parts, offset: int, window: int | None) -> Iterator[tuple[Parts, int]]:
+    """Windowed queries in blocks with the keys that any of them sees: all blocks inside a document share one mask of
+    block x (block + window), where one for the whole document would have queries x keys."""
+    query, key, value = parts
+    step = max(window or 0, BLOCK)
+    if window is None or key.shape[2] <= 2 * step:
+        yield parts, offset
+        return
+    for first in range(0, query.shape[2], step):
+        last = min(first + step, query.shape[2])
+        low, high = max(0, offset + first - window + 1), offset + last
+        yield (query[:, :, first:last], key[:, :, low:high], value[:, :, low:high]), offset + first - low
 
 
 class TorchAttention(MegatronModule):
@@ -110,25 +135,24 @@ class TorchAttention(MegatronModule):
         outs = []
         # heads lie on ranks: each draws its own
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
-            for parts, offset in rows.parts(q, k, v):
-                count, keys = parts[0].shape[2], parts[1].shape[2]
+            for run, start in rows.parts(q, k, v):
                 if self.softcap is not None:
-                    outs.append(
-                        CappedAttention.apply(*parts, ScoreRule(self.softmax_scale, self.softcap, offset, self.window))
-                    )
+                    rule = ScoreRule(self.softmax_scale, self.softcap, start, self.window)
+                    outs.append(CappedAttention.apply(*run, rule))
                     continue
-                mask = _mask(count, keys, offset, self.window)
-                mask = None if mask is None else mask.to(q.device)
-                if self.softmax_offset is not None:
-                    outs.append(sink_attention(parts, self.softmax_offset, self.softmax_scale, mask, dropout))
-                    continue
-                outs.append(
-                    F.scaled_dot_product_attention(
-                        *parts, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, dropout_p=dropout
-                    )
-                )
+                for parts, offset in window_blocks(run, start, self.window):
+                    shape = parts[0].shape[2], parts[1].shape[2]
+                    outs.append(self._attend(parts, rows.mask(shape, offset, self.window, q.device), dropout))
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.permute(2, 0, 1, 3).reshape(out.shape[2], out.shape[0], -1)
+
+    def _attend(self, parts: Parts, mask: Tensor | None, dropout: float) -> Tensor:
+        """[b, h, run, d] of one run of queries and the keys that it may see."""
+        if self.softmax_offset is not None:
+            return sink_attention(parts, self.softmax_offset, self.softmax_scale, mask, dropout)
+        return F.scaled_dot_product_attention(
+            *parts, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, dropout_p=dropout
+        )
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """The sinks, cut by heads."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaswift.engine.megatron.layers import softcap
+from megaswift.engine.megatron.layers import attention, softcap
 from megaswift.engine.megatron.layers.attention import RowLayout, TorchAttention
 from megaswift.families.model_spec import Features
 from tests.engine.masks import seen
@@ -21,9 +21,12 @@ def masked(q, k, v, bounds, window, change=lambda scores: scores):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, float("-inf")).softmax(-1), v)
 
 
+@pytest.mark.parametrize("block", [2, 1024])
 @pytest.mark.parametrize("window", [None, 3, 100])
 @pytest.mark.parametrize("bounds", [[0, 24], [0, 5, 6, 24]])
-def test_documents_and_windows(bounds, window):
+def test_documents_and_windows(monkeypatch, bounds, window, block):
+    """Also where windowed queries go in blocks: then no mask is as large as the document."""
+    monkeypatch.setattr(attention, "BLOCK", block)
     torch.manual_seed(0)
     q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
     config = SimpleNamespace(
@@ -37,6 +40,54 @@ def test_documents_and_windows(bounds, window):
     rows = RowLayout(24, torch.tensor(bounds), 1, 0)
     got = module(q[:, None], k[:, None], v[:, None], packed_seq_params=rows)
     torch.testing.assert_close(got.view(24, 4, 8), masked(q, k, v, bounds, window), rtol=1e-5, atol=1e-6)
+    made = {id(mask): mask.numel() for mask in rows._masks.values() if mask is not None}
+    if block == 2 and window == 3:
+        assert max(made.values()) <= max(6 * 6, 3 * 5) and len(made) <= 6
+
+
+def test_layers_share_masks():
+    """One mask a micro-batch: a second call makes none."""
+    config = SimpleNamespace(
+        kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=(2, 0), features=Features()
+    )
+    rows = RowLayout(24, torch.tensor([0, 5, 24]), 1, 0)
+    q, k, v = torch.randn(24, 1, 4, 8), torch.randn(24, 1, 2, 8), torch.randn(24, 1, 2, 8)
+    made = []
+    for layer in (1, 2):
+        TorchAttention(config, layer, pg_collection=SimpleNamespace(cp=None))(q, k, v, packed_seq_params=rows)
+        made.append({key: id(mask) for key, mask in rows._masks.items()})
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_blocks_under_context_parallelism(monkeypatch, rank, sinks):
+    """Runs of queries that begin inside a document: value and gradients as in one block."""
+    torch.manual_seed(1)
+    config = SimpleNamespace(
+        kv_channels=8,
+        attention_dropout=0.0,
+        softmax_type="learnable" if sinks else "vanilla",
+        num_attention_heads=4,
+        tensor_model_parallel_size=1,
+        params_dtype=torch.float32,
+        window_size=(4, 0),
+        features=Features(),
+    )
+    module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
+    whole = torch.randn(64, 1, 2, 16)
+    monkeypatch.setattr(attention, "gather_sequence", lambda *_: whole_leaf)
+    query = torch.randn(32, 1, 4, 8)
+    results = []
+    for block in (2, 1024):
+        monkeypatch.setattr(attention, "BLOCK", block)
+        leaf, whole_leaf = query.clone().requires_grad_(), whole.clone().requires_grad_()
+        keys = torch.zeros(32, 1, 2, 8)
+        out = module(leaf, keys, keys, packed_seq_params=RowLayout(64, torch.tensor([0, 48, 64]), 2, rank))
+        out.square().sum().backward()
+        results.append((out, leaf.grad, whole_leaf.grad))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
 
 
 def test_windows_may_skip_layers():
