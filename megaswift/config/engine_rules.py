@@ -46,6 +46,8 @@ NATIVE_ONLY = (
     "fp8_recipe",
     "moe_token_dispatcher_type",
     "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_shared_expert_overlap",
     "precision_aware_optimizer",
     "optimizer_cpu_offload",
 )

@@ -107,9 +107,19 @@ class ModelConfig:
     moe_z_loss_coeff: float | None = option(
         None, "MoE router z-loss coefficient; unset: no z-loss", minimum=0, metavar="X"
     )
-    moe_token_dispatcher_type: str = option("alltoall", "MoE token dispatcher", choices=("alltoall", "allgather"))
+    moe_token_dispatcher_type: str = option(
+        "alltoall",
+        "MoE token dispatcher; flex needs DeepEP (not tested on a GPU yet)",
+        choices=("alltoall", "allgather", "flex"),
+    )
     moe_grouped_gemm: bool | None = option(
         None, "Grouped GEMM over the experts; unset: with Transformer Engine, except with DoRA"
+    )
+    moe_permute_fusion: bool | None = option(
+        None, "Fused kernels for sorting tokens by expert; unset: with Transformer Engine"
+    )
+    moe_shared_expert_overlap: bool = option(
+        False, "Overlap shared experts with the exchange of tokens (dispatcher alltoall)"
     )
     freeze_parameters: tuple[str, ...] = option(
         (), "Regular expressions for names of Hugging Face weights to freeze", metavar="PATTERN..."

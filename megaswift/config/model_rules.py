@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
 
@@ -148,6 +150,24 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.model.moe_grouped_gemm and c.model.train_type != "full" and c.lora.use_dora,
         "is not supported with use_dora, which reads the weight of each expert",
         "--moe_grouped_gemm false",
+    ),
+    ConflictingOptions(
+        ("moe_permute_fusion", "transformer_impl"),
+        lambda c: c.model.moe_permute_fusion and c.model.transformer_impl == "torch",
+        "needs Transformer Engine's layers",
+        "--moe_permute_fusion false",
+    ),
+    ConflictingOptions(
+        ("moe_shared_expert_overlap", "moe_token_dispatcher_type"),
+        lambda c: c.model.moe_shared_expert_overlap and c.model.moe_token_dispatcher_type == "allgather",
+        "is supported with alltoall and flex only (Megatron-Core)",
+        "--moe_token_dispatcher_type alltoall",
+    ),
+    ConflictingOptions(
+        ("moe_token_dispatcher_type",),
+        lambda c: c.model.moe_token_dispatcher_type == "flex" and importlib.util.find_spec("deep_ep") is None,
+        "needs the package deep_ep (DeepEP), which is not installed",
+        "--moe_token_dispatcher_type alltoall",
     ),
     ConflictingOptions(
         ("fp8_format", "train_type"),

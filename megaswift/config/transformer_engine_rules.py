@@ -23,6 +23,7 @@ NEED_TRANSFORMER_ENGINE: tuple[tuple[str, str, Callable[[Any], bool], str, str],
     ("precision_aware_optimizer", OPTIMIZER, bool, _FUSED_ADAM, "--precision_aware_optimizer false"),
     ("fp8_format", PRODUCTS, bool, _LAYERS, "--fp8_format none"),
     ("moe_grouped_gemm", PRODUCTS, bool, _LAYERS, "--moe_grouped_gemm false"),
+    ("moe_permute_fusion", PRODUCTS, bool, _LAYERS, "--moe_permute_fusion false"),
     (
         "transformer_impl",
         OPTIMIZER,

@@ -38,7 +38,14 @@ from megaswift.trainers.rl.adapters import refused_adapters
 from megaswift.trainers.rl.checks import named_problems, policy_problems
 from megaswift.trainers.torch_checks import machine_problems
 
-EXPERT_OPTIONS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_grouped_gemm")
+EXPERT_OPTIONS = (
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_shared_expert_overlap",
+)
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 """Name in `report_to` -> the package it needs."""
 

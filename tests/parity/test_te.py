@@ -102,6 +102,21 @@ def test_modules_are_transformer_engines(te_pool: Pool, models: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("qwen2_moe te dp2 ep2", {"moe_shared_expert_overlap": True}),
+        ("moe te dp2 ep2 packed", {"moe_permute_fusion": False}),
+        ("moe te tp2 sp ep2", {"moe_grouped_gemm": False}),
+    ],
+    ids=str,
+)
+def test_options_of_experts(text: str, options: dict[str, bool], te_pool: Pool, references: References) -> None:
+    """What the other cases take as it is by default."""
+    check(parse(text), te_pool, references, options)
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("text", ["dense te tp2 sp packed", "moe te cp2 comm=p2p packed", "moe te dp2 ep2 do"])
 def test_the_newest_release(text: str, references: References) -> None:
     """Other sources of Transformer Engine under the same stand-ins."""

@@ -49,6 +49,13 @@ def install(release: str = sources.RELEASES[0]) -> None:
         owner = importlib.import_module(f"megatron.core.models.common.embeddings.{name}")
         assert hasattr(owner, "get_pos_emb_on_this_cp_rank")
         owner.get_pos_emb_on_this_cp_rank = own_angles
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    from megaswift.engine.megatron.cpu.device import _cpu_constant
+
+    # where tokens are sorted by Transformer Engine's kernels, their new order is made on the GPU
+    build = MoEAlltoAllTokenDispatcher.__init__
+    build.__code__ = _cpu_constant(build.__code__)
 
 
 def own_angles(angles: Tensor, axis: int, group: Any) -> Tensor:

@@ -74,7 +74,7 @@ def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str,
     return fields
 
 
-def _kernels(cfg: SwiftConfig, choice: LayerChoice, cuda: bool) -> dict[str, Any]:
+def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerChoice, cuda: bool) -> dict[str, Any]:
     m = cfg.model
     full = m.recompute_granularity == "full"
     fused, attention = (whose == TRANSFORMER_ENGINE for whose in (choice.linear, choice.attention))
@@ -94,6 +94,9 @@ def _kernels(cfg: SwiftConfig, choice: LayerChoice, cuda: bool) -> dict[str, Any
         "moe_token_dispatcher_type": m.moe_token_dispatcher_type,
         "moe_grouped_gemm": (fused and not cfg.lora.use_dora) if m.moe_grouped_gemm is None else m.moe_grouped_gemm,
     }
+    if spec.experts:
+        fields["moe_permute_fusion"] = fused if m.moe_permute_fusion is None else m.moe_permute_fusion
+        fields["moe_shared_expert_overlap"] = m.moe_shared_expert_overlap
     if m.recompute_modules:
         fields["recompute_modules"] = list(m.recompute_modules)
     if m.fp8_format:
@@ -125,7 +128,7 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, choice
     fields["activation_func"] = ACTIVATIONS[fields.get("activation_func", "silu")]
     fields.pop("moe_aux_loss_coeff", None)  # ours: see router.py
     fields.update(_parallel(cfg, layout, dtype))
-    fields.update(_kernels(cfg, choice, cuda))
+    fields.update(_kernels(spec, cfg, choice, cuda))
     fields["bias_activation_fusion"] &= fields["activation_func"] in (F.silu, F.gelu)
     if not spec.experts:
         fields = {k: v for k, v in fields.items() if not k.startswith("moe_")}
