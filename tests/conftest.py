@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 
 from tests.parity.pool import Pool, close_shared, shared
-from tests.te.sources import RELEASES
 
-TOGETHER = (
-    "tests/parity/test_parity.py",
-    "tests/parity/test_te.py",
-    "tests/trainers/test_run.py",
-    "tests/engine/torch/test_zero.py",
-)
-"""Files that one worker runs as a whole under `--dist loadgroup`: two layouts of eight ranks at a time cost more than
-one after the other, and what a file's tests share would be made twice."""
+TOGETHER = {
+    "tests/parity/test_parity.py": "layouts",
+    "tests/parity/test_te.py": "transformer engine",
+    "tests/parity/test_lora_te.py": "transformer engine",
+    "tests/te/test_resume.py": "transformer engine",
+    "tests/te/test_attention_backend.py": "transformer engine",
+    "tests/trainers/test_run.py": "runs",
+    "tests/engine/torch/test_zero.py": "zero",
+}
+"""Files that one worker runs as a whole under `--dist loadgroup`, those of a group on the same one: two layouts of
+eight ranks at a time cost more than one after the other, and what their tests share would be made twice."""
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 gc.disable()  # what is imported and collected stays to the end: the collector would look through it again and again
@@ -42,7 +44,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return file if file in TOGETHER else nodeid
+            return TOGETHER.get(file, nodeid)
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
@@ -72,6 +74,8 @@ def pool() -> Pool:
 @pytest.fixture(scope="session")
 def te_pool() -> Pool:
     """The same with Transformer Engine on the test device."""
+    from tests.te.sources import RELEASES
+
     return shared(RELEASES[0])
 
 
