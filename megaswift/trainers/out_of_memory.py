@@ -71,8 +71,9 @@ def advice(cfg: Any, experts: int) -> list[str]:
         ),
         (gpu and m.torch_dtype == "float32", "--torch_dtype bfloat16: half the weights and activations"),
         (
-            m.recompute_granularity in (None, "none"),
-            "--recompute_granularity selective: core attention is recomputed, cheap",
+            m.recompute_granularity in (None, "none"),  # core_attn would save nothing: fused attention keeps no scores
+            f"--recompute_granularity selective --recompute_modules {'moe' if experts > 1 else 'mlp'}: slower by the "
+            f"forward pass of the {'experts' if experts > 1 else 'MLPs'}",
         ),
         (
             m.recompute_granularity != "full",
