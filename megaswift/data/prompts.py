@@ -185,8 +185,9 @@ def _read(c: Sections, tokenizer: Any, names: Sequence[str], val: bool = False) 
 
 def _room(longest: int, completion: int) -> str:
     return (
-        f"--max_length {longest} minus --max_completion_length {completion} leaves a prompt {longest - completion} "
-        f"tokens"
+        f"--max_length {longest} minus --max_completion_length {completion} leaves {longest - completion} tokens for "
+        f"the "
+        "prompt"
     )
 
 

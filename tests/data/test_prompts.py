@@ -205,7 +205,7 @@ def test_room_for_the_completion(tmp_path: Path) -> None:
     last = all_of(made)[5]
     assert last.token_ids == tuple(own(rows[5]["prompt"])["input_ids"][-lengths[3] :]) and last.columns == {"n": 5}
     assert last.content == rows[5]["prompt"] and made.stats["truncated"] == 2
-    with pytest.raises(DataError, match=rf"d.jsonl:5: {lengths[4]} tokens; --max_length {short['max_length']} less"):
+    with pytest.raises(DataError, match=rf"d.jsonl:5: {lengths[4]} tokens; --max_length {short['max_length']} minus"):
         source(tmp_path, rows, truncation_strategy="raise", **short)
     with pytest.raises(DataError, match=f"--max_length {lengths[5] + 7}$"):
         source(tmp_path, rows, max_length=8, max_completion_length=7)

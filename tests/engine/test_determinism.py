@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,10 +90,12 @@ def test_a_run_sets_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_megatron_gets_the_deterministic_mode(tmp_path: Path) -> None:
+    from megaswift.engine.megatron.layers.choice import LayerChoice
     from megaswift.engine.megatron.model_config import _kernels
 
-    assert _kernels(ON, "torch", False)["deterministic_mode"] is True
-    assert _kernels(OFF, "torch", False)["deterministic_mode"] is False
+    dense, choice = SimpleNamespace(experts=0), LayerChoice("torch", "torch", "asked for")
+    assert _kernels(dense, ON, choice, False)["deterministic_mode"] is True  # type: ignore[arg-type]
+    assert _kernels(dense, OFF, choice, False)["deterministic_mode"] is False  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("switches")

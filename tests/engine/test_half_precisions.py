@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megaswift.bridge.model_folder import write_model
 from torch import Tensor
 
+from megaswift.bridge.checkpoint_model import write_model
 from megaswift.bridge.open_weights import open_weights
 from tests.bridge.folders import plan_of
 from tests.engine import checkpoint_worker, fused_adam

@@ -32,6 +32,7 @@ def test_a_collective_has_the_time_that_was_given(pool: Pool) -> None:
 
 @pytest.mark.parametrize(("options", "seconds"), [({}, 600.0), ({"ddp_timeout": 77}, 77.0)])
 def test_a_run_gives_it(options: dict[str, Any], seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megaswift.parallel.layout import Layout
     from megaswift.trainers import run as module
 
     class Stop(Exception):
@@ -43,7 +44,7 @@ def test_a_run_gives_it(options: dict[str, Any], seconds: float, monkeypatch: py
     monkeypatch.setattr(module, "locate_model", lambda *_, **__: Path())
     monkeypatch.setattr(module, "spec_of", lambda *_: None)
     monkeypatch.setattr(module, "ModelShape", SimpleNamespace(of=lambda _: None))
-    monkeypatch.setattr(module, "layout_for", lambda *_: None)
+    monkeypatch.setattr(module, "layout_for", lambda *_: Layout(1))
     monkeypatch.setattr("megaswift.engine.megatron.parallel_context.ParallelContext", context)
     with pytest.raises(Stop) as caught:
         module.run_training(SwiftConfig(model="m", dataset="d", **options))

@@ -59,13 +59,17 @@ def thd_read_second_half_lse(lse: Tensor, bounds: Tensor, packed: bool, tokens: 
 
 
 @kernel
-def thd_out_correction(  # noqa: PLR0913 - the compiled module's signature
-    out: Tensor, step: Tensor, lse: Tensor, lse_step: Tensor, bounds: Tensor, second_half: bool, packed: bool
-) -> None:
-    """Adds a step's output [tokens, h, d], weighted by its share of the softmax's sum."""
+def thd_out_correction(out: Tensor, step: Tensor, *given: Any) -> None:
+    """Adds a step's output [tokens, h, d], weighted by its share of the softmax's sum.
+
+    2.12: `out` has its shares already; 2.20 gives the sums before this step too (`old`), and `out` is weighted anew.
+    """
+    *old, lse, lse_step, bounds, second_half, _ = given
     for start, middle, end in _documents(bounds):
         first = middle if second_half else start
         n, at = end - first, start // 2 if second_half else start
+        if old:
+            out[first:end] *= (old[0][:, first:end] - lse[:, first:end]).exp().t()[..., None].to(out.dtype)
         share = (lse_step[:, at : at + n] - lse[:, first:end]).exp().t()[..., None]
         out[first:end] += (step[at : at + n] * share).to(out.dtype)
 

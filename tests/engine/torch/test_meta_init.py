@@ -39,7 +39,9 @@ def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
     fields = model.prepare_model(folder, cfg, False, any_spec(folder), {}, empty=True)
     bare, source = base_model(fields.model), open_weights(folder)
     assert all(
-        meta_init.is_meta(p) for n, p in bare.named_parameters() if "lora_" not in n and "modules_to_save" not in n
+        meta_init.is_unallocated(p)
+        for n, p in bare.named_parameters()
+        if "lora_" not in n and "modules_to_save" not in n
     )
     found, first = conversion_groups(bare, source), first_names(bare)
     assert not weight_loading._differences(bare, source, found)
@@ -130,5 +132,5 @@ def test_a_real_model_hands_its_weights_over() -> None:
     before = {n: t.detach().clone() for n, t in module.named_parameters()}
     taken = meta_init.drop_storage(module)
     assert taken.keys() == before.keys() and all(torch.equal(taken[n], t) for n, t in before.items())
-    assert module["a"].weight is module["b"].weight and meta_init.is_meta(plain.weight)
+    assert module["a"].weight is module["b"].weight and meta_init.is_unallocated(plain.weight)
     assert plain.weight.shape == (5, 3) and plain.weight.untyped_storage().nbytes() == 4
