@@ -16,7 +16,18 @@ from torch import Tensor
 
 from tests.te import registry, sources
 
-KERNEL_FILES = ("attention", "context", "matmul", "misc", "norm", "optimizer", "permutation", "rope", "softmax")
+KERNEL_FILES = (
+    "attention",
+    "context",
+    "matmul",
+    "misc",
+    "norm",
+    "optimizer",
+    "permutation",
+    "quantize",
+    "rope",
+    "softmax",
+)
 """The files `kernels_*.py`."""
 
 

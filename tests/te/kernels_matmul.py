@@ -1,19 +1,20 @@
-"""Matrix products: cuBLAS' generic and grouped ones."""
+"""Matrix products: cuBLAS' generic and grouped ones, of FP8 operands too: these are multiplied in float32."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.te.registry import kernel, torch_dtype, values
+from tests.te.kernels_quantize import matrix
+from tests.te.registry import kernel, torch_dtype
 
 
 def product(a: Any, transa: bool, b: Any, transb: bool) -> Tensor:
     """op(b) op(a) in float32, as row-major matrices: [m, k] for weights a [n, k] and inputs b [.., k] of layout TN."""
-    x, y = values(a), values(b)
-    x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    x, y = matrix(a, columnwise=not transa), matrix(b, columnwise=transb)
     return (y.t() if transb else y) @ (x.t() if transa else x)
 
 
@@ -46,12 +47,11 @@ def generic_gemm(  # noqa: PLR0913 - the compiled module's signature
     assert not gelu and comm_overlap is None, "the test device has no fused GELU and no overlap with a product"
     y, bias_grad = product(a, transa, b, transb) * alpha, None
     if bias is not None and grad:
-        rows = values(b)
-        bias_grad = rows.reshape(-1, rows.shape[-1]).sum(0).to(torch_dtype(bias_dtype))
+        bias_grad = matrix(b, columnwise=transb).sum(0).to(torch_dtype(bias_dtype))
     elif bias is not None:
         y = y + bias.float()
     if not transb:
-        y = y.view(*b.shape[:-1], y.shape[-1])
+        y = y.view(*b.size()[:-1], y.shape[-1])
     if out is not None:
         y = y.view(out.shape)
         if accumulate:
@@ -85,7 +85,7 @@ def te_general_grouped_gemm(  # noqa: PLR0913 - the compiled module's signature
     """One product a group, written to the rows of one output, or to one output each; the biases, or their gradients."""
     targets = list(out[0].view(-1, out[0].shape[-1]).split(list(m_splits))) if single_output else out
     for i, target in enumerate(targets):
-        if b[i].shape.numel() == 0:
+        if math.prod(b[i].size()) == 0:
             if not accumulate:
                 target.zero_()
             if grad and bias[i].numel():
@@ -93,8 +93,7 @@ def te_general_grouped_gemm(  # noqa: PLR0913 - the compiled module's signature
             continue
         y = product(a[i], transa, b[i], transb)
         if bias[i].numel() and grad:
-            rows = values(b[i])
-            bias[i].copy_(rows.reshape(-1, rows.shape[-1]).sum(0))
+            bias[i].copy_(matrix(b[i], columnwise=transb).sum(0))
         elif bias[i].numel():
             y = y + bias[i].float()
         y = y.view(target.shape)

@@ -1,0 +1,66 @@
+"""Transformer Engine's FP8 modules against a quantize-dequantize reference in plain torch.
+
+Covers: tests/te/kernels_quantize.py, tests/te/kernels_matmul.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+
+from tests.parity.pool import ROOT
+from tests.te import fp8_reference as reference
+from tests.te import kernels_quantize
+from tests.te.fp8_modules import FORMATS, MODULES, RECIPES
+from tests.te.registry import DType
+from tests.te.sources import RELEASES
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("release", RELEASES)
+def test_modules(release: str) -> None:
+    """Outputs and gradients by module, recipe and format."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.te.fp8_modules", release]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [tuple(r[:3]) for r in results] == list(product(MODULES, RECIPES, FORMATS))
+    for *case, worst in results:
+        assert worst < 1e-6, (case, worst)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("e4m3", "kFloat8E4M3"), ("e5m2", "kFloat8E5M2")])
+def test_every_value_of_a_format(kind: str, dtype: str) -> None:
+    """The reference's rounding by exponents is torch's cast: every value, the middle of every pair, and beyond."""
+    name = kernels_quantize.float8(DType[dtype])
+    exact = torch.arange(256, dtype=torch.uint8).view(name).float()
+    exact = exact[exact.isfinite()].sort().values
+    middle = (exact[1:] + exact[:-1]) / 2
+    x = torch.cat([exact, middle, middle * (1 + 2**-20), middle * (1 - 2**-20), torch.tensor([1e9, -1e9])])
+    assert torch.equal(kernels_quantize.cast(x, torch.ones(()), name).view(name).float(), reference.rounded(x, kind))
+
+
+def test_hand_worked_scales() -> None:
+    """Of a tensor with magnitude 3, and without any."""
+    amax = torch.tensor([3.0, 0.0, float("inf")])
+    assert kernels_quantize.scale_of(amax, torch.float8_e4m3fn, False, 0.0).tolist() == pytest.approx([448 / 3, 1, 1])
+    assert kernels_quantize.scale_of(amax, torch.float8_e4m3fn, True, 0.0).tolist() == [128, 1, 1]
+
+
+def test_hand_worked_history() -> None:
+    """Three steps of a history of 3: the newest enters, the oldest leaves, scales follow the largest."""
+    history, scale = torch.zeros(3, 1), torch.ones(1)
+    seen = []
+    for amax in (7.0, 14.0, 3.5, 1.75, 1.75):
+        history[0] = amax
+        kernels_quantize.fused_amax_and_scale_update_after_reduction(
+            torch.tensor([amax]), [history], [scale], "max", DType["kFloat8E4M3"], 0
+        )
+        seen.append(float(scale))
+        assert history[0] == 0 and history[-1] == amax
+    assert seen == [64, 32, 32, 32, 128]
