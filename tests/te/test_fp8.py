@@ -1,7 +1,4 @@
-"""Transformer Engine's FP8 modules against a quantize-dequantize reference in plain torch.
-
-Covers: tests/te/kernels_quantize.py, tests/te/kernels_matmul.py.
-"""
+"""Transformer Engine's FP8 modules against a quantize-dequantize reference in plain torch."""
 
 from __future__ import annotations
 
