@@ -1,6 +1,6 @@
 """Transformer Engine's FP8 modules against a quantize-dequantize reference in plain torch.
 
-Covers: tests/te/kernels_quantize.py, tests/te/kernels_matmul.py.
+Covers: tests/te/kernels_quantize.py.
 """
 
 from __future__ import annotations
