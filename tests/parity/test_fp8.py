@@ -96,6 +96,3 @@ def test_losses_of_float32(recipe: str, te_pool: Pool, references: References) -
     for other in runs[1:]:
         assert other.loss == pytest.approx(runs[0].loss, rel=1e-6)
         assert distance(other.gradients, runs[0].gradients) < 1e-5
-        print(
-            recipe, distance(other.gradients, runs[0].gradients), [a - b for a, b in zip(other.losses, runs[0].losses)]
-        )
