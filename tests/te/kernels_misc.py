@@ -24,6 +24,18 @@ def canonicalize_device(device: Any) -> torch.device:
     return torch.device("cpu")
 
 
+@python_function("transformer_engine.pytorch.distributed:_get_cuda_rng_state")
+def _get_cuda_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = True) -> Tensor:
+    """The CPU's."""
+    return torch.get_rng_state()
+
+
+@python_function("transformer_engine.pytorch.distributed:_set_cuda_rng_state")
+def _set_cuda_rng_state(state: Tensor, device: Any = -1, graph_safe: bool = True) -> None:
+    """The CPU's."""
+    torch.set_rng_state(state)
+
+
 @kernel
 def convert_thd_to_bshd(t: Tensor, bounds: Tensor, batch: int, length: int) -> Tensor:
     """[b, s, ...], 0 behind each document."""

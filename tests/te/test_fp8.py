@@ -1,4 +1,7 @@
-"""Transformer Engine's FP8 modules against a quantize-dequantize reference in plain torch."""
+"""Transformer Engine's FP8 modules against a quantize-dequantize reference in plain torch.
+
+Covers: tests/te/kernels_quantize.py.
+"""
 
 from __future__ import annotations
 

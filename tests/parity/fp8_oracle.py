@@ -1,0 +1,66 @@
+"""A Hugging Face model whose linear layers multiply in FP8 by the plain torch reference (tests/te/fp8_reference.py).
+
+Megatron-Core multiplies queries, keys and values by one weight, each group of heads together, and gate and up by
+another: their operands are quantized together, so the oracle joins them too. The head is not quantized.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaswift.losses.contract import Batch
+from tests.parity.models import by_disk_name
+from tests.parity.oracle import Reference, cross_entropy
+from tests.te import fp8_reference
+
+
+class Joined:
+    """Several linear layers of one input as a single product; each part is asked for by its layer."""
+
+    def __init__(self, layers: list[torch.nn.Linear], groups: int, recipe: fp8_reference.Recipe) -> None:
+        self.layers, self.groups, self.recipe = layers, groups, recipe
+        self.parts: list[Tensor] = []
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """The output of one layer; the first to be asked computes all."""
+        if index == 0:
+            weights = [w.weight.unflatten(0, (self.groups, -1)) for w in self.layers]
+            y = fp8_reference.linear(x, torch.cat(weights, 1).flatten(0, 1), self.recipe)
+            sizes = [w.shape[1] for w in weights]
+            self.parts = [t.flatten(-2) for t in y.unflatten(-1, (self.groups, -1)).split(sizes, -1)]
+        return self.parts[index]
+
+
+def quantize(model: torch.nn.Module, name: str, hybrid: bool) -> None:
+    """The decoder's linear layers, in place."""
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        attention, mlp = layer.self_attn, layer.mlp  # type: ignore[union-attr]
+        sets: list[tuple[list[Any], int]] = [
+            ([attention.q_proj, attention.k_proj, attention.v_proj], model.config.num_key_value_heads),  # type: ignore[union-attr]
+            ([attention.o_proj], 1),
+            ([mlp.gate_proj, mlp.up_proj], 1),
+            ([mlp.down_proj], 1),
+        ]
+        for linears, groups in sets:
+            joined = Joined(linears, groups, fp8_reference.Recipe(name, hybrid))
+            for index, linear in enumerate(linears):
+                linear.forward = lambda x, joined=joined, index=index: joined.part(x, index)
+
+
+def reference(folder: Path, batch: Batch, recipe: str, form: str) -> Reference:
+    """Loss and gradients of one micro-batch without padding; recipe "" leaves the layers as they are."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    if recipe:
+        quantize(model, recipe, form == "hybrid")
+    weights = batch.loss_weights
+    losses = cross_entropy(model(batch.input_ids).logits, batch.labels)
+    loss = (losses * weights).sum() / weights.sum()
+    loss.backward()
+    grads = {n: g.clone() for n, g in by_disk_name(model, lambda p: p.grad if p.grad is not None else p)}
+    return Reference(loss=loss.item(), gradients=grads)
