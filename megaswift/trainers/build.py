@@ -125,7 +125,7 @@ class RunBuilder:
             per_device=plan.per_device,
             accumulation=plan.accumulation,
             doc_multiple=2 * layout.cp if layout.cp > 1 else 1,
-            row_multiple=row_multiple(layout, fp8_tokens(self.cfg)),
+            row_multiple=row_multiple(layout, fp8_tokens(self.cfg, layout.sequence_parallel)),
             uniform=layout.pp > 1,
             seed=data.data_seed(self.cfg.data, self.cfg.train),
             vocabulary=0 if has_tower(self.spec.hf_config) else self.spec.vocab_size,
@@ -336,10 +336,15 @@ def row_multiple(layout: Layout, fp8: int) -> int:
     return layout.cp * math.lcm(share, fp8 * tp)
 
 
-def fp8_tokens(cfg: SwiftConfig) -> int:
-    """Tokens of which FP8 products need a multiple (Megatron-Core's `get_fp8_align_size`); 1 without FP8."""
+def fp8_tokens(cfg: SwiftConfig, sequence_parallel: bool = False) -> int:
+    """Tokens of which FP8 products need a multiple (Megatron-Core's `get_fp8_align_size`); 1 without FP8.
+
+    With sequence parallelism ranks exchange quantized blocks: Transformer Engine gathers whole ones only.
+    """
     if cfg.model.fp8_format is None:
         return 1
+    if cfg.model.fp8_recipe == "blockwise" and sequence_parallel:
+        return 128
     return 32 if cfg.model.fp8_recipe == "mxfp8" else 16
 
 

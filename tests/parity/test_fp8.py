@@ -24,7 +24,7 @@ from tests.parity.oracle import Recipe, Reference
 from tests.parity.pool import Pool
 from tests.parity.references import References
 
-RECIPES = ("delayed", "tensorwise", "blockwise")
+RECIPES = ("delayed", *(pytest.param(r, marks=pytest.mark.slow) for r in ("tensorwise", "blockwise")))
 ROWS = 6
 TRAIN = "tests.parity.measure:train"
 

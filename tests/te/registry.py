@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 KERNELS: dict[str, Callable[..., Any]] = {}
 """Name in the compiled module -> the function in its place."""
@@ -139,11 +138,6 @@ TORCH_DTYPES: dict[enum.IntEnum, torch.dtype] = {
 def torch_dtype(name: Any) -> torch.dtype:
     """The torch dtype of one of the compiled module's, or of one already."""
     return name if isinstance(name, torch.dtype) else TORCH_DTYPES[DType(int(name))]
-
-
-def values(operand: Any) -> Tensor:
-    """An operand's numbers in float32, quantized ones dequantized."""
-    return operand.float() if type(operand) in (Tensor, torch.nn.Parameter) else operand.dequantize(dtype=torch.float32)
 
 
 def module(release: str) -> types.ModuleType:

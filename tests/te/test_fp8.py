@@ -22,7 +22,7 @@ from tests.te.sources import RELEASES
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", [RELEASES[0], pytest.param(RELEASES[1], marks=pytest.mark.slow)])
 def test_modules(release: str) -> None:
     """Outputs and gradients by module, recipe and format."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.te.fp8_modules", release]

@@ -42,3 +42,11 @@ def test_the_recipes_multiples_are_megatrons(megatron: Any) -> None:
     for options, tokens in FP8[1:]:
         recipe = enums.Fp8Recipe[SwiftConfig(**options).model.fp8_recipe]
         assert utils.get_fp8_align_size(recipe) == tokens
+
+
+def test_blocks_that_ranks_gather() -> None:
+    """Under sequence parallelism each rank's tokens are whole blocks."""
+    cfg = SwiftConfig(fp8_format="e4m3", fp8_recipe="blockwise")
+    assert (fp8_tokens(cfg), fp8_tokens(cfg, sequence_parallel=True)) == (16, 128)
+    layout = Layout(4, tp=2, cp=2, sequence_parallel=True)
+    assert row_multiple(layout, fp8_tokens(cfg, True)) % (128 * 2 * 2) == 0

@@ -33,6 +33,7 @@ from megaswift.engine.megatron.layers.attention_backend import AttentionBackend
 from megaswift.engine.megatron.layers.choice import (
     TORCH,
     choose_layers,
+    fp8_gather_problems,
     fp8_problems,
     transformer_engine_lack,
 )
@@ -65,8 +66,11 @@ class MegatronEngine:
         self.choice = choose_layers(spec, cfg, self.layout)
         if lacking := missing_transformer_engine(cfg, not transformer_engine_lack(), self.choice.torch_parts()):
             raise ConfigError(lacking)
-        if cfg.model.fp8_format and (unfit := fp8_problems(cfg.model.fp8_recipe, torch.cuda.get_device_capability())):
-            raise ConfigError(unfit)
+        if cfg.model.fp8_format:
+            recipe = cfg.model.fp8_recipe
+            unfit = fp8_problems(recipe, torch.cuda.get_device_capability())
+            if unfit := unfit + fp8_gather_problems(recipe, spec.hidden_size, self.layout):
+                raise ConfigError(unfit)
         self.config = transformer_config(spec, cfg, self.layout, self.choice)
         self.plan = WeightPlan(family_of(spec.hf_config), spec)
         adapters = plan_adapters(cfg.lora, self.plan) if cfg.model.train_type != "full" else None

@@ -47,6 +47,15 @@ def fp8_problems(recipe: str, capability: tuple[int, int]) -> list[Problem]:
     ]
 
 
+def fp8_gather_problems(recipe: str, hidden_size: int, layout: Layout) -> list[Problem]:
+    """Sequence-parallel ranks gather quantized blocks of 128 x 128, whole ones only (Transformer Engine's
+    `Float8BlockQuantizer.is_quantizable`)."""
+    if recipe != "blockwise" or not layout.sequence_parallel or hidden_size % 128 == 0:
+        return []
+    rule = f"needs a hidden size divisible by 128 with sequence parallelism; this model's is {hidden_size}"
+    return [Problem("--fp8_recipe blockwise", rule, "--fp8_recipe tensorwise")]
+
+
 @dataclass(frozen=True)
 class LayerChoice:
     """Whose modules a run takes, `transformer_engine` or `torch`, and why."""

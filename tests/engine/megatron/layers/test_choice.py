@@ -13,6 +13,7 @@ from megaswift.engine.megatron.layers.choice import (
     FP8_NEEDS,
     LayerChoice,
     choose_layers,
+    fp8_gather_problems,
     fp8_problems,
     own_attention,
 )
@@ -114,6 +115,14 @@ def test_fp8_recipes_that_a_gpu_lacks(recipe: str, capability: tuple[int, int], 
     found = "".join(map(str, fp8_problems(recipe, capability)))
     assert told in found and bool(found) == bool(told)
     assert set(FP8_NEEDS) == set(OPTIONS["fp8_recipe"].choices)
+
+
+def test_gathered_blocks() -> None:
+    (problem,) = fp8_gather_problems("blockwise", 192, Layout(2, tp=2, sequence_parallel=True))
+    assert "divisible by 128" in problem.rule and "192" in problem.rule
+    assert fp8_gather_problems("blockwise", 256, Layout(2, tp=2, sequence_parallel=True)) == []
+    assert fp8_gather_problems("blockwise", 192, Layout(2, tp=2)) == []
+    assert fp8_gather_problems("delayed", 192, Layout(2, tp=2, sequence_parallel=True)) == []
 
 
 @pytest.mark.parametrize(("version", "own"), [("0.16.1", True), ("0.19.2", False)])
