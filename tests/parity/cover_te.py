@@ -13,7 +13,7 @@ from functools import cache
 from itertools import product
 
 from tests.parity import cover
-from tests.parity.cases import RECOMPUTE, Case, parse
+from tests.parity.cases import Case, parse
 
 RANKS = 4
 """Of a case of the default run: eight ranks take as long as four cases, and are in the slow tier."""
@@ -49,8 +49,9 @@ def kernels(case: Case) -> tuple[str, ...]:
 
 
 def recomputed(case: Case) -> tuple[str, ...]:
-    """Kinds of recomputation; `moe` where there are experts."""
-    return tuple(kind for kind in RECOMPUTE if kind != "moe" or case.moe)
+    """Kinds of recomputation that the default run pairs with everything else: `mlp` and `block` beside experts, and
+    `block` without, are the slow tier's and torch's modules'."""
+    return ("none", "full", "selective", "moe" if case.moe else "mlp")
 
 
 def overlaps(case: Case) -> tuple[bool, ...]:
