@@ -72,11 +72,56 @@ def candidates(model: str) -> Iterator[Case]:
                 yield replace(chosen, comm=comm, attn=attn, overlap=overlap)
 
 
+def search() -> list[Case]:
+    """A cover of both models together: any two choices go together on one of them, and each choice occurs on each.
+    Takes 15 s: its result is COVER."""
+    four = [replace(parse(text, model=model), te=True) for model, texts in FOUR.items() for text in texts]
+    together = [case for model in FOUR for case in candidates(model)]
+    return [*cover.cover_pairs(("model", *KEYS), together, four), *four]
+
+
+COVER = (
+    "moe do te recompute=moe attn=unfused",
+    "dense cp2 do te recompute=mlp comm=p2p attn=fused",
+    "moe cp2 do te recompute=moe comm=all_gather attn=fused",
+    "moe pp2 vpp2 cp2 etp2 do tied allgather te recompute=selective comm=all_gather attn=fused",
+    "moe tp2 dp2 ep2 sp packed tied allgather te overlap recompute=moe attn=fused",
+    "dense pp2 vpp2 dp2 do packed te overlap recompute=mlp attn=unfused",
+    "dense tp2 cp2 sp te recompute=mlp comm=all_gather attn=fused",
+    "moe cp2 dp2 ep2 etp2 do tied allgather te overlap recompute=full comm=a2a attn=fused",
+    "moe tp2 pp2 vpp2 ep2 sp packed allgather te recompute=selective attn=unfused",
+    "moe pp2 vpp2 cp2 etp2 do te recompute=moe comm=p2p attn=fused",
+    "moe tp2 cp2 ep2 etp2 sp do packed tied allgather te comm=p2p attn=fused",
+    "dense cp2 dp2 do te overlap recompute=selective comm=p2p attn=fused",
+    "moe tp2 dp2 etp2 sp do te recompute=full attn=unfused",
+    "dense pp2 cp2 do packed tied te recompute=mlp comm=a2a attn=fused",
+    "moe cp2 dp2 ep2 do te overlap comm=all_gather attn=fused",
+    "dense pp2 vpp2 cp2 do te comm=a2a attn=fused",
+    "dense pp2 vpp2 cp2 do te recompute=full comm=all_gather attn=fused",
+    "dense tp2 cp2 do te recompute=selective comm=a2a attn=fused",
+    "moe tp2 cp2 sp do te recompute=moe comm=a2a attn=fused",
+    "dense tp4 sp do te",
+    "dense cp4 packed te recompute=full comm=p2p",
+    "dense cp4 te comm=a2a",
+    "dense pp4 tied te attn=unfused",
+    "dense dp4 do te overlap",
+    "moe dp4 ep4 do te overlap",
+    "moe tp4 ep2 etp2 sp packed te",
+    "moe cp4 etp4 te comm=p2p",
+)
+"""What `search` finds: `python -m tests.parity.cover_te` prints it. tests/parity/test_te.py holds that it is a
+cover."""
+
+
 @cache
+def joint() -> tuple[Case, ...]:
+    """The default run's cases of both models."""
+    return tuple(parse(text) for text in COVER)
+
+
 def default(model: str) -> tuple[Case, ...]:
     """The default run's cases of `dense` or `moe`."""
-    four = tuple(replace(parse(text, model=model), te=True) for text in FOUR[model])
-    return (*cover.cover_pairs(KEYS, list(candidates(model)), four), *four)
+    return tuple(case for case in joint() if case.model == model)
 
 
 @cache
@@ -92,3 +137,7 @@ def every(model: str) -> tuple[Case, ...]:
             found.append(replace(case, comm=comm, attn=attn[turn % len(attn)], overlap=spread))
             turn += 1
     return tuple(found)
+
+
+if __name__ == "__main__":
+    print("\n".join(f'    "{case}",' for case in search()))

@@ -17,14 +17,14 @@ from tests.parity.test_lora import Adapters, adapters, check
 assert adapters is not None
 pytestmark = pytest.mark.process
 LAYOUTS = [
-    "dense te tp2 sp",
     "dense te cp2 packed comm=p2p",
     "dense te dp2 do overlap",
     "moe te tp2 sp dp2 ep2 do",
-    "moe te dp2 ep2 do overlap recompute=moe",
     "gemma2 te tp2 sp",
 ]
 LATER = [
+    "moe te dp2 ep2 do overlap recompute=moe",
+    "dense te tp2 sp",
     "dense te single",
     "dense te pp2 vpp2",
     "dense te tp2 recompute=full",

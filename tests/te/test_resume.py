@@ -37,7 +37,6 @@ LAYOUTS = (
 DTYPES = ("float32", "bfloat16", "float16")
 QUICK = (
     ("aware", "bfloat16", "dense dp2 do"),
-    ("adam", "float16", "dense dp2"),
     ("host", "bfloat16", "moe dp2 ep2 do"),
 )
 
