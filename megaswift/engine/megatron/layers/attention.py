@@ -46,7 +46,10 @@ class RowLayout(PackedSeqParams):
         self._masks: dict[tuple[int, int, int, int | None], Tensor | None] = {}
 
     def mask(self, shape: tuple[int, int], offset: int, window: int | None, device: torch.device) -> Tensor | None:
-        """bool [queries, keys] on the device, True where seen; None: plain causal. Made once for all layers."""
+        """bool [queries, keys] on the device, True where seen; None: plain causal. A window's is made once for all
+        layers; one without a window, of queries x keys under context parallelism, is not kept."""
+        if window is None:
+            return visible(shape, offset, window, device)
         key = (*shape, offset, window)
         if key not in self._masks:
             self._masks[key] = visible(shape, offset, window, device)

@@ -59,6 +59,13 @@ def test_layers_share_masks():
     assert made[0] == made[1]
 
 
+def test_masks_without_a_window_are_not_kept():
+    """Under context parallelism they are as large as queries x keys."""
+    rows = RowLayout(24, None, 2, 1)
+    assert rows.mask((6, 12), 6, None, torch.device("cpu")).shape == (6, 12) and not rows._masks
+    assert rows.mask((6, 12), 6, 3, torch.device("cpu")) is rows.mask((6, 12), 6, 3, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_blocks_under_context_parallelism(monkeypatch, rank, sinks):
