@@ -120,7 +120,11 @@ def merge_folders(
     plan = folder.plan(weights)
     if scored and NEW not in plan.saved:
         raise WeightsError(
-            Problem(str(adapter), f"has no {NEW}, the head of the reward model", "use adapters of task rm")
+            Problem(
+                str(adapter),
+                f"has no {NEW}, the head of the reward model",
+                "use adapters trained by a reward model run",
+            )
         )
     tensors = folder.read(plan)
     ignored_names = set(ignored) if scored else set()  # the vocabulary's head

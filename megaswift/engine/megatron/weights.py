@@ -125,7 +125,7 @@ class RankWeights:
                     self._place(plan.by_megatron[canonical_name(name, chunk, spec, context)], chunk, name)
             for p in self.placed if chunk.config.quantized else ():
                 assert isinstance(p.held, NF4Matrix) == four_bits.is_four_bit_weight(p.entry.rule), (
-                    f"{p.entry.megatron} is not held as it should be"
+                    f"{p.entry.megatron} is stored in four bits in only one of the model and the weight plan"
                 )
         self.by_name = {p.entry.megatron: p for p in self.placed}
 
@@ -134,7 +134,7 @@ class RankWeights:
         parameter = LocalParam(entry, chunk.get_submodule(path), attribute)
         shape = tuple(entry.shard_shape(self.tp_of(entry)[0], self.padded))
         assert shape == tuple(parameter.held.shape), (
-            f"{entry.megatron}: module has {tuple(parameter.held.shape)}, plan says {shape}"
+            f"{entry.megatron}: the module has shape {tuple(parameter.held.shape)}, the weight plan {shape}"
         )
         self.placed.append(parameter)
 

@@ -148,7 +148,7 @@ def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any
 def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]:
     optimizer = facts["optimizer"]
     if not isinstance(optimizer["step"], int) or not isinstance(optimizer["scaler"], dict) or "layout" not in facts:
-        return [Problem(FACTS, "has values of the wrong type", "another checkpoint of the run")]
+        return [Problem(FACTS, "has values of the wrong type", "resume from another checkpoint of this run")]
     if facts["format"] != FORMAT:
         return [Problem(FACTS, f"has format {facts['format']}; this version reads {FORMAT}")]
     current = _facts(engine, 0)
@@ -165,7 +165,7 @@ def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]
         Problem(
             f"model {name}",
             f"is {facts['model'][name]} in the checkpoint and {value} in this run",
-            "the model of that run",
+            "use the model that the checkpoint was trained from",
         )
         for name, value in current["model"].items()
         if facts["model"][name] != value
@@ -200,7 +200,7 @@ def _unused(engine: MegatronEngine, index: Metadata, own_keys: set[str]) -> list
     used = {key.removeprefix(MAIN) for keys in distributed.all_gather_objects(own_keys) for key in keys}
     unused = [key for key in index.state_dict_metadata if not key.startswith((STATES, KEPT)) and key not in used]
     return (
-        [Problem(key, "is in the checkpoint and not in this model") for key in sorted(unused)]
+        [Problem(key, "is in the checkpoint but not in this model") for key in sorted(unused)]
         if engine.rank == 0
         else []
     )

@@ -62,8 +62,8 @@ class MutedWarning:
 _CORE = "megatron.core."
 _FACTORY = "creates a tensor with device='cuda'"
 _RING = "gloo's ring wakes every rank n times, and copies whole gradient buffers to send them to itself"
-_SPLITS = "gloo wants split sizes as lists of ints; the MoE dispatcher passes tensors"
-_UNEVEN = "gloo refuses uneven sizes; the MoE dispatcher with ETP > 1 needs them"
+_SPLITS = "gloo takes split sizes as lists of ints; the MoE dispatcher passes tensors"
+_UNEVEN = "gloo does not support uneven sizes, which the MoE dispatcher needs with ETP > 1"
 _TRACKER = "the RNG tracker keeps the device's random state"
 _TYPE = "compares Tensor.type() with the names of CUDA tensor classes"
 

@@ -5,8 +5,8 @@ the waiting is all the time there is (8 ranks on 2 cores, 8 kB: reduce_scatter 1
 ms), so gathers and sums travel by all_to_all here: as many bytes as the ring's, but for small all-reduces, where bytes
 do not matter. On one machine, tensors that fit its slots go through shared memory instead. Sums are taken in the order
 of ranks, so every rank has the same one, either way. All have ended when they return, `async_op` or not. Uneven parts,
-which gloo refuses and the MoE dispatcher with ETP > 1 sends, come along. Parameters are named as torch's are: some
-callers pass them by name.
+which gloo does not support and the MoE dispatcher with ETP > 1 sends, work too. Parameters are named as torch's are:
+some callers pass them by name.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class TorchAttention(MegatronModule):
         self.dropout = config.attention_dropout
         self.window = window_of(config, layer_number)
         self.softcap: float | None = config.features.attention_softcap
-        assert self.softcap is None or not self.dropout, "families with a soft cap refuse dropout"
+        assert self.softcap is None or not self.dropout, "attention dropout is not supported with a soft cap"
         self.softmax_offset: nn.Parameter | None = None
         if config.softmax_type == "learnable":  # Megatron's name for attention sinks
             assert self.softcap is None, "no family has both"

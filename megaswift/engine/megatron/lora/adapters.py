@@ -36,7 +36,9 @@ def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
         if weights.spec.scored and NEW not in plan.saved:
             raise WeightsError(
                 Problem(
-                    f"--adapters {cfg.adapters}", f"has no {NEW}, the head of a reward model", "adapters of task rm"
+                    f"--adapters {cfg.adapters}",
+                    f"has no {NEW}, the head of a reward model",
+                    "use adapters trained by a reward model run",
                 )
             )
         return AdapterPlan(

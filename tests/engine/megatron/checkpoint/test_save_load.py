@@ -291,7 +291,7 @@ def damage(folder: Path, what: str) -> None:
                 "more: ",
             ),
         ),
-        ("", "dense-tied pp2", ("output_layer.weight: is in the checkpoint and not in this model",)),
+        ("", "dense-tied pp2", ("output_layer.weight: is in the checkpoint but not in this model",)),
     ],
 )
 def test_unfit_checkpoints(
