@@ -120,11 +120,7 @@ def merge_folders(
     plan = folder.plan(weights)
     if scored and NEW not in plan.saved:
         raise WeightsError(
-            Problem(
-                str(adapter),
-                f"has no {NEW}, the head of the reward model",
-                "use adapters trained by a reward model run",
-            )
+            Problem(str(adapter), f"has no {NEW}, the head of the reward model", "use a reward model's adapters")
         )
     tensors = folder.read(plan)
     ignored_names = set(ignored) if scored else set()  # the vocabulary's head

@@ -34,6 +34,7 @@ NATIVE_ONLY = (
     "last_stage_layers",
     "pipeline_layout",
     "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
     "overlap_grad_reduce",
     "overlap_param_gather",
     "overlap_p2p_comm",

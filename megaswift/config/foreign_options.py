@@ -335,7 +335,6 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("attn_impl", "local"): "--attn_impl sdpa",
     ("optimizer", "muon"): "--optimizer adam: Muon is not supported",
     ("optimizer", "dist_muon"): "--optimizer adam: Muon is not supported",
-    ("cp_comm_type", "a2a+p2p"): "--cp_comm_type p2p",
     ("loss_type", "gspo"): "--importance_sampling_level sequence",
     ("loss_type", "gspo_token"): "--importance_sampling_level sequence_token",
     ("loss_type", "ppo"): "megaswift ppo",

@@ -39,6 +39,13 @@ MODEL_IGNORED: tuple[IgnoredOption, ...] = (
         "--context_parallel_size 2",
     ),
     IgnoredOption(
+        "hierarchical_context_parallel_sizes",
+        ("cp_comm_type",),
+        lambda c: c.parallel.cp_comm_type != "a2a+p2p",
+        "needs cp_comm_type a2a+p2p",
+        "--cp_comm_type a2a+p2p",
+    ),
+    IgnoredOption(
         "sequence_parallel",
         ("tensor_parallel_size",),
         lambda c: c.parallel.tensor_parallel_size == 1,

@@ -51,7 +51,7 @@ class Option:
     name: str
     section: str
     kind: str
-    """text | int | float | bool | list | numbers | map."""
+    """text | int | float | bool | list | numbers | integers | map."""
     optional: bool
     """None is a value: not set, decided elsewhere."""
     default: Any
@@ -96,7 +96,16 @@ class Option:
         return task in self.details.get("tasks", (task,))
 
 
-_KINDS = {str: "text", int: "int", float: "float", bool: "bool", tuple: "list", dict: "map"}
+_KINDS: dict[Any, str] = {
+    tuple[float, ...]: "numbers",
+    tuple[int, ...]: "integers",
+    str: "text",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    tuple: "list",
+    dict: "map",
+}
 
 
 def options_of(section: str, cls: type) -> tuple[Option, ...]:
@@ -108,7 +117,7 @@ def options_of(section: str, cls: type) -> tuple[Option, ...]:
         inner = next(a for a in arms if a is not type(None))
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
         details = {k: v for k, v in f.metadata.items() if k != "help"}
-        kind = "numbers" if inner == tuple[float, ...] else _KINDS[get_origin(inner) or inner]
+        kind = _KINDS.get(inner) or _KINDS[get_origin(inner) or inner]
         options.append(Option(f.name, section, kind, len(arms) > 1, default, f.metadata["help"], details))  # type: ignore[arg-type]
     return tuple(options)
 

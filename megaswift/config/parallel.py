@@ -75,9 +75,15 @@ class ParallelConfig:
     cp_comm_type: str | None = option(
         None,
         "KV exchange in context parallelism; unset: p2p (all_gather on torch layers)",
-        choices=("p2p", "a2a", "all_gather"),
+        choices=("p2p", "a2a", "all_gather", "a2a+p2p"),
         spellings={"allgather": "all_gather"},
         metavar="TYPE",
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] = option(
+        (),
+        "Sizes of the a2a and the p2p groups of cp_comm_type a2a+p2p; their product is cp",
+        minimum=2,
+        unit="ranks",
     )
     distributed_optimizer: bool = option(
         True, "Shard the optimizer state over the data-parallel ranks", aliases=("use_distributed_optimizer",)

@@ -44,7 +44,7 @@ def json_schema() -> dict[str, Any]:
 def _describe(option: Option) -> dict[str, Any]:
     text = option.help + (f" [{option.unit}]" if option.unit else "")
     default = option.default
-    kinds = {"list": _list, "numbers": _numbers, "map": _map, "bool": _bool}
+    kinds = {"list": _list, "numbers": _numbers, "integers": _integers, "map": _map, "bool": _bool}
     description = kinds.get(option.kind, _choice if option.choices else _plain)(option)
     return {"description": text, **description, "default": list(default) if isinstance(default, tuple) else default}
 
@@ -81,6 +81,10 @@ def _list(option: Option) -> dict[str, Any]:
 
 def _numbers(option: Option) -> dict[str, Any]:
     return {"anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": ["number", "string", "null"]}]}
+
+
+def _integers(option: Option) -> dict[str, Any]:
+    return {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": ["integer", "string", "null"]}]}
 
 
 def _map(option: Option) -> dict[str, Any]:

@@ -355,7 +355,7 @@ def _take(line: CommandLine, flag: str, values: list[str], table: OptionTable) -
         line.problems.append(Problem(flag, "has no value", example_value(option)))
     elif option is None:
         line.givens.append(Given(name, values[0] if values else None, label, flag))
-    elif option.kind in ("list", "numbers", "map") and values:
+    elif option.kind in ("list", "numbers", "integers", "map") and values:
         earlier = next((g for g in line.givens if g.name == name), None)
         if earlier:  # --dataset a --dataset b
             line.givens.remove(earlier)

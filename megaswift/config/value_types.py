@@ -44,7 +44,7 @@ def parse_value(option: Option, raw: Any) -> Any:
     unset = _says_none(option, raw)
     if unset and option.optional:
         return None
-    if option.kind in ("list", "numbers"):
+    if option.kind in ("list", "numbers", "integers"):
         return () if unset else _list(option, raw)
     if raw is None:
         raise Invalid("has no value", example_value(option))
@@ -186,13 +186,13 @@ def _list(option: Option, raw: Any) -> tuple[Any, ...]:
     items = list(raw) if isinstance(raw, list | tuple) else [raw]
     if len(items) == 1 and str(items[0]).strip().lower() in UNSET[:2]:  # a flag's words come as a list
         return ()
-    if option.choices or option.kind == "numbers":  # names never hold a comma or a blank, paths may
+    if option.choices or option.kind in ("numbers", "integers"):  # names never hold a comma or a blank, paths may
         items = [
             part for item in items for part in (item.replace(",", " ").split() if isinstance(item, str) else [item])
         ]
         items = [i for i in items if not (isinstance(i, str) and i.strip().lower() in UNSET)]
-    if option.kind == "numbers":
-        return tuple(_float(option, i) for i in items)
+    if option.kind in ("numbers", "integers"):
+        return tuple((_float if option.kind == "numbers" else _int)(option, i) for i in items)
     return tuple(_text(option, i.strip() if isinstance(i, str) else i) for i in items)
 
 

@@ -6,12 +6,14 @@ several mistakes are told and the search for a layout that works (`checks.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megaswift.config.batch import accumulation, batch_problems
 from megaswift.config.swift import SwiftConfig
 from megaswift.config.train import TrainConfig
+from megaswift.config.value_types import show
 from megaswift.errors import Problem
 from megaswift.parallel.layout import FLAGS, AxisSizes, Layout, requested_axes, size_problems, uses_sequence_parallel
 from megaswift.parallel.model_shape import ModelShape
@@ -28,6 +30,8 @@ class LayoutRequest(AxisSizes):
     dp: int | None = None
     """What the user believes the data-parallel size to be."""
     cp_comm_type: str = "p2p"
+    context_levels: tuple[int, ...] = ()
+    """Of `a2a+p2p`: the ranks that exchange by a2a, and by p2p."""
     max_length: int | None = None
     """Longest sequence, in tokens."""
     train: TrainConfig | None = None
@@ -45,6 +49,7 @@ class LayoutRequest(AxisSizes):
             split=PipelineSplit.from_config(p),
             dp=p.data_parallel_size,
             cp_comm_type=p.cp_exchange,
+            context_levels=p.hierarchical_context_parallel_sizes,
             max_length=cfg.data.max_length,
             train=cfg.train,
         )
@@ -183,11 +188,21 @@ def _context(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
         rule = f"is not divisible by 2 x --cp {cp} = {2 * cp}: each of {cp} ranks takes two chunks of every sequence"
         near = [n for n in (length // (2 * cp) * 2 * cp, (length // (2 * cp) + 1) * 2 * cp) if n]
         yield Problem(f"--max_length {length}", rule, _flags("--max_length", near, length))
-    if kind == "a2a" and _heads_fit(shape, request.tp):
+    levels = request.context_levels
+    if kind == "a2a+p2p" and (len(levels) != 2 or math.prod(levels) != cp):
+        given = f"--hierarchical_context_parallel_sizes {show(levels)}" if levels else f"--cp_comm_type {kind}"
+        rule = f"needs two sizes, of the a2a and of the p2p groups, whose product is --cp {cp}"
+        splits = [(n, cp // n) for n in divisors(cp) if 1 < n < cp]
+        fix = f"--hierarchical_context_parallel_sizes {show(splits[0])}" if splits else "--cp_comm_type p2p"
+        yield Problem(given, rule, fix)
+        return
+    divided = {"a2a": cp, "a2a+p2p": levels[0] if levels else 1}.get(kind, 1)
+    if _heads_fit(shape, request.tp):
         local, local_kv = shape.heads // request.tp, max(1, shape.kv_heads // request.tp)
-        if local % cp or local_kv % cp:
+        if local % divided or local_kv % divided:
             rule = (
-                f"{local} heads and {local_kv} key/value heads of a tensor-parallel rank must both be divisible by {cp}"
+                f"{local} heads and {local_kv} key/value heads of a tensor-parallel rank must both be divisible by "
+                f"{divided}"
             )
             yield Problem(f"--cp_comm_type {kind} --cp {cp}", rule, "--cp_comm_type p2p")
 

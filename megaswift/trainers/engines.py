@@ -45,7 +45,7 @@ def start_context(cfg: SwiftConfig, layout: Layout) -> EngineContext:
     if native:
         from megaswift.engine.megatron.parallel_context import ParallelContext
 
-        return ParallelContext(layout, seconds, seed)
+        return ParallelContext(layout, seconds, seed, cfg.parallel.hierarchical_context_parallel_sizes)
     from megaswift.engine.torch.context import TorchContext
 
     return TorchContext(layout, seconds, seed)

@@ -36,6 +36,10 @@ IDLE = [
     ("--use_hf false --model /", "--use_hf false --model organization/name"),
     ("--distributed_optimizer --optimizer sgd", "--distributed_optimizer"),
     ("--cp_comm_type p2p", "--cp_comm_type p2p --cp 2"),
+    (
+        "--hierarchical_context_parallel_sizes 2 2 --cp 4",
+        "--hierarchical_context_parallel_sizes 2,2 --cp 4 --cp_comm_type a2a+p2p",
+    ),
     ("--sequence_parallel", "--sequence_parallel --tp 2"),
     ("--vpp 2", "--vpp 2 --pp 2"),
     ("--first_stage_layers 0", "--first_stage_layers 0 --pp 2"),

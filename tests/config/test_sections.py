@@ -61,7 +61,15 @@ def other_value(name: str) -> object:
         return [choice] if o.kind == "list" else choice
     number = max(2, int(o.details.get("minimum", 2)))
     part = min(max(0.25, 2 * o.details.get("above", 0)), o.details.get("maximum", 2))
-    return {"numbers": [0.5], "int": number, "float": part, "text": "x", "list": ["x"], "map": {"a": "b"}}[o.kind]
+    return {
+        "numbers": [0.5],
+        "integers": [number],
+        "int": number,
+        "float": part,
+        "text": "x",
+        "list": ["x"],
+        "map": {"a": "b"},
+    }[o.kind]
 
 
 NEEDS = (
@@ -73,6 +81,7 @@ NEEDS = (
         "recompute_num_layers": {"recompute_granularity": "full"},
         "recompute_modules": {"recompute_granularity": "selective"},
         "cp_comm_type": {"cp": 2},
+        "hierarchical_context_parallel_sizes": {"cp": 4, "cp_comm_type": "a2a+p2p"},
         "sequence_parallel": {"tp": 2},
         "overlap_param_gather": {"overlap_grad_reduce": True},
         "eval_steps": {"val_dataset": "v"},

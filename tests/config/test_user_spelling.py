@@ -16,7 +16,7 @@ from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.config.user_spelling import Typed, as_typed
 from megaswift.errors import ConfigError, Problem, WeightsError
 
-BAD = {"int": "x", "float": "x", "bool": "maybe", "numbers": "x", "map": "{q"}
+BAD = {"int": "x", "float": "x", "bool": "maybe", "numbers": "x", "integers": "x", "map": "{q"}
 
 
 def bad(option: Option) -> str | None:

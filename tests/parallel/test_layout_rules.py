@@ -127,6 +127,21 @@ REFUSED = [
         dict(world_size=8, cp=8, cp_comm_type="a2a", max_length=1024),
         ["8 heads and 4 key/value heads", "divisible by 8"],
     ),
+    (
+        DENSE,
+        dict(world_size=8, cp=8, cp_comm_type="a2a+p2p", max_length=1024),
+        ["--cp_comm_type a2a+p2p: needs two sizes", "product is --cp 8", "--hierarchical_context_parallel_sizes 2 4"],
+    ),
+    (
+        DENSE,
+        dict(world_size=8, cp=8, cp_comm_type="a2a+p2p", context_levels=(2, 2), max_length=1024),
+        ["--hierarchical_context_parallel_sizes 2 2: needs two sizes"],
+    ),
+    (
+        DENSE,
+        dict(world_size=16, cp=16, cp_comm_type="a2a+p2p", context_levels=(8, 2), max_length=1024),
+        ["8 heads and 4 key/value heads", "divisible by 8"],
+    ),
     (DENSE, dict(world_size=4, ep=2), ["--ep 2: shards experts, but this model is dense", "leave out --ep"]),
     (DENSE, dict(world_size=4, etp=2), ["--etp 2: shards experts"]),
     (

@@ -124,6 +124,8 @@ class Case:
             options |= {"overlap_grad_reduce": True, "overlap_param_gather": self.do}
         if self.comm:
             options["cp_comm_type"] = self.comm
+        if self.comm == "a2a+p2p":
+            options["hierarchical_context_parallel_sizes"] = (2, self.cp // 2)
         if self.moe:
             options["moe_token_dispatcher_type"] = "allgather" if self.allgather else "alltoall"
         return options | RECOMPUTE[self.recompute] | more

@@ -22,25 +22,32 @@ FOUR = {
         "tp4 sp do",
         "cp4 packed comm=p2p recompute=full",
         "cp4 comm=a2a",
+        "cp4 do comm=a2a+p2p recompute=full",
         "pp4 tied attn=unfused",
         "dp4 do overlap",
     ),
     "moe": ("dp4 ep4 do overlap", "tp4 sp ep2 etp2 packed", "cp4 etp4 comm=p2p"),
 }
 """Four of one axis: in the cover of pairs are sizes 1 and 2."""
-COMM = ("p2p", "a2a", "all_gather")
 KEYS = (*cover.AXES, "do", "recompute", "packed", "tied", "allgather", "comm", "attn", "overlap")
 
 
 def exchanges(case: Case) -> tuple[str, ...]:
     """The exchanges of context parallelism that a case can have.
 
-    `a2a` divides heads among ranks; `all_gather` has no packed rows in Transformer Engine.
+    `a2a` divides heads among ranks, `a2a+p2p` among two; `all_gather` and `a2a+p2p` have no packed rows in Transformer
+    Engine.
     """
     if case.cp == 1:
         return ("",)
-    divided = cover.HEADS % (case.tp * case.cp) == 0 and cover.KV_HEADS % (case.tp * case.cp) == 0
-    return ("p2p", *(("a2a",) if divided else ()), *(() if case.packed else ("all_gather",)))
+    found = ["p2p"]
+    if cover.HEADS % (case.tp * case.cp) == 0 and cover.KV_HEADS % (case.tp * case.cp) == 0:
+        found.append("a2a")
+    if not case.packed:
+        found.append("all_gather")
+    if not case.packed and case.cp > 2 and cover.KV_HEADS % (case.tp * 2) == 0:
+        found.append("a2a+p2p")
+    return tuple(found)
 
 
 def kernels(case: Case) -> tuple[str, ...]:
@@ -103,6 +110,7 @@ COVER = (
     "dense tp4 sp do te",
     "dense cp4 packed te recompute=full comm=p2p",
     "dense cp4 te comm=a2a",
+    "dense cp4 do te recompute=full comm=a2a+p2p",
     "dense pp4 tied te attn=unfused",
     "dense dp4 do te overlap",
     "moe dp4 ep4 do te overlap",

@@ -2,8 +2,8 @@
 Face.
 
 Words: tp2 pp2 vpp2 cp2 dp2 ep2 etp2 first1 last1, sp, do (distributed optimizer), packed, tied, allgather,
-recompute=full|selective, te, overlap, comm=p2p|a2a|all_gather, attn=fused|unfused (with --te RELEASE), and a model
-variant of tests/parity/models.py (or --model for all). `--all dense|moe` and `--cover dense|moe` take the listed
+recompute=full|selective, te, overlap, comm=p2p|a2a|all_gather|a2a+p2p, attn=fused|unfused (with --te RELEASE), and a
+model variant of tests/parity/models.py (or --model for all). `--all dense|moe` and `--cover dense|moe` take the listed
 layouts.
 """
 

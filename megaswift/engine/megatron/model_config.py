@@ -71,6 +71,8 @@ def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str,
     }
     if layout.cp > 1:
         fields["cp_comm_type"] = p.cp_exchange
+        if p.cp_exchange == "a2a+p2p":
+            fields["hierarchical_context_parallel_sizes"] = list(p.hierarchical_context_parallel_sizes)
     return fields
 
 

@@ -7,6 +7,7 @@ is not here.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,18 @@ from megaswift.parallel.layout import Layout
 
 
 class ParallelContext:
-    """The groups of `layout` on this process. Made once a process; `close` before another is made."""
+    """The groups of `layout` on this process. Made once a process; `close` before another is made.
+
+    `context_levels`: sizes of the groups inside the context-parallel one, innermost first, for `a2a+p2p`.
+    """
 
     def __init__(
-        self, layout: Layout, timeout_s: float = 600.0, seed: int = 42, store: dist.Store | None = None
+        self,
+        layout: Layout,
+        timeout_s: float = 600.0,
+        seed: int = 42,
+        context_levels: Sequence[int] = (),
+        store: dist.Store | None = None,
     ) -> None:
         self.layout = layout
         self.rank = int(os.environ.get("RANK", "0"))
@@ -34,6 +43,7 @@ class ParallelContext:
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             context_parallel_size=layout.cp,
+            hierarchical_context_parallel_sizes=list(context_levels) or None,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
             distributed_timeout_minutes=timeout_s / 60,  # a float does: Megatron-Core makes a timedelta of it

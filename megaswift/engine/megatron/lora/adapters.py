@@ -38,7 +38,7 @@ def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
                 Problem(
                     f"--adapters {cfg.adapters}",
                     f"has no {NEW}, the head of a reward model",
-                    "use adapters trained by a reward model run",
+                    "use a reward model's adapters",
                 )
             )
         return AdapterPlan(
