@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.accelerate_options import not_read
+from megaswift.config.accelerate_options import unread_accelerate_notices
 from megaswift.config.launch_env import is_worker
 from megaswift.config.launcher_table import launcher_entry
 from megaswift.config.sections import NAMES
-from megaswift.config.user_spelling import named_as_typed
+from megaswift.config.user_spelling import errors_as_typed
 from megaswift.data.in_memory import dataset_paths
-from megaswift.entry import other_processes
+from megaswift.entry import contradicted_launch_options
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import local
 
@@ -81,7 +81,7 @@ class Trainer:
         from megaswift.trainers.run import preflight, run_training
 
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        with named_as_typed(cfg.typed, NAMES):
+        with errors_as_typed(cfg.typed, NAMES):
             cfg = resolve_engine(cfg, world)
             preflight(cfg, world)
             return TrainOutput.of(run_training(cfg))
@@ -90,7 +90,7 @@ class Trainer:
 def launch_problems(cfg: SwiftConfig) -> list[Problem]:
     """Launch options that this process does not follow: the Python API starts no other process."""
     if is_worker(os.environ):
-        return [*not_read(os.environ), *other_processes(cfg)]
+        return [*unread_accelerate_notices(os.environ), *contradicted_launch_options(cfg)]
     if launcher_entry(cfg.launch.launcher).always_starts:
         return [
             Problem(

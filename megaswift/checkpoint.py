@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.commands import HELP, Parser, no_command
+from megaswift.commands import HELP, Parser, unknown_command
 from megaswift.errors import EXIT_USER_ERROR, CheckpointError, Problem, path_hint
 from megaswift.families import step_manifest
 from megaswift.families.checkpoint_folder import ENGINE, FACTS
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         print(USAGE, end="")
         return 0 if argv else EXIT_USER_ERROR
     if argv[0] not in COMMANDS:
-        raise no_command("megaswift checkpoint", argv[0], COMMANDS)
+        raise unknown_command("megaswift checkpoint", argv[0], COMMANDS)
     return COMMANDS[argv[0]](argv[1:])
 
 

@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from megaswift.commands import HELP, no_command
+from megaswift.commands import HELP, unknown_command
 from megaswift.config.sections import TASKS
 from megaswift.error_exit import print_error_once
 from megaswift.errors import UserError, storage_error
-from megaswift.stdout import reader_may_leave
+from megaswift.stdout import ignore_closed_stdout
 from megaswift.version import __version__
 
 
@@ -26,7 +26,7 @@ def _train(task: str) -> Callable[[list[str]], int]:
 
 def _config(argv: list[str]) -> int:
     """`megaswift config FILE [overrides]` and `megaswift config --schema`."""
-    from megaswift.config import load
+    from megaswift.config import load_config
 
     if not argv or any(a in HELP for a in argv):
         print(CONFIG_USAGE)
@@ -36,19 +36,19 @@ def _config(argv: list[str]) -> int:
 
         print(json.dumps(json_schema(), indent=2))
         return 0
-    print(load(None, argv).to_yaml(), end="")
+    print(load_config(None, argv).to_yaml(), end="")
     return 0
 
 
 def _data(argv: list[str]) -> int:
     """`megaswift data show ...`."""
     if argv[:1] == ["show"]:
-        from megaswift.data.show import main as show
+        from megaswift.data.show_samples import main as show
         from megaswift.families.model_source import reader_for
 
         return show(argv[1:], reader_for)
     if argv and argv[0] not in HELP:
-        raise no_command("megaswift data", argv[0], ("show",))
+        raise unknown_command("megaswift data", argv[0], ("show",))
     print("megaswift data show DATASET --model DIR     inspect tokens, loss mask, lengths and packing (show --help)")
     return 0 if argv else 2
 
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     code = 0
-    with reader_may_leave():
+    with ignore_closed_stdout():
         code = _run(words)
     return code
 
@@ -146,7 +146,7 @@ def _run(words: list[str]) -> int:
         return 0
     try:
         if words[0] not in COMMANDS:
-            raise no_command("megaswift", words[0], COMMANDS)
+            raise unknown_command("megaswift", words[0], COMMANDS)
         return COMMANDS[words[0]][1](words[1:])
     except UserError as error:
         return print_error_once(error, os.environ)

@@ -31,7 +31,7 @@ ELSEWHERE = {
 """Commands of other toolkits, and what takes their place."""
 
 
-def no_command(program: str, word: str, commands: Iterable[str]) -> UserError:
+def unknown_command(program: str, word: str, commands: Iterable[str]) -> UserError:
     """The mistake of asking `program` for `word`."""
     known = list(commands)
     return UserError(

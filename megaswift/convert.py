@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megaswift import log
-from megaswift.commands import HELP, Parser, no_command
+from megaswift.commands import HELP, Parser, unknown_command
 from megaswift.config.byte_size import parse_size
 from megaswift.error_exit import print_error_once
 from megaswift.errors import UserError
-from megaswift.stdout import reader_may_leave
+from megaswift.stdout import ignore_closed_stdout
 
 DTYPES = {
     "bf16": "bfloat16",
@@ -81,7 +81,7 @@ def _dtype(name: str | None) -> Any:
     return None if name is None else getattr(torch, DTYPES[name])
 
 
-def to_megatron(argv: Sequence[str]) -> int:
+def hf_to_megatron_command(argv: Sequence[str]) -> int:
     """`megaswift convert hf-to-megatron`."""
     text = (
         "Converts a Hugging Face folder to a sharded Megatron checkpoint (torch_dist). The checkpoint loads on "
@@ -92,15 +92,15 @@ def to_megatron(argv: Sequence[str]) -> int:
     for axis, meaning in AXES.items():
         parser.add_argument(f"--{axis}", type=_count, metavar="N", help=meaning)
     args = parser.parse_args(argv)
-    from megaswift.bridge.hf_to_megatron import ToMegatronOptions, hf_to_megatron
+    from megaswift.bridge.hf_to_megatron import HfToMegatronOptions, hf_to_megatron
 
     layout = {axis: value for axis in AXES if (value := getattr(args, axis)) is not None}
-    options = ToMegatronOptions(layout, _dtype(args.dtype), overwrite=args.overwrite)
+    options = HfToMegatronOptions(layout, _dtype(args.dtype), overwrite=args.overwrite)
     log.print_result(f"wrote {hf_to_megatron(args.source, args.target, options)}")
     return 0
 
 
-def to_hf(argv: Sequence[str]) -> int:
+def megatron_to_hf_command(argv: Sequence[str]) -> int:
     """`megaswift convert megatron-to-hf`."""
     parser = _parser(
         "megatron-to-hf",
@@ -109,9 +109,9 @@ def to_hf(argv: Sequence[str]) -> int:
     )
     _shards(parser)
     args = parser.parse_args(argv)
-    from megaswift.bridge.megatron_to_hf import MAX_SHARD_BYTES, ToHfOptions, megatron_to_hf
+    from megaswift.bridge.megatron_to_hf import MAX_SHARD_BYTES, MegatronToHfOptions, megatron_to_hf
 
-    options = ToHfOptions(_dtype(args.dtype), args.max_shard_size or MAX_SHARD_BYTES, args.overwrite)
+    options = MegatronToHfOptions(_dtype(args.dtype), args.max_shard_size or MAX_SHARD_BYTES, args.overwrite)
     log.print_result(f"wrote {megatron_to_hf(args.source, args.target, options)}")
     return 0
 
@@ -125,7 +125,7 @@ exit code: 0 all equal; 1 something differs, is missing or extra; 2 invalid comm
 """
 
 
-def verify_command(argv: Sequence[str]) -> int:
+def verify(argv: Sequence[str]) -> int:
     """`megaswift convert verify`."""
     parser = Parser(
         prog="megaswift convert verify",
@@ -162,7 +162,7 @@ def verify_command(argv: Sequence[str]) -> int:
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the full report as JSON")
     args = parser.parse_args(argv)
     args.dtype = DTYPES[args.dtype] if args.dtype else None
-    from megaswift.verify import verify_weights as run
+    from megaswift.convert_verify import verify_weights as run
 
     return run(args)
 
@@ -197,10 +197,13 @@ def merge_lora(argv: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
-    "hf-to-megatron": ("convert a Hugging Face folder to a sharded Megatron checkpoint", to_megatron),
-    "megatron-to-hf": ("convert a sharded Megatron checkpoint, also of a run, to a Hugging Face folder", to_hf),
+    "hf-to-megatron": ("convert a Hugging Face folder to a sharded Megatron checkpoint", hf_to_megatron_command),
+    "megatron-to-hf": (
+        "convert a sharded Megatron checkpoint, also of a run, to a Hugging Face folder",
+        megatron_to_hf_command,
+    ),
     "merge-lora": ("merge PEFT adapters into a Hugging Face model folder", merge_lora),
-    "verify": ("compare two folders or checkpoints, by tensors or by logits", verify_command),
+    "verify": ("compare two folders or checkpoints, by tensors or by logits", verify),
 }
 
 
@@ -216,7 +219,7 @@ def convert(argv: Sequence[str]) -> int:
         print(convert_usage(), end="", file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
-        raise no_command("megaswift convert", argv[0], COMMANDS)
+        raise unknown_command("megaswift convert", argv[0], COMMANDS)
     try:
         return COMMANDS[argv[0]][1](argv[1:])
     except KeyboardInterrupt as stopped:  # a conversion says what it left; earlier there is nothing to tell
@@ -224,10 +227,10 @@ def convert(argv: Sequence[str]) -> int:
         return 128 + signal.SIGINT
 
 
-def script(command: str) -> int:
+def run_converter_script(command: str) -> int:
     """What converters/*.py run: one command of these with the process's own arguments."""
     try:
-        with reader_may_leave():
+        with ignore_closed_stdout():
             return convert([command, *sys.argv[1:]])
     except UserError as error:
         return print_error_once(error, os.environ)

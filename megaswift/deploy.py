@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from megaswift import log
 from megaswift.config.byte_size import parse_size
-from megaswift.config.command import Command
+from megaswift.config.command_parser import CommandParser
 from megaswift.config.inference import DeployConfig
-from megaswift.config.inference_rules import check_deploy, token
+from megaswift.config.inference_rules import check_deploy, server_token
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_source import short_name
 
@@ -33,7 +33,7 @@ HINTS = {
 }
 TEXT_BODY, IMAGES_BODY = 8 << 20, 32 << 20
 """Most bytes of a request, by what the model reads; --max_body_size says otherwise."""
-COMMAND = Command("deploy", USAGE, DeployConfig, check_deploy, HINTS)
+COMMAND = CommandParser("deploy", USAGE, DeployConfig, check_deploy, HINTS)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,7 +45,7 @@ def _main(cfg: DeployConfig) -> int:
     return _vllm(cfg) if cfg.server.infer_backend == "vllm" else _transformers(cfg)
 
 
-def model_name(cfg: DeployConfig) -> str:
+def client_model_name(cfg: DeployConfig) -> str:
     """What clients call the model: the last part of its path, where that says something."""
     if cfg.server.served_model_name is not None:
         return cfg.server.served_model_name
@@ -111,10 +111,10 @@ def _transformers(cfg: DeployConfig) -> int:
     from megaswift.serve.request_queue import RequestQueue
 
     line = RequestQueue.before(generator, cfg.server.max_batch_size, cfg.server.max_waiting)
-    prompts, name = ChatInputs(prepared, cfg.conversation.system), model_name(cfg)
+    prompts, name = ChatInputs(prepared, cfg.conversation.system), client_model_name(cfg)
     writer = copy.deepcopy(prepared.tokenizer)
     served = ServerState(name, prompts, line, cfg.generation, prepared.generation, int(time.time()), writer, _also(cfg))
-    secret = token(cfg.server)
+    secret = server_token(cfg.server)
     application = AuthMiddleware(build_app(served), _rules(cfg, secret, bool(prompts.blind)))
     host, port = listener.getsockname()[:2]
     log.info(
@@ -139,7 +139,7 @@ def _vllm(cfg: DeployConfig) -> int:
     from megaswift.families.model_source import locate_model
     from megaswift.serve import vllm_server
 
-    if unfit := vllm_server.missing_vllm() or [*vllm_server.impossible(cfg)]:
+    if unfit := vllm_server.missing_vllm() or [*vllm_server.unsupported_option_problems(cfg)]:
         raise ConfigError(unfit)
     folder = locate_model(cfg.weights)
     if find_checkpoint(folder) is not None:
@@ -153,8 +153,8 @@ def _vllm(cfg: DeployConfig) -> int:
     # a port in use is told now; 0 is any free one here too
     with _listening(cfg.server.host, cfg.server.port) as listener:
         host, port = listener.getsockname()[:2]
-    words = vllm_server.server_command(cfg, folder, model_name(cfg), port)
-    log.info(f"vLLM will serve {model_name(cfg)} at {_address(host, port)} once the model is loaded")
+    words = vllm_server.server_command(cfg, folder, client_model_name(cfg), port)
+    log.info(f"vLLM will serve {client_model_name(cfg)} at {_address(host, port)} once the model is loaded")
     sys.stderr.flush()
     # in this one's place: signals reach it
-    os.execve(words[0], words, vllm_server.server_environment(os.environ, token(cfg.server)))
+    os.execve(words[0], words, vllm_server.server_environment(os.environ, server_token(cfg.server)))

@@ -1,7 +1,7 @@
 """Files and folders that appear under their name complete or not at all, and are on the disk when a call returns.
 
 Owns flushing and write-then-rename. Folders that are written over hours and resumed belong to
-`bridge/atomic_folder.py`; which checkpoints of a run are complete, to `trainers/checkpoint_store.py`.
+`bridge/resumable_folder.py`; which checkpoints of a run are complete, to `trainers/checkpoint_store.py`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def restore_replaced_folder(target: Path) -> None:
 
 
 @contextmanager
-def safetensors_to(path: Path) -> Iterator[None]:
+def safetensors_disk_errors(path: Path) -> Iterator[None]:
     """Turns the error of safetensors for a full disk into an OSError with its number and `path`."""
     try:
         yield

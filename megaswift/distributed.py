@@ -147,7 +147,7 @@ def _wait_for_rank0(hours: float) -> None:
         store.wait([name], datetime.timedelta(hours=hours))
 
 
-def wait_for_all(hours: float) -> None:
+def untimed_barrier(hours: float) -> None:
     """Returns once every rank has called it, which may take longer than --ddp_timeout: no collective is pending
     meanwhile."""
     if not _several():
@@ -216,7 +216,7 @@ def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
     return [result for share in all_gather_objects(results) for result in share]
 
 
-def split_work(rows: Sequence[Any], work: Callable[[Sequence[Any]], list[T]]) -> list[T]:
+def map_over_ranks(rows: Sequence[Any], work: Callable[[Sequence[Any]], list[T]]) -> list[T]:
     """`work` on consecutive shares of `rows`, one per rank; all results, in order, on every rank. A UserError is raised
     on all ranks."""
     rank, ranks = global_rank(), global_world_size()

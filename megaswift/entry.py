@@ -15,18 +15,25 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.commands import HELP
-from megaswift.config import SwiftConfig, load
+from megaswift.config import SwiftConfig, load_config
 from megaswift.config.accelerate_options import accelerate_notices
 from megaswift.config.data import ALIGNMENT
-from megaswift.config.launch_env import COUNTS, attempt, is_worker, other_launcher, started, without_local_rank
+from megaswift.config.launch_env import (
+    COUNTS,
+    is_worker,
+    launched_count,
+    other_launcher,
+    restart_count,
+    without_local_rank,
+)
 from megaswift.config.sections import NAMES
-from megaswift.config.user_spelling import named_as_typed
+from megaswift.config.user_spelling import errors_as_typed
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.launchers import local
 from megaswift.launchers.launcher import launcher_of
 from megaswift.launchers.parent_death import PARENT, end_with_parent
-from megaswift.stdout import reader_may_leave
+from megaswift.stdout import ignore_closed_stdout
 
 INTERRUPTED = 128 + signal.SIGINT
 RAY_FIX = "use --num_workers N on any nodes, or --placement_strategy strict_pack for a single node"
@@ -41,7 +48,7 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
     if any(w in HELP for w in words):
         from megaswift.config.help_page import RLHF_USAGE, task_help
 
-        with reader_may_leave():
+        with ignore_closed_stdout():
             print(RLHF_USAGE if task == RLHF else task_help(task))
         return 0
     if is_worker(os.environ) and ({PARENT, "TORCHELASTIC_RUN_ID"} & os.environ.keys()):
@@ -62,8 +69,8 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
 
 
 def _go(task: str, words: list[str]) -> int:
-    cfg = load(None if task == RLHF else task, words, complete=True, beyond=beyond_options)
-    with named_as_typed(cfg.typed, NAMES):
+    cfg = load_config(None if task == RLHF else task, words, complete=True, beyond=problems_beyond_options)
+    with errors_as_typed(cfg.typed, NAMES):
         return _start(task, words, cfg)
 
 
@@ -73,14 +80,14 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
         raise ConfigError(
             Problem("--rlhf_type", "is missing: it selects the task", f"--rlhf_type {' | '.join(ALIGNMENT)}")
         )
-    cfg = resumed_config(cfg, attempt(os.environ))
+    cfg = resumed_config(cfg, restart_count(os.environ))
     world = process_count(cfg)
-    other = other_processes(cfg) if worker else launcher_of(cfg.launch).missing(cfg.launch)
+    other = contradicted_launch_options(cfg) if worker else launcher_of(cfg.launch).missing(cfg.launch)
     if other:
         raise ConfigError(other)
     first = not worker or "MEGASWIFT_CHECKED" not in os.environ
     if first:
-        alone = not worker and not local.wants_processes(cfg.launch)
+        alone = not worker and not local.starts_processes(cfg.launch)
         for notice in (*cfg.notices, *accelerate_notices(os.environ, cfg, alone)):
             log.info(notice)
 
@@ -89,7 +96,7 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
 
     cfg = resolve_engine(cfg, world, tell=first)
     preflight(cfg, world)
-    if not worker and local.wants_processes(cfg.launch):
+    if not worker and local.starts_processes(cfg.launch):
         return launcher_of(cfg.launch).start(cfg, words, os.environ)
     run_training(cfg)
     return 0
@@ -100,12 +107,12 @@ def process_count(cfg: SwiftConfig) -> int:
     return int(os.environ["WORLD_SIZE"]) if is_worker(os.environ) else local.launched_processes(cfg.launch)
 
 
-def beyond_options(refused: SwiftConfig) -> list[Problem]:
+def problems_beyond_options(refused: SwiftConfig) -> list[Problem]:
     """What layout and files say of a configuration that is refused already, so that this is not told on the next
     attempt."""
-    from megaswift.trainers.preflight import beside_options
+    from megaswift.trainers.preflight import problems_beside_options
 
-    return beside_options(refused, process_count(refused))
+    return problems_beside_options(refused, process_count(refused))
 
 
 def resumed_config(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
@@ -123,11 +130,11 @@ def resumed_config(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
     return cfg.replace(resume_from_checkpoint="latest", overwrite_output_dir=False)
 
 
-def other_processes(cfg: SwiftConfig) -> list[Problem]:
+def contradicted_launch_options(cfg: SwiftConfig) -> list[Problem]:
     """Options that say otherwise than the launcher that started this worker."""
     problems = other_launcher(cfg.launch.launcher, os.environ)
     for name in COUNTS:
-        wanted, real = cfg.value(name), started(name, os.environ)
+        wanted, real = cfg.value(name), launched_count(name, os.environ)
         if wanted is not None and real is not None and wanted != real:
             fix = (
                 RAY_FIX

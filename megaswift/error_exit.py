@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from megaswift.config.launch_env import attempt, is_worker
+from megaswift.config.launch_env import is_worker, restart_count
 from megaswift.errors import UserError
 
 PATIENCE_SECONDS = 5.0
@@ -78,7 +78,7 @@ def _marker(environ: Mapping[str, str]) -> Path | None:
     parent = environ.get("MEGASWIFT_RUN", os.getppid())
     return Path(
         tempfile.gettempdir(),
-        f"megaswift-{os.getuid()}-{parent}-{run}-{environ.get('MASTER_PORT', '0')}-{attempt(environ)}",
+        f"megaswift-{os.getuid()}-{parent}-{run}-{environ.get('MASTER_PORT', '0')}-{restart_count(environ)}",
     )
 
 

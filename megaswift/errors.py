@@ -130,7 +130,7 @@ def storage_error(error: OSError, path: Path | None = None) -> StorageError | No
     return StorageError(Problem(what, error.strerror or str(error), fix))
 
 
-def alike(problems: Iterable[Problem]) -> list[Problem]:
+def merge_similar_problems(problems: Iterable[Problem]) -> list[Problem]:
     """The same mistake in several places as one."""
     places: dict[tuple[str, str], list[str]] = {}
     for p in problems:

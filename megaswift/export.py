@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.config.byte_size import parse_size
-from megaswift.config.command import Command
+from megaswift.config.command_parser import CommandParser
 from megaswift.config.inference import ExportConfig, WeightsOptions
 from megaswift.config.inference_rules import check_export
 
@@ -23,7 +23,7 @@ HINTS = {
     "merge_adapters": "--merge_lora true",
     "ckpt_dir": "--adapters",
 }
-COMMAND = Command("export", USAGE, ExportConfig, check_export, HINTS)
+COMMAND = CommandParser("export", USAGE, ExportConfig, check_export, HINTS)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +65,7 @@ def _merge(cfg: ExportConfig, target: Path) -> Path:
 
 
 def _quantize(cfg: ExportConfig, target: Path) -> Path:
-    from megaswift.inference.precheck import model_folder
+    from megaswift.inference.precheck import locate_generation_model
 
     source, bits = cfg.source, cfg.export.quantization_bit
     assert bits is not None, "the command line was checked"
@@ -75,7 +75,7 @@ def _quantize(cfg: ExportConfig, target: Path) -> Path:
         model_revision=source.model_revision,
         trust_remote_code=source.trust_remote_code,
     )
-    model_folder(weights)  # before what follows imports torch
+    locate_generation_model(weights)  # before what follows imports torch
     from megaswift.inference.quantize import quantize_model
 
     return quantize_model(weights, bits, target, cfg.export.max_shard_size)

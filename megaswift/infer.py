@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaswift import log
-from megaswift.config.command import Command
+from megaswift.config.command_parser import CommandParser
 from megaswift.config.inference import InferConfig
 from megaswift.config.inference_rules import check_infer
 
@@ -26,7 +26,7 @@ HINTS = {
     "tp": "--device_map auto places a model over all GPUs",
     "max_length": "--max_new_tokens",
 }
-COMMAND = Command("infer", USAGE, InferConfig, check_infer, HINTS)
+COMMAND = CommandParser("infer", USAGE, InferConfig, check_infer, HINTS)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def reader_may_leave() -> Iterator[None]:
+def ignore_closed_stdout() -> Iterator[None]:
     """Ends the block quietly when nobody reads standard output any more. Any other broken pipe goes on as an error."""
     try:
         yield
@@ -23,7 +23,7 @@ def reader_may_leave() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def drop_unread() -> None:
+def discard_closed_output() -> None:
     """Sends standard output and error to /dev/null where nobody can read them any more (a closed terminal or pipe), so
     that writing to them does not end a run that is about to save."""
     for stream in (sys.stdout, sys.stderr):

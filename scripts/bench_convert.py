@@ -42,7 +42,7 @@ def write_model(folder: Path, gigabytes: float) -> int:
     import torch
 
     from megaswift.bridge.hf_writer import HfWriter
-    from megaswift.bridge.plan import WeightPlan
+    from megaswift.bridge.weight_plan import WeightPlan
     from megaswift.families import family_of
 
     layers = max(1, round((gigabytes * 1e9 - 2 * 2 * 32768 * 4096) / (2 * 193e6)))

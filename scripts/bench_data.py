@@ -95,7 +95,7 @@ def ours(folder: Path, processes: int, max_length: int) -> dict[str, float]:
     from megaswift.config import SwiftConfig
     from megaswift.data.build import load_documents
     from megaswift.data.collate import PaddingShape
-    from megaswift.data.loader import make_rows
+    from megaswift.data.loader import make_document_rows
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     cfg = SwiftConfig(
@@ -110,7 +110,7 @@ def ours(folder: Path, processes: int, max_length: int) -> dict[str, float]:
     )
     began, cpu = time.perf_counter(), cpu_seconds()
     docs, _ = load_documents(cfg.data, cfg.train, tokenizer)
-    rows = make_rows(docs, True, max_length, PaddingShape())
+    rows = make_document_rows(docs, True, max_length, PaddingShape())
     seconds, cpu = time.perf_counter() - began, cpu_seconds() - cpu
     tokens = int(docs.length.sum())
     return {

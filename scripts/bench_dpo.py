@@ -77,7 +77,7 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
     from megaswift.data.preference_batches import collate_preferences
     from megaswift.losses.dpo import DPO
     from megaswift.losses.dpo_types import DpoSettings
-    from megaswift.trainers.reference import ReferenceLogprobs, with_field
+    from megaswift.trainers.batch_transforms import ReferenceLogprobs, with_field
 
     def document(prompt: list[int], answer: list[int]) -> Document:
         mask = np.array([0] * len(prompt) + [1] * len(answer), dtype=np.uint8)

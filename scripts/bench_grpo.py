@@ -76,12 +76,12 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Work:
     """A whole run on one process, without checkpoints."""
     from megaswift.config import SwiftConfig
     from megaswift.families.model_source import locate_model
-    from megaswift.parallel.checks import layout_for
+    from megaswift.parallel.layout_checks import layout_for
     from megaswift.parallel.model_shape import ModelShape
     from megaswift.trainers.engines import start_context
     from megaswift.trainers.hook import Hook, Step
     from megaswift.trainers.loop import Loop
-    from megaswift.trainers.model_spec import spec_of
+    from megaswift.trainers.model_spec import model_spec_for_task
     from megaswift.trainers.session import Session
 
     class HookPacer(Hook):
@@ -124,7 +124,7 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Work:
             log_completions=False,
             output_dir=str(folder / "run"),
         )
-        spec = spec_of(cfg, locate_model(cfg.model))
+        spec = model_spec_for_task(cfg, locate_model(cfg.model))
         context = start_context(cfg, layout_for(cfg, ModelShape.of(spec), 1))
         loop = Session(cfg, spec, folder, context).prepare()
         loop.hooks = [*loop.hooks[:-1], HookPacer(turn)]  # the last one saves checkpoints

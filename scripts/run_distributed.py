@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megaswift import entry  # noqa: E402
-from megaswift.config import load  # noqa: E402
+from megaswift.config import load_config  # noqa: E402
 from megaswift.config.launch_env import is_worker  # noqa: E402
 from megaswift.config.sections import TASKS  # noqa: E402
 from megaswift.error_exit import print_error_once  # noqa: E402
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(problems)
         if not mine.use_torchrun or is_worker(os.environ):  # a worker's torchrun is there already
             return entry.main(mine.algorithm, words)
-        cfg = load(mine.algorithm, words, complete=True)
+        cfg = load_config(mine.algorithm, words, complete=True)
         if cfg.launch.launcher != "torchrun":
             raise ConfigError(
                 Problem("--use_torchrun", f"the launcher is {cfg.launch.launcher}", "keep one of the two")

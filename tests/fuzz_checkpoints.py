@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save as save_tensors
 
-from megaswift.bridge.dist_files import SavedChunk, write_tables
+from megaswift.bridge.dist_files import SavedChunk, write_checkpoint_metadata
 from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.hf_source import HfSource
 from megaswift.bridge.torch_record import zip_frame
@@ -72,7 +72,7 @@ def sharded() -> Path:
         )
         data += item
     (folder / "__0_0.distcp").write_bytes(data)
-    write_tables(folder, saved)
+    write_checkpoint_metadata(folder, saved)
     return folder
 
 

@@ -22,12 +22,12 @@ import pyarrow.parquet as pq
 
 from megaswift.bridge.hf_source import INDEX, SINGLE, HfSource
 from megaswift.bridge.peft_folder import CONFIG, TENSORS, PeftFolder
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.data.chat import ChatRenderer, ChatTemplates
 from megaswift.data.encode import encode_spec
 from megaswift.data.encode_preferences import encoder_for
 from megaswift.data.sample import RowError, conversation
-from megaswift.data.sources import parts_of, resolve_dataset
+from megaswift.data.sources import resolve_dataset, split_into_parts
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import load_spec
@@ -52,7 +52,7 @@ def rows(name: str, task: str, data: bytes) -> None:
     """Rows of a file of this name, as a task reads them."""
     path = _folder() / name
     path.write_bytes(data)
-    for part in parts_of(resolve_dataset(str(path), lambda *_: ()), 2):
+    for part in split_into_parts(resolve_dataset(str(path), lambda *_: ()), 2):
         _encoder(task).encode_part(part)
 
 
@@ -60,12 +60,12 @@ def run_configuration(suffix: str, data: bytes) -> None:
     """A configuration file."""
     path = _folder() / f"run{suffix}"
     path.write_bytes(data)
-    load("sft", [str(path)], environ={})
+    load_config("sft", [str(path)], environ={})
 
 
 def command_line(data: bytes) -> None:
     """Words, one a line."""
-    load("sft", data.decode("utf-8", "surrogateescape").replace("\0", "").split("\n"), environ={})
+    load_config("sft", data.decode("utf-8", "surrogateescape").replace("\0", "").split("\n"), environ={})
 
 
 def model_config(data: bytes) -> None:

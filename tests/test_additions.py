@@ -1,7 +1,7 @@
 """What it takes to add a loss, an estimator or a launcher: each is added to a copy of the package by its few lines, and
 then accepted, listed, refused with the wrong options and computed.
 
-Covers: megaswift/config/loss_table.py, megaswift/config/loss_rules.py, megaswift/config/estimator_table.py,
+Covers: megaswift/config/loss_table.py, megaswift/config/loss_option_rules.py, megaswift/config/estimator_table.py,
 megaswift/config/launcher_table.py.
 """
 
@@ -51,11 +51,11 @@ def package(tmp_path: Path) -> Copy:
 
 
 REFUSED = """
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.errors import ConfigError
 def refused(*words):
     try:
-        load(words[0], [*words[1:]], environ={})
+        load_config(words[0], [*words[1:]], environ={})
     except ConfigError as error:
         return "; ".join(f"{p.what} {p.rule}" for p in error.problems)
     return "accepted"
@@ -133,7 +133,7 @@ def test_an_estimator_takes_two_source_files(package: Copy) -> None:
         REFUSED
         + """
 import sys
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.config.help_page import task_help
 from megaswift.config.rl_defaults import kl_in_reward_of, policy_loss_of
 grpo = ("grpo", "--advantage_estimator", "median")
@@ -142,7 +142,7 @@ print(refused(*grpo, "--scale_rewards", "batch"))
 print(refused(*grpo, "--gamma", "0.9"))
 print(refused(*grpo, "--num_generations", "1"))
 print(refused("ppo", "--advantage_estimator", "median"))
-cfg = load("grpo", [*grpo[1:], "--beta", "0.1", "--num_generations", "3"], environ={})
+cfg = load_config("grpo", [*grpo[1:], "--beta", "0.1", "--num_generations", "3"], environ={})
 print(kl_in_reward_of(cfg), policy_loss_of(cfg))
 page = " ".join(task_help("grpo", 120).split())
 print("| median]" in page, "advantage_estimator rloo, median" in page, "torch" in sys.modules)
@@ -194,18 +194,18 @@ LAUNCHER = EchoLauncher()
         REFUSED
         + """
 import sys
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.config.help_page import task_help
 from megaswift.config.launch_env import other_launcher
 from megaswift.launchers.launcher import launcher_of
-from megaswift.launchers.local import wants_processes
+from megaswift.launchers.local import starts_processes
 words = ["--launcher", "echo", "--max_restarts", "2"]
 print(refused("sft", *words))
 print(refused("sft", *words, "--num_workers", "2"))
 print(refused("sft", "--launcher", "echo", "--master_addr", "h"))
 print("[torchrun | echo | ray]" in " ".join(task_help("sft", 120).split()), "torch" in sys.modules)
-cfg = load("sft", words, environ={})
-print(wants_processes(cfg.launch), launcher_of(cfg.launch).start(cfg, words, {}), *other_launcher("echo", {}))
+cfg = load_config("sft", words, environ={})
+print(starts_processes(cfg.launch), launcher_of(cfg.launch).start(cfg, words, {}), *other_launcher("echo", {}))
 import megaswift.entry as entry
 print(entry.main("sft", ["--launcher", "echo", "--max_restarts", "9", "--model", "m", "--dataset", "d"]))
 """,

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.cli import COMMANDS, main, usage
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.error_exit import print_error_once
 from megaswift.errors import DataError, StorageError
 from megaswift.trainers.outputs import check_output_folder
@@ -196,7 +196,7 @@ def test_a_malformed_row_ends_with_2_before_a_model_is_built(
         f"{tmp_path / 'data.jsonl'}:49: column messages: int 3; expected a list" in told
         and "correct the row, or give --strict false" in told
     )
-    assert check_output_folder(load("sft", inputs)) == []
+    assert check_output_folder(load_config("sft", inputs)) == []
 
 
 @pytest.mark.process
@@ -224,9 +224,8 @@ def test_a_reader_that_leaves_early_is_no_error(words: list[str]) -> None:
 
 @pytest.mark.process
 def test_another_broken_pipe_is_an_error() -> None:
-    raising = (
-        "from megaswift.stdout import reader_may_leave\nwith reader_may_leave():\n    raise BrokenPipeError('a socket')"
-    )
+    block = "with ignore_closed_stdout():\n    raise BrokenPipeError('a socket')"
+    raising = f"from megaswift.stdout import ignore_closed_stdout\n{block}"
     code, _, err = ran("-c", raising)
     assert code == 1 and "a socket" in err
 
@@ -397,4 +396,4 @@ def test_a_path_that_no_file_system_can_have(words: list[str], tmp_path: Path, c
 
 def test_a_path_that_no_file_system_can_have_from_python() -> None:
     with pytest.raises(StorageError, match="File name too long"):
-        load("sft", ["--model", "x" * 5000, "--dataset", "d.jsonl"], environ={})
+        load_config("sft", ["--model", "x" * 5000, "--dataset", "d.jsonl"], environ={})

@@ -24,7 +24,7 @@ def agreed(rank: int, world: int, _: None) -> list[object]:
         distributed.all_gather_objects(f"r{rank}"),
         distributed.run_on_rank0(lambda: rank * 10 + 7),
         distributed.global_world_size(),
-        distributed.split_work("abc", lambda some: [f"{rank}{x}" for x in some]),
+        distributed.map_over_ranks("abc", lambda some: [f"{rank}{x}" for x in some]),
         distributed.all_gather_dict({"both": rank, rank: "own"}),
         distributed.broadcast_object(rank, src=1),
         distributed.broadcast_object(rank, group=alone) == rank,
@@ -114,7 +114,7 @@ def test_alone_everything_is_as_it_is() -> None:
     distributed.raise_on_all_ranks([])
     with pytest.raises(CheckpointError, match="x"):
         distributed.raise_on_all_ranks([Problem("x", "is bad")] * 2)
-    assert distributed.split_work([1, 2], lambda some: [-x for x in some]) == [-1, -2]
+    assert distributed.map_over_ranks([1, 2], lambda some: [-x for x in some]) == [-1, -2]
     with pytest.raises(DataError, match="bad"):
         distributed.run_on_rank0(lambda: (_ for _ in ()).throw(DataError("bad")))
     with pytest.raises(StorageError, match="No space"):

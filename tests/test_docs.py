@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from megaswift import deploy, export, infer
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.config.option import Option
 from megaswift.config.peft_methods import VARIANTS
 from megaswift.config.sections import NAMES, TASKS, TRAINING
-from megaswift.config.value_types import FALSE, TRUE, Invalid, is_unset, parse_value
-from megaswift.data.formats import FORMATS, recognize
+from megaswift.config.value_types import FALSE, TRUE, InvalidValue, is_unset, parse_value
+from megaswift.data.formats import FORMATS, recognize_format
 from tests.sources import FOLDERS, ROOT
 
 OF_THE_PAST = ROOT / "docs/former_names.md"
@@ -116,7 +116,7 @@ def takes(option: Option, words: list[str]) -> bool:
         return True
     try:
         parse_value(option, words if option.kind in ("list", "numbers") and option.choices else words[0])
-    except Invalid:
+    except InvalidValue:
         return False
     return True
 
@@ -162,7 +162,7 @@ def test_files() -> None:
 def test_commands_are_understood(words: list[str]) -> None:
     options = [STAND_IN.get(word, word) for word in words[1:] if word != "..."]
     options = [str(ROOT / word) if word.startswith("configs/") else word for word in options]
-    assert load(None if words[0] == "rlhf" else words[0], options, environ={}).task in TASKS
+    assert load_config(None if words[0] == "rlhf" else words[0], options, environ={}).task in TASKS
 
 
 def examples(language: str) -> list[str]:
@@ -192,7 +192,7 @@ def test_the_readme_s_new_format_works_as_pasted(tmp_path: Path, monkeypatch: py
     spec = importlib.util.spec_from_file_location("prompt_completion", file)
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    sample = recognize(row, "sft").parse(row)
+    sample = recognize_format(row, "sft").parse(row)
     assert [(m["role"], m["content"]) for m in sample.messages] == [
         ("user", row["prompt"]),
         ("assistant", row["completion"]),

@@ -22,10 +22,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megaswift import log
-from megaswift.bridge.atomic_folder import AtomicFolder
 from megaswift.bridge.file_tensor import bytes_view
 from megaswift.bridge.finite_weights import is_finite, warn_non_finite
 from megaswift.bridge.hf_source import Span, WeightSource
+from megaswift.bridge.resumable_folder import ResumableFolder
 
 BLOCK = 1 << 24
 """Bytes read at a time: small enough for the allocator to hand the same pages out again."""
@@ -69,7 +69,7 @@ class FolderJob:
     overwrite: bool = False
 
 
-def bands(spans: Sequence[Span], width: int, limit: int = BLOCK) -> Iterator[tuple[slice, ...]]:
+def split_region(spans: Sequence[Span], width: int, limit: int = BLOCK) -> Iterator[tuple[slice, ...]]:
     """A region in row-major order as parts of at most `limit` bytes, each contiguous; `width` bytes an element."""
     row = width * math.prod(stop - start for start, stop in spans[1:])
     if not spans or row * (spans[0][1] - spans[0][0]) <= limit:
@@ -77,7 +77,7 @@ def bands(spans: Sequence[Span], width: int, limit: int = BLOCK) -> Iterator[tup
         return
     (start, stop), inner = spans[0], spans[1:]
     if row > limit and inner:
-        yield from ((slice(i, i + 1), *rest) for i in range(start, stop) for rest in bands(inner, width, limit))
+        yield from ((slice(i, i + 1), *rest) for i in range(start, stop) for rest in split_region(inner, width, limit))
         return
     rows = max(1, limit // row)
     yield from (
@@ -85,10 +85,10 @@ def bands(spans: Sequence[Span], width: int, limit: int = BLOCK) -> Iterator[tup
     )
 
 
-def blocks_of(source: WeightSource, name: str, region: Sequence[Span] | None = None) -> Iterator[Tensor]:
+def read_blocks(source: WeightSource, name: str, region: Sequence[Span] | None = None) -> Iterator[Tensor]:
     """A region of a tensor (None: all of it) in row-major order, in contiguous parts of at most BLOCK bytes."""
     spans = [(0, n) for n in source.shape(name)] if region is None else region
-    return (source.slice(name, where) for where in bands(spans, source.dtype(name).itemsize))
+    return (source.slice(name, where) for where in split_region(spans, source.dtype(name).itemsize))
 
 
 def file_stamps(files: Sequence[Path], root: Path) -> dict[str, list[int]]:
@@ -152,7 +152,7 @@ def _stoppable() -> Iterator[None]:
 def run_folder_job(work: FolderJob, stream: TextIO | None = None) -> Path:
     """Make the folder, or go on where an interrupted run of the same work stopped."""
     total = sum(item.nbytes for item in work.items)
-    with AtomicFolder(work.target, work.files, work.made_from, work.overwrite) as stage:
+    with ResumableFolder(work.target, work.files, work.made_from, work.overwrite) as stage:
         pending = [i for i in range(len(work.items)) if i not in stage.done]
         if stage.discarded:
             log.info(f"{stage.folder} belongs to a different conversion: starting over")
@@ -178,7 +178,7 @@ def run_folder_job(work: FolderJob, stream: TextIO | None = None) -> Path:
     return work.target
 
 
-def _move(stage: AtomicFolder, item: TensorJob, number: int, meter: ProgressMeter) -> bool:
+def _move(stage: ResumableFolder, item: TensorJob, number: int, meter: ProgressMeter) -> bool:
     """Whether every value is finite; looked at while a block is in memory."""
     finite = True
     stage.put(item.file, item.offset, item.head)

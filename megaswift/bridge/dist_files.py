@@ -110,7 +110,7 @@ class SavedChunk:
     length: int
 
 
-def write_tables(directory: Path, saved: Iterable[SavedChunk]) -> None:
+def write_checkpoint_metadata(directory: Path, saved: Iterable[SavedChunk]) -> None:
     """`.metadata`, metadata.json and common.pt for boxes that were written without `write_chunks`."""
     tables: dict[str, TensorStorageMetadata] = {}
     places = {}
@@ -124,10 +124,10 @@ def write_tables(directory: Path, saved: Iterable[SavedChunk]) -> None:
     index = Metadata(dict(tables), storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
     with (directory / TABLES).open("wb") as file:
         pickle.dump(index, file)
-    write_megatron_files(directory)
+    write_megatron_loader_files(directory)
 
 
-def write_megatron_files(directory: Path) -> list[Path]:
+def write_megatron_loader_files(directory: Path) -> list[Path]:
     """What Megatron-Core's own loader looks for beside the tables; never read here."""
     backends = {
         "sharded_backend": "torch_dist",

@@ -51,8 +51,10 @@ class DistSource:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        index = torch_dist_index.read_index(self.directory)
-        problems = [index] if isinstance(index, Problem) else torch_dist_index.file_problems(self.directory, index)
+        index = torch_dist_index.read_torch_dist_metadata(self.directory)
+        problems = (
+            [index] if isinstance(index, Problem) else torch_dist_index.missing_file_problems(self.directory, index)
+        )
         if problems:
             raise CheckpointError(problems)
         assert isinstance(index, Metadata)

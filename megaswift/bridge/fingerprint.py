@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megaswift.bridge.open_weights import open_weights
+from megaswift.bridge.open_weight_source import open_weights
 
 SAMPLE = 64
 """Elements read from the beginning of each tensor's first row, and of its last."""

@@ -25,7 +25,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], what: str = "--model") -> None:
     """WeightsError that names the tensors with a value that is not finite. `what`: the option that gave them."""
-    refuse_non_finite([name for name, tensor in weights if not is_finite(tensor)], what)
+    non_finite_problem([name for name, tensor in weights if not is_finite(tensor)], what)
 
 
 def tensor_names_text(names: Sequence[str]) -> str:
@@ -34,7 +34,7 @@ def tensor_names_text(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + more
 
 
-def refuse_non_finite(names: Sequence[str], what: str = "--model") -> None:
+def non_finite_problem(names: Sequence[str], what: str = "--model") -> None:
     """The message about these tensors; none where there is no name."""
     if names:
         raise WeightsError(
@@ -46,7 +46,7 @@ def refuse_non_finite(names: Sequence[str], what: str = "--model") -> None:
         )
 
 
-def check_folder(folder: Path) -> None:
+def check_folder_finite(folder: Path) -> None:
     """WeightsError for the safetensors files of a model, read once, one tensor at a time; other files are passed
     over."""
     if any((folder / name).is_file() for name in (SINGLE, INDEX)):

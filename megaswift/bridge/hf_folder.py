@@ -17,7 +17,7 @@ from torch import Tensor
 from megaswift.bridge import conversion
 from megaswift.bridge.conversion import FolderJob, TensorJob
 from megaswift.bridge.hf_source import TensorMeta
-from megaswift.bridge.hf_writer import nbytes, plan_files, write_small_files
+from megaswift.bridge.hf_writer import plan_files, tensor_nbytes, write_small_files
 from megaswift.version import __version__
 
 
@@ -42,7 +42,11 @@ def make_hf_folder(folder: HfFolder, blocks: Callable[[str], Iterator[Tensor]], 
     files = plan_files(folder.tensors, folder.max_shard_bytes)
     items = [
         TensorJob(
-            file.name, file.places[name], nbytes(folder.tensors[name]), functools.partial(blocks, name), name=name
+            file.name,
+            file.places[name],
+            tensor_nbytes(folder.tensors[name]),
+            functools.partial(blocks, name),
+            name=name,
         )
         for file in files
         for name in file.places

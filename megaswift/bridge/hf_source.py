@@ -1,7 +1,7 @@
 """A Hugging Face folder of safetensors, read slice by slice.
 
 Owns finding the shards, checking them before any weight is read, and reading parts of tensors. Which tensors a model
-needs is `plan`'s.
+needs is `weight_plan`'s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.file_tensor import FileTensor, OpenFiles
-from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, no_duplicates, read_header
+from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_header, reject_duplicate_keys
 from megaswift.errors import Problem, WeightsError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -25,7 +25,7 @@ Span = tuple[int, int]
 """[start, stop) of one dimension."""
 
 
-def spans_of(where: Slices, shape: Sequence[int]) -> list[Span]:
+def slices_to_spans(where: Slices, shape: Sequence[int]) -> list[Span]:
     """The region that slices without steps take of a tensor; dimensions not named are whole."""
     indices = [w.indices(n) for w, n in zip((*where, *[slice(None)] * (len(shape) - len(where))), shape, strict=True)]
     assert all(step == 1 for _, _, step in indices), "slices have no step"
@@ -127,7 +127,7 @@ class HfSource:
                 )
             )
         try:
-            index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)["weight_map"]
+            index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=reject_duplicate_keys)["weight_map"]
         except DamagedHeader as error:
             raise WeightsError(Problem(str(path), str(error))) from None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -213,7 +213,7 @@ class HfSource:
     def slice(self, name: str, where: Slices = ()) -> Tensor:
         """A part of a tensor, read into memory of its own."""
         stored = self._stored[name]
-        spans = spans_of(where, stored.shape)
+        spans = slices_to_spans(where, stored.shape)
         tensor = FileTensor(self.file(name), stored.start, self.dtype(name), stored.shape)
         try:
             return self._files.region(tensor, [start for start, _ in spans], [stop - start for start, stop in spans])

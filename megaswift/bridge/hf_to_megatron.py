@@ -4,7 +4,7 @@ Owns which tensor lies where in the checkpoint's files and what else the folder 
 
     .metadata, __0_K.distcp     the weights, one item a parameter (an expert's slice of the stacked tensor)
     metadata.json, common.pt    what Megatron-Core's own loader looks for
-    model/                      what turns it back into a Hugging Face folder (`checkpoint_model`)
+    model/                      what turns it back into a Hugging Face folder (`checkpoint_model_folder`)
     conversion.json             vocabulary padding, layout it was checked for
 """
 
@@ -22,19 +22,19 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import conversion, dist_files, torch_record
-from megaswift.bridge.checkpoint_model import write_model
-from megaswift.bridge.conversion import FolderJob, TensorJob, bands, blocks_of
+from megaswift.bridge.checkpoint_model_folder import write_model_folder
+from megaswift.bridge.conversion import FolderJob, TensorJob, read_blocks, split_region
 from megaswift.bridge.dist_files import SavedChunk
 from megaswift.bridge.hf_source import WeightSource
-from megaswift.bridge.plan import PlanEntry, WeightPlan
-from megaswift.bridge.quantized import open_hf
+from megaswift.bridge.quantized import open_hf_weights
 from megaswift.bridge.sharded_keys import KEPT, padded_vocabulary, shard_region
+from megaswift.bridge.weight_plan import PlanEntry, WeightPlan
 from megaswift.errors import CheckpointError, LayoutError, Problem
 from megaswift.families import family_of, load_spec
 from megaswift.families.checkpoint_folder import MODEL, find_checkpoint
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.rules import ShardSpec, dim_of
-from megaswift.parallel.checks import check_layout
+from megaswift.families.rules import ShardSpec, shard_dim
+from megaswift.parallel.layout_checks import check_layout
 from megaswift.parallel.layout_rules import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.version import __version__
@@ -46,7 +46,7 @@ FILE_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
-class ToMegatronOptions:
+class HfToMegatronOptions:
     """How a checkpoint is made."""
 
     layout: Mapping[str, int] = field(default_factory=dict)
@@ -58,7 +58,9 @@ class ToMegatronOptions:
     overwrite: bool = False
 
 
-def hf_to_megatron(source: Path | str, target: Path | str, options: ToMegatronOptions = ToMegatronOptions()) -> Path:  # noqa: B008
+def hf_to_megatron(
+    source: Path | str, target: Path | str, options: HfToMegatronOptions = HfToMegatronOptions()
+) -> Path:  # noqa: B008
     """Convert `source`; `target` appears whole or not at all."""
     folder, target = Path(source), Path(target)
     if find_checkpoint(folder) is not None:
@@ -72,15 +74,15 @@ def hf_to_megatron(source: Path | str, target: Path | str, options: ToMegatronOp
     spec = load_spec(folder)
     plan = WeightPlan(family_of(spec.hf_config), spec)
     _check_layout(spec, options.layout)
-    weights = open_hf(folder)
+    weights = open_hf_weights(folder)
     plan.check(weights)
     padded = padded_vocabulary(spec, options.layout.get("tp", 1))
     dtypes = {name: options.dtype or weights.dtype(name) for name in plan.hf_shapes}
     saved, items, files = _arrange(plan, weights, dtypes, padded, options.file_bytes)
 
     def finish(stage: Path) -> None:
-        dist_files.write_tables(stage, saved)
-        write_model(stage / MODEL, spec.hf_config, dtypes, folder)
+        dist_files.write_checkpoint_metadata(stage, saved)
+        write_model_folder(stage / MODEL, spec.hf_config, dtypes, folder)
         facts = {
             "megaswift": __version__,
             "family": spec.family,
@@ -118,13 +120,13 @@ def _arrange(
     parts = []
     for entry in plan.entries:
         region = shard_region(entry, padded)
-        content = functools.partial(entry_blocks, entry, weights, padded)
+        content = functools.partial(megatron_parameter_blocks, entry, weights, padded)
         parts.append(
             (entry.hf[0], (region.key, region.whole, region.offset, region.shape, key_dtypes[region.key], content))
         )
     for name in plan.kept(weights.names()):
         shape = weights.shape(name)
-        content = functools.partial(blocks_of, weights, name)
+        content = functools.partial(read_blocks, weights, name)
         parts.append((name, (KEPT + name, shape, (0,) * len(shape), shape, weights.dtype(name), content)))
     saved: list[SavedChunk] = []
     items: list[TensorJob] = []
@@ -155,10 +157,10 @@ def _cast(blocks: functools.partial[Iterator[Tensor]], dtype: torch.dtype) -> It
     return (block.to(dtype).contiguous() for block in blocks())
 
 
-def entry_blocks(entry: PlanEntry, weights: WeightSource, padded_vocab: int | None) -> Iterator[Tensor]:
+def megatron_parameter_blocks(entry: PlanEntry, weights: WeightSource, padded_vocab: int | None) -> Iterator[Tensor]:
     """A whole parameter in row-major order, in parts; at once where it is no row of ranges of rows (an expert's
     transposed matrix)."""
-    pieces, dim = entry.pieces(ShardSpec(1, 0, padded_vocab)), dim_of(entry.rule)
+    pieces, dim = entry.pieces(ShardSpec(1, 0, padded_vocab)), shard_dim(entry.rule)
     whole = len(pieces) == 1
     if any(p.transposed or p.stride != 1 or (dim and not whole) for p in pieces):
         yield entry.read(weights, 1, 0, padded_vocab)
@@ -169,9 +171,9 @@ def entry_blocks(entry: PlanEntry, weights: WeightSource, padded_vocab: int | No
         spans = [(i, i + 1) for i in piece.at] + [(0, n) for n in shape[len(piece.at) :]]
         spans[along] = (min(piece.start, shape[along]), min(piece.stop, shape[along]))
         if spans[along][0] < spans[along][1]:
-            yield from blocks_of(weights, name, spans)
+            yield from read_blocks(weights, name, spans)
         if piece.stop > shape[along]:
             rest = [(0, n) for n in shape]
             rest[along] = (0, piece.stop - max(piece.start, shape[along]))
-            for where in bands(rest, dtype.itemsize):
+            for where in split_region(rest, dtype.itemsize):
                 yield torch.zeros([part.stop - part.start for part in where], dtype=dtype)

@@ -4,7 +4,7 @@ Owns the layout of the files, what lies beside the tensors, and the commit of a 
 a time (`hf_work` makes one from blocks). A safetensors file is the header's length in 8 bytes, a JSON header, and raw
 bytes; as all names, shapes and dtypes are known beforehand, headers are written first and each tensor goes straight to
 its place, in any order: no more than one tensor is held. The folder appears under its name by rename when all is on
-disk, or not at all. Several processes may write it, each its own files (`HfPart`).
+disk, or not at all. Several processes may write it, each its own files (`HfWriterPart`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge.atomic_folder import check_room, check_target
-from megaswift.bridge.checkpoint_model import copy_side_files
+from megaswift.bridge.checkpoint_model_folder import copy_side_files
 from megaswift.bridge.file_tensor import bytes_view
 from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta
+from megaswift.bridge.resumable_folder import check_disk_space, check_target_folder
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.disk import replace_folder, sync_tree
 from megaswift.errors import CheckpointError, Problem
@@ -57,9 +57,9 @@ def plan_file(name: str, metas: Mapping[str, TensorMeta]) -> HfFile:
         header[tensor] = {
             "dtype": DTYPE_NAMES[meta.dtype],
             "shape": list(meta.shape),
-            "data_offsets": [end, end + nbytes(meta)],
+            "data_offsets": [end, end + tensor_nbytes(meta)],
         }
-        offsets[tensor], end = end, end + nbytes(meta)
+        offsets[tensor], end = end, end + tensor_nbytes(meta)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
@@ -73,11 +73,11 @@ def plan_files(tensors: Mapping[str, TensorMeta], max_shard_bytes: int) -> list[
     shards: list[dict[str, TensorMeta]] = [{}]
     size = 0
     for name, meta in tensors.items():
-        if shards[-1] and size + nbytes(meta) > max_shard_bytes:
+        if shards[-1] and size + tensor_nbytes(meta) > max_shard_bytes:
             shards.append({})
             size = 0
         shards[-1][name] = meta
-        size += nbytes(meta)
+        size += tensor_nbytes(meta)
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     return [plan_file(name, shard) for name, shard in zip(names, shards, strict=True)]
@@ -86,7 +86,7 @@ def plan_files(tensors: Mapping[str, TensorMeta], max_shard_bytes: int) -> list[
 def shard_index(files: Iterable[HfFile], tensors: Mapping[str, TensorMeta]) -> dict[str, object]:
     """The index of several files."""
     weight_map = {tensor: file.name for file in files for tensor in file.places}
-    total = sum(nbytes(meta) for meta in tensors.values())
+    total = sum(tensor_nbytes(meta) for meta in tensors.values())
     return {"metadata": {"total_size": total}, "weight_map": {tensor: weight_map[tensor] for tensor in tensors}}
 
 
@@ -120,7 +120,7 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def nbytes(meta: TensorMeta) -> int:
+def tensor_nbytes(meta: TensorMeta) -> int:
     """Bytes of a tensor on disk."""
     return math.prod(meta.shape) * meta.dtype.itemsize
 
@@ -138,7 +138,7 @@ def _write_tensor(descriptor: int, place: int, tensor: Tensor, meta: TensorMeta,
         written += os.pwrite(descriptor, data[written : written + CHUNK], place + written)
 
 
-class HfPart:
+class HfWriterPart:
     """Some files of a folder that an `HfWriter` on another process has begun."""
 
     def __init__(self, directory: Path, files: Iterable[HfFile], tensors: Mapping[str, TensorMeta]) -> None:
@@ -178,9 +178,9 @@ class HfWriter:
     ) -> None:
         self.directory, self.overwrite = Path(directory), overwrite
         self.tensors = dict(tensors)
-        self.total_bytes = sum(nbytes(meta) for meta in self.tensors.values())
+        self.total_bytes = sum(tensor_nbytes(meta) for meta in self.tensors.values())
         self._temporary = unfinished_folder(self.directory)
-        check_target(self.directory, overwrite)
+        check_target_folder(self.directory, overwrite)
         self._files = plan_files(self.tensors, max_shard_bytes)
         self._file_of = {name: file for file in self._files for name in file.places}
         self._open: dict[str, int] = {}
@@ -190,7 +190,7 @@ class HfWriter:
     def _start(self) -> None:
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
-            check_room(self.directory, self.total_bytes)
+            check_disk_space(self.directory, self.total_bytes)
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary.mkdir()
             for file in self._files:
@@ -216,7 +216,7 @@ class HfWriter:
         self._written.add(name)
 
     def added_elsewhere(self, names: Iterable[str]) -> None:
-        """Other processes have written these (`HfPart`)."""
+        """Other processes have written these (`HfWriterPart`)."""
         self._written.update(names)
 
     def close(self, source: Path | str | None = None, config: Mapping[str, object] | None = None) -> Path:

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import sharded_keys
-from megaswift.bridge.adapters import ADAPTER, SAVED
-from megaswift.bridge.checkpoint_model import read_dtypes
+from megaswift.bridge.adapter_plan import ADAPTER, SAVED
+from megaswift.bridge.checkpoint_model_folder import read_stored_dtypes
 from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.file_tensor import new_block
-from megaswift.bridge.hf_source import Slices, Span, spans_of
-from megaswift.bridge.plan import SHOWN, PlanEntry, WeightPlan
+from megaswift.bridge.hf_source import Slices, Span, slices_to_spans
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.bridge.sharded_keys import KEPT, MAIN, STATES
+from megaswift.bridge.weight_plan import SHOWN, PlanEntry, WeightPlan
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families import family_of, read_config
 from megaswift.families.checkpoint_folder import CheckpointFolder
-from megaswift.families.rules import ShardSpec, SliceMap, dim_of
+from megaswift.families.rules import ShardSpec, SliceMap, shard_dim
 
 
 class MegatronSource:
@@ -38,7 +38,7 @@ class MegatronSource:
         self.plan = WeightPlan(family, family.spec(config))
         self.directory, self.tensors = checkpoint.tensors, DistSource(checkpoint.tensors)
         self._places = sharded_keys.shard_regions(self.plan.entries)
-        self._had, self._wanted = read_dtypes(checkpoint.model), dtype
+        self._had, self._wanted = read_stored_dtypes(checkpoint.model), dtype
         self._kept = [key.removeprefix(KEPT) for key in self.tensors.keys() if key.startswith(KEPT)]  # noqa: SIM118 (a method)
         self._check()
 
@@ -113,7 +113,7 @@ class MegatronSource:
 
     def slice(self, name: str, where: Slices = ()) -> Tensor:
         """A part of a tensor, read into memory of its own."""
-        spans = spans_of(where, self.shape(name))
+        spans = slices_to_spans(where, self.shape(name))
         extent = [stop - start for start, stop in spans]
         if name not in self.plan.hf_shapes:
             return self.tensors.region(KEPT + name, [start for start, _ in spans], extent)
@@ -139,7 +139,7 @@ class MegatronSource:
 
     def _fill(self, out: Tensor, spans: Sequence[Span], entry: PlanEntry, piece: SliceMap, begin: int) -> int:
         """Copy what a piece has of the region `spans` of its HF tensor into `out`; how many elements that is."""
-        dim, lead = dim_of(entry.rule), len(piece.at)
+        dim, lead = shard_dim(entry.rule), len(piece.at)
         target, inner = out[tuple(i - start for i, (start, _) in zip(piece.at, spans, strict=False))], spans[lead:]
         along = piece.hf_dim(dim) - lead
         low, high = max(inner[along][0], piece.start), min(inner[along][1], piece.stop)

@@ -14,18 +14,18 @@ from pathlib import Path
 import torch
 
 from megaswift.bridge import hf_folder
-from megaswift.bridge.conversion import blocks_of, file_stamps
+from megaswift.bridge.conversion import file_stamps, read_blocks
 from megaswift.bridge.hf_folder import HfFolder
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
-from megaswift.bridge.open_weights import open_checkpoint
+from megaswift.bridge.open_weight_source import open_checkpoint
 from megaswift.errors import CheckpointError, Problem, path_hint
 from megaswift.families import read_config
 from megaswift.families.checkpoint_folder import TABLES, verified_checkpoint
 
 
 @dataclass(frozen=True)
-class ToHfOptions:
+class MegatronToHfOptions:
     """How a folder is made."""
 
     dtype: torch.dtype | None = None
@@ -34,7 +34,9 @@ class ToHfOptions:
     overwrite: bool = False
 
 
-def megatron_to_hf(source: Path | str, target: Path | str, options: ToHfOptions = ToHfOptions()) -> Path:  # noqa: B008
+def megatron_to_hf(
+    source: Path | str, target: Path | str, options: MegatronToHfOptions = MegatronToHfOptions()
+) -> Path:  # noqa: B008
     """Convert `source`: a converted checkpoint, `step-N`, or a run's output directory. `target` appears whole or not at
     all."""
     folder, target = Path(source), Path(target)
@@ -64,4 +66,4 @@ def megatron_to_hf(source: Path | str, target: Path | str, options: ToHfOptions 
         "from": str(checkpoint.tensors.resolve()),
         "dtype": str(options.dtype),
     }
-    return hf_folder.make_hf_folder(output, functools.partial(blocks_of, weights), made_from)
+    return hf_folder.make_hf_folder(output, functools.partial(read_blocks, weights), made_from)

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import hf_folder, merge_by_peft
-from megaswift.bridge.adapters import HALVES, Adapter, AdapterPlan, row_scale
-from megaswift.bridge.conversion import bands, file_stamps
+from megaswift.bridge.adapter_plan import HALVES, Adapter, AdapterPlan, dora_row_scale
+from megaswift.bridge.conversion import file_stamps, split_region
 from megaswift.bridge.hf_folder import HfFolder
 from megaswift.bridge.hf_source import TensorMeta, WeightSource
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
 from megaswift.bridge.new_head import NEW, NewHead
-from megaswift.bridge.open_weights import open_weights
+from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
-from megaswift.bridge.plan import WeightPlan
+from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.errors import Problem, WeightsError, path_hint
 from megaswift.families import family_of, load_spec
 from megaswift.families.adapter_folder import is_scored
 from megaswift.families.checkpoint_folder import verified_checkpoint
-from megaswift.families.scalar_head import with_score
+from megaswift.families.scalar_head import with_scalar_head
 
 
 def merged_blocks(
@@ -43,7 +43,7 @@ def merged_blocks(
     saved = tensors[name] if name in plan.saved else None
     a, b = (tensors[adapter.name(half)].float() for half in ("A", "B")) if adapter is not None else (None, None)
     factors = _row_scale(source, name, adapter, tensors) if adapter is not None and adapter.dora else None
-    for where in bands([(0, n) for n in shape], torch.float32.itemsize):
+    for where in split_region([(0, n) for n in shape], torch.float32.itemsize):
         if saved is not None:
             yield saved[where].to(dtype).contiguous()
         elif adapter is None:
@@ -59,7 +59,7 @@ def _stack(
     source: WeightSource, name: str, adapters: Sequence[Adapter], tensors: Mapping[str, Tensor]
 ) -> Iterator[Tensor]:
     """Experts that share a parameter [experts, in, out]."""
-    for where in bands([(0, n) for n in source.shape(name)], torch.float32.itemsize):
+    for where in split_region([(0, n) for n in source.shape(name)], torch.float32.itemsize):
         experts, rows, columns = where
         block = source.slice(name, where).float()
         for adapter, into in zip(adapters[experts], block, strict=True):
@@ -72,12 +72,12 @@ def _row_scale(source: WeightSource, name: str, adapter: Adapter, tensors: Mappi
     """DoRA's factor of each row [out]: rows may be longer than a block, so their lengths come before."""
     a, b, m = (tensors[adapter.name(half)].float() for half in adapter.halves)
     squares = torch.zeros_like(m)
-    for where in bands([(0, n) for n in source.shape(name)], torch.float32.itemsize):
+    for where in split_region([(0, n) for n in source.shape(name)], torch.float32.itemsize):
         rows, columns = where
         squares[rows] += (
             (b[rows] @ a[:, columns]).mul_(adapter.scale).add_(source.slice(name, where).float()).square().sum(1)
         )
-    return row_scale(m, squares)
+    return dora_row_scale(m, squares)
 
 
 def merge_folders(
@@ -99,7 +99,7 @@ def merge_folders(
         if not base.exists():
             raise WeightsError(Problem(str(base), "does not exist", path_hint(base)))
         raise WeightsError(Problem(str(base), "has no config.json", "give the folder of the base model"))
-    if merge_by_peft.needs_peft(home, adapter):
+    if merge_by_peft.needs_peft_merge(home, adapter):
         if checkpoint is not None:
             raise WeightsError(
                 Problem(
@@ -110,7 +110,7 @@ def merge_folders(
             )
         return merge_by_peft.merge_with_peft(base, adapter, target, max_shard_bytes, overwrite)
     scored, spec = is_scored(adapter), load_spec(home)
-    spec = with_score(spec) if scored else spec
+    spec = with_scalar_head(spec) if scored else spec
     weights = WeightPlan(family_of(spec.hf_config), spec)
     source = open_weights(base)
     if scored and NEW not in source.names():
@@ -132,7 +132,7 @@ def merge_folders(
         "from": str(base.resolve()),
         "adapter": file_stamps([p for p in adapter.iterdir() if p.is_file()], adapter),
     }
-    config = merge_by_peft.classifier(spec.hf_config, home) if scored else spec.hf_config
+    config = merge_by_peft.classifier_config(spec.hf_config, home) if scored else spec.hf_config
     output = HfFolder(target, metas, config, home, max_shard_bytes, overwrite)
     return hf_folder.make_hf_folder(
         output, functools.partial(merged_blocks, source, plan=plan, tensors=tensors), made_from

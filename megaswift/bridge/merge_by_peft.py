@@ -13,21 +13,21 @@ from typing import Any
 import torch
 
 from megaswift.bridge.finite_weights import is_finite, warn_non_finite
-from megaswift.bridge.peft_config import train_type_of
-from megaswift.bridge.transformers_weights import disk_names, saved_buffers, write_folder
-from megaswift.data.tokenizer import load_tokenizer, pad_of
+from megaswift.bridge.peft_config_from_options import train_type_for_peft_type
+from megaswift.bridge.transformers_weights import saved_buffers, to_disk_names, write_transformers_folder
+from megaswift.data.tokenizer import load_tokenizer, padding_token_of
 from megaswift.errors import Problem, UserError, WeightsError, first_line
 from megaswift.families.adapter_folder import adapter_kind, is_scored
 from megaswift.families.family import FAMILIES, read_config
-from megaswift.families.scalar_head import scored_config, with_padding
+from megaswift.families.scalar_head import scored_config, with_pad_token_id
 from megaswift.families.served_quantization import PLAIN, quant_method
-from megaswift.families.vision import has_tower
+from megaswift.families.vision import has_vision_tower
 
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, NotImplementedError)
 """What transformers and PEFT raise for what they cannot load or merge."""
 
 
-def needs_peft(home: Path, adapter: Path) -> bool:
+def needs_peft_merge(home: Path, adapter: Path) -> bool:
     """Whether the streaming merge does not support these weights or these adapters."""
     return adapter_kind(adapter) != "lora" or str(read_config(home).get("model_type")) not in FAMILIES
 
@@ -36,7 +36,7 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
     """`target`: the model in `base`, a Hugging Face folder, with the adapters merged in. It appears whole or not at
     all."""
     kind, quantized = adapter_kind(adapter), quant_method(read_config(base))
-    if not train_type_of(kind):
+    if not train_type_for_peft_type(kind):
         raise WeightsError(Problem(str(adapter), f"is a {kind.upper()} adapter, which is not supported"))
     if quantized is not None:
         raise WeightsError(
@@ -49,20 +49,20 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
     except REFUSALS as error:
         raise WeightsError(Problem(f"{adapter} on {base}", f"PEFT cannot merge it: {first_line(error)}")) from None
     tensors = {**dict(merged.named_parameters()), **saved_buffers(merged)}
-    stored = disk_names(merged, {n: t.detach() for n, t in tensors.items()})
-    config = classifier(scored_config(read_config(base)), base) if is_scored(adapter) else None
-    write_folder(target, stored, base, max_shard_bytes, overwrite, config)
+    stored = to_disk_names(merged, {n: t.detach() for n, t in tensors.items()})
+    config = classifier_config(scored_config(read_config(base)), base) if is_scored(adapter) else None
+    write_transformers_folder(target, stored, base, max_shard_bytes, overwrite, config)
     warn_non_finite(target, [name for name, tensor in stored.items() if not is_finite(tensor)])
     return target
 
 
-def classifier(config: Mapping[str, Any], home: Path) -> dict[str, Any]:
+def classifier_config(config: Mapping[str, Any], home: Path) -> dict[str, Any]:
     """The config.json of a reward model whose tokenizer lies in `home`: transformers reads a row's score at its last
     token."""
     if config.get("pad_token_id") is not None:
         return dict(config)
-    return with_padding(
-        config, pad_of(load_tokenizer(home, False, "put the tokenizer's files into the base model's folder"))
+    return with_pad_token_id(
+        config, padding_token_of(load_tokenizer(home, False, "put the tokenizer's files into the base model's folder"))
     )
 
 
@@ -72,7 +72,7 @@ def _merged(base: Path, adapter: Path) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    auto: Any = AutoModelForImageTextToText if has_tower(read_config(base)) else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if has_vision_tower(read_config(base)) else AutoModelForCausalLM
     auto, how = (AutoModelForSequenceClassification, {"num_labels": 1}) if is_scored(adapter) else (auto, {})
     model: Any = auto.from_pretrained(base, dtype=torch.float32, use_safetensors=True, **how)
     return peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()

@@ -18,15 +18,36 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megaswift.bridge.adapters import HALVES, MAGNITUDE, PREFIX, Adapter, AdapterPlan, AdapterSettings, Half, by_pattern
-from megaswift.bridge.expert_stacks import TensorReader, expert_stacks_of, parameter_of, unstacked_readers
+from megaswift.bridge.adapter_plan import (
+    HALVES,
+    MAGNITUDE,
+    PREFIX,
+    Adapter,
+    AdapterPlan,
+    AdapterSettings,
+    Half,
+    value_for_module,
+)
+from megaswift.bridge.expert_stacks import (
+    TensorReader,
+    expert_parameter_name,
+    expert_tensor_readers,
+    find_expert_stacks,
+)
 from megaswift.bridge.file_tensor import FileTensor, mapped_tensor
-from megaswift.bridge.plan import SHOWN, WeightPlan
 from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_header
-from megaswift.disk import atomic_file, safetensors_to
+from megaswift.bridge.weight_plan import SHOWN, WeightPlan
+from megaswift.disk import atomic_file, safetensors_disk_errors
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.families.adapter_folder import CLASSIFIER_TASK, CONFIG, LANGUAGE_TASK, TENSORS
-from megaswift.families.projections import WEIGHT, Projection, dora_problems, partly_chosen, projections, stack_suffix
+from megaswift.families.projections import (
+    WEIGHT,
+    Projection,
+    dora_problems,
+    partly_chosen_modules,
+    projections,
+    stack_suffix,
+)
 from megaswift.families.step_manifest import refuse_damaged_part
 
 REFUSED: Mapping[str, str] = {
@@ -117,7 +138,7 @@ class PeftFolder:
             elif (shape := tuple(read().shape)) != weights.hf_shapes[name]:
                 problems.append(self._wrong(name, shape, weights.hf_shapes[name]))
             saved.append(name)
-        problems += partly_chosen(weights.family, weights.spec, saved)
+        problems += partly_chosen_modules(weights.family, weights.spec, saved)
         problems += dora_problems(chosen, f"{self.directory / CONFIG}, use_dora") if self.settings.dora else []
         if problems:
             raise WeightsError(problems[:SHOWN])
@@ -132,7 +153,9 @@ class PeftFolder:
         it."""
         s = self.settings
         alphas = {
-            m: alpha for m in self._unstacked if (alpha := by_pattern(s.alphas, parameter_of(m), s.alpha)) != s.alpha
+            m: alpha
+            for m in self._unstacked
+            if (alpha := value_for_module(s.alphas, expert_parameter_name(m), s.alpha)) != s.alpha
         }
         return replace(s, ranks={m: r for m, r in ranks.items() if r != s.rank}, alphas={**s.alphas, **alphas})
 
@@ -140,10 +163,10 @@ class PeftFolder:
         """How to read each tensor; stacks of experts taken apart."""
         readers: dict[str, TensorReader] = {name: partial(self._read, name) for name in self._stored}
         apart: dict[str, TensorReader] = {}
-        for stack in expert_stacks_of(readers):
+        for stack in find_expert_stacks(readers):
             names = [f"{stack}.lora_{half}.weight" for half in HALVES]
             if all(name in readers for name in names):
-                experts = dict(unstacked_readers(stack, readers[names[0]], readers[names[1]], by_module))
+                experts = dict(expert_tensor_readers(stack, readers[names[0]], readers[names[1]], by_module))
                 readers = {name: read for name, read in readers.items() if not experts or name not in names}
                 apart.update(experts)
         self._unstacked = {name.rsplit(".lora_", 1)[0] for name in apart}
@@ -279,7 +302,7 @@ def _parameters(plan: AdapterPlan) -> list[str]:
     return sorted(set(end_of_stack.values()) if same_end == end_of_stack.keys() else end_of_stack)
 
 
-def write_adapter(directory: Path, plan: AdapterPlan, tensors: Iterable[tuple[str, Tensor]], base: str) -> Path:
+def write_peft_folder(directory: Path, plan: AdapterPlan, tensors: Iterable[tuple[str, Tensor]], base: str) -> Path:
     """The folder, each file whole or not there. On one rank."""
     stored = {PREFIX + name: tensor.contiguous() for name, tensor in tensors}
     expected = {PREFIX + name for name in plan.shapes()}
@@ -289,14 +312,14 @@ def write_adapter(directory: Path, plan: AdapterPlan, tensors: Iterable[tuple[st
         text = json.dumps(adapter_config(plan, base), indent=2, sort_keys=True) + "\n"
         with atomic_file(directory / CONFIG) as config_file, atomic_file(directory / TENSORS) as tensor_file:
             config_file.write_text(text, encoding="utf-8")
-            with safetensors_to(directory / TENSORS):
+            with safetensors_disk_errors(directory / TENSORS):
                 save_file(stored, tensor_file, metadata={"format": "pt"})
     except OSError as error:
         raise CheckpointError(Problem(str(directory), f"cannot be written: {error}")) from None
     return directory
 
 
-def adapter_values(source: Mapping[str, Tensor]) -> Any:
+def adapter_value_reader(source: Mapping[str, Tensor]) -> Any:
     """What `RankAdapters.fill` asks for, from tensors by name."""
 
     def value(adapter: Adapter, half: Half) -> Tensor:

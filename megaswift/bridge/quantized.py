@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.file_tensor import new_block
-from megaswift.bridge.hf_source import HfSource, Slices, Span, WeightSource, spans_of
+from megaswift.bridge.hf_source import HfSource, Slices, Span, WeightSource, slices_to_spans
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import read_config
@@ -146,7 +146,9 @@ def _wrong(stored: HfSource, name: str, rule: str) -> Problem:
     return Problem(f"{stored.file(name)}, tensor {name}", rule, "download the model again")
 
 
-def fp8_weights(stored: HfSource, scheme: Fp8Scheme, problems: list[Problem]) -> Iterator[tuple[str, QuantizedWeight]]:
+def find_fp8_weights(
+    stored: HfSource, scheme: Fp8Scheme, problems: list[Problem]
+) -> Iterator[tuple[str, QuantizedWeight]]:
     """Every float8 weight with its scale, of the shape that the block size asks for; scales that scale nothing are
     problems."""
     names = set(stored.names())
@@ -187,7 +189,7 @@ def fp8_weights(stored: HfSource, scheme: Fp8Scheme, problems: list[Problem]) ->
             yield name, Fp8Weight(name, scale, shape, (rows, columns), scalar)
 
 
-def mxfp4_weights(stored: HfSource, problems: list[Problem]) -> Iterator[tuple[str, QuantizedWeight]]:
+def find_mxfp4_weights(stored: HfSource, problems: list[Problem]) -> Iterator[tuple[str, QuantizedWeight]]:
     """Every pair of blocks and exponents; one without the other is a problem."""
     names = set(stored.names())
     for scales in stored.names():
@@ -229,7 +231,9 @@ class DequantizedSource:
         self.stored, self.directory, self.target = stored, stored.directory, dtype
         problems: list[Problem] = []
         weights = (
-            fp8_weights(stored, scheme, problems) if isinstance(scheme, Fp8Scheme) else mxfp4_weights(stored, problems)
+            find_fp8_weights(stored, scheme, problems)
+            if isinstance(scheme, Fp8Scheme)
+            else find_mxfp4_weights(stored, problems)
         )
         self._packed = dict(weights)
         if problems:
@@ -272,7 +276,7 @@ class DequantizedSource:
         packed = self._packed.get(name)
         if packed is None:
             return self.stored.slice(name, where)
-        spans = spans_of(where, packed.shape)
+        spans = slices_to_spans(where, packed.shape)
         out = new_block([stop - start for start, stop in spans], self.target)
         if out.numel():
             packed.fill(self.stored.slice, spans, out)
@@ -283,7 +287,7 @@ class DequantizedSource:
         self.stored.close()
 
 
-def open_hf(directory: Path | str) -> WeightSource:
+def open_hf_weights(directory: Path | str) -> WeightSource:
     """The weights of a Hugging Face folder, whatever form they are stored in: the one way in."""
     folder = Path(directory)
     config = read_config(folder) if (folder / "config.json").exists() else {}

@@ -49,7 +49,7 @@ class HeaderEntry(NamedTuple):
     stop: int
 
 
-def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For json.loads: a name that comes twice is a ValueError, not the last one's victory."""
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
@@ -71,7 +71,7 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
             raise DamagedHeader(f"is truncated or not a safetensors file ({size} bytes)")
         text = file.read(length)
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=no_duplicates)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=reject_duplicate_keys)
     except DamagedHeader:
         raise
     except (ValueError, RecursionError) as error:

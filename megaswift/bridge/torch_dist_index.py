@@ -61,7 +61,7 @@ class _Tables(pickle.Unpickler):
         )
 
 
-def read_index(directory: Path) -> Metadata | Problem:
+def read_torch_dist_metadata(directory: Path) -> Metadata | Problem:
     """The tables of a checkpoint, or why there are none."""
     path = directory / INDEX
     try:
@@ -139,7 +139,7 @@ def _lies_within(chunk: ChunkStorageMetadata, whole: torch.Size) -> bool:
     return all(a >= 0 and n >= 0 and a + n <= size for a, n, size in zip(offsets, sizes, whole, strict=True))
 
 
-def file_problems(directory: Path, index: Metadata) -> list[Problem]:
+def missing_file_problems(directory: Path, index: Metadata) -> list[Problem]:
     """Files that the tables name and that are missing or too short."""
     need: dict[str, int] = {}
     for info in index.storage_data.values():

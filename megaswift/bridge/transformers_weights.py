@@ -13,15 +13,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megaswift.bridge.export import has_weights
+from megaswift.bridge.hf_export import has_weights
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
-from megaswift.bridge.open_weights import open_weights
+from megaswift.bridge.open_weight_source import open_weights
 from megaswift.families.family import read_config
 from megaswift.families.quantization import quantization_problem
 
 
-def disk_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_disk_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A model's whole tensors by the names, and in the pieces, that checkpoints of its family have."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -41,7 +41,7 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
 
 
-def disk_dtypes(folder: Path) -> dict[str, torch.dtype]:
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """The dtype of each tensor in a Hugging Face folder; empty where it has no weights, or in a form that only
     transformers reads."""
     if not has_weights(folder) or quantization_problem(read_config(folder)):
@@ -59,14 +59,14 @@ def config_dtype(folder: Path) -> torch.dtype:
 
 def metas_like(tensors: Mapping[str, Tensor], source: Path) -> dict[str, TensorMeta]:
     """Shape of each tensor by disk name, and the dtype that it has in `source`."""
-    stored, default = disk_dtypes(source), config_dtype(source)
+    stored, default = stored_dtypes(source), config_dtype(source)
     return {
         name: TensorMeta(tuple(t.shape), stored.get(name, default if t.is_floating_point() else t.dtype))
         for name, t in tensors.items()
     }
 
 
-def write_folder(
+def write_transformers_folder(
     folder: Path,
     weights: Mapping[str, Tensor],
     source: Path,

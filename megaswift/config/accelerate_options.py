@@ -11,7 +11,7 @@ from typing import Any
 
 from megaswift.config.sections import Sections
 from megaswift.config.sources import ConfigSource, Given
-from megaswift.config.value_types import show
+from megaswift.config.value_types import format_value
 from megaswift.errors import Problem
 
 ZERO, FSDP, MEGATRON = "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"
@@ -65,10 +65,10 @@ def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> 
     givens = from_accelerate(environ).givens
     taken = [g for g in givens if _plain(c.value(g.name)) == g.value]
     if taken:
-        yield f"from accelerate's settings: {' '.join(f'--{g.name} {show(g.value)}' for g in taken)}"
+        yield f"from accelerate's settings: {' '.join(f'--{g.name} {format_value(g.value)}' for g in taken)}"
     for g in givens:
         if g not in taken:
-            yield f"{g.label} has no effect: --{g.name} {show(c.value(g.name))} of the run overrides it"
+            yield f"{g.label} has no effect: --{g.name} {format_value(c.value(g.name))} of the run overrides it"
     for variable, (name, silent, instead) in _WITHOUT_EFFECT.items():
         value = environ.get(variable, "").lower()
         idle = variable.startswith("FSDP_") and not _on(environ, FSDP)
@@ -83,7 +83,7 @@ def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> 
         )
 
 
-def not_read(environ: Mapping[str, str]) -> list[Problem]:
+def unread_accelerate_notices(environ: Mapping[str, str]) -> list[Problem]:
     """For the Python API, whose configuration is made by the user's own code: engines asked of accelerate."""
     settings = {ZERO: ("deepspeed", "zero2"), FSDP: ("fsdp", "fsdp2"), MEGATRON: ("megatron_lm", "megatron")}
     return [

@@ -6,7 +6,7 @@ from typing import Any
 
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import NATIVE, READS, engine_of
-from megaswift.config.peft_methods import LORA_ONLY, METHODS, OWNERS, SHARED, Method
+from megaswift.config.peft_methods import LORA_ONLY, METHODS, OWNERS, SHARED, PeftMethod
 from megaswift.config.quantization import DEFAULT_BITS
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import OPTIONS, Sections
@@ -20,17 +20,17 @@ _TYPE = ("train_type",)
 _BITS = ("quantization_bit", "train_type")
 
 
-def peft_method_of(c: Sections) -> Method | None:
+def peft_method_of(c: Sections) -> PeftMethod | None:
     """PEFT's adapter that trains, where it is not LoRA."""
     return METHODS.get(c.model.train_type)
 
 
-def bits_of(c: Sections) -> int | None:
+def frozen_weight_bits(c: Sections) -> int | None:
     """Bits of the frozen weights on an engine of torch; None: as they are."""
     return DEFAULT_BITS if c.model.train_type == "qlora" else c.quantization.quantization_bit
 
 
-def defaults(train_type: Any) -> dict[str, Any]:
+def train_type_defaults(train_type: Any) -> dict[str, Any]:
     """Options whose default depends on what trains."""
     method = METHODS.get(str(train_type))
     own = dict(method.defaults) if method else {}
@@ -111,7 +111,7 @@ ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
         IgnoredOption(
             name,
             (*_BITS, *READS),
-            lambda c: not _native(c) and bits_of(c) != 4,
+            lambda c: not _native(c) and frozen_weight_bits(c) != 4,
             "applies only to 4-bit weights",
             "--quantization_bit 4",
             (OPTIONS[name].default,),
@@ -177,13 +177,17 @@ ADAPTER_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         (*_BITS, *READS),
-        lambda c: bits_of(c) is not None and not _native(c) and engine_of(c) in SHARDED,
+        lambda c: frozen_weight_bits(c) is not None and not _native(c) and engine_of(c) in SHARDED,
         "is not supported with sharded weights: bitsandbytes blocks cannot be split",
         "--engine ddp, zero2, or megatron, which shards qlora with --tp",
     ),
     ConflictingOptions(
         (*_BITS,),
-        lambda c: (m := peft_method_of(c)) is not None and bits_of(c) is not None and bits_of(c) not in m.bits,
+        lambda c: (
+            (m := peft_method_of(c)) is not None
+            and frozen_weight_bits(c) is not None
+            and frozen_weight_bits(c) not in m.bits
+        ),
         "is not supported by PEFT's {train_type}",
         "--train_type lora",
     ),

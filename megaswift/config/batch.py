@@ -29,11 +29,11 @@ def batch_plan(train: TrainConfig, dp: int) -> BatchPlan:
     problems = list(batch_problems(train, dp, {}))
     if problems:
         raise ConfigError(problems)
-    per_device, passes = train.per_device_train_batch_size, accumulation(train, dp)
+    per_device, passes = train.per_device_train_batch_size, accumulation_steps(train, dp)
     return BatchPlan(per_device, passes, per_device * passes * dp)
 
 
-def accumulation(train: TrainConfig, dp: int) -> int:
+def accumulation_steps(train: TrainConfig, dp: int) -> int:
     """Micro-batches per optimizer step, where `batch_problems` finds none: as given, else what the global batch asks
     for, else 1."""
     if train.gradient_accumulation_steps is not None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.batch import accumulation
+from megaswift.config.batch import accumulation_steps
 from megaswift.config.json_object import read_object
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem, nearest_name
@@ -125,12 +125,12 @@ class FilledConfig:
     problems: tuple[Problem, ...] = ()
 
 
-def facts_of(cfg: Sections, world: int | None, dtype: str, hidden_size: int | None) -> RunFacts:
+def run_facts(cfg: Sections, world: int | None, dtype: str, hidden_size: int | None) -> RunFacts:
     """What `cfg` says, on `world` processes, in the precision that the run takes."""
     train, o = cfg.train, cfg.optim
     return RunFacts(
         train.per_device_train_batch_size,
-        accumulation(train, world or 1),
+        accumulation_steps(train, world or 1),
         world,
         o.learning_rate,
         (o.adam_beta1, o.adam_beta2),
@@ -143,7 +143,7 @@ def facts_of(cfg: Sections, world: int | None, dtype: str, hidden_size: int | No
     )
 
 
-def preset(kind: str) -> dict[str, Any]:
+def deepspeed_preset(kind: str) -> dict[str, Any]:
     """The configuration of a kind, with "auto" where the run decides."""
     stage, optimizer, weights = KINDS[kind]
     zero: dict[str, Any] = {"stage": stage}
@@ -157,7 +157,7 @@ def preset(kind: str) -> dict[str, Any]:
     return {"zero_optimization": zero, "bf16": {"enabled": "auto"}, **dict.fromkeys(autos, "auto")}
 
 
-def offloads(config: Mapping[str, Any]) -> tuple[bool, bool]:
+def deepspeed_offloads(config: Mapping[str, Any]) -> tuple[bool, bool]:
     """Whether a configuration keeps (the optimizer, the weights) off the device."""
     zero = config.get("zero_optimization") or {}
     optimizer, weights = (
@@ -169,7 +169,7 @@ def offloads(config: Mapping[str, Any]) -> tuple[bool, bool]:
 def deepspeed_kind(config: Mapping[str, Any]) -> str | None:
     """The kind that a configuration belongs to; None where it belongs to none. At stage 3 either part may be
     offloaded."""
-    stage, (optimizer, weights) = (config.get("zero_optimization") or {}).get("stage", 0), offloads(config)
+    stage, (optimizer, weights) = (config.get("zero_optimization") or {}).get("stage", 0), deepspeed_offloads(config)
     kind = f"zero{stage}" + "_offload" * (optimizer or weights)
     return kind if kind in KINDS and (stage == 3 or not weights) else None
 

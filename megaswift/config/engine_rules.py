@@ -8,10 +8,10 @@ from pathlib import Path
 from megaswift.config.deepspeed_json import (
     FilledConfig,
     deepspeed_kind,
-    facts_of,
+    deepspeed_preset,
     fill_auto,
-    preset,
     read_deepspeed_json,
+    run_facts,
 )
 from megaswift.config.engine import ZERO
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
@@ -82,7 +82,9 @@ def zero_config(c: Sections, world: int, dtype: str, hidden_size: int) -> Filled
     own = None if named is None or named in ZERO else Path(named)
     label = "--deepspeed" if own is None else own.name
     return fill_auto(
-        preset(engine_of(c)) if own is None else read_deepspeed_json(own), facts_of(c, world, dtype, hidden_size), label
+        deepspeed_preset(engine_of(c)) if own is None else read_deepspeed_json(own),
+        run_facts(c, world, dtype, hidden_size),
+        label,
     )
 
 
@@ -127,7 +129,7 @@ def capabilities_of(c: Sections) -> EngineCapabilities:
     return CAPABILITIES.get(engine_of(c), _TORCH_ENGINE)
 
 
-def splits_model(c: Sections) -> bool:
+def uses_model_parallelism(c: Sections) -> bool:
     """Whether any axis but data parallelism is asked for."""
     return any(c.value(name) > 1 for name in AXES)
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from megaswift.config.value_types import FALSE, show
+from megaswift.config.value_types import FALSE, format_value
 
 _GONE = "leave it out: "
 _NOT_SERVED = "leave it out: megaswift does not support "
@@ -378,7 +378,7 @@ def option_advice(name: str, value: Any, known: Collection[str]) -> str:
     if any(option not in known for option in options):
         return ""
     plain = isinstance(value, str | int | float) and re.fullmatch(r"--\w+", advice)  # the same option by another name
-    return f"{advice} {show(value)}" if plain else advice
+    return f"{advice} {format_value(value)}" if plain else advice
 
 
 def value_advice(option: str, value: str) -> str:

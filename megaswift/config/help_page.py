@@ -11,7 +11,7 @@ from megaswift.config.estimator_table import estimators_reading_text
 from megaswift.config.loss_table import readers_text
 from megaswift.config.option import Option
 from megaswift.config.sections import OPTIONS, SECTIONS, TASKS
-from megaswift.config.value_types import show
+from megaswift.config.value_types import format_value
 
 USAGE = """\
 megaswift {task}: {what}
@@ -39,19 +39,19 @@ def task_help(task: str, width: int | None = None) -> str:
     for key, cls in SECTIONS.items():
         mine = [option for option in OPTIONS.values() if option.section == key and option.belongs_to(task)]
         if mine:
-            lines += heading(cls.__doc__ or key, width)
+            lines += section_heading(cls.__doc__ or key, width)
         for option in mine:
-            lines += entry(option, width, task)
+            lines += option_lines(option, width, task)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def heading(docstring: str, width: int) -> list[str]:
+def section_heading(docstring: str, width: int) -> list[str]:
     """The lines above the options of a section: its title, and the note below it."""
     title, _, note = docstring.strip().partition("\n\n")
     return ["", title, "-" * len(title), *textwrap.wrap(" ".join(note.split()), width)]
 
 
-def entry(option: Option, width: int, task: str | None = None) -> Iterator[str]:
+def option_lines(option: Option, width: int, task: str | None = None) -> Iterator[str]:
     """The lines of one option, as `task` has it."""
     column = 38 if width >= 96 else 30
     head = f"  --{option.name} {default_text(option)}".rstrip()
@@ -86,4 +86,4 @@ def default_text(option: Option) -> str:
     unit = option.unit
     if option.default == 1 and unit:
         unit = unit.removesuffix("es") if unit.endswith("sses") else unit.removesuffix("s")
-    return f"{show(option.default)} {unit}".strip()
+    return f"{format_value(option.default)} {unit}".strip()

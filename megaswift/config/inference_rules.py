@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from megaswift.config.byte_size import parse_size
-from megaswift.config.command import Parsed
+from megaswift.config.command_parser import ParsedCommand
+from megaswift.config.device_placement import AUTOMATIC, DISK, parse_device_map, parse_max_memory
 from megaswift.config.inference import (
     COLD,
     ExportOptions,
@@ -22,7 +23,6 @@ from megaswift.config.inference import (
     SourceOptions,
     WeightsOptions,
 )
-from megaswift.config.placement import AUTOMATIC, DISK, device_map, max_memory
 from megaswift.errors import Problem
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -43,7 +43,7 @@ TRANSFORMERS_ONLY = (
 """Options of `deploy` that vLLM's own server has no word for."""
 
 
-def _unused(parsed: Parsed, names: Iterable[str], why: str, fix: str = "leave it out") -> Iterator[Problem]:
+def _unused(parsed: ParsedCommand, names: Iterable[str], why: str, fix: str = "leave it out") -> Iterator[Problem]:
     return (Problem(parsed.label(name), why, fix) for name in names if parsed.given(name))
 
 
@@ -66,11 +66,11 @@ def _bits(bits: int | None) -> Iterator[Problem]:
         yield Problem(f"--quantization_bit {bits}", "must be 4 or 8", "--quantization_bit 4")
 
 
-def _placement(parsed: Parsed) -> Iterator[Problem]:
+def _placement(parsed: ParsedCommand) -> Iterator[Problem]:
     options: PlacementOptions = parsed.sections["placement"]
     weights: WeightsOptions = parsed.sections["weights"]
     yield from _bits(options.quantization_bit)
-    placed = device_map(options.device_map)
+    placed = parse_device_map(options.device_map)
     if isinstance(placed, Problem):
         yield placed
     elif options.device_map not in AUTOMATIC:
@@ -81,7 +81,7 @@ def _placement(parsed: Parsed) -> Iterator[Problem]:
             yield from _unused(
                 parsed, ["offload_folder"], f"would be ignored: {parsed.label('device_map')} puts no module on disk"
             )
-    if options.max_memory is not None and isinstance(limits := max_memory(options.max_memory), Problem):
+    if options.max_memory is not None and isinstance(limits := parse_max_memory(options.max_memory), Problem):
         yield limits
     if weights.adapters is None:
         yield from _unused(parsed, ["merge_adapters"] * weights.merge_adapters, "needs adapters", "--adapters DIR")
@@ -93,7 +93,7 @@ def _placement(parsed: Parsed) -> Iterator[Problem]:
         )
 
 
-def _generation(options: GenerationOptions, parsed: Parsed) -> Iterator[Problem]:
+def _generation(options: GenerationOptions, parsed: ParsedCommand) -> Iterator[Problem]:
     if options.temperature == 0:
         yield from _unused(
             parsed,
@@ -108,7 +108,7 @@ def _generation(options: GenerationOptions, parsed: Parsed) -> Iterator[Problem]
         yield Problem("--stop", "contains an empty string", '--stop "</s>"')
 
 
-def _beams(options: GenerationOptions, parsed: Parsed, chat: bool) -> Iterator[Problem]:
+def _beams(options: GenerationOptions, parsed: ParsedCommand, chat: bool) -> Iterator[Problem]:
     if (options.num_beams or 1) > 1:
         fix = "--num_beams 1"
         if chat:
@@ -120,7 +120,7 @@ def _beams(options: GenerationOptions, parsed: Parsed, chat: bool) -> Iterator[P
         yield from _unused(parsed, ("stop", "logprobs"), f"conflicts with {parsed.label('num_beams')}", fix)
 
 
-def _file(options: FileOptions, parsed: Parsed) -> Iterator[Problem]:
+def _file(options: FileOptions, parsed: ParsedCommand) -> Iterator[Problem]:
     if options.dataset is None:
         names = ("columns", "result_path", "per_device_eval_batch_size", "logprobs", "top_logprobs")
         yield from _unused(parsed, names, "applies only to a prompt file", "--dataset FILE.jsonl")
@@ -144,7 +144,7 @@ def _file(options: FileOptions, parsed: Parsed) -> Iterator[Problem]:
         )
 
 
-def check_infer(parsed: Parsed) -> Iterator[Problem]:
+def check_infer(parsed: ParsedCommand) -> Iterator[Problem]:
     """`megaswift infer`."""
     generation, file = parsed.sections["generation"], parsed.sections["file"]
     yield from _model(parsed.sections["weights"])
@@ -164,12 +164,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def token(options: ServerOptions) -> str | None:
+def server_token(options: ServerOptions) -> str | None:
     """The token that clients must send; the flag before the environment."""
     return options.api_key or os.environ.get(TOKEN_VARIABLE) or None
 
 
-def check_deploy(parsed: Parsed) -> Iterator[Problem]:
+def check_deploy(parsed: ParsedCommand) -> Iterator[Problem]:
     """`megaswift deploy`."""
     server: ServerOptions = parsed.sections["server"]
     generation: GenerationOptions = parsed.sections["generation"]
@@ -179,7 +179,7 @@ def check_deploy(parsed: Parsed) -> Iterator[Problem]:
     yield from _unused(
         parsed, ("num_beams", "seed"), "does not apply to a server: output is streamed, and the seed is set per request"
     )
-    if not is_loopback(server.host) and token(server) is None:
+    if not is_loopback(server.host) and server_token(server) is None:
         yield Problem(
             f"--host {server.host}",
             "an address reachable from other machines requires a token",
@@ -213,7 +213,7 @@ def _no_adapters(model: str | None) -> Problem:
     return Problem("--merge_lora true", "needs adapters", "--adapters DIR")
 
 
-def check_export(parsed: Parsed) -> Iterator[Problem]:
+def check_export(parsed: ParsedCommand) -> Iterator[Problem]:
     """`megaswift export`."""
     source: SourceOptions = parsed.sections["source"]
     export: ExportOptions = parsed.sections["export"]

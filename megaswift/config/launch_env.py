@@ -22,7 +22,7 @@ RESTARTS = "MEGASWIFT_RESTARTS"
 """How often `--max_restarts` has started the processes again; torchrun counts its own restarts."""
 
 
-def attempt(environ: Mapping[str, str]) -> int:
+def restart_count(environ: Mapping[str, str]) -> int:
     """How often the processes of this run were started before: 0 the first time."""
     return int(environ.get(RESTARTS, "0")) + int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
@@ -32,7 +32,7 @@ def is_worker(environ: Mapping[str, str]) -> bool:
     return all(name in environ for name in IDENTITY)
 
 
-def started(option: str, environ: Mapping[str, str]) -> int | None:
+def launched_count(option: str, environ: Mapping[str, str]) -> int | None:
     """How many the launcher started: processes on this machine (`nproc_per_node`), machines (`nnodes`). None where it
     does not say."""
     return next((int(environ[name]) for name in COUNTS[option] if name in environ), None)

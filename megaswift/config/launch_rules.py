@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaswift.config.launcher_table import LAUNCHER_TABLE, launchers_reading
-from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test, joined
+from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test, join_names
 from megaswift.config.sections import Sections
 
 
@@ -17,7 +17,7 @@ def _ignored_by_launcher() -> Iterator[IgnoredOption]:
     """A rule for each option that only some launchers read."""
     for option in dict.fromkeys(name for entry in LAUNCHER_TABLE for name in entry.reads):
         readers = launchers_reading(option)
-        why = f"applies only to launcher {joined(readers)}"
+        why = f"applies only to launcher {join_names(readers)}"
         yield IgnoredOption(option, ("launcher",), _unread(option), why, f"--launcher {readers[0]}")
 
 

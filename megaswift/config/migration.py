@@ -158,7 +158,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
 """Spellings by which a command line shows where it comes from, the first toolkit that has one."""
 
 
-def changed_for(c: Sections, toolkit: str) -> Iterator[ChangedDefault]:
+def changed_toolkit_defaults(c: Sections, toolkit: str) -> Iterator[ChangedDefault]:
     """The defaults of a toolkit that `c` would have had there and has not here."""
     adapts = c.model.train_type != "full"
     for row in CHANGED:
@@ -167,7 +167,7 @@ def changed_for(c: Sections, toolkit: str) -> Iterator[ChangedDefault]:
             yield row
 
 
-def changed_defaults(c: Sections, names: Iterable[str], idle: Collection[str] = ()) -> Iterator[str]:
+def changed_defaults_notice(c: Sections, names: Iterable[str], idle: Collection[str] = ()) -> Iterator[str]:
     """One notice where the user's names are another toolkit's and options that were left out mean something else.
 
     `idle`: options that play no part in `c`.
@@ -175,7 +175,7 @@ def changed_defaults(c: Sections, names: Iterable[str], idle: Collection[str] = 
     used = list(names)
     for toolkit, spellings in SPELLINGS.items():
         foreign = [name for name in used if name in spellings]
-        rows = [row for row in changed_for(c, toolkit) if row.option not in idle] if foreign else []
+        rows = [row for row in changed_toolkit_defaults(c, toolkit) if row.option not in idle] if foreign else []
         if rows:
             listed = "; ".join(f"{row.option} {row.ours} ({row.theirs})" for row in rows)
             yield (

@@ -14,7 +14,7 @@ LARGEST_SEED = 2**62
 """Room below 2^64, torch's limit, for what is added for ranks and steps."""
 
 
-class Details(TypedDict, total=False):
+class OptionDetails(TypedDict, total=False):
     """What an option may say about itself besides default and help."""
 
     aliases: tuple[str, ...]
@@ -36,7 +36,7 @@ class Details(TypedDict, total=False):
     """What `--help` shows in place of a default that is not set."""
 
 
-def option(default: Any, help: str, **details: Unpack[Details]) -> Any:
+def option(default: Any, help: str, **details: Unpack[OptionDetails]) -> Any:
     """A dataclass field that is an option. `help` is one line without a full stop."""
     metadata = {"help": help, **details}
     if isinstance(default, dict):
@@ -56,7 +56,7 @@ class Option:
     """None is a value: not set, decided elsewhere."""
     default: Any
     help: str
-    details: Details
+    details: OptionDetails
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ class OptionTable:
     """Any spelling to the canonical name."""
 
 
-def table_of(sections: Mapping[str, type]) -> OptionTable:
+def build_option_table(sections: Mapping[str, type]) -> OptionTable:
     """The options of these sections; two that share a spelling are a programming error."""
     options = {o.name: o for key, cls in sections.items() for o in options_of(key, cls)}
     names: dict[str, str] = {}

@@ -81,7 +81,7 @@ class ParallelConfig:
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = option(
         (),
-        "Sizes of the a2a and the p2p groups of cp_comm_type a2a+p2p; their product is cp",
+        "Sizes of the a2a and the p2p groups of cp_comm_type a2a+p2p; product: cp",
         minimum=2,
         unit="ranks",
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Method:
+class PeftMethod:
     """One kind of adapter."""
 
     config: str
@@ -37,8 +37,8 @@ def _own(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
-METHODS: dict[str, Method] = {
-    "adalora": Method(
+METHODS: dict[str, PeftMethod] = {
+    "adalora": PeftMethod(
         "AdaLoraConfig",
         {
             "lora_alpha": "lora_alpha",
@@ -48,34 +48,34 @@ METHODS: dict[str, Method] = {
         {"lora_alpha": 8.0},
         engines=("ddp",),
     ),
-    "boft": Method(
+    "boft": PeftMethod(
         "BOFTConfig",
         {"lora_dropout": "boft_dropout", **_own("boft_block_size", "boft_block_num", "boft_n_butterfly_factor")},
     ),
-    "delora": Method("DeloraConfig", {"lora_rank": "r", "lora_dropout": "module_dropout"}, bits=()),
-    "fourierft": Method("FourierFTConfig", _own("n_frequency", "scaling")),
-    "gralora": Method(
+    "delora": PeftMethod("DeloraConfig", {"lora_rank": "r", "lora_dropout": "module_dropout"}, bits=()),
+    "fourierft": PeftMethod("FourierFTConfig", _own("n_frequency", "scaling")),
+    "gralora": PeftMethod(
         "GraloraConfig",
         {"lora_rank": "r", "lora_alpha": "alpha", "lora_dropout": "gralora_dropout"},
         {"lora_rank": 32, "lora_alpha": 64.0},
     ),
-    "hra": Method("HRAConfig", {"lora_rank": "r"}, bits=()),
-    "ia3": Method("IA3Config", _own("feedforward_modules")),
-    "loha": Method(
+    "hra": PeftMethod("HRAConfig", {"lora_rank": "r"}, bits=()),
+    "ia3": PeftMethod("IA3Config", _own("feedforward_modules")),
+    "loha": PeftMethod(
         "LoHaConfig",
         {"lora_rank": "r", "lora_alpha": "alpha", "lora_dropout": "module_dropout"},
         {"lora_alpha": 8.0},
         bits=(8,),
     ),
-    "lokr": Method(
+    "lokr": PeftMethod(
         "LoKrConfig",
         {"lora_rank": "r", "lora_alpha": "alpha", "lora_dropout": "module_dropout"},
         {"lora_alpha": 8.0},
         bits=(8,),
     ),
-    "miss": Method("MissConfig", {"lora_rank": "r", "lora_dropout": "miss_dropout"}, {"lora_rank": 64}),
-    "oft": Method("OFTConfig", {"lora_dropout": "module_dropout", **_own("oft_block_size")}),
-    "randlora": Method(
+    "miss": PeftMethod("MissConfig", {"lora_rank": "r", "lora_dropout": "miss_dropout"}, {"lora_rank": 64}),
+    "oft": PeftMethod("OFTConfig", {"lora_dropout": "module_dropout", **_own("oft_block_size")}),
+    "randlora": PeftMethod(
         "RandLoraConfig",
         {
             "lora_rank": "r",
@@ -85,20 +85,20 @@ METHODS: dict[str, Method] = {
         },
         {"lora_rank": 32, "lora_alpha": 640.0},
     ),
-    "road": Method("RoadConfig"),
-    "shira": Method("ShiraConfig", {"lora_rank": "r"}, {"lora_rank": 32}),
-    "vblora": Method(
+    "road": PeftMethod("RoadConfig"),
+    "shira": PeftMethod("ShiraConfig", {"lora_rank": "r"}, {"lora_rank": 32}),
+    "vblora": PeftMethod(
         "VBLoRAConfig",
         {"lora_rank": "r", "lora_dropout": "vblora_dropout"},
         {"lora_rank": 4},
         whole="its vector bank is shared by all layers",
     ),
-    "vera": Method(
+    "vera": PeftMethod(
         "VeraConfig",
         {"lora_rank": "r", "lora_dropout": "vera_dropout", **_own("d_initial", "projection_prng_key")},
         {"lora_rank": 256},
     ),
-    "waveft": Method("WaveFTConfig", _own("n_frequency", "scaling"), {"n_frequency": 2592, "scaling": 25.0}),
+    "waveft": PeftMethod("WaveFTConfig", _own("n_frequency", "scaling"), {"n_frequency": 2592, "scaling": 25.0}),
 }
 """By `train_type`."""
 

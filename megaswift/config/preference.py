@@ -119,7 +119,7 @@ def loss_types_of(c: Any) -> tuple[str, ...]:
     return c.preference.loss_type or LOSSES.get(c.task, ())[:1]
 
 
-def likelihood_of(c: Any) -> float:
+def cpo_alpha_of(c: Any) -> float:
     """`cpo_alpha`, or the default of the task."""
     given = c.preference.cpo_alpha
     return float(c.task == "cpo" and c.preference.loss_type != (ALPHAPO,)) if given is None else given

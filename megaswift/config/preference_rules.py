@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.config.data import RL
-from megaswift.config.loss_rules import ignored_by_loss, loss_requirements, losses_of
+from megaswift.config.loss_option_rules import ignored_by_loss, loss_requirements, losses_of
 from megaswift.config.loss_table import ALPHAPO, KL_PAIRS
 from megaswift.config.preference import LOSSES, beta_of, loss_types_of, needs_reference
 from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test

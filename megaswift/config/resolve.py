@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megaswift.config.adapter_rules import defaults
+from megaswift.config.adapter_rules import train_type_defaults
 from megaswift.config.data import ALIGNMENT
 from megaswift.config.foreign_options import option_advice, value_advice
-from megaswift.config.migration import changed_defaults
+from megaswift.config.migration import changed_defaults_notice
 from megaswift.config.option import Option
 from megaswift.config.peft_methods import VARIANTS
 from megaswift.config.rl_batch import BATCH_OPTIONS, DefaultPasses, default_passes
-from megaswift.config.rl_clashes import missing_rewards
-from megaswift.config.rules import BATCH, check_rules, contradicted, ignored_names
+from megaswift.config.rl_clashes import has_no_rewards
+from megaswift.config.rules import BATCH, check_rules, ignored_names, overridden_options
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections
 from megaswift.config.sources import ConfigSource, Given, secrets_of
-from megaswift.config.swift_correction import in_our_terms
-from megaswift.config.user_spelling import Typed, as_typed
-from megaswift.config.value_types import TRUE, Invalid, is_unset, parse_value, show
+from megaswift.config.swift_correction import translate_correction_options
+from megaswift.config.user_spelling import TypedOption, as_typed
+from megaswift.config.value_types import TRUE, InvalidValue, format_value, is_unset, parse_value
 from megaswift.errors import ConfigError, Problem, nearest_name
 from megaswift.redaction import redacted
 
@@ -40,7 +40,7 @@ class ResolveState:
     """What was understood so far, and what was wrong."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    typed: dict[str, Typed] = field(default_factory=dict)
+    typed: dict[str, TypedOption] = field(default_factory=dict)
     weights: dict[str, int] = field(default_factory=dict)
     """Which source each value is from; a larger number counts more."""
     wrong: set[str] = field(default_factory=set)
@@ -93,7 +93,7 @@ def resolve_sections(
     others.
     """
     state = ResolveState(task=task)
-    for weight, source in enumerate(in_our_terms(list(sources))):
+    for weight, source in enumerate(translate_correction_options(list(sources))):
         _take(state, source, weight)
     state, sections = _later_wins(state)
     problems = [*state.problems, *_check(sections, state), *(_missing(sections, state) if complete else ())]
@@ -116,13 +116,13 @@ def _refused(problems: Iterable[Problem], state: ResolveState) -> ConfigError:
 def _notices(sections: Sections, state: ResolveState) -> tuple[str, ...]:
     """What was taken otherwise than written, then defaults that depend on other options, then other toolkits'."""
     passes = _passes(state)
-    others = changed_defaults(sections, state.foreign, ignored_names(sections))
+    others = changed_defaults_notice(sections, state.foreign, ignored_names(sections))
     return (*state.notices, *_learning_rate(sections), *((passes.text,) if passes else ()), *others)
 
 
 def _values(state: ResolveState) -> dict[str, Any]:
     """The given values over those defaults that depend on `train_type`."""
-    return {**defaults(state.values.get("train_type")), **state.values}
+    return {**train_type_defaults(state.values.get("train_type")), **state.values}
 
 
 def _sections(state: ResolveState) -> Sections:
@@ -149,8 +149,9 @@ def _learning_rate(c: Sections) -> Iterator[str]:
     default = OPTIONS["learning_rate"].default
     if c.optim.learning_rate != default and "learning_rate" not in c.given:
         yield (
-            f"learning_rate {show(c.optim.learning_rate)}, the default with train_type {c.model.train_type} (full: "
-            f"{show(default)})"
+            f"learning_rate {format_value(c.optim.learning_rate)}, the default with train_type {c.model.train_type} "
+            f"(full: "
+            f"{format_value(default)})"
         )
 
 
@@ -174,7 +175,7 @@ def _with_one_dropped(state: ResolveState, sections: Sections) -> tuple[ResolveS
     """State and sections without the first contradicted option whose absence leaves fewer problems; None where there
     is none. Where both options say the same thing, as many problems are few enough."""
     count = len(_check(sections, state))
-    for old, new in contradicted(sections, state.weights, frozenset(state.wrong) | state.ambient):
+    for old, new in overridden_options(sections, state.weights, frozenset(state.wrong) | state.ambient):
         if old in KEPT or not state.typed[old].spelling:  # accelerate's settings: its launcher follows them too
             continue
         rest = state.without(old, f"{state.typed[old].label} is not used because of {state.typed[new].label}")
@@ -201,7 +202,7 @@ def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
             state.problems.append(unknown_option(given, NAMES))
             continue
         state.foreign.append(given.name)
-        take_value(state, option, given, first.get(option.name))
+        set_option_value(state, option, given, first.get(option.name))
         first.setdefault(option.name, given)
         (state.ambient.add if source.ambient else state.ambient.discard)(option.name)
         state.weights[option.name] = weight
@@ -227,34 +228,34 @@ def _spelled_out(givens: Sequence[Given]) -> Iterator[Given]:
             yield replace(given, name=switch, value=True)
 
 
-def take_value(state: ResolveState, option: Option, given: Given, earlier: Given | None) -> None:
+def set_option_value(state: ResolveState, option: Option, given: Given, earlier: Given | None) -> None:
     """One value; `earlier`: one of the same source for the same option."""
     if is_unset(option, given.value) and not earlier:
         state.forget(option.name)
         return
     try:
         value = parse_value(option, given.value)
-    except Invalid:
+    except InvalidValue:
         error = _refusal(option.of_task(state.task), given.value)
         words = given.value if isinstance(given.value, list | tuple) else [given.value]
         fix = next((text for word in words if (text := value_advice(option.name, str(word)))), error.fix)
         state.problems.append(Problem(given.label, error.rule, fix))
         state.wrong.add(option.name)
-        state.typed.setdefault(option.name, Typed(given.spelling, given.label))
+        state.typed.setdefault(option.name, TypedOption(given.spelling, given.label))
         return
     if earlier and option.name not in state.wrong and value != state.values[option.name]:
         rule = f"conflicts with {earlier.label}" + (f" (both set {option.name})" if earlier.name != given.name else "")
-        state.problems.append(Problem(given.label, rule, f"keep one of the two: --{option.name} {show(value)}"))
+        state.problems.append(Problem(given.label, rule, f"keep one of the two: --{option.name} {format_value(value)}"))
         return
-    state.values[option.name], state.typed[option.name] = value, Typed(given.spelling, given.label)
+    state.values[option.name], state.typed[option.name] = value, TypedOption(given.spelling, given.label)
     state.wrong.discard(option.name)
 
 
-def _refusal(option: Option, raw: Any) -> Invalid:
+def _refusal(option: Option, raw: Any) -> InvalidValue:
     """What is wrong with a value that does not parse."""
     try:
         parse_value(option, raw)
-    except Invalid as error:
+    except InvalidValue as error:
         return error
     raise AssertionError("the value was parsed before, with more choices")
 
@@ -296,4 +297,4 @@ def _missing(sections: Sections, state: ResolveState) -> Iterable[Problem]:
     if not sections.data.dataset and "dataset" not in state.wrong:
         yield Problem("--dataset", "is missing", "--dataset data.jsonl")
     if not state.wrong & {"reward_funcs", "reward_model", "environment"}:
-        yield from missing_rewards(sections)
+        yield from has_no_rewards(sections)

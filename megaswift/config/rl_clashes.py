@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaswift.config.adapter_rules import bits_of, peft_method_of
+from megaswift.config.adapter_rules import frozen_weight_bits, peft_method_of
 from megaswift.config.data import GRPO, PPO, RL
 from megaswift.config.engine_rules import capabilities_of
-from megaswift.config.loss_rules import loss_requirements
+from megaswift.config.loss_option_rules import loss_requirements
 from megaswift.config.preference import beta_of
 from megaswift.config.rl_defaults import (
-    biased_by,
+    biasing_sampling_options,
     corrects_kl,
     corrects_sampler,
     estimator_entry_of,
@@ -68,7 +68,7 @@ def _averaged(c: Sections) -> bool:
 
 
 def _biased(option: str) -> Test:
-    return lambda c: c.task in RL and option in biased_by(c) and not c.rl.allow_biased_sampling
+    return lambda c: c.task in RL and option in biasing_sampling_options(c) and not c.rl.allow_biased_sampling
 
 
 _GAE = ("advantage_estimator",)
@@ -253,7 +253,11 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("train_type", "quantization_bit"),
-        _rl(lambda c: not capabilities_of(c).merges_quantized and bits_of(c) is not None and not _is_plain_lora(c)),
+        _rl(
+            lambda c: (
+                not capabilities_of(c).merges_quantized and frozen_weight_bits(c) is not None and not _is_plain_lora(c)
+            )
+        ),
         "on quantized weights cannot be merged for the sampler without requantizing them",
         "--train_type lora, without use_dora",
     ),
@@ -272,7 +276,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
 )
 
 
-def missing_rewards(c: Sections) -> Iterator[Problem]:
+def has_no_rewards(c: Sections) -> Iterator[Problem]:
     """A run that nothing judges."""
     if c.task in RL and not c.rl.reward_funcs and not c.rl.reward_model and c.rl.environment is None:
         yield Problem(

@@ -48,7 +48,7 @@ def kl_estimator_of(c: Any) -> str:
     return c.rl.kl_estimator or ("k1" if kl_in_reward_of(c) else "k3")
 
 
-def whitens(c: Any) -> bool:
+def whitens_advantages(c: Any) -> bool:
     """Whether advantages are whitened over the batch, of estimators without a scale of their own."""
     given: bool | None = c.rl.whiten_advantages
     return estimator_entry_of(c).whitens if given is None else given
@@ -70,7 +70,7 @@ def corrects_kl(c: Any) -> bool:
     return kl_estimator_of(c) != "k2" if given is None else given
 
 
-def biased_by(c: Any) -> tuple[str, ...]:
+def biasing_sampling_options(c: Any) -> tuple[str, ...]:
     """Options that make the sampler draw from another distribution than the one that the loss differentiates."""
     rl = c.rl
     filters = {

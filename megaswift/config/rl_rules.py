@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megaswift.config.estimator_table import ESTIMATOR_OPTIONS, estimators_reading
-from megaswift.config.loss_rules import ignored_by_loss
+from megaswift.config.loss_option_rules import ignored_by_loss
 from megaswift.config.preference import beta_of
 from megaswift.config.rl import SERVERS
 from megaswift.config.rl_defaults import (
-    biased_by,
+    biasing_sampling_options,
     corrects_sampler,
     estimator_entry_of,
     kl_in_reward_of,
     policy_loss_of,
 )
-from megaswift.config.rule_types import IgnoredOption, Test, joined
+from megaswift.config.rule_types import IgnoredOption, Test, join_names
 
 
 def _rows(names: Iterable[str], reads: tuple[str, ...], when: Test, why: str, fix: str) -> Iterator[IgnoredOption]:
@@ -32,7 +32,7 @@ def _ignored_by_estimator() -> Iterator[IgnoredOption]:
     """A rule for each option that only some estimators read."""
     for option, neutral in ESTIMATOR_OPTIONS.items():
         readers = estimators_reading(option, "grpo")
-        why = f"applies only to advantage_estimator {joined(estimators_reading(option))}"
+        why = f"applies only to advantage_estimator {join_names(estimators_reading(option))}"
         yield IgnoredOption(option, _GAE, _unestimated(option), why, f"--advantage_estimator {readers[0]}", neutral)
 
 
@@ -181,7 +181,7 @@ RL_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "allow_biased_sampling",
         ("top_p", "top_k", "min_p", "repetition_penalty"),
-        lambda c: not biased_by(c),
+        lambda c: not biasing_sampling_options(c),
         "completions are sampled from the policy's own distribution",
         "--top_p 0.9",
     ),

@@ -12,7 +12,7 @@ ONE_OF = "keep one of the two"
 """The fix where two options say the same thing: either may go."""
 
 
-def joined(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """`a, b and c`."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last

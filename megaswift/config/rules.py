@@ -23,7 +23,7 @@ from megaswift.config.rl_rules import RL_IGNORED
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.torch_engine_rules import SPEED_CLASHES, SPEED_IGNORED
-from megaswift.config.value_types import show
+from megaswift.config.value_types import format_value
 from megaswift.errors import Problem
 
 
@@ -296,7 +296,7 @@ BATCH = ("global_batch_size", ("gradient_accumulation_steps",))
 """Where one is given, the other follows from it."""
 
 
-def contradicted(c: Sections, weights: Mapping[str, int], wrong: Collection[str]) -> Iterator[tuple[str, str]]:
+def overridden_options(c: Sections, weights: Mapping[str, int], wrong: Collection[str]) -> Iterator[tuple[str, str]]:
     """Options of earlier sources that contradict one of a later source, or are idle because of one, each with that one.
 
     `weights`: which source an option is from; `wrong`: options to leave out. An option of a later source that needs
@@ -340,9 +340,13 @@ def _clashes(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> I
     for r in CLASHES:
         if not wrong & set(r.options) and r.when(c):
             name = next((n for n in r.options if n in c.given), r.options[0])
-            what, why, first = labels.get(name, f"--{name} {show(c.value(name))}"), _fill(r.why, c), r.options[0]
+            what, why, first = (
+                labels.get(name, f"--{name} {format_value(c.value(name))}"),
+                _fill(r.why, c),
+                r.options[0],
+            )
             if name != first and c.value(first) is not None and c.value(first) is not False:
-                why = f"{first} defaults to {show(c.value(first))}: {why}"
+                why = f"{first} defaults to {format_value(c.value(first))}: {why}"
             yield Problem(what, why, _fill(r.fix, c))
 
 
@@ -362,4 +366,4 @@ def _batch(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Ite
 def _fill(text: str, c: Sections) -> str:
     if "{" not in text:
         return text
-    return text.format_map({name: show(c.value(name)) for name in OPTIONS} | {"engine": engine_of(c)})
+    return text.format_map({name: format_value(c.value(name)) for name in OPTIONS} | {"engine": engine_of(c)})

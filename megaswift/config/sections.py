@@ -12,14 +12,14 @@ from megaswift.config.launch import LaunchConfig
 from megaswift.config.lora import LoraConfig
 from megaswift.config.model import ModelConfig
 from megaswift.config.optim import OptimConfig
-from megaswift.config.option import Option, table_of
+from megaswift.config.option import Option, build_option_table
 from megaswift.config.parallel import ParallelConfig
 from megaswift.config.peft_options import PeftConfig
 from megaswift.config.preference import PreferenceConfig
 from megaswift.config.quantization import QuantizationConfig
 from megaswift.config.rl import RlConfig
 from megaswift.config.train import TrainConfig
-from megaswift.config.user_spelling import Typed
+from megaswift.config.user_spelling import TypedOption
 
 TASKS = {
     "sft": "supervised fine-tuning on conversations",
@@ -68,7 +68,7 @@ SECTION_ALIASES = {
 }
 """Other headings in a file. A heading only groups: any option may stand under any of them."""
 
-TRAINING = table_of(SECTIONS)
+TRAINING = build_option_table(SECTIONS)
 
 OPTIONS: dict[str, Option] = TRAINING.options
 """Every option by its canonical name."""
@@ -103,7 +103,7 @@ class Sections:
     """Canonical names of what the user set."""
     notices: tuple[str, ...] = field(default=(), compare=False)
     """What the user should know, though it is no mistake."""
-    typed: Mapping[str, Typed] = field(default_factory=dict, compare=False, repr=False)
+    typed: Mapping[str, TypedOption] = field(default_factory=dict, compare=False, repr=False)
     """How the user wrote each option."""
 
     def value(self, name: str) -> Any:

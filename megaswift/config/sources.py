@@ -16,7 +16,7 @@ from typing import Any
 
 from megaswift.config.option import OptionTable
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TRAINING, is_section
-from megaswift.config.value_types import FALSE, TRUE, example_value, show
+from megaswift.config.value_types import FALSE, TRUE, example_value, format_value
 from megaswift.errors import ConfigError, Problem, nearest_name, path_hint
 from megaswift.redaction import MASK, is_secret
 from megaswift.version import __version__
@@ -72,7 +72,7 @@ class CommandLine:
     problems: list[Problem] = field(default_factory=list)
 
 
-def from_environment(environ: Mapping[str, str]) -> ConfigSource:
+def launch_source_from_environment(environ: Mapping[str, str]) -> ConfigSource:
     """The launch section from torchrun-style variables. Not for workers: there torchrun has set some of them itself."""
     givens = [
         Given(n.lower(), environ[n], f"{n}={environ[n]} (environment)", f"{n} (environment)")
@@ -82,7 +82,7 @@ def from_environment(environ: Mapping[str, str]) -> ConfigSource:
     return ConfigSource(tuple(givens), ambient=True)
 
 
-def from_mapping(options: Mapping[str, Any]) -> ConfigSource:
+def source_from_mapping(options: Mapping[str, Any]) -> ConfigSource:
     """Options of the Python API: flat names, or sections as dicts or section objects."""
     givens: list[Given] = []
     for name, value in options.items():
@@ -91,7 +91,8 @@ def from_mapping(options: Mapping[str, Any]) -> ConfigSource:
             value = {f: v for f, v in fields.items() if v != OPTIONS[f].default}
         inner = value if is_section(name, value) else {name: value}
         givens += [
-            Given(normal(n), v, f"{n}={MASK if is_secret(normal(n)) else _shown(v)}", f"{n}=") for n, v in inner.items()
+            Given(normalize_name(n), v, f"{n}={MASK if is_secret(normalize_name(n)) else _shown(v)}", f"{n}=")
+            for n, v in inner.items()
         ]
     return ConfigSource(tuple(givens))
 
@@ -104,7 +105,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= LONGEST else text[:LONGEST] + "..."
 
 
-def normal(name: str) -> str:
+def normalize_name(name: str) -> str:
     """`--Learning-rate` and `learning_rate` are one name."""
     return name.lstrip("-").replace("-", "_")
 
@@ -152,8 +153,8 @@ def read_file(path: str) -> ConfigSource:
     problems: list[Problem] = []
     seen: set[tuple[str, str]] = set()
     for section, name, value, line in pairs:
-        label = f"{path}{line} {name}: {MASK if is_secret(normal(name)) else show(value)}"
-        if section and not is_section(normal(section), {}):
+        label = f"{path}{line} {name}: {MASK if is_secret(normalize_name(name)) else format_value(value)}"
+        if section and not is_section(normalize_name(section), {}):
             if (section, "") not in seen:
                 fix = nearest_name(section, [*SECTIONS, *NAMES])
                 problems.append(
@@ -162,8 +163,8 @@ def read_file(path: str) -> ConfigSource:
             seen.add((section, ""))
         elif (section, name) in seen:
             problems.append(Problem(label, "occurs twice in the file", "remove one of the two"))
-        elif section or value is not None or not is_section(normal(name), {}):  # else an empty section
-            givens.append(Given(normal(name), value, label, f"{path}{line} {name}:"))
+        elif section or value is not None or not is_section(normalize_name(name), {}):  # else an empty section
+            givens.append(Given(normalize_name(name), value, label, f"{path}{line} {name}:"))
         seen.add((section, name))
     return ConfigSource(tuple(givens), tuple(problems), version_notices(path, text))
 
@@ -248,8 +249,10 @@ def _walk(loader: Any, node: Any, section: str) -> Iterator[_Pair]:
     for key, value in node.value:
         name, line = str(key.value), f":{key.start_mark.line + 1}"
         plain = loader.construct_object(value, deep=True)
-        opens = isinstance(plain, dict) and not section and OPTIONS.get(NAMES.get(normal(name), ""), None) is None
-        if not section and (is_section(normal(name), plain) or opens):
+        opens = (
+            isinstance(plain, dict) and not section and OPTIONS.get(NAMES.get(normalize_name(name), ""), None) is None
+        )
+        if not section and (is_section(normalize_name(name), plain) or opens):
             yield from _walk(loader, value, name)
         else:
             yield section, name, plain, line
@@ -267,7 +270,7 @@ def _json_pairs(text: str) -> Iterator[_Pair]:
     if not isinstance(root, _Pairs):
         raise _Malformed("must contain a JSON object of options")
     for name, value in root:
-        known = normal(name) in NAMES and not is_section(normal(name), {})
+        known = normalize_name(name) in NAMES and not is_section(normalize_name(name), {})
         if isinstance(value, _Pairs) and not known:
             yield from ((name, n, _plain(v), "") for n, v in value)
         else:
@@ -296,7 +299,11 @@ def _stray(word: str, rule: str, fix: str) -> Problem:
 
 def _one_dash(word: str, table: OptionTable) -> bool:
     """`-lr`: an option that lacks a dash."""
-    return word[:1] == "-" and bool(_FLAG.match(f"-{word}")) and normal(f"-{word.partition('=')[0]}") in table.names
+    return (
+        word[:1] == "-"
+        and bool(_FLAG.match(f"-{word}"))
+        and normalize_name(f"-{word.partition('=')[0]}") in table.names
+    )
 
 
 def _with_two_dashes(words: Sequence[str]) -> Problem:
@@ -343,7 +350,7 @@ def read_command_line(argv: list[str], table: OptionTable = TRAINING) -> Command
 
 
 def _take(line: CommandLine, flag: str, values: list[str], table: OptionTable) -> None:
-    name = normal(flag)
+    name = normalize_name(flag)
     option = table.options.get(table.names.get(name, ""))
     label = " ".join([flag, *(values if option or not is_secret(name) else [MASK])])
     if name == "config":

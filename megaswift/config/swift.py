@@ -8,12 +8,18 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megaswift.config.accelerate_options import from_accelerate
-from megaswift.config.adapter_rules import defaults
+from megaswift.config.adapter_rules import train_type_defaults
 from megaswift.config.launch_env import is_worker
 from megaswift.config.resolve import resolve_sections
 from megaswift.config.rules import ignored_names
 from megaswift.config.sections import OPTIONS, SECTIONS, Sections
-from megaswift.config.sources import ConfigSource, from_environment, from_mapping, read_command_line, read_file
+from megaswift.config.sources import (
+    ConfigSource,
+    launch_source_from_environment,
+    read_command_line,
+    read_file,
+    source_from_mapping,
+)
 from megaswift.errors import Problem, storage_error
 
 
@@ -26,7 +32,7 @@ class SwiftConfig(Sections):
     """
 
     def __init__(self, task: str | None = None, **options: Any) -> None:
-        self._fill(resolve_sections(task, [from_mapping(options)]))
+        self._fill(resolve_sections(task, [source_from_mapping(options)]))
 
     def _fill(self, sections: Sections) -> None:
         for f in fields(sections):
@@ -40,7 +46,7 @@ class SwiftConfig(Sections):
         complete: bool = False,
         beyond: _ConfigCheck | None = None,
     ) -> SwiftConfig:
-        """From what was read elsewhere, later sources over earlier ones. `beyond`: as `load` has it."""
+        """From what was read elsewhere, later sources over earlier ones. `beyond`: as `load_config` has it."""
         config = cls.__new__(cls)
 
         def seen(refused: Sections) -> Iterable[Problem]:
@@ -58,14 +64,18 @@ class SwiftConfig(Sections):
     def replace(self, **options: Any) -> SwiftConfig:
         """The same configuration with these options over it; a value of None unsets one."""
         given = {n: self.value(n) for n in sorted(self.given)}
-        derived = defaults(self.model.train_type)
+        derived = train_type_defaults(self.model.train_type)
         again = {*given, "gradient_accumulation_steps"}  # worked out again from the batch options that are given
         ambient = {
             n: self.value(n)
             for n, o in OPTIONS.items()
             if n not in again and self.value(n) not in (o.default, derived.get(n, o.default))
         }
-        sources = [replace(from_mapping(ambient), ambient=True), from_mapping(given), from_mapping(options)]
+        sources = [
+            replace(source_from_mapping(ambient), ambient=True),
+            source_from_mapping(given),
+            source_from_mapping(options),
+        ]
         return type(self).from_sources(self.task, sources)
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,7 +105,7 @@ def _plain(value: Any) -> Any:
 _ConfigCheck = Callable[[SwiftConfig], Iterable[Problem]]
 
 
-def load(
+def load_config(
     task: str | None,
     argv: Sequence[str],
     complete: bool = False,
@@ -113,7 +123,7 @@ def load(
     try:
         sources = [from_accelerate(environ), *(read_file(f) for f in line.files)]
         if not is_worker(environ):
-            sources.append(from_environment(environ))
+            sources.append(launch_source_from_environment(environ))
         sources.append(ConfigSource(tuple(line.givens), tuple(line.problems)))
         return SwiftConfig.from_sources(task, sources, complete, beyond)
     except OSError as error:  # a value that is no path: the rules ask whether some of them exist

@@ -26,7 +26,7 @@ MEANINGS = {
 UNSET = ("none", "null", "")
 
 
-def in_our_terms(sources: Sequence[ConfigSource]) -> list[ConfigSource]:
+def translate_correction_options(sources: Sequence[ConfigSource]) -> list[ConfigSource]:
     """The sources without these two options, and what they mean where the last of them stood."""
     foreign = [
         (i, given) for i, source in enumerate(sources) for given in source.givens if given.name in (MODE, THRESHOLD)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megaswift.config.sections import OPTIONS, Sections
-from megaswift.config.value_types import show
+from megaswift.config.value_types import format_value
 from megaswift.errors import Problem
 
 _FUSED_ADAM = "Megatron-Core's implementation needs Transformer Engine's fused Adam"
@@ -78,5 +78,5 @@ def missing_transformer_engine(
         if part in lacks and is_set(c, name) and wants(c.value(name)):
             torch = f"this run uses torch's modules for {part} ({lacks[part]})"
             lack = torch if lacks[part] else "transformer_engine is not installed"
-            found.append(Problem(f"--{name} {show(c.value(name))}", f"{why}, but {lack}", fix))
+            found.append(Problem(f"--{name} {format_value(c.value(name))}", f"{why}, but {lack}", fix))
     return found

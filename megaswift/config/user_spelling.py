@@ -19,7 +19,7 @@ _VALUE = re.compile(r"--([A-Za-z]\w*) [\w.+]+")
 
 
 @dataclass(frozen=True)
-class Typed:
+class TypedOption:
     """How the user wrote an option."""
 
     spelling: str
@@ -28,13 +28,13 @@ class Typed:
     """With it."""
 
 
-def as_typed(problems: Iterable[Problem], typed: Mapping[str, Typed], names: Mapping[str, str]) -> list[Problem]:
+def as_typed(problems: Iterable[Problem], typed: Mapping[str, TypedOption], names: Mapping[str, str]) -> list[Problem]:
     """The problems, each option in what was given as it was typed. `names`: any spelling to the canonical name."""
     return [replace(p, what=_renamed(p.what, typed, names)) for p in problems]
 
 
 @contextmanager
-def named_as_typed(typed: Mapping[str, Typed], names: Mapping[str, str]) -> Iterator[None]:
+def errors_as_typed(typed: Mapping[str, TypedOption], names: Mapping[str, str]) -> Iterator[None]:
     """A user's mistake that is found inside names the options as they were typed."""
     try:
         yield
@@ -44,14 +44,14 @@ def named_as_typed(typed: Mapping[str, Typed], names: Mapping[str, str]) -> Iter
         raise
 
 
-def _one_word(own: Typed) -> bool:
+def _one_word(own: TypedOption) -> bool:
     """Whether the value is one word that is no path: a spelling such as `--vllm_mode colocate`, where a check knows
     `vllm`."""
     value = own.label.removeprefix(own.spelling).strip()
     return bool(own.spelling) and re.fullmatch(r"[\w+]+", value) is not None
 
 
-def _renamed(what: str, typed: Mapping[str, Typed], names: Mapping[str, str]) -> str:
+def _renamed(what: str, typed: Mapping[str, TypedOption], names: Mapping[str, str]) -> str:
     if not what.startswith("--") or what in {t.label for t in typed.values()}:
         return what
     whole = _VALUE.fullmatch(what)

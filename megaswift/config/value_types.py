@@ -19,7 +19,7 @@ TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 UNSET = ("none", "null", "")
 
 
-class Invalid(ValueError):
+class InvalidValue(ValueError):
     """A value that will not do; `rule` says why and `fix` names one that would."""
 
     def __init__(self, rule: str, fix: str) -> None:
@@ -47,12 +47,12 @@ def parse_value(option: Option, raw: Any) -> Any:
     if option.kind in ("list", "numbers", "integers"):
         return () if unset else _list(option, raw)
     if raw is None:
-        raise Invalid("has no value", example_value(option))
+        raise InvalidValue("has no value", example_value(option))
     if option.kind == "map":
         return {} if unset else _map(option, raw)
     if isinstance(raw, list | tuple):
         if len(raw) != 1:
-            raise Invalid("takes one value", example_value(option))
+            raise InvalidValue("takes one value", example_value(option))
         raw = raw[0]
     value = _SCALARS[option.kind](option, raw)
     return None if option.optional and option.switches and value == "none" else value
@@ -73,10 +73,10 @@ def example_value(option: Option) -> str:
             "float": 0.1 if above < 0.1 else 2 * above,
             "map": "question=query",
         }.get(option.kind, "TEXT")
-    return f"--{option.name} {show(value)}"
+    return f"--{option.name} {format_value(value)}"
 
 
-def show(value: Any, levels: int = 8) -> str:
+def format_value(value: Any, levels: int = 8) -> str:
     """A value as one would type it; of nested ones the first `levels`."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -85,9 +85,9 @@ def show(value: Any, levels: int = 8) -> str:
     if isinstance(value, list | tuple | dict) and not levels:
         return "..."
     if isinstance(value, list | tuple):
-        return " ".join(show(v, levels - 1) for v in value)
+        return " ".join(format_value(v, levels - 1) for v in value)
     if isinstance(value, dict):
-        return " ".join(f"{k}={show(v, levels - 1)}" for k, v in value.items())
+        return " ".join(f"{k}={format_value(v, levels - 1)}" for k, v in value.items())
     return "none" if value is None else str(value)
 
 
@@ -95,14 +95,14 @@ def _text(option: Option, raw: Any) -> str:
     if isinstance(raw, os.PathLike):
         raw = os.fspath(raw)
     if isinstance(raw, bool) and option.switches:
-        raw = show(raw)
+        raw = format_value(raw)
     if not isinstance(raw, str) and (isinstance(raw, bool) or not isinstance(raw, int)):
-        raise Invalid("must be text", example_value(option))
+        raise InvalidValue("must be text", example_value(option))
     text = str(raw)
     if option.choices:
         return _choice(option, text)
     if not text:
-        raise Invalid("is empty", example_value(option))
+        raise InvalidValue("is empty", example_value(option))
     return text
 
 
@@ -111,42 +111,42 @@ def _choice(option: Option, text: str) -> Any:
     if value not in option.choices:
         close = nearest_name(value, [*option.choices, *option.details.get("spellings", {})])
         which = f"{text.strip()} " * (option.kind == "list")
-        raise Invalid(f"{which}must be one of {' | '.join(option.choices)}", close or example_value(option))
+        raise InvalidValue(f"{which}must be one of {' | '.join(option.choices)}", close or example_value(option))
     return value
 
 
 def _bool(option: Option, raw: Any) -> bool:
     text = str(raw).strip().lower()
     if text not in TRUE + FALSE:
-        raise Invalid("must be true or false", example_value(option))
+        raise InvalidValue("must be true or false", example_value(option))
     return text in TRUE
 
 
 def _number(option: Option, raw: Any) -> float:
     if isinstance(raw, bool) or not isinstance(raw, int | float | str):
-        raise Invalid("must be a number", example_value(option))
+        raise InvalidValue("must be a number", example_value(option))
     try:
         value = float(raw)
     except ValueError:
-        raise Invalid("must be a number", example_value(option)) from None
+        raise InvalidValue("must be a number", example_value(option)) from None
     except OverflowError:
         value = math.inf
     if not math.isfinite(value):
-        raise Invalid("must be a finite number", example_value(option))
+        raise InvalidValue("must be a finite number", example_value(option))
     return value
 
 
 def _int(option: Option, raw: Any) -> int:
     number = _number(option, raw)
     if number != int(number):
-        raise Invalid("must be an integer", f"--{option.name} {math.ceil(number)}")
+        raise InvalidValue("must be an integer", f"--{option.name} {math.ceil(number)}")
     try:
         value = int(raw)  # keeps digits that a float would lose
     except ValueError:
         value = int(number)
     value = int(_in_range(option, value))
     if value > option.details.get("maximum", LARGEST):
-        raise Invalid(f"must be <= {LARGEST}", example_value(option))
+        raise InvalidValue(f"must be <= {LARGEST}", example_value(option))
     return value
 
 
@@ -154,7 +154,7 @@ def _float(option: Option, raw: Any) -> float:
     return float(_in_range(option, _number(option, raw)))
 
 
-def bounds(option: Option) -> str:
+def range_text(option: Option) -> str:
     """The allowed range in words: `>= 1`, `> 0 and < 1`; empty when any number will do."""
     signs = (("minimum", ">="), ("above", ">"), ("maximum", "<="), ("below", "<"))
     return " and ".join(f"{sign} {_exact(option.details[key])}" for key, sign in signs if key in option.details)  # type: ignore[literal-required]
@@ -176,8 +176,9 @@ def _in_range(option: Option, value: float) -> float:
     if not fits:
         ends = [d[k] for k in ("minimum", "maximum") if k in d]  # type: ignore[literal-required]
         close = min(ends, key=lambda e: abs(e - value)) if ends and "above" not in d and "below" not in d else None
-        raise Invalid(
-            f"must be {bounds(option)}", example_value(option) if close is None else f"--{option.name} {_exact(close)}"
+        raise InvalidValue(
+            f"must be {range_text(option)}",
+            example_value(option) if close is None else f"--{option.name} {_exact(close)}",
         )
     return value
 
@@ -204,9 +205,9 @@ def _map(option: Option, raw: Any) -> dict[str, str]:
             try:
                 item = json.loads(item)
             except json.JSONDecodeError as error:
-                raise Invalid(f"is not JSON: {error.msg} at column {error.colno}", example_value(option)) from None
+                raise InvalidValue(f"is not JSON: {error.msg} at column {error.colno}", example_value(option)) from None
             except (RecursionError, ValueError):
-                raise Invalid(
+                raise InvalidValue(
                     "is not valid JSON: nested too deeply, or a number is too long", example_value(option)
                 ) from None
         elif isinstance(item, str) and "=" in item:
@@ -214,7 +215,7 @@ def _map(option: Option, raw: Any) -> dict[str, str]:
         if isinstance(item, dict):
             item = {k: json.dumps(v) if isinstance(v, bool | int | float) else v for k, v in item.items()}
         if not isinstance(item, dict) or not all(isinstance(v, str) for v in item.values()):
-            raise Invalid("must be FROM=TO pairs or a JSON object of strings", example_value(option))
+            raise InvalidValue("must be FROM=TO pairs or a JSON object of strings", example_value(option))
         mapping.update({str(k): v for k, v in item.items()})
     return mapping
 

@@ -18,8 +18,15 @@ from megaswift.data.collate import PaddingShape
 from megaswift.data.documents import Documents, gather_documents, hold_out, truncate_documents
 from megaswift.data.encode import Encoder, EncodeSpec, encode_spec
 from megaswift.data.encode_preferences import PreferenceEncoder
-from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, RowData, StoredSource, make_rows
-from megaswift.data.order import Order
+from megaswift.data.epoch_order import EpochOrder
+from megaswift.data.loader import (
+    BatchSource,
+    EvaluationSource,
+    LoaderGeometry,
+    RowData,
+    StoredSource,
+    make_document_rows,
+)
 from megaswift.data.preference_batches import PreferenceCollator, PreferenceDataset
 from megaswift.data.preferences import (
     CUT_CAUSES,
@@ -28,12 +35,12 @@ from megaswift.data.preferences import (
     hold_out_preferences,
     truncate_preferences,
 )
-from megaswift.data.processor import Processor, tokenizer_in
+from megaswift.data.processor import Processor, tokenizer_of_reader
 from megaswift.data.stream import StreamContents, StreamOptions, StreamSource
 from megaswift.data.stream_preferences import PreferenceContents
 from megaswift.data.stream_rows import TokenRowContents
 from megaswift.data.tokenization import check_columns, dataset_files, tokenize_datasets
-from megaswift.data.tokenizer import pad_of
+from megaswift.data.tokenizer import padding_token_of
 from megaswift.errors import DataError, Problem
 
 
@@ -44,7 +51,7 @@ def data_seed(data: Any, train: Any) -> int:
 
 def load_documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> tuple[Documents, Documents | None]:
     """(training, evaluation) documents, cut to length; DataError when there is nothing to train on."""
-    check_task(data, task)
+    check_task_options(data, task)
     docs = truncate_documents(
         gather_documents(tokenize_datasets(data, tokenizer, task, seed=data_seed(data, train))),
         data.max_length,
@@ -58,7 +65,7 @@ def load_documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> 
 
 def load_preferences(data: Any, train: Any, tokenizer: Any, task: str) -> tuple[Preferences, Preferences | None]:
     """(training, evaluation) pairs or labeled answers of a task of preferences, cut to length."""
-    check_task(data, task)
+    check_task_options(data, task)
     gathered = gather_preferences(tokenize_datasets(data, tokenizer, task, seed=data_seed(data, train)))
     truncated = truncate_preferences(gathered, data.max_length, data.truncation_strategy)
     _tell(truncated.docs, data, data.dataset)
@@ -72,7 +79,7 @@ def row_unit(task: str) -> str:
     return "completions" if task in RL else "pairs" if task in PAIRS else "examples" if task in EXAMPLES else "rows"
 
 
-def check_task(data: Any, task: str) -> None:
+def check_task_options(data: Any, task: str) -> None:
     """DataError for options that the task's data cannot serve."""
     if data.truncation_strategy != "split":
         return
@@ -140,25 +147,25 @@ def _held_out_units(data: Any, tokenizer: Any, task: str) -> Preferences:
     return units
 
 
-def padding_of(tokenizer: Any, geometry: LoaderGeometry) -> PaddingShape:
+def padding_shape_of(tokenizer: Any, geometry: LoaderGeometry) -> PaddingShape:
     """Padding as the geometry asks for; the padding id is the tokenizer's, or its end of text."""
-    return PaddingShape(geometry.doc_multiple, geometry.row_multiple, pad_of(tokenizer, geometry.vocabulary))
+    return PaddingShape(geometry.doc_multiple, geometry.row_multiple, padding_token_of(tokenizer, geometry.vocabulary))
 
 
 def build_sources(
     data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft", prompt_labels: bool = False
-) -> tuple[BatchSource, EvalSource | None]:
+) -> tuple[BatchSource, EvaluationSource | None]:
     """(training, evaluation) sources. Evaluation takes `per_device_eval_batch_size` rows a micro-batch, one micro-batch
     at a time.
 
     `tokenizer`: of a vision-language model its `Processor`; rows may then have images.
     `prompt_labels`: of preferences, prompts carry labels too (ORPO).
     """
-    words = tokenizer_in(tokenizer)
-    shape = padding_of(words, geometry)
+    words = tokenizer_of_reader(tokenizer)
+    shape = padding_shape_of(words, geometry)
     per_device = train.per_device_eval_batch_size or geometry.per_device
     apart = replace(geometry, per_device=per_device, accumulation=1)
-    check_task(data, task)
+    check_task_options(data, task)
     if data.streaming:
         assert not isinstance(tokenizer, Processor), "rows with images cannot be streamed"
         evaluation: RowData | None = None
@@ -167,7 +174,7 @@ def build_sources(
                 _held_out_units(data, tokenizer, task), data.packing is not False, prompt_labels
             )
         elif data.val_dataset:
-            evaluation = make_rows(_held_out(data, tokenizer, task), data.packing, data.max_length, shape)
+            evaluation = make_document_rows(_held_out(data, tokenizer, task), data.packing, data.max_length, shape)
         vocab_check.check_vocabulary([] if evaluation is None else [evaluation.docs], words, geometry.vocabulary)
         stream = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, shape), prompt_labels)
         stream.watched = vocab_check.exceeds_embedding(words, geometry.vocabulary)
@@ -182,13 +189,13 @@ def build_sources(
             docs, apart_docs = load_documents(data, train, tokenizer, task)
             processor = tokenizer if isinstance(tokenizer, Processor) else None
             rows = [
-                make_rows(d, data.packing, data.max_length, shape, processor)
+                make_document_rows(d, data.packing, data.max_length, shape, processor)
                 for d in (docs, apart_docs)
                 if d is not None
             ]
         vocab_check.check_vocabulary([r.docs for r in rows], words, geometry.vocabulary)
         source, evaluation = _stored(rows[0], data, train, (geometry, shape)), rows[1] if len(rows) > 1 else None
-    return source, None if evaluation is None else EvalSource(evaluation, apart, shape)
+    return source, None if evaluation is None else EvaluationSource(evaluation, apart, shape)
 
 
 def _stored(rows: RowData, data: Any, train: Any, where: tuple[LoaderGeometry, PaddingShape]) -> StoredSource:
@@ -210,7 +217,7 @@ def _stored(rows: RowData, data: Any, train: Any, where: tuple[LoaderGeometry, P
             )
         )
     return StoredSource(
-        rows, geometry, shape, Order(len(rows), data.shuffle, data_seed(data, train)), data.dataloader_num_workers
+        rows, geometry, shape, EpochOrder(len(rows), data.shuffle, data_seed(data, train)), data.dataloader_num_workers
     )
 
 

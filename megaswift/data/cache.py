@@ -111,7 +111,7 @@ def build_once(target: Path, build: Callable[[Path], None]) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def wait_for(target: Path, watch: Path | None = None) -> None:
+def wait_for_build(target: Path, watch: Path | None = None) -> None:
     """Return when `target` exists; DataError when its build failed or its builder fell silent."""
     beat, failed = _beside(watch or target, "beat"), _beside(watch or target, "failed")
     seen, since = None, time.monotonic()
@@ -151,5 +151,5 @@ def publish_alias(root: Path, name: str, key: str) -> None:
 def read_alias(root: Path, name: str) -> str:
     """The content hash that the builder published; waits for it."""
     alias = root / f"{name}.alias"
-    wait_for(alias)
+    wait_for_build(alias)
     return alias.read_text()

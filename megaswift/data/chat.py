@@ -28,7 +28,7 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedConversation:
     """A conversation's text and the character ranges that carry loss, in order, not overlapping."""
 
     text: str
@@ -57,7 +57,7 @@ class ChatTemplates:
         return self.named.get("default") or next(iter(self.named.values()))
 
 
-def templates_of(tokenizer: Any, chat_template: str | None) -> ChatTemplates:
+def load_chat_templates(tokenizer: Any, chat_template: str | None) -> ChatTemplates:
     """The templates of `tokenizer`, or `chat_template` (a file or the template itself) in their place."""
     if chat_template is not None:
         named = {"default": read_template(chat_template)}
@@ -181,7 +181,7 @@ class ChatRenderer:
         it."""
         return self._text(self.templates.pick(sample.tools), sample.messages, sample.tools, prompt=True)
 
-    def render(self, sample: Sample) -> Rendered:
+    def render(self, sample: Sample) -> RenderedConversation:
         """The text of the whole conversation and its loss spans; RowError when the template refuses it."""
         template = self.templates.pick(sample.tools)
         wanted = trained_turns(sample, self.loss_scale)
@@ -190,13 +190,13 @@ class ChatRenderer:
         text, spans = self._render(template, sample.messages, sample.tools, False, marked)
         everything = self.loss_scale == "all"
         if everything and all(wanted):
-            return Rendered(text, ((0, len(text)),), notes)
+            return RenderedConversation(text, ((0, len(text)),), notes)
         if not marked:
             turns = self._finder(template).find(sample.messages, sample.tools, text)
         elif len(spans) == len(wanted):
             turns = list(spans)
         elif all(wanted) and not everything:
-            return Rendered(text, tuple(spans), notes)
+            return RenderedConversation(text, tuple(spans), notes)
         else:
             raise RowError(
                 "messages",
@@ -205,8 +205,8 @@ class ChatRenderer:
             )
         if everything:
             holes = [t for t, keep in zip(turns, wanted, strict=True) if not keep]
-            return Rendered(text, _without(holes, len(text)), notes)
-        return Rendered(text, tuple(t for t, keep in zip(turns, wanted, strict=True) if keep), notes)
+            return RenderedConversation(text, _without(holes, len(text)), notes)
+        return RenderedConversation(text, tuple(t for t, keep in zip(turns, wanted, strict=True) if keep), notes)
 
 
 def _without(holes: Sequence[_Span], length: int) -> tuple[_Span, ...]:

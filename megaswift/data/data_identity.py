@@ -34,7 +34,7 @@ def _facts(store: TokenStore) -> dict[str, Any]:
     }
 
 
-def same_data(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_same_data(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """DataError when a checkpoint's position is one in other data, or in another order; it names what differs."""
     problems = [
         Problem(WHAT, f"{option} was {state.get(key)} in the checkpoint, but is {now[key]} now", FIX)

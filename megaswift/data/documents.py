@@ -125,7 +125,7 @@ def truncate_documents(docs: Documents, max_length: int, strategy: str) -> Docum
     long = np.flatnonzero(docs.length > max_length)
     counted = dict(docs.counted)
     if len(long) and strategy == "raise":
-        raise too_long(docs, long, max_length)
+        raise too_long_problem(docs, long, max_length)
     out = replace(docs, counted=counted)
     if strategy == "delete":
         counted["deleted"] = len(long)
@@ -177,26 +177,26 @@ def cut_tokens(docs: Documents, which: np.ndarray, size: int, strategy: str) -> 
     return replace(out, labels=_relabeled(out, which))
 
 
-def too_long(docs: Documents, long: np.ndarray, max_length: int) -> DataError:
+def too_long_problem(docs: Documents, long: np.ndarray, max_length: int) -> DataError:
     """The first of the documents that are longer than allowed, with file and line."""
     return DataError([_too_long(docs, int(i), max_length) for i in long[:10]])
 
 
-def row_of(docs: Documents, i: int) -> int:
+def store_row_of(docs: Documents, i: int) -> int:
     """The row of its store that document i, which has tokens, is of."""
     return int(np.searchsorted(docs.stores[docs.store[i]].offsets, docs.start[i], side="right")) - 1
 
 
 def document_place(docs: Documents, i: int) -> str:
     """`file:line` of document i."""
-    return docs.stores[docs.store[i]].place(row_of(docs, i))
+    return docs.stores[docs.store[i]].place(store_row_of(docs, i))
 
 
 def _too_long(docs: Documents, i: int, max_length: int) -> Problem:
-    return too_long_at(document_place(docs, i), int(docs.length[i]), max_length)
+    return too_long_message(document_place(docs, i), int(docs.length[i]), max_length)
 
 
-def too_long_at(where: str, tokens: int, max_length: int) -> Problem:
+def too_long_message(where: str, tokens: int, max_length: int) -> Problem:
     """What is said of a document that is longer than allowed."""
     return Problem(
         where,
@@ -221,7 +221,7 @@ def _relabeled(docs: Documents, cut: np.ndarray) -> np.ndarray:
     return labels
 
 
-def held_out(sample: np.ndarray, ratio: float, seed: int) -> np.ndarray:
+def held_out_mask(sample: np.ndarray, ratio: float, seed: int) -> np.ndarray:
     """bool, one for each of these row numbers: `ratio` of the rows, chosen at random, is held out."""
     rows = np.unique(sample)
     count = round(len(rows) * ratio)
@@ -240,5 +240,5 @@ def hold_out(docs: Documents, ratio: float, seed: int) -> tuple[Documents, Docum
     """(training, evaluation) documents: the held-out rows leave training; both keep the file's order."""
     if ratio <= 0:
         return docs, None
-    is_held_out = held_out(docs.sample, ratio, seed)
+    is_held_out = held_out_mask(docs.sample, ratio, seed)
     return docs.take(np.flatnonzero(~is_held_out)), docs.take(np.flatnonzero(is_held_out))

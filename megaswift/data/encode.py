@@ -18,12 +18,12 @@ from tokenizers import Encoding, Tokenizer, processors
 
 from megaswift.config.data import CHATS
 from megaswift.data.cache import cache_root
-from megaswift.data.chat import ChatRenderer, ChatTemplates, Rendered, templates_of
+from megaswift.data.chat import ChatRenderer, ChatTemplates, RenderedConversation, load_chat_templates
 from megaswift.data.columns import rename_columns
 from megaswift.data.formats import sample_of
-from megaswift.data.images import no_images
+from megaswift.data.images import reject_images
 from megaswift.data.piece_cache import CachedEncoder
-from megaswift.data.processor import Processor, ProcessorSpec, tokenizer_in
+from megaswift.data.processor import Processor, ProcessorSpec, tokenizer_of_reader
 from megaswift.data.readers import LocatedRow
 from megaswift.data.row_counts import EMPTY_ANSWERS
 from megaswift.data.sample import RowError, Sample, with_system
@@ -61,7 +61,7 @@ class EncodeSpec:
 
 
 @dataclass
-class Encoded:
+class EncodedRows:
     """Tokens of some rows. `lengths[i]` tokens belong to row i; `mask` is 1 where a token carries loss."""
 
     tokens: np.ndarray
@@ -82,7 +82,7 @@ class Encoded:
 
 def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
     """The spec of a run's options and tokenizer (or processor); DataError when they cannot work together."""
-    tokenizer = tokenizer_in(reader)
+    tokenizer = tokenizer_of_reader(reader)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise DataError(
@@ -104,7 +104,7 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         task=task,
         tokenizer=backend.to_str(),
         eos_id=tokenizer.eos_token_id,
-        templates=None if plain else templates_of(tokenizer, data.chat_template),
+        templates=None if plain else load_chat_templates(tokenizer, data.chat_template),
         begin=_before(tokenizer) if task in CHATS else [],
         loss_scale=data.loss_scale,
         system=read_system(data.system),
@@ -179,22 +179,22 @@ class Encoder:
             raise RowError("prompt", fault, "messages, or omit --system")
         return with_system(sample, self.spec.system)
 
-    def located(self, path: str, row: Any) -> Rendered:
+    def located(self, path: str, row: Any) -> RenderedConversation:
         """`render` for a row of the file `path`."""
         return self.render(row)
 
-    def render(self, row: Any) -> Rendered:
+    def render(self, row: Any) -> RenderedConversation:
         """The text of a row and its loss spans."""
         sample = self.sample(row)
-        no_images(self.named(row), sample)
+        reject_images(self.named(row), sample)
         return self.rendered(sample)
 
-    def rendered(self, sample: Sample) -> Rendered:
+    def rendered(self, sample: Sample) -> RenderedConversation:
         """The text of a sample and its loss spans."""
         if sample.prompt is not None:
             return self._completed(sample.prompt, sample.text or "")
         if sample.text is not None:
-            return Rendered(sample.text, ((0, len(sample.text)),))
+            return RenderedConversation(sample.text, ((0, len(sample.text)),))
         if self._chat is None:
             raise RowError(
                 "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja (or the template text)"
@@ -203,15 +203,15 @@ class Encoder:
         check_text(rendered.text)
         return rendered
 
-    def _completed(self, prompt: str, whole: str) -> Rendered:
+    def _completed(self, prompt: str, whole: str) -> RenderedConversation:
         """A plain prompt and its completion, which ends with the end-of-text token and carries the loss."""
         end = self.token_text(self.spec.eos_id)
         text = whole if whole.endswith(end) else whole + end
         notes = () if whole[len(prompt) :].strip() else (EMPTY_ANSWERS,)
         begin = 0 if self.spec.loss_scale == "all" else len(prompt)
-        return Rendered(text, ((begin, len(text)),), notes, plain=True)
+        return RenderedConversation(text, ((begin, len(text)),), notes, plain=True)
 
-    def tokenize(self, rendered: Sequence[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def tokenize(self, rendered: Sequence[RenderedConversation]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(int32 tokens [n], uint8 mask [n]) of each text."""
         tokens = (
             self._tokenize_whole(rendered) if self._pieces is None else self._tokenize_pieces(self._pieces, rendered)
@@ -226,7 +226,7 @@ class Encoder:
             yield ids, mask
 
     def _tokenize_pieces(
-        self, pieces: CachedEncoder, rendered: Sequence[Rendered]
+        self, pieces: CachedEncoder, rendered: Sequence[RenderedConversation]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         encoded = pieces.encode(
             [r.text for r in rendered], [() if self._end is not None else r.spans for r in rendered]
@@ -240,7 +240,7 @@ class Encoder:
                 yield np.append(ids, np.int32(self._end)), np.ones(len(ids) + 1, dtype=np.uint8)
             begin = end
 
-    def _tokenize_whole(self, rendered: Sequence[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _tokenize_whole(self, rendered: Sequence[RenderedConversation]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The same for any tokenizer, by the characters that tokens come from."""
         encodings = self._tokenizer.encode_batch([r.text for r in rendered], add_special_tokens=False)
         for text, encoding in zip(rendered, encodings, strict=True):
@@ -254,7 +254,7 @@ class Encoder:
                     mask[first:last] = 1
             yield ids, mask
 
-    def encode(self, rows: Iterable[tuple[str, LocatedRow]]) -> Encoded:
+    def encode(self, rows: Iterable[tuple[str, LocatedRow]]) -> EncodedRows:
         """All rows at once; malformed ones are counted and the first few told."""
         tokens: list[np.ndarray] = []
         masks: list[np.ndarray] = []
@@ -265,7 +265,7 @@ class Encoder:
         bad = 0
         rows = iter(rows)
         while group := list(islice(rows, BATCH)):
-            good: list[Rendered] = []
+            good: list[RenderedConversation] = []
             for path, located in group:
                 try:
                     good.append(self.located(path, located.row))
@@ -281,7 +281,7 @@ class Encoder:
             beside += [getattr(r, "beside", "") for r in good] if self.keeps else []
         lengths = np.array([len(t) for t in tokens], dtype=np.int64)
         flat = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32)
-        return Encoded(
+        return EncodedRows(
             flat,
             np.concatenate(masks) if masks else np.zeros(0, dtype=np.uint8),
             lengths,
@@ -292,7 +292,7 @@ class Encoder:
             notes=dict(notes),
         )
 
-    def encode_part(self, part: FilePart) -> Encoded:
+    def encode_part(self, part: FilePart) -> EncodedRows:
         """The rows of a part of a file."""
         return self.encode((part.path, located) for located in part.rows())
 

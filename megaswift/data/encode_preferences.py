@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from megaswift.config.data import PREFERENCES, RL
-from megaswift.data.chat import Rendered
-from megaswift.data.encode import BATCH, SHOWN, Encoded, Encoder, EncodeSpec, row_problem
+from megaswift.data.chat import RenderedConversation
+from megaswift.data.encode import BATCH, SHOWN, EncodedRows, Encoder, EncodeSpec, row_problem
 from megaswift.data.encode_prompts import PromptEncoder
 from megaswift.data.encode_vision import VisionEncoder
-from megaswift.data.formats import recognize
-from megaswift.data.images import no_images
+from megaswift.data.formats import recognize_format
+from megaswift.data.images import reject_images
 from megaswift.data.preference_rows import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, PreferenceError, PreferenceExample
 from megaswift.data.readers import LocatedRow
 from megaswift.data.sample import RowError, with_system
@@ -50,14 +50,14 @@ def encoder_for(spec: EncodeSpec) -> Encoder | PreferenceEncoder:
     return Encoder(spec) if spec.processor is None else VisionEncoder(spec)
 
 
-def shared_prefix(a: np.ndarray, b: np.ndarray) -> int:
+def shared_prefix_length(a: np.ndarray, b: np.ndarray) -> int:
     """Tokens that two documents begin with alike."""
     size = min(len(a), len(b))
     other = np.flatnonzero(a[:size] != b[:size])
     return int(other[0]) if len(other) else size
 
 
-def first_label(mask: np.ndarray) -> int:
+def first_labeled_token(mask: np.ndarray) -> int:
     """The first token with loss; the document's length when there is none."""
     return int(mask.argmax()) if mask.any() else len(mask)
 
@@ -73,10 +73,10 @@ class PreferenceEncoder:
     def unit(self, row: Any) -> PreferenceExample:
         """The unit of a row, with the run's column names and system message."""
         row = self._texts.named(row)
-        unit = recognize(row, self.spec.task).parse(row)
+        unit = recognize_format(row, self.spec.task).parse(row)
         assert isinstance(unit, PreferenceExample)
         for sample in unit.samples:
-            no_images(row, sample)
+            reject_images(row, sample)
         if self.spec.system and not unit.samples[0].messages:
             raise RowError(
                 "prompt",
@@ -85,7 +85,7 @@ class PreferenceEncoder:
             )
         return replace(unit, samples=tuple(with_system(s, self.spec.system) for s in unit.samples))
 
-    def _rendered(self, unit: PreferenceExample) -> list[Rendered]:
+    def _rendered(self, unit: PreferenceExample) -> list[RenderedConversation]:
         """The text and the loss spans of each document."""
         documents = []
         for sample in unit.samples:
@@ -93,7 +93,7 @@ class PreferenceEncoder:
                 documents.append(self._texts.rendered(sample))
             else:
                 text = sample.text if sample.text.endswith(self._end) else sample.text + self._end
-                documents.append(Rendered(text, ((unit.prompt, len(text)),)))
+                documents.append(RenderedConversation(text, ((unit.prompt, len(text)),)))
         return documents
 
     def _checked(self, unit: PreferenceExample, sides: Sequence[Side]) -> list[Side]:
@@ -110,10 +110,10 @@ class PreferenceEncoder:
         ]
         if not all(mask.any() for _, mask in sides):
             raise PreferenceError(EMPTY, "(answer)", "the completion has no label tokens", "a non-empty completion")
-        prompt = min(first_label(mask) for _, mask in sides)
+        prompt = min(first_labeled_token(mask) for _, mask in sides)
         if len(sides) == 2:
             (a, _), (b, _) = sides
-            shared = shared_prefix(a, b)
+            shared = shared_prefix_length(a, b)
             if shared == len(a) == len(b):
                 raise PreferenceError(
                     IDENTICAL, "(tokens)", "both completions have the same tokens", "two different completions"
@@ -137,7 +137,7 @@ class PreferenceEncoder:
         """Each row's documents and value, in order; or what is wrong with it."""
         rows = iter(rows)
         while group := list(islice(rows, BATCH)):
-            results: list[tuple[PreferenceExample, list[Rendered]] | RowError] = []
+            results: list[tuple[PreferenceExample, list[RenderedConversation]] | RowError] = []
             for _, located in group:
                 try:
                     unit = self.unit(located.row)
@@ -160,7 +160,7 @@ class PreferenceEncoder:
                     checked = e
                 yield checked
 
-    def encode(self, rows: Iterable[tuple[str, LocatedRow]]) -> Encoded:
+    def encode(self, rows: Iterable[tuple[str, LocatedRow]]) -> EncodedRows:
         """All rows at once; those that are malformed or of no use are counted and the first few told."""
         documents: list[Side] = []
         lines: list[int] = []
@@ -185,7 +185,7 @@ class PreferenceEncoder:
         ids = [d[0] for d in documents] or [np.zeros(0, np.int32)]
         masks = [d[1] for d in documents] or [np.zeros(0, np.uint8)]
         lengths = np.array([len(d[0]) for d in documents], dtype=np.int64)
-        return Encoded(
+        return EncodedRows(
             np.concatenate(ids),
             np.concatenate(masks),
             lengths,
@@ -197,6 +197,6 @@ class PreferenceEncoder:
             notes=dict(notes),
         )
 
-    def encode_part(self, part: FilePart) -> Encoded:
+    def encode_part(self, part: FilePart) -> EncodedRows:
         """The rows of a part of a file."""
         return self.encode((part.path, located) for located in part.rows())

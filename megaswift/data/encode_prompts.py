@@ -10,15 +10,15 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.data.chat import Rendered
+from megaswift.data.chat import RenderedConversation
 from megaswift.data.encode import Encoder, EncodeSpec, check_text
-from megaswift.data.images import no_images
+from megaswift.data.images import reject_images
 from megaswift.data.prompt_rows import prompt_row
 from megaswift.data.sample import RowError, with_system
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptText(Rendered):
+class PromptText(RenderedConversation):
     """The text of a prompt, which carries no loss."""
 
     beside: str
@@ -32,11 +32,11 @@ class PromptEncoder(Encoder):
         super().__init__(spec)
         self.keeps = True
 
-    def located(self, path: str, row: Any) -> Rendered:
+    def located(self, path: str, row: Any) -> RenderedConversation:
         """The prompt of a row; RowError when it has none."""
         row = self.named(row)
         question = prompt_row(row, self.spec.task, self.spec.columns)
-        no_images(row, question.sample)
+        reject_images(row, question.sample)
         sample = with_system(question.sample, self.spec.system)
         if sample.text is not None and self.spec.system:
             raise RowError(

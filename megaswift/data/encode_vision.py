@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.data.chat import ChatRenderer, Rendered
+from megaswift.data.chat import ChatRenderer, RenderedConversation
 from megaswift.data.encode import Encoder, EncodeSpec, check_text
-from megaswift.data.images import ImageRoot, open_image, place_images
+from megaswift.data.images import ImageRoot, attach_images, open_image
 from megaswift.data.processor import ProcessedConversation, Processor
 from megaswift.errors import DataError, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class RenderedTokens(Rendered):
+class RenderedTokens(RenderedConversation):
     """A rendered row with its tokens."""
 
     ids: np.ndarray
@@ -44,9 +44,9 @@ class VisionEncoder(Encoder):
         self._processor = Processor(spec.processor)
         self._chat = ChatRenderer(spec.templates, spec.loss_scale, parts=True)
 
-    def located(self, path: str, row: Any) -> Rendered:
+    def located(self, path: str, row: Any) -> RenderedConversation:
         """The row with its tokens; RowError for images that are missing or broken."""
-        sample, files = place_images(
+        sample, files = attach_images(
             self.named(row), self.sample(row), ImageRoot(Path(path).parent, Path(self.spec.image_folder))
         )
         assert self._chat is not None
@@ -66,7 +66,7 @@ class VisionEncoder(Encoder):
         """(tokens, loss mask, whether a token is an image's); what the processor puts before the text carries no
         loss."""
         (ids, mask), (_, pictured) = super().tokenize(
-            [Rendered(expanded.text, tuple(spans)), Rendered(expanded.text, expanded.spans)]
+            [RenderedConversation(expanded.text, tuple(spans)), RenderedConversation(expanded.text, expanded.spans)]
         )
         before = len(expanded.ids) - len(ids)
         if before < 0 or expanded.ids[before:] != ids.tolist():
@@ -84,7 +84,7 @@ class VisionEncoder(Encoder):
             np.concatenate([none, pictured]) > 0,
         )
 
-    def tokenize(self, rendered: Sequence[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def tokenize(self, rendered: Sequence[RenderedConversation]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(int32 tokens [n], uint8 mask [n]) of each row."""
         for row in rendered:
             assert isinstance(row, RenderedTokens)

@@ -69,7 +69,7 @@ def has_images(row: Mapping[str, Any], sample: Sample) -> bool:
     return bool(row.get("image")) and any(isinstance(c, str) and TAG in c for c in texts)
 
 
-def no_images(row: Mapping[str, Any], sample: Sample) -> None:
+def reject_images(row: Mapping[str, Any], sample: Sample) -> None:
     """RowError for a row that speaks of images where the model reads text only."""
     if has_images(row, sample):
         raise RowError(
@@ -77,7 +77,7 @@ def no_images(row: Mapping[str, Any], sample: Sample) -> None:
         )
 
 
-def place_images(row: Mapping[str, Any], sample: Sample, home: ImageRoot) -> tuple[Sample, list[Source]]:
+def attach_images(row: Mapping[str, Any], sample: Sample, home: ImageRoot) -> tuple[Sample, list[Source]]:
     """(the sample with each image as a part of a content, the images in order)."""
     given = list_images(row)
     waiting = iter(given)

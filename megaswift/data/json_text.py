@@ -49,7 +49,7 @@ def parse_json(text: str) -> Any:
     except (ValueError, RecursionError) as e:
         raise exceeded_limit(e) from None
     if has_surrogate_escape(text):
-        check_characters(value)
+        check_encodable(value)
     if text.count("{") + text.count("[") > MOST_NESTED:
         check_depth(value)
     return value
@@ -68,7 +68,7 @@ def exceeded_limit(error: ValueError | RecursionError) -> JsonError:
     return JsonError("line", f"an integer of more than {digits:,} digits", "a shorter number, or a string")
 
 
-def check_characters(value: Any) -> None:
+def check_encodable(value: Any) -> None:
     """JsonError for a string that no encoding can hold."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -107,7 +107,7 @@ def check_depth(value: Any) -> None:
     raise exceeded_limit(RecursionError())
 
 
-def list_items(text: str) -> list[str] | None:
+def split_json_list(text: str) -> list[str] | None:
     """The items of a well-formed JSON list as texts; None for JSON of another kind."""
     items: list[str] = []
     depth, begin = 0, 0

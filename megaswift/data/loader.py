@@ -1,7 +1,7 @@
 """Micro-batches for one data-parallel rank, with a position that can be saved and restored.
 
 Owns the cut of global batches into ranks and micro-batches, read-ahead, padding statistics and the sources' state. The
-order of rows belongs to `order.py`, tensors to `collate.py`, streaming to `stream.py`.
+order of rows belongs to `epoch_order.py`, tensors to `collate.py`, streaming to `stream.py`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from megaswift.data.collate import Document, PaddingShape, collate_packed, collate_rows
-from megaswift.data.data_identity import FIX, WHAT, data_fingerprint, same_data
+from megaswift.data.data_identity import FIX, WHAT, check_same_data, data_fingerprint
 from megaswift.data.documents import Documents
-from megaswift.data.order import Order
+from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.packing import Packing, padded_lengths
 from megaswift.data.processor import Processor
-from megaswift.data.repack import LayoutSpan, PackShape, Rest, rest_of, stages_of
+from megaswift.data.repack import LayoutSpan, PackShape, RemainingRows, remaining_rows, spans_from_state
 from megaswift.data.vision_batches import VisionCollator
 from megaswift.errors import DataError, Problem
 from megaswift.log import info
@@ -135,7 +135,7 @@ class DocumentRows:
         """Tensors of a step's micro-batches."""
         if self.towers is not None:
             return [self.towers.batch([r[0] if r else None for r in micro], shape) for micro in rows]
-        return step_batches(rows, self.packing is not None, shape, uniform)
+        return collate_step(rows, self.packing is not None, shape, uniform)
 
     def stats(self, shape: PaddingShape) -> dict[str, float]:
         """`fill` real tokens over all, `padded_fill` with the padding of documents counted as filled."""
@@ -148,7 +148,7 @@ class DocumentRows:
         }
 
 
-def make_rows(
+def make_document_rows(
     docs: Documents, packing: bool, max_length: int, shape: PaddingShape, processor: Processor | None = None
 ) -> DocumentRows:
     """Rows of one document each, or packed by best fit into rows of `max_length` (rounded up to the padding's
@@ -160,7 +160,7 @@ def make_rows(
     return DocumentRows(docs, pack_shape.pack(docs.length), pack_shape)
 
 
-def step_batches(
+def collate_step(
     rows: Sequence[Sequence[list[Document]]], packed: bool, shape: PaddingShape, uniform: bool
 ) -> list[Batch]:
     """Tensors of a step's micro-batches. An empty row is one without weight."""
@@ -184,11 +184,11 @@ class StoredSource:
     data: RowData
     geometry: LoaderGeometry
     shape: PaddingShape
-    order: Order
+    order: EpochOrder
     threads: int = 0
     """Read ahead by so many threads (0: none)."""
     _taken: int = 0
-    _rest: Rest | None = None
+    _rest: RemainingRows | None = None
     """The last rows of the epoch in which the run was resumed, where its first ones were packed otherwise."""
     _ahead: deque[tuple[int, Future[list[Batch]]]] = field(default_factory=deque)
     _pool: ThreadPoolExecutor | None = None
@@ -262,7 +262,7 @@ class StoredSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, on this or another number of ranks; DataError when the data are not the same."""
-        same_data(state, self.state_dict())
+        check_same_data(state, self.state_dict())
         self._ahead.clear()
         self._rest = None
         self._taken = int(state["rows_taken"])
@@ -281,8 +281,8 @@ class StoredSource:
         epoch, taken = divmod(self._taken, rows)
         stages: tuple[LayoutSpan, ...] = ()
         if "rest" in state:
-            epoch, stages = int(state["rest"]["epoch"]), stages_of(state["rest"])
-            left = rest_of(data.docs.length, stages, was, epoch, self.order)
+            epoch, stages = int(state["rest"]["epoch"]), spans_from_state(state["rest"])
+            left = remaining_rows(data.docs.length, stages, was, epoch, self.order)
             taken = self._taken - ((epoch + 1) * rows - len(left))
         if was != data.pack_shape:
             if len(was.pack(data.docs.length)) != rows:
@@ -291,7 +291,7 @@ class StoredSource:
         if not stages:
             self._taken = epoch * self.rows + taken
             return
-        self._rest = rest_of(data.docs.length, stages, data.pack_shape, epoch, self.order)
+        self._rest = remaining_rows(data.docs.length, stages, data.pack_shape, epoch, self.order)
         done = 0 if was != data.pack_shape else taken
         self._taken = (epoch + 1) * self.rows - len(self._rest) + done
         if was != data.pack_shape:
@@ -313,7 +313,7 @@ class StoredSource:
 
 
 @dataclass(frozen=True)
-class EvalSource:
+class EvaluationSource:
     """Batches for evaluation: every row once, in file order, the last global batch filled up with rows without weight.
 
     Which rows these are does not depend on the ranks: a limit counts rows, not batches.

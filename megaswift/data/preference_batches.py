@@ -20,8 +20,8 @@ import torch
 
 from megaswift.data.collate import Document, PaddingShape
 from megaswift.data.documents import Documents
-from megaswift.data.encode_preferences import first_label
-from megaswift.data.loader import step_batches
+from megaswift.data.encode_preferences import first_labeled_token
+from megaswift.data.loader import collate_step
 from megaswift.data.preferences import Preferences
 from megaswift.losses.contract import Batch
 
@@ -46,7 +46,7 @@ def collate_preferences(
         [[d for d in micro if d is not None]] if packing else [[] if d is None else [d] for d in micro]
         for micro in micro_documents
     ]
-    return step_batches(rows, packing, shape, uniform)
+    return collate_step(rows, packing, shape, uniform)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class PreferenceDataset:
         return {"pairs" if self.units.width == 2 else "examples": float(len(self))}
 
 
-def documents_of(batch: Batch) -> list[Document]:
+def documents_in_batch(batch: Batch) -> list[Document]:
     """The documents of a batch, rows or packed, with the tokens that carry loss."""
     if batch.cu_seqlens is None:
         spans = [(row, 0, batch.input_ids.shape[1]) for row in range(batch.input_ids.shape[0])]
@@ -153,11 +153,11 @@ def kl_batches(batches: Sequence[Batch], shape: PaddingShape, max_length: int, u
     """
     rotated: list[Sequence[Document | None]] = []
     for batch in batches:
-        batch_documents = documents_of(batch)
+        batch_documents = documents_in_batch(batch)
         documents: list[Document | None] = [d if len(d[0]) else None for d in batch_documents]
         which = batch.fields["examples"].tolist()
         whole = [batch_documents[i] for i in which]
-        begins = [first_label(mask) for _, mask, _ in whole]
+        begins = [first_labeled_token(mask) for _, mask, _ in whole]
         for n, i in enumerate(which):
             (prompt, _, number), (answer, mask, _) = whole[n], whole[n - 1]
             ids = np.concatenate([prompt[: begins[n]], answer[begins[n - 1] :]])[:max_length]

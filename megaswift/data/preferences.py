@@ -12,8 +12,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megaswift.data.documents import Documents, cut_tokens, document_place, gather_documents, held_out, too_long
-from megaswift.data.encode_preferences import Side, first_label
+from megaswift.data.documents import (
+    Documents,
+    cut_tokens,
+    document_place,
+    gather_documents,
+    held_out_mask,
+    too_long_problem,
+)
+from megaswift.data.encode_preferences import Side, first_labeled_token
 from megaswift.data.preference_rows import IDENTICAL
 from megaswift.data.sources import DatasetFiles
 from megaswift.data.token_store import TokenStore
@@ -84,7 +91,7 @@ def truncate_preferences(units: Preferences, max_length: int, strategy: str) -> 
     docs = units.docs
     long = np.flatnonzero(docs.length > max_length)
     if len(long) and strategy == "raise":
-        raise too_long(docs, long, max_length)
+        raise too_long_problem(docs, long, max_length)
     touched = (docs.length > max_length).reshape(-1, units.width).any(axis=1)
     counted: Counter[str] = Counter(docs.counted)
     if strategy == "delete":
@@ -111,19 +118,19 @@ def truncate_preferences(units: Preferences, max_length: int, strategy: str) -> 
 
 
 def _useless(units: Preferences, whole: Preferences, i: int) -> str | None:
-    """`why_unusable` for a unit that was cut, and was `whole`."""
+    """`unusable_reason` for a unit that was cut, and was `whole`."""
     numbers = range(i * units.width, (i + 1) * units.width)
     before = [int(units.docs.start[k] - whole.docs.start[k]) for k in numbers]
     parts = [slice(first, first + int(units.docs.length[k])) for first, k in zip(before, numbers, strict=True)]
-    return why_unusable([whole.docs.read(k) for k in numbers], parts)
+    return unusable_reason([whole.docs.read(k) for k in numbers], parts)
 
 
-def why_unusable(sides: Sequence[Side], parts: Sequence[slice]) -> str | None:
+def unusable_reason(sides: Sequence[Side], parts: Sequence[slice]) -> str | None:
     """Why a unit of which these parts of its documents are left teaches nothing; None where it does."""
     for (_, mask), part in zip(sides, parts, strict=True):
         if not mask[part][1:].any():
             return NO_ANSWER
-        if part.start >= first_label(mask):
+        if part.start >= first_labeled_token(mask):
             return PROMPT_CUT
     tokens = [ids[part] for (ids, _), part in zip(sides, parts, strict=True)]
     return IDENTICAL if len(tokens) == 2 and np.array_equal(tokens[0], tokens[1]) else None
@@ -133,5 +140,5 @@ def hold_out_preferences(units: Preferences, ratio: float, seed: int) -> tuple[P
     """(training, evaluation) units, chosen as rows are."""
     if ratio <= 0:
         return units, None
-    is_held_out = held_out(units.docs.sample[:: units.width], ratio, seed)
+    is_held_out = held_out_mask(units.docs.sample[:: units.width], ratio, seed)
     return units.take(np.flatnonzero(~is_held_out)), units.take(np.flatnonzero(is_held_out))

@@ -52,7 +52,7 @@ def processor_spec(folder: Path, trust: bool) -> ProcessorSpec:
     return ProcessorSpec(str(folder), trust, digest.hexdigest())
 
 
-def unreadable(folder: Path, label: str) -> list[Problem]:
+def image_support_problems(folder: Path, label: str) -> list[Problem]:
     """What a vision-language model's folder, or this machine, lacks for reading images. No torch."""
     problems = []
     if importlib.util.find_spec("PIL") is None:
@@ -196,7 +196,7 @@ class Processor:
         }
 
 
-def tokenizer_in(reader: Any) -> Any:
+def tokenizer_of_reader(reader: Any) -> Any:
     """The tokenizer of what a model's texts are read with: it is one, or a `Processor` has it."""
     return reader.tokenizer if isinstance(reader, Processor) else reader
 

@@ -19,9 +19,9 @@ import numpy as np
 from megaswift import log
 from megaswift.config.sections import Sections
 from megaswift.data.build import data_seed
-from megaswift.data.data_identity import data_fingerprint, same_data
-from megaswift.data.documents import Documents, cut_tokens, document_place, gather_documents, hold_out, row_of
-from megaswift.data.order import Order
+from megaswift.data.data_identity import check_same_data, data_fingerprint
+from megaswift.data.documents import Documents, cut_tokens, document_place, gather_documents, hold_out, store_row_of
+from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.tokenization import tokenize_datasets
 from megaswift.errors import DataError, Problem
 
@@ -52,7 +52,7 @@ class PromptDataset:
     def read(self, i: int) -> Prompt:
         """Prompt i."""
         store = self.docs.stores[self.docs.store[i]]
-        stored = store.beside(row_of(self.docs, i))
+        stored = store.beside(store_row_of(self.docs, i))
         assert stored is not None
         content, tools = stored["said"], stored["tools"]
         return Prompt(
@@ -82,7 +82,7 @@ class PromptSource:
     prompts: PromptDataset
     per_generation: int
     """Prompts of a generation over all ranks."""
-    order: Order
+    order: EpochOrder
     steps: int = 1
     """Optimizer steps on the completions of one generation."""
     _taken: int = 0
@@ -123,7 +123,7 @@ class PromptSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position; DataError when the prompts are not the same. A generation may have another size."""
-        same_data(state, self.state_dict())
+        check_same_data(state, self.state_dict())
         self._taken = int(state["rows_taken"])
 
     @property
@@ -140,7 +140,7 @@ class PromptSource:
         }
 
 
-def prompts_of(
+def load_prompts(
     c: Sections, tokenizer: Any, per_generation: int, steps: int = 1
 ) -> tuple[PromptSource, list[Prompt] | None]:
     """(training, evaluation) prompts of a run: held out ones, or those of --val_dataset, in file order. `steps`: a
@@ -160,12 +160,12 @@ def prompts_of(
             )
         )
     evaluation = None if evaluation_docs is None else PromptDataset(evaluation_docs)
-    source = PromptSource(PromptDataset(docs), per_generation, Order(len(docs), c.data.shuffle, seed), steps)
+    source = PromptSource(PromptDataset(docs), per_generation, EpochOrder(len(docs), c.data.shuffle, seed), steps)
     return source, None if evaluation is None else [evaluation.read(i) for i in range(len(evaluation))]
 
 
 def _read(c: Sections, tokenizer: Any, names: Sequence[str], val: bool = False) -> Documents:
-    docs = fitting_prompts(
+    docs = drop_long_prompts(
         gather_documents(tokenize_datasets(c.data, tokenizer, c.task, val, data_seed(c.data, c.train))),
         c.data.max_length,
         c.rl.max_completion_length,
@@ -191,7 +191,7 @@ def _room(longest: int, completion: int) -> str:
     )
 
 
-def fitting_prompts(docs: Documents, longest: int, completion: int, strategy: str) -> Documents:
+def drop_long_prompts(docs: Documents, longest: int, completion: int, strategy: str) -> Documents:
     """Prompts of at least one token that leave room for a completion; others by one of raise, delete, left."""
     room = longest - completion
     long = np.flatnonzero(docs.length > room)

@@ -66,10 +66,10 @@ def _text(raw: bytes) -> str | RowError:
 def _jsonl(path: Path, start: int, stop: int, first_line: int) -> Iterator[LocatedRow]:
     for number, position, raw in _lines(path, start, stop, first_line):
         text = _text(raw)
-        yield LocatedRow(number, json_row(text) if isinstance(text, str) else text, position)
+        yield LocatedRow(number, parse_json_row(text) if isinstance(text, str) else text, position)
 
 
-def json_row(text: str) -> dict[str, Any] | RowError:
+def parse_json_row(text: str) -> dict[str, Any] | RowError:
     """The object that a line holds."""
     try:
         row = json_text.parse_json(text)
@@ -106,11 +106,11 @@ def _json_rows(path: Path) -> list[Any]:
             )
         ) from None
     except (ValueError, RecursionError) as e:
-        data = json_text.list_items(text)
+        data = json_text.split_json_list(text)
         if data is None:
             beyond = json_text.exceeded_limit(e)
             raise DataError(Problem(str(path), beyond.found, beyond.expected)) from None
-        return [json_row(item) for item in data]
+        return [parse_json_row(item) for item in data]
     if isinstance(data, dict):
         lists = [v for v in data.values() if isinstance(v, list)]
         data = data.get("data", lists[0] if len(lists) == 1 else data)
@@ -128,7 +128,7 @@ def _json_item(row: Any, halves: bool) -> Any:
     try:
         json_text.check_depth(row)
         if halves:
-            json_text.check_characters(row)
+            json_text.check_encodable(row)
     except json_text.JsonError as e:
         fault = e.found.replace("is an unpaired surrogate", "is a byte that is not UTF-8, or an unpaired surrogate")
         return LineError(e.where, fault, e.expected)

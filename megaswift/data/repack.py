@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.data.order import Order
+from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.packing import Packing, best_fit, padded_lengths
 
 
@@ -43,7 +43,7 @@ class LayoutSpan:
 
 
 @dataclass(frozen=True)
-class Rest:
+class RemainingRows:
     """The rows that an epoch still has."""
 
     epoch: int
@@ -66,12 +66,14 @@ class Rest:
         return {"epoch": self.epoch, "stages": [asdict(stage) for stage in self.stages]}
 
 
-def stages_of(state: Mapping[str, Any]) -> tuple[LayoutSpan, ...]:
+def spans_from_state(state: Mapping[str, Any]) -> tuple[LayoutSpan, ...]:
     """The inverse of `Rest.state`."""
     return tuple(LayoutSpan(PackShape(**one["shape"]), int(one["taken"])) for one in state["stages"])
 
 
-def rest_of(lengths: np.ndarray, stages: Sequence[LayoutSpan], now: PackShape, epoch: int, order: Order) -> Rest:
+def remaining_rows(
+    lengths: np.ndarray, stages: Sequence[LayoutSpan], now: PackShape, epoch: int, order: EpochOrder
+) -> RemainingRows:
     """What `stages` left of an epoch, in rows of now."""
     left = np.arange(len(lengths))
     for number, stage in enumerate(stages):
@@ -82,16 +84,16 @@ def rest_of(lengths: np.ndarray, stages: Sequence[LayoutSpan], now: PackShape, e
         if not len(left):
             break
     if not len(left):
-        return Rest(epoch, tuple(stages), Packing(left, np.zeros(1, dtype=np.int64), now.capacity), left)
+        return RemainingRows(epoch, tuple(stages), Packing(left, np.zeros(1, dtype=np.int64), now.capacity), left)
     packing = now.pack(lengths[left])
     remaining = Packing(left[packing.documents], packing.offsets, packing.capacity)
-    return Rest(epoch, tuple(stages), remaining, _order(len(remaining), order, epoch, len(stages)))
+    return RemainingRows(epoch, tuple(stages), remaining, _order(len(remaining), order, epoch, len(stages)))
 
 
-def _order(rows: int, like: Order, epoch: int, stage: int) -> np.ndarray:
+def _order(rows: int, like: EpochOrder, epoch: int, stage: int) -> np.ndarray:
     """int64 [rows]: the first stage has the order of an ordinary epoch."""
     if stage == 0:
-        return Order(rows, like.shuffle, like.seed).epoch(epoch)
+        return EpochOrder(rows, like.shuffle, like.seed).epoch(epoch)
     if not like.shuffle:
         return np.arange(rows)
     return np.random.default_rng([like.seed, epoch, stage]).permutation(rows)

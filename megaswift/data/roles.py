@@ -44,7 +44,7 @@ Checked = tuple[dict[str, Any], bool | None]
 """A message and its `loss` flag."""
 
 
-def with_calls(messages: Iterable[Checked]) -> list[Checked]:
+def attach_tool_calls(messages: Iterable[Checked]) -> list[Checked]:
     """Messages in which tool calls belong to the assistant's turn before them, or to one of their own."""
     out: list[Checked] = []
     for message, loss in messages:

@@ -33,6 +33,6 @@ def skipped_key(cause: str) -> str:
     return f"skipped ({cause})"
 
 
-def worded_counts(counted: Mapping[str, float]) -> list[str]:
+def counts_text(counted: Mapping[str, float]) -> list[str]:
     """Each count but that of all rows, in words."""
     return [f"{int(count):,} {WORDS.get(name, name)}" for name, count in counted.items() if count and name != "rows"]

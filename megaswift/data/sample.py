@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.data import json_text
-from megaswift.data.roles import KNOWN, TOOL_CALL, role_of, with_calls
+from megaswift.data.roles import KNOWN, TOOL_CALL, attach_tool_calls, role_of
 
 
 class RowError(Exception):
@@ -143,7 +143,7 @@ def conversation(messages: Any, column: str, system: str | None = None, tools: A
         raise RowError(column, describe_value(messages), "a list of at least one message")
     checked = [_message(m, f"{column}[{i}]") for i, m in enumerate(messages)]
     if any(m["role"] == TOOL_CALL for m, _ in checked):
-        checked = with_calls(checked)
+        checked = attach_tool_calls(checked)
     if system and checked[0][0]["role"] not in ("system", "developer"):
         checked.insert(0, ({"role": "system", "content": system}, None))
     return Sample(tuple(m for m, _ in checked), tuple(flag for _, flag in checked), _tools(tools))
@@ -180,7 +180,7 @@ def text_or_messages(row: Mapping[str, Any], column: str) -> str | Sample:
     return conversation([value] if isinstance(value, dict) else value, column)
 
 
-def plain_row(row: Mapping[str, Any]) -> None:
+def check_plain_row(row: Mapping[str, Any]) -> None:
     """RowError for what only a chat template could write into plain texts."""
     for column in ("system", "tools"):
         if row.get(column):

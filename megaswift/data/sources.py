@@ -223,7 +223,7 @@ def _drawn_parts(source: DatasetFiles) -> list[FilePart]:
     return parts
 
 
-def parts_of(source: DatasetFiles, processes: int, size: int = PART_BYTES) -> list[FilePart]:
+def split_into_parts(source: DatasetFiles, processes: int, size: int = PART_BYTES) -> list[FilePart]:
     """The source's files cut into parts, in order; small enough that every process gets several where the data allow
     it."""
     parts: list[FilePart] = []

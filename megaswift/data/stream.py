@@ -22,7 +22,7 @@ from megaswift.data.loader import LoaderGeometry
 from megaswift.data.readers import LocatedRow
 from megaswift.data.row_counts import NOTES
 from megaswift.data.sources import DatasetFiles
-from megaswift.data.stream_cursor import Cursor, Passes, read_on
+from megaswift.data.stream_cursor import Cursor, StreamPasses, read_from_cursor
 from megaswift.data.vocab_check import check_batch
 from megaswift.errors import DataError, Problem
 from megaswift.log import warn
@@ -115,19 +115,19 @@ class StreamContents(Protocol):
         """What is said of an epoch without a row of use."""
 
 
-def raise_first(items: Sequence[Any]) -> None:
+def raise_first_problem(items: Sequence[Any]) -> None:
     """DataError for the first Problem among items."""
     for item in items:
         if isinstance(item, Problem):
-            raise malformed(item)
+            raise malformed_row_error(item)
 
 
-def malformed(row: Problem) -> DataError:
+def malformed_row_error(row: Problem) -> DataError:
     """What stops a stream, with how to go on."""
     return DataError(row if row.fix else replace(row, fix=GO_ON))
 
 
-def names_of(sources: Sequence[DatasetFiles]) -> str:
+def source_names(sources: Sequence[DatasetFiles]) -> str:
     """For messages."""
     return ", ".join(s.name for s in sources)
 
@@ -162,7 +162,7 @@ class StreamSource:
         begin = end = self._after
         rows: list[NumberedRow] = []
         epoch = None
-        for path, located, cursor in read_on(self.sources, begin):
+        for path, located, cursor in read_from_cursor(self.sources, begin):
             if epoch not in (None, cursor.epoch):
                 break
             epoch, end = cursor.epoch, cursor
@@ -204,8 +204,8 @@ class StreamSource:
         return taken
 
     @cached_property
-    def _passes(self) -> Passes:
-        return Passes(self.sources)
+    def _passes(self) -> StreamPasses:
+        return StreamPasses(self.sources)
 
     @property
     def epoch(self) -> float:

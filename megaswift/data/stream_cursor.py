@@ -31,7 +31,7 @@ Placed = tuple[str, LocatedRow, Cursor]
 """(file, row, where reading goes on after it)."""
 
 
-def read_on(sources: Sequence[DatasetFiles], cursor: Cursor) -> Iterator[Placed]:
+def read_from_cursor(sources: Sequence[DatasetFiles], cursor: Cursor) -> Iterator[Placed]:
     """Rows without end from `at` on."""
     while True:
         before = cursor
@@ -66,7 +66,7 @@ def _file(source: DatasetFiles, at: Cursor) -> Iterator[Placed]:
 
 
 @dataclass
-class Passes:
+class StreamPasses:
     """Passes over the data at a cursor: exact at the ends of a pass, and within it as far as the files tell without
     being read.
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megaswift.data.collate import PaddingShape
-from megaswift.data.documents import too_long_at
+from megaswift.data.documents import too_long_message
 from megaswift.data.encode import row_problem
 from megaswift.data.encode_preferences import EncodedPreference, PreferenceEncoder
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.preference_batches import PreferenceCollator, PreferenceItem
 from megaswift.data.preference_rows import PreferenceError
-from megaswift.data.preferences import why_unusable
+from megaswift.data.preferences import unusable_reason
 from megaswift.data.sample import RowError
 from megaswift.data.sources import DatasetFiles
 from megaswift.data.stream import (
@@ -26,11 +26,11 @@ from megaswift.data.stream import (
     Spread,
     StreamCounts,
     StreamOptions,
-    names_of,
-    raise_first,
+    raise_first_problem,
+    source_names,
     whole_stream,
 )
-from megaswift.data.stream_cursor import Cursor, read_on
+from megaswift.data.stream_cursor import Cursor, read_from_cursor
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 
@@ -74,14 +74,14 @@ class PreferenceContents:
         size, strategy = self.options.max_length, self.options.truncation_strategy
         long = [len(ids) for ids, _ in unit.sides if len(ids) > size]
         if long and strategy == "raise":
-            return too_long_at(place, long[0], size)
+            return too_long_message(place, long[0], size)
         if long:
             tally.long("deleted" if strategy == "delete" else "truncated", number, size)
         if long and strategy == "delete":
             return None
         parts = [slice(max(0, len(ids) - size) if strategy == "left" else 0, None) for ids, _ in unit.sides]
         parts = [slice(part.start, part.start + size) for part in parts]
-        if long and (cause := why_unusable(unit.sides, parts)):
+        if long and (cause := unusable_reason(unit.sides, parts)):
             tally.counted[cause] += 1
             return None
         documents = [(ids[part], mask[part], number) for (ids, mask), part in zip(unit.sides, parts, strict=True)]
@@ -99,7 +99,7 @@ class PreferenceContents:
 
     def batches(self, taken: Sequence[Item], geometry: LoaderGeometry) -> list[Batch]:
         """Tensors of a step's micro-batches."""
-        raise_first(taken)
+        raise_first_problem(taken)
         return self.layout.batches(geometry.own(taken), self.shape, geometry.uniform)
 
     def useless(self, sources: Sequence[DatasetFiles]) -> DataError:
@@ -111,7 +111,7 @@ class PreferenceContents:
         causes = ", ".join(f"{count} {what}" for what, count in sorted(counted.items()))
         return DataError(
             Problem(
-                names_of(sources),
+                source_names(sources),
                 f"no {unit} of a whole epoch is usable within --max_length {self.options.max_length} "
                 f"(--truncation_strategy {self.options.truncation_strategy}): {causes}",
                 "use a larger --max_length, or other data",
@@ -125,7 +125,7 @@ class PreferenceContents:
     def check(self, sources: Sequence[DatasetFiles]) -> None:
         """Reads up to the first unit that is of use; DataError for what would stop the run before it."""
         tally, some = StreamCounts(quiet=True), list[NumberedRow]()
-        for path, located, cursor in read_on(sources, Cursor()):
+        for path, located, cursor in read_from_cursor(sources, Cursor()):
             if cursor.epoch:
                 break
             some.append((path, located, cursor.rows - 1))
@@ -138,5 +138,5 @@ class PreferenceContents:
 
     def _found(self, rows: Sequence[NumberedRow], tally: StreamCounts) -> bool:
         items = self._items(rows, tally)
-        raise_first(items[:1])
+        raise_first_problem(items[:1])
         return bool(items)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.data.chat import Rendered
+from megaswift.data.chat import RenderedConversation
 from megaswift.data.collate import Document, PaddingShape
 from megaswift.data.encode import Encoder, row_problem
-from megaswift.data.loader import LoaderGeometry, step_batches
+from megaswift.data.loader import LoaderGeometry, collate_step
 from megaswift.data.packing import best_fit, padded_lengths
 from megaswift.data.readers import LocatedRow
 from megaswift.data.row_counts import WITHOUT_LABELS
@@ -26,11 +26,11 @@ from megaswift.data.stream import (
     Spread,
     StreamCounts,
     StreamOptions,
-    malformed,
-    names_of,
-    raise_first,
+    malformed_row_error,
+    raise_first_problem,
+    source_names,
 )
-from megaswift.data.stream_cursor import Cursor, read_on
+from megaswift.data.stream_cursor import Cursor, read_from_cursor
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 
@@ -58,10 +58,10 @@ class TokenRowContents:
 
     def _made(self, rows: Sequence[NumberedRow]) -> list[_ReadRow]:
         rendered = [self._render(path, located) for path, located, _ in rows]
-        tokens = self.encoder.tokenize([r for r in rendered if isinstance(r, Rendered)])
-        return [(next(tokens), r.notes) if isinstance(r, Rendered) else r for r in rendered]
+        tokens = self.encoder.tokenize([r for r in rendered if isinstance(r, RenderedConversation)])
+        return [(next(tokens), r.notes) if isinstance(r, RenderedConversation) else r for r in rendered]
 
-    def _render(self, path: str, located: LocatedRow) -> Rendered | Problem:
+    def _render(self, path: str, located: LocatedRow) -> RenderedConversation | Problem:
         try:
             return self.encoder.render(located.row)
         except RowError as e:
@@ -78,7 +78,7 @@ class TokenRowContents:
 
     def _documents(self, made: Sequence[tuple[_RowResult, int]]) -> list[list[Document]]:
         """Of each row: one, none, or several of a split text."""
-        raise_first([one for one, _ in made])
+        raise_first_problem([one for one, _ in made])
         return [self._cut(*one, number) if isinstance(one, tuple) else [] for one, number in made]
 
     def _cut(self, ids: np.ndarray, mask: np.ndarray, number: int) -> list[Document]:
@@ -126,20 +126,20 @@ class TokenRowContents:
         """Tensors of a step's micro-batches; rows are cut to length now, because one that is too long may stop the
         run."""
         rows = taken if self.options.packing else [documents[:1] for documents in self._documents(taken)]
-        return step_batches(geometry.own(rows), self.options.packing, self.shape, geometry.uniform)
+        return collate_step(geometry.own(rows), self.options.packing, self.shape, geometry.uniform)
 
     def useless(self, sources: Sequence[DatasetFiles]) -> DataError:
         """No label within max_length."""
         return DataError(
             Problem(
-                names_of(sources),
+                source_names(sources),
                 "no row of a whole epoch has label tokens within "
                 f"--max_length {self.options.max_length} (--truncation_strategy {self.options.truncation_strategy})",
                 "use a larger --max_length, or --truncation_strategy left or right",
             )
         )
 
-    def _usable(self, rows: Sequence[tuple[Rendered, int]]) -> bool:
+    def _usable(self, rows: Sequence[tuple[RenderedConversation, int]]) -> bool:
         """Whether a row keeps a token with loss within max_length; DataError for one before it that is too long for
         `raise`."""
         size, strategy = self.options.max_length, self.options.truncation_strategy
@@ -165,9 +165,9 @@ class TokenRowContents:
 
         Reads up to the first that does, the same on every rank.
         """
-        some: list[tuple[Rendered, int]] = []
-        looked, readable, labeled, names = 0, False, False, names_of(sources)
-        for path, located, cursor in read_on(sources, Cursor()):
+        some: list[tuple[RenderedConversation, int]] = []
+        looked, readable, labeled, names = 0, False, False, source_names(sources)
+        for path, located, cursor in read_from_cursor(sources, Cursor()):
             if cursor.epoch:
                 break
             looked += 1
@@ -177,7 +177,7 @@ class TokenRowContents:
                     continue
                 if self._usable(some):
                     return  # it stops the run when its turn comes
-                raise malformed(rendered)
+                raise malformed_row_error(rendered)
             some.append((rendered, cursor.rows - 1))
             readable, labeled = True, labeled or bool(rendered.spans)
             if len(some) == AHEAD:

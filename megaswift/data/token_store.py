@@ -26,12 +26,12 @@ from megaswift.data.row_counts import MALFORMED, skipped_key
 from megaswift.errors import DataError, Problem
 
 if TYPE_CHECKING:
-    from megaswift.data.encode import Encoded
+    from megaswift.data.encode import EncodedRows
 
 VERSION = 1
 
 
-def write_piece(folder: Path, number: int, piece: Encoded) -> None:
+def write_piece(folder: Path, number: int, piece: EncodedRows) -> None:
     """One worker's result for one part of a file; `done` comes last."""
     base = folder / f"piece-{number:06d}"
     piece.tokens.tofile(f"{base}.tokens")

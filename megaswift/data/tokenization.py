@@ -2,7 +2,7 @@
 
 Owns the cache key (file contents, tokenizer, template, options, our code) and running the workers. What the key leaves
 out on purpose: max_length, truncation, packing and order, which are views over the store (`documents.py`, `packing.py`,
-`order.py`).
+`epoch_order.py`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 from megaswift import log
 from megaswift.config.data import RL
 from megaswift.data import columns, hub
-from megaswift.data.cache import build_once, cache_root, is_builder, publish_alias, read_alias, wait_for
+from megaswift.data.cache import build_once, cache_root, is_builder, publish_alias, read_alias, wait_for_build
 from megaswift.data.encode import SHOWN, EncodeSpec, encode_spec
 from megaswift.data.encode_preferences import encoder_for
 from megaswift.data.prompt_rows import ANSWER
 from megaswift.data.row_counts import NOTES
-from megaswift.data.sources import DatasetFiles, FilePart, parts_of, resolve_dataset
+from megaswift.data.sources import DatasetFiles, FilePart, resolve_dataset, split_into_parts
 from megaswift.data.token_store import PieceReport, TokenStore, merge_pieces, read_report, write_piece
-from megaswift.errors import DataError, Problem, alike
+from megaswift.errors import DataError, Problem, merge_similar_problems
 
 WORKER_BYTES = 2 << 20
 """Input that is worth the start of another process (about a second)."""
@@ -160,7 +160,7 @@ def _store(root: Path, source: DatasetFiles, spec: EncodeSpec, processes: int) -
     alias = _digest("alias", stats, options)
     if not is_builder():
         target = root / read_alias(root, alias)
-        wait_for(target)
+        wait_for_build(target)
         return target
     target = root / _digest([(str(f), _file_hash(f)) for f in source.files], options)
     publish_alias(root, alias, target.name)
@@ -172,7 +172,7 @@ def _malformed(reports: list[PieceReport]) -> DataError:
     """What ends a strict build: the malformed rows of the first piece that has any, whoever has read others."""
     first = next(i for i, r in enumerate(reports) if r.bad)
     read, bad = reports[: first + 1], reports[first].bad
-    problems = alike(reports[first].problems[:SHOWN])
+    problems = merge_similar_problems(reports[first].problems[:SHOWN])
     if bad > SHOWN:
         problems.append(Problem(f"and {bad - SHOWN} more rows", "are malformed too"))
     fix = "correct the row, or give --strict false to skip such rows and count them"
@@ -188,7 +188,7 @@ def _malformed(reports: list[PieceReport]) -> DataError:
 def _build(scratch: Path, target: Path, source: DatasetFiles, how: tuple[EncodeSpec, int]) -> None:
     spec, processes = how
     began = time.monotonic()
-    parts = parts_of(source, processes)
+    parts = split_into_parts(source, processes)
     worth = WORKER_BYTES if spec.processor is None else IMAGE_WORKER_BYTES
     count = min(processes, len(parts), 1 + sum(f.stat().st_size for f in source.files) // worth)
     if count > 1:

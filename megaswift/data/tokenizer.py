@@ -66,7 +66,7 @@ def fast_tokenizer(text: str) -> Any:
         return Tokenizer.from_str(text)
 
 
-def pad_of(tokenizer: Any, vocabulary: int = 0) -> int:
+def padding_token_of(tokenizer: Any, vocabulary: int = 0) -> int:
     """The token that fills up rows: the tokenizer's, or its end of text, or token 0.
 
     The first that an embedding of `vocabulary` rows (0: not known) has: a padding token is often added to the tokenizer

@@ -68,7 +68,7 @@ def count_global_batch(microbatches: Sequence[Batch], loss: Loss, context: Objec
     return GlobalCounts(dict(zip(names, values, strict=False)), round(values[-3]), round(values[-2]), round(values[-1]))
 
 
-def outputs_of(fields: Tensor, needs: Needs) -> ModelOutputs:
+def fields_to_outputs(fields: Tensor, needs: Needs) -> ModelOutputs:
     """[f, b, s] as the head returns them to named fields."""
     return ModelOutputs(
         **{name: fields[i].detach() if name == "correct" else fields[i] for i, name in enumerate(needs.names)}
@@ -84,7 +84,7 @@ class Objective:
 
     def __call__(self, batch: Batch, fields: Tensor) -> Tensor:
         """The scalar to differentiate: this micro-batch's part of the global batch's objective."""
-        terms, metrics = self.loss(outputs_of(fields, self.loss.needs), batch)
+        terms, metrics = self.loss(fields_to_outputs(fields, self.loss.needs), batch)
         total = fields.new_zeros(())
         values: dict[str, Tensor] = {}
         for term in terms:

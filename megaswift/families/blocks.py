@@ -86,7 +86,7 @@ def post_norms(attention: str, mlp: str) -> tuple[Rule, ...]:
     )
 
 
-def moe(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def moe_block(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     """Norm, router and experts of a MoE layer whose HF module is called `block`, its projections `gate`, `up`,
     `down`."""
     b, e = f"{H}{block}.", f"{H}{block}.experts.{{E}}."

@@ -20,11 +20,11 @@ from megaswift import log
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.step_manifest import (
     damaged_files,
+    find_step_folder,
     missing_step_problem,
     newest_first,
     skipped_step_notice,
     step_damage,
-    step_of,
 )
 
 TABLES = ".metadata"
@@ -75,7 +75,7 @@ def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Pr
     parts = _parts(folder)
     if parts is not None:
         owner = parts.model.parent
-        step = step_of(owner)
+        step = find_step_folder(owner)
         if step is not None:
             within = owner.absolute().relative_to(step).parts[:1]
             if problems := problems_of(step, within or WEIGHTS):

@@ -50,8 +50,8 @@ def _dtype(reading: ConfigReading) -> None:
     reading.values["dtype"] = name
 
 
-def head_dim(default: int | None = None) -> RowGroup:
-    """`head_dim`, else `default`, else hidden size / heads."""
+def head_dim_row(default: int | None = None) -> RowGroup:
+    """`head_dim_row`, else `default`, else hidden size / heads."""
 
     def read(reading: ConfigReading) -> None:
         hidden, heads = reading.raw.get("hidden_size"), reading.raw.get("num_attention_heads")
@@ -69,7 +69,7 @@ def head_dim(default: int | None = None) -> RowGroup:
     return RowGroup(("head_dim",), read)
 
 
-def kv_heads(required: bool = True) -> RowGroup:
+def kv_heads_row(required: bool = True) -> RowGroup:
     """`num_key_value_heads`; null means as many as attention heads. Where transformers' default is a number, it must be
     there."""
 
@@ -85,7 +85,7 @@ def kv_heads(required: bool = True) -> RowGroup:
     return RowGroup(("num_key_value_heads",), read)
 
 
-def rope(theta: float = 10000.0, partial: float | None = None) -> RowGroup:
+def rope_row(theta: float = 10000.0, partial: float | None = None) -> RowGroup:
     """Rotary embedding; `theta` is transformers' default base for the family, `partial` its default share of a head
     (None: whole heads)."""
 
@@ -155,7 +155,7 @@ def _scaling(reading: ConfigReading, key: str, scaling: dict[str, Any]) -> dict[
     return {"rope_type": kind, **parameters}
 
 
-def window(default: int | None) -> RowGroup:
+def window_row(default: int | None) -> RowGroup:
     """One `sliding_window` for all layers; transformers' default where the field is absent. A token sees itself and w -
     1 before it."""
 
@@ -184,7 +184,7 @@ def _biases(reading: ConfigReading) -> None:
     reading.values["add_bias_linear"] = bool(attention and mlp)
 
 
-def architecture(name: str) -> RowGroup:
+def architecture_row(name: str) -> RowGroup:
     """`architectures` must hold the causal language model, whose tensor names the weight table has."""
 
     def read(reading: ConfigReading) -> None:
@@ -220,7 +220,7 @@ def check_remote_code(name: str) -> RowGroup:
     return RowGroup(("auto_map",), read)
 
 
-def sparse_layers(pattern: Callable[[ConfigReading, int], list[int] | None], keys: tuple[str, ...] = ()) -> RowGroup:
+def moe_layers_row(pattern: Callable[[ConfigReading, int], list[int] | None], keys: tuple[str, ...] = ()) -> RowGroup:
     """Experts and which layers have them; `pattern` gives 1 for each MoE layer. Without any the model is dense."""
 
     def read(reading: ConfigReading) -> None:
@@ -287,15 +287,15 @@ def _padding_token(reading: ConfigReading) -> None:
     reading.values["padding_token"] = token % size
 
 
-WINDOW = window(4096)
+WINDOW = window_row(4096)
 WINDOW_SWITCHED = RowGroup(("use_sliding_window", "sliding_window"), _window_switched)
 BIASES = RowGroup(("attention_bias", "mlp_bias"), _biases)
 NO_ATTENTION_BIAS = RequiredValue(
     "attention_bias", (False,), "Megatron has a single switch for the biases of the attention output and the MLP"
 )
 NORM_TOPK = RowGroup(("norm_topk_prob",), _norm_topk)
-SPARSE_STEP = (NORM_TOPK, sparse_layers(_sparse_step, ("decoder_sparse_step", "mlp_only_layers")))
-EXPERTS_EVERYWHERE = sparse_layers(lambda _, layers: [1] * layers)
+SPARSE_STEP = (NORM_TOPK, moe_layers_row(_sparse_step, ("decoder_sparse_step", "mlp_only_layers")))
+EXPERTS_EVERYWHERE = moe_layers_row(lambda _, layers: [1] * layers)
 ROUTER: tuple[ConfigRow, ...] = (
     AnyRow("router_aux_loss_coef", "moe_aux_loss_coeff", float, 0.001),
     UnusedField(

@@ -41,7 +41,7 @@ PRETRAINING: tuple[ConfigRow, ...] = (
 
 
 @dataclass(frozen=True)
-class Routing:
+class RouterDefaults:
     """What a family's router computes, and transformers' defaults for fields that are absent."""
 
     score: str
@@ -60,7 +60,7 @@ class Routing:
     """`topk_method`; `greedy` chooses among all experts, whatever `n_group` says."""
 
 
-def routed_experts(family: Routing) -> RowGroup:
+def routed_experts(family: RouterDefaults) -> RowGroup:
     """Dense layers first, then layers of routed and shared experts; without any of these the model is dense."""
 
     def read(reading: ConfigReading) -> None:
@@ -86,7 +86,7 @@ def routed_experts(family: Routing) -> RowGroup:
     return RowGroup(KEYS, read)
 
 
-def _router(reading: ConfigReading, family: Routing, experts: int, topk: int) -> None:
+def _router(reading: ConfigReading, family: RouterDefaults, experts: int, topk: int) -> None:
     values: dict[str, Any] = {"moe_router_score_function": family.score, "moe_router_load_balancing_type": "aux_loss"}
     values["moe_router_pre_softmax"] = family.score == "softmax"
     if family.bias:
@@ -118,7 +118,7 @@ def _router(reading: ConfigReading, family: Routing, experts: int, topk: int) ->
     reading.values.update(values)
 
 
-def prediction_layers(spec: ModelSpec) -> str:
+def mtp_tensor_names(spec: ModelSpec) -> str:
     """Names of the layers after the last one: they predict further tokens, and pass through unchanged."""
     raw = spec.hf_config
     count = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers", 1)) or 0

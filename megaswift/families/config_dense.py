@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megaswift.families.config_common import rope
+from megaswift.families.config_common import rope_row
 from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RequiredValue, RowGroup, UnusedField
 from megaswift.families.config_windows import WindowedLayer
 from megaswift.families.model_spec import RopeSpec
 
 
-def two_ropes(full_theta: float, local_theta: float) -> RowGroup:
+def two_ropes_row(full_theta: float, local_theta: float) -> RowGroup:
     """Two rotary embeddings: `rope_theta` with scaling in full layers, `rope_local_base_freq` without any in windowed
     ones.
 
@@ -37,7 +37,7 @@ def two_ropes(full_theta: float, local_theta: float) -> RowGroup:
             reading.problems,
             reading.values,
         )
-        rope().read(plain)
+        rope_row().read(plain)
         if local.get("rope_type", "default") != "default" or set(local) - {"rope_type", "rope_theta"}:
             reading.problem(
                 "rope_parameters",
@@ -80,7 +80,7 @@ GEMMA: tuple[ConfigRow, ...] = (
 """Fields of Gemma 2 and 3 beyond those of all families."""
 
 
-def softcaps(attention: float | None, logits: float | None) -> RowGroup:
+def softcaps_row(attention: float | None, logits: float | None) -> RowGroup:
     """Caps of attention scores and logits, null for none; transformers' defaults where the fields are absent."""
 
     def read(reading: ConfigReading) -> None:
@@ -101,6 +101,6 @@ def softcaps(attention: float | None, logits: float | None) -> RowGroup:
     return RowGroup(("attn_logit_softcapping", "final_logit_softcapping", "attention_dropout"), read)
 
 
-def window_except_every(every: int) -> WindowedLayer:
+def window_except_every_row(every: int) -> WindowedLayer:
     """A window in all layers except every `every`-th."""
     return lambda _, layer: (layer + 1) % every != 0

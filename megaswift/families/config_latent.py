@@ -31,7 +31,8 @@ def _head_dim(reading: ConfigReading) -> None:
 
 
 def _scores(reading: ConfigReading) -> None:
-    """The factor on attention scores that comes with yarn, (0.1 x mscale_all_dim x ln(factor) + 1)^2. After `rope`."""
+    """The factor on attention scores that comes with yarn, (0.1 x mscale_all_dim x ln(factor) + 1)^2. After
+    `rope_row`."""
     rope = reading.values.get("rope")
     scaling = (rope.scaling if rope is not None else None) or {}
     reading.values.update(rope_type="rope", mscale_all_dim=0.0)
@@ -53,4 +54,4 @@ LATENT: tuple[ConfigRow, ...] = (
     UnusedField(("qk_head_dim",), "follows from qk_nope_head_dim and qk_rope_head_dim"),
     UnusedField(("pretraining_tp",), "transformers' model does not read it"),
 )
-"""To stand after `rope`."""
+"""To stand after `rope_row`."""

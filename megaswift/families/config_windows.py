@@ -15,7 +15,7 @@ WindowedLayer = Callable[[ConfigReading, int], bool]
 """Whether a layer has a window where `layer_types` does not say it, as transformers' configuration class decides."""
 
 
-def every_other(_: ConfigReading, layer: int) -> bool:
+def is_even_layer(_: ConfigReading, layer: int) -> bool:
     """The first layer, the third, ..."""
     return layer % 2 == 0
 

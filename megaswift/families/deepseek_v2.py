@@ -3,10 +3,10 @@ https://arxiv.org/abs/2405.04434."""
 
 from __future__ import annotations
 
-from megaswift.families.blocks import EMBEDDING, HEAD, dense_mlp, moe, shared_experts
+from megaswift.families.blocks import EMBEDDING, HEAD, dense_mlp, moe_block, shared_experts
 from megaswift.families.blocks_latent import LATENT_ATTENTION
-from megaswift.families.config_common import FFN, check_remote_code, rope
-from megaswift.families.config_deepseek import PRETRAINING, Routing, routed_experts
+from megaswift.families.config_common import FFN, check_remote_code, rope_row
+from megaswift.families.config_deepseek import PRETRAINING, RouterDefaults, routed_experts
 from megaswift.families.config_latent import LATENT
 from megaswift.families.config_rows import RequiredValue
 from megaswift.families.family import FAMILIES, Family
@@ -18,10 +18,10 @@ FAMILIES.register(
         architecture="DeepseekV2ForCausalLM",
         config=(
             FFN,
-            rope(),
+            rope_row(),
             *LATENT,
             routed_experts(
-                Routing(
+                RouterDefaults(
                     "softmax",
                     best=1,
                     bias=False,
@@ -46,7 +46,7 @@ FAMILIES.register(
             *EMBEDDING,
             *LATENT_ATTENTION,
             *dense_mlp("dense"),
-            *moe("mlp", "gate_proj", "up_proj", "down_proj"),
+            *moe_block("mlp", "gate_proj", "up_proj", "down_proj"),
             *shared_experts("shared_experts"),
             *HEAD,
         ),

@@ -3,10 +3,10 @@ https://arxiv.org/abs/2412.19437."""
 
 from __future__ import annotations
 
-from megaswift.families.blocks import EMBEDDING, EXPERT_BIAS, HEAD, dense_mlp, moe, shared_experts
+from megaswift.families.blocks import EMBEDDING, EXPERT_BIAS, HEAD, dense_mlp, moe_block, shared_experts
 from megaswift.families.blocks_latent import LATENT_ATTENTION
-from megaswift.families.config_common import FFN, check_remote_code, rope
-from megaswift.families.config_deepseek import PRETRAINING, Routing, prediction_layers, routed_experts
+from megaswift.families.config_common import FFN, check_remote_code, rope_row
+from megaswift.families.config_deepseek import PRETRAINING, RouterDefaults, mtp_tensor_names, routed_experts
 from megaswift.families.config_latent import LATENT
 from megaswift.families.config_rows import AnyRow, RequiredValue
 from megaswift.families.family import FAMILIES, Family
@@ -18,11 +18,11 @@ FAMILIES.register(
         architecture="DeepseekV3ForCausalLM",
         config=(
             FFN,
-            rope(),
+            rope_row(),
             *LATENT,
             AnyRow("rope_interleave", "latent_pairs", bool, True),
             routed_experts(
-                Routing(
+                RouterDefaults(
                     "sigmoid",
                     best=2,
                     bias=True,
@@ -43,12 +43,12 @@ FAMILIES.register(
             *EMBEDDING,
             *LATENT_ATTENTION,
             *dense_mlp("dense"),
-            *moe("mlp", "gate_proj", "up_proj", "down_proj"),
+            *moe_block("mlp", "gate_proj", "up_proj", "down_proj"),
             EXPERT_BIAS,
             *shared_experts("shared_experts"),
             *HEAD,
         ),
         fixed={"multi_latent_attention": True, "qk_layernorm": True},
-        kept=prediction_layers,
+        kept=mtp_tensor_names,
     ),
 )

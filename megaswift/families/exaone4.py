@@ -6,7 +6,7 @@ https://arxiv.org/abs/2507.11407.
 from __future__ import annotations
 
 from megaswift.families.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM, dense_mlp, post_norms
-from megaswift.families.config_common import FFN, head_dim, kv_heads, rope
+from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_rows import ConfigReading, RowGroup
 from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
@@ -36,7 +36,7 @@ FAMILIES.register(
     Family(
         name="exaone4",
         architecture="Exaone4ForCausalLM",
-        config=(FFN, head_dim(), kv_heads(), rope(), EXAONE_LAYERS),
+        config=(FFN, head_dim_row(), kv_heads_row(), rope_row(), EXAONE_LAYERS),
         weights=(
             *EMBEDDING,
             *PROJECTIONS,

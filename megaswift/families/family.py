@@ -15,13 +15,13 @@ from types import MappingProxyType
 from typing import Any
 
 from megaswift.errors import Problem, WeightsError, first_line, nearest_name, path_hint
-from megaswift.families.config_common import IRRELEVANT, SIZES, architecture
+from megaswift.families.config_common import IRRELEVANT, SIZES, architecture_row
 from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.model_spec import Features, ModelSpec
 from megaswift.families.quantization import plain_config
 from megaswift.families.rules import Rule
-from megaswift.families.scalar_head import has_score, language_model, with_score
-from megaswift.families.vision import TEXT_ONLY, has_tower
+from megaswift.families.scalar_head import has_score, language_model_config, with_scalar_head
+from megaswift.families.vision import TEXT_ONLY, has_vision_tower
 from megaswift.registry import Registry
 
 ROPE_BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "global_rope_theta", "local_rope_theta")
@@ -70,14 +70,15 @@ class Family:
         """All configuration rows; the family's own are read last, and stand in place of shared ones about the same
         fields."""
         read_keys = {key for row in self.config for key in row.keys}
-        shared = (*SIZES, architecture(self.architecture), *IRRELEVANT)
+        shared = (*SIZES, architecture_row(self.architecture), *IRRELEVANT)
         return (*(row for row in shared if not read_keys & set(row.keys)), *self.config)
 
     def spec(self, hf_config: Mapping[str, Any]) -> ModelSpec:
         """The model that `hf_config` describes; a WeightsError names every field that is wrong or not known."""
         if has_score(hf_config):
             return replace(
-                with_score(self.spec(language_model(hf_config, self.architecture))), hf_config=plain_config(hf_config)
+                with_scalar_head(self.spec(language_model_config(hf_config, self.architecture))),
+                hf_config=plain_config(hf_config),
             )
         values = read_rows(self.name, self.rows, hf_config)
         values = {**LLAMA_LIKE, **self.fixed, **values}
@@ -96,7 +97,7 @@ FAMILIES: Registry[Family] = Registry("model family", "megaswift.families")
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """The family of this `model_type`; a WeightsError that lists the known ones."""
     name = hf_config.get("model_type")
-    if has_tower(hf_config):
+    if has_vision_tower(hf_config):
         raise WeightsError(replace(TEXT_ONLY, what=f"config.json, model_type {name!r}"))
     if not isinstance(name, str) or name not in FAMILIES:
         names = FAMILIES.names()

@@ -13,7 +13,7 @@ from megaswift.errors import Problem
 from megaswift.families.family import Family
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.projections import WEIGHT
-from megaswift.families.rules import Rule, ShardSpec, dim_of
+from megaswift.families.rules import Rule, ShardSpec, shard_dim
 
 BLOCK = 64
 """Inputs of a row that share a scale (QLoRA, arXiv:2305.14314)."""
@@ -33,7 +33,7 @@ def is_four_bit_weight(rule: Rule) -> bool:
 
 def _inputs(rule: Rule, spec: ModelSpec) -> int:
     """Length of a row of Megatron's whole weight."""
-    dim, pieces = dim_of(rule), rule.pieces(spec, ShardSpec(expert=0))
+    dim, pieces = shard_dim(rule), rule.pieces(spec, ShardSpec(expert=0))
     return sum(p.length for p in pieces) if dim == 1 else pieces[0].shape(rule.shapes(spec)[pieces[0].source], dim)[1]
 
 
@@ -61,7 +61,7 @@ def _unfit(name: str, rule: Rule, spec: ModelSpec, sizes: tuple[int, int]) -> It
             f"{name} of this model has {width} inputs, which is not a multiple of {BLOCK}, the NF4 block size",
             "--train_type lora",
         )
-    elif dim_of(rule) == 1 and width % (ranks * BLOCK):
+    elif shard_dim(rule) == 1 and width % (ranks * BLOCK):
         fitting = next(n for n in range(ranks, 0, -1) if ranks % n == 0 and width % (n * BLOCK) == 0)
         yield Problem(
             f"--{option} {ranks}",

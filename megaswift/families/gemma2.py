@@ -4,10 +4,10 @@ arXiv:2408.00118."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
-from megaswift.families.config_common import FFN, head_dim, kv_heads, rope
-from megaswift.families.config_dense import GEMMA, softcaps
+from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
+from megaswift.families.config_dense import GEMMA, softcaps_row
 from megaswift.families.config_rows import UnusedField
-from megaswift.families.config_windows import alternating_windows, every_other
+from megaswift.families.config_windows import alternating_windows, is_even_layer
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(
@@ -17,12 +17,12 @@ FAMILIES.register(
         architecture="Gemma2ForCausalLM",
         config=(
             FFN,
-            head_dim(256),
-            kv_heads(),
-            rope(),
-            alternating_windows(every_other, 4096),
+            head_dim_row(256),
+            kv_heads_row(),
+            rope_row(),
+            alternating_windows(is_even_layer, 4096),
             *GEMMA,
-            softcaps(50.0, 30.0),
+            softcaps_row(50.0, 30.0),
             UnusedField(("sliding_window_size",), "transformers' model reads sliding_window"),
         ),
         weights=(

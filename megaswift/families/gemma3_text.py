@@ -6,8 +6,8 @@ https://arxiv.org/abs/2503.19786. The models with images (`gemma3`) contain this
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, post_norms
-from megaswift.families.config_common import FFN, head_dim, kv_heads
-from megaswift.families.config_dense import GEMMA, softcaps, two_ropes
+from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row
+from megaswift.families.config_dense import GEMMA, softcaps_row, two_ropes_row
 from megaswift.families.config_rows import ConfigReading, RowGroup
 from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
@@ -45,11 +45,11 @@ FAMILIES.register(
         architecture="Gemma3ForCausalLM",
         config=(
             FFN,
-            head_dim(256),
-            kv_heads(),
-            two_ropes(1e6, 1e4),
+            head_dim_row(256),
+            kv_heads_row(),
+            two_ropes_row(1e6, 1e4),
             *GEMMA,
-            softcaps(None, None),
+            softcaps_row(None, None),
             GEMMA3_LAYERS,
         ),
         weights=(

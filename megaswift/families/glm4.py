@@ -6,7 +6,7 @@ https://arxiv.org/abs/2406.12793.
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
-from megaswift.families.config_common import FFN, head_dim, kv_heads, rope
+from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_rows import AnyRow
 from megaswift.families.family import FAMILIES, Family
 
@@ -17,9 +17,9 @@ FAMILIES.register(
         architecture="Glm4ForCausalLM",
         config=(
             FFN,
-            head_dim(128),
-            kv_heads(),
-            rope(partial=0.5),
+            head_dim_row(128),
+            kv_heads_row(),
+            rope_row(partial=0.5),
             AnyRow("attention_bias", "add_qkv_bias", bool, True),
         ),
         weights=(

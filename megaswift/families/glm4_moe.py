@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from megaswift.families.blocks import ATTENTION, EMBEDDING, EXPERT_BIAS, HEAD, QK_NORM, dense_mlp, moe, shared_experts
-from megaswift.families.config_common import FFN, head_dim, kv_heads, rope
-from megaswift.families.config_deepseek import PRETRAINING, Routing, prediction_layers, routed_experts
+from megaswift.families.blocks import (
+    ATTENTION,
+    EMBEDDING,
+    EXPERT_BIAS,
+    HEAD,
+    QK_NORM,
+    dense_mlp,
+    moe_block,
+    shared_experts,
+)
+from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
+from megaswift.families.config_deepseek import PRETRAINING, RouterDefaults, mtp_tensor_names, routed_experts
 from megaswift.families.config_rows import AnyRow
 from megaswift.families.family import FAMILIES, Family
 
@@ -15,13 +24,13 @@ FAMILIES.register(
         architecture="Glm4MoeForCausalLM",
         config=(
             FFN,
-            head_dim(),
-            kv_heads(),
-            rope(partial=0.5),
+            head_dim_row(),
+            kv_heads_row(),
+            rope_row(partial=0.5),
             AnyRow("attention_bias", "add_qkv_bias", bool, False),
             AnyRow("use_qk_norm", "qk_layernorm", bool, False),
             routed_experts(
-                Routing("sigmoid", best=2, bias=True, first_dense=1, shared=1, scaling=1.0, normalized=True)
+                RouterDefaults("sigmoid", best=2, bias=True, first_dense=1, shared=1, scaling=1.0, normalized=True)
             ),
             *PRETRAINING,
         ),
@@ -30,11 +39,11 @@ FAMILIES.register(
             *ATTENTION,
             *QK_NORM,
             *dense_mlp("dense"),
-            *moe("mlp", "gate_proj", "up_proj", "down_proj"),
+            *moe_block("mlp", "gate_proj", "up_proj", "down_proj"),
             EXPERT_BIAS,
             *shared_experts("shared_experts"),
             *HEAD,
         ),
-        kept=prediction_layers,
+        kept=mtp_tensor_names,
     ),
 )

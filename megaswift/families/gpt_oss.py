@@ -4,14 +4,20 @@ arXiv:2508.10925."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, A, H, M
-from megaswift.families.config_common import AUXILIARY_IF_ASKED, EXPERTS_EVERYWHERE, head_dim, kv_heads, rope
+from megaswift.families.config_common import (
+    AUXILIARY_IF_ASKED,
+    EXPERTS_EVERYWHERE,
+    head_dim_row,
+    kv_heads_row,
+    rope_row,
+)
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup, UnusedField
-from megaswift.families.config_windows import alternating_windows, every_other
+from megaswift.families.config_windows import alternating_windows, is_even_layer
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import ColumnParallel, Copy
 from megaswift.families.rules_stacked import Interleaved, StackedCopy, StackedDown
 
-ROPE = rope(150000.0)
+ROPE = rope_row(150000.0)
 
 
 def _rope(reading: ConfigReading) -> None:
@@ -35,10 +41,10 @@ FAMILIES.register(
         architecture="GptOssForCausalLM",
         config=(
             AnyRow("intermediate_size", "moe_ffn_hidden_size", int),
-            head_dim(64),
-            kv_heads(),
+            head_dim_row(64),
+            kv_heads_row(),
             RowGroup(ROPE.keys, _rope),
-            alternating_windows(every_other, 128),
+            alternating_windows(is_even_layer, 128),
             AnyRow("swiglu_limit", "activation_func_clamp_value", float, 7.0),
             RequiredValue("swiglu_alpha", (1.702,), "the constant of Megatron's quick_gelu"),
             RequiredValue(

@@ -4,7 +4,7 @@ https://huggingface.co/ibm-granite."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
-from megaswift.families.config_common import BIASES, FFN, head_dim, kv_heads, rope
+from megaswift.families.config_common import BIASES, FFN, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_rows import ConfigReading, ConfigRow, RowGroup
 from megaswift.families.family import FAMILIES, Family
 
@@ -35,7 +35,7 @@ FAMILIES.register(
     Family(
         name="granite",
         architecture="GraniteForCausalLM",
-        config=(FFN, head_dim(), kv_heads(required=False), rope(), BIASES, *GRANITE),
+        config=(FFN, head_dim_row(), kv_heads_row(required=False), rope_row(), BIASES, *GRANITE),
         weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
     ),
 )

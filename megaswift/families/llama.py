@@ -4,7 +4,7 @@ https://arxiv.org/abs/2407.21783."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
-from megaswift.families.config_common import BIASES, FFN, head_dim, kv_heads, rope
+from megaswift.families.config_common import BIASES, FFN, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_rows import RequiredValue, UnusedField
 from megaswift.families.family import FAMILIES, Family
 
@@ -15,9 +15,9 @@ FAMILIES.register(
         architecture="LlamaForCausalLM",
         config=(
             FFN,
-            head_dim(),
-            kv_heads(required=False),
-            rope(),
+            head_dim_row(),
+            kv_heads_row(required=False),
+            rope_row(),
             BIASES,
             RequiredValue("pretraining_tp", (1,), "other values change the order of summation"),
             UnusedField(("max_sequence_length",), "determined by max_position_embeddings"),

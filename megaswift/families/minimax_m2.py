@@ -3,20 +3,20 @@ https://huggingface.co/MiniMaxAI."""
 
 from __future__ import annotations
 
-from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe
+from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe_block
 from megaswift.families.config_common import (
     AUXILIARY_IF_ASKED,
     EXPERTS_EVERYWHERE,
     check_remote_code,
-    head_dim,
-    kv_heads,
-    rope,
+    head_dim_row,
+    kv_heads_row,
+    rope_row,
 )
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup, UnusedField
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import Copy
 
-ROPE = rope(5e6, partial=1.0)
+ROPE = rope_row(5e6, partial=1.0)
 
 
 def _rope(reading: ConfigReading) -> None:
@@ -50,8 +50,8 @@ FAMILIES.register(
         architecture="MiniMaxM2ForCausalLM",
         config=(
             AnyRow("intermediate_size", "moe_ffn_hidden_size", int),
-            head_dim(128),
-            kv_heads(),
+            head_dim_row(128),
+            kv_heads_row(),
             RowGroup((*ROPE.keys, "rotary_dim"), _rope),
             AUXILIARY_IF_ASKED,
             EXPERTS_EVERYWHERE,
@@ -81,7 +81,7 @@ FAMILIES.register(
             *EMBEDDING,
             *ATTENTION,
             *QK_NORM_WIDE,
-            *moe("block_sparse_moe", "w1", "w3", "w2"),
+            *moe_block("block_sparse_moe", "w1", "w3", "w2"),
             Copy(
                 M + "mlp.router.expert_bias",
                 (H + "block_sparse_moe.e_score_correction_bias",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
-from megaswift.families.config_common import FFN, head_dim, kv_heads, rope, window
+from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row, window_row
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(
@@ -11,7 +11,7 @@ FAMILIES.register(
     Family(
         name="mistral",
         architecture="MistralForCausalLM",
-        config=(FFN, head_dim(), kv_heads(), rope(), window(4096)),
+        config=(FFN, head_dim_row(), kv_heads_row(), rope_row(), window_row(4096)),
         weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
     ),
 )

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, moe
-from megaswift.families.config_common import EXPERTS_EVERYWHERE, ROUTER, head_dim, kv_heads, rope, window
+from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, moe_block
+from megaswift.families.config_common import (
+    EXPERTS_EVERYWHERE,
+    ROUTER,
+    head_dim_row,
+    kv_heads_row,
+    rope_row,
+    window_row,
+)
 from megaswift.families.config_rows import AnyRow, RequiredValue
 from megaswift.families.family import FAMILIES, Family
 
@@ -14,10 +21,10 @@ FAMILIES.register(
         architecture="MixtralForCausalLM",
         config=(
             AnyRow("intermediate_size", "moe_ffn_hidden_size", int),
-            head_dim(),
-            kv_heads(),
-            rope(1e6),
-            window(None),
+            head_dim_row(),
+            kv_heads_row(),
+            rope_row(1e6),
+            window_row(None),
             *ROUTER,
             EXPERTS_EVERYWHERE,
             RequiredValue(
@@ -26,7 +33,7 @@ FAMILIES.register(
                 "transformers also adds the noise to the experts' inputs, Megatron only to the router's",
             ),
         ),
-        weights=(*EMBEDDING, *ATTENTION, *moe("block_sparse_moe", "w1", "w3", "w2"), *HEAD),
+        weights=(*EMBEDDING, *ATTENTION, *moe_block("block_sparse_moe", "w1", "w3", "w2"), *HEAD),
         fixed={"moe_router_pre_softmax": False},
     ),
 )

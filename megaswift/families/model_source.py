@@ -20,7 +20,7 @@ from megaswift.families.adapter_folder import CONFIG as ADAPTERS
 from megaswift.families.adapter_folder import adapter_as_model_problem
 from megaswift.families.checkpoint_folder import find_checkpoint, verified_checkpoint
 from megaswift.families.family import read_config
-from megaswift.families.vision import has_tower
+from megaswift.families.vision import has_vision_tower
 
 CONFIG_FILES = (
     "config.json",
@@ -165,7 +165,7 @@ def missing_files(folder: Path, random_init: bool) -> list[Problem]:
     return problems
 
 
-def tokenizer_of(cfg: SwiftConfig, folder: Path) -> Any:
+def training_tokenizer(cfg: SwiftConfig, folder: Path) -> Any:
     """The tokenizer in `folder` as training takes it."""
     return read_tokenizer(folder, cfg.model.trust_remote_code, cfg.data.chat_template)
 
@@ -179,7 +179,7 @@ def read_tokenizer(folder: Path, trust: bool, chat_template: str | None) -> Any:
     return tokenizer
 
 
-def processor_of(cfg: SwiftConfig, folder: Path) -> Processor:
+def training_processor(cfg: SwiftConfig, folder: Path) -> Processor:
     """The processor in `folder` as training takes it."""
     return read_processor(folder, cfg.model.trust_remote_code, cfg.data.chat_template)
 
@@ -198,9 +198,9 @@ def reader_for(cfg: SwiftConfig) -> Any:
     if not (folder / "config.json").is_file() and any((folder / name).is_file() for name in TOKENIZER_FILES):
         return tokenizer_for(cfg)
     folder = locate_model(cfg.model, weights=False)
-    if not has_tower(read_config(folder)):
+    if not has_vision_tower(read_config(folder)):
         return tokenizer_for(cfg)
-    return processor_of(cfg, folder)
+    return training_processor(cfg, folder)
 
 
 def tokenizer_for(cfg: SwiftConfig) -> Any:
@@ -213,4 +213,4 @@ def tokenizer_for(cfg: SwiftConfig) -> Any:
     problems = missing_files(folder, random_init=True)
     if problems:
         raise WeightsError(problems)
-    return tokenizer_of(cfg, folder)
+    return training_tokenizer(cfg, folder)

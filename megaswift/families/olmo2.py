@@ -4,7 +4,7 @@ https://arxiv.org/abs/2501.00656."""
 from __future__ import annotations
 
 from megaswift.families.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM_WIDE, dense_mlp, post_norms
-from megaswift.families.config_common import FFN, NO_ATTENTION_BIAS, head_dim, kv_heads, rope
+from megaswift.families.config_common import FFN, NO_ATTENTION_BIAS, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(
@@ -12,7 +12,7 @@ FAMILIES.register(
     Family(
         name="olmo2",
         architecture="Olmo2ForCausalLM",
-        config=(FFN, head_dim(), kv_heads(required=False), rope(), NO_ATTENTION_BIAS),
+        config=(FFN, head_dim_row(), kv_heads_row(required=False), rope_row(), NO_ATTENTION_BIAS),
         weights=(
             *EMBEDDING,
             *PROJECTIONS,

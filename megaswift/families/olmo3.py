@@ -6,8 +6,8 @@ https://allenai.org/olmo.
 from __future__ import annotations
 
 from megaswift.families.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM_WIDE, dense_mlp, post_norms
-from megaswift.families.config_common import FFN, NO_ATTENTION_BIAS, head_dim, kv_heads
-from megaswift.families.config_dense import two_ropes, window_except_every
+from megaswift.families.config_common import FFN, NO_ATTENTION_BIAS, head_dim_row, kv_heads_row
+from megaswift.families.config_dense import two_ropes_row, window_except_every_row
 from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
 
@@ -18,10 +18,10 @@ FAMILIES.register(
         architecture="Olmo3ForCausalLM",
         config=(
             FFN,
-            head_dim(),
-            kv_heads(required=False),
-            two_ropes(5e5, 5e5),
-            alternating_windows(window_except_every(4), 4096),
+            head_dim_row(),
+            kv_heads_row(required=False),
+            two_ropes_row(5e5, 5e5),
+            alternating_windows(window_except_every_row(4), 4096),
             NO_ATTENTION_BIAS,
         ),
         weights=(

@@ -3,8 +3,15 @@ https://arxiv.org/abs/2409.02060."""
 
 from __future__ import annotations
 
-from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, moe
-from megaswift.families.config_common import EXPERTS_EVERYWHERE, NO_ATTENTION_BIAS, NORM_TOPK, head_dim, kv_heads, rope
+from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, moe_block
+from megaswift.families.config_common import (
+    EXPERTS_EVERYWHERE,
+    NO_ATTENTION_BIAS,
+    NORM_TOPK,
+    head_dim_row,
+    kv_heads_row,
+    rope_row,
+)
 from megaswift.families.config_rows import AnyRow, RequiredValue, UnusedField
 from megaswift.families.family import FAMILIES, Family
 
@@ -15,9 +22,9 @@ FAMILIES.register(
         architecture="OlmoeForCausalLM",
         config=(
             AnyRow("intermediate_size", "moe_ffn_hidden_size", int),
-            head_dim(),
-            kv_heads(required=False),
-            rope(),
+            head_dim_row(),
+            kv_heads_row(required=False),
+            rope_row(),
             NO_ATTENTION_BIAS,
             AnyRow("router_aux_loss_coef", "moe_aux_loss_coeff", float, 0.01),
             NORM_TOPK,
@@ -28,7 +35,7 @@ FAMILIES.register(
             ),
             RequiredValue("clip_qkv", (), "Megatron-Core does not clip queries, keys and values"),
         ),
-        weights=(*EMBEDDING, *ATTENTION, *QK_NORM_WIDE, *moe("mlp", "gate_proj", "up_proj", "down_proj"), *HEAD),
+        weights=(*EMBEDDING, *ATTENTION, *QK_NORM_WIDE, *moe_block("mlp", "gate_proj", "up_proj", "down_proj"), *HEAD),
         fixed={"qk_layernorm": True, "qk_norm_width": "all"},
     ),
 )

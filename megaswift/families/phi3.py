@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.families.blocks import EMBEDDING, FUSED_ATTENTION, HEAD, dense_mlp
-from megaswift.families.config_common import FFN, check_remote_code, head_dim, kv_heads, rope, window
+from megaswift.families.config_common import FFN, check_remote_code, head_dim_row, kv_heads_row, rope_row, window_row
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.model_spec import RopeSpec
@@ -14,7 +14,7 @@ from megaswift.families.model_spec import RopeSpec
 NO_BIAS = "transformers' model has none"
 SAME = "transformers' model supports only this value"
 
-_PARTIAL = rope(partial=1.0)
+_PARTIAL = rope_row(partial=1.0)
 
 
 def _longrope(reading: ConfigReading) -> None:
@@ -76,10 +76,10 @@ FAMILIES.register(
         architecture="Phi3ForCausalLM",
         config=(
             FFN,
-            head_dim(),
-            kv_heads(required=False),
+            head_dim_row(),
+            kv_heads_row(required=False),
             LONGROPE,
-            window(None),
+            window_row(None),
             check_remote_code("phi3"),
             AnyRow("resid_pdrop", "hidden_dropout", float, 0.0),
             RequiredValue("embd_pdrop", (0,), "transformers' model does not apply it"),

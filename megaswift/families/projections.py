@@ -74,7 +74,7 @@ def _name(pattern: str, layer: int | None, expert: int | None) -> str:
     return pattern.replace("{L}", str(layer)).replace("{E}", str(expert))
 
 
-def adaptable(rule: Rule) -> bool:
+def takes_adapter(rule: Rule) -> bool:
     """Whether the rule is about a linear layer: no norm, router, bias or embedding."""
     leaf = rule.megatron.removesuffix(WEIGHT).rsplit(".", 1)[-1]
     return rule.megatron.endswith(WEIGHT) and leaf.startswith("linear_")
@@ -83,7 +83,7 @@ def adaptable(rule: Rule) -> bool:
 def projections(family: Family, spec: ModelSpec) -> Iterator[Projection]:
     """Every projection, in the order of the weight table."""
     for rule, layer, expert in _expand(family, spec):
-        if not adaptable(rule):
+        if not takes_adapter(rule):
             continue
         megatron = _name(rule.megatron, layer, expert).removesuffix(WEIGHT)
         for source, (name, shape) in enumerate(zip(rule.hf, rule.shapes(spec), strict=True)):
@@ -184,7 +184,7 @@ def _no_target(name: str, candidates: Sequence[Projection], family: Family, spec
     )
     for rule, layer, expert in _expand(family, spec):
         modules = [_name(hf, layer, expert).removesuffix(WEIGHT) for hf in rule.hf]
-        if any(m == name or m.endswith("." + name) for m in modules) and not adaptable(rule):
+        if any(m == name or m.endswith("." + name) for m in modules) and not takes_adapter(rule):
             why = "is not a separate linear layer, so it cannot have an adapter"
             return Problem(
                 f"--target_modules {name}",
@@ -239,13 +239,13 @@ def saved_modules(family: Family, spec: ModelSpec, names: Sequence[str]) -> list
                     "leave it out",
                 )
             )
-    problems += partly_chosen(family, spec, chosen)
+    problems += partly_chosen_modules(family, spec, chosen)
     if problems:
         raise ConfigError(problems)
     return list(chosen)
 
 
-def partly_chosen(family: Family, spec: ModelSpec, chosen: Collection[str]) -> Iterator[Problem]:
+def partly_chosen_modules(family: Family, spec: ModelSpec, chosen: Collection[str]) -> Iterator[Problem]:
     """Modules that Megatron joins with others which are not chosen: one parameter trains whole or not at all."""
     for rule, layer, expert in _expand(family, spec):
         names = [_name(hf, layer, expert) for hf in rule.hf]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
-from megaswift.families.config_common import FFN, head_dim, kv_heads, rope
+from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_rows import RequiredValue
 from megaswift.families.config_windows import WINDOW_BY_LAYER
 from megaswift.families.family import FAMILIES, Family
@@ -15,9 +15,9 @@ FAMILIES.register(
         architecture="Qwen2ForCausalLM",
         config=(
             FFN,
-            head_dim(),
-            kv_heads(),
-            rope(),
+            head_dim_row(),
+            kv_heads_row(),
+            rope_row(),
             WINDOW_BY_LAYER,
             RequiredValue("use_mrope", (False,), "of vision models"),
         ),

@@ -3,16 +3,16 @@ https://arxiv.org/abs/2407.10671."""
 
 from __future__ import annotations
 
-from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, H, M, dense_mlp, moe, shared_experts
-from megaswift.families.config_common import FFN, ROUTER, SPARSE_STEP, head_dim, kv_heads, rope
+from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, H, M, dense_mlp, moe_block, shared_experts
+from megaswift.families.config_common import FFN, ROUTER, SPARSE_STEP, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_rows import AnyRow, ConfigReading
-from megaswift.families.config_windows import alternating_windows, every_other
+from megaswift.families.config_windows import alternating_windows, is_even_layer
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import Copy
 
 
 def _windowed(reading: ConfigReading, layer: int) -> bool:
-    return every_other(reading, layer) and layer < (reading.get("max_window_layers", int, 28) or 0)
+    return is_even_layer(reading, layer) and layer < (reading.get("max_window_layers", int, 28) or 0)
 
 
 FAMILIES.register(
@@ -22,9 +22,9 @@ FAMILIES.register(
         architecture="Qwen2MoeForCausalLM",
         config=(
             FFN,
-            head_dim(),
-            kv_heads(),
-            rope(),
+            head_dim_row(),
+            kv_heads_row(),
+            rope_row(),
             alternating_windows(_windowed, 4096, switched=True, keys=("max_window_layers",)),
             AnyRow("qkv_bias", "add_qkv_bias", bool, True),
             AnyRow("moe_intermediate_size", "moe_ffn_hidden_size", int),
@@ -36,7 +36,7 @@ FAMILIES.register(
             *EMBEDDING,
             *ATTENTION,
             *dense_mlp("dense"),
-            *moe("mlp", "gate_proj", "up_proj", "down_proj"),
+            *moe_block("mlp", "gate_proj", "up_proj", "down_proj"),
             *shared_experts("shared_expert"),
             Copy(
                 M + "mlp.shared_experts.gate_weight",

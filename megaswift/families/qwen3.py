@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp
-from megaswift.families.config_common import FFN, NO_ATTENTION_BIAS, head_dim, kv_heads, rope
+from megaswift.families.config_common import FFN, NO_ATTENTION_BIAS, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_windows import WINDOW_BY_LAYER
 from megaswift.families.family import FAMILIES, Family
 
@@ -12,7 +12,7 @@ FAMILIES.register(
     Family(
         name="qwen3",
         architecture="Qwen3ForCausalLM",
-        config=(FFN, head_dim(128), kv_heads(), rope(), WINDOW_BY_LAYER, NO_ATTENTION_BIAS),
+        config=(FFN, head_dim_row(128), kv_heads_row(), rope_row(), WINDOW_BY_LAYER, NO_ATTENTION_BIAS),
         weights=(*EMBEDDING, *ATTENTION, *QK_NORM, *dense_mlp(), *HEAD),
         fixed={"qk_layernorm": True},
     ),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, moe
+from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, moe_block
 from megaswift.families.config_common import (
     FFN,
     NO_ATTENTION_BIAS,
     ROUTER,
     SPARSE_STEP,
     WINDOW_SWITCHED,
-    head_dim,
-    kv_heads,
-    rope,
+    head_dim_row,
+    kv_heads_row,
+    rope_row,
 )
 from megaswift.families.config_rows import AnyRow, UnusedField
 from megaswift.families.family import FAMILIES, Family
@@ -23,9 +23,9 @@ FAMILIES.register(
         architecture="Qwen3MoeForCausalLM",
         config=(
             FFN,
-            head_dim(),
-            kv_heads(),
-            rope(),
+            head_dim_row(),
+            kv_heads_row(),
+            rope_row(),
             WINDOW_SWITCHED,
             NO_ATTENTION_BIAS,
             AnyRow("moe_intermediate_size", "moe_ffn_hidden_size", int),
@@ -38,7 +38,7 @@ FAMILIES.register(
             *ATTENTION,
             *QK_NORM,
             *dense_mlp("dense"),
-            *moe("mlp", "gate_proj", "up_proj", "down_proj"),
+            *moe_block("mlp", "gate_proj", "up_proj", "down_proj"),
             *HEAD,
         ),
         fixed={"qk_layernorm": True},

@@ -99,7 +99,7 @@ class Rule(Protocol):
         """What the shard is made of, joined along `dim`."""
 
 
-def dim_of(rule: Rule) -> int:
+def shard_dim(rule: Rule) -> int:
     """The dimension along which pieces are joined and shards are cut: 1 for a row-parallel weight, else 0."""
     return 1 if rule.shard == "row" else 0
 

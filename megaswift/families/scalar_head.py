@@ -46,12 +46,12 @@ def score_problems(flag: str, config: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
-def language_model(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+def language_model_config(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """The config.json of the language model under the head."""
     return {**config, "architectures": [architecture]}
 
 
-def with_score(spec: ModelSpec) -> ModelSpec:
+def with_scalar_head(spec: ModelSpec) -> ModelSpec:
     """The same model with a scalar head in place of the vocabulary's; one that has it stays as it is."""
     return spec if spec.scored else replace(spec, head=SCORE, tied=False, hf_config=scored_config(spec.hf_config))
 
@@ -62,7 +62,7 @@ def scored_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
-def with_padding(config: Mapping[str, Any], padding: int) -> dict[str, Any]:
+def with_pad_token_id(config: Mapping[str, Any], padding: int) -> dict[str, Any]:
     """The config.json of a classifier with a pad_token_id, by which transformers finds the last token of a padded
     row."""
     return dict(config) if config.get("pad_token_id") is not None else {**config, "pad_token_id": padding}

@@ -4,7 +4,7 @@ https://huggingface.co/ByteDance-Seed."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
-from megaswift.families.config_common import FFN, head_dim, kv_heads, rope
+from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup
 from megaswift.families.family import FAMILIES, Family
 
@@ -35,9 +35,9 @@ FAMILIES.register(
         architecture="SeedOssForCausalLM",
         config=(
             FFN,
-            head_dim(128),
-            kv_heads(),
-            rope(),
+            head_dim_row(128),
+            kv_heads_row(),
+            rope_row(),
             SEED_BIASES,
             AnyRow("residual_dropout", "hidden_dropout", float, 0.1),
             AnyRow("attention_dropout", "attention_dropout", float, 0.1),

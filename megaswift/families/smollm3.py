@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
-from megaswift.families.config_common import BIASES, FFN, head_dim, kv_heads, rope
+from megaswift.families.config_common import BIASES, FFN, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RowGroup, UnusedField
 from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
@@ -43,7 +43,7 @@ FAMILIES.register(
     Family(
         name="smollm3",
         architecture="SmolLM3ForCausalLM",
-        config=(FFN, head_dim(), kv_heads(), rope(2e6), BIASES, *SMOLLM3),
+        config=(FFN, head_dim_row(), kv_heads_row(), rope_row(2e6), BIASES, *SMOLLM3),
         weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
     ),
 )

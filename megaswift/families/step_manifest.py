@@ -158,7 +158,7 @@ def missing_step_problem(store: Path) -> Problem | None:
     return Problem(str(store), f"has no checkpoint, but {POINTER} names one that was saved", fix) if points else None
 
 
-def step_of(path: Path) -> Path | None:
+def find_step_folder(path: Path) -> Path | None:
     """The step that `path` is, or lies in; also one without its manifest."""
     path = path.absolute()
     for folder in (path, *path.parents)[:3]:
@@ -253,7 +253,7 @@ def log_check_duration(step: Path, files: Iterable[Mapping[str, Any]], seconds: 
 
 def refuse_damaged_part(folder: Path) -> None:
     """CheckpointError where a folder, such as `adapter`, lies in a step and is not as it was saved."""
-    step = step_of(folder)
+    step = find_step_folder(folder)
     if step is None or not (within := folder.absolute().relative_to(step).parts[:1]):
         return
     if problems := damaged_files(step, within):

@@ -12,7 +12,7 @@ from typing import Any
 from megaswift.errors import Problem, WeightsError
 from megaswift.families.family import FAMILIES, family_of, read_config
 from megaswift.families.model_spec import ModelSpec, RopeSpec
-from megaswift.families.scalar_head import has_score, with_score
+from megaswift.families.scalar_head import has_score, with_scalar_head
 
 SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_blocks"),
@@ -27,7 +27,7 @@ REQUIRED = ("num_layers", "hidden_size", "vocab_size")
 """Without heads there is no attention: state spaces."""
 
 
-def any_spec(directory: Path | str) -> ModelSpec:
+def spec_of_any_model(directory: Path | str) -> ModelSpec:
     """The model that a folder's config.json describes: by its family where there is one and it takes every field, else
     by its sizes."""
     config = read_config(directory)
@@ -77,4 +77,4 @@ def unlisted_spec(config: Mapping[str, Any]) -> ModelSpec:
         dtype=dtype,
         hf_config=dict(config),
     )
-    return with_score(spec) if has_score(config) else spec
+    return with_scalar_head(spec) if has_score(config) else spec

@@ -16,6 +16,6 @@ TEXT_ONLY = Problem(
 )
 
 
-def has_tower(hf_config: Mapping[str, Any]) -> bool:
+def has_vision_tower(hf_config: Mapping[str, Any]) -> bool:
     """Whether a model looks at images: transformers keeps a tower's configuration apart."""
     return isinstance(hf_config.get("vision_config"), Mapping)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megaswift.data.chat import ChatRenderer, templates_of
-from megaswift.data.images import ImageRoot, Source, open_image, place_images
+from megaswift.data.chat import ChatRenderer, load_chat_templates
+from megaswift.data.images import ImageRoot, Source, attach_images, open_image
 from megaswift.data.processor import Processor
 from megaswift.data.sample import RowError, Sample, conversation
 from megaswift.data.template import read_system
@@ -60,7 +60,7 @@ class ChatInputs:
 
     @cached_property
     def _chat(self) -> ChatRenderer:
-        return ChatRenderer(templates_of(self.tokenizer, None), parts=True)
+        return ChatRenderer(load_chat_templates(self.tokenizer, None), parts=True)
 
     def need_template(self) -> None:
         """ConfigError where the tokenizer has no chat template."""
@@ -107,7 +107,7 @@ class ChatInputs:
         if not self.tokenizer.chat_template:
             raise ChatInputError("the model has no chat template")
         try:
-            sample, images = place_images(row, conversation(turns, "messages", tools=tools), self.home)
+            sample, images = attach_images(row, conversation(turns, "messages", tools=tools), self.home)
             text = self._chat.prompt(sample)
             return self._looked(reader, ChatInput((), text, tuple(images)))
         except RowError as error:
@@ -131,7 +131,7 @@ class ChatInputs:
             raise ChatInputError(f"images are not supported: {self.blind}")
         message = {"role": "user", "content": [{"type": "image", "image": path}]}
         try:
-            sample, images = place_images({}, Sample((message,), (None,)), self.home)
+            sample, images = attach_images({}, Sample((message,), (None,)), self.home)
             open_image(images[0])
         except RowError as error:
             raise _told(error) from None

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from megaswift import log
 from megaswift.bridge import finite_weights
-from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, without_cpu_repacking
+from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, disable_cpu_repacking
 from megaswift.bridge.hf_source import WeightSource
-from megaswift.bridge.open_weights import open_checkpoint
-from megaswift.config import placement as devices
+from megaswift.bridge.open_weight_source import open_checkpoint
+from megaswift.config import device_placement as devices
+from megaswift.config.device_placement import DISK
 from megaswift.config.inference import PlacementOptions, WeightsOptions
-from megaswift.config.placement import DISK
-from megaswift.data.processor import Processor, unreadable
+from megaswift.data.processor import Processor, image_support_problems
 from megaswift.data.sample import RowError
 from megaswift.errors import ConfigError, Problem, UserError, WeightsError, first_line
 from megaswift.families import FAMILIES
@@ -36,10 +36,10 @@ from megaswift.families.adapter_folder import adapter_shapes, base_model_name
 from megaswift.families.checkpoint_folder import find_checkpoint, verified_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.model_source import read_processor, read_tokenizer
-from megaswift.families.vision import has_tower
-from megaswift.inference import placement
-from megaswift.inference.placement import DeviceMap, ModuleSizes
-from megaswift.inference.precheck import model_folder, require_package
+from megaswift.families.vision import has_vision_tower
+from megaswift.inference import device_placement
+from megaswift.inference.device_placement import DeviceMap, ModuleSizes
+from megaswift.inference.precheck import locate_generation_model, require_package
 
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError)
 """What transformers raises for a model that it cannot load."""
@@ -104,7 +104,7 @@ def quiet_transformers() -> None:
 
 def prepare_model_load(options: WeightsOptions, chat_template: str | None) -> PreparedModel:
     """Configuration and tokenizer, and everything that can be wrong without reading a weight."""
-    folder = model_folder(options)
+    folder = locate_generation_model(options)
     quiet_transformers()
     from transformers import AutoConfig
 
@@ -123,9 +123,9 @@ def prepare_model_load(options: WeightsOptions, chat_template: str | None) -> Pr
 def _reader(folder: Path, options: WeightsOptions, chat_template: str | None) -> Processor | str:
     """A vision-language model's processor, tried on blank images; a reason where there is none, and text alone is
     answered."""
-    if not has_tower(read_config(folder)):
+    if not has_vision_tower(read_config(folder)):
         return TEXT_ONLY
-    if problems := unreadable(folder, f"--model {options.model}"):
+    if problems := image_support_problems(folder, f"--model {options.model}"):
         return f"{problems[0].what} {problems[0].rule}"
     try:
         processor = read_processor(folder, options.trust_remote_code, chat_template)
@@ -183,17 +183,17 @@ def _skeleton(prepared: PreparedModel, how: Mapping[str, Any]) -> Any:
 
 def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any) -> DeviceMap:
     """Each module's device; the table of them goes to the user."""
-    sizes = ModuleSizes(model, options.quantization_bit or placement.stored_bits(prepared.config))
-    requested = devices.device_map(options.device_map)
-    limits = devices.max_memory(options.max_memory) if options.max_memory is not None else None
+    sizes = ModuleSizes(model, options.quantization_bit or device_placement.stored_bits(prepared.config))
+    requested = devices.parse_device_map(options.device_map)
+    limits = devices.parse_max_memory(options.max_memory) if options.max_memory is not None else None
     assert not isinstance(requested, Problem) and not isinstance(limits, Problem), "the command line was checked"
     flag = f"--device_map {options.device_map}"
     placed = (
-        placement.decide_device_map(sizes, requested, limits)
+        device_placement.decide_device_map(sizes, requested, limits)
         if isinstance(requested, str)
-        else placement.check_device_map(sizes, requested, flag)
+        else device_placement.check_device_map(sizes, requested, flag)
     )
-    log.info(f"device map\n{placement.placement_table(sizes, placed)}")
+    log.info(f"device map\n{device_placement.placement_table(sizes, placed)}")
     on_disk = [name or "the model" for name, device in placed.items() if device == DISK]
     if on_disk and options.offload_folder is None:
         count = log.count_text(len(on_disk), "module")
@@ -243,10 +243,10 @@ def _quantization(prepared: PreparedModel, bits: int | None, dtype: torch.dtype)
         raise ConfigError(
             Problem(f"--quantization_bit {bits}", f"the weights are already quantized ({method})", "leave it out")
         )
-    return {"quantization_config": bits_and_bytes(bits, dtype)}
+    return {"quantization_config": generation_bitsandbytes_config(bits, dtype)}
 
 
-def bits_and_bytes(bits: int, dtype: torch.dtype) -> Any:
+def generation_bitsandbytes_config(bits: int, dtype: torch.dtype) -> Any:
     """transformers' settings: NF4 that computes in `dtype`, or LLM.int8()."""
     require_package("bitsandbytes", f"--quantization_bit {bits}")
     return bitsandbytes_config(bits, dtype)
@@ -291,7 +291,7 @@ def load_model(prepared: PreparedModel, options: PlacementOptions) -> tuple[Any,
     }
     checkpoint = verified_checkpoint(prepared.folder)
     if quantized and checkpoint is None:  # NaN does not survive in quantized weights
-        finite_weights.check_folder(prepared.folder)
+        finite_weights.check_folder_finite(prepared.folder)
     if DISK in placed.values():
         how["offload_folder"] = options.offload_folder
     with _told(str(prepared.options.model)):
@@ -303,7 +303,7 @@ def load_model(prepared: PreparedModel, options: PlacementOptions) -> tuple[Any,
             loaded = type(skeleton).from_pretrained(None, config=prepared.config, state_dict=weights, **how)
             # from_pretrained looks for it beside files of weights only
             loaded[0].generation_config = prepared.generation
-    model, loading_info = without_cpu_repacking(loaded[0]), loaded[1]
+    model, loading_info = disable_cpu_repacking(loaded[0]), loaded[1]
     lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in loading_info[key])
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
@@ -312,8 +312,10 @@ def load_model(prepared: PreparedModel, options: PlacementOptions) -> tuple[Any,
         )
     finite_weights.check_finite(model.named_parameters())
     if any(p.is_meta for p in model.parameters()) and prepared.config.model_type not in FAMILIES:
-        placement.try_offloaded(model, placement.main_device(placed), f"--device_map {options.device_map}")
-    return _adapted(model, prepared, placed).eval(), placement.main_device(placed)
+        device_placement.check_offloaded_model(
+            model, device_placement.main_device(placed), f"--device_map {options.device_map}"
+        )
+    return _adapted(model, prepared, placed).eval(), device_placement.main_device(placed)
 
 
 def _fitting(skeleton: Any, options: WeightsOptions) -> None:
@@ -359,7 +361,7 @@ def _adapted(model: Any, prepared: PreparedModel, placed: DeviceMap) -> Any:
     with _told(f"--adapters {folder}"):
         adapted: Any = PeftModel.from_pretrained(model, folder, low_cpu_mem_usage=True, torch_device="cpu")
     model.hf_device_map = placed
-    _onto_devices(adapted, folder, placement.main_device(placed))
+    _onto_devices(adapted, folder, device_placement.main_device(placed))
     added = ((name, p) for name, p in adapted.named_parameters() if f".{ADAPTER}" in name)
     finite_weights.check_finite(added, f"--adapters {folder}")
     return adapted.merge_and_unload() if prepared.options.merge_adapters else adapted

@@ -30,13 +30,13 @@ def require_package(package: str, why: str) -> None:
 
 def precheck_model(cfg: AnswerConfig) -> None:
     """The model's folder, adapters, chat template and system message, as far as they can be judged at once."""
-    model_folder(cfg.weights)
+    locate_generation_model(cfg.weights)
     if cfg.conversation.chat_template is not None:
         read_template(cfg.conversation.chat_template)
     read_system(cfg.conversation.system)
 
 
-def model_folder(options: WeightsOptions) -> Path:
+def locate_generation_model(options: WeightsOptions) -> Path:
     """The folder of the model, fetched where it is a hub's; an error where it cannot be one that answers."""
     require_package("accelerate", "inference")
     if options.adapters is not None:

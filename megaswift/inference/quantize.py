@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megaswift.bridge.checkpoint_model import copy_side_files
+from megaswift.bridge.checkpoint_model_folder import copy_side_files
 from megaswift.config.inference import PlacementOptions, WeightsOptions
-from megaswift.disk import safetensors_to
+from megaswift.disk import safetensors_disk_errors
 from megaswift.errors import CheckpointError, ConfigError, Problem, first_line
 from megaswift.inference.load import load_model, prepare_model_load
 
@@ -35,7 +35,7 @@ def quantize_model(weights: WeightsOptions, bits: int, target: Path, max_shard_s
 
 def _save(model: Any, bits: int, stage: Path, max_shard_size: str) -> None:
     try:
-        with safetensors_to(stage):
+        with safetensors_disk_errors(stage):
             model.save_pretrained(stage, max_shard_size=max_shard_size)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(

@@ -57,7 +57,7 @@ def exit_code(failure: WorkerFailure) -> int:
     return failure.code if failure.code >= 0 else 128 - failure.code
 
 
-def failures_of(error: Any) -> list[WorkerFailure]:
+def failures_from_error(error: Any) -> list[WorkerFailure]:
     """Of torchrun's ChildFailedError."""
     return [
         WorkerFailure(rank, f.pid, f.exitcode, f.timestamp, explained=Path(f.error_file).is_file())
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run.main(list(sys.argv[1:] if argv is None else argv))
     except ChildFailedError as error:
-        failure = first_failure(failures_of(error))
+        failure = first_failure(failures_from_error(error))
         if line := failure_text(failure):
             print(line, file=sys.stderr, flush=True)
         return exit_code(failure)

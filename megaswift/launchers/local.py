@@ -30,7 +30,7 @@ SAME_SIGNAL_SECONDS = 3.0
 """A second signal after this time ends the run at once; earlier ones are taken for the same."""
 
 
-def wants_processes(launch: LaunchConfig) -> bool:
+def starts_processes(launch: LaunchConfig) -> bool:
     """Whether a number of processes or machines was said; if not, the run is this very process."""
     return (
         launch.nproc_per_node is not None or launch.nnodes is not None or launcher_entry(launch.launcher).always_starts
@@ -151,7 +151,7 @@ def _once(words: Sequence[str], environ: Mapping[str, str]) -> tuple[int, bool]:
     return (code if code >= 0 else 128 - code), bool(received)
 
 
-def launch_counts(cfg: SwiftConfig) -> list[str]:
+def environment_launch_options(cfg: SwiftConfig) -> list[str]:
     """Launch options that this process has from its environment, as words: workers do not read them there."""
     names = ["nproc_per_node", *(["nnodes", "node_rank", "master_addr"] if (cfg.launch.nnodes or 1) > 1 else [])]
     values = [(name, cfg.value(name)) for name in names if name not in cfg.given]
@@ -161,7 +161,7 @@ def launch_counts(cfg: SwiftConfig) -> list[str]:
 def start_torchrun(cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
     """The run of this command line by torchrun's workers; torchrun's exit code."""
     script = Path(__file__).parents[1] / f"{cfg.task}.py"
-    command = torchrun_command(cfg.launch, script, [*words, *launch_counts(cfg)])
+    command = torchrun_command(cfg.launch, script, [*words, *environment_launch_options(cfg)])
     return start_torchrun_here(command, torchrun_environment(cfg.launch, environ), cfg.launch.max_restarts)
 
 

@@ -109,7 +109,7 @@ def aggregate_advantages(per_function: Tensor, weights: Tensor, group: int, how:
     return _scaled(total, *mean_and_std(total, 0))
 
 
-def without_spread(rewards: Tensor, group: int) -> Tensor:
+def groups_without_spread(rewards: Tensor, group: int) -> Tensor:
     """bool [groups]: groups whose rewards are all the same up to rounding, so that their advantages are 0."""
     std = mean_and_std(rewards.view(-1, group), 1)[1].squeeze(1)
     return std.isclose(torch.zeros_like(std))

@@ -16,9 +16,9 @@ from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
 from megaswift.losses.dpo_types import label_smoothed
 from megaswift.losses.preference_pairs import (
     PairTensors,
+    implicit_reward_metrics,
     pair_counts,
-    policy_metrics,
-    reward_metrics,
+    preference_logp_metrics,
     side_masks,
     split_pairs,
     token_mean,
@@ -65,7 +65,7 @@ class CPO:
         logps = self._logps(outputs.logprobs, batch, kind.per_token)
         rewards = PairTensors(self._reward(logps.chosen), self._reward(logps.rejected))
         terms = [Term(f"loss/{self.loss_type}", kind.formula(rewards.difference, self).sum(), "pairs")]
-        metrics = {**reward_metrics(self.beta * rewards), **policy_metrics(outputs, batch, logps)}
+        metrics = {**implicit_reward_metrics(self.beta * rewards), **preference_logp_metrics(outputs, batch, logps)}
         if self.cpo_alpha:
             chosen, _ = side_masks(batch, completion_mask(batch))
             terms.append(Term("loss/sft", -(outputs.logprobs * chosen).sum(), "chosen_tokens", self.cpo_alpha))

@@ -16,15 +16,21 @@ from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
 from megaswift.losses.dpo_types import ALIASES, LOSS_TYPES, SFT, DpoSettings, PairStats, divergence_scores
 from megaswift.losses.preference_pairs import (
     PairTensors,
+    implicit_reward_metrics,
     pair_count,
     pair_counts,
-    policy_metrics,
-    reward_metrics,
+    preference_logp_metrics,
     side_masks,
     split_pairs,
     token_mean,
 )
-from megaswift.losses.segments import completion_mask, document_counts, document_index, document_places, document_sums
+from megaswift.losses.segments import (
+    completion_mask,
+    document_counts,
+    document_index,
+    document_sums,
+    token_numbers_in_documents,
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,10 @@ class DPO:
         weight = self.pair_weights(outputs, batch)
         mask = completion_mask(batch)
         chosen, _ = side_masks(batch, mask)
-        metrics = {**reward_metrics(compared.rewards), **policy_metrics(outputs, batch, compared.logps)}
+        metrics = {
+            **implicit_reward_metrics(compared.rewards),
+            **preference_logp_metrics(outputs, batch, compared.logps),
+        }
         assert outputs.entropy is not None and outputs.correct is not None
         metrics["entropy"] = token_mean(outputs.entropy, mask)
         metrics["mean_token_accuracy"] = token_mean(outputs.correct, chosen)
@@ -113,7 +122,7 @@ class DPO:
         assert self.ld_alpha is not None
         pairs, lengths = batch.fields["pairs"], document_counts(batch, mask)
         shared = lengths.index_put((pairs,), lengths[pairs].amin(1, keepdim=True).expand_as(pairs))
-        within = document_places(batch, mask) <= shared[document_index(batch)]
+        within = token_numbers_in_documents(batch, mask) <= shared[document_index(batch)]
         return torch.where(within, 1.0, self.ld_alpha) * mask
 
     def pair_weights(self, outputs: ModelOutputs, batch: Batch) -> Tensor:

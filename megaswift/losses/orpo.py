@@ -17,10 +17,10 @@ from torch import Tensor
 from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
 from megaswift.losses.preference_pairs import (
     PairTensors,
-    mean_of,
+    implicit_reward_metrics,
     pair_count,
-    policy_metrics,
-    reward_metrics,
+    pair_mean,
+    preference_logp_metrics,
     side_masks,
     split_pairs,
     token_mean,
@@ -55,11 +55,11 @@ class ORPO:
             Term("loss/odds_ratio", -ratio.sum(), "pairs", self.beta),
         ]
         metrics: dict[str, Metric] = {
-            **reward_metrics(self.beta * logps),
-            **policy_metrics(outputs, batch, logps),
+            **implicit_reward_metrics(self.beta * logps),
+            **preference_logp_metrics(outputs, batch, logps),
             "nll_loss": token_mean(-outputs.logprobs, chosen),
-            "log_odds_ratio": mean_of(ratio),
-            "log_odds_chosen": mean_of(log_odds),
+            "log_odds_ratio": pair_mean(ratio),
+            "log_odds_chosen": pair_mean(log_odds),
         }
         return terms, metrics
 

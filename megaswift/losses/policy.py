@@ -24,7 +24,7 @@ from megaswift.config.loss_table import (
 )
 from megaswift.losses.advantages import LARGEST_LOG_RATIO, kl_estimate
 from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
-from megaswift.losses.policy_metrics import clip_metrics, per_completion, upper_clip, vespo_metrics
+from megaswift.losses.policy_metrics import cispo_clip_metrics, clip_metrics, completion_means, vespo_metrics
 from megaswift.losses.policy_types import HIGHEST, LOSS_TYPES, LOWEST, PolicyLossType, PolicySettings, RatioStats
 from megaswift.losses.preference_pairs import token_mean
 from megaswift.losses.sampler_correction import gap_metrics, ratio_metrics
@@ -173,7 +173,7 @@ class PolicyLoss:
         mask = batch.loss_weights != 0
         mode = self.agg_mode
         mean = mode == SEQ_MEAN_TOKEN_MEAN
-        total = per_completion(batch, per_token, mask).sum() if mean else (per_token * mask).sum()
+        total = completion_means(batch, per_token, mask).sum() if mean else (per_token * mask).sum()
         denominator = "completion_tokens" if mode == TOKEN_MEAN else "completions"
         fixed = mode == SEQ_MEAN_TOKEN_SUM_NORM
         return Term(name, total, denominator, weight / (self.max_completion_length or 1) if fixed else weight)
@@ -183,7 +183,7 @@ class PolicyLoss:
         if self.kind.clips:
             metrics |= clip_metrics(x, batch, self.by_completion)
         elif self.loss_type == "cispo":
-            metrics |= upper_clip(x, batch, self.by_completion)
+            metrics |= cispo_clip_metrics(x, batch, self.by_completion)
         elif self.loss_type == "vespo":
             metrics |= vespo_metrics(x, batch)
         if "sampled" in batch.fields:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric
 from megaswift.losses.policy_types import RatioStats, vespo_weights
-from megaswift.losses.preference_pairs import mean_of, token_mean
+from megaswift.losses.preference_pairs import pair_mean, token_mean
 from megaswift.losses.segments import document_counts, document_sums
 
 
@@ -19,7 +19,7 @@ def completion_lengths(batch: Batch, mask: Tensor) -> Tensor:
     return document_counts(batch, mask)[batch.fields["completions"]]
 
 
-def per_completion(batch: Batch, x: Tensor, mask: Tensor, empty: float = 0.0) -> Tensor:
+def completion_means(batch: Batch, x: Tensor, mask: Tensor, empty: float = 0.0) -> Tensor:
     """[n]: the mean of x [b, s] over the masked tokens of each completion; `empty` for one that has none.
     Differentiable."""
     lengths = completion_lengths(batch, mask)
@@ -30,7 +30,7 @@ def per_completion(batch: Batch, x: Tensor, mask: Tensor, empty: float = 0.0) ->
 def reported_mean(batch: Batch, x: Tensor, by_completion: bool, empty: float = 0.0) -> MeanMetric:
     """The mean over labeled tokens, or over completions."""
     mask = batch.loss_weights != 0
-    return mean_of(per_completion(batch, x, mask, empty)) if by_completion else token_mean(x, mask)
+    return pair_mean(completion_means(batch, x, mask, empty)) if by_completion else token_mean(x, mask)
 
 
 def clip_metrics(x: RatioStats, batch: Batch, by_completion: bool) -> dict[str, Metric]:
@@ -40,7 +40,7 @@ def clip_metrics(x: RatioStats, batch: Batch, by_completion: bool) -> dict[str, 
     low = ((x.bounded < 1 - s.epsilon) & (x.advantages < 0)).to(x.weights.dtype)
     high = ((x.bounded > 1 + s.high) & (x.advantages > 0)).to(x.weights.dtype)
     seen = completion_lengths(batch, mask) >= (0 if by_completion else 1)
-    lowest, highest = per_completion(batch, low, mask)[seen], per_completion(batch, high, mask)[seen]
+    lowest, highest = completion_means(batch, low, mask)[seen], completion_means(batch, high, mask)[seen]
     return {
         "clip_ratio/low_mean": reported_mean(batch, low, by_completion),
         "clip_ratio/high_mean": reported_mean(batch, high, by_completion),
@@ -51,7 +51,7 @@ def clip_metrics(x: RatioStats, batch: Batch, by_completion: bool) -> dict[str, 
     }
 
 
-def upper_clip(x: RatioStats, batch: Batch, by_completion: bool) -> dict[str, Metric]:
+def cispo_clip_metrics(x: RatioStats, batch: Batch, by_completion: bool) -> dict[str, Metric]:
     """The share of weights that CISPO truncates where the advantage is positive."""
     clipped = (x.weights > x.settings.cap) & (x.advantages > 0)
     return {"cispo_clip_ratio": reported_mean(batch, clipped.to(x.weights.dtype), by_completion)}

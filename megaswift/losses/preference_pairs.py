@@ -66,7 +66,7 @@ def side_masks(batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
     return mask & tokens_of(batch, pairs[:, 0]), mask & tokens_of(batch, pairs[:, 1])
 
 
-def mean_of(values: Tensor) -> MeanMetric:
+def pair_mean(values: Tensor) -> MeanMetric:
     """The mean over pairs or examples of values [n]."""
     return MeanMetric(values.detach().sum(), values.numel())
 
@@ -76,24 +76,24 @@ def token_mean(values: Tensor, mask: Tensor) -> MeanMetric:
     return MeanMetric((values.detach() * mask).sum(), mask.sum())
 
 
-def reward_metrics(rewards: PairTensors) -> dict[str, Metric]:
+def implicit_reward_metrics(rewards: PairTensors) -> dict[str, Metric]:
     """Implicit rewards, how often the chosen one is the larger, and by how much."""
     rewards = rewards.detach()
     return {
-        "rewards/chosen": mean_of(rewards.chosen),
-        "rewards/rejected": mean_of(rewards.rejected),
-        "rewards/accuracies": mean_of((rewards.chosen > rewards.rejected).to(rewards.chosen.dtype)),
-        "rewards/margins": mean_of(rewards.difference),
+        "rewards/chosen": pair_mean(rewards.chosen),
+        "rewards/rejected": pair_mean(rewards.rejected),
+        "rewards/accuracies": pair_mean((rewards.chosen > rewards.rejected).to(rewards.chosen.dtype)),
+        "rewards/margins": pair_mean(rewards.difference),
     }
 
 
-def policy_metrics(outputs: ModelOutputs, batch: Batch, logps: PairTensors) -> dict[str, Metric]:
+def preference_logp_metrics(outputs: ModelOutputs, batch: Batch, logps: PairTensors) -> dict[str, Metric]:
     """Log-probabilities of the answers, and the mean logit over their tokens and the vocabulary."""
     assert outputs.mean_logit is not None
     chosen, rejected = side_masks(batch, completion_mask(batch))
     return {
-        "logps/chosen": mean_of(logps.chosen),
-        "logps/rejected": mean_of(logps.rejected),
+        "logps/chosen": pair_mean(logps.chosen),
+        "logps/rejected": pair_mean(logps.rejected),
         "logits/chosen": token_mean(outputs.mean_logit, chosen),
         "logits/rejected": token_mean(outputs.mean_logit, rejected),
     }

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric, ModelOutputs, Needs, Term
-from megaswift.losses.preference_pairs import mean_of, pair_count, split_pairs
+from megaswift.losses.preference_pairs import pair_count, pair_mean, split_pairs
 from megaswift.losses.segments import document_index, document_sums
 
 
@@ -52,8 +52,8 @@ class RewardLoss:
 
     def _metrics(self, chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
         metrics: dict[str, Metric] = {
-            "accuracy": mean_of((chosen > rejected).to(chosen.dtype)),
-            "margin": mean_of(chosen - rejected),
+            "accuracy": pair_mean((chosen > rejected).to(chosen.dtype)),
+            "margin": pair_mean(chosen - rejected),
             "mean_reward": MeanMetric(chosen.sum() + rejected.sum(), 2 * chosen.numel()),
             "min_reward": MinMetric(float("inf")),
             "max_reward": MaxMetric(-float("inf")),

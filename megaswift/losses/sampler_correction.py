@@ -18,7 +18,7 @@ from torch import Tensor
 from megaswift.config.rl import MODES
 from megaswift.losses.advantages import LARGEST_LOG_RATIO
 from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric
-from megaswift.losses.policy_metrics import per_completion, reported_mean
+from megaswift.losses.policy_metrics import completion_means, reported_mean
 from megaswift.losses.preference_pairs import token_mean
 
 
@@ -95,7 +95,7 @@ def ratio_metrics(batch: Batch, level: str) -> dict[str, Metric]:
     """Smallest, mean and largest of the weights that a loss was given."""
     ratio, mask = batch.fields["ratio"], batch.loss_weights != 0
     by_completion = level == "sequence"
-    ratios = per_completion(batch, ratio, mask, empty=1.0) if by_completion else ratio[mask]
+    ratios = completion_means(batch, ratio, mask, empty=1.0) if by_completion else ratio[mask]
     mean: MeanMetric = reported_mean(batch, ratio, by_completion, empty=1.0)
     return {
         "sampling/importance_sampling_ratio/min": MinMetric(ratios.min() if ratios.numel() else float("inf")),

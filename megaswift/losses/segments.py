@@ -42,7 +42,7 @@ def document_counts(batch: Batch, mask: Tensor) -> Tensor:
     return document_sums(batch, mask.double()).long()
 
 
-def document_places(batch: Batch, mask: Tensor) -> Tensor:
+def token_numbers_in_documents(batch: Batch, mask: Tensor) -> Tensor:
     """int64 [b, s]: the running number, from 1, of a masked token among the masked tokens of its document; meaningless
     elsewhere."""
     counts = document_counts(batch, mask)

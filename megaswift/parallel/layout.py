@@ -1,7 +1,7 @@
 """Rank placement: the rank arithmetic of every parallel axis, from one table.
 
-Owns sizes, coordinates and groups of ranks, in Megatron-Core's order. Leaves out what a model allows (`checks.py`),
-which layers a stage holds (`pipeline_split.py`) and process groups (the engine makes them).
+Owns sizes, coordinates and groups of ranks, in Megatron-Core's order. Leaves out what a model allows
+(`layout_checks.py`), which layers a stage holds (`pipeline_split.py`) and process groups (the engine makes them).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rules that a layout must satisfy for a given model and batch, each with its numbers and a valid value.
 
 Owns the rules, which are those of Megatron-Core 0.16 to 0.19 (named where they are not plain division). Leaves out how
-several mistakes are told and the search for a layout that works (`checks.py`).
+several mistakes are told and the search for a layout that works (`layout_checks.py`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megaswift.config.batch import accumulation, batch_problems
+from megaswift.config.batch import accumulation_steps, batch_problems
 from megaswift.config.swift import SwiftConfig
 from megaswift.config.train import TrainConfig
-from megaswift.config.value_types import show
+from megaswift.config.value_types import format_value
 from megaswift.errors import Problem
 from megaswift.parallel.layout import FLAGS, AxisSizes, Layout, requested_axes, size_problems, uses_sequence_parallel
 from megaswift.parallel.model_shape import ModelShape
@@ -190,10 +190,10 @@ def _context(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
         yield Problem(f"--max_length {length}", rule, _flags("--max_length", near, length))
     levels = request.context_levels
     if kind == "a2a+p2p" and (len(levels) != 2 or math.prod(levels) != cp):
-        given = f"--hierarchical_context_parallel_sizes {show(levels)}" if levels else f"--cp_comm_type {kind}"
+        given = f"--hierarchical_context_parallel_sizes {format_value(levels)}" if levels else f"--cp_comm_type {kind}"
         rule = f"needs two sizes, of the a2a and of the p2p groups, whose product is --cp {cp}"
         splits = [(n, cp // n) for n in divisors(cp) if 1 < n < cp]
-        fix = f"--hierarchical_context_parallel_sizes {show(splits[0])}" if splits else "--cp_comm_type p2p"
+        fix = f"--hierarchical_context_parallel_sizes {format_value(splits[0])}" if splits else "--cp_comm_type p2p"
         yield Problem(given, rule, fix)
         return
     divided = {"a2a": cp, "a2a+p2p": levels[0] if levels else 1}.get(kind, 1)
@@ -224,7 +224,7 @@ def _batch(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
     yield from problems
     if problems or request.vpp == 1 or pp == 1:
         return
-    rows, total, passes = train.per_device_train_batch_size, train.global_batch_size, accumulation(train, dp)
+    rows, total, passes = train.per_device_train_batch_size, train.global_batch_size, accumulation_steps(train, dp)
     if passes % pp:  # Megatron-Core: `microbatch_group_size_per_vp_stage`, which is pp unless set
         rule = f"the interleaved schedule needs micro-batches in multiples of --pp {pp}; a step has {passes}"
         near = [n for n in (passes // pp * pp, (passes // pp + 1) * pp) if n]

@@ -23,7 +23,7 @@ CHUNK = 64
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
-def program_of(text: str) -> str | None:
+def extract_program(text: str) -> str | None:
     """The last fenced block, of Python or of no named language."""
     blocks = _BLOCK.findall(text)
     return blocks[-1] if blocks else None
@@ -44,7 +44,7 @@ class CodeReward:
     def __call__(self, samples: Sequence[RewardInput]) -> list[float]:
         """One value a sample."""
         tests = [self._tests(i, sample) for i, sample in enumerate(samples)]
-        passed = self._passed([program_of(sample.text) for sample in samples], tests)
+        passed = self._passed([extract_program(sample.text) for sample in samples], tests)
         shares = [count / len(of) for count, of in zip(passed, tests, strict=True)]
         return [float(share == 1) for share in shares] if self.all_or_nothing else shares
 

@@ -41,7 +41,7 @@ class CodeTest:
             return _lines(out) == _lines(str(self.expected))
         try:
             value = json.loads(result)
-            return same_answer(value, self.expected) or (self.wrapped and same_answer([value], self.expected))
+            return answers_match(value, self.expected) or (self.wrapped and answers_match([value], self.expected))
         except (ValueError, RecursionError):
             return False
 
@@ -51,12 +51,12 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def same_answer(one: Any, other: Any) -> bool:
+def answers_match(one: Any, other: Any) -> bool:
     """Equal values of JSON, floats nearly."""
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same_answer, one, other))
+        return len(one) == len(other) and all(map(answers_match, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same_answer(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(answers_match(value, other[key]) for key, value in one.items())
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import finite_weights
-from megaswift.bridge.bitsandbytes_config import without_cpu_repacking
+from megaswift.bridge.bitsandbytes_config import disable_cpu_repacking
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import Problem, RewardError, WeightsError, first_line
 from megaswift.families.checkpoint_folder import find_checkpoint
@@ -78,7 +78,7 @@ class RewardModel:
                 )
             finite_weights.check_finite(model.named_parameters(), self.flag)
             self._model = (
-                without_cpu_repacking(model).eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+                disable_cpu_repacking(model).eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
             )
         return self._model
 

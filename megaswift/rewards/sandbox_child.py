@@ -111,7 +111,7 @@ def set_limits(cpu: int, memory: int, output: int) -> None:
         resource.setrlimit(what, (min(cpu, most) if what == resource.RLIMIT_CPU else most, most))
 
 
-def die_with_runner(runner: int) -> None:
+def end_with_runner(runner: int) -> None:
     """Ends with the runner; first to go when memory runs out."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # there may be no /proc
         file.write("1000")
@@ -128,7 +128,7 @@ def drop_privileges(runner: int) -> None:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
-    die_with_runner(runner)  # a change of user undid it
+    end_with_runner(runner)  # a change of user undid it
     os.environ.clear()
 
 

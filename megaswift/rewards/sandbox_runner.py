@@ -87,7 +87,7 @@ def _child(order: ChildLimits, files: list[int], kind: str, runner: int) -> int:
     job = json.loads(os.pread(sandbox_child.JOB, os.fstat(sandbox_child.JOB).st_size, 0))
     os.close(sandbox_child.JOB)
     sandbox_child.set_limits(order.cpu, order.memory, order.output)
-    sandbox_child.die_with_runner(runner)
+    sandbox_child.end_with_runner(runner)
 
     def locked() -> None:
         if kind == "program":

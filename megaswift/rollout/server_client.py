@@ -136,7 +136,7 @@ class ServerError(UserError):
         self.status = status
 
 
-def unusable(options: SamplerOptions, name: str) -> list[Problem]:
+def server_option_problems(options: SamplerOptions, name: str) -> list[Problem]:
     """Problems with the server URLs or the sync folder in `options`, for the backend `name`."""
     problems = []
     for url in options.base_urls:
@@ -164,7 +164,7 @@ def unusable(options: SamplerOptions, name: str) -> list[Problem]:
     return problems
 
 
-def version_of(text: object, oldest: tuple[int, ...], server: Server) -> None:
+def check_server_version(text: object, oldest: tuple[int, ...], server: Server) -> None:
     """ConfigError for a server version that is older than `oldest` or cannot be parsed."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", str(text))[: len(oldest)])
     if len(numbers) < len(oldest) or numbers < oldest:
@@ -226,6 +226,6 @@ def checked_completion(tokens: Any, logprobs: Any, finished: bool, sampling: Sam
     return Completion(tuple(map(int, tokens)), tuple(map(float, logprobs)), finished)
 
 
-def loopback(options: SamplerOptions, port: int) -> tuple[str, ...]:
+def default_server_urls(options: SamplerOptions, port: int) -> tuple[str, ...]:
     """The servers' URLs; by default one on this machine at `port`."""
     return options.base_urls or (f"http://127.0.0.1:{port}",)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
-from megaswift.rollout.server_client import Server, ServerError, Servers, loopback
+from megaswift.rollout.server_client import Server, ServerError, Servers, default_server_urls
 from megaswift.rollout.sync_folder import WeightFolder
 
 ADAPTER = "megaswift-policy"
@@ -34,7 +34,7 @@ class ServerSampler(ABC):
         self.folder, self.options = folder, options
         self.adapts = options.lora_rank > 0
         start = self.command()
-        servers = [Server(url, options.timeout, self.kind, start) for url in loopback(options, self.port)]
+        servers = [Server(url, options.timeout, self.kind, start) for url in default_server_urls(options, self.port)]
         self.servers = Servers(servers, options.batch_size)
         self.weights = None if options.sync_folder is None else WeightFolder(options.sync_folder, folder)
         self.names = dict(zip(servers, self.servers.each(self._fit), strict=True))

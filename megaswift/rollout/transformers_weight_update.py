@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megaswift.bridge.adapters import PREFIX
+from megaswift.bridge.adapter_plan import PREFIX
 from megaswift.bridge.peft_folder import TENSORS
-from megaswift.bridge.transformers_weights import disk_names, saved_buffers
+from megaswift.bridge.transformers_weights import saved_buffers, to_disk_names
 from megaswift.engine.torch.adapters import unwrap_adapters
-from megaswift.engine.torch.conversions import ConversionGroup, conversion_groups, first_names
+from megaswift.engine.torch.conversions import ConversionGroup, conversion_groups, tied_name_map
 from megaswift.errors import Problem, WeightsError
 
 SHOWN = 4
@@ -49,9 +49,9 @@ class WeightUpdate:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in self._targets().items()}
-        names = list(disk_names(model, shapes))
+        names = list(to_disk_names(model, shapes))
         groups = conversion_groups(model, cast(Any, _Names(names)))
-        self.first = first_names(model)
+        self.first = tied_name_map(model)
         self.of_name: dict[str, ConversionGroup] = {name: group for group in groups for _, name in group.stored}
         tied = {name: first for name, first in self.first.items() if name != first}
         """Other names of tied parameters, which a file may use too."""

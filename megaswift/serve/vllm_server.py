@@ -11,7 +11,7 @@ from typing import Any
 
 from megaswift.config.inference import DeployConfig
 from megaswift.errors import Problem, WeightsError, first_line
-from megaswift.rollout.vllm_package import RANKS, quantizes, room_for, unfit_message
+from megaswift.rollout.vllm_package import RANKS, max_lora_rank_for, supports_quantization, vllm_version_problem
 
 OLDEST = (0, 10)
 """Older releases of vLLM are refused rather than guessed about."""
@@ -21,12 +21,12 @@ QUANTIZER = "bitsandbytes"
 
 def missing_vllm() -> list[Problem]:
     """Problems with the installed vLLM."""
-    return unfit_message("--infer_backend vllm", OLDEST, "--infer_backend transformers")
+    return vllm_version_problem("--infer_backend vllm", OLDEST, "--infer_backend transformers")
 
 
-def impossible(cfg: DeployConfig) -> Iterator[Problem]:
+def unsupported_option_problems(cfg: DeployConfig) -> Iterator[Problem]:
     """Options that the installed vLLM does not support."""
-    if cfg.placement.quantization_bit is not None and not quantizes(QUANTIZER):
+    if cfg.placement.quantization_bit is not None and not supports_quantization(QUANTIZER):
         yield Problem(
             f"--quantization_bit {cfg.placement.quantization_bit}",
             f"the installed vLLM does not support {QUANTIZER}",
@@ -85,7 +85,7 @@ def server_command(cfg: DeployConfig, folder: Path, name: str, port: int) -> lis
     if cfg.placement.quantization_bit is not None:
         words += ["--quantization", QUANTIZER]
     if cfg.weights.adapters is not None:  # clients choose adapters by the model's name there
-        words += ["--enable-lora", "--max-lora-rank", str(room_for(adapters_rank(cfg)))]
+        words += ["--enable-lora", "--max-lora-rank", str(max_lora_rank_for(adapters_rank(cfg)))]
         words += ["--lora-modules", f"{name}-adapter={cfg.weights.adapters}"]
     return [*words, "--override-generation-config", json.dumps(generation_defaults(cfg, folder))]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import SHARDED, bits_of, peft_method_of
+from megaswift.config.adapter_rules import SHARDED, frozen_weight_bits, peft_method_of
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import engine_of
 from megaswift.errors import Problem, UserError
@@ -55,7 +55,7 @@ def head_problems(cfg: SwiftConfig) -> list[Problem]:
 
 def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     """Of a run on an engine of torch, with the model in `folder`."""
-    kind, bits = cfg.model.train_type, bits_of(cfg)
+    kind, bits = cfg.model.train_type, frozen_weight_bits(cfg)
     config, label = read_config(folder), f"--model {cfg.model.model}"
     problems = served_quantization.quantization_problems(config, label, kind, bits, cfg.lora.merge_lora)
     if served_quantization.stays_quantized(config) and engine_of(cfg) in SHARDED:
@@ -84,12 +84,15 @@ def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
         return (
             problems
             + lacking
-            + (folder_problems(cfg.lora.adapters) or other_adapters(cfg, Path(cfg.lora.adapters)) + head_problems(cfg))
+            + (
+                folder_problems(cfg.lora.adapters)
+                or adapter_kind_problems(cfg, Path(cfg.lora.adapters)) + head_problems(cfg)
+            )
         )
-    return problems + (lacking or refused_by_peft(cfg))
+    return problems + (lacking or peft_config_problems(cfg))
 
 
-def other_adapters(cfg: SwiftConfig, folder: Path) -> list[Problem]:
+def adapter_kind_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     """A folder of another kind than `train_type`, or of one that cannot go on."""
     kind, label = adapter_kind(folder), f"--adapters {folder}"
     if kind == "adalora":
@@ -106,15 +109,15 @@ def other_adapters(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     return [Problem(label, f"contains {kind} adapters (train_type is {cfg.model.train_type})", f"--train_type {kind}")]
 
 
-def refused_by_peft(cfg: SwiftConfig) -> list[Problem]:
+def peft_config_problems(cfg: SwiftConfig) -> list[Problem]:
     """What PEFT says of an adapter's settings; asked (which loads torch) only for adapters whose rules are PEFT's
     alone."""
     if peft_method_of(cfg) is None:
         return []
-    from megaswift.bridge import peft_config
+    from megaswift.bridge import peft_config_from_options
 
     try:
-        peft_config.peft_config(cfg)
+        peft_config_from_options.build_peft_config(cfg)
     except UserError as error:
         return list(error.problems)
     return []

@@ -23,36 +23,36 @@ from megaswift.config.batch import batch_plan
 from megaswift.config.data import PPO
 from megaswift.config.preference import needs_reference
 from megaswift.data import build as data
-from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, StoredSource
+from megaswift.data.loader import BatchSource, EvaluationSource, LoaderGeometry, StoredSource
 from megaswift.data.preference_batches import kl_batches
-from megaswift.data.processor import tokenizer_in
+from megaswift.data.processor import tokenizer_of_reader
 from megaswift.data.stream import StreamSource
-from megaswift.data.tokenizer import pad_of
+from megaswift.data.tokenizer import padding_token_of
 from megaswift.engine.protocol import Engine
 from megaswift.families.checkpoint_folder import MODEL
-from megaswift.families.model_source import processor_of, tokenizer_of
+from megaswift.families.model_source import training_processor, training_tokenizer
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.scalar_head import with_padding
-from megaswift.families.vision import has_tower
+from megaswift.families.scalar_head import with_pad_token_id
+from megaswift.families.vision import has_vision_tower
 from megaswift.losses.contract import Batch
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit
 from megaswift.parallel.rank_grid import rank_grid
+from megaswift.trainers.batch_transforms import BatchTransform, batch_transform, forward_passes, score_batches
 from megaswift.trainers.checkpoint import CheckpointHook
 from megaswift.trainers.engines import EngineContext, make_engine
 from megaswift.trainers.evaluation import Evaluation
 from megaswift.trainers.flops import FlopRule, flop_rule, peak_tflops
 from megaswift.trainers.hook import Hook
-from megaswift.trainers.metrics import Metrics, Speed
+from megaswift.trainers.metrics import Metrics, SpeedRule
 from megaswift.trainers.outputs import OutputFolder
 from megaswift.trainers.precomputed_reference import PrecomputedReferenceLogprobs, score_dataset
 from megaswift.trainers.progress import Progress
-from megaswift.trainers.reference import BatchTransform, batch_transform, forward_passes, score_batches
 from megaswift.trainers.rl.critic import critic_folder
 from megaswift.trainers.step_monitor import StepMonitor
 from megaswift.trainers.summary import SummaryFacts, data_text
 from megaswift.trainers.tasks import TASKS, Task
-from megaswift.trainers.trackers import trackers
+from megaswift.trainers.trackers import tracker_hooks
 
 TEMPLATE = "chat_template.jinja"
 REFERENCE = "reference"
@@ -88,7 +88,7 @@ class RunBuilder:
     resumed: Path | None = None
     """The checkpoint that the run goes on from."""
     seconds: dict[str, float] = field(default_factory=dict)
-    sources: dict[bool, EvalSource] = field(default_factory=dict)
+    sources: dict[bool, EvaluationSource] = field(default_factory=dict)
     """Every row once, by whether it is trained on: what a reference that is asked before training is to score."""
     known: dict[bool, PrecomputedReferenceLogprobs] = field(default_factory=dict)
     """What it said."""
@@ -128,17 +128,22 @@ class RunBuilder:
             row_multiple=row_multiple(layout, fp8_tokens(self.cfg, layout.sequence_parallel)),
             uniform=layout.pp > 1,
             seed=data.data_seed(self.cfg.data, self.cfg.train),
-            vocabulary=0 if has_tower(self.spec.hf_config) else self.spec.vocab_size,
+            vocabulary=0 if has_vision_tower(self.spec.hf_config) else self.spec.vocab_size,
         )
 
-    def data(self) -> tuple[BatchSource, EvalSource | None]:
+    def data(self) -> tuple[BatchSource, EvaluationSource | None]:
         """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a
         pipeline has stages."""
-        reader = (processor_of if has_tower(self.spec.hf_config) else tokenizer_of)(self.cfg, self.folder)
-        self.tokenizer = tokenizer_in(reader)
+        reader = (training_processor if has_vision_tower(self.spec.hf_config) else training_tokenizer)(
+            self.cfg, self.folder
+        )
+        self.tokenizer = tokenizer_of_reader(reader)
         if self.spec.scored:
             self.spec = replace(
-                self.spec, hf_config=with_padding(self.spec.hf_config, pad_of(self.tokenizer, self.spec.vocab_size))
+                self.spec,
+                hf_config=with_pad_token_id(
+                    self.spec.hf_config, padding_token_of(self.tokenizer, self.spec.vocab_size)
+                ),
             )
         source, evaluation = data.build_sources(
             self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task, self.task.prompt_labels
@@ -146,9 +151,9 @@ class RunBuilder:
         if evaluation is not None and self.layout.pp > 1:
             evaluation = replace(evaluation, geometry=replace(evaluation.geometry, accumulation=self.layout.pp))
         if isinstance(source, StreamSource):
-            source.spread = distributed.split_work
+            source.spread = distributed.map_over_ranks
         if isinstance(source, StoredSource):
-            once = EvalSource(source.data, replace(source.geometry, accumulation=self.layout.pp), source.shape)
+            once = EvaluationSource(source.data, replace(source.geometry, accumulation=self.layout.pp), source.shape)
             self.sources = {True: once} if evaluation is None else {True: once, False: evaluation}
         return source, evaluation
 
@@ -208,10 +213,10 @@ class RunBuilder:
         """KTO's other answers, in batches of the run's shape."""
         geometry = self.geometry()
         return kl_batches(
-            batches, data.padding_of(self.tokenizer, geometry), self.cfg.data.max_length, geometry.uniform
+            batches, data.padding_shape_of(self.tokenizer, geometry), self.cfg.data.max_length, geometry.uniform
         )
 
-    def hooks(self, engine: Engine, evaluation: EvalSource | None) -> list[Hook]:
+    def hooks(self, engine: Engine, evaluation: EvaluationSource | None) -> list[Hook]:
         """In the order of their work within a step: lines first, the checkpoint last."""
         train, outputs, task = self.cfg.train, self.outputs, self.task
         hooks: list[Hook] = [
@@ -219,7 +224,7 @@ class RunBuilder:
             StepMonitor(),
             Progress(),
         ]
-        hooks += trackers(train.report_to, outputs.root, self.cfg.to_dict())
+        hooks += tracker_hooks(train.report_to, outputs.root, self.cfg.to_dict())
         if evaluation is not None:
             limit = (
                 None
@@ -272,16 +277,16 @@ class RunBuilder:
         )
         return shape | {name: distributed.run_on_rank0(partial(fingerprint, folder)) for name, folder in based.items()}
 
-    def speed(self, engine: Engine) -> Speed:
+    def speed(self, engine: Engine) -> SpeedRule:
         """The FLOP rule of this model on these devices; others that train beside it add theirs to `rules`."""
         self.rules.append(flop_rule(engine, self.spec, forward_passes(self.cfg, self.layout.dp)))
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         peak = peak_tflops(device, str(engine.dtype).removeprefix("torch."))
         layout = self.layout
-        return Speed(self.rules, layout.world_size, layout.tp * layout.pp * layout.cp, peak)
+        return SpeedRule(self.rules, layout.world_size, layout.tp * layout.pp * layout.cp, peak)
 
     def facts(
-        self, engine: Engine, source: Any, evaluation: EvalSource | None, total_steps: int, start: int
+        self, engine: Engine, source: Any, evaluation: EvaluationSource | None, total_steps: int, start: int
     ) -> SummaryFacts:
         """For the first screen."""
         s, layout = self.spec, self.layout

@@ -61,7 +61,7 @@ def axis_label(value: float, digits: int | None = None) -> str:
     return f"{value:.{digits or (4 if size >= 1 else 3 if size >= 1e-3 else 2)}g}"
 
 
-def labels(values: Sequence[float]) -> list[str]:
+def axis_labels(values: Sequence[float]) -> list[str]:
     """Labels of one axis: no two alike, with more digits where the range is narrow beside its values."""
     short = [axis_label(value) for value in values]
     longer = ([axis_label(value, digits) for value in values] for digits in range(3, 16))
@@ -89,7 +89,7 @@ def line_chart(
 
     parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">']
     values = axis_ticks(y0, y1, 4)
-    for value, text in zip(values, labels(values), strict=True):
+    for value, text in zip(values, axis_labels(values), strict=True):
         _, y = place(x0, value)
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from megaswift import log
 from megaswift.config import SwiftConfig, fsdp_json
-from megaswift.config.adapter_rules import SHARDED, bits_of, peft_method_of
-from megaswift.config.engine_rules import AUTO, NATIVE, engine_of, splits_model
+from megaswift.config.adapter_rules import SHARDED, frozen_weight_bits, peft_method_of
+from megaswift.config.engine_rules import AUTO, NATIVE, engine_of, uses_model_parallelism
 from megaswift.config.optim import EVERYWHERE, ON_PARTS
 from megaswift.families import FAMILIES
 from megaswift.families.model_source import locate_model
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.unlisted import any_spec
+from megaswift.families.unlisted import spec_of_any_model
 
 SMALL, MIDDLE = 1e9, 7e9
 """Parameters up to which a model is replicated, and up to which only gradients and optimizer states are worth
@@ -75,13 +75,15 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
     if requested != AUTO:
         return cfg if cfg.engine.engine == requested else cfg.replace(engine=requested)
     machine = MachineFacts(world_size, memory_of_a_process(world_size), cfg.model.train_type == "full")
-    kind, why = choose_engine(any_spec(locate_model(cfg.model, weights=False)), splits_model(cfg), machine)
+    kind, why = choose_engine(
+        spec_of_any_model(locate_model(cfg.model, weights=False)), uses_model_parallelism(cfg), machine
+    )
     optimizer = cfg.optim.optimizer
     if kind != "ddp" and optimizer in ON_PARTS:
         kind, why = "fsdp2", f"only fsdp2 and ddp support the optimizer {optimizer}"
     elif kind != "ddp" and optimizer not in EVERYWHERE:
         kind, why = "ddp", f"the optimizer {optimizer} needs whole matrices"
-    if peft_method_of(cfg) is not None or bits_of(cfg) is not None:
+    if peft_method_of(cfg) is not None or frozen_weight_bits(cfg) is not None:
         kind, why = resolve_for_adapters(cfg, kind, why)
     if tell:
         log.info(f"engine {kind}: {why}")
@@ -91,11 +93,11 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
 def resolve_for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, str]:
     """The same where the adapters, or the weights under them, leave the choice to fewer engines."""
     name, method = f"train_type {cfg.model.train_type}", peft_method_of(cfg)
-    if kind == NATIVE and cfg.model.train_type != "qlora" and not splits_model(cfg):
+    if kind == NATIVE and cfg.model.train_type != "qlora" and not uses_model_parallelism(cfg):
         return "ddp", f"the native engine does not support {name}"
     if method is not None and method.engines and kind not in (NATIVE, *method.engines):
         return method.engines[0], f"{name} requires it"
-    if kind in SHARDED and bits_of(cfg) is not None:
+    if kind in SHARDED and frozen_weight_bits(cfg) is not None:
         return "ddp", "quantized weights cannot be sharded"
     return (
         ("zero2", f"{name} cannot be sharded")

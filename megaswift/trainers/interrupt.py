@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from megaswift import log
-from megaswift.stdout import drop_unread
+from megaswift.stdout import discard_closed_output
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: the terminal was closed. SIGUSR1: clusters send it before a job's time is over. One that is ignored from the
@@ -42,7 +42,7 @@ class ReceivedSignal:
         now = time.monotonic()
         if not self.number:
             self.number, self._since = number, now
-            drop_unread()
+            discard_closed_output()
             log.info(
                 f"{signal.Signals(number).name} received: finishing this step and saving; send it again to stop at once"
             )

@@ -69,7 +69,7 @@ class MetricsWindow:
 
 
 @dataclass(frozen=True)
-class Speed:
+class SpeedRule:
     """What turns tokens and seconds into TFLOP/s."""
 
     rules: Sequence[FlopRule]
@@ -89,7 +89,7 @@ class JsonLines(Hook):
     def on_start(self, loop: Loop) -> None:
         """Drops the lines past the checkpoint."""
         if distributed.global_rank() == 0:
-            drop_after(self.path, loop.step)
+            truncate_lines_after(self.path, loop.step)
 
     def write(self, *lines: Mapping[str, Any]) -> None:
         """Adds lines to the file."""
@@ -101,7 +101,7 @@ class JsonLines(Hook):
 class Metrics(Hook):
     """Adds steps up and writes the lines."""
 
-    def __init__(self, path: Path, every: int, speed: Speed, count: str) -> None:
+    def __init__(self, path: Path, every: int, speed: SpeedRule, count: str) -> None:
         self.path, self.every, self.speed, self.count = path, every, speed, count
         self.window = MetricsWindow()
         self._file: IO[str] | None = None
@@ -110,7 +110,7 @@ class Metrics(Hook):
         """Drops the lines past the checkpoint and opens the file."""
         if distributed.global_rank() == 0:
             with open_for_append(self.path):
-                drop_after(self.path, loop.step)
+                truncate_lines_after(self.path, loop.step)
             self._file = self.path.open("a", encoding="utf-8")
 
     def on_step(self, loop: Loop, step: Step) -> None:
@@ -194,7 +194,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def drop_after(path: Path, step: int) -> int:
+def truncate_lines_after(path: Path, step: int) -> int:
     """Keeps the lines up to `step` (by rename, so a crash loses nothing); returns how many were dropped."""
     if not path.exists():
         return 0

@@ -9,17 +9,17 @@ from megaswift.config.engine_rules import capabilities_of
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families import ModelSpec, load_spec
 from megaswift.families.family import number_problems, read_config
-from megaswift.families.scalar_head import with_score
-from megaswift.families.unlisted import any_spec
+from megaswift.families.scalar_head import with_scalar_head
+from megaswift.families.unlisted import spec_of_any_model
 
 
-def spec_of(cfg: SwiftConfig, folder: Path) -> ModelSpec:
+def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
     """What the folder's config.json describes; ConfigError where the task cannot use it."""
     if unfit := list(number_problems(read_config(folder))):
         raise WeightsError(unfit)
-    spec = load_spec(folder) if capabilities_of(cfg).family_tables else any_spec(folder)
+    spec = load_spec(folder) if capabilities_of(cfg).family_tables else spec_of_any_model(folder)
     if cfg.task == "rm":
-        return _with_known_score(with_score(spec))
+        return _with_known_score(with_scalar_head(spec))
     if spec.scored:
         raise ConfigError(
             Problem(

@@ -44,14 +44,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def out_of_memory(cfg: Any, experts: int, error: BaseException) -> OutOfMemory:
     """The error for the user: what to try, cheapest first."""
-    tries = "\n".join(f"         {i}. {text}" for i, text in enumerate(advice(cfg, experts), 1))
+    tries = "\n".join(f"         {i}. {text}" for i, text in enumerate(out_of_memory_advice(cfg, experts), 1))
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     return OutOfMemory(
         Problem("memory", f"{first} (peak of this rank: {peak_gib():.1f} GiB)", f"in this order\n{tries}")
     )
 
 
-def advice(cfg: Any, experts: int) -> list[str]:
+def out_of_memory_advice(cfg: Any, experts: int) -> list[str]:
     """Settings that lower the peak, in the order of what they cost; those already in use are left out."""
     m, p, d, t, o = cfg.model, cfg.parallel, cfg.data, cfg.train, cfg.optim
     gpu = torch.cuda.is_available()

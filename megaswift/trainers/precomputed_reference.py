@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megaswift import distributed, log
-from megaswift.data.loader import EvalSource
+from megaswift.data.loader import EvaluationSource
 from megaswift.data.preference_batches import PreferenceDataset
 from megaswift.data.rollout_batches import scatter_values
 from megaswift.losses.contract import Batch
@@ -57,7 +57,7 @@ class PrecomputedReferenceLogprobs:
     def keep(self, batch: Batch, logprobs: torch.Tensor) -> None:
         """Puts the numbers of a scored micro-batch to their rows."""
         given, first = logprobs.detach().float().cpu()[batch.loss_weights.cpu() != 0], 0
-        for place in self.places(batch, width_of(batch)):
+        for place in self.places(batch, documents_per_row(batch)):
             count = place.stop - place.start
             self.values[place] = given[first : first + count]
             first += count
@@ -66,16 +66,19 @@ class PrecomputedReferenceLogprobs:
     def of(self, batch: Batch) -> torch.Tensor:
         """float32 [b, s]: the numbers at a batch's labels, 0 elsewhere."""
         return scatter_values(
-            batch, torch.cat([self.values[place] for place in self.places(batch, width_of(batch))] or [self.values[:0]])
+            batch,
+            torch.cat(
+                [self.values[place] for place in self.places(batch, documents_per_row(batch))] or [self.values[:0]]
+            ),
         )
 
 
-def width_of(batch: Batch) -> int:
+def documents_per_row(batch: Batch) -> int:
     """Documents of a row: those of a pair follow each other."""
     return 2 if "pairs" in batch.fields else 1
 
 
-def score_dataset(source: EvalSource, score: Score, what: str) -> PrecomputedReferenceLogprobs:
+def score_dataset(source: EvaluationSource, score: Score, what: str) -> PrecomputedReferenceLogprobs:
     """Every row once, spread over data-parallel ranks. Collective; the same on every rank."""
     rows = source.data
     assert isinstance(rows, PreferenceDataset)

@@ -18,8 +18,8 @@ from megaswift.config.deepspeed_json import missing_deepspeed
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import capabilities_of, engine_of, zero_config
 from megaswift.config.transformer_engine_rules import is_set, missing_transformer_engine
-from megaswift.config.value_types import show
-from megaswift.data.processor import unreadable
+from megaswift.config.value_types import format_value
+from megaswift.data.processor import image_support_problems
 from megaswift.data.sources import resolve_dataset
 from megaswift.data.template import read_system, read_template
 from megaswift.engine.determinism import environment_problems
@@ -27,16 +27,16 @@ from megaswift.errors import ConfigError, LayoutError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, four_bits
 from megaswift.families.model_source import locate_model, missing_files
 from megaswift.families.projections import Projection, dora_problems, saved_modules, select_projections
-from megaswift.families.vision import has_tower
-from megaswift.parallel.checks import check_layout
+from megaswift.families.vision import has_vision_tower
+from megaswift.parallel.layout_checks import check_layout
 from megaswift.parallel.layout_rules import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.trainers import outputs
 from megaswift.trainers.adapter_checks import folder_problems, head_problems, torch_adapter_problems
-from megaswift.trainers.model_spec import spec_of
-from megaswift.trainers.rl.adapters import refused_adapters
+from megaswift.trainers.model_spec import model_spec_for_task
+from megaswift.trainers.rl.adapter_sync import adapter_sync_problems
 from megaswift.trainers.rl.checks import named_problems, policy_problems
-from megaswift.trainers.torch_checks import machine_problems
+from megaswift.trainers.torch_checks import torch_engine_machine_problems
 
 EXPERT_OPTIONS = (
     "moe_aux_loss_coeff",
@@ -72,14 +72,14 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
         raise ConfigError([p for error in errors for p in error.problems])
 
 
-def beside_options(cfg: SwiftConfig, world_size: int) -> list[Problem]:
+def problems_beside_options(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     """What layout, data and output directory say of a configuration whose options do not go together: the part of
     `preflight` that asks little of these. Nothing of the model where none is named."""
 
     def layout() -> list[Problem]:
         if cfg.model.model is None:
             return []
-        shape = ModelShape.of(spec_of(cfg, locate_model(cfg.model, weights=False)))
+        shape = ModelShape.of(model_spec_for_task(cfg, locate_model(cfg.model, weights=False)))
         return check_layout(shape, LayoutRequest.from_config(cfg, world_size))
 
     named: Check = (lambda: named_problems(cfg) if cfg.task in RL else [], ConfigError)
@@ -131,8 +131,8 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     folder = locate_model(cfg.model, weights=False)
     local = Path(str(cfg.model.model)).is_dir()
     problems = missing_files(folder, cfg.model.random_init) if local else []
-    spec = spec_of(cfg, folder)
-    problems += refused_adapters(cfg, spec, folder) if cfg.task in RL else []
+    spec = model_spec_for_task(cfg, folder)
+    problems += adapter_sync_problems(cfg, spec, folder) if cfg.task in RL else []
     if not capabilities_of(cfg).model_parallel:
         return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)
     idle = dense_options(cfg) if spec.experts and all(spec.moe_layers) else [] if spec.experts else expert_options(cfg)
@@ -147,11 +147,13 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
 
 def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world_size: int) -> list[Problem]:
     """What the torch engine needs beside a model that transformers loads."""
-    problems = check_layout(ModelShape.of(spec), LayoutRequest.from_config(cfg, world_size)) + machine_problems(cfg)
+    problems = check_layout(
+        ModelShape.of(spec), LayoutRequest.from_config(cfg, world_size)
+    ) + torch_engine_machine_problems(cfg)
     if "moe_router_score_function" not in spec.transformer:
         rule = f"applies only to MoE models, and model_type {spec.family} is not a supported one"
         problems += [
-            Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out")
+            Problem(f"--{name} {format_value(getattr(cfg.model, name))}", rule, "leave it out")
             for name in EXPERT_OPTIONS[:2]
             if is_set(cfg, name) and getattr(cfg.model, name)
         ]
@@ -210,7 +212,7 @@ def expert_options(cfg: SwiftConfig) -> list[Problem]:
     """Options for experts, given for a dense model: they would be ignored."""
     rule = "applies only to MoE models; this model is dense"
     given = [
-        Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out")
+        Problem(f"--{name} {format_value(getattr(cfg.model, name))}", rule, "leave it out")
         for name in EXPERT_OPTIONS
         if is_set(cfg, name)
     ]
@@ -285,7 +287,7 @@ FLAGS = ("freeze_vit", "freeze_aligner", "freeze_llm")
 def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     """Options that do not fit the model; what reading images needs."""
     model = f"--model {cfg.model.model}"
-    if not has_tower(spec.hf_config):
+    if not has_vision_tower(spec.hf_config):
         return [
             Problem(
                 f"--{name} {str(cfg.value(name)).lower()}",
@@ -321,4 +323,4 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
                 "use --streaming false: images are read on demand, and only tokens are cached",
             )
         )
-    return problems + unreadable(locate_model(cfg.model, weights=False), model)
+    return problems + image_support_problems(locate_model(cfg.model, weights=False), model)

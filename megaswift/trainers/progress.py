@@ -44,13 +44,13 @@ def duration_text(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{s % 60:02d}" if hours else f"{minutes}:{s % 60:02d}"
 
 
-def chosen_first(line: Line) -> str:
+def preference_accuracy_text(line: Line) -> str:
     """How often a pair's chosen answer has the larger reward; nothing where there are no pairs."""
     rate = next((line[name] for name in ("rewards/accuracies", "accuracy") if line.get(name) is not None), None)
     return "" if rate is None else f"  reward accuracy {rate:.0%}"
 
 
-def short_number(line: Line) -> str:
+def progress_figures(line: Line) -> str:
     """The figures of a line that matter while one waits."""
     loss = (
         f"reward {line['reward']:.4f}"
@@ -59,7 +59,8 @@ def short_number(line: Line) -> str:
         if line["loss"] is None
         else f"loss {line['loss']:.4f}"
     )
-    return f"{loss}{chosen_first(line)}  lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s"
+    speed = f"{line['tokens_per_second']:,.0f} tokens/s"
+    return f"{loss}{preference_accuracy_text(line)}  lr {line['learning_rate']:.2e}  {speed}"
 
 
 class Progress(Hook):
@@ -88,14 +89,14 @@ class Progress(Hook):
     def on_log(self, loop: Loop, line: Line) -> None:
         """Shows the figures."""
         if self.bar is not None:
-            self.bar.set_postfix_str(short_number(line), refresh=False)
+            self.bar.set_postfix_str(progress_figures(line), refresh=False)
         elif distributed.global_rank() == 0 and (
             time.monotonic() - self._last >= self.every or line["step"] == loop.total_steps
         ):
             self._last = time.monotonic()
             left = (self._last - self._began) / max(line["step"] - self._first, 1) * (loop.total_steps - line["step"])
             print(
-                f"step {line['step']}/{loop.total_steps}  {short_number(line)}  ETA {duration_text(left)}",
+                f"step {line['step']}/{loop.total_steps}  {progress_figures(line)}  ETA {duration_text(left)}",
                 file=self.stream,
                 flush=True,
             )
@@ -107,7 +108,7 @@ class Progress(Hook):
             print_line(f"step {line['step']}: evaluation reward {reward} over {line['prompts']:,} prompts")
             return
         print_line(
-            f"step {line['step']}: evaluation loss {line['loss']:.4f}{chosen_first(line)} over "
+            f"step {line['step']}: evaluation loss {line['loss']:.4f}{preference_accuracy_text(line)} over "
             f"{line['label_tokens']:,} label tokens"
         )
 

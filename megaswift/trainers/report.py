@@ -106,7 +106,7 @@ class RunReport:
     """Wall time by part, start-up first."""
 
 
-def versions() -> Rows:
+def environment_versions() -> Rows:
     """Versions of what took part, and the machine."""
     import torch
 
@@ -131,7 +131,7 @@ def versions() -> Rows:
     return rows
 
 
-def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]], total: float) -> Rows:
+def headline_figures(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]], total: float) -> Rows:
     """The figures one looks for first: value, what it is."""
     if not lines:
         return [("0", "logged steps")]
@@ -250,7 +250,7 @@ def sample_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"<h2>Completions of step {last[0]['step']:,}</h2>{html_table(cells)}"
 
 
-def timings(seconds: Mapping[str, float]) -> str:
+def timing_bars(seconds: Mapping[str, float]) -> str:
     """The parts of the wall time as bars."""
     longest = max([*seconds.values(), 1e-9])
     rows = "".join(
@@ -261,7 +261,7 @@ def timings(seconds: Mapping[str, float]) -> str:
     return f'<div class="card"><table>{rows}</table></div>'
 
 
-def configuration(cfg: SwiftConfig) -> str:
+def configuration_table(cfg: SwiftConfig) -> str:
     """Every option by section, those the user set marked."""
     html = []
     for section, values in cfg.to_dict().items():
@@ -279,7 +279,7 @@ def report_page(
     """The page's text; `answers`: a section of its own, HTML."""
     figures = "".join(
         f'<div class="card tile"><b>{escape(v)}</b><span>{escape(w)}</span></div>'
-        for v, w in tiles(lines, evals, sum(story.seconds.values()))
+        for v, w in headline_figures(lines, evals, sum(story.seconds.values()))
     )
     when = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     where = escape(str(Path(cfg.train.output_dir).resolve()))
@@ -287,8 +287,8 @@ def report_page(
         f'<h1>{escape(story.title)}</h1><p class="sub">{escape(story.status)} · {when} · {where}</p>'
         f'<div class="tiles">{figures}</div><h2>Curves</h2>'
         f'<div class="charts">{chart_cards(lines, evals)}</div>{answers}'
-        f"<h2>The run</h2>{html_table(story.rows, style='wide')}<h2>Time by activity</h2>{timings(story.seconds)}"
-        f"<h2>Configuration</h2>{configuration(cfg)}<h2>Versions</h2>{html_table(versions())}"
+        f"<h2>The run</h2>{html_table(story.rows, style='wide')}<h2>Time by activity</h2>{timing_bars(story.seconds)}"
+        f"<h2>Configuration</h2>{configuration_table(cfg)}<h2>Versions</h2>{html_table(environment_versions())}"
     )
     view = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
     return (

@@ -17,9 +17,9 @@ from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.engine.determinism import enable_determinism
 from megaswift.families.model_source import locate_model
-from megaswift.parallel.checks import layout_for
+from megaswift.parallel.layout_checks import layout_for
 from megaswift.parallel.model_shape import ModelShape
-from megaswift.trainers.model_spec import spec_of
+from megaswift.trainers.model_spec import model_spec_for_task
 from megaswift.trainers.preflight import preflight
 
 __all__ = ["preflight", "run_training"]
@@ -33,28 +33,28 @@ def run_training(cfg: SwiftConfig) -> Path:
     with gc_paused():
         from megaswift.trainers.engines import start_context
         from megaswift.trainers.session import Session
-        from megaswift.trainers.verified_steps import checked_folder
+        from megaswift.trainers.verified_steps import verified_model_folder
 
         folder = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)
-        spec = spec_of(cfg, folder)
+        spec = model_spec_for_task(cfg, folder)
         layout = layout_for(cfg, ModelShape.of(spec), int(os.environ.get("WORLD_SIZE", "1")))
         context = start_context(cfg, layout)
     finished = False
     try:
         with gc_paused():
-            intact = checked_folder(cfg, folder)
-            spec = spec if intact == folder else spec_of(cfg, intact)
+            intact = verified_model_folder(cfg, folder)
+            spec = spec if intact == folder else model_spec_for_task(cfg, intact)
             session = Session(cfg, spec, intact, context)
         session.seconds["start-up"] = time.perf_counter() - began
         root = session.run()
         finished = True
         return root
     except RuntimeError as error:
-        from megaswift.trainers import stacks
+        from megaswift.trainers import lost_rank
 
-        if not stacks.is_lost(error):
+        if not lost_rank.is_lost_rank_error(error):
             raise
-        raise stacks.explain_lost_rank(error, Path(cfg.train.output_dir), cfg.parallel.ddp_timeout) from error
+        raise lost_rank.explain_lost_rank(error, Path(cfg.train.output_dir), cfg.parallel.ddp_timeout) from error
     finally:
         # after an error other ranks may be inside a collective: the process ends instead
         if finished or layout.world_size == 1:

@@ -24,10 +24,10 @@ from megaswift.trainers import (
     build,
     checkpoint_store,
     curves,
+    lost_rank,
     out_of_memory,
     outputs,
     report,
-    stacks,
     summary,
 )
 from megaswift.trainers.build import RunBuilder
@@ -78,13 +78,13 @@ class Session:
     def run(self) -> Path:
         """Everything, in order; a page about it also when it fails."""
         try:
-            stacks.listen_for_stacks(self.build.outputs.root)
+            lost_rank.listen_for_stacks(self.build.outputs.root)
             loop = self.prepare()
             self.train(loop)
             if self.cfg.train.export_hf or self.build.adapts:
                 with timed(self.seconds, "export"):
                     export_model(loop.engine, self.build)
-            self.status = f"finished at step {loop.step}{step_monitor_of(loop).summary()}"
+            self.status = f"finished at step {loop.step}{find_step_monitor(loop).summary()}"
         finally:
             if distributed.global_rank() == 0 and self.rows:
                 self.tell_story()
@@ -152,10 +152,10 @@ class Session:
             with self.memory_advice():
                 loop.run()
         except UserError as error:
-            why = reason(error, f"step {loop.step}")
+            why = failure_reason(error, f"step {loop.step}")
             raise
         finally:
-            self.status = f"failed after step {loop.step}{why or step_monitor_of(loop).summary()}"
+            self.status = f"failed after step {loop.step}{why or find_step_monitor(loop).summary()}"
             self.tell_rows(loop.source)
         if loop.interrupted:
             self.status = (
@@ -191,7 +191,7 @@ class Session:
         """What was left out of a stream since this start, on the screen and in the report."""
         if (
             isinstance(source, StreamSource)
-            and (text := summary.read_text(source.stats))
+            and (text := summary.streamed_rows_text(source.stats))
             and distributed.global_rank() == 0
         ):
             self.rows.append(("rows", text))
@@ -211,12 +211,12 @@ class Session:
             log.print_result(f"{self.status}; report with curves: {out.report}")
 
 
-def step_monitor_of(loop: Loop) -> StepMonitor:
+def find_step_monitor(loop: Loop) -> StepMonitor:
     """The hook that counts skipped steps."""
     return next(hook for hook in loop.hooks if isinstance(hook, StepMonitor))
 
 
-def reason(error: UserError, where: str) -> str:
+def failure_reason(error: UserError, where: str) -> str:
     """`: OPTION: the rule`, in one line, for the status of a run that failed; `where` says it already."""
     first = error.problems[0]
     lines = (text.partition("\n")[0] for text in (first.what, first.rule) if text and text != where)

@@ -13,7 +13,7 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.config.byte_size import bytes_text
 from megaswift.config.engine_rules import NATIVE, engine_of
-from megaswift.data.row_counts import WORDS, worded_counts
+from megaswift.data.row_counts import WORDS, counts_text
 from megaswift.engine.protocol import ParameterReport
 from megaswift.log import count_text
 from megaswift.trainers.schedule import warmup_steps
@@ -157,7 +157,7 @@ def data_text(stats: Mapping[str, Any], evaluation_rows: int = 0, scored: bool =
         if name in ("fill", "padded_fill"):
             words.append(f"{label} {value:.1%}")
         elif name in WORDS:
-            words += worded_counts({name: value})
+            words += counts_text({name: value})
         elif value and name not in ("global_batch", "documents") and float(value).is_integer():
             words.append(
                 count_text(int(value), label.removesuffix("s")) if label.endswith("s") else f"{int(value):,} {label}"
@@ -169,7 +169,7 @@ def data_text(stats: Mapping[str, Any], evaluation_rows: int = 0, scored: bool =
     )
 
 
-def read_text(stats: Mapping[str, float]) -> str:
+def streamed_rows_text(stats: Mapping[str, float]) -> str:
     """At the end of a stream: how many rows were read, and what happened to some; empty where all were used."""
-    counted = worded_counts({name: count for name, count in stats.items() if name != "rows_read"})
+    counted = counts_text({name: count for name, count in stats.items() if name != "rows_read"})
     return f"of {count_text(int(stats['rows_read']), 'row')} read: {', '.join(counted)}" if counted else ""

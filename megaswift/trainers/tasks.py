@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from megaswift.config import SwiftConfig
-from megaswift.config.preference import beta_of, likelihood_of, loss_types_of
+from megaswift.config.preference import beta_of, cpo_alpha_of, loss_types_of
 from megaswift.config.rl_defaults import corrects_kl, kl_estimator_of, kl_in_reward_of, policy_loss_of
 from megaswift.losses.contract import Loss
 from megaswift.losses.cpo import CPO
@@ -70,7 +70,7 @@ def _kto(cfg: SwiftConfig) -> Loss:
 
 def _cpo(cfg: SwiftConfig) -> Loss:
     p = cfg.preference
-    return CPO(loss_types_of(cfg)[0], beta_of(cfg), p.label_smoothing, likelihood_of(cfg), p.simpo_gamma, p.alpha)
+    return CPO(loss_types_of(cfg)[0], beta_of(cfg), p.label_smoothing, cpo_alpha_of(cfg), p.simpo_gamma, p.alpha)
 
 
 def _policy(cfg: SwiftConfig) -> Loss:

@@ -14,7 +14,7 @@ from megaswift.config.optim import OF_BITSANDBYTES, PAGED
 from megaswift.errors import Problem
 
 
-def machine_problems(cfg: SwiftConfig) -> list[Problem]:
+def torch_engine_machine_problems(cfg: SwiftConfig) -> list[Problem]:
     """All of them."""
     return [
         *optimizer_problems(cfg),
@@ -25,7 +25,7 @@ def machine_problems(cfg: SwiftConfig) -> list[Problem]:
     ]
 
 
-def needs_package(package: str, wanted: str) -> list[Problem]:
+def missing_package_problem(package: str, wanted: str) -> list[Problem]:
     """Nothing where it is installed."""
     if find_spec(package) is not None:
         return []
@@ -51,7 +51,7 @@ def optimizer_problems(cfg: SwiftConfig) -> list[Problem]:
     name = cfg.optim.optimizer
     if name not in (*OF_BITSANDBYTES, "galore_adamw_8bit"):
         return []
-    problems = needs_package("bitsandbytes", f"--optimizer {name}")
+    problems = missing_package_problem("bitsandbytes", f"--optimizer {name}")
     if name in PAGED and not has_gpu():
         rule = "pages optimizer states between GPU and CPU memory, but there is no CUDA device"
         plain = "adam" if name == "paged_adamw_32bit" else name.removeprefix("paged_")
@@ -62,7 +62,7 @@ def optimizer_problems(cfg: SwiftConfig) -> list[Problem]:
 def attention_problems(cfg: SwiftConfig) -> list[Problem]:
     """Kernels that a CPU has not, or not for training."""
     kind, wanted = cfg.model.attn_impl, f"--attn_impl {cfg.model.attn_impl}"
-    problems = needs_package("flash_attn", wanted) if kind == "flash" else []
+    problems = missing_package_problem("flash_attn", wanted) if kind == "flash" else []
     if kind in ("flash", "flex") and not has_gpu():
         rule = "has no kernel for a CPU" if kind == "flash" else "has no backward pass on a CPU"
         problems.append(Problem(wanted, rule, "--attn_impl sdpa"))
@@ -73,7 +73,7 @@ def liger_problems(cfg: SwiftConfig) -> list[Problem]:
     """liger-kernel's are Triton kernels."""
     if not cfg.model.use_liger:
         return []
-    problems = needs_package("liger_kernel", "--use_liger true")
+    problems = missing_package_problem("liger_kernel", "--use_liger true")
     if not has_gpu():
         problems.append(
             Problem("--use_liger true", "its kernels need a GPU, and there is no CUDA device", "--use_liger false")
@@ -86,7 +86,7 @@ def compiler_problems(cfg: SwiftConfig) -> list[Problem]:
     if not cfg.model.torch_compile or cfg.model.torch_compile_backend != "inductor":
         return []
     if has_gpu():
-        return needs_package("triton", "--torch_compile_backend inductor")
+        return missing_package_problem("triton", "--torch_compile_backend inductor")
     if any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "clang++", "c++")):
         return []
     return [

@@ -122,7 +122,7 @@ class WandB(Hook):
             self.session.finish()
 
 
-def trackers(report_to: Sequence[str], directory: Path, config: Mapping[str, Any]) -> list[Hook]:
+def tracker_hooks(report_to: Sequence[str], directory: Path, config: Mapping[str, Any]) -> list[Hook]:
     """The hooks for `report_to`, checked before."""
     hooks: list[Hook] = []
     if "tensorboard" in report_to:

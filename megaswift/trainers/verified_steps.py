@@ -50,20 +50,20 @@ def first_intact(steps: Sequence[Path]) -> Path | None:
     return None
 
 
-def check_sources(cfg: SwiftConfig) -> None:
+def verify_source_steps(cfg: SwiftConfig) -> None:
     """Compares the steps that the run's models and adapters come from, so that no rank has to do it alone. Raises
     nothing: who opens a damaged step is refused. Collective."""
     for name in _sources(cfg):
         path = Path(name).expanduser()
         for step, parts in distributed.run_on_rank0(partial(_steps_at, path)):
-            if not damaged_on_any_rank(step, parts) and step_manifest.step_of(path) is None:
+            if not damaged_on_any_rank(step, parts) and step_manifest.find_step_folder(path) is None:
                 break
 
 
-def checked_folder(cfg: SwiftConfig, folder: Path) -> Path:
+def verified_model_folder(cfg: SwiftConfig, folder: Path) -> Path:
     """The model's folder once it and the run's other models are checked: `folder`, or the one in an older step where
     --model is an output directory whose latest step is damaged. Collective."""
-    check_sources(cfg)
+    verify_source_steps(cfg)
     if cfg.lora.adapters is not None:
         step_manifest.refuse_damaged_part(Path(cfg.lora.adapters))
     named = Path(str(cfg.model.model)).expanduser()
@@ -79,7 +79,7 @@ def _steps_at(path: Path) -> list[tuple[Path, tuple[str, ...]]]:
     """The steps that a path may mean, in the order in which they are tried, with the folders of each that are read."""
     if not path.is_dir():
         return []
-    step = step_manifest.step_of(path)
+    step = step_manifest.find_step_folder(path)
     if step is not None:
         within = path.absolute().relative_to(step).parts[:1]
         return [(step, within if within and within != (MODEL,) else WEIGHTS)]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from megaswift.bridge.adapters import PREFIX, AdapterPlan, AdapterSettings
+from megaswift.bridge.adapter_plan import PREFIX, AdapterPlan, AdapterSettings
 from megaswift.bridge.hf_source import INDEX, TensorMeta
 from megaswift.bridge.hf_writer import HfFile, plan_file, plan_files, shard_index
 from megaswift.bridge.peft_folder import CONFIG, TENSORS, adapter_config
-from megaswift.bridge.plan import WeightPlan
+from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.families import family_of, read_config
 from megaswift.families.projections import projections
 from tests.parity.models import BASE

@@ -11,11 +11,11 @@ from bitsandbytes.nn import Linear4bit
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, without_cpu_repacking
+from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, disable_cpu_repacking
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch.model import build_model
-from megaswift.engine.torch.quantized import dequantized, loading_arguments
-from megaswift.families.unlisted import any_spec
+from megaswift.engine.torch.quantized import dequantized_weight, loading_arguments
+from megaswift.families.unlisted import spec_of_any_model
 from tests.four_bits import cpu_with
 from tests.trainers.inputs import write_model
 
@@ -36,7 +36,7 @@ def test_bitsandbytes_still_repacks_in_place() -> None:
         linear = layer(32, 64)
     scales = linear.weight.quant_state.absmax.clone()
     repacked = linear.support_avx512bf16_for_cpu
-    without_cpu_repacking(nn.ModuleList([linear]))
+    disable_cpu_repacking(nn.ModuleList([linear]))
     linear(torch.randn(3, 64))
     assert repacked and torch.equal(linear.weight.quant_state.absmax, scales)
     linear.support_avx512bf16_for_cpu = True
@@ -54,16 +54,16 @@ def test_the_torch_engine_evaluates_and_merges_from_the_stored_values(folder: Pa
     ids = torch.arange(4, 40)[None]
     with cpu_with(avx512_bf16=True):
         further = loading_arguments(folder, cfg, cpu, torch.float32)
-        model = build_model(folder, cfg, weights=True, spec=any_spec(folder), further=further, empty=False)
+        model = build_model(folder, cfg, weights=True, spec=spec_of_any_model(folder), further=further, empty=False)
     packed = [m for m in model.modules() if isinstance(m, Linear4bit)]
     assert packed
-    before = [dequantized(m) for m in packed]
+    before = [dequantized_weight(m) for m in packed]
     with torch.no_grad():
         training = model.train()(ids).logits
         evaluated = model.eval()(ids).logits
         again = model.train()(ids).logits
     assert torch.equal(evaluated, training) and torch.equal(again, training)
-    assert all(torch.equal(dequantized(m), values) for m, values in zip(packed, before, strict=True))
+    assert all(torch.equal(dequantized_weight(m), values) for m, values in zip(packed, before, strict=True))
     with cpu_with(avx512_bf16=False):
         how = bitsandbytes_config(4, torch.float32, double=double)
         theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, device_map="cpu")

@@ -1,8 +1,8 @@
 """HF -> checkpoint -> HF, bit for bit, for every family and dtype; interruptions, refusals, what lies in the
 folders.
 
-Covers: megaswift/bridge/atomic_folder.py, megaswift/bridge/conversion.py, megaswift/bridge/dist_source.py,
-megaswift/bridge/open_weights.py, megaswift/bridge/pickle_scan.py, megaswift/bridge/safetensors_header.py.
+Covers: megaswift/bridge/resumable_folder.py, megaswift/bridge/conversion.py, megaswift/bridge/dist_source.py,
+megaswift/bridge/open_weight_source.py, megaswift/bridge/pickle_scan.py, megaswift/bridge/safetensors_header.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from megaswift.bridge import conversion, hf_to_megatron, megatron_to_hf
 from megaswift.bridge.dist_source import DistSource
-from megaswift.bridge.open_weights import open_weights
+from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.sharded_keys import shard_region
 from megaswift.errors import CheckpointError, LayoutError, UserError
 from tests.bridge.folders import make, plan_of, rewrite, set_config, tensors_of
@@ -49,8 +49,8 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 )
 def test_bitwise(variant: str, dtype: str, folders: Path, tmp_path: Path) -> None:
     folder = make(variant, folders, DTYPES[dtype])
-    forth(folder, tmp_path / "m", hf_to_megatron.ToMegatronOptions(layout={"tp": 2}, file_bytes=100_000))
-    back(tmp_path / "m", tmp_path / "hf", megatron_to_hf.ToHfOptions(max_shard_bytes=150_000))
+    forth(folder, tmp_path / "m", hf_to_megatron.HfToMegatronOptions(layout={"tp": 2}, file_bytes=100_000))
+    back(tmp_path / "m", tmp_path / "hf", megatron_to_hf.MegatronToHfOptions(max_shard_bytes=150_000))
     assert_same(tensors_of(tmp_path / "hf"), tensors_of(folder))
     theirs, ours = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "hf"))
     assert ours == theirs
@@ -60,7 +60,7 @@ def test_bitwise(variant: str, dtype: str, folders: Path, tmp_path: Path) -> Non
 def test_small_blocks_change_nothing(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors in many parts: rows, and parts of rows."""
     for variant, size in (("moe", 1000), ("qwen2", 100)):
-        monkeypatch.setattr(conversion.bands, "__defaults__", (size,))
+        monkeypatch.setattr(conversion.split_region, "__defaults__", (size,))
         folder = make(variant, folders, torch.bfloat16)
         forth(folder, tmp_path / variant)
         back(tmp_path / variant, tmp_path / f"{variant}-hf")
@@ -75,10 +75,10 @@ def test_each_tensor_keeps_its_own_dtype(fresh: Callable[[str], Path], tmp_path:
     forth(folder, tmp_path / "m")
     back(tmp_path / "m", tmp_path / "hf")
     assert_same(tensors_of(tmp_path / "hf"), mixed)
-    back(tmp_path / "m", tmp_path / "half", megatron_to_hf.ToHfOptions(dtype=torch.bfloat16))
+    back(tmp_path / "m", tmp_path / "half", megatron_to_hf.MegatronToHfOptions(dtype=torch.bfloat16))
     assert_same(tensors_of(tmp_path / "half"), {n: t.bfloat16() for n, t in mixed.items()})
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
-    forth(folder, tmp_path / "m16", hf_to_megatron.ToMegatronOptions(dtype=torch.float16))
+    forth(folder, tmp_path / "m16", hf_to_megatron.HfToMegatronOptions(dtype=torch.float16))
     back(tmp_path / "m16", tmp_path / "hf16")
     assert_same(tensors_of(tmp_path / "hf16"), {n: t.half() for n, t in mixed.items()})
 
@@ -113,7 +113,7 @@ def test_prediction_layers_pass_through(fresh: Callable[[str], Path], tmp_path: 
     forth(folder, tmp_path / "m")
     back(tmp_path / "m", tmp_path / "hf")
     assert_same(tensors_of(tmp_path / "hf"), want)
-    back(tmp_path / "m", tmp_path / "half", megatron_to_hf.ToHfOptions(dtype=torch.bfloat16))
+    back(tmp_path / "m", tmp_path / "half", megatron_to_hf.MegatronToHfOptions(dtype=torch.bfloat16))
     plan = plan_of(folder)
     assert_same(tensors_of(tmp_path / "half"), {n: t.bfloat16() if n in plan.hf_shapes else t for n, t in want.items()})
 
@@ -122,7 +122,7 @@ def test_prediction_layers_pass_through(fresh: Callable[[str], Path], tmp_path: 
 def test_torchs_own_reader_reads_it(variant: str, folders: Path, tmp_path: Path) -> None:
     """Not our reader: torch.distributed.checkpoint, key by key, against the shards the engine would load."""
     folder = make(variant, folders, torch.bfloat16)
-    forth(folder, tmp_path / "m", hf_to_megatron.ToMegatronOptions(layout={"tp": 2}))
+    forth(folder, tmp_path / "m", hf_to_megatron.HfToMegatronOptions(layout={"tp": 2}))
     loaded = _load_state_dict_from_keys(checkpoint_id=tmp_path / "m", storage_reader=FileSystemReader(tmp_path / "m"))
     plan, source = plan_of(folder), open_weights(folder)
     at = {entry.megatron: shard_region(entry, 144) for entry in plan.entries}
@@ -145,12 +145,12 @@ def test_the_files_of_the_folders(fresh: Callable[[str], Path], tmp_path: Path) 
     }
     for name, text in side.items():
         (folder / name).write_text(text)
-    forth(folder, tmp_path / "m", hf_to_megatron.ToMegatronOptions(layout={"tp": 4, "pp": 2}))
+    forth(folder, tmp_path / "m", hf_to_megatron.HfToMegatronOptions(layout={"tp": 4, "pp": 2}))
     facts = json.loads((tmp_path / "m" / "conversion.json").read_text())
     assert facts["padded_vocabulary"] == 160 and facts["layout"] == {"tp": 4, "pp": 2}
     assert DistSource(tmp_path / "m").shape("output_layer.weight") == (160, 64)
     shutil.rmtree(folder)
-    back(tmp_path / "m", tmp_path / "hf", megatron_to_hf.ToHfOptions(max_shard_bytes=50_000))
+    back(tmp_path / "m", tmp_path / "hf", megatron_to_hf.MegatronToHfOptions(max_shard_bytes=50_000))
     assert {n: (tmp_path / "hf" / n).read_text() for n in side} == side
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 3
     assert not list(tmp_path.glob(".*"))
@@ -169,7 +169,7 @@ def test_layouts_that_the_model_does_not_allow(
     variant: str, layout: dict[str, int], told: str, folders: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(LayoutError) as caught:
-        forth(make(variant, folders), tmp_path / "m", hf_to_megatron.ToMegatronOptions(layout=layout))
+        forth(make(variant, folders), tmp_path / "m", hf_to_megatron.HfToMegatronOptions(layout=layout))
     assert told in str(caught.value) and not list(tmp_path.iterdir())
 
 
@@ -246,7 +246,7 @@ def test_nothing_is_replaced_unasked(folders: Path, tmp_path: Path) -> None:
         forth(folder, tmp_path / "m")
     assert (tmp_path / "m" / ".metadata").stat().st_ino == before
     (tmp_path / "m" / "stray").write_text("")
-    forth(folder, tmp_path / "m", hf_to_megatron.ToMegatronOptions(overwrite=True))
+    forth(folder, tmp_path / "m", hf_to_megatron.HfToMegatronOptions(overwrite=True))
     assert not (tmp_path / "m" / "stray").exists() and open_weights(tmp_path / "m").names()
 
 

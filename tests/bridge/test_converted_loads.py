@@ -1,7 +1,7 @@
 """Converted checkpoints on real ranks: Megatron's own loader and our engine, on layouts that nobody named when
 converting.
 
-Covers: megaswift/bridge/checkpoint_model.py, megaswift/bridge/saved_dtypes.py.
+Covers: megaswift/bridge/checkpoint_model_folder.py, megaswift/bridge/saved_dtypes.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import hf_to_megatron, megatron_to_hf
-from megaswift.bridge.checkpoint_model import write_model
+from megaswift.bridge.checkpoint_model_folder import write_model_folder
 from tests.bridge.folders import plan_of
 from tests.bridge.test_convert import assert_same, with_prediction_layer
 from tests.engine.checkpoint_worker import Run, build
@@ -36,7 +36,7 @@ def converted(variant: str, made: Path, tp: int) -> tuple[Path, Path]:
     """(Hugging Face folder, checkpoint), made once."""
     folder, target = build_model(variant, made / variant), made / f"{variant}-tp{tp}"
     if not target.exists():
-        hf_to_megatron.hf_to_megatron(folder, target, hf_to_megatron.ToMegatronOptions({"tp": tp}))
+        hf_to_megatron.hf_to_megatron(folder, target, hf_to_megatron.HfToMegatronOptions({"tp": tp}))
     return folder, target
 
 
@@ -116,6 +116,8 @@ def test_runs_carry_prediction_layers(pool: Pool, tmp_path: Path) -> None:
     want = with_prediction_layer(folder)
     pool.run(f"{__name__}:save_and_load", Run(case, folder, save=tmp_path / "step" / "engine"), case.world)
     plan = plan_of(folder)
-    write_model(tmp_path / "step" / "model", plan.spec.hf_config, {n: want[n].dtype for n in plan.hf_shapes}, folder)
+    write_model_folder(
+        tmp_path / "step" / "model", plan.spec.hf_config, {n: want[n].dtype for n in plan.hf_shapes}, folder
+    )
     megatron_to_hf.megatron_to_hf(tmp_path / "step", tmp_path / "hf")
     assert_same(disk_tensors(tmp_path / "hf"), want)

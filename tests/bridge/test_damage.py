@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megaswift.bridge import HfSource, open_hf
+from megaswift.bridge import HfSource, open_hf_weights
 from megaswift.errors import WeightsError
 from megaswift.families import load_spec
 from tests.bridge.folders import index_of, opened, set_config, set_index
@@ -227,7 +227,7 @@ def test_random_damage(tmp_path: Path) -> None:
         data = damaged(good, draw)
         path.write_bytes(data)
         try:
-            source = open_hf(tmp_path)
+            source = open_hf_weights(tmp_path)
             read = {name: source.slice(name) for name in source.names()}
         except WeightsError as error:
             assert "model.safetensors" in str(error), n

@@ -25,7 +25,7 @@ def halves(key: str, tensor: Tensor, at: int) -> list[ShardChunk]:
 
 def index_of(folder: Path) -> Metadata:
     """The tables, which have to be sound."""
-    index = torch_dist_index.read_index(folder)
+    index = torch_dist_index.read_torch_dist_metadata(folder)
     assert isinstance(index, Metadata)
     return index
 
@@ -38,7 +38,7 @@ def test_other_boxes_read_what_was_written(tmp_path: Path) -> None:
     (tmp_path / "a").rename(tmp_path / "b")
     assert str(tmp_path).encode() not in (tmp_path / "b" / ".metadata").read_bytes()
     index = index_of(tmp_path / "b")
-    assert torch_dist_index.file_problems(tmp_path / "b", index) == []
+    assert torch_dist_index.missing_file_problems(tmp_path / "b", index) == []
     out, half = torch.empty(8, 3), torch.empty(4, dtype=torch.bfloat16)
     wanted = [*halves("x", out, 5), ShardChunk("y", (4,), (0,), half)]
     items, problems = files.plan_reads(index, wanted)
@@ -94,7 +94,7 @@ class Evil:
 def test_tables_run_no_code(tmp_path: Path) -> None:
     """A pickle that calls something is refused, uncalled."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, planner_data=Evil(tmp_path / "ran"))))
-    found = torch_dist_index.read_index(tmp_path)
+    found = torch_dist_index.read_torch_dist_metadata(tmp_path)
     assert isinstance(found, Problem) and "system" in found.rule
     assert not (tmp_path / "ran").exists()
     pickle.loads((tmp_path / ".metadata").read_bytes())
@@ -105,7 +105,7 @@ def test_tables_run_no_code(tmp_path: Path) -> None:
 def test_broken_tables(content: bytes, tmp_path: Path) -> None:
     """A problem that names the file, no traceback."""
     (tmp_path / ".metadata").write_bytes(content)
-    found = torch_dist_index.read_index(tmp_path)
+    found = torch_dist_index.read_torch_dist_metadata(tmp_path)
     assert isinstance(found, Problem) and str(tmp_path / ".metadata") in found.what
 
 
@@ -115,6 +115,6 @@ def test_files_are_checked(tmp_path: Path) -> None:
     index, file = index_of(tmp_path), tmp_path / "__0_0.distcp"
     content = file.read_bytes()
     file.write_bytes(content[:-1])
-    assert "is truncated" in torch_dist_index.file_problems(tmp_path, index)[0].rule
+    assert "is truncated" in torch_dist_index.missing_file_problems(tmp_path, index)[0].rule
     file.unlink()
-    assert torch_dist_index.file_problems(tmp_path, index) == [Problem(str(file), "is missing")]
+    assert torch_dist_index.missing_file_problems(tmp_path, index) == [Problem(str(file), "is missing")]

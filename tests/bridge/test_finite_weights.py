@@ -1,7 +1,7 @@
 """Weights that are not finite are refused, and named, by either engine.
 
-Covers: megaswift/bridge/hf_to_megatron.py, megaswift/bridge/megatron_to_hf.py, megaswift/families/layers.py,
-megaswift/families/served_quantization.py.
+Covers: megaswift/bridge/hf_to_megatron.py, megaswift/bridge/megatron_to_hf.py,
+megaswift/families/decoder_layer_classes.py, megaswift/families/served_quantization.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megaswift import entry
 from megaswift.bridge import finite_weights
-from megaswift.bridge.hf_to_megatron import ToMegatronOptions, hf_to_megatron
+from megaswift.bridge.hf_to_megatron import HfToMegatronOptions, hf_to_megatron
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
 from megaswift.bridge.merge import merge_folders
 from megaswift.config.inference import PlacementOptions, WeightsOptions
@@ -120,5 +120,5 @@ def test_conversions_warn_of_non_finite_weights(
     large = load_file(tmp_path / "whole/model.safetensors")
     large[NAME][0, 0] = 1e6
     save_file(large, tmp_path / "whole/model.safetensors", metadata={"format": "pt"})
-    hf_to_megatron(tmp_path / "whole", tmp_path / "f", ToMegatronOptions(dtype=torch.float16))
+    hf_to_megatron(tmp_path / "whole", tmp_path / "f", HfToMegatronOptions(dtype=torch.float16))
     assert f"not finite (NaN or infinity) in {NAME}" in capsys.readouterr().err

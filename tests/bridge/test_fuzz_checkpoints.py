@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megaswift.bridge.torch_dist_index import read_index
+from megaswift.bridge.torch_dist_index import read_torch_dist_metadata
 from megaswift.errors import Problem, UserError, WeightsError
 from megaswift.families.model_source import missing_files
 from tests import fuzz_checkpoints as fuzz
@@ -86,7 +86,7 @@ def place(name: str, value: Any) -> Any:
 def test_dangerous_tables_are_refused(data: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(data)
     began = time.perf_counter()
-    found = read_index(tmp_path)
+    found = read_torch_dist_metadata(tmp_path)
     assert isinstance(found, Problem) and said in found.rule and time.perf_counter() - began < 5
 
 

@@ -85,7 +85,7 @@ def test_files_have_at_most_five_gigabytes_by_default() -> None:
     metas = {f"t{i}": TensorMeta((600, 1_000_000), torch.bfloat16) for i in range(9)} | {
         "whole": TensorMeta((3, 10**9), torch.bfloat16)
     }
-    limits = {FolderOptions().max_shard_bytes, megatron_to_hf.ToHfOptions().max_shard_bytes, MAX_SHARD_BYTES}
+    limits = {FolderOptions().max_shard_bytes, megatron_to_hf.MegatronToHfOptions().max_shard_bytes, MAX_SHARD_BYTES}
     limits |= {inspect.signature(call).parameters["max_shard_bytes"].default for call in (HfWriter, merge_folders)}
     assert limits == {5 * 10**9}
     files = plan_files(metas, MAX_SHARD_BYTES)

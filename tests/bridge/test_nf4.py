@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megaswift.bridge import nf4
-from megaswift.bridge.plan import WeightPlan
+from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.errors import Problem
 from megaswift.families import family_of, four_bits
 from tests.parity.models import config

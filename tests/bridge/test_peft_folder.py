@@ -1,6 +1,6 @@
 """Adapter folders between us and PEFT, both ways and merged, and how an adapter is cut over ranks.
 
-Covers: megaswift/bridge/adapters.py, megaswift/bridge/expert_stacks.py, megaswift/bridge/merge.py.
+Covers: megaswift/bridge/adapter_plan.py, megaswift/bridge/expert_stacks.py, megaswift/bridge/merge.py.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megaswift.bridge.adapters import HALVES, AdapterPlan, AdapterSettings, output_order
+from megaswift.bridge.adapter_plan import HALVES, AdapterPlan, AdapterSettings, adapter_output_order
 from megaswift.bridge.merge import merge_folders
-from megaswift.bridge.peft_folder import PeftFolder, write_adapter
+from megaswift.bridge.peft_folder import PeftFolder, write_peft_folder
 from megaswift.convert import convert
 from megaswift.errors import UserError, WeightsError
 from megaswift.families.projections import ALL, select_projections
-from megaswift.families.rules import dim_of
+from megaswift.families.rules import shard_dim
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
 from tests.parity.lora import ALPHA, ATTENTION, MLP, RANK, Adapted, made_by_peft, make_adapter, read_adapter
 from tests.sources import ROOT
@@ -84,7 +84,7 @@ def test_peft_loads_what_we_write(
         weights, select_projections(weights.family, weights.spec, targets), AdapterSettings(RANK, ALPHA), saved
     )
     values = random_values(plan)
-    write_adapter(tmp_path / "adapter", plan, values.items(), str(folder))
+    write_peft_folder(tmp_path / "adapter", plan, values.items(), str(folder))
     want = logits(Adapted(base(folder), values, ALPHA / RANK))
     loaded = peft.PeftModel.from_pretrained(base(folder), tmp_path / "adapter")
     assert close(logits(loaded), want) and not close(logits(base(folder)), want)
@@ -114,7 +114,7 @@ def test_options_mean_what_they_mean_to_peft(
     )
     plan = plan_adapters(cfg.lora, plan_of(folder))
     assert {a.scale for a in plan.adapters} == {scale} and {a.dora for a in plan.adapters} == {cfg.lora.use_dora}
-    write_adapter(tmp_path / "adapter", plan, random_values(plan).items(), str(folder))
+    write_peft_folder(tmp_path / "adapter", plan, random_values(plan).items(), str(folder))
     loaded = peft.PeftModel.from_pretrained(base(folder), tmp_path / "adapter")
     told, layers = (
         loaded.peft_config["default"],
@@ -203,7 +203,7 @@ def test_stacks_of_experts_are_written_as_peft_does(
     )
     values = read_adapter(tmp_path / "theirs")
     assert plan.shapes() == {name: tuple(t.shape) for name, t in values.items()}
-    write_adapter(tmp_path / "ours", plan, values.items(), str(folder))
+    write_peft_folder(tmp_path / "ours", plan, values.items(), str(folder))
     assert close(logits(peft.PeftModel.from_pretrained(base(folder), tmp_path / "ours")), logits(theirs))
     again = PeftFolder(tmp_path / "ours")
     read = again.read(again.plan(weights))
@@ -219,7 +219,7 @@ def test_dropout_on_experts_does_not_keep_peft_from_loading(folders: Path, tmp_p
         select_projections(weights.family, weights.spec, ("w1", "w2", "w3")),
         AdapterSettings(RANK, ALPHA, dropout=0.1),
     )
-    write_adapter(tmp_path / "a", plan, random_values(plan).items(), str(folder))
+    write_peft_folder(tmp_path / "a", plan, random_values(plan).items(), str(folder))
     loaded = peft.PeftModel.from_pretrained(base(folder), tmp_path / "a")
     assert not close(logits(loaded), logits(base(folder)))
 
@@ -254,12 +254,12 @@ def test_shards_of_the_product_are_products_of_shards(variant: str, ranks: int, 
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if variant == "gpt_oss" else []
     chosen = select_projections(weights.family, weights.spec, [x for x in leaves if _has(weights, x)], stacks)
     plan = AdapterPlan(weights, chosen, AdapterSettings(RANK, ALPHA))
-    write_adapter(tmp_path / "a", plan, random_values(plan).items(), "base")
+    write_peft_folder(tmp_path / "a", plan, random_values(plan).items(), "base")
     values = PeftFolder(tmp_path / "a").read(plan)
     merge_folders(folder, tmp_path / "a", tmp_path / "merged")
     _, changed = opened(tmp_path / "merged")
     for adapters in plan.by_layer.values():
-        entry, dim = adapters[0].entry, dim_of(adapters[0].entry.rule)
+        entry, dim = adapters[0].entry, shard_dim(adapters[0].entry.rule)
         parts: dict[str, list[Tensor]] = {a.name(h): [] for a in adapters for h in HALVES}
         for rank in range(ranks):
             for a in adapters:
@@ -269,7 +269,7 @@ def test_shards_of_the_product_are_products_of_shards(variant: str, ranks: int, 
                     parts[a.name(half)].append(part)
             products = [a.scale * parts[a.name("B")][rank] @ parts[a.name("A")][rank] for a in adapters]
             at, rows = [0] * len(adapters), []
-            for number, n in output_order(adapters, ranks, rank):
+            for number, n in adapter_output_order(adapters, ranks, rank):
                 if number is None:
                     rows.append(torch.zeros(n, products[0].shape[1]))
                 else:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megaswift.bridge.plan import PlanEntry, PlanGroup
+from megaswift.bridge.weight_plan import PlanEntry, PlanGroup
 from megaswift.families import ModelSpec, family_of
 from megaswift.families.rules import Shard, ShardSpec, SliceMap
 from tests.families.published import QWEN3_30B_A3B

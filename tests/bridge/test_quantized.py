@@ -1,7 +1,7 @@
 """FP8 and MXFP4 folders against transformers' own dequantization and plain torch, whole and slice by slice; what is
 refused.
 
-Covers: megaswift/bridge/export.py.
+Covers: megaswift/bridge/hf_export.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.bridge import FolderOptions, PlanEntry, export_hf, open_hf
+from megaswift.bridge import FolderOptions, PlanEntry, export_hf, open_hf_weights
 from megaswift.bridge import quantized as quantized_module
 from megaswift.bridge.hf_source import HfSource
-from megaswift.bridge.plan import PlanGroup
+from megaswift.bridge.weight_plan import PlanGroup
 from megaswift.errors import WeightsError
 from megaswift.families import family_of, load_spec
 from tests.bridge.folders import make, plan_of, rewrite, set_config, tensors_of
@@ -73,14 +73,18 @@ def test_fp8_as_transformers(
 ) -> None:
     monkeypatch.setattr(quantized_module, "BAND", band)
     weight, scale = fp8(torch.randn(shape), (32, 32))
-    source = open_hf(folder_of(tmp_path / "m", {"a.weight": weight, "a.weight_scale_inv": scale}, fp8_config((32, 32))))
+    source = open_hf_weights(
+        folder_of(tmp_path / "m", {"a.weight": weight, "a.weight_scale_inv": scale}, fp8_config((32, 32)))
+    )
     assert source.names() == ["a.weight"] and source.dtype_name("a.weight") == "BF16"
     assert_same_slices(source, "a.weight", theirs_fp8(weight, scale))
 
 
 def test_fp8_in_the_dtype_of_the_model(tmp_path: Path) -> None:
     weight, scale = fp8(torch.randn(64, 64), (32, 32))
-    source = open_hf(folder_of(tmp_path / "m", {"a": weight, "a_scale_inv": scale}, fp8_config((32, 32)), "float32"))
+    source = open_hf_weights(
+        folder_of(tmp_path / "m", {"a": weight, "a_scale_inv": scale}, fp8_config((32, 32)), "float32")
+    )
     assert_same_slices(source, "a", theirs_fp8(weight, scale, torch.float32))
 
 
@@ -88,7 +92,7 @@ def test_fp8_blocks_cut_off_at_the_edges(tmp_path: Path) -> None:
     """DeepSeek-V3's kv_a_proj_with_mqa has 576 = 4.5 x 128 rows."""
     weight, scale = fp8(torch.randn(144, 200), (32, 48))
     assert scale.shape == (5, 5)
-    source = open_hf(folder_of(tmp_path / "m", {"a": weight, "a_scale_inv": scale}, fp8_config((32, 48))))
+    source = open_hf_weights(folder_of(tmp_path / "m", {"a": weight, "a_scale_inv": scale}, fp8_config((32, 48))))
     assert_same_slices(source, "a", by_hand(weight, scale, (32, 48)))
 
 
@@ -97,7 +101,7 @@ def test_fp8_with_scales_that_are_powers_of_two(kind: str, tmp_path: Path) -> No
     weight, _ = fp8(torch.randn(64, 96), (32, 32))
     exponents = torch.arange(119, 125, dtype=torch.uint8).reshape(2, 3)
     scale = exponents if kind == "bytes" else exponents.view(torch.float8_e8m0fnu)
-    source = open_hf(
+    source = open_hf_weights(
         folder_of(tmp_path / "m", {"a": weight, "a_scale_inv": scale}, {**fp8_config((32, 32)), "scale_fmt": "ue8m0"})
     )
     assert_same_slices(source, "a", theirs_fp8(weight, scale))
@@ -106,7 +110,7 @@ def test_fp8_with_scales_that_are_powers_of_two(kind: str, tmp_path: Path) -> No
 def test_fp8_with_one_scale_a_tensor(tmp_path: Path) -> None:
     weight, scale = fp8(torch.randn(50, 70), (50, 70))
     stored = {"a.weight": weight, "a.weight_scale_inv": scale.reshape(()), "a.activation_scale": torch.ones(())}
-    source = open_hf(folder_of(tmp_path / "m", stored, {**fp8_config(None), "activation_scheme": "static"}))
+    source = open_hf_weights(folder_of(tmp_path / "m", stored, {**fp8_config(None), "activation_scheme": "static"}))
     assert source.names() == ["a.weight"]
     assert_same_slices(source, "a.weight", theirs_fp8(weight, scale))
 
@@ -119,7 +123,7 @@ def test_mxfp4_as_transformers(dtype: str, band: int, tmp_path: Path, monkeypatc
     monkeypatch.setattr(quantized_module, "BAND", band)
     blocks, scales = packed_fp4(3, 40, 4)
     stored = {"e.down_proj_blocks": blocks, "e.down_proj_scales": scales, "e.down_proj_bias": torch.zeros(3, 40)}
-    source = open_hf(folder_of(tmp_path / "m", stored, MXFP4, dtype))
+    source = open_hf_weights(folder_of(tmp_path / "m", stored, MXFP4, dtype))
     assert source.names() == ["e.down_proj_bias", "e.down_proj"]
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=getattr(torch, dtype))
     assert theirs.shape == (3, 128, 40)
@@ -131,7 +135,7 @@ def test_mxfp4_every_byte_and_exponent(tmp_path: Path) -> None:
 
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(1, 256, 16, 16).contiguous()
     scales = torch.arange(256, dtype=torch.uint8).reshape(1, 256, 1).expand(1, 256, 16).contiguous()
-    source = open_hf(folder_of(tmp_path / "m", {"w_blocks": blocks, "w_scales": scales}, MXFP4))
+    source = open_hf_weights(folder_of(tmp_path / "m", {"w_blocks": blocks, "w_scales": scales}, MXFP4))
     assert torch.equal(
         source.slice("w").view(torch.int16), convert_moe_packed_tensors(blocks, scales).view(torch.int16)
     )
@@ -139,11 +143,11 @@ def test_mxfp4_every_byte_and_exponent(tmp_path: Path) -> None:
 
 def test_only_the_bytes_behind_a_slice_are_read(tmp_path: Path) -> None:
     weight, scale = fp8(torch.randn(128, 128), (32, 32))
-    source = open_hf(folder_of(tmp_path / "a", {"a": weight, "a_scale_inv": scale}, fp8_config((32, 32))))
+    source = open_hf_weights(folder_of(tmp_path / "a", {"a": weight, "a_scale_inv": scale}, fp8_config((32, 32))))
     source.slice("a", (slice(40, 50), slice(60, 70)))
     assert source.bytes_read == 10 * 10 + 4 * 1 * 2
     blocks, scales = packed_fp4(4, 8, 4)
-    source = open_hf(folder_of(tmp_path / "b", {"w_blocks": blocks, "w_scales": scales}, MXFP4))
+    source = open_hf_weights(folder_of(tmp_path / "b", {"w_blocks": blocks, "w_scales": scales}, MXFP4))
     source.slice("w", (slice(1, 2), slice(40, 60), slice(2, 5)))
     assert source.bytes_read == 3 * 16 + 3
 
@@ -154,7 +158,7 @@ def test_a_model_is_what_transformers_loads(fresh: Fresh, tmp_path: Path) -> Non
 
     folder = quantize_fp8(fresh("llama"), (16, 32))
     theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()  # on a CPU, transformers dequantizes
-    plan, source = plan_of(folder), open_hf(folder)
+    plan, source = plan_of(folder), open_hf_weights(folder)
     assert plan.check(source) == [] and set(source.names()) == set(theirs)
     assert all(t.dtype == torch.bfloat16 for t in theirs.values())
     assert [n for n, t in theirs.items() if not torch.equal(t, source.slice(n))] == []
@@ -176,7 +180,7 @@ def test_a_gpt_oss_folder_is_what_transformers_loads(tmp_path: Path) -> None:
 
     # on a CPU, transformers dequantizes
     theirs = AutoModelForCausalLM.from_pretrained(quantize_mxfp4(gpt_oss(tmp_path))).state_dict()
-    source = open_hf(tmp_path)
+    source = open_hf_weights(tmp_path)
     assert set(source.names()) == set(theirs) and theirs["model.layers.1.mlp.experts.gate_up_proj"].shape == (
         4,
         64,
@@ -196,7 +200,7 @@ def test_stacked_experts_are_read_by_a_rule(tmp_path: Path) -> None:
     from tests.bridge.test_pieces import Interleaved
 
     blocks, scales = packed_fp4(3, 12, 1)
-    source = open_hf(folder_of(tmp_path / "m", {"gate_up_blocks": blocks, "gate_up_scales": scales}, MXFP4))
+    source = open_hf_weights(folder_of(tmp_path / "m", {"gate_up_blocks": blocks, "gate_up_scales": scales}, MXFP4))
     spec = family_of(QWEN3_30B_A3B).spec(QWEN3_30B_A3B)
     shard = PlanEntry(Interleaved(), spec, None, 1).read(source, 2, 1)
     assert torch.equal(shard, convert_moe_packed_tensors(blocks, scales)[1][:4, [6, 8, 10, 7, 9, 11]].t())
@@ -204,7 +208,7 @@ def test_stacked_experts_are_read_by_a_rule(tmp_path: Path) -> None:
 
 def refused(folder: Path) -> str:
     with pytest.raises(WeightsError) as error:
-        open_hf(folder)
+        open_hf_weights(folder)
     return str(error.value)
 
 
@@ -277,13 +281,13 @@ def test_what_cannot_be_read_is_refused_with_its_reason(given: Any, told: str, f
 
 
 def test_plain_folders_are_read_as_they_are(folders: Path) -> None:
-    assert isinstance(open_hf(make("llama", folders)), HfSource)
+    assert isinstance(open_hf_weights(make("llama", folders)), HfSource)
 
 
 def test_fp8_without_a_word_in_config_is_refused(fresh: Fresh) -> None:
     folder = quantize_fp8(fresh("llama"), (32, 32))
     set_config(folder, quantization_config=None)
     with pytest.raises(WeightsError, match=r"(?s)_scale_inv: is not in the weight table.*has dtype F8_E4M3"):
-        plan_of(folder).check(open_hf(folder))
+        plan_of(folder).check(open_hf_weights(folder))
     rewrite(folder, {n: t.to(torch.bfloat16) for n, t in tensors_of(folder).items() if not n.endswith("_scale_inv")})
-    plan_of(folder).check(open_hf(folder))
+    plan_of(folder).check(open_hf_weights(folder))

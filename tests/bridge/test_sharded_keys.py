@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import sharded_keys
-from megaswift.bridge.checkpoint_model import write_model
+from megaswift.bridge.checkpoint_model_folder import write_model_folder
 from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.megatron_source import MegatronSource
-from megaswift.bridge.open_weights import open_weights
+from megaswift.bridge.open_weight_source import open_weights
 from megaswift.errors import CheckpointError
 from megaswift.families.checkpoint_folder import CheckpointFolder
 from tests.bridge.folders import plan_of
@@ -46,7 +46,7 @@ def save(
     folder = build_model(case.variant, models / case.variant)
     result = pool.run(JOB, Run(case, folder, save=target / "engine", last=steps, options=options), case.world)[0]
     plan = plan_of(folder)
-    write_model(target / "model", plan.spec.hf_config, dict.fromkeys(plan.hf_shapes, torch.float32), folder)
+    write_model_folder(target / "model", plan.spec.hf_config, dict.fromkeys(plan.hf_shapes, torch.float32), folder)
     return folder, result.weights
 
 
@@ -99,7 +99,9 @@ def test_what_a_checkpoint_lacks_is_named(pool: Pool, models: Path, tmp_path: Pa
     (tmp_path / "mixed").mkdir()
     shutil.copytree(tmp_path / "dense" / "engine", tmp_path / "mixed" / "engine")
     plan = plan_of(other)
-    write_model(tmp_path / "mixed" / "model", plan.spec.hf_config, dict.fromkeys(plan.hf_shapes, torch.float32), other)
+    write_model_folder(
+        tmp_path / "mixed" / "model", plan.spec.hf_config, dict.fromkeys(plan.hf_shapes, torch.float32), other
+    )
     with pytest.raises(CheckpointError) as caught:
         open_weights(tmp_path / "mixed")
     assert "tensor decoder.layers.0.mlp.router.weight: is missing" in str(caught.value)

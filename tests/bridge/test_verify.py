@@ -1,7 +1,7 @@
 """`megaswift convert verify`: every kind of difference is found, told, reported and an exit code; what is equal is
 equal.
 
-Covers: megaswift/bridge/compare.py, megaswift/bridge/logits.py.
+Covers: megaswift/bridge/compare_weights.py, megaswift/bridge/compare_logits.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megaswift.bridge import conversion
-from megaswift.bridge.hf_to_megatron import ToMegatronOptions, hf_to_megatron
+from megaswift.bridge.hf_to_megatron import HfToMegatronOptions, hf_to_megatron
 from megaswift.cli import main
 from megaswift.convert import convert
 from megaswift.errors import UserError
@@ -105,7 +105,7 @@ def test_every_difference(
     case: tuple[Any, str, str, str], verify: Any, folders: Path, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change, name, status, told = case
-    monkeypatch.setattr(conversion.bands, "__defaults__", (1000,))
+    monkeypatch.setattr(conversion.split_region, "__defaults__", (1000,))
     a, b = make("dense", folders), changed(fresh("dense"), change)
     code, out, report = verify(a, b)
     found = rows(report)
@@ -200,7 +200,7 @@ def test_mistakes(words: list[str], told: str, folders: Path) -> None:
 @pytest.mark.parametrize("variant", ["moe", "qwen2"])
 def test_a_checkpoint(variant: str, verify: Any, folders: Path, tmp_path: Path) -> None:
     folder = make(variant, folders, torch.bfloat16)
-    checkpoint = hf_to_megatron(folder, tmp_path / "megatron", ToMegatronOptions(layout={"tp": 2}))
+    checkpoint = hf_to_megatron(folder, tmp_path / "megatron", HfToMegatronOptions(layout={"tp": 2}))
     code, _, report = verify(folder, checkpoint)
     assert code == 0 and len(report["tensors"]) == len(tensors_of(folder))
     assert verify(checkpoint, folder)[0] == 0

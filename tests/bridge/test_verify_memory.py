@@ -1,6 +1,6 @@
 """Memory of `convert verify`: some blocks, whatever the size of the models, also where they differ.
 
-Covers: megaswift/verify.py.
+Covers: megaswift/convert_verify.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.bridge.sparse import write_sparse
 
 PROGRAM = """
 from megaswift.convert import convert
-import megaswift.verify
+import megaswift.convert_verify
 before = peak()
 code = convert(["verify", *sys.argv[1:]])
 print(code, before, peak())

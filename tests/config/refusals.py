@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.errors import ConfigError
 
 
@@ -11,7 +11,7 @@ def problems(words: str, task: str = "sft") -> list[str]:
     options = words.split()
     task, options = (task, options) if words.startswith("--") else (options[0], options[1:])
     try:
-        load(task, options, environ={})
+        load_config(task, options, environ={})
     except ConfigError as error:
         typed = [word.partition("=")[0] for word in options]
         for p in error.problems:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.config.absolute_paths import absolute_paths
 from megaswift.config.swift import to_yaml
 
@@ -17,7 +17,7 @@ def test_a_file_from_another_folder_means_the_same(tmp_path: Path, monkeypatch: 
         Path(name).touch()
     Path("model").mkdir()
     words = "--model model --dataset data.jsonl#500 more*.jsonl /elsewhere.jsonl --output_dir out --dataset_cache_dir c"
-    cfg = load("sft", words.split(), environ={})
+    cfg = load_config("sft", words.split(), environ={})
     values = absolute_paths(cfg.to_dict())
     here = str(tmp_path)
     assert values["model"]["model"] == f"{here}/model" and values["data"]["dataset_cache_dir"] == f"{here}/c"
@@ -26,7 +26,7 @@ def test_a_file_from_another_folder_means_the_same(tmp_path: Path, monkeypatch: 
     Path("elsewhere").mkdir()
     Path("run.yaml").write_text(to_yaml(values))
     monkeypatch.chdir("elsewhere")
-    again = absolute_paths(load("sft", ["../run.yaml"], environ={}).to_dict())
+    again = absolute_paths(load_config("sft", ["../run.yaml"], environ={}).to_dict())
     assert again == values, "a resumed run would say that it differs"
 
 
@@ -40,6 +40,6 @@ def test_what_names_nothing_here_stays(tmp_path: Path, monkeypatch: pytest.Monke
         "--chat_template",
         "{% for m in messages %}{% endfor %}",
     ]
-    cfg = load("sft", words, environ={})
+    cfg = load_config("sft", words, environ={})
     values = absolute_paths(cfg.to_dict())
     assert values == cfg.to_dict()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from megaswift.config import SwiftConfig, load
-from megaswift.config.accelerate_options import accelerate_notices, not_read
+from megaswift.config import SwiftConfig, load_config
+from megaswift.config.accelerate_options import accelerate_notices, unread_accelerate_notices
 from megaswift.config.engine_rules import engine_of
 from megaswift.errors import ConfigError
 from tests.config.test_launch_env import ACCELERATE, ALONE
@@ -69,7 +69,7 @@ FSDP2 = FSDP1 | {"FSDP_VERSION": "2"}
     ],
 )
 def test_what_is_taken_and_said(environ: dict[str, str], options: dict[str, object]) -> None:
-    cfg = load("sft", [], environ=environ)
+    cfg = load_config("sft", [], environ=environ)
     assert {name: cfg.value(name) for name in cfg.given} == options
     said = list(accelerate_notices(environ, cfg, alone=False))
     assert [line.startswith("from accelerate's settings: --") for line in said[:1]] == [True] * bool(options)
@@ -82,17 +82,17 @@ def test_what_is_taken_and_said(environ: dict[str, str], options: dict[str, obje
 
 def test_the_run_s_own_options_go_over_them() -> None:
     environ = ZERO2 | {"ACCELERATE_MIXED_PRECISION": "bf16"}
-    cfg = load("sft", ["--deepspeed", "zero3", "--dtype", "fp32"], environ=environ)
+    cfg = load_config("sft", ["--deepspeed", "zero3", "--dtype", "fp32"], environ=environ)
     assert cfg.engine.deepspeed == "zero3" and cfg.model.torch_dtype == "float32"
     assert list(accelerate_notices(environ, cfg, alone=False)) == [
         "accelerate's mixed_precision bf16 has no effect: --torch_dtype float32 of the run overrides it",
         "accelerate's deepspeed_config has no effect: --deepspeed zero3 of the run overrides it",
     ]
-    assert engine_of(load("sft", ["--engine", "zero2"], environ=ZERO2)) == "zero2"
+    assert engine_of(load_config("sft", ["--engine", "zero2"], environ=ZERO2)) == "zero2"
     with pytest.raises(ConfigError, match="accelerate's deepspeed_config: conflicts with engine ddp"):
-        load("sft", ["--engine", "ddp"], environ=ZERO2)
+        load_config("sft", ["--engine", "ddp"], environ=ZERO2)
     with pytest.raises(ConfigError, match="accelerate's fsdp_config"):
-        load("sft", ["--engine", "ddp"], environ=FSDP2)
+        load_config("sft", ["--engine", "ddp"], environ=FSDP2)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_run_s_own_options_go_over_them() -> None:
 )
 def test_what_is_refused(added: dict[str, str], part: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load("sft", [], environ=(ACCELERATE if "ACCELERATE_USE_DEEPSPEED" in added else FSDP1) | added)
+        load_config("sft", [], environ=(ACCELERATE if "ACCELERATE_USE_DEEPSPEED" in added else FSDP1) | added)
     assert len(caught.value.problems) == 1 and part in str(caught.value) and caught.value.problems[0].fix
 
 
@@ -127,11 +127,11 @@ def test_what_is_refused(added: dict[str, str], part: str) -> None:
 )
 def test_what_has_no_effect_is_said(added: dict[str, str], part: str) -> None:
     environ = FSDP2 | added
-    assert part in list(accelerate_notices(environ, load("sft", [], environ=environ), alone=False))[-1]
+    assert part in list(accelerate_notices(environ, load_config("sft", [], environ=environ), alone=False))[-1]
 
 
 def test_one_process_that_was_not_meant() -> None:
-    cfg = load("sft", [], environ=ALONE)
+    cfg = load_config("sft", [], environ=ALONE)
     assert ["accelerate started one process" in s for s in accelerate_notices(ALONE, cfg, alone=True)] == [True]
     assert not list(accelerate_notices(ALONE, cfg, alone=False)) and not list(
         accelerate_notices({"MASTER_PORT": "1"}, SwiftConfig(), alone=True)
@@ -140,5 +140,5 @@ def test_one_process_that_was_not_meant() -> None:
 
 @pytest.mark.parametrize("environ, engine", [(ZERO2, "zero2"), (FSDP1, "fsdp2")])
 def test_the_python_api_does_not_read_them(environ: dict[str, str], engine: str) -> None:
-    (problem,) = not_read(environ)
-    assert f"SwiftConfig(engine='{engine}')" in problem.fix and not not_read(ACCELERATE)
+    (problem,) = unread_accelerate_notices(environ)
+    assert f"SwiftConfig(engine='{engine}')" in problem.fix and not unread_accelerate_notices(ACCELERATE)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config import SwiftConfig, load
+from megaswift.config import SwiftConfig, load_config
 from megaswift.convert import convert
 from megaswift.deploy import COMMAND as DEPLOY
 from megaswift.errors import ConfigError, WeightsError
@@ -22,7 +22,7 @@ from tests.families.published import LLAMA_3_1_8B
 
 def refused(*argv: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        load("sft", list(argv), environ={})
+        load_config("sft", list(argv), environ={})
     return str(caught.value)
 
 
@@ -38,7 +38,7 @@ def refused(*argv: str) -> str:
 )
 def test_absurd_values(words: str, part: str) -> None:
     assert part in refused(*words.split(" ", 1))
-    assert load("sft", ["--seed", str(2**62)], environ={}).train.seed == 2**62
+    assert load_config("sft", ["--seed", str(2**62)], environ={}).train.seed == 2**62
 
 
 BOMB = (
@@ -73,7 +73,7 @@ def test_files_without_end(tmp_path: Path, name: str, text: str, part: str) -> N
 
 def test_an_alias_is_read_as_ever(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("dataset: &rows [a.jsonl]\nval_dataset: *rows\n")
-    assert load("sft", [str(tmp_path / "run.yaml")], environ={}).data.val_dataset == ("a.jsonl",)
+    assert load_config("sft", [str(tmp_path / "run.yaml")], environ={}).data.val_dataset == ("a.jsonl",)
 
 
 SECRET = "hf_TooManyKnowIt"

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config import SwiftConfig, load
+from megaswift.config import SwiftConfig, load_config
 from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
 
 
 def run(folder: Path, text: str, words: str, task: str = "sft") -> SwiftConfig:
     (folder / "run.yaml").write_text(text)
-    return load(task, [str(folder / "run.yaml"), *words.split()], environ={})
+    return load_config(task, [str(folder / "run.yaml"), *words.split()], environ={})
 
 
 def refused(folder: Path, text: str, words: str) -> str:
@@ -99,9 +99,9 @@ def test_adapters_have_a_learning_rate_of_their_own() -> None:
         ("--tuner_type dora", 1e-4),
         ("--train_type qlora", 1e-4),
     ):
-        assert load("sft", words.split(), environ={}).optim.learning_rate == rate
-    cfg = load("sft", ["--train_type", "boft", "--engine", "ddp"], environ={})
+        assert load_config("sft", words.split(), environ={}).optim.learning_rate == rate
+    cfg = load_config("sft", ["--train_type", "boft", "--engine", "ddp"], environ={})
     assert cfg.optim.learning_rate == 1e-4 and cfg.replace(train_type="full", engine="ddp").optim.learning_rate == 1e-5
-    assert load("sft", ["--train_type", "lora", "--lr", "1e-5"], environ={}).optim.learning_rate == 1e-5
-    (notice,) = load("sft", ["--train_type", "lora"], environ={}).notices
+    assert load_config("sft", ["--train_type", "lora", "--lr", "1e-5"], environ={}).optim.learning_rate == 1e-5
+    (notice,) = load_config("sft", ["--train_type", "lora"], environ={}).notices
     assert notice == "learning_rate 0.0001, the default with train_type lora (full: 1e-05)"

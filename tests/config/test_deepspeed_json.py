@@ -15,11 +15,11 @@ from megaswift.config.deepspeed_json import (
     KINDS,
     RunFacts,
     deepspeed_kind,
-    facts_of,
+    deepspeed_offloads,
+    deepspeed_preset,
     fill_auto,
-    offloads,
-    preset,
     read_deepspeed_json,
+    run_facts,
 )
 from megaswift.errors import ConfigError
 
@@ -58,8 +58,8 @@ def wrong(given: dict[str, Any], facts: RunFacts = FACTS) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_presets(kind: str) -> None:
-    assert json.loads((FOLDER / f"{kind}.json").read_text()) == preset(kind)
-    filled = fill_auto(preset(kind), FACTS, LABEL)
+    assert json.loads((FOLDER / f"{kind}.json").read_text()) == deepspeed_preset(kind)
+    filled = fill_auto(deepspeed_preset(kind), FACTS, LABEL)
     assert (filled.kind, filled.problems) == (kind, ())
     assert "auto" not in json.dumps(filled.config)
     assert deepspeed_kind(filled.config) == kind
@@ -138,7 +138,7 @@ def test_contradictions_are_told(change: dict[str, Any], words: tuple[str, ...])
 @pytest.mark.parametrize("part", ["optimizer", "param"])
 def test_stage_3_may_offload_one_part(part: str) -> None:
     filled = fill_auto({"zero_optimization": {"stage": 3, f"offload_{part}": {"device": "cpu"}}}, FACTS, LABEL)
-    assert (filled.kind, filled.problems, offloads(filled.config)) == (
+    assert (filled.kind, filled.problems, deepspeed_offloads(filled.config)) == (
         "zero3_offload",
         (),
         (part == "optimizer", part == "param"),
@@ -157,7 +157,7 @@ def test_values_that_agree_are_no_mistake() -> None:
 
 def test_facts_come_from_the_configuration() -> None:
     cfg = SwiftConfig(learning_rate=3e-5, global_batch_size=16, per_device_train_batch_size=2, max_grad_norm=0.7)
-    facts = facts_of(cfg, 4, "float32", 64)
+    facts = run_facts(cfg, 4, "float32", 64)
     assert (facts.per_device, facts.accumulation, facts.world, facts.learning_rate, facts.clip) == (2, 2, 4, 3e-5, 0.7)
 
 

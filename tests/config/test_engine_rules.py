@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config import SwiftConfig, load
+from megaswift.config import SwiftConfig, load_config
 from megaswift.config.engine_rules import (
     ENGINE_CLASHES,
     ENGINE_IGNORED,
@@ -102,12 +102,12 @@ def test_spellings(options: dict[str, object], kind: str) -> None:
 def test_distributed_strategy_in_a_file(word: str, kind: str, tmp_path: Path) -> None:
     """As other toolkits write it, in their section."""
     (tmp_path / "run.yaml").write_text(f"training:\n  distributed_strategy: {word}\n  max_steps: 3\n")
-    cfg = load("sft", [str(tmp_path / "run.yaml")])
+    cfg = load_config("sft", [str(tmp_path / "run.yaml")])
     assert engine_of(cfg) == kind and cfg.train.max_steps == 3
-    assert engine_of(load("sft", ["--distributed_strategy", word])) == kind
+    assert engine_of(load_config("sft", ["--distributed_strategy", word])) == kind
     with pytest.raises(ConfigError, match=r"run.yaml:2 distributed_strategy: zero9"):
         (tmp_path / "run.yaml").write_text("training:\n  distributed_strategy: zero9\n")
-        load("sft", [str(tmp_path / "run.yaml")])
+        load_config("sft", [str(tmp_path / "run.yaml")])
 
 
 def test_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +223,7 @@ def test_auto_by_memory(row: tuple[ModelSpec, int, bool, str, str], monkeypatch:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sizes_are_near(variant: str) -> None:
     """The estimate from sizes alone, beside the exact count of the family's table."""
-    from megaswift.bridge.plan import WeightPlan
+    from megaswift.bridge.weight_plan import WeightPlan
 
     raw = json.loads(config(variant).to_json_string(use_diff=False))
     assert raw["model_type"] in FAMILIES
@@ -234,5 +234,5 @@ def test_sizes_are_near(variant: str) -> None:
 def test_capabilities_follow_the_engine() -> None:
     """Megatron-Core has all but vision, an engine on transformers' model has vision alone."""
     for engine, native in (("megatron", True), ("ddp", False), ("fsdp2", False), ("zero3", False)):
-        able = asdict(capabilities_of(load("sft", ["--engine", engine], environ={})))
+        able = asdict(capabilities_of(load_config("sft", ["--engine", engine], environ={})))
         assert able == {name: native != (name == "vision") for name in able}, engine

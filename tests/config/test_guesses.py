@@ -1,6 +1,6 @@
 """What an unknown option or value is answered with: what another toolkit means by it, a likely typo, or nothing.
 
-Covers: megaswift/config/command.py, megaswift/config/foreign_options.py, megaswift/config/inference_rules.py.
+Covers: megaswift/config/command_parser.py, megaswift/config/foreign_options.py, megaswift/config/inference_rules.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pytest
 
 from megaswift import deploy, export, infer
 from megaswift.cli import COMMANDS
-from megaswift.commands import ELSEWHERE, no_command
-from megaswift.config import load
+from megaswift.commands import ELSEWHERE, unknown_command
+from megaswift.config import load_config
 from megaswift.config.foreign_options import NAMES_ELSEWHERE, PATTERNS, VALUES_ELSEWHERE, option_advice
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.errors import ConfigError, edit_distance, nearest_name, path_hint
@@ -27,7 +27,7 @@ SWIFT_NAMES = Path(__file__).with_name("swift_names.json")
 
 def fixes(*argv: str, task: str | None = "sft") -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load(task, list(argv), environ={})
+        load_config(task, list(argv), environ={})
     return [p.fix for p in caught.value.problems]
 
 
@@ -126,12 +126,12 @@ def test_a_section_of_deepspeed_names_its_file(tmp_path: Path) -> None:
         ("r.json", '{"deepspeed": {"config_path": "zero2"}}'),
     ):
         (tmp_path / name).write_text(text)
-        assert load("sft", [str(tmp_path / name)], environ={}).engine.deepspeed == "zero2"
+        assert load_config("sft", [str(tmp_path / name)], environ={}).engine.deepspeed == "zero2"
 
 
 def test_minus_one_is_all() -> None:
     words = ["--val_dataset", "v", "--eval_iters", "-1", "--max_steps", "-1", "--save_total_limit", "-1"]
-    cfg = load("sft", words, environ={})
+    cfg = load_config("sft", words, environ={})
     assert (cfg.train.eval_iters, cfg.train.max_steps, cfg.train.save_total_limit) == (None, None, None)
     assert fixes("--eval_iters", "-2", "--val_dataset", "v") == ["--eval_iters 1"]
 
@@ -139,7 +139,7 @@ def test_minus_one_is_all() -> None:
 def test_a_task_that_is_not_there_hides_nothing_else() -> None:
     words = "--rlhf_type gkd --beta 0.1 --temperature 1 --num_generations 8 --max_completion_length 9 --lmbda 1"
     with pytest.raises(ConfigError) as caught:
-        load(None, words.split(), environ={})
+        load_config(None, words.split(), environ={})
     first, second = caught.value.problems
     assert first.what == "--rlhf_type gkd" and "distillation (GKD) is not supported" in first.fix
     assert second.what == "--lmbda 1"
@@ -227,8 +227,8 @@ def test_a_missing_dash_leaves_no_stray_words() -> None:
     "word, answer", [("train", "megaswift sft"), ("merge-lora", "megaswift export"), ("sfft", "did you mean sft?")]
 )
 def test_commands_of_other_toolkits(word: str, answer: str) -> None:
-    assert no_command("megaswift", word, COMMANDS).problems[0].fix.startswith(answer)
-    assert no_command("megaswift data", "train", ("show",)).problems[0].fix == "megaswift data --help"
+    assert unknown_command("megaswift", word, COMMANDS).problems[0].fix.startswith(answer)
+    assert unknown_command("megaswift data", "train", ("show",)).problems[0].fix == "megaswift data --help"
 
 
 @pytest.mark.parametrize("words", [answer for answer in ELSEWHERE.values()])

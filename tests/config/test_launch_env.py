@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.config.accelerate_options import from_accelerate
-from megaswift.config.launch_env import is_worker, other_launcher, started, without_local_rank
+from megaswift.config.launch_env import is_worker, launched_count, other_launcher, without_local_rank
 from megaswift.errors import ConfigError
 
 IDENTITY = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
@@ -30,8 +30,10 @@ ALONE = {
 
 @pytest.mark.parametrize("environ", [TORCHRUN, ACCELERATE, DEEPSPEED])
 def test_workers_of_three_launchers(environ: dict[str, str]) -> None:
-    assert is_worker(environ) and started("nproc_per_node", environ) == 4 and started("nnodes", environ) == 2
-    assert load("sft", [], environ={**environ, "NPROC_PER_NODE": "7"}).launch.nproc_per_node is None
+    assert (
+        is_worker(environ) and launched_count("nproc_per_node", environ) == 4 and launched_count("nnodes", environ) == 2
+    )
+    assert load_config("sft", [], environ={**environ, "NPROC_PER_NODE": "7"}).launch.nproc_per_node is None
     assert (
         not from_accelerate(environ).givens
         and not from_accelerate(environ).problems
@@ -42,7 +44,10 @@ def test_workers_of_three_launchers(environ: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("environ", [{}, ALONE, {"RANK": "0", "WORLD_SIZE": "2"}, {"LOCAL_RANK": "0"}])
 def test_what_is_no_worker(environ: dict[str, str]) -> None:
-    assert not is_worker(environ) and started("nproc_per_node", environ) is started("nnodes", environ) is None
+    assert (
+        not is_worker(environ)
+        and launched_count("nproc_per_node", environ) is launched_count("nnodes", environ) is None
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.sections import OPTIONS
-from megaswift.launchers.local import launched_processes, wants_processes
+from megaswift.launchers.local import launched_processes, starts_processes
 from tests.config.refusals import assert_contradiction, assert_idle
 
 RAY = "--launcher ray --num_workers 2"
@@ -65,5 +65,5 @@ def test_every_row_is_tried() -> None:
     ],
 )
 def test_how_many_processes_under_ray(words: str, environ: dict[str, str], count: int) -> None:
-    launch = load("sft", words.split(), environ=environ).launch
-    assert wants_processes(launch) and launched_processes(launch) == count
+    launch = load_config("sft", words.split(), environ=environ).launch
+    assert starts_processes(launch) and launched_processes(launch) == count

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config import SwiftConfig, load
+from megaswift.config import SwiftConfig, load_config
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import engine_of
 from megaswift.config.rl_batch import generation_plan
@@ -22,7 +22,7 @@ from megaswift.version import __version__
 
 def refused(*argv: str, task: str | None = "sft", complete: bool = False) -> str:
     with pytest.raises(ConfigError) as caught:
-        load(task, list(argv), complete, environ={})
+        load_config(task, list(argv), complete, environ={})
     return str(caught.value)
 
 
@@ -59,10 +59,10 @@ def test_flat_sections_json_flags_and_python_agree(tmp_path: Path) -> None:
         "q=query",
     ]
     configs = [
-        load("sft", [flat]),
-        load("sft", ["--config", nested]),
-        load("sft", [as_json]),
-        load("sft", flags),
+        load_config("sft", [flat]),
+        load_config("sft", ["--config", nested]),
+        load_config("sft", [as_json]),
+        load_config("sft", flags),
         SwiftConfig(**values),
     ]
     assert all(c == configs[0] and c.given == configs[0].given for c in configs)
@@ -76,7 +76,7 @@ def test_flat_sections_json_flags_and_python_agree(tmp_path: Path) -> None:
 
 def test_flags_override_the_file_under_any_spelling(tmp_path: Path) -> None:
     path = write(tmp_path, "lr: 1e-4\ndataset: a\nmax_steps: 5\n")
-    cfg = load("sft", [path, "--learning_rate", "2e-5", "--datasets", "b", "c", "--train_iters", "none"])
+    cfg = load_config("sft", [path, "--learning_rate", "2e-5", "--datasets", "b", "c", "--train_iters", "none"])
     assert (cfg.optim.learning_rate, cfg.data.dataset, cfg.train.max_steps) == (2e-5, ("b", "c"), None)
     assert "max_steps" not in cfg.given
 
@@ -87,14 +87,14 @@ RANKS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 
 def test_launch_from_the_environment_stands_between_file_and_flags(tmp_path: Path) -> None:
     path = write(tmp_path, "nproc_per_node: 2\nnnodes: 1\n")
-    cfg = load("sft", [path, "--nnodes", "1"], environ={"NPROC_PER_NODE": "4", "NNODES": "9"})
+    cfg = load_config("sft", [path, "--nnodes", "1"], environ={"NPROC_PER_NODE": "4", "NNODES": "9"})
     assert (cfg.launch.nproc_per_node, cfg.launch.nnodes) == (4, 1)
-    worker = load("sft", [path], environ={"NPROC_PER_NODE": "4", **RANKS, "MASTER_PORT": "1"})
+    worker = load_config("sft", [path], environ={"NPROC_PER_NODE": "4", **RANKS, "MASTER_PORT": "1"})
     assert (worker.launch.nproc_per_node, worker.launch.master_port) == (2, None)
 
 
 def test_a_cluster_s_stray_variables_are_no_mistake() -> None:
-    cfg = load("sft", [], environ={"MASTER_ADDR": "h", "MASTER_PORT": "1", "NODE_RANK": "3"})
+    cfg = load_config("sft", [], environ={"MASTER_ADDR": "h", "MASTER_PORT": "1", "NODE_RANK": "3"})
     assert not cfg.given
 
 
@@ -209,35 +209,37 @@ def test_wrong_json_says_where(tmp_path: Path) -> None:
 
 
 def test_a_task_given_as_train_type_is_taken_with_a_notice() -> None:
-    cfg = load("sft", ["--tuner_type", "sft"], environ={})
+    cfg = load_config("sft", ["--tuner_type", "sft"], environ={})
     assert cfg.model.train_type == "full" and "used as rlhf_type" in cfg.notices[0]
-    assert load(None, ["--train_type", "pt"], environ={}).task == "pt"
+    assert load_config(None, ["--train_type", "pt"], environ={}).task == "pt"
 
 
 def test_empty_and_unset_entries(tmp_path: Path) -> None:
-    cfg = load("sft", [write(tmp_path, "parallel:\nmax_steps:\nreport_to: none\n")])
+    cfg = load_config("sft", [write(tmp_path, "parallel:\nmax_steps:\nreport_to: none\n")])
     assert cfg.train.report_to == () and not cfg.given - {"report_to"}
 
 
 def test_lists(tmp_path: Path) -> None:
-    cfg = load("sft", ["--dataset", "a", "--dataset", "b,c", "d", "--report_to", "tensorboard,wandb"])
+    cfg = load_config("sft", ["--dataset", "a", "--dataset", "b,c", "d", "--report_to", "tensorboard,wandb"])
     assert cfg.data.dataset == ("a", "b,c", "d") and cfg.train.report_to == ("tensorboard", "wandb")
 
 
 def test_a_list_is_emptied_by_none_on_the_command_line_too(tmp_path: Path) -> None:
     lora = ["--train_type", "lora", "--target_parameters", "a"]
     file = write(tmp_path, "target_modules: []\ntrain_type: lora\ntarget_parameters: a\n")
-    want = load("sft", [file]).lora
+    want = load_config("sft", [file]).lora
     assert want.target_modules == () and want.target_parameters == ("a",)
     assert (
-        load("sft", [*lora, "--target_modules", "none"]).lora
+        load_config("sft", [*lora, "--target_modules", "none"]).lora
         == want
-        == load("sft", [file, "--target_modules=None"]).lora
+        == load_config("sft", [file, "--target_modules=None"]).lora
     )
 
 
 def test_numbers_as_people_write_them() -> None:
-    cfg = load("sft", ["--max_steps", "1e3", "--min_lr=0", "--seed", "9007199254740993", "--system", "- be brief"])
+    cfg = load_config(
+        "sft", ["--max_steps", "1e3", "--min_lr=0", "--seed", "9007199254740993", "--system", "- be brief"]
+    )
     assert cfg.train.max_steps == 1000 and cfg.train.seed == 9007199254740993 and cfg.data.system == "- be brief"
     assert SwiftConfig(dtype="BF16", lr_scheduler_type="WSD").model.torch_dtype == "bfloat16"
 
@@ -263,7 +265,7 @@ def test_numbers_as_people_write_them() -> None:
 def test_a_written_configuration_repeats_the_run(tmp_path: Path, options: dict) -> None:
     cfg = SwiftConfig(**options)
     assert SwiftConfig.from_dict(cfg.to_dict()) == cfg
-    again = load(None, [write(tmp_path, cfg.to_yaml())], environ={})
+    again = load_config(None, [write(tmp_path, cfg.to_yaml())], environ={})
     assert again == cfg and again.to_dict() == cfg.to_dict()
     assert pickle.loads(pickle.dumps(cfg)) == cfg
 
@@ -277,7 +279,7 @@ def test_replace_and_frozen() -> None:
         None,
     )
     assert cfg.train.max_steps == 5 and SwiftConfig(train=other.train, optim=other.optim).optim.learning_rate == 0.5
-    eight = load("sft", ["--deepspeed", "zero2"], environ={"NPROC_PER_NODE": "8"})
+    eight = load_config("sft", ["--deepspeed", "zero2"], environ={"NPROC_PER_NODE": "8"})
     assert eight.replace(engine="zero2").launch == eight.launch and eight.replace(engine="zero2").given == {
         "deepspeed",
         "engine",
@@ -300,7 +302,7 @@ def test_the_examples_run_as_pasted(path: Path) -> None:
     command = next(line for line in text.splitlines() if "megaswift " in line and line.startswith("#"))
     task, *argv = command.split("megaswift ", 1)[1].split()
     environ = dict(word.split("=") for word in command.split("megaswift ")[0].split() if "=" in word)
-    cfg = load(task, [str(path), *argv[1:]], complete=True, environ=environ)
+    cfg = load_config(task, [str(path), *argv[1:]], complete=True, environ=environ)
     p, dp = cfg.parallel, cfg.parallel.data_parallel_size
     world = (cfg.launch.nproc_per_node or 1) * (cfg.launch.nnodes or 1)
     assert path.parent.name in (task, "fallback", "ray") and f"configs/{path.parent.name}/{path.name}" == argv[0]
@@ -317,7 +319,7 @@ def test_the_examples_run_as_pasted(path: Path) -> None:
 def test_the_examples_cover_every_engine() -> None:
     """Small, middle and large; the arithmetic of each is in its comments."""
     folder = [path for path in EXAMPLES if path.parent.name == "fallback"]
-    engines = {path.name: engine_of(load("sft", [str(path)])) for path in folder}
+    engines = {path.name: engine_of(load_config("sft", [str(path)])) for path in folder}
     assert set(engines.values()) >= {"auto", "ddp", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2"}
     assert {name.split("_")[0] for name in engines} == {"auto.yaml", "small", "middle", "large"}
     assert all(SIZE.search(path.read_text()) for path in folder if path.name != "auto.yaml")
@@ -351,7 +353,7 @@ def test_the_config_yaml_of_another_version_is_read_and_says_so(
     """An option's former names go on counting."""
     header = f"# The resolved configuration of this run, written by megaswift{written}.\n"
     path = write(tmp_path, header + "task: sft\noptim: {lr: 3.0e-05}\nparallel: {tp: 2}\n")
-    cfg = load("sft", [path], environ={})
+    cfg = load_config("sft", [path], environ={})
     assert (cfg.optim.learning_rate, cfg.parallel.tensor_parallel_size) == (3e-5, 2)
     found = [line for line in cfg.notices if "written by" in line]
     assert found == (

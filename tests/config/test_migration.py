@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from megaswift.config import load
-from megaswift.config.migration import CHANGED, MEGATRON_SWIFT, PAGE, SPELLINGS, SWIFT, TRL, changed_for
+from megaswift.config import load_config
+from megaswift.config.migration import CHANGED, MEGATRON_SWIFT, PAGE, SPELLINGS, SWIFT, TRL, changed_toolkit_defaults
 from megaswift.config.rl_defaults import policy_loss_of
 from megaswift.config.sections import NAMES, OPTIONS, TASKS
-from megaswift.config.value_types import show
+from megaswift.config.value_types import format_value
 from tests.config.migration_page import written
 from tests.sources import ROOT
 
@@ -35,14 +35,14 @@ def test_our_side_of_the_table() -> None:
     for row in CHANGED:
         task = row.tasks[0]
         words = ["--train_type", "lora"] * bool(row.adapters) + ["--per_device_train_batch_size", "4"] * (task == "kto")
-        c = load(task, words, environ={})
+        c = load_config(task, words, environ={})
         value, said = c.value(row.option), row.ours.replace(":", " ").replace(";", " ").replace(",", " ").split()[0]
         if row.option == "loss_type" and task == "grpo":
             assert policy_loss_of(c) == said
         elif value is None:  # decided elsewhere, or not at all
             assert row.option in UNSET and OPTIONS[row.option].optional
         else:
-            assert said == show(value) or float(said) == value, (row, value)
+            assert said == format_value(value) or float(said) == value, (row, value)
 
 
 def test_their_side_of_the_table_by_the_installed_packages() -> None:
@@ -76,7 +76,7 @@ def test_every_row_has_an_option_and_differs() -> None:
 
 
 def told(*argv: str, task: str = "sft") -> list[str]:
-    return [n for n in load(task, list(argv), environ={}).notices if "is an option name of" in n]
+    return [n for n in load_config(task, list(argv), environ={}).notices if "is an option name of" in n]
 
 
 def test_the_notice() -> None:
@@ -108,4 +108,4 @@ def test_every_toolkit_has_rows_for_every_task() -> None:
     for toolkit in (SWIFT, MEGATRON_SWIFT, TRL):
         for task in TASKS:
             words = ["--micro_batch_size", "4"] if task == "kto" else []
-            assert list(changed_for(load(task, words, environ={}), toolkit)), (toolkit, task)
+            assert list(changed_toolkit_defaults(load_config(task, words, environ={}), toolkit)), (toolkit, task)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.config.loss_table import ALPHAPO, loss_names
-from megaswift.config.preference import beta_of, likelihood_of, loss_types_of, needs_reference
+from megaswift.config.preference import beta_of, cpo_alpha_of, loss_types_of, needs_reference
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
 from megaswift.config.sections import NAMES
 from megaswift.losses import cpo, dpo_types, kto
@@ -98,13 +98,15 @@ def test_each_loss_of_the_table_has_its_formula() -> None:
     ],
 )
 def test_defaults_of_a_task(task: str, beta: float, types: tuple[str, ...], likelihood: float, reference: bool) -> None:
-    cfg = load(task, ["--micro_batch_size", "2"], environ={})
+    cfg = load_config(task, ["--micro_batch_size", "2"], environ={})
     assert (beta_of(cfg), loss_types_of(cfg), needs_reference(cfg)) == (beta, types, reference)
-    assert task not in ("cpo", "simpo") or likelihood_of(cfg) == likelihood
+    assert task not in ("cpo", "simpo") or cpo_alpha_of(cfg) == likelihood
     assert cfg.data.packing is True
 
 
 def test_names_and_numbers_as_users_write_them() -> None:
-    cfg = load("dpo", ["--loss_type", "sigmoid,aot_pair", "--loss_weights", "1,0.5", "--rlhf_type", "dpo"], environ={})
+    cfg = load_config(
+        "dpo", ["--loss_type", "sigmoid,aot_pair", "--loss_weights", "1,0.5", "--rlhf_type", "dpo"], environ={}
+    )
     assert cfg.preference.loss_type == ("sigmoid", "aot_unpaired") and cfg.preference.loss_weights == (1.0, 0.5)
-    assert load(None, ["--train_type", "dpo"], environ={}).task == "dpo"
+    assert load_config(None, ["--train_type", "dpo"], environ={}).task == "dpo"

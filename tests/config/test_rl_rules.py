@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config import SwiftConfig, load
+from megaswift.config import SwiftConfig, load_config
 from megaswift.config.help_page import task_help
 from megaswift.config.loss_table import loss_names, losses_reading
 from megaswift.config.preference import beta_of, needs_reference
@@ -25,7 +25,7 @@ from megaswift.config.rl_defaults import (
     kl_estimator_of,
     kl_in_reward_of,
     policy_loss_of,
-    whitens,
+    whitens_advantages,
 )
 from megaswift.config.rl_rules import RL_IGNORED
 from megaswift.config.sections import NAMES
@@ -178,7 +178,7 @@ def settled(task: str, **options: object) -> tuple[object, ...]:
         needs_reference(c),
         kl_in_reward_of(c),
         kl_estimator_of(c),
-        whitens(c),
+        whitens_advantages(c),
         corrects_sampler(c),
         corrects_kl(c),
     )
@@ -237,12 +237,12 @@ def test_defaults_of_a_task(task: str, options: dict[str, object], expected: tup
     ],
 )
 def test_the_two_words_for_vllm(words: str, backend: str) -> None:
-    assert load("grpo", words.split(), environ={}).rl.rollout_backend == backend
+    assert load_config("grpo", words.split(), environ={}).rl.rollout_backend == backend
 
 
 @pytest.mark.parametrize("words", ["--rlhf_type grpo", "--train_type ppo", "--task grpo"])
 def test_a_task_by_any_of_its_words(words: str) -> None:
-    cfg = load(None, words.split(), environ={})
+    cfg = load_config(None, words.split(), environ={})
     assert cfg.task == words.split()[1] and cfg.data.packing is True and cfg.model.train_type == "full"
 
 
@@ -268,7 +268,7 @@ def test_samples_of_earlier_weights_are_weighed_with_every_sampler(task: str, ba
 )
 def test_modes_of_ms_swift_mean_what_they_mean_there(words: str, expected: tuple[object, ...]) -> None:
     line = f"--use_vllm --rollout_importance_sampling_mode {words}"
-    rl = load("grpo", line.split(), environ={}).rl
+    rl = load_config("grpo", line.split(), environ={}).rl
     found = (rl.importance_sampling_mode, rl.importance_sampling_clip_max, rl.importance_sampling_filter_max)
     assert found == expected
 
@@ -276,7 +276,9 @@ def test_modes_of_ms_swift_mean_what_they_mean_there(words: str, expected: tuple
 def test_modes_of_ms_swift_from_several_sources(tmp_path: Path) -> None:
     """The threshold of the command line is the one of the file's mode; a wrong mode is named as it was typed."""
     (tmp_path / "run.yaml").write_text("use_vllm: true\nrollout_importance_sampling_mode: sequence_mask\n")
-    rl = load("grpo", [str(tmp_path / "run.yaml"), "--rollout_importance_sampling_threshold", "4"], environ={}).rl
+    rl = load_config(
+        "grpo", [str(tmp_path / "run.yaml"), "--rollout_importance_sampling_threshold", "4"], environ={}
+    ).rl
     assert (rl.importance_sampling_mode, rl.importance_sampling_clip_max) == ("token_truncate", None)
     assert rl.importance_sampling_filter_max == 4.0
     (wrong,) = problems("--use_vllm --rollout_importance_sampling_mode icepop", "grpo")
@@ -289,7 +291,7 @@ def test_modes_of_ms_swift_from_several_sources(tmp_path: Path) -> None:
 def test_modes_of_trl_keep_their_meaning(mode: str) -> None:
     """Names and meaning; `Correction` has TRL's values of them (tests/losses/test_sampler_correction.py)."""
     assert (
-        load("grpo", f"--use_vllm --vllm_importance_sampling_mode {mode}".split(), environ={}).value(
+        load_config("grpo", f"--use_vllm --vllm_importance_sampling_mode {mode}".split(), environ={}).value(
             "importance_sampling_mode"
         )
         == mode
@@ -298,7 +300,7 @@ def test_modes_of_trl_keep_their_meaning(mode: str) -> None:
 
 def test_a_loss_of_another_task_is_not_proposed() -> None:
     with pytest.raises(ConfigError) as caught:
-        load("grpo", ["--loss_type", "gpg"], environ={})
+        load_config("grpo", ["--loss_type", "gpg"], environ={})
     text = str(caught.value)
     assert f"must be one of {' | '.join(loss_names('grpo'))}" in text and "sigmoid" not in text
 
@@ -312,9 +314,9 @@ def test_two_backends_are_a_contradiction() -> None:
 def test_a_whole_run_needs_something_that_judges() -> None:
     line = ["--model", "m", "--dataset", "d.jsonl"]
     with pytest.raises(ConfigError, match="--reward_funcs: is missing"):
-        load("grpo", line, complete=True, environ={})
+        load_config("grpo", line, complete=True, environ={})
     for judge in ("--reward_funcs format", "--reward_model r", "--environment e.py:Game"):
-        assert load("ppo", [*line, *judge.split()], complete=True, environ={}).task == "ppo"
+        assert load_config("ppo", [*line, *judge.split()], complete=True, environ={}).task == "ppo"
 
 
 def test_the_rules_know_the_losses_samplers_and_rewards_that_there_are() -> None:
@@ -347,6 +349,6 @@ def test_help_names_the_losses_of_the_task() -> None:
 
 def test_cispo_names_its_own_limit_where_epsilon_is_given() -> None:
     with pytest.raises(ConfigError) as error:
-        load("grpo", ["--reward_funcs", "format", "--loss_type", "cispo", "--epsilon", "0.3"], environ={})
+        load_config("grpo", ["--reward_funcs", "format", "--loss_type", "cispo", "--epsilon", "0.3"], environ={})
     (problem,) = error.value.problems
     assert problem.what == "--epsilon 0.3" and problem.fix.startswith("--epsilon_high 5")

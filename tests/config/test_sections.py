@@ -11,7 +11,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import FOUR_BITS
 from megaswift.config.peft_methods import OWNERS
 from megaswift.config.sections import NAMES, OPTIONS, SECTION_ALIASES, SECTIONS
-from megaswift.config.value_types import show
+from megaswift.config.value_types import format_value
 
 GOLDEN = Path(__file__).with_name("surface.txt")
 
@@ -35,7 +35,7 @@ DESIGN = {
 
 
 def surface() -> str:
-    return "".join(f"{o.section}  {' '.join(o.names)}  = {show(o.default)}\n" for o in OPTIONS.values())
+    return "".join(f"{o.section}  {' '.join(o.names)}  = {format_value(o.default)}\n" for o in OPTIONS.values())
 
 
 def test_surface_is_frozen() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaswift.config import SwiftConfig, load
+from megaswift.config import SwiftConfig, load_config
 from megaswift.config.sections import OPTIONS
 from megaswift.config.torch_engine_rules import SPEED_CLASHES, SPEED_IGNORED
 from tests.config.refusals import assert_idle, problems
@@ -55,13 +55,15 @@ def test_every_row_is_tried() -> None:
     ],
 )
 def test_gradient_checkpointing_is_a_switch(words: str, value: str) -> None:
-    assert load("sft", words.split(), environ={}).model.recompute_granularity == (None if value == "none" else value)
+    assert load_config("sft", words.split(), environ={}).model.recompute_granularity == (
+        None if value == "none" else value
+    )
     assert SwiftConfig(gradient_checkpointing=True).model.recompute_granularity == "full"
     assert problems("--recompute_granularity") == ["--recompute_granularity: has no value"]
 
 
 def test_names_of_other_toolkits_get_a_hint() -> None:
     with pytest.raises(Exception, match="non-reentrant"):
-        load("sft", ["--gradient_checkpointing_kwargs", "x"], environ={})
+        load_config("sft", ["--gradient_checkpointing_kwargs", "x"], environ={})
     with pytest.raises(Exception, match="--galore_rank"):
-        load("sft", ["--optim_args", "rank=64"], environ={})
+        load_config("sft", ["--optim_args", "rank=64"], environ={})

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megaswift import deploy, entry, export, infer
-from megaswift.config import SwiftConfig, load
+from megaswift.config import SwiftConfig, load_config
 from megaswift.config.option import Option
 from megaswift.config.sections import NAMES, OPTIONS
-from megaswift.config.user_spelling import Typed, as_typed
+from megaswift.config.user_spelling import TypedOption, as_typed
 from megaswift.errors import ConfigError, Problem, WeightsError
 
 BAD = {"int": "x", "float": "x", "bool": "maybe", "numbers": "x", "integers": "x", "map": "{q"}
@@ -29,7 +29,7 @@ ALIASES = [(name, o) for o in OPTIONS.values() for name in o.names if bad(o) is 
 
 def refused(*argv: str, task: str = "sft") -> list[Problem]:
     with pytest.raises(ConfigError) as caught:
-        load(task, list(argv), environ={})
+        load_config(task, list(argv), environ={})
     return caught.value.problems
 
 
@@ -68,14 +68,14 @@ def test_every_alias_in_a_message_of_a_later_stage() -> None:
             Problem(f"--{canonical}", "rule"),
             Problem("d.jsonl:7", "rule"),
         ]
-        typed = {canonical: Typed(f"--{name}", f"--{name} 5 6")}
+        typed = {canonical: TypedOption(f"--{name}", f"--{name} 5 6")}
         assert [p.what for p in as_typed(problems, typed, NAMES)] == [f"--{name} 5", f"--{name}", "d.jsonl:7"]
-        typed = {canonical: Typed(f"run.yaml:3 {name}:", f"run.yaml:3 {name}: 5")}
+        typed = {canonical: TypedOption(f"run.yaml:3 {name}:", f"run.yaml:3 {name}: 5")}
         assert as_typed(problems, typed, NAMES)[0].what == f"run.yaml:3 {name}: 5"
-        typed = {canonical: Typed(f"{name}=", f"{name}=5")}
+        typed = {canonical: TypedOption(f"{name}=", f"{name}=5")}
         assert as_typed(problems, typed, NAMES)[0].what == f"{name}=5"
     both = [Problem("--pp 4 --vpp 2", "rule")]
-    typed = {"pipeline_parallel_size": Typed("--pipeline_model_parallel_size", "")}
+    typed = {"pipeline_parallel_size": TypedOption("--pipeline_model_parallel_size", "")}
     assert as_typed(both, typed, NAMES)[0].what == "--pipeline_model_parallel_size 4 --vpp 2"
 
 
@@ -133,8 +133,8 @@ def test_later_checks_of_other_commands(module: object, tmp_path: Path) -> None:
 
 def test_a_value_is_named_as_typed_too() -> None:
     typed = {
-        "rollout_backend": Typed("--vllm_mode", "--vllm_mode colocate"),
-        "dataset": Typed("--dataset", "--dataset folder"),
+        "rollout_backend": TypedOption("--vllm_mode", "--vllm_mode colocate"),
+        "dataset": TypedOption("--dataset", "--dataset folder"),
     }
     names = {"rollout_backend": "rollout_backend", "dataset": "dataset"}
     problems = [Problem("--rollout_backend vllm", "r"), Problem("--dataset folder/x.jsonl", "r")]

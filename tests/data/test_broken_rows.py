@@ -120,9 +120,9 @@ def test_items_of_a_json_list(tmp_path: Path) -> None:
 def test_deep_json_is_split_as_json_reads_it() -> None:
     values = [{"a": '],[{"\\" x'}, {"b": [1, {"c": "}"}]}, {}, {"d": [[]]}]
     for text in (json.dumps(values), json.dumps(values, indent=2), "[]"):
-        found = readers.json_text.list_items(text)
+        found = readers.json_text.split_json_list(text)
         assert found is not None and [json.loads(item) for item in found] == (values if text != "[]" else [])
-    assert readers.json_text.list_items("{}") is None
+    assert readers.json_text.split_json_list("{}") is None
 
 
 CSV = [
@@ -224,7 +224,9 @@ def test_nothing_is_wrong_with_whole_characters(tmp_path: Path) -> None:
     texts = [r'"\ud83d\ude00"', r'"\\ud83d"', '"' + "7" * 5000 + '"', '"' + "[" * 500 + '"']
     path = lines(tmp_path / "d.jsonl", *(row(text).encode() for text in texts))
     deep = '{"n": ' + "[" * (MOST_NESTED - 1) + "]" * (MOST_NESTED - 1) + "}"
-    assert isinstance(readers.json_row(deep), dict) and isinstance(readers.json_row('{"n": [' + deep + "]}"), RowError)
+    assert isinstance(readers.parse_json_row(deep), dict) and isinstance(
+        readers.parse_json_row('{"n": [' + deep + "]}"), RowError
+    )
     assert counted(tmp_path, path) == (4, {"rows": 4})
     assert jsonl(tmp_path / "e.jsonl", [GOOD])
 

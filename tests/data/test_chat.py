@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from megaswift.data.chat import ChatRenderer, templates_of
+from megaswift.data.chat import ChatRenderer, load_chat_templates
 from megaswift.data.encode import Encoder, encode_spec, token_range
 from megaswift.data.sample import RowError
 from megaswift.errors import DataError
@@ -217,13 +217,13 @@ def test_white_space_tokens_within_an_answer_carry_loss() -> None:
 
 def test_template_missing_or_refusing(tmp_path: Any) -> None:
     with pytest.raises(DataError, match="--chat_template"):
-        templates_of(tokenizer("qwen"), None)
+        load_chat_templates(tokenizer("qwen"), None)
     with pytest.raises(DataError, match="neither a file nor a template"):
-        templates_of(tokenizer("qwen"), "nothing.jinja")
+        load_chat_templates(tokenizer("qwen"), "nothing.jinja")
     file = tmp_path / "t.jinja"
     file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert templates_of(tokenizer("qwen"), str(file)).named["default"] == file.read_text()
-    assert templates_of(tokenizer("qwen", "qwen3"), "{{ messages }}").named["default"] == "{{ messages }}"
+    assert load_chat_templates(tokenizer("qwen"), str(file)).named["default"] == file.read_text()
+    assert load_chat_templates(tokenizer("qwen", "qwen3"), "{{ messages }}").named["default"] == "{{ messages }}"
     strict = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}"
     with pytest.raises(RowError, match="user first"):
         encoded("qwen", "qwen3", {"messages": [SYSTEM, Q]}, chat_template=strict)
@@ -268,6 +268,6 @@ def test_renderer_learns_what_stands_around_turns() -> None:
         ("mistral", "mistral", "", "</s>"),
         ("llama", "llama3", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
     ):
-        renderer = ChatRenderer(templates_of(tokenizer(kind, name), None))
+        renderer = ChatRenderer(load_chat_templates(tokenizer(kind, name), None))
         finder = renderer._finder(template(name))
         assert (finder.header, finder.ends[0]) == (header, ends)

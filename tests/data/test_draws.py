@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.data.build import load_documents
-from megaswift.data.sources import parts_of, resolve_dataset
+from megaswift.data.sources import resolve_dataset, split_into_parts
 from megaswift.errors import DataError
 from tests.data.makers import config, tokenizer
 from tests.data.test_tokenization import ROWS, expected, texts, write
@@ -34,7 +34,7 @@ def test_rows_are_drawn_from_all_files_of_a_folder_alike(tmp_path: Path) -> None
     for name, count in (("a.txt", 900), ("b.txt", 2700)):
         (folder / name).write_text("".join(f"{name[0]} {i}\n" for i in range(count)))
     source = replace(resolve_dataset(f"{folder}#2000", lambda *_: ()), draw=(7, 0))
-    rows = [located.row["text"] for part in parts_of(source, 1) for located in part.rows()]
+    rows = [located.row["text"] for part in split_into_parts(source, 1) for located in part.rows()]
     assert len(rows) == len(set(rows)) == 2000
     first = [int(text.split()[1]) for text in rows if text.startswith("a")]
     deviation = (2000 * 0.25 * 0.75 * 1600 / 3599) ** 0.5

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.data.formats import FORMATS, recognize
+from megaswift.data.formats import FORMATS, recognize_format
 from megaswift.data.roles import OTHER_NAMES, ROLES, TOOL_CALL
 from megaswift.data.sample import RowError, Sample
 
@@ -110,7 +110,7 @@ GOOD: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
 
 @pytest.mark.parametrize(("name", "row", "messages"), GOOD)
 def test_rows_become_the_messages_they_mean(name: str, row: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-    found = recognize(row, "sft")
+    found = recognize_format(row, "sft")
     assert found.name == name
     assert list(found.parse(row).messages) == messages
 
@@ -120,20 +120,20 @@ def test_every_registered_format_is_tried_above() -> None:
 
 
 def test_text_is_for_pretraining() -> None:
-    assert recognize({"text": "t"}, "pt").parse({"text": "t"}) == Sample(text="t")
+    assert recognize_format({"text": "t"}, "pt").parse({"text": "t"}) == Sample(text="t")
     with pytest.raises(RowError, match="not for sft"):
-        recognize({"text": "t"}, "sft")
+        recognize_format({"text": "t"}, "sft")
     with pytest.raises(RowError, match="not for pt"):
-        recognize({"messages": []}, "pt")
+        recognize_format({"messages": []}, "pt")
 
 
 def test_loss_flags_and_tools_travel_and_stay_out_of_the_messages() -> None:
-    sample = recognize({"messages": []}, "sft").parse(
+    sample = recognize_format({"messages": []}, "sft").parse(
         {"messages": [U, A | {"loss": False}, V, B | {"loss": True}], "tools": [TOOL]}
     )
     assert sample.loss == (None, False, None, True) and sample.tools == (TOOL,)
     assert list(sample.messages) == [U, A, V, B]
-    assert recognize({"messages": []}, "sft").parse(
+    assert recognize_format({"messages": []}, "sft").parse(
         {"messages": [U, A], "tools": '[{"type": "function", "function": {"name": "f"}}]'}
     ).tools == (TOOL,)
 
@@ -168,13 +168,13 @@ BAD = [
 @pytest.mark.parametrize(("row", "column", "said"), BAD)
 def test_a_malformed_row_names_its_column(row: dict[str, Any], column: str, said: str) -> None:
     with pytest.raises(RowError) as e:
-        recognize(row, "sft").parse(row)
+        recognize_format(row, "sft").parse(row)
     assert e.value.column == column and said in str(e.value)
 
 
 def test_a_prompt_of_messages_carries_no_loss() -> None:
     row = {"prompt": [U, A, V], "completion": [B]}
-    assert recognize(row, "sft").parse(row).loss == (None, False, None, None)
+    assert recognize_format(row, "sft").parse(row).loss == (None, False, None, None)
 
 
 def test_the_role_table_is_documented() -> None:
@@ -199,19 +199,19 @@ SUGGESTIONS = [
 @pytest.mark.parametrize(("task", "row", "fix"), SUGGESTIONS)
 def test_columns_are_proposed_that_make_the_row_readable(task: str, row: dict[str, Any], fix: str) -> None:
     with pytest.raises(RowError) as e:
-        recognize(row, task)
+        recognize_format(row, task)
     assert e.value.fix == fix and pickle.loads(pickle.dumps(e.value)).fix == fix  # noqa: S301 (goes from rank to rank)
     if fix:
         pairs = dict(word.split("=", 1) for word in shlex.split(fix)[1:])
         renamed = {
             pairs.get(name, name): value for name, value in row.items() if name in pairs or name not in pairs.values()
         }
-        recognize(renamed, task)
+        recognize_format(renamed, task)
 
 
 def test_unknown_columns_list_the_formats_with_theirs() -> None:
     with pytest.raises(RowError) as e:
-        recognize({"say": "x", "answer": "y"}, "sft")
+        recognize_format({"say": "x", "answer": "y"}, "sft")
     for part in (
         "say, answer",
         "messages: messages [tools, system]",
@@ -224,5 +224,5 @@ def test_unknown_columns_list_the_formats_with_theirs() -> None:
 def test_columns_of_no_format_are_all_named() -> None:
     for row, said in (({"q": "a", "a": "b"}, "columns q, a"), ({"q": "a"}, "column q")):
         with pytest.raises(RowError) as caught:
-            recognize(row, "sft")
+            recognize_format(row, "sft")
         assert caught.value.where == said and caught.value.found == "no format has these columns"

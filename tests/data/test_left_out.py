@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from megaswift.data.build import build_sources, load_documents, load_preferences
-from megaswift.data.chat import ChatRenderer, templates_of
+from megaswift.data.chat import ChatRenderer, load_chat_templates
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.prompts import prompts_of
+from megaswift.data.prompts import load_prompts
 from megaswift.data.sample import RowError, conversation
-from megaswift.data.show import summary
+from megaswift.data.show_samples import data_summary
 from megaswift.errors import DataError
 from megaswift.trainers.summary import data_text
 from tests.data.makers import chat, config, jsonl, tokenizer
@@ -73,7 +73,7 @@ def test_published_templates_write_their_tools(name: str) -> None:
         {"role": "tool", "content": "r", "name": "f", "tool_call_id": "abcdefghi"},
         {"role": "assistant", "content": "a"},
     ]
-    renderer = ChatRenderer(templates_of(tok, None))
+    renderer = ChatRenderer(load_chat_templates(tok, None))
     text = tok.apply_chat_template(turns, tools=[TOOL], tokenize=False)
     assert ('"f"' in text or "f" in text) and "r" in text
     assert renderer.prompt_notes(conversation(turns, "messages", tools=[TOOL])) == ()
@@ -121,7 +121,7 @@ def test_every_reason_is_counted_and_told(tmp_path: Path, capsys: pytest.Capture
     ):
         assert part in said
     source, _ = build_sources(cfg.data, cfg.train, tok, LoaderGeometry())
-    for text in (data_text(source.stats), summary(docs, None, 300)[0]):
+    for text in (data_text(source.stats), data_summary(docs, None, 300)[0]):
         for part in (
             "1 malformed and skipped",
             "1 deleted (longer than --max_length)",
@@ -151,12 +151,12 @@ def test_pairs_and_prompts_count_too(tmp_path: Path) -> None:
         "grpo",
         chat_template=PLAIN,
     )
-    source, _ = prompts_of(cfg, tokenizer("qwen"), 1)
+    source, _ = load_prompts(cfg, tokenizer("qwen"), 1)
     assert source.stats["unused_tools"] == 1
 
 
 def test_calls_and_reasoning_are_no_empty_answers() -> None:
-    renderer = ChatRenderer(templates_of(tokenizer("qwen", "qwen3"), None))
+    renderer = ChatRenderer(load_chat_templates(tokenizer("qwen", "qwen3"), None))
     for extra in (
         {"reasoning_content": "r"},
         {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]},

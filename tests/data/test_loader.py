@@ -1,7 +1,7 @@
 """Batches: the order of rows by plain Python, shifted labels by hand, packing's edges, ranks, evaluation, resume,
 streaming.
 
-Covers: megaswift/data/collate.py, megaswift/data/order.py.
+Covers: megaswift/data/collate.py, megaswift/data/epoch_order.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 
 from megaswift.data.build import build_sources
 from megaswift.data.collate import PaddingShape, collate_packed, collate_rows
+from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.order import Order
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 
@@ -291,7 +291,7 @@ def test_warnings_and_errors_name_the_evaluation_data(tmp_path: Path, capsys: py
 def test_rows_in_file_order_take_no_time_that_grows_with_their_number() -> None:
     """A list of 2^50 numbers would have no room; each row of a batch asks for its place by itself."""
     rows = 1 << 50
-    assert Order(rows, False, 0).slice(5, 8).tolist() == [5, 6, 7]
-    assert Order(rows, False, 0).slice(rows - 1, rows + 2).tolist() == [rows - 1, 0, 1]
+    assert EpochOrder(rows, False, 0).slice(5, 8).tolist() == [5, 6, 7]
+    assert EpochOrder(rows, False, 0).slice(rows - 1, rows + 2).tolist() == [rows - 1, 0, 1]
     for start, stop in ((0, 0), (0, 20), (3, 4), (4, 6), (11, 19)):
-        assert Order(5, False, 0).slice(start, stop).tolist() == [i % 5 for i in range(start, stop)]
+        assert EpochOrder(5, False, 0).slice(start, stop).tolist() == [i % 5 for i in range(start, stop)]

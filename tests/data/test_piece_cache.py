@@ -18,7 +18,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN3_5
 
 from megaswift.data import piece_cache
-from megaswift.data.chat import Rendered
+from megaswift.data.chat import RenderedConversation
 from megaswift.data.encode import Encoder, EncodeSpec, encode_spec
 from megaswift.data.sample import RowError
 from megaswift.data.split_points import _separator, split_points_of
@@ -137,7 +137,7 @@ def encoder(tok: Tokenizer) -> Encoder:
     return found
 
 
-def oracle(tok: Tokenizer, rendered: Rendered) -> tuple[list[int], list[int]]:
+def oracle(tok: Tokenizer, rendered: RenderedConversation) -> tuple[list[int], list[int]]:
     """Tokens of the whole text, and those that touch a span by their offsets."""
     encoding = tok.encode(rendered.text, add_special_tokens=False)
     spans = [(begin, end) for begin, end in rendered.spans if begin < end]
@@ -145,10 +145,10 @@ def oracle(tok: Tokenizer, rendered: Rendered) -> tuple[list[int], list[int]]:
     return encoding.ids, mask
 
 
-def hard_text(rng: random.Random) -> Rendered:
+def hard_text(rng: random.Random) -> RenderedConversation:
     text = "".join(rng.choices(HARD, k=rng.randint(0, 12)))
     edges = sorted(rng.choices(range(len(text) + 1), k=2 * rng.randint(0, 3)))
-    return Rendered(text, tuple(zip(edges[::2], edges[1::2], strict=True)))
+    return RenderedConversation(text, tuple(zip(edges[::2], edges[1::2], strict=True)))
 
 
 @pytest.mark.wide
@@ -240,7 +240,7 @@ def test_pieces_are_whole_texts_over_hard_conversations(kind: str, name: str, lo
 def test_plain_texts_end_with_the_end_token() -> None:
     tok = tokenizer("qwen")
     ours = Encoder(encode_spec(config(Path("/tmp"), "x", "pt").data, tok, "pt"))
-    texts = [Rendered(t, ((0, len(t)),)) for t in CONTENTS]
+    texts = [RenderedConversation(t, ((0, len(t)),)) for t in CONTENTS]
     for text, (ids, mask) in zip(texts, ours.tokenize(texts), strict=True):
         assert ids.tolist() == [*tok.encode(text.text, add_special_tokens=False), tok.eos_token_id]
         assert mask.tolist() == [1] * len(ids)
@@ -262,8 +262,11 @@ def test_a_refused_text_leaves_the_table_right() -> None:
     tok = made("qwen2")
     ours = encoder(tok)
     with pytest.raises((TypeError, UnicodeEncodeError)):
-        list(ours.tokenize([Rendered("new words \ud800", ())]))
-    assert next(ours.tokenize([Rendered("other new words", ())]))[0].tolist() == tok.encode("other new words").ids
+        list(ours.tokenize([RenderedConversation("new words \ud800", ())]))
+    assert (
+        next(ours.tokenize([RenderedConversation("other new words", ())]))[0].tolist()
+        == tok.encode("other new words").ids
+    )
 
 
 REFUSED: list[dict[str, Any]] = [
@@ -295,7 +298,7 @@ def test_what_is_not_proven_is_encoded_whole(case: int) -> None:
         else:
             setattr(tok, what, value)
     assert split_points_of(tok) is None and encoder(tok)._pieces is None
-    text = Rendered("One two  words\n<x> Ends x\nx", ((4, 9),))
+    text = RenderedConversation("One two  words\n<x> Ends x\nx", ((4, 9),))
     assert [(i.tolist(), m.tolist()) for i, m in encoder(tok).tokenize([text])] == [oracle(tok, text)]
 
 

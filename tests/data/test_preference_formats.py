@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES
-from megaswift.data.formats import FORMATS, recognize
+from megaswift.data.formats import FORMATS, recognize_format
 from megaswift.data.preference_rows import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, PreferenceError
 from megaswift.data.sample import RowError, Sample
 
@@ -93,7 +93,7 @@ GOOD: list[tuple[str, dict[str, Any], list[Any], list[Any], list[int], float]] =
 @pytest.mark.parametrize("task", ["dpo", "rm"])
 def test_pairs_become_the_conversations_they_mean(case: int, task: str) -> None:
     name, row, chosen, rejected, begin, margin = GOOD[case]
-    found = recognize(row, task)
+    found = recognize_format(row, task)
     assert found.name == name
     unit = found.parse({**row, "tools": [TOOL]})
     assert [list(s.messages) for s in unit.samples] == [chosen, rejected]
@@ -121,7 +121,7 @@ TEXTS = [
 
 @pytest.mark.parametrize(("row", "texts", "prompt"), TEXTS)
 def test_plain_texts_stay_as_they_are(row: dict[str, Any], texts: tuple[str, str], prompt: int) -> None:
-    unit = recognize(row, "dpo").parse(row)
+    unit = recognize_format(row, "dpo").parse(row)
     assert tuple(s.text for s in unit.samples) == texts and unit.prompt == prompt
 
 
@@ -130,7 +130,7 @@ def test_an_implicit_text_prompt_is_trls(row: dict[str, Any]) -> None:
     from trl import extract_prompt
 
     if "prompt" not in row:
-        unit, theirs = recognize(row, "dpo").parse(row), extract_prompt(dict(row))
+        unit, theirs = recognize_format(row, "dpo").parse(row), extract_prompt(dict(row))
         assert unit.samples[0].text[: unit.prompt] == theirs["prompt"]
 
 
@@ -154,12 +154,12 @@ LABELLED = [
 
 @pytest.mark.parametrize(("name", "row", "messages", "loss", "label"), LABELLED)
 def test_labeled_answers(name: str, row: dict[str, Any], messages: list[Any], loss: list[int], label: float) -> None:
-    found = recognize(row, "kto")
+    found = recognize_format(row, "kto")
     unit = found.parse(row)
     assert (found.name, unit.value) == (name, label)
     (sample,) = unit.samples
     assert list(sample.messages) == messages and [i for i, flag in enumerate(sample.loss) if flag] == loss
-    assert recognize({"prompt": "x", "completion": "y", "label": True}, "kto").parse(
+    assert recognize_format({"prompt": "x", "completion": "y", "label": True}, "kto").parse(
         {"prompt": "x", "completion": "y", "label": True}
     ).samples == (Sample(text="xy"),)
 
@@ -235,7 +235,7 @@ def test_a_row_of_no_use_names_its_column_and_cause(
     task: str, row: dict[str, Any], column: str, said: str, cause: str | None
 ) -> None:
     with pytest.raises(RowError) as e:
-        recognize(row, task).parse(row)
+        recognize_format(row, task).parse(row)
     assert e.value.column == column and said in str(e.value)
     assert (e.value.cause if isinstance(e.value, PreferenceError) else None) == cause
 
@@ -268,10 +268,10 @@ WRONG = [
 @pytest.mark.parametrize(("task", "row", "said"), WRONG)
 def test_data_of_another_task_are_refused(task: str, row: dict[str, Any], said: str) -> None:
     with pytest.raises(RowError) as e:
-        recognize(row, task)
+        recognize_format(row, task)
     assert said in str(e.value)
 
 
 def test_a_label_does_not_keep_a_conversation_from_sft() -> None:
-    assert recognize({"messages": [U, A], "label": "news"}, "sft").name == "messages"
-    assert recognize({"messages": [U, A], "rejected_response": None}, "sft").name == "messages"
+    assert recognize_format({"messages": [U, A], "label": "news"}, "sft").name == "messages"
+    assert recognize_format({"messages": [U, A], "rejected_response": None}, "sft").name == "messages"

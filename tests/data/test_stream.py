@@ -19,7 +19,7 @@ import torch
 from megaswift.data.build import build_sources
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.sources import DatasetFiles
-from megaswift.data.stream_cursor import Cursor, Passes, read_on
+from megaswift.data.stream_cursor import Cursor, StreamPasses, read_from_cursor
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 from tests.data.test_loader import ids_of, source
@@ -73,8 +73,8 @@ def test_the_part_of_a_pass_by_rows_bytes_and_files(tmp_path: Path) -> None:
     table.write_text("text\n0\n1\n2\n3\n")
 
     def parts(*sources: DatasetFiles) -> list[float]:
-        cursors = (cursor for _, _, cursor in read_on(sources, Cursor()))
-        return [Passes(sources).at(cursor) for cursor in islice(cursors, 8)]
+        cursors = (cursor for _, _, cursor in read_from_cursor(sources, Cursor()))
+        return [StreamPasses(sources).at(cursor) for cursor in islice(cursors, 8)]
 
     quarters = pytest.approx([0.25 * n for n in range(1, 9)])
     assert parts(DatasetFiles("", (lines,))) == quarters and parts(DatasetFiles("", (columns,))) == quarters

@@ -312,7 +312,7 @@ def test_waiting_ends_with_the_build_its_failure_or_its_silence(
 ) -> None:
     target = tmp_path / "key"
     threading.Thread(target=lambda: (time.sleep(0.3), target.mkdir())).start()
-    cache.wait_for(target)
+    cache.wait_for_build(target)
     other = tmp_path / "bad"
 
     def fails(scratch: Path) -> None:
@@ -321,7 +321,7 @@ def test_waiting_ends_with_the_build_its_failure_or_its_silence(
     with pytest.raises(DataError):
         cache.build_once(other, fails)
     with pytest.raises(DataError, match="row 7 is bad"):
-        cache.wait_for(other)
+        cache.wait_for_build(other)
     full = tmp_path / "full"
 
     def no_room(scratch: Path) -> None:
@@ -330,13 +330,13 @@ def test_waiting_ends_with_the_build_its_failure_or_its_silence(
     with pytest.raises(DataError, match="No space left"):
         cache.build_once(full, no_room)
     with pytest.raises(DataError, match="No space left"):
-        cache.wait_for(full)
+        cache.wait_for_build(full)
     monkeypatch.setattr(cache, "SILENCE_S", 0.3)
     os.utime(tmp_path / "full.failed", (1, 1))  # an earlier run's
     with pytest.raises(DataError, match="no heartbeat"):
-        cache.wait_for(full)
+        cache.wait_for_build(full)
     with pytest.raises(DataError, match="no heartbeat"):
-        cache.wait_for(tmp_path / "never")
+        cache.wait_for_build(tmp_path / "never")
 
 
 def building(rank: int, world: int, where: tuple[Path, str]) -> tuple[str, int]:

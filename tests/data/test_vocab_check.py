@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megaswift.data.build import build_sources, padding_of
+from megaswift.data.build import build_sources, padding_shape_of
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.tokenizer import pad_of
+from megaswift.data.tokenizer import padding_token_of
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 
@@ -66,8 +66,8 @@ def test_a_stream_stops_at_the_row_with_its_position_kept(tmp_path: Path, packin
 def test_rows_are_filled_up_with_a_token_that_the_model_has() -> None:
     made, rows = grown("<fill>")
     made.pad_token = "<fill>"
-    assert pad_of(made) == rows
-    assert padding_of(made, LoaderGeometry(vocabulary=rows)).pad_id == made.eos_token_id
-    assert padding_of(made, LoaderGeometry(vocabulary=rows + 1)).pad_id == rows
+    assert padding_token_of(made) == rows
+    assert padding_shape_of(made, LoaderGeometry(vocabulary=rows)).pad_id == made.eos_token_id
+    assert padding_shape_of(made, LoaderGeometry(vocabulary=rows + 1)).pad_id == rows
     made.eos_token = "<fill>"
-    assert pad_of(made, rows) == 0
+    assert padding_token_of(made, rows) == 0

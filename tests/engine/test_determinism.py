@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.config import SwiftConfig, load
+from megaswift.config import SwiftConfig, load_config
 from megaswift.engine import determinism
 from megaswift.errors import ConfigError
 from tests.trainers.inputs import write_inputs
@@ -69,7 +69,7 @@ def test_variables_that_prevent_it_are_refused() -> None:
 )
 def test_what_cannot_be_deterministic_is_refused(task: str, words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"--deterministic true: (is not supported|conflicts) with"):
-        load(task, ["--model", "m", "--dataset", "d", "--deterministic", "true", *words])
+        load_config(task, ["--model", "m", "--dataset", "d", "--deterministic", "true", *words])
 
 
 @pytest.mark.usefixtures("switches")

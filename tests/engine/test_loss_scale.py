@@ -99,7 +99,7 @@ def run(made: Any, fits: float, steps: int) -> tuple[StepMonitor, list[int]]:
     for number in range(1, steps + 1):
         overflow = float(made.scale) > fits
         made.update(overflow)
-        falling = overflow and optim.scale_can_fall(whole)  # type: ignore[arg-type]
+        falling = overflow and optim.can_lower_loss_scale(whole)  # type: ignore[arg-type]
         skipped += [number] * overflow
         result = StepResult(1.0, skipped=overflow, loss_scale_falling=falling)
         watch.on_step(None, SimpleNamespace(number=number, result=result))  # type: ignore[arg-type]
@@ -122,4 +122,4 @@ def test_gradients_that_no_scale_makes_finite_end_the_run(megatron: ModuleType) 
 
 def test_without_a_scaler_every_skipped_step_counts() -> None:
     bare = SimpleNamespace(grad_scaler=None)
-    assert not optim.scale_can_fall(bare)  # type: ignore[arg-type]
+    assert not optim.can_lower_loss_scale(bare)  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ def test_host_memory_is_kept_and_device_memory_returned(megatron: Any, monkeypat
         return torch.empty(size, dtype=torch.uint8)
 
     monkeypatch.setattr(offload, "CHUNK", 512)
-    monkeypatch.setattr(offload, "is_on_host", lambda storage: False)
+    monkeypatch.setattr(offload, "is_host_storage", lambda storage: False)
     monkeypatch.setattr(offload, "allocate_host", allocate)
     monkeypatch.setattr(torch.cuda, "synchronize", device_call("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", device_call("empty"))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megaswift.bridge.dist_files import ShardChunk, plan_reads, write_chunks
 from megaswift.bridge.dist_source import DistSource
-from megaswift.bridge.open_weights import open_weights
-from megaswift.bridge.torch_dist_index import read_index
+from megaswift.bridge.open_weight_source import open_weights
+from megaswift.bridge.torch_dist_index import read_torch_dist_metadata
 from megaswift.engine.megatron.checkpoint.optimizer_states import join_remainder, split_remainder
 from tests.engine.checkpoint_worker import Result, Run
 from tests.engine.fused_adam import kernels_main, kernels_parts
@@ -113,7 +113,9 @@ def test_a_state_of_another_kind_is_refused(
     key: str, saved: torch.dtype, wanted: torch.dtype, fits: bool, tmp_path: Path
 ) -> None:
     write_chunks(tmp_path, [ShardChunk(key, (4,), (0,), torch.zeros(4, dtype=saved))])
-    items, problems = plan_reads(read_index(tmp_path), [ShardChunk(key, (4,), (0,), torch.zeros(4, dtype=wanted))])
+    items, problems = plan_reads(
+        read_torch_dist_metadata(tmp_path), [ShardChunk(key, (4,), (0,), torch.zeros(4, dtype=wanted))]
+    )
     assert bool(items) == (not problems) == fits
     if not fits:
         names = [str(t).removeprefix("torch.") for t in (saved, wanted)]
@@ -126,13 +128,13 @@ def test_remainders_are_not_read_as_main_weights(pool: Pool, tmp_path: Path) -> 
     folder, step = build_model("dense", tmp_path / "hf"), tmp_path / "engine"
     go = runs(pool, "dense dp2 do", folder)
     saved = go(PLAIN, last=1, save=step)
-    from megaswift.bridge.checkpoint_model import write_model
+    from megaswift.bridge.checkpoint_model_folder import write_model_folder
     from tests.bridge.folders import plan_of
 
     plan = plan_of(folder)
-    write_model(tmp_path / "model", plan.spec.hf_config, dict.fromkeys(plan.hf_shapes, torch.bfloat16), folder)
+    write_model_folder(tmp_path / "model", plan.spec.hf_config, dict.fromkeys(plan.hf_shapes, torch.bfloat16), folder)
     key = "optimizer.state.param.decoder.final_layernorm.weight"
-    index = read_index(step)
+    index = read_torch_dist_metadata(step)
     table = index.state_dict_metadata[key]
     object.__setattr__(table.properties, "dtype", torch.int16)
     import pickle

@@ -10,8 +10,8 @@ import json
 import pytest
 import torch
 
-from megaswift.bridge.plan import WeightPlan
-from megaswift.engine.megatron.weights import RandomSource
+from megaswift.bridge.weight_plan import WeightPlan
+from megaswift.engine.megatron.weights import RandomWeightSource
 from megaswift.families import family_of
 from tests.parity.models import by_disk_name, config
 
@@ -27,7 +27,7 @@ def test_as_transformers_draws_them(variant: str) -> None:
     given = json.loads(config(variant).to_json_string(use_diff=False))
     spec = family_of(given).spec(given)
     plan = WeightPlan(family_of(given), spec)
-    source = RandomSource(plan, spec, seed=3)
+    source = RandomWeightSource(plan, spec, seed=3)
     assert set(plan.hf_shapes) == set(theirs)
     for name, want in theirs.items():
         got = source.slice(name)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.errors import WeightsError
 from megaswift.families.family import number_problems
-from megaswift.trainers.model_spec import spec_of
+from megaswift.trainers.model_spec import model_spec_for_task
 from tests.trainers.inputs import write_model
 
 
@@ -45,6 +45,6 @@ def test_both_engines_look(engine: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": math.nan}))
-    cfg = load("sft", ["--model", str(folder), "--engine", engine], environ={})
+    cfg = load_config("sft", ["--model", str(folder), "--engine", engine], environ={})
     with pytest.raises(WeightsError, match="rms_norm_eps: nan"):
-        spec_of(cfg, folder)
+        model_spec_for_task(cfg, folder)

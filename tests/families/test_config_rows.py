@@ -16,7 +16,7 @@ import pytest
 from megaswift.errors import WeightsError
 from megaswift.families import FAMILIES, family_of, load_spec
 from megaswift.families.config_rows import ConfigReading
-from megaswift.families.scalar_head import with_score
+from megaswift.families.scalar_head import with_scalar_head
 from tests.families.published import (
     LLAMA_2_7B,
     LLAMA_3_1_8B,
@@ -101,7 +101,7 @@ def test_a_reward_model_is_known_by_its_config() -> None:
         label2id={"LABEL_0": 0},
     )
     assert found.scored and not found.untied and found.hf_config["architectures"] == ["LlamaForSequenceClassification"]
-    made = with_score(spec(LLAMA_3_1_8B))
+    made = with_scalar_head(spec(LLAMA_3_1_8B))
     assert made == found
 
 

@@ -16,7 +16,7 @@ import pytest
 from megaswift.config import SwiftConfig
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import UserError
-from megaswift.families.model_source import locate_model, missing_files, short_name, tokenizer_of
+from megaswift.families.model_source import locate_model, missing_files, short_name, training_tokenizer
 from megaswift.trainers import checkpoint_store
 from tests.trainers.inputs import TEMPLATE, write_model
 
@@ -26,7 +26,7 @@ def test_a_broken_tokenizer_is_the_user_s_mistake(tmp_path: Path, text: str) -> 
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(UserError, match="cannot be read"):
-        tokenizer_of(SwiftConfig(), tmp_path)
+        training_tokenizer(SwiftConfig(), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_tokenizer_json_that_the_library_cannot_parse(tmp_path: Path, change: 
     text = path.read_text()
     path.write_text(text[:300] if change is None else json.dumps({**json.loads(text), **change}))
     with pytest.raises(UserError, match="cannot be read"):
-        tokenizer_of(SwiftConfig(), folder)
+        training_tokenizer(SwiftConfig(), folder)
 
 
 def test_the_template_of_the_configuration_is_read_as_the_data_read_it(
@@ -54,9 +54,9 @@ def test_the_template_of_the_configuration_is_read_as_the_data_read_it(
     folder = write_model(tmp_path / "model")
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "other.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert tokenizer_of(SwiftConfig(), folder).chat_template == TEMPLATE
+    assert training_tokenizer(SwiftConfig(), folder).chat_template == TEMPLATE
     for value in ("~/other.jinja", (tmp_path / "other.jinja").read_text()):
-        made = tokenizer_of(SwiftConfig(chat_template=value), folder)
+        made = training_tokenizer(SwiftConfig(chat_template=value), folder)
         assert made.chat_template == (tmp_path / "other.jinja").read_text()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megaswift.errors import LayoutError
 from megaswift.families import FAMILIES, ModelSpec, family_of
-from megaswift.families.rules import QKV, Copy, GatedMLP, RowParallel, ShardSpec, SliceMap, Vocab, dim_of
+from megaswift.families.rules import QKV, Copy, GatedMLP, RowParallel, ShardSpec, SliceMap, Vocab, shard_dim
 from tests.families.published import LLAMA_3_1_8B, PUBLISHED
 
 
@@ -85,7 +85,7 @@ def test_the_pieces_of_all_ranks_cover_every_row_once(name: str, tp: int) -> Non
         ]
         for source, shape in enumerate(shapes):
             mine = sorted(i for p in pieces if p.source == source for i in range(p.start, p.stop, p.stride))
-            assert mine == list(range(padded if rule.shard == "vocab" else shape[pieces[0].hf_dim(dim_of(rule))]))
+            assert mine == list(range(padded if rule.shard == "vocab" else shape[pieces[0].hf_dim(shard_dim(rule))]))
             assert all(p.at == ((3,) if rule.stacked else ()) for p in pieces)
         assert len(shapes) == len(rule.hf)
 

@@ -1,7 +1,7 @@
 """Models as `infer` opens them: on disk, in four bits, with adapters, from checkpoints; answers equal to transformers'
 and PEFT's own.
 
-Covers: megaswift/config/byte_size.py, megaswift/config/placement.py.
+Covers: megaswift/config/byte_size.py, megaswift/config/device_placement.py.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from megaswift.errors import ConfigError, WeightsError
-from megaswift.inference import placement
+from megaswift.inference import device_placement
 from megaswift.inference.generator import AnswerRequest, GenerationParams
 from tests.engine.torch.other_models import ENCODERS, KINDS, config_of, write
 from tests.inference.models import PROMPTS, opened, plain
@@ -107,7 +107,7 @@ def test_layers_stay_whole(kind: str, room: int) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_of(kind))
     model.tie_weights()
-    placed = placement.decide_device_map(placement.ModuleSizes(model), "auto", {"cpu": room * 1024})
+    placed = device_placement.decide_device_map(device_placement.ModuleSizes(model), "auto", {"cpu": room * 1024})
     assert not [name for name in placed if re.search(r"\.\d+\.", name)], placed
 
 

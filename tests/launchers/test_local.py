@@ -16,15 +16,15 @@ import pytest
 from torch.distributed.launcher import api as torch_launcher
 
 from megaswift import entry
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.config.launch_env import RESTARTS
 from megaswift.launchers import local
 from megaswift.launchers.local import (
     launched_processes,
     start_torchrun_here,
+    starts_processes,
     torchrun_command,
     torchrun_environment,
-    wants_processes,
 )
 from megaswift.trainers import checkpoint_store
 from tests.trainers.inputs import write_inputs
@@ -33,8 +33,8 @@ SCRIPT = Path("/x/megaswift/sft.py")
 
 
 def words(argv: str, **environ: str) -> list[str]:
-    launch = load("sft", argv.split(), environ=environ).launch
-    assert wants_processes(launch)
+    launch = load_config("sft", argv.split(), environ=environ).launch
+    assert starts_processes(launch)
     made = torchrun_command(launch, SCRIPT, ["run.yaml"])
     assert made[:3] == [sys.executable, "-m", "megaswift.launchers.agent"] and made[-2:] == [str(SCRIPT), "run.yaml"]
     return made[3:-2]
@@ -79,24 +79,26 @@ def test_several_machines() -> None:
 
 
 def test_no_number_given_is_this_very_process() -> None:
-    launch = load("sft", [], environ={"MASTER_ADDR": "h", "MASTER_PORT": "1"}).launch
-    assert not wants_processes(launch) and launched_processes(launch) == 1
+    launch = load_config("sft", [], environ={"MASTER_ADDR": "h", "MASTER_PORT": "1"}).launch
+    assert not starts_processes(launch) and launched_processes(launch) == 1
     assert (
         launched_processes(
-            load("sft", [], environ={"NPROC_PER_NODE": "4", "NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "h"}).launch
+            load_config(
+                "sft", [], environ={"NPROC_PER_NODE": "4", "NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "h"}
+            ).launch
         )
         == 12
     )
 
 
 def test_threads_are_shared_out_unless_said() -> None:
-    launch = load("sft", ["--nproc_per_node", "4"], environ={}).launch
+    launch = load_config("sft", ["--nproc_per_node", "4"], environ={}).launch
     assert torchrun_environment(launch, {})["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 4))
     assert torchrun_environment(launch, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
 
 
 def test_torchrun_gives_workers_the_time_to_save() -> None:
-    launch, name = load("sft", ["--nproc_per_node", "2"], environ={}).launch, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    launch, name = load_config("sft", ["--nproc_per_node", "2"], environ={}).launch, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     assert torchrun_environment(launch, {})[name] == "1800" and torchrun_environment(launch, {name: "5"})[name] == "5"
     assert name in Path(torch_launcher.__file__).read_text(encoding="utf-8"), "this torch knows another name"
 
@@ -206,11 +208,13 @@ def test_a_port_in_use_is_refused_with_another() -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        alone = load("sft", ["--nproc_per_node", "2", "--master_port", str(port)], environ={}).launch
+        alone = load_config("sft", ["--nproc_per_node", "2", "--master_port", str(port)], environ={}).launch
         (problem,) = local.port_in_use(alone)
         assert f"--master_port {port}" in problem.what and "leave it out" in problem.fix
         head, other = (
-            load("sft", f"--nnodes 2 --node_rank {n} --master_addr h --master_port {port}".split(), environ={}).launch
+            load_config(
+                "sft", f"--nnodes 2 --node_rank {n} --master_addr h --master_port {port}".split(), environ={}
+            ).launch
             for n in (0, 1)
         )
         (problem,) = local.port_in_use(head)
@@ -220,20 +224,20 @@ def test_a_port_in_use_is_refused_with_another() -> None:
 
 def test_workers_are_told_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers do not read NPROC_PER_NODE: without it an option of several processes would be refused there."""
-    cfg = load("sft", ["--max_restarts", "2"], environ={"NPROC_PER_NODE": "2"})
-    assert local.launch_counts(cfg) == ["--nproc_per_node", "2"]
+    cfg = load_config("sft", ["--max_restarts", "2"], environ={"NPROC_PER_NODE": "2"})
+    assert local.environment_launch_options(cfg) == ["--nproc_per_node", "2"]
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert load("sft", ["--max_restarts", "2", *local.launch_counts(cfg)]).launch.max_restarts == 2
+    assert load_config("sft", ["--max_restarts", "2", *local.environment_launch_options(cfg)]).launch.max_restarts == 2
 
 
 def test_a_restarted_attempt_resumes_from_its_own_folder(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    cfg = load("sft", ["--output_dir", str(out), "--overwrite_output_dir"], environ={})
+    cfg = load_config("sft", ["--output_dir", str(out), "--overwrite_output_dir"], environ={})
     assert entry.resumed_config(cfg, 0) is cfg
     again = entry.resumed_config(cfg, 1).train
     assert again.resume_from_checkpoint == "latest" and not again.overwrite_output_dir
-    other = load("sft", ["--output_dir", str(out), "--resume_from_checkpoint", str(tmp_path)], environ={})
+    other = load_config("sft", ["--output_dir", str(out), "--resume_from_checkpoint", str(tmp_path)], environ={})
     assert entry.resumed_config(other, 1).train.resume_from_checkpoint == str(tmp_path), (
         "nothing of its own is saved yet"
     )

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megaswift import entry
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.launchers.ray_exchange import Exchange, ExchangeEvents
 from megaswift.launchers.ray_train import _Run, missing_ray
 from megaswift.trainers.checkpoint_store import CheckpointStore
@@ -144,11 +144,11 @@ def test_a_cluster_that_is_too_small_or_absent(file: str, tmp_path: Path, ray_fo
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = load("sft", [*RAY, "--num_workers", "2"], environ={}).launch
+    launch = load_config("sft", [*RAY, "--num_workers", "2"], environ={}).launch
     monkeypatch.setattr(util, "find_spec", lambda name: None)
     (problem,) = missing_ray(launch)
     assert "not installed" in problem.rule and "run pip install 'ray[train]'" in problem.fix
-    assert not missing_ray(load("sft", [], environ={}).launch)
+    assert not missing_ray(load_config("sft", [], environ={}).launch)
     monkeypatch.setattr(util, "find_spec", lambda name: object())
     monkeypatch.setattr(metadata, "version", lambda name: "2.44.1")
     (problem,) = missing_ray(launch)

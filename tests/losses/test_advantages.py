@@ -17,6 +17,7 @@ from megaswift.losses.advantages import (
     entropy_threshold,
     gae,
     group_advantages,
+    groups_without_spread,
     kl_estimate,
     masked_moments,
     next_kl_coefficient,
@@ -25,7 +26,6 @@ from megaswift.losses.advantages import (
     token_rewards,
     weighted_sum,
     whiten,
-    without_spread,
 )
 from megaswift.losses.segments import document_index
 from tests.losses import trainers
@@ -70,7 +70,7 @@ def test_group_advantages_are_trl_s(grpo: Any, case: str, scale: str) -> None:
     assert_equal(group_advantages(total, GROUP, scale), expected)
     assert noted["reward"] == pytest.approx(total.nanmean().item())
     if scale != "batch":
-        assert noted["frac_reward_zero_std"] == without_spread(total, GROUP).float().mean().item()
+        assert noted["frac_reward_zero_std"] == groups_without_spread(total, GROUP).float().mean().item()
 
 
 @pytest.mark.parametrize("case", REWARDS)
@@ -102,7 +102,11 @@ def test_high_entropy_tokens_are_trl_s(grpo: Any) -> None:
 
 
 def test_groups_without_spread() -> None:
-    assert without_spread(torch.tensor([1.0, 1, 1, 0.1, 0.1, 0.10001, 5, 5, 5]), 3).tolist() == [True, False, True]
+    assert groups_without_spread(torch.tensor([1.0, 1, 1, 0.1, 0.1, 0.10001, 5, 5, 5]), 3).tolist() == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_a_group_of_one_teaches_nothing() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.config.loss_table import losses_reading
 from megaswift.losses.cpo import CPO, LOSS_TYPES
 from megaswift.trainers.tasks import TASKS
@@ -74,7 +74,7 @@ def test_alphapo_is_trl_s_name_for_settings(tmp_path: Path) -> None:
         str(tmp_path), loss_type="alphapo", alpha=-0.25, beta=2.0, simpo_gamma=0.7, use_cpu=True, bf16=False
     )
     words = ["--loss_type", "alphapo", "--alpha", "-0.25", "--beta", "2", "--simpo_gamma", "0.7"]
-    assert TASKS.get("cpo").loss(load("cpo", words, environ={})) == CPO(
+    assert TASKS.get("cpo").loss(load_config("cpo", words, environ={})) == CPO(
         theirs.loss_type, theirs.beta, theirs.label_smoothing, theirs.cpo_alpha, theirs.simpo_gamma, theirs.alpha
     )
 

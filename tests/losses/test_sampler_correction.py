@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.config.rl import MODES
 from megaswift.losses.sampler_correction import SamplerCorrection, gap_metrics, ratio_metrics
 from tests.losses import trainers
@@ -144,7 +144,7 @@ def by_hand(mode: str, threshold: float, gaps: torch.Tensor) -> torch.Tensor:
 def test_geometric_means_are_those_of_ms_swift(mode: str, threshold: float) -> None:
     d, translated = (
         data(),
-        load(
+        load_config(
             "grpo",
             f"--use_vllm --rollout_importance_sampling_mode {mode} "
             f"--rollout_importance_sampling_threshold {threshold}".split(),

@@ -10,8 +10,8 @@ from megaswift.losses.segments import (
     document_count,
     document_counts,
     document_index,
-    document_places,
     document_sums,
+    token_numbers_in_documents,
     tokens_of,
 )
 from tests.losses.bigram import batch, documents
@@ -41,7 +41,7 @@ def test_against_slices(packed: bool) -> None:
     mask = b.loss_weights != 0
     assert document_counts(b, mask).tolist() == [5, 1, 2, 7]
     for p, n in zip(at, (5, 1, 2, 7), strict=True):
-        assert document_places(b, mask)[p][mask[p]].tolist() == list(range(1, n + 1))
+        assert token_numbers_in_documents(b, mask)[p][mask[p]].tolist() == list(range(1, n + 1))
     member = tokens_of(b, torch.tensor([3, 1]))
     assert [bool(member[p].all()) and bool(member[p].any()) for p in at] == [False, True, False, True]
     assert not member[at[0]].any() and not tokens_of(b, torch.tensor([], dtype=torch.int64)).any()

@@ -1,7 +1,7 @@
 """Layout refusals: the verdict against Megatron-Core's own, the wording against hand values, the search against all
 layouts.
 
-Covers: megaswift/parallel/checks.py, megaswift/parallel/model_shape.py.
+Covers: megaswift/parallel/layout_checks.py, megaswift/parallel/model_shape.py.
 """
 
 import itertools
@@ -12,7 +12,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.errors import LayoutError
-from megaswift.parallel.checks import check_layout, describe_layout, layout_for, nearest_layout
+from megaswift.parallel.layout_checks import check_layout, describe_layout, layout_for, nearest_layout
 from megaswift.parallel.layout_rules import LayoutRequest, broken_rules
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.parallel.pipeline_split import PipelineSplit

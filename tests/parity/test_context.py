@@ -38,11 +38,11 @@ def test_a_run_gives_it(options: dict[str, Any], seconds: float, monkeypatch: py
     class Stop(Exception):
         pass
 
-    def context(layout: Any, timeout_s: float, seed: int) -> None:
+    def context(layout: Any, timeout_s: float, *_: Any) -> None:
         raise Stop(timeout_s)
 
     monkeypatch.setattr(module, "locate_model", lambda *_, **__: Path())
-    monkeypatch.setattr(module, "spec_of", lambda *_: None)
+    monkeypatch.setattr(module, "model_spec_for_task", lambda *_: None)
     monkeypatch.setattr(module, "ModelShape", SimpleNamespace(of=lambda _: None))
     monkeypatch.setattr(module, "layout_for", lambda *_: Layout(1))
     monkeypatch.setattr("megaswift.engine.megatron.parallel_context.ParallelContext", context)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megaswift.bridge.merge import merge_folders
-from megaswift.bridge.peft_folder import PeftFolder, write_adapter
+from megaswift.bridge.peft_folder import PeftFolder, write_peft_folder
 from megaswift.errors import ConfigError, WeightsError
 from tests.bridge.folders import plan_of
 from tests.parity import lora
@@ -152,7 +152,7 @@ def test_new_adapters_change_nothing_and_load_in_peft(pool: Pool, references: Re
     )
     adapter = lora.make_adapter(task.folder, tmp_path / "a", ALL, use_dora=True)
     plan = PeftFolder(adapter).plan(plan_of(task.folder))
-    write_adapter(tmp_path / "b", plan, lora.read_adapter(adapter).items(), str(task.folder))
+    write_peft_folder(tmp_path / "b", plan, lora.read_adapter(adapter).items(), str(task.folder))
     ids, found = torch.arange(4, 24)[None], []
     for folder in (adapter, tmp_path / "b"):
         model = AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.float32)

@@ -49,13 +49,13 @@ def measure(rank: int, world: int, task: Task) -> tuple[float, dict[str, Tensor]
     """(loss, gradients, exported weights) on the ranks."""
     from megaswift.config import SwiftConfig
     from megaswift.families import load_spec
-    from megaswift.families.scalar_head import with_score
+    from megaswift.families.scalar_head import with_scalar_head
     from megaswift.parallel.layout import Layout
     from megaswift.trainers.engines import make_engine, start_context
 
     cfg = SwiftConfig(task="sft", model=str(task.folder), seed=SEED, **task.case.config(**task.options))
     context = start_context(cfg.replace(ddp_timeout=60), Layout.from_config(cfg.parallel, world))
-    engine: Any = make_engine(cfg, with_score(load_spec(task.folder)), task.folder, context)
+    engine: Any = make_engine(cfg, with_scalar_head(load_spec(task.folder)), task.folder, context)
     engine.load_hf(task.folder)
     weights = full(engine.hf_weights())
     loss = engine.accumulate(

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.engine.megatron.layers.choice import own_attention
+from megaswift.engine.megatron.layers.choice import unsupported_by_te_attention
 from megaswift.families import FAMILIES, family_of
 from tests.parity import cover_te
 from tests.parity.cases import Case, parse
@@ -99,7 +99,9 @@ def test_modules_are_transformer_engines(te_pool: Pool, models: Path) -> None:
         raw = json.loads((models / name / "config.json").read_text())
         assert not found[name] & {"ColumnParallelLinear", "RowParallelLinear", "NormColumnParallelLinear"}, name
         assert not found[name] & {"TorchNorm", "QKNorm", "ReplicatedLinear", "ResidualLinear"}, name
-        attention = "TorchAttention" if own_attention(family_of(raw).spec(raw)) else "TEDotProductAttention"
+        attention = (
+            "TorchAttention" if unsupported_by_te_attention(family_of(raw).spec(raw)) else "TEDotProductAttention"
+        )
         assert found[name] & {"TorchAttention", "TEDotProductAttention"} == {attention}, name
         assert ("TEGroupedMLP" in found[name]) == is_moe(name) and "SequentialMLP" not in found[name], name
 

@@ -317,7 +317,7 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     """The engine's numbers of the first global batch, then of `steps` steps; on rank 0."""
     from megaswift.config import SwiftConfig
     from megaswift.engine.torch.strategy import GRADIENT, WEIGHT
-    from megaswift.families.unlisted import any_spec
+    from megaswift.families.unlisted import spec_of_any_model
     from megaswift.parallel.layout import Layout
     from megaswift.trainers.build import RunBuilder
     from megaswift.trainers.engines import start_context
@@ -334,7 +334,7 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
         task="sft", model=str(task.folder), dataset=[str(task.data)], engine=task.engine, **options | dict(task.options)
     )
     context = start_context(cfg, Layout.from_config(cfg.parallel, world))
-    build: Any = RunBuilder(cfg, any_spec(task.folder), task.folder, context, None)
+    build: Any = RunBuilder(cfg, spec_of_any_model(task.folder), task.folder, context, None)
     source, _ = build.data()
     engine = build.engine(fresh=True, total_steps=1)
     first = source.next()

@@ -12,8 +12,8 @@ import pytest
 
 from megaswift.errors import RewardError
 from megaswift.rewards import code_reward
-from megaswift.rewards.code_reward import program_of
-from megaswift.rewards.code_tests import read_tests, same_answer
+from megaswift.rewards.code_reward import extract_program
+from megaswift.rewards.code_tests import answers_match, read_tests
 from megaswift.rewards.contract import RewardOptions
 from tests.rewards.samples import judged, said
 
@@ -128,8 +128,15 @@ def test_all_or_nothing_and_messages() -> None:
 
 
 def test_the_last_block_is_the_program() -> None:
-    assert program_of("```py\na\n```\n```\nb\n```\ntext") == "b\n" and program_of("```Python3 \r\na\n```") == "a\n"
-    assert program_of("```cpp\na\n```") is None and program_of("```python\na") is None and program_of("a") is None
+    assert (
+        extract_program("```py\na\n```\n```\nb\n```\ntext") == "b\n"
+        and extract_program("```Python3 \r\na\n```") == "a\n"
+    )
+    assert (
+        extract_program("```cpp\na\n```") is None
+        and extract_program("```python\na") is None
+        and extract_program("a") is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +155,7 @@ def test_the_last_block_is_the_program() -> None:
     ],
 )
 def test_values_that_are_the_same(one: Any, other: Any, equal: bool) -> None:
-    assert same_answer(one, other) is equal
+    assert answers_match(one, other) is equal
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 
 from megaswift.rollout.backends.vllm_sampler import too_wide
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler
-from megaswift.rollout.vllm_package import room_for
+from megaswift.rollout.vllm_package import max_lora_rank_for
 
 SAMPLING = SamplingParams(3, temperature=0.5, top_k=4, stop_token_ids=(7,))
 
@@ -141,7 +141,7 @@ def test_a_build_without_sleep_keeps_its_memory(vllm: None, tmp_path: Path, monk
 
 
 def test_adapters_that_fit_into_no_vllm() -> None:
-    assert [room_for(rank) for rank in (1, 2, 8, 33, 257, 512)] == [1, 8, 8, 64, 320, 512]
+    assert [max_lora_rank_for(rank) for rank in (1, 2, 8, 33, 257, 512)] == [1, 8, 8, 64, 320, 512]
     assert too_wide(SamplerOptions(lora_rank=512)) == []
     [problem] = too_wide(SamplerOptions(lora_rank=513))
     assert "exceed vLLM's maximum LoRA rank (512)" in problem.rule

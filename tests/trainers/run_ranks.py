@@ -43,7 +43,7 @@ class Seen:
 def go(rank: int, world: int, job: Job) -> Seen | None:
     """The run; None on the native engine."""
     os.environ.update(job.environ)
-    from megaswift.config import load
+    from megaswift.config import load_config
     from megaswift.trainers import session
     from megaswift.trainers.engine_choice import resolve_engine
     from megaswift.trainers.run import preflight, run_training
@@ -58,7 +58,7 @@ def go(rank: int, world: int, job: Job) -> Seen | None:
             found.append(look(loop.engine) if hasattr(loop.engine, "strategy") else None)
 
     session.Session = Watched  # type: ignore[misc]  # this process ends with the job
-    cfg = resolve_engine(load("sft", job.words, complete=True), world)
+    cfg = resolve_engine(load_config("sft", job.words, complete=True), world)
     preflight(cfg, world)
     run_training(cfg)
     return found[0]

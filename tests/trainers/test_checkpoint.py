@@ -19,7 +19,7 @@ from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.flops import FlopRule
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.loop import Loop
-from megaswift.trainers.metrics import Metrics, Speed, read_lines
+from megaswift.trainers.metrics import Metrics, SpeedRule, read_lines
 from tests.trainers.tiny import tiny_loop
 
 MODEL = {"family": "tiny", "num_layers": 2}
@@ -35,7 +35,7 @@ CLOCK = {
 
 def loop_in(folder: Path, steps: int, *extra: Hook, every: int | None = 3, seed: int = 0) -> Loop:
     hooks = [
-        Metrics(folder / "metrics.jsonl", 2, Speed([FlopRule(1, 1)], 1, 1), "label_weight"),
+        Metrics(folder / "metrics.jsonl", 2, SpeedRule([FlopRule(1, 1)], 1, 1), "label_weight"),
         *extra,
         CheckpointHook(CheckpointStore(folder / "checkpoints"), every, None, {"model": MODEL, "config": {}}),
     ]

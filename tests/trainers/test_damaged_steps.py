@@ -13,20 +13,20 @@ import pytest
 import torch
 
 from megaswift.bridge import megatron_to_hf
-from megaswift.bridge.compare import ComparedWeights
-from megaswift.bridge.hf_to_megatron import ToMegatronOptions, hf_to_megatron
+from megaswift.bridge.compare_weights import ComparedWeights
+from megaswift.bridge.hf_to_megatron import HfToMegatronOptions, hf_to_megatron
 from megaswift.bridge.merge import merge_folders
-from megaswift.bridge.open_weights import open_weights
+from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
 from megaswift.cli import main
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import CheckpointError
 from megaswift.families import step_manifest
 from megaswift.families.model_source import locate_model
-from megaswift.inference.precheck import model_folder
+from megaswift.inference.precheck import locate_generation_model
 from megaswift.trainers import checkpoint_store, outputs
-from megaswift.trainers.verified_steps import checked_folder, first_intact
+from megaswift.trainers.verified_steps import first_intact, verified_model_folder
 from tests.bridge.folders import make
 from tests.parity.pool import RankError
 from tests.trainers.inputs import write_inputs
@@ -40,7 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output directory with the steps 4 and 8 of one model."""
     root = tmp_path_factory.mktemp("whole")
     converted, store = root / "converted", checkpoint_store.CheckpointStore(root / "run" / "checkpoints")
-    hf_to_megatron(make("dense", root), converted, ToMegatronOptions({"tp": 1}))
+    hf_to_megatron(make("dense", root), converted, HfToMegatronOptions({"tp": 1}))
     for step in (4, 8):
         folder = store.begin(step)
         shutil.copytree(converted, folder / "engine", ignore=shutil.ignore_patterns("model"))
@@ -79,8 +79,8 @@ def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path)
         lambda: open_weights(bad / "model"),
         lambda: megatron_to_hf.megatron_to_hf(bad, tmp_path / "hf"),
         lambda: locate_model(options),
-        lambda: model_folder(options),
-        lambda: checked_folder(load("sft", ["--model", str(bad), "--dataset", "d.jsonl"]), bad / "model"),
+        lambda: locate_generation_model(options),
+        lambda: verified_model_folder(load_config("sft", ["--model", str(bad), "--dataset", "d.jsonl"]), bad / "model"),
     ]
     for read in readers:
         with pytest.raises(CheckpointError, match=r"__0_0.distcp: its content changed(.|\n)*another step.*step-4"):
@@ -89,8 +89,8 @@ def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path)
     good, words = str(step(out, 4)), ["--model", str(step(out, 4)), "--dataset", "d.jsonl", "--train_type", "lora"]
     for read in (
         lambda: PeftFolder(bad / "adapter"),
-        lambda: model_folder(WeightsOptions(model=good, adapters=added)),
-        lambda: checked_folder(load("sft", [*words, "--adapters", added]), step(out, 4) / "model"),
+        lambda: locate_generation_model(WeightsOptions(model=good, adapters=added)),
+        lambda: verified_model_folder(load_config("sft", [*words, "--adapters", added]), step(out, 4) / "model"),
         lambda: merge_folders(good, added, tmp_path / "hf"),
     ):
         with pytest.raises(CheckpointError, match=r"adapter_config.json: its content changed"):
@@ -107,8 +107,8 @@ def test_of_a_run_the_newest_intact_step_is_taken(out: Path, tmp_path: Path, cap
     flip(step(out, 8) / FILE)
     assert locate_model(WeightsOptions(model=str(out))) == step(out, 4) / "model"
     assert "step-8 is damaged and is not used" in capsys.readouterr().err
-    cfg = load("sft", ["--model", str(out), "--dataset", "d.jsonl"])
-    assert checked_folder(cfg, locate_model(cfg.model, verify=False)) == step(out, 4) / "model"
+    cfg = load_config("sft", ["--model", str(out), "--dataset", "d.jsonl"])
+    assert verified_model_folder(cfg, locate_model(cfg.model, verify=False)) == step(out, 4) / "model"
     assert main(["convert", "megatron-to-hf", str(out), str(tmp_path / "hf")]) == 0
     good = open_weights(step(out, 4))
     assert all(torch.equal(open_weights(tmp_path / "hf").slice(name), good.slice(name)) for name in good.names())
@@ -139,12 +139,12 @@ def test_a_history_is_not_started_over(harm: str, out: Path) -> None:
         else:
             shutil.rmtree(step(out, number))
     words = ["--model", "m", "--dataset", "d", "--output_dir", str(out)]
-    problems = outputs.check_output_folder(load("sft", [*words, "--resume_from_checkpoint", "latest"]))
+    problems = outputs.check_output_folder(load_config("sft", [*words, "--resume_from_checkpoint", "latest"]))
     assert len(problems) == 1 and "--overwrite_output_dir true" in problems[0].fix
     assert problems[0].rule.startswith(
         "has no usable checkpoint" if harm == "manifests" else "has no checkpoint, but latest.json"
     )
-    assert outputs.check_output_folder(load("sft", [*words, "--overwrite_output_dir", "true"])) == []
+    assert outputs.check_output_folder(load_config("sft", [*words, "--overwrite_output_dir", "true"])) == []
     with pytest.raises(CheckpointError):
         open_weights(out)
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from megaswift import entry
-from megaswift.disk import safetensors_to
+from megaswift.disk import safetensors_disk_errors
 from megaswift.errors import CheckpointError, StorageError, storage_error
 from megaswift.trainers import checkpoint
 from megaswift.trainers.metrics import JsonLines
@@ -68,7 +68,7 @@ def test_a_full_disk_under_safetensors(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
-        with pytest.raises(OSError) as raised, safetensors_to(tmp_path / "x"):
+        with pytest.raises(OSError) as raised, safetensors_disk_errors(tmp_path / "x"):
             save_file({"a": torch.zeros(5000)}, tmp_path / "x")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

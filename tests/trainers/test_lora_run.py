@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megaswift.bridge.adapters import PREFIX
-from megaswift.bridge.torch_dist_index import read_index
+from megaswift.bridge.adapter_plan import PREFIX
+from megaswift.bridge.torch_dist_index import read_torch_dist_metadata
 from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import logits, write_conversations, write_inputs, write_model
 from tests.trainers.runs import finish, run, start
@@ -84,7 +84,7 @@ def test_a_checkpoint_without_base_weights_goes_on_elsewhere(
 ) -> None:
     out, _ = whole
     step = out / "checkpoints" / "step-2"
-    index = read_index(step / "engine")
+    index = read_torch_dist_metadata(step / "engine")
     assert isinstance(index, Metadata)
     kinds = ("exp_avg", "exp_avg_sq", "param")
     names = {key.removeprefix(f"optimizer.state.{kind}.") for key in index.state_dict_metadata for kind in kinds}

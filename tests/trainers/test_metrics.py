@@ -12,7 +12,7 @@ from megaswift.engine.protocol import StepResult
 from megaswift.trainers.flops import FlopRule
 from megaswift.trainers.hook import Hook, Step
 from megaswift.trainers.loop import length_squares
-from megaswift.trainers.metrics import JsonLines, Metrics, Speed, drop_after, json_value, read_lines
+from megaswift.trainers.metrics import JsonLines, Metrics, SpeedRule, json_value, read_lines, truncate_lines_after
 from tests.trainers.tiny import batch, tiny_loop
 
 FIELDS = [
@@ -50,7 +50,7 @@ RULE = FlopRule(parameters=7_000_000_000, attention=1_000_000)
 
 
 def metrics(path: Path, every: int, peak: float | None = None, beside: tuple[FlopRule, ...] = ()) -> Metrics:
-    return Metrics(path, every, Speed([RULE, *beside], devices=4, replicas=2, peak_tflops=peak), "label_weight")
+    return Metrics(path, every, SpeedRule([RULE, *beside], devices=4, replicas=2, peak_tflops=peak), "label_weight")
 
 
 def feed(hook: Metrics, *steps: Step, total: int = 99) -> list[dict]:
@@ -143,10 +143,10 @@ def test_lines_past_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text("".join(json_value({"step": i, "loss": i / 3}) + "\n" for i in (2, 4, 6, 8)) + '{"step": 10, "lo')
     before = path.read_text().splitlines()
-    assert drop_after(path, 4) == 2
+    assert truncate_lines_after(path, 4) == 2
     assert path.read_text().splitlines() == before[:2]  # kept lines keep every digit; the torn one is gone
-    assert drop_after(path, 4) == 0
-    assert drop_after(tmp_path / "none.jsonl", 5) == 0
+    assert truncate_lines_after(path, 4) == 0
+    assert truncate_lines_after(tmp_path / "none.jsonl", 5) == 0
 
 
 def test_a_resumed_run_leaves_earlier_lines_as_they_were(tmp_path: Path) -> None:

@@ -12,7 +12,10 @@ from megaswift.trainers import out_of_memory
 
 
 def flags(cfg: SwiftConfig, experts: int = 0) -> list[str]:
-    return [text.split()[0] + " " + text.split()[1].rstrip(":,") for text in out_of_memory.advice(cfg, experts)]
+    return [
+        text.split()[0] + " " + text.split()[1].rstrip(":,")
+        for text in out_of_memory.out_of_memory_advice(cfg, experts)
+    ]
 
 
 def test_advice_is_in_the_order_of_its_cost() -> None:

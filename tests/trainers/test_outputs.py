@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config import SwiftConfig, load
+from megaswift.config import SwiftConfig, load_config
 from megaswift.trainers.outputs import OutputFolder, check_output_folder, prepare_output_folder
 from megaswift.version import __version__
 
@@ -96,7 +96,9 @@ def test_a_file_in_the_way_is_named(tmp_path: Path, below: str) -> None:
 def test_config_yaml_repeats_the_run(tmp_path: Path) -> None:
     made = config(tmp_path, learning_rate=3e-5, tp=2, max_steps=7, columns={"a": "query"})
     prepare_output_folder(made)
-    assert load("sft", [str(OutputFolder(tmp_path).config)]).to_dict() == made.to_dict()
+    assert load_config("sft", [str(OutputFolder(tmp_path).config)]).to_dict() == made.to_dict()
     first = OutputFolder(tmp_path).config.read_text().partition("\n")[0]
     assert first == f"# The resolved configuration of this run, written by megaswift {__version__}."
-    assert not [line for line in load("sft", [str(OutputFolder(tmp_path).config)]).notices if "written by" in line]
+    assert not [
+        line for line in load_config("sft", [str(OutputFolder(tmp_path).config)]).notices if "written by" in line
+    ]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megaswift.trainers.metrics import read_lines
-from megaswift.trainers.rl.generation import seeds
+from megaswift.trainers.rl.generation import completion_seeds
 from tests.parity.lora import ATTENTION, MLP, make_adapter
 from tests.trainers import played
 from tests.trainers.trl_steps import ARGUMENTS, trained
@@ -186,7 +186,7 @@ def of_trl(folder: Path, case: Case, model: str = "model") -> Curve:
     generations: list[int] = []
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        made = [played.played(seed, case.length) for seed in seeds(SEED, len(generations), len(prompts))]
+        made = [played.played(seed, case.length) for seed in completion_seeds(SEED, len(generations), len(prompts))]
         generations.append(len(prompts))
         return {
             "prompt_ids": [

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megaswift.trainers.metrics import read_lines
-from megaswift.trainers.rl.generation import seeds
+from megaswift.trainers.rl.generation import completion_seeds
 from tests.trainers import played
 from tests.trainers.test_policy_trajectories import SLOW
 
@@ -149,7 +149,7 @@ def generation(number: int, rows: Sequence[dict[str, Any]], models: tuple[Any, A
     """The completions of these rows, before the first step on them."""
     policy, reference, critic = models
     made = []
-    for seed, row in zip(seeds(SEED, number, len(rows)), rows, strict=True):
+    for seed, row in zip(completion_seeds(SEED, number, len(rows)), rows, strict=True):
         said = [*played.played(seed).token_ids]
         prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
         digits = [int(d) for d in tokenizer.decode(said, skip_special_tokens=True) if d.isdigit()]

@@ -1,7 +1,7 @@
 """A reference that is asked once before training: the numbers find their rows, and runs are those of a reference that
 is kept.
 
-Covers: megaswift/trainers/reference.py.
+Covers: megaswift/trainers/batch_transforms.py.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.config import load
+from megaswift.config import load_config
 from megaswift.data.documents import Documents
-from megaswift.data.loader import EvalSource, LoaderGeometry
+from megaswift.data.loader import EvaluationSource, LoaderGeometry
 from megaswift.data.preference_batches import PreferenceDataset
 from megaswift.data.preferences import Preferences
 from megaswift.losses.contract import Batch, ModelOutputs, Needs
+from megaswift.trainers.batch_transforms import batch_transform, forward_passes
 from megaswift.trainers.metrics import read_lines
 from megaswift.trainers.precomputed_reference import score_dataset
-from megaswift.trainers.reference import batch_transform, forward_passes
 from tests.trainers.inputs import preference_inputs, write_preferences
 from tests.trainers.runs import run
 
@@ -90,7 +90,7 @@ def by_token(batches: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("packing", [True, False])
 def test_numbers_find_their_rows(packing: bool) -> None:
     rows = PreferenceDataset(units(9), packing)
-    once = EvalSource(rows, LoaderGeometry(per_device=2, accumulation=2), shape=shape())
+    once = EvaluationSource(rows, LoaderGeometry(per_device=2, accumulation=2), shape=shape())
     known = score_dataset(once, by_token, "tests")
     assert len(known.samples) == 9 and len(known.values) < int(rows.docs.labels.sum())
     for numbers in ([[3, 0], [13, 5]], [[7], [1, 2, 9]]):  # other micro-batches than were scored
@@ -135,7 +135,7 @@ def test_a_reference_is_asked_once_about_both_sides_of_all_pairs(words: str, pas
     policy."""
     task, *options = words.split()
     cfg, rows, engine = (
-        load(task, options, environ={}),
+        load_config(task, options, environ={}),
         PreferenceDataset(units(4) if task == "dpo" else judged(6), True),
         Asked(),
     )
@@ -155,7 +155,7 @@ def judged(count: int) -> Preferences:
 
 def test_other_data_are_noticed() -> None:
     rows = PreferenceDataset(units(4), True)
-    known = score_dataset(EvalSource(rows, LoaderGeometry(per_device=2), shape()), by_token, "tests")
+    known = score_dataset(EvaluationSource(rows, LoaderGeometry(per_device=2), shape()), by_token, "tests")
     batch = rows.batches([[rows.read(0)]], shape(), False)[0]
     assert batch.sample_ids is not None
     with pytest.raises(AssertionError, match="other data"):

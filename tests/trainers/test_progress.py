@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megaswift.trainers.flops import FlopRule
-from megaswift.trainers.metrics import Metrics, Speed
-from megaswift.trainers.progress import Progress, duration_text, print_line, short_number
+from megaswift.trainers.metrics import Metrics, SpeedRule
+from megaswift.trainers.progress import Progress, duration_text, print_line, progress_figures
 from tests.trainers.tiny import tiny_loop
 
 
@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 
 
 def shown(stream: io.StringIO, path, steps: int = 5, every: float = 0.0) -> str:  # noqa: ANN001
-    tiny_loop(steps, Metrics(path, 1, Speed([FlopRule(1, 1)], 1, 1), "label_weight"), Progress(stream, every)).run()
+    tiny_loop(steps, Metrics(path, 1, SpeedRule([FlopRule(1, 1)], 1, 1), "label_weight"), Progress(stream, every)).run()
     return stream.getvalue()
 
 
@@ -53,7 +53,7 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_a_loss_that_is_not_finite_is_shown() -> None:
     assert (
-        short_number({"loss": None, "learning_rate": 1e-5, "tokens_per_second": 1234.5})
+        progress_figures({"loss": None, "learning_rate": 1e-5, "tokens_per_second": 1234.5})
         == "loss nan  lr 1.00e-05  1,234 tokens/s"
     )
 

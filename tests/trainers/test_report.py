@@ -212,7 +212,7 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None
 )
 def test_a_narrow_range_has_no_two_labels_alike(low: float, high: float) -> None:
     values = charts.axis_ticks(low, high, 4)
-    texts = charts.labels(values)
+    texts = charts.axis_labels(values)
     assert len(set(texts)) == len(values) >= 3
     for value, text in zip(values, texts, strict=True):
         read = float(text.rstrip("kM")) * {"k": 1e3, "M": 1e6}.get(text[-1], 1.0)
@@ -220,9 +220,9 @@ def test_a_narrow_range_has_no_two_labels_alike(low: float, high: float) -> None
 
 
 def test_labels_of_a_wide_range_stay_short() -> None:
-    assert charts.labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
-    assert charts.labels([0.0, 1e-5, 2e-5]) == ["0", "1e-05", "2e-05"]
-    assert charts.labels([10000.0, 20000.0]) == ["10k", "20k"]
+    assert charts.axis_labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
+    assert charts.axis_labels([0.0, 1e-5, 2e-5]) == ["0", "1e-05", "2e-05"]
+    assert charts.axis_labels([10000.0, 20000.0]) == ["10k", "20k"]
 
 
 def test_a_gap_does_not_move_the_axis() -> None:

@@ -95,10 +95,10 @@ def held_out(inputs: list[str], out: Path) -> list[list[dict[str, str]]]:
     """The conversations that the run held out: asked of the data layer, whose own tests cover the split."""
     from transformers import AutoTokenizer
 
-    from megaswift.config import load
+    from megaswift.config import load_config
     from megaswift.data.build import load_documents
 
-    cfg = load("sft", [str(out / "config.yaml")])
+    cfg = load_config("sft", [str(out / "config.yaml")])
     tokenizer = AutoTokenizer.from_pretrained(inputs[1])
     _, held = load_documents(cfg.data, cfg.train, tokenizer)
     assert held is not None

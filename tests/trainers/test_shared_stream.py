@@ -58,7 +58,7 @@ def shared(rank: int, world: int, asked: tuple[Path, int, str, bool]) -> dict[st
     geometry = LoaderGeometry(rank % dp, dp, 1, 4 // dp)
     dist.init_process_group("gloo")
     (made, sizes), (again, _) = stream(path, geometry, task, packing), stream(path, geometry, task, packing)
-    made.spread = again.spread = distributed.split_work
+    made.spread = again.spread = distributed.map_over_ranks
     found = steps(made, STEPS)
     texts, state = sum(sizes), made.state_dict()
     again.load_state_dict(state)

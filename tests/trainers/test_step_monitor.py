@@ -166,4 +166,4 @@ def test_engines_name_the_samples_of_their_parts() -> None:
     ],
 )
 def test_the_status_of_a_failed_run_has_its_reason_in_one_line(error: UserError, said: str) -> None:
-    assert session.reason(error, "step 7") == said
+    assert session.failure_reason(error, "step 7") == said

@@ -10,7 +10,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.trainers import torch_checks
-from megaswift.trainers.torch_checks import machine_problems
+from megaswift.trainers.torch_checks import torch_engine_machine_problems
 from tests.parity.models import build
 from tests.trainers.inputs import write_model
 from tests.trainers.test_preflight import problems
@@ -34,7 +34,7 @@ def test_a_machine_without_a_gpu(options: dict[str, Any], said: list[str], monke
     monkeypatch.setattr(
         torch_checks, "find_spec", lambda name: None if name in ("flash_attn", "liger_kernel") else object()
     )
-    found = [str(p) for p in machine_problems(SwiftConfig(engine="ddp", **options))]
+    found = [str(p) for p in torch_engine_machine_problems(SwiftConfig(engine="ddp", **options))]
     assert len(found) == len(said)
     for text, part in zip(found, said, strict=True):
         name = next(iter(options))
@@ -45,9 +45,9 @@ def test_a_machine_with_one_and_without_packages(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch_checks, "has_gpu", lambda: True)
     for options, said in CASES:
         monkeypatch.setattr(torch_checks, "find_spec", lambda name: object())
-        assert machine_problems(SwiftConfig(engine="ddp", **options)) == []
+        assert torch_engine_machine_problems(SwiftConfig(engine="ddp", **options)) == []
         monkeypatch.setattr(torch_checks, "find_spec", lambda name: None)
-        found = [str(p) for p in machine_problems(SwiftConfig(engine="ddp", **options))]
+        found = [str(p) for p in torch_engine_machine_problems(SwiftConfig(engine="ddp", **options))]
         needs = [s for s in said if "package" in s] or {"adamw_8bit": ["bitsandbytes"]}.get(
             str(options.get("optimizer")), []
         )
@@ -60,18 +60,21 @@ def test_butterflies_that_peft_would_leave_out(monkeypatch: pytest.MonkeyPatch) 
     rule = "would be 1: more needs PEFT's CUDA extension (a GPU, nvcc and ninja)"
     for gpu, said in ((False, [f"--boft_n_butterfly_factor 2: {rule}\n    try: leave it out"]), (True, [])):
         monkeypatch.setattr(torch_checks, "has_gpu", lambda gpu=gpu: gpu)
-        assert [str(p).split(": PEFT")[0] for p in machine_problems(two)] == said
-        assert machine_problems(SwiftConfig(engine="ddp", train_type="boft")) == []
+        assert [str(p).split(": PEFT")[0] for p in torch_engine_machine_problems(two)] == said
+        assert torch_engine_machine_problems(SwiftConfig(engine="ddp", train_type="boft")) == []
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    assert len(machine_problems(two)) == 1
+    assert len(torch_engine_machine_problems(two)) == 1
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_checks, "has_gpu", lambda: False)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert "aot_eager" in str(machine_problems(SwiftConfig(engine="ddp", torch_compile=True))[0])
-    assert machine_problems(SwiftConfig(engine="ddp", torch_compile=True, torch_compile_backend="aot_eager")) == []
+    assert "aot_eager" in str(torch_engine_machine_problems(SwiftConfig(engine="ddp", torch_compile=True))[0])
+    assert (
+        torch_engine_machine_problems(SwiftConfig(engine="ddp", torch_compile=True, torch_compile_backend="aot_eager"))
+        == []
+    )
 
 
 def test_losses_of_routers_need_routers(tmp_path: Path) -> None:

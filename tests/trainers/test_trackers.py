@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megaswift.trainers.flops import FlopRule
-from megaswift.trainers.metrics import Metrics, Speed, read_lines
-from megaswift.trainers.trackers import WRITER_THREAD, TensorBoard, scalars_of, trackers
+from megaswift.trainers.metrics import Metrics, SpeedRule, read_lines
+from megaswift.trainers.trackers import WRITER_THREAD, TensorBoard, scalars_of, tracker_hooks
 from tests.sources import ROOT
 from tests.trainers.tiny import tiny_loop
 
@@ -26,7 +26,7 @@ def test_events_are_the_lines(tmp_path: Path) -> None:
 
     tiny_loop(
         4,
-        Metrics(tmp_path / "m.jsonl", 2, Speed([FlopRule(1, 1)], 1, 1), "label_weight"),
+        Metrics(tmp_path / "m.jsonl", 2, SpeedRule([FlopRule(1, 1)], 1, 1), "label_weight"),
         TensorBoard(tmp_path / "runs"),
     ).run()
     events = EventAccumulator(str(tmp_path / "runs")).Reload()
@@ -44,9 +44,9 @@ def test_only_numbers_are_sent() -> None:
 
 
 def test_report_to_chooses(tmp_path: Path) -> None:
-    assert [type(h).__name__ for h in trackers(("tensorboard",), tmp_path, {})] == ["TensorBoard"]
-    assert trackers((), tmp_path, {}) == []
-    assert [type(h).__name__ for h in trackers(("wandb",), tmp_path, {})] == ["WandB"]
+    assert [type(h).__name__ for h in tracker_hooks(("tensorboard",), tmp_path, {})] == ["TensorBoard"]
+    assert tracker_hooks((), tmp_path, {}) == []
+    assert [type(h).__name__ for h in tracker_hooks(("wandb",), tmp_path, {})] == ["WandB"]
 
 
 def records(data: bytes) -> Iterator[bytes]:

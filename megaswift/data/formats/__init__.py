@@ -85,7 +85,7 @@ def known_formats(task: str) -> str:
     return "; ".join(f"{f.name}: {f.columns()}" for f in _ordered(FORMATS) if task in f.tasks)
 
 
-def recognize(row: Row, task: str) -> Format:
+def recognize_format(row: Row, task: str) -> Format:
     """The format of a row; RowError that lists the known ones when its columns fit none."""
     present = {k for k, v in row.items() if v is not None}
     fitting = _ordered(
@@ -111,7 +111,7 @@ class UnknownFormat(RowError):
     def __init__(self, row: Row, task: str) -> None:
         known = f"one of {known_formats(task)} (rename columns with --columns)"
         super().__init__(", ".join(row) or "(none)", "no format has these columns", known)
-        self.fix = suggestion(row, task)
+        self.fix = columns_suggestion(row, task)
 
     @property
     def where(self) -> str:
@@ -129,7 +129,7 @@ def _again(column: str, found: str, expected: str, fix: str) -> RowError:
     return error
 
 
-def suggestion(row: Row, task: str) -> str:
+def columns_suggestion(row: Row, task: str) -> str:
     """`--columns question=query answer=response` where the row's columns are known by other names; else nothing."""
     lower = {name.lower().replace(" ", "_"): name for name, value in reversed(list(row.items())) if value is not None}
     for wanted in SUGGESTED.get(task, SUGGESTED["rl" if task in RL else "preference"]):
@@ -152,6 +152,6 @@ def _fits(new: str, value: Any) -> bool:
 
 def sample_of(row: Row, task: str) -> Sample:
     """The sample of a row, for a task whose formats give one."""
-    sample = recognize(row, task).parse(row)
+    sample = recognize_format(row, task).parse(row)
     assert isinstance(sample, Sample)
     return sample

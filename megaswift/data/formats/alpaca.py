@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.formats.query_response import rounds
+from megaswift.data.formats.query_response import history_messages
 from megaswift.data.sample import Sample, conversation, text_in_column
 
 
@@ -12,7 +12,7 @@ def parse(row: Row) -> Sample:
     question = "\n".join(
         t for t in (text_in_column(row, "instruction"), text_in_column(row, "input", optional=True)) if t
     )
-    messages = rounds(row) + [
+    messages = history_messages(row) + [
         {"role": "user", "content": question},
         {"role": "assistant", "content": text_in_column(row, "output")},
     ]

@@ -24,7 +24,7 @@ def parse(row: Row) -> PreferenceExample:
     return make_pair(chosen, rejected, number_in_column(row), ("chosen", "rejected"))
 
 
-def parse_list(row: Row) -> PreferenceExample:
+def parse_output_pair(row: Row) -> PreferenceExample:
     """The same, from a list of two."""
     answers = row["output"]
     if len(answers) != 2 or not all(isinstance(a, str) for a in answers):
@@ -43,5 +43,5 @@ FORMATS.register(
 )
 FORMATS.register(
     "alpaca preference (list)",
-    Format("alpaca preference", ("instruction", "output"), parse_list, OPTIONAL, PAIRS, _list, rank=-4),
+    Format("alpaca preference", ("instruction", "output"), parse_output_pair, OPTIONAL, PAIRS, _list, rank=-4),
 )

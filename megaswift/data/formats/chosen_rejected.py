@@ -19,7 +19,7 @@ from megaswift.data.preference_rows import (
     number_in_column,
     plain_texts,
 )
-from megaswift.data.sample import Sample, conversation, plain_row, text_in_column, text_or_messages, with_system
+from megaswift.data.sample import Sample, check_plain_row, conversation, text_in_column, text_or_messages, with_system
 
 
 def _said(value: str | Sample, role: str) -> Sample:
@@ -51,7 +51,7 @@ def parse(row: Row) -> PreferenceExample:
             if chosen != rejected:
                 prompt = prompt.removesuffix(" ")
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-        plain_row(row)
+        check_plain_row(row)
         return plain_texts(prompt, {"chosen": chosen, "rejected": rejected}, number_in_column(row))
     return make_pair(
         _joined(row, prompt, chosen), _joined(row, prompt, rejected), number_in_column(row), ("chosen", "rejected")
@@ -62,7 +62,7 @@ def parse_labeled(row: Row) -> PreferenceExample:
     """A labeled completion."""
     prompt, answer = text_or_messages(row, "prompt"), text_or_messages(row, "completion")
     if isinstance(prompt, str) and isinstance(answer, str):
-        plain_row(row)
+        check_plain_row(row)
         return plain_texts(prompt, {"completion": answer}, label_in_column(row))
     sample = _joined(row, prompt, answer)
     begin = None if _whole(answer) else len(sample.messages) - len(_said(answer, "assistant").messages)

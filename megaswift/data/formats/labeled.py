@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from megaswift.config.data import EXAMPLES
 from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.formats.rejected_response import conversation_of, is_chat
+from megaswift.data.formats.rejected_response import has_conversation, read_conversation
 from megaswift.data.preference_rows import PreferenceExample, label_in_column, make_example
 
 
 def parse(row: Row) -> PreferenceExample:
     """The completion is what follows the last question."""
-    return make_example(conversation_of(row), label_in_column(row), "messages")
+    return make_example(read_conversation(row), label_in_column(row), "messages")
 
 
 FORMATS.register(
     "messages + label",
-    Format("messages + label", ("label",), parse, ("tools", "system"), EXAMPLES, is_chat, 6, ("messages",)),
+    Format("messages + label", ("label",), parse, ("tools", "system"), EXAMPLES, has_conversation, 6, ("messages",)),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megaswift.config.data import RL
 from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import RowError, Sample, conversation, plain_row, text_in_column, text_or_messages
+from megaswift.data.sample import RowError, Sample, check_plain_row, conversation, text_in_column, text_or_messages
 
 
 def parse(row: Row) -> Sample:
@@ -14,7 +14,7 @@ def parse(row: Row) -> Sample:
     if isinstance(prompt, str):
         if not prompt.strip():
             raise RowError("prompt", "an empty prompt", "text for the model to continue, or messages")
-        plain_row(row)
+        check_plain_row(row)
         return Sample(text=prompt)
     if prompt.messages[-1]["role"] == "assistant":
         raise RowError(

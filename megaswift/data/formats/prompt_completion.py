@@ -10,9 +10,9 @@ from megaswift.data.formats import FORMATS, Format, Row
 from megaswift.data.sample import (
     RowError,
     Sample,
+    check_plain_row,
     conversation,
     describe_value,
-    plain_row,
     text_in_column,
     text_or_messages,
 )
@@ -22,7 +22,7 @@ def parse(row: Row) -> Sample:
     """The prompt and what follows it."""
     prompt, completion = text_or_messages(row, "prompt"), text_or_messages(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        plain_row(row)
+        check_plain_row(row)
         if not prompt:
             raise RowError(
                 "prompt", "an empty prompt", "text before the completion; for text without prompts: megaswift pt"

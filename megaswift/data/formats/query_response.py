@@ -8,7 +8,7 @@ from megaswift.data.formats import FORMATS, Format, Row
 from megaswift.data.sample import RowError, Sample, conversation, decode_json_cell, describe_value, text_in_column
 
 
-def rounds(row: Row) -> list[dict[str, Any]]:
+def history_messages(row: Row) -> list[dict[str, Any]]:
     """The messages of `history`."""
     history = decode_json_cell(row.get("history") or [], "history", "a list of [query, response]")
     if not isinstance(history, list):
@@ -23,7 +23,7 @@ def rounds(row: Row) -> list[dict[str, Any]]:
 
 def parse(row: Row) -> Sample:
     """History, then the query and its response."""
-    messages = rounds(row) + [
+    messages = history_messages(row) + [
         {"role": "user", "content": text_in_column(row, "query")},
         {"role": "assistant", "content": text_in_column(row, "response")},
     ]

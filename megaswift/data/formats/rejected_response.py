@@ -23,14 +23,14 @@ from megaswift.data.preference_rows import (
 from megaswift.data.sample import Sample, conversation, text_in_column, with_system
 
 
-def conversation_of(row: Row) -> Sample:
+def read_conversation(row: Row) -> Sample:
     """The conversation of a row without the columns of preferences, read as a row of SFT."""
     bare = {k: v for k, v in row.items() if k not in COLUMNS}
     return sample_of(bare, "sft")
 
 
 def _chosen(row: Row) -> Sample:
-    sample = conversation_of(row)
+    sample = read_conversation(row)
     if sample.messages[-1]["role"] != "assistant":
         raise PreferenceError(
             EMPTY,
@@ -64,7 +64,7 @@ def parse_messages(row: Row) -> PreferenceExample:
     )
 
 
-def is_chat(row: Row) -> bool:
+def has_conversation(row: Row) -> bool:
     """Whether a row holds a conversation of SFT beside the columns of preferences."""
     bare = {k for k, v in row.items() if v is not None and k not in COLUMNS}
     return any(bare.issuperset(f.required) and "sft" in f.tasks for f in FORMATS)
@@ -78,7 +78,7 @@ FORMATS.register(
         parse,
         ("margin", "tools", "system"),
         PAIRS,
-        is_chat,
+        has_conversation,
         -2,
         ("messages",),
     ),
@@ -91,7 +91,7 @@ FORMATS.register(
         parse_messages,
         ("margin", "tools", "system"),
         PAIRS,
-        is_chat,
+        has_conversation,
         -1,
         ("messages",),
     ),

@@ -16,13 +16,13 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from megaswift import distributed
-from megaswift.bridge.checkpoint_model import write_model
-from megaswift.bridge.export import FolderOptions, dtypes_in_source, export_hf
+from megaswift.bridge.checkpoint_model_folder import write_model_folder
+from megaswift.bridge.hf_export import FolderOptions, export_hf, source_dtypes
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.new_head import NEW, NewHead, new_head
-from megaswift.bridge.open_weights import open_weights
-from megaswift.bridge.peft_folder import write_adapter
-from megaswift.bridge.plan import WeightPlan
+from megaswift.bridge.open_weight_source import open_weights
+from megaswift.bridge.peft_folder import write_peft_folder
+from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.config import SwiftConfig
 from megaswift.config.transformer_engine_rules import missing_transformer_engine
 from megaswift.engine.megatron import forward_backward as passes
@@ -44,8 +44,8 @@ from megaswift.engine.megatron.model_config import transformer_config
 from megaswift.engine.megatron.offload import EngineOffload
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.sizes import measure_sizes
-from megaswift.engine.megatron.weights import RandomSource, RankWeights, freeze_matching
-from megaswift.engine.objective import Objective, count_global_batch, outputs_of, reduce_report
+from megaswift.engine.megatron.weights import RandomWeightSource, RankWeights, freeze_matching
+from megaswift.engine.objective import Objective, count_global_batch, fields_to_outputs, reduce_report
 from megaswift.engine.protocol import ParameterReport, StepResult
 from megaswift.engine.reference import ReferenceWeights
 from megaswift.errors import ConfigError, Problem
@@ -117,7 +117,7 @@ class MegatronEngine:
 
     def random_init(self, seed: int) -> None:
         """Weights from the seed and each tensor's name: the same under every layout."""
-        self._fill(RandomSource(self.plan, self.spec, seed))
+        self._fill(RandomWeightSource(self.plan, self.spec, seed))
 
     def _fill(self, source: object) -> None:
         self.weights.load(source)
@@ -143,7 +143,7 @@ class MegatronEngine:
         result = self.accumulate(microbatches, loss, whole_gradients=False)
         optim.set_group_rates(self.optimizer, lr, self.cfg.optim.weight_decay)
         norm, stepped = optim.optimizer_step(self.optimizer, self.cfg.optim.max_grad_norm)
-        falling = not stepped and optim.scale_can_fall(self.optimizer)
+        falling = not stepped and optim.can_lower_loss_scale(self.optimizer)
         return replace(result, grad_norm=norm, skipped=not stepped, loss_scale_falling=falling)
 
     def accumulate(self, microbatches: Sequence[Batch], loss: Loss, whole_gradients: bool = True) -> StepResult:
@@ -198,7 +198,7 @@ class MegatronEngine:
                 ]
             for tensor in outputs:
                 dist.broadcast(tensor, group=self.context.groups.pp, group_src=self.layout.pp - 1)
-        return [outputs_of(fields, needs) for fields in outputs]
+        return [fields_to_outputs(fields, needs) for fields in outputs]
 
     def hf_weights(self, dtype: torch.dtype | None = None, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. Adapters are merged in."""
@@ -268,7 +268,7 @@ class MegatronEngine:
         """Adapters and fully trained modules in float32, as PEFT saves them; rank 0 writes. Collective."""
         weights = self.adapter_weights()
         if self.rank == 0:
-            write_adapter(folder, self._adapters().plan, weights, base)
+            write_peft_folder(folder, self._adapters().plan, weights, base)
         else:
             for _ in weights:
                 pass
@@ -276,7 +276,7 @@ class MegatronEngine:
     def describe(self, target: Path, folder: Path) -> None:
         """config.json, the tokenizer and each tensor's dtype. On one rank."""
         source = None if self.cfg.model.random_init else folder
-        write_model(target, self.spec.hf_config, dtypes_in_source(self.plan, source), folder)
+        write_model_folder(target, self.spec.hf_config, source_dtypes(self.plan, source), folder)
 
     def offload(self, what: frozenset[str]) -> None:
         """Parts of the engine leave the device; gradients are dropped."""

@@ -18,10 +18,10 @@ from pathlib import Path
 from torch import Tensor
 
 from megaswift import distributed
-from megaswift.bridge.export import ExportContents, FolderOptions, close_export, export_contents
-from megaswift.bridge.hf_writer import HfFile, HfPart, HfWriter, plan_files
-from megaswift.bridge.plan import PlanGroup
-from megaswift.engine.megatron.weights import RankWeights, Route
+from megaswift.bridge.hf_export import ExportContents, FolderOptions, export_contents, finish_export
+from megaswift.bridge.hf_writer import HfFile, HfWriter, HfWriterPart, plan_files
+from megaswift.bridge.weight_plan import PlanGroup
+from megaswift.engine.megatron.weights import GatherRoute, RankWeights
 from megaswift.errors import ROOM, Problem, UserError
 
 
@@ -80,14 +80,14 @@ def export_from_ranks(weights: RankWeights, directory: Path, options: FolderOpti
     with ExitStack() as stack:
         for writer in begun:
             stack.enter_context(writer)
-        part = HfPart(directory, files, contents.tensors)
+        part = HfWriterPart(directory, files, contents.tensors)
         failures = _write_rounds(weights, part, contents, export_rounds(files, writers, weights.plan.by_hf))
-        distributed.wait_for_all(distributed.PATIENCE)
+        distributed.untimed_barrier(distributed.PATIENCE)
         distributed.raise_on_all_ranks(failures)
 
         def close() -> None:
             begun[0].added_elsewhere(contents.tensors)
-            close_export(begun[0], weights.plan, options)
+            finish_export(begun[0], weights.plan, options)
 
         distributed.run_on_rank0(close, hours=distributed.PATIENCE)
 
@@ -101,14 +101,14 @@ def _holders(weights: RankWeights) -> dict[str, list[int]]:
 
 
 def _write_rounds(
-    weights: RankWeights, part: HfPart, contents: ExportContents, rounds: Iterable[Sequence[ExportTask]]
+    weights: RankWeights, part: HfWriterPart, contents: ExportContents, rounds: Iterable[Sequence[ExportTask]]
 ) -> list[Problem]:
     """Every task of every rank; what this rank could not write. After a failure it goes on to send what others need."""
     failures: list[Problem] = []
     for tasks in rounds:
         own: list[tuple[ExportTask, dict[str, Tensor]]] = []
         for task in tasks:
-            route = Route(task.writer, distributed.PATIENCE)
+            route = GatherRoute(task.writer, distributed.PATIENCE)
             made = {} if task.group is None else dict(weights.stream_group(task.group, lambda p: p.data, route))
             if task.writer == weights.context.rank:
                 own.append((task, made))
@@ -117,7 +117,7 @@ def _write_rounds(
     return failures + _attempt(part, part.close)
 
 
-def _write(part: HfPart, contents: ExportContents, task: ExportTask, made: Mapping[str, Tensor]) -> None:
+def _write(part: HfWriterPart, contents: ExportContents, task: ExportTask, made: Mapping[str, Tensor]) -> None:
     for name in task.names:
         if name in made:
             part.add(name, made[name])
@@ -126,7 +126,7 @@ def _write(part: HfPart, contents: ExportContents, task: ExportTask, made: Mappi
             part.add(name, contents.stored.slice(name))
 
 
-def _attempt(part: HfPart, work: Callable[[], None]) -> list[Problem]:
+def _attempt(part: HfWriterPart, work: Callable[[], None]) -> list[Problem]:
     try:
         work()
     except UserError as error:

@@ -15,7 +15,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megaswift.engine.megatron.lora.layers import sum_partial_gradients
+from megaswift.engine.megatron.lora.layers import reduce_expert_adapter_gradients
 from megaswift.engine.megatron.microbatch import MicrobatchInputs, microbatch_inputs
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
@@ -85,7 +85,7 @@ def _finalize(reduce_gradients: bool, context: ParallelContext) -> Callable[...,
     def finalize(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
         kwargs["force_all_reduce"] = reduce_gradients
         finalize_model_grads(model, None, **kwargs)
-        sum_partial_gradients(model, context.groups.expt_tp)
+        reduce_expert_adapter_gradients(model, context.groups.expt_tp)
 
     return finalize
 

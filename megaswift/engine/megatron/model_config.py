@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.layers.activation import gelu_tanh
 from megaswift.engine.megatron.layers.choice import TRANSFORMER_ENGINE, LayerChoice, megatron_has
-from megaswift.engine.megatron.layers.modules import gated_unit
+from megaswift.engine.megatron.layers.modules import gated_activation
 from megaswift.engine.megatron.layers.rope import inverse_frequencies
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_spec import ModelSpec
@@ -161,7 +161,7 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, choice
     config = kind(**fields)
     # Megatron's name for "the layer spec brings the activation"; set late, for it only lets Transformer Engine's own
     # pass
-    unit = gated_unit(config.activation_func, choice.linear)
+    unit = gated_activation(config.activation_func, choice.linear)
     config.use_te_activation_func = config.gated_linear_unit and unit is not None
     config.features = spec.features
     config.quantized = cfg.model.train_type == "qlora"

@@ -21,7 +21,7 @@ CHUNK = 1 << 26
 twice its size."""
 
 
-def is_on_host(storage: torch.UntypedStorage) -> bool:
+def is_host_storage(storage: torch.UntypedStorage) -> bool:
     """Whether it takes nothing of a device's memory."""
     return storage.device.type == "cpu"
 
@@ -81,7 +81,7 @@ class OffloadedStorage:
         addresses = {storage.data_ptr() for storage, _, _ in self._held}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if not storage.nbytes() or storage.data_ptr() in addresses or (keep and is_on_host(storage)):
+            if not storage.nbytes() or storage.data_ptr() in addresses or (keep and is_host_storage(storage)):
                 continue
             addresses.add(storage.data_ptr())
             pieces = self._buffers.store(_bytes_of(storage)) if keep else None

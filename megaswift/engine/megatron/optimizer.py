@@ -96,7 +96,7 @@ def holds_main_weights(part: MegatronOptimizer) -> bool:
     return bool(getattr(part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
 
-def scale_can_fall(optimizer: MegatronOptimizer) -> bool:
+def can_lower_loss_scale(optimizer: MegatronOptimizer) -> bool:
     """Whether a loss scale (float16) is above its minimum."""
     scaler = _shared_scaler(optimizer)
     return scaler is not None and float(scaler.scale) > float(getattr(scaler, "min_scale", scaler.scale))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from megaswift import distributed
-from megaswift.bridge.plan import WeightPlan
+from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.layers.nf4 import NF4Matrix

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from megaswift import distributed
 from megaswift.bridge import finite_weights
 from megaswift.bridge.new_head import seeded_normal
-from megaswift.bridge.plan import PlanEntry, PlanGroup, WeightPlan
 from megaswift.bridge.sharded_keys import padded_vocabulary
+from megaswift.bridge.weight_plan import PlanEntry, PlanGroup, WeightPlan
 from megaswift.engine.megatron.layers.nf4 import NF4Matrix
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
@@ -88,7 +88,7 @@ class LocalParam:
 
 
 @dataclass(frozen=True)
-class Route:
+class GatherRoute:
     """Where gathered shards go."""
 
     to: int = 0
@@ -98,7 +98,7 @@ class Route:
     has ended is noticed at once."""
 
 
-TO_RANK0 = Route()
+TO_RANK0 = GatherRoute()
 
 
 class RankWeights:
@@ -154,7 +154,7 @@ class RankWeights:
             if not finite_weights.is_finite(value):
                 bad.extend(placed.entry.hf)
             placed.held.copy_(value)
-        finite_weights.refuse_non_finite(bad)
+        finite_weights.non_finite_problem(bad)
 
     def stream(
         self, value: Callable[[Tensor], Tensor | None], everywhere: bool = False
@@ -172,7 +172,7 @@ class RankWeights:
             )
 
     def stream_group(
-        self, group: PlanGroup, value: Callable[[Tensor], Tensor | None], route: Route = TO_RANK0
+        self, group: PlanGroup, value: Callable[[Tensor], Tensor | None], route: GatherRoute = TO_RANK0
     ) -> Iterator[tuple[str, Tensor]]:
         """The part of `stream` that is about one group of entries; yields where `route` leads."""
         shards = (self._gather(entry, value, route) for entry in group.entries)
@@ -182,7 +182,9 @@ class RankWeights:
             for _ in shards:
                 pass
 
-    def _gather(self, entry: PlanEntry, value: Callable[[Tensor], Tensor | None], route: Route) -> list[Tensor] | None:
+    def _gather(
+        self, entry: PlanEntry, value: Callable[[Tensor], Tensor | None], route: GatherRoute
+    ) -> list[Tensor] | None:
         """The entry's shards in order, where `route` leads; None elsewhere."""
         holders = self.holders(entry)
         shapes = [entry.shard_shape(self.tp_of(entry)[0], self.padded)] * len(holders)
@@ -193,7 +195,7 @@ class RankWeights:
         holders: Sequence[int],
         shapes: Sequence[tuple[int, ...]],
         get_own: Callable[[], Tensor | None],
-        route: Route = TO_RANK0,
+        route: GatherRoute = TO_RANK0,
     ) -> list[Tensor] | None:
         """`get_own()` of each holder (None: zeros), of these shapes, where `route` leads; None elsewhere. CPU tensors
         travel, whatever the device."""
@@ -244,7 +246,7 @@ class RankWeights:
         return {layer: layout.coordinates(rank).pp for rank, layers in enumerate(by_rank) for layer in layers}
 
 
-class RandomSource:
+class RandomWeightSource:
     """Stands where Hugging Face files would: each tensor from its own seed, so that no layout changes a weight.
 
     Norms are 1 (0 where a norm multiplies by 1 + weight), biases 0 but for a router's, a padding token's embedding 0,
@@ -279,12 +281,12 @@ class RandomSource:
 _WIRE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def _send(tensor: Tensor, route: Route) -> None:
+def _send(tensor: Tensor, route: GatherRoute) -> None:
     for sent in (torch.tensor([_WIRE.index(tensor.dtype)]), tensor):
         _wait(dist.isend(sent, route.to, group=distributed.cpu_group()), route)
 
 
-def _receive(shape: tuple[int, ...], source: int, route: Route) -> Tensor:
+def _receive(shape: tuple[int, ...], source: int, route: GatherRoute) -> Tensor:
     code = torch.zeros(1, dtype=torch.int64)
     _wait(dist.irecv(code, source, group=distributed.cpu_group()), route)
     tensor = torch.empty(shape, dtype=_WIRE[int(code)])
@@ -292,7 +294,7 @@ def _receive(shape: tuple[int, ...], source: int, route: Route) -> Tensor:
     return tensor
 
 
-def _wait(work: dist.Work | None, route: Route) -> None:
+def _wait(work: dist.Work | None, route: GatherRoute) -> None:
     assert work is not None, "no member of the group"
     if route.hours is None:
         work.wait()

@@ -22,8 +22,8 @@ from megaswift import distributed, log
 from megaswift.bridge.hf_source import HfSource, TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.saved_dtypes import dtype_problem
-from megaswift.bridge.step_source import StepSource
-from megaswift.bridge.transformers_weights import disk_names, saved_buffers
+from megaswift.bridge.torch_step_source import TorchStepSource
+from megaswift.bridge.transformers_weights import saved_buffers, to_disk_names
 from megaswift.disk import sync
 from megaswift.engine import rng_state
 from megaswift.engine.torch import weight_loading
@@ -43,7 +43,7 @@ FORMAT = "torch-2"
 def save_step(engine: TorchEngine, directory: Path) -> None:
     """Everything into `directory`, on disk when this returns. Collective."""
     directory.mkdir(parents=True, exist_ok=True)
-    problems = written_files(
+    problems = write_streamed_files(
         engine, directory / WHOLE, _tensors(engine), _stream_all(engine), lambda writer: writer.close()
     )
     try:
@@ -60,7 +60,7 @@ def save_step(engine: TorchEngine, directory: Path) -> None:
     distributed.raise_on_all_ranks(problems)
 
 
-def written_files(
+def write_streamed_files(
     engine: TorchEngine,
     folder: Path,
     metas: Mapping[str, TensorMeta],
@@ -105,17 +105,17 @@ def stream_weights(engine: TorchEngine, kind: str, everywhere: bool = False) -> 
     for group in convertible_groups(bare, names):
         tensors = {name: full(name) for name in group}
         if has_tensors:
-            yield from disk_names(bare, {name: tensor.detach().cpu() for name, tensor in tensors.items()}).items()
+            yield from to_disk_names(bare, {name: tensor.detach().cpu() for name, tensor in tensors.items()}).items()
     if kind == WEIGHT and has_tensors:
         model_buffers = saved_buffers(bare) if merging is None else merging.buffers(bare)
-        yield from disk_names(bare, {name: tensor.cpu() for name, tensor in model_buffers.items()}).items()
+        yield from to_disk_names(bare, {name: tensor.cpu() for name, tensor in model_buffers.items()}).items()
 
 
 def disk_metas(engine: TorchEngine) -> dict[str, Tensor]:
     """What `stream_weights` gives of the weights, in shape and dtype."""
     bare = base_model(engine.fields.model)
     metas = {name.removeprefix(PREFIX): torch.empty(shape, device="meta") for name, shape in engine.shapes.items()}
-    return disk_names(bare, metas) | disk_names(bare, saved_buffers(bare))
+    return to_disk_names(bare, metas) | to_disk_names(bare, saved_buffers(bare))
 
 
 def _stream_all(engine: TorchEngine) -> Iterator[tuple[str, Tensor]]:
@@ -138,8 +138,10 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
     engine.strategy.steps = int(facts["step"])
     with return_freed_memory():
         if not engine.adapts:
-            weights = StepSource(CheckpointFolder(directory, directory), torch.float32)
-            weight_loading.read_tensor(engine, conversion_groups(base_model(engine.fields.model), weights), weights, {})
+            weights = TorchStepSource(CheckpointFolder(directory, directory), torch.float32)
+            weight_loading.fill_from_files(
+                engine, conversion_groups(base_model(engine.fields.model), weights), weights, {}
+            )
         for name, kind in _entries(engine):
             engine.strategy.put(name, kind, source.slice(f"{kind}.{name}"))
     if engine.allocation is not None:

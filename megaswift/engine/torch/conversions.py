@@ -96,7 +96,7 @@ def convertible_groups(model: Any, names: Iterable[str]) -> list[tuple[str, ...]
     return [tuple(group) for group in names_of.values()]
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
+def tied_name_map(model: nn.Module) -> dict[str, str]:
     """Every name of a parameter, without adapters -> the one that comes first: another where it is tied."""
     name_of: dict[int, str] = {}
     first_of: dict[str, str] = {}

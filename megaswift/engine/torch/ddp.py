@@ -20,7 +20,7 @@ from megaswift.engine.torch.adapters import base_model
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.meta_init import allocate_storage
 from megaswift.engine.torch.optimizer_registry import make_torch_optimizer
-from megaswift.engine.torch.quantized import elements, scale_bytes
+from megaswift.engine.torch.quantized import scale_bytes, unpacked_numel
 from megaswift.engine.torch.strategy import GRADIENT, WEIGHT, clip_gradients, set_rates
 from megaswift.engine.torch.vision import trains_tower
 
@@ -134,7 +134,8 @@ class DdpStrategy:
         states = sum(sizes[name] * parts[name].numel() // self.parameters[name].numel() for name in trained)
         scales = sum(scale_bytes(p) for p in self.parameters.values())
         count = sum(
-            elements(p) if getattr(p, "quant_state", None) else parts[n].numel() for n, p in self.parameters.items()
+            unpacked_numel(p) if getattr(p, "quant_state", None) else parts[n].numel()
+            for n, p in self.parameters.items()
         )
         return count, sum(p.nbytes for p in parts.values()) + scales, gradients, states
 

@@ -18,20 +18,20 @@ from torch import Tensor, nn
 
 from megaswift import distributed
 from megaswift.bridge import finite_weights
-from megaswift.bridge.checkpoint_model import write_model
-from megaswift.bridge.transformers_weights import config_dtype, disk_dtypes, metas_like, saved_buffers
+from megaswift.bridge.checkpoint_model_folder import write_model_folder
+from megaswift.bridge.transformers_weights import config_dtype, metas_like, saved_buffers, stored_dtypes
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
-from megaswift.engine.objective import Objective, count_global_batch, outputs_of, reduce_report
+from megaswift.engine.objective import Objective, count_global_batch, fields_to_outputs, reduce_report
 from megaswift.engine.protocol import ParameterReport, StepResult
 from megaswift.engine.reference import ReferenceWeights
 from megaswift.engine.torch import adapters, causality_check, checkpoint, quantized, weight_loading
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.host_memory import return_freed_memory
-from megaswift.engine.torch.merged_adapters import merging_of
-from megaswift.engine.torch.rank_allocation import allocation_of
+from megaswift.engine.torch.merged_adapters import build_adapter_merging
+from megaswift.engine.torch.rank_allocation import find_rank_allocation
 from megaswift.engine.torch.router_losses import RouterLosses
 from megaswift.engine.torch.strategies import wrap_model
 from megaswift.engine.torch.strategy import GRADIENT, WEIGHT
@@ -71,8 +71,8 @@ class TorchEngine:
 
     def _build(self, start: weight_loading.WeightStart) -> None:
         self.fields = start.fields
-        self.merging = merging_of(self.fields) if self.adapts and self.cfg.task in RL else None
-        self.elements = sum(quantized.elements(p) for p in self.fields.parameters())
+        self.merging = build_adapter_merging(self.fields) if self.adapts and self.cfg.task in RL else None
+        self.elements = sum(quantized.unpacked_numel(p) for p in self.fields.parameters())
         self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
         self.noise, self.routers = (
             self._noise(),
@@ -81,7 +81,7 @@ class TorchEngine:
         self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
         self.strategy = wrap_model(self.kind, self.fields, self.cfg, self.context, self.dtype)
         start.fill(self)
-        self.allocation = allocation_of(self.fields.model)
+        self.allocation = find_rank_allocation(self.fields.model)
         if self.allocation is not None:
             assert isinstance(self.strategy, DdpStrategy), "config.adapter_rules says so"
             self.strategy.stepped = self.allocation.stepped
@@ -179,7 +179,7 @@ class TorchEngine:
         """What `needs` asks for, per micro-batch in input order."""
         self.strategy.module.eval()
         self.fields.needs = needs
-        outputs = [outputs_of(self._fields(batch.to(self.context.device)), needs) for batch in microbatches]
+        outputs = [fields_to_outputs(self._fields(batch.to(self.context.device)), needs) for batch in microbatches]
         self.strategy.module.train()
         return outputs
 
@@ -228,7 +228,7 @@ class TorchEngine:
         )
         metas = metas if dtype is None else {name: meta._replace(dtype=dtype) for name, meta in metas.items()}
         distributed.raise_on_all_ranks(
-            checkpoint.written_files(
+            checkpoint.write_streamed_files(
                 self, folder, metas, self.hf_weights(), lambda writer: writer.close(source, config)
             ),
         )
@@ -253,7 +253,7 @@ class TorchEngine:
 
     def describe(self, target: Path, folder: Path) -> None:
         """config.json, the tokenizer and each tensor's dtype. On one rank."""
-        write_model(target, self.spec.hf_config, disk_dtypes(folder) or {"all": config_dtype(folder)}, folder)
+        write_model_folder(target, self.spec.hf_config, stored_dtypes(folder) or {"all": config_dtype(folder)}, folder)
 
     @property
     def kernels(self) -> str:

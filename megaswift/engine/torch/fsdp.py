@@ -56,7 +56,7 @@ class FsdpStrategy(DdpStrategy):
         offload: OffloadPolicy = (
             CPUOffloadPolicy(pin_memory=kind == "cuda") if self.options.offload else OffloadPolicy()
         )
-        units = is_unsharded([m for m in module.modules() if type(m).__name__ in self.options.layers], module)
+        units = unshared_units([m for m in module.modules() if type(m).__name__ in self.options.layers], module)
         for unit in (*reversed(units), module):  # inner units first; one at a time is whole, and on the device
             allocate_storage(unit.parameters(), self.context.device)
             fully_shard(
@@ -117,7 +117,7 @@ class FsdpStrategy(DdpStrategy):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def is_unsharded(units: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
+def unshared_units(units: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
     """Those that share no weight with a module outside: embeddings tied to the head, say, stay in the unit around
     both."""
     everywhere = _uses(model)

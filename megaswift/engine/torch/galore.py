@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.torch.adapters import base_model
-from megaswift.engine.torch.optimizers import Elementwise, Metas, NamedParameters, optimizer_kind
+from megaswift.engine.torch.optimizers import Elementwise, Metas, NamedParameters, elementwise_optimizer
 from megaswift.errors import ConfigError, Problem
 
 LEFT, RIGHT = "galore_left", "galore_right"
@@ -83,7 +83,7 @@ class GaLore(Elementwise):
     def __init__(self, named: NamedParameters, optim: OptimConfig, module: nn.Module) -> None:
         chosen = galore_targets(module, optim)
         self.targets = {p: _target(p, optim) for name, p in named if name in chosen}
-        kind = optimizer_kind(optim.optimizer.removeprefix("galore_"))
+        kind = elementwise_optimizer(optim.optimizer.removeprefix("galore_"))
         self.stepped = kind([(n, self.targets[p].stand_in if p in self.targets else p) for n, p in named], optim)
         super().__init__(named, optim)
 

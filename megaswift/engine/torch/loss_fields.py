@@ -14,7 +14,7 @@ from megaswift.engine.torch.vision import model_has_tower
 from megaswift.losses.contract import Needs
 
 
-def fields_of(logits: Tensor, labels: Tensor, needs: Needs) -> Tensor:
+def compute_loss_fields(logits: Tensor, labels: Tensor, needs: Needs) -> Tensor:
     """float32 [f, ...] from logits [..., v] and labels [...], in the order of `needs.names`."""
     scaled = logits.float()
     if needs.temperature != 1.0:
@@ -71,7 +71,7 @@ class FieldsModel(nn.Module):
         logits = self.model(use_cache=False, **inputs, **chosen).logits
         if not self.chooses:
             logits = logits[:, columns]
-        values = fields_of(logits, labels[:, columns], self.needs) * labeled[:, columns]
+        values = compute_loss_fields(logits, labels[:, columns], self.needs) * labeled[:, columns]
         return values.new_zeros(values.shape[0], *labels.shape).index_copy(2, columns, values)
 
     def _values(self, columns: Tensor, labeled: Tensor, inputs: dict[str, Any]) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.transformers_weights import saved_buffers
 from megaswift.engine.torch import quantized
-from megaswift.engine.torch.adapters import PREFIX, base_name, unwrap_adapters
+from megaswift.engine.torch.adapters import PREFIX, base_parameter_name, unwrap_adapters
 from megaswift.engine.torch.loss_fields import FieldsModel
 from megaswift.errors import ConfigError, Problem
 
@@ -61,7 +61,7 @@ class PackedWeight:
 
     def merged(self) -> Tensor:
         """Float32: what the forward pass multiplies by, without rounding the sum."""
-        weight = quantized.dequantized(self.module)
+        weight = quantized.dequantized_weight(self.module)
         for name in self.adapter.active_adapters if self.adapter is not None else ():
             weight = weight + self.adapter.get_delta_weight(name).float()
         return weight
@@ -113,7 +113,7 @@ class AdapterMerging:
         }
 
 
-def merging_of(fields: FieldsModel) -> AdapterMerging:
+def build_adapter_merging(fields: FieldsModel) -> AdapterMerging:
     """Before the model is wrapped: later its tensors may be parts, and hooks hang on its layers."""
     merging, first = AdapterMerging(), {id(p): name for name, p in fields.named_parameters()}
     for name, module in fields.named_modules():
@@ -123,7 +123,7 @@ def merging_of(fields: FieldsModel) -> AdapterMerging:
                 layer = _adapted(name, module, first)
                 merging.adapted |= dict.fromkeys(layer.own.values(), layer)
     for name, _ in fields.named_parameters():
-        place, wrapped = base_name(name), _inside(name, merging.layers)
+        place, wrapped = base_parameter_name(name), _inside(name, merging.layers)
         if (
             not name.startswith(OWN)
             or KEPT in name
@@ -159,7 +159,7 @@ def _adapted(name: str, module: Any, first: Mapping[int, str]) -> AdaptedLayer:
     return AdaptedLayer(
         _copied(module, empty_parameters),
         places,
-        {n: base_name(f"{name}.{n}") for n, _ in module.get_base_layer().named_parameters()},
+        {n: base_parameter_name(f"{name}.{n}") for n, _ in module.get_base_layer().named_parameters()},
     )
 
 

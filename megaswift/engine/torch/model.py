@@ -15,19 +15,19 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from megaswift.bridge import peft_config
-from megaswift.bridge.bitsandbytes_config import without_cpu_repacking
+from megaswift.bridge import peft_config_from_options
+from megaswift.bridge.bitsandbytes_config import disable_cpu_repacking
 from megaswift.bridge.new_head import NEW, new_head
-from megaswift.bridge.open_weights import open_weights
+from megaswift.bridge.open_weight_source import open_weights
 from megaswift.config import SwiftConfig
 from megaswift.config.model import ModelConfig
 from megaswift.engine.torch import liger, meta_init, quantized, vision
 from megaswift.engine.torch.adapters import base_model
 from megaswift.engine.torch.loss_fields import FieldsModel
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.families.layers import layer_classes
+from megaswift.families.decoder_layer_classes import layer_classes
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.vision import has_tower
+from megaswift.families.vision import has_vision_tower
 
 RECOMPILES = 64
 """Shapes and layers of one class that may be compiled before torch falls back to eager; its own limit is 8."""
@@ -52,13 +52,13 @@ def build_model(
     getLogger("transformers.modeling_utils").addFilter(_of_use)
     trust, attention = cfg.model.trust_remote_code, ATTENTION[cfg.model.attn_impl]
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
-    auto: Any = AutoModelForImageTextToText if has_tower(spec.hf_config) else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if has_vision_tower(spec.hf_config) else AutoModelForCausalLM
     auto = AutoModelForSequenceClassification if spec.scored else auto
     try:
         if weights:
             options |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True, **further}
-            model = without_cpu_repacking(_loaded(auto, folder, options, cfg, spec))
-            return quantized.whole_floats(model, folder)
+            model = disable_cpu_repacking(_loaded(auto, folder, options, cfg, spec))
+            return quantized.to_float32(model, folder)
         config = AutoConfig.from_pretrained(
             folder, trust_remote_code=trust, **({"num_labels": 1} if spec.scored else {})
         )
@@ -94,8 +94,8 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
     lora = cfg.lora
     if lora.adapters is not None:
         return peft.PeftModel.from_pretrained(model, lora.adapters, is_trainable=True)
-    options = peft_config.peft_config(cfg, "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
-    if (excluded := vision.without_adapters(model, cfg.model)) is not None:
+    options = peft_config_from_options.build_peft_config(cfg, "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
+    if (excluded := vision.frozen_modules_pattern(model, cfg.model)) is not None:
         if not hasattr(options, "exclude_modules"):
             raise ConfigError(
                 Problem(
@@ -106,7 +106,7 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
             )
         options.exclude_modules = excluded
     if options.target_modules == "all-linear":
-        options.target_modules = quantized.packed_layers(model) or options.target_modules
+        options.target_modules = quantized.packed_layer_names(model) or options.target_modules
     with torch.random.fork_rng():
         torch.manual_seed(cfg.train.seed)
         try:

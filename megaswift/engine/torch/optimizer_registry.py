@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from megaswift.config.optim import GALORE, ON_PARTS, OptimConfig
 from megaswift.engine.torch.fsdp_bitsandbytes import LocalShardOptimizer
 from megaswift.engine.torch.galore import GaLore
-from megaswift.engine.torch.optimizers import Elementwise, optimizer_kind
+from megaswift.engine.torch.optimizers import Elementwise, elementwise_optimizer
 
 
 def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> Elementwise:
@@ -16,4 +16,8 @@ def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> Elementwise:
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if optim.optimizer in ON_PARTS and any(isinstance(p, DTensor) for _, p in named):
         return LocalShardOptimizer(named, optim)
-    return GaLore(named, optim, module) if optim.optimizer in GALORE else optimizer_kind(optim.optimizer)(named, optim)
+    return (
+        GaLore(named, optim, module)
+        if optim.optimizer in GALORE
+        else elementwise_optimizer(optim.optimizer)(named, optim)
+    )

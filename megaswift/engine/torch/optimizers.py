@@ -142,7 +142,7 @@ class BitsAndBytes(Elementwise):
         self.count(parameter, steps)
 
 
-def optimizer_kind(name: str) -> Callable[[NamedParameters, OptimConfig], Elementwise]:
+def elementwise_optimizer(name: str) -> Callable[[NamedParameters, OptimConfig], Elementwise]:
     """Of an optimizer that takes all parameters alike."""
     if name in OF_BITSANDBYTES:
         return BitsAndBytes

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from megaswift.bridge.bitsandbytes_config import bitsandbytes_config
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import bits_of
+from megaswift.config.adapter_rules import frozen_weight_bits
 from megaswift.families.family import read_config
 from megaswift.families.served_quantization import DEQUANTIZED, quant_method, quantization_config_of
 
 
 def loading_arguments(folder: Path, cfg: SwiftConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """What `from_pretrained` is told beside the precision of plain weights; `dtype`: of the run's products."""
-    config, bits = read_config(folder), bits_of(cfg)
+    config, bits = read_config(folder), frozen_weight_bits(cfg)
     method = quant_method(config)
     if method in DEQUANTIZED:
         from transformers.quantizers import AutoQuantizationConfig
@@ -44,7 +44,7 @@ def loading_arguments(folder: Path, cfg: SwiftConfig, device: torch.device, dtyp
     return {"device_map": {"": device}} | ({"dtype": dtype} if method in ("gptq", "awq") else {})
 
 
-def whole_floats(model: nn.Module, folder: Path) -> nn.Module:
+def to_float32(model: nn.Module, folder: Path) -> nn.Module:
     """The model in float32 where transformers dequantized it, into the dtype that config.json names."""
     if quant_method(read_config(folder)) in DEQUANTIZED:
         for parameter in model.parameters():
@@ -52,7 +52,7 @@ def whole_floats(model: nn.Module, folder: Path) -> nn.Module:
     return model
 
 
-def packed_layers(model: nn.Module) -> set[str]:
+def packed_layer_names(model: nn.Module) -> set[str]:
     """Last names of GPTQ's and AWQ's layers: PEFT's all-linear knows them not, as they are no `nn.Linear`."""
     return {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "qweight")}
 
@@ -63,7 +63,7 @@ def is_packed(layer: nn.Module) -> bool:
     return getattr(weight, "quant_state", None) is not None or hasattr(weight, "SCB")
 
 
-def dequantized(layer: Any) -> Tensor:
+def dequantized_weight(layer: Any) -> Tensor:
     """Float32 [out, in] of such a layer; after its first forward pass the layer has the scales of 8 bits, before it the
     weight."""
     from bitsandbytes import functional
@@ -75,7 +75,7 @@ def dequantized(layer: Any) -> Tensor:
     return functional.int8_vectorwise_dequant(weight.data, rows).float()
 
 
-def elements(parameter: Tensor) -> int:
+def unpacked_numel(parameter: Tensor) -> int:
     """How many weights a parameter holds; bitsandbytes packs two of 4 bits in a byte."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)

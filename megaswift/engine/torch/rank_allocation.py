@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megaswift.disk import safetensors_to, sync
+from megaswift.disk import safetensors_disk_errors, sync
 
 FILE = "ranks.safetensors"
 AVERAGES = ("exp_avg_ipt", "exp_avg_unc")
@@ -60,7 +60,7 @@ class RankAllocation:
         }
         pattern = {self._full(name): mask for name, mask in (self.settings.rank_pattern or {}).items()}
         tensors |= {f"{_MASK}.{name}": torch.tensor(mask, dtype=torch.bool) for name, mask in pattern.items()}
-        with safetensors_to(directory / FILE):
+        with safetensors_disk_errors(directory / FILE):
             save_file(tensors, directory / FILE)
         sync(directory / FILE)
 
@@ -83,7 +83,7 @@ class RankAllocation:
         self.settings.rank_pattern = pattern or None
 
 
-def allocation_of(model: nn.Module) -> RankAllocation | None:
+def find_rank_allocation(model: nn.Module) -> RankAllocation | None:
     """Of a model with AdaLoRA's adapters; None for others."""
     settings = getattr(model, "peft_config", {}).get(ADAPTER)
     return RankAllocation(model) if settings is not None and settings.peft_type == "ADALORA" else None

@@ -10,14 +10,14 @@ from torch import nn
 from megaswift.config import SwiftConfig
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import zero_config
-from megaswift.config.launch_env import started
+from megaswift.config.launch_env import launched_count
 from megaswift.engine.torch.adapters import base_model
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.loss_fields import FieldsModel
 from megaswift.engine.torch.strategy import Strategy
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.layers import layer_classes
+from megaswift.families.decoder_layer_classes import layer_classes
 
 
 def wrap_model(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchContext, dtype: torch.dtype) -> Strategy:
@@ -35,7 +35,7 @@ def wrap_model(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchC
     from megaswift.engine.torch.fsdp import FsdpOptions, FsdpStrategy
 
     layers = fsdp_units(cfg, base_model(module.model))
-    words, machines = cfg.engine.fsdp, started("nnodes", os.environ) or 1
+    words, machines = cfg.engine.fsdp, launched_count("nnodes", os.environ) or 1
     options = FsdpOptions(
         layers,
         reshard="shard_grad_op" not in words,

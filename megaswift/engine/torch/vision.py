@@ -94,7 +94,7 @@ def freeze_parts(model: nn.Module, cfg: ModelConfig) -> None:
                 parameter.requires_grad_(False)
 
 
-def without_adapters(model: nn.Module, cfg: ModelConfig) -> str | None:
+def frozen_modules_pattern(model: nn.Module, cfg: ModelConfig) -> str | None:
     """A pattern of whole names, of the modules of frozen parts: they get no adapters."""
     frozen = frozen_parts(model, cfg)
     names = list(_whole("", model, VisionParts(model), frozen)) if frozen else []

@@ -26,13 +26,13 @@ from torch import Tensor
 from megaswift import distributed
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.new_head import NEW, NewHead, new_head
-from megaswift.bridge.open_weights import open_weights
+from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.transformers_weights import saved_buffers
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import SHARDED, bits_of
+from megaswift.config.adapter_rules import SHARDED, frozen_weight_bits
 from megaswift.engine.torch import meta_init, model, quantized
-from megaswift.engine.torch.adapters import base_model, base_name, unwrap_adapters
-from megaswift.engine.torch.conversions import ConversionGroup, conversion_groups, first_names, group_shapes
+from megaswift.engine.torch.adapters import base_model, base_parameter_name, unwrap_adapters
+from megaswift.engine.torch.conversions import ConversionGroup, conversion_groups, group_shapes, tied_name_map
 from megaswift.engine.torch.loss_fields import FieldsModel
 from megaswift.engine.torch.strategy import WEIGHT
 from megaswift.errors import Problem, UserError, WeightsError
@@ -69,10 +69,10 @@ def start_from_files(directory: Path, engine: TorchEngine) -> WeightStart:
     source = open_weights(directory)
     if engine.spec.scored and NEW not in source.names():
         source = NewHead(source, new_head(engine.spec, cfg.train.seed))
-    groups, first = conversion_groups(base_model(fields.model), source), first_names(base_model(fields.model))
+    groups, first = conversion_groups(base_model(fields.model), source), tied_name_map(base_model(fields.model))
     problems = _differences(base_model(fields.model), source, groups)
     if not problems:
-        return WeightStart(fields, lambda engine: read_tensor(engine, groups, source, first))
+        return WeightStart(fields, lambda engine: fill_from_files(engine, groups, source, first))
     if checkpoint is not None:
         raise WeightsError(problems)
     return _from_first_rank(directory, engine, weights=True)
@@ -99,7 +99,11 @@ def _stays_on_meta(directory: Path, cfg: SwiftConfig) -> bool:
     """Whether a model can be built, and adapted, without its weights: adapters that start from weights (DoRA's
     magnitudes) need them."""
     raw = read_config(directory)
-    if (cfg.model.trust_remote_code and "auto_map" in raw) or "quantization_config" in raw or bits_of(cfg) is not None:
+    if (
+        (cfg.model.trust_remote_code and "auto_map" in raw)
+        or "quantization_config" in raw
+        or frozen_weight_bits(cfg) is not None
+    ):
         return False
     if cfg.model.train_type == "full":
         return True
@@ -113,7 +117,7 @@ def _stays_on_meta(directory: Path, cfg: SwiftConfig) -> bool:
 
 def _differences(bare: Any, source: WeightSource, groups: list[ConversionGroup]) -> list[Problem]:
     """Parameters that the files do not have in the model's shape."""
-    first = first_names(bare)
+    first = tied_name_map(bare)
     stored = {first.get(name, name): shape for name, shape in group_shapes(bare, source, groups).items()}
     adapted = bool(getattr(bare, "peft_config", None)) or any(hasattr(m, "base_layer") for m in bare.modules())
     expected = {
@@ -126,16 +130,16 @@ def _differences(bare: Any, source: WeightSource, groups: list[ConversionGroup])
     ][:12]
 
 
-def read_tensor(
+def fill_from_files(
     engine: TorchEngine, groups: list[ConversionGroup], source: WeightSource, first: Mapping[str, str]
 ) -> None:
-    """Fills an engine's weights from files, a piece at a time. Every rank reads. `first`: `first_names` before the
+    """Fills an engine's weights from files, a piece at a time. Every rank reads. `first`: `tied_name_map` before the
     model was wrapped."""
     bare, skip = base_model(engine.fields.model), "modules_to_save" if engine.cfg.lora.adapters is not None else None
     places: dict[str, list[str]] = {}
     for name in engine.shapes:
         if skip is None or skip not in name:  # an adapter's folder brought these
-            places.setdefault(first.get(base_name(name), base_name(name)), []).append(name)
+            places.setdefault(first.get(base_parameter_name(name), base_parameter_name(name)), []).append(name)
     model_buffers = {unwrap_adapters(name): tensor for name, tensor in saved_buffers(bare).items()}
     for piece in groups:
         tensors = {name: source.slice(name).float() for _, name in piece.stored}

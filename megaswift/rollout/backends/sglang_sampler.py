@@ -16,7 +16,13 @@ from typing import Any
 
 from megaswift.errors import ConfigError, Problem
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
-from megaswift.rollout.server_client import Server, ServerError, checked_completion, unusable, version_of
+from megaswift.rollout.server_client import (
+    Server,
+    ServerError,
+    check_server_version,
+    checked_completion,
+    server_option_problems,
+)
 from megaswift.rollout.server_sampler import ADAPTER, ServerSampler
 
 OLDEST = (0, 5, 9)
@@ -27,7 +33,7 @@ CONTEXT_MARGIN = 4
 
 def missing(options: SamplerOptions) -> list[Problem]:
     """Problems that the options alone show; no server is contacted."""
-    return unusable(options, "sglang")
+    return server_option_problems(options, "sglang")
 
 
 def build(folder: Path, options: SamplerOptions) -> SglangSampler:
@@ -61,7 +67,7 @@ class SglangSampler(ServerSampler):
                 raise
             info = server.get("/get_server_info")  # its name in older releases
         info = info or {}
-        version_of(info.get("version"), OLDEST, server)
+        check_server_version(info.get("version"), OLDEST, server)
         self.check_room(server, info.get("max_req_input_len"))
         if info.get("enable_deterministic_inference"):
             self.seeded.append(server)

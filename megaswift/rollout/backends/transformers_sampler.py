@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge.open_weights import open_weights
+from megaswift.bridge.open_weight_source import open_weights
 from megaswift.engine.torch import meta_init
 from megaswift.errors import Problem, UserError, WeightsError, first_line
 from megaswift.inference.load import REFUSALS, quiet_transformers

@@ -19,7 +19,7 @@ from torch import Tensor
 from megaswift.errors import Problem
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 from megaswift.rollout.server_client import checked_completion
-from megaswift.rollout.vllm_package import RANKS, room_for, unfit_message
+from megaswift.rollout.vllm_package import RANKS, max_lora_rank_for, vllm_version_problem
 
 OLDEST = (0, 22)
 OTHERS = "--rollout_backend vllm_server or transformers"
@@ -40,7 +40,7 @@ def too_wide(options: SamplerOptions) -> list[Problem]:
 
 def missing(options: SamplerOptions) -> list[Problem]:
     """Problems with the installed vLLM or the adapters' rank."""
-    return unfit_message("--rollout_backend vllm", OLDEST, OTHERS) or too_wide(options)
+    return vllm_version_problem("--rollout_backend vllm", OLDEST, OTHERS) or too_wide(options)
 
 
 def build(folder: Path, options: SamplerOptions) -> VllmSampler:
@@ -63,7 +63,7 @@ class VllmSampler:
         self.adapts = options.lora_rank > 0
         adapted = {
             "enable_lora": True,
-            "max_lora_rank": room_for(options.lora_rank),
+            "max_lora_rank": max_lora_rank_for(options.lora_rank),
             "max_loras": 1,
             "load_format": "auto",
         }

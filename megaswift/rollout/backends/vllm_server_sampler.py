@@ -13,10 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.errors import ConfigError, Problem
-from megaswift.rollout.backends.vllm_sampler import room_for, too_wide
+from megaswift.rollout.backends.vllm_sampler import too_wide
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
-from megaswift.rollout.server_client import Server, ServerError, checked_completion, unusable, version_of
+from megaswift.rollout.server_client import (
+    Server,
+    ServerError,
+    check_server_version,
+    checked_completion,
+    server_option_problems,
+)
 from megaswift.rollout.server_sampler import ADAPTER, ServerSampler
+from megaswift.rollout.vllm_package import max_lora_rank_for
 
 OLDEST = (0, 22)
 MODE = "processed_logprobs"
@@ -25,7 +32,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 def missing(options: SamplerOptions) -> list[Problem]:
     """Problems that the options alone show; no server is contacted."""
-    return unusable(options, "vllm_server") + too_wide(options)
+    return server_option_problems(options, "vllm_server") + too_wide(options)
 
 
 def build(folder: Path, options: SamplerOptions) -> VllmServerSampler:
@@ -42,13 +49,13 @@ class VllmServerSampler(ServerSampler):
         """With adapters, includes the settings that allow runtime LoRA updates."""
         rank = self.options.lora_rank
         variables = "VLLM_SERVER_DEV_MODE=1" + (" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" if rank else "")
-        flags = f" --enable-lora --max-lora-rank {room_for(rank)}" if rank else ""
+        flags = f" --enable-lora --max-lora-rank {max_lora_rank_for(rank)}" if rank else ""
         return f"{variables} vllm serve {self.folder} --logprobs-mode {MODE}{flags}"
 
     def fit(self, server: Server) -> str:
         """Checks version, logprobs_mode, load format, adapters and max_model_len; returns the model's served name."""
         server.reach(self.options.wait)
-        version_of((server.get("/version") or {}).get("version"), OLDEST, server)
+        check_server_version((server.get("/version") or {}).get("version"), OLDEST, server)
         config = (server.get("/server_info?config_format=json") or {}).get("vllm_config", {})
         mode = config.get("model_config", {}).get("logprobs_mode")
         if mode != MODE:

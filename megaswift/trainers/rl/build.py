@@ -13,21 +13,21 @@ from megaswift.config.rl_batch import generation_plan
 from megaswift.config.rl_defaults import estimator_entry_of
 from megaswift.data import build as data
 from megaswift.data import vocab_check
-from megaswift.data.prompts import Prompt, PromptDataset, PromptSource, prompts_of
+from megaswift.data.prompts import Prompt, PromptDataset, PromptSource, load_prompts
 from megaswift.data.rollout_batches import RolloutCollator
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
-from megaswift.families.model_source import tokenizer_of
+from megaswift.families.model_source import training_tokenizer
 from megaswift.log import count_text
 from megaswift.losses.value import ValueLoss
 from megaswift.rewards.contract import RewardFunction, RewardOptions, missing_columns
 from megaswift.rewards.load import reward_functions
 from megaswift.rollout.sync_folder import SyncRounds
+from megaswift.trainers.batch_transforms import ReferenceLogprobs
 from megaswift.trainers.flops import flop_rule
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.loop import Loop, unchanged
-from megaswift.trainers.reference import ReferenceLogprobs
-from megaswift.trainers.rl.adapters import merged_because, rank_of, syncs_adapters_only
+from megaswift.trainers.rl.adapter_sync import adapter_rank, merged_sync_reason, syncs_adapters_only
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
 from megaswift.trainers.rl.completions_log import CompletionsLog
 from megaswift.trainers.rl.critic import Critic, critic_engine
@@ -38,7 +38,7 @@ from megaswift.trainers.rl.multi_turn import MultiTurnRollout
 from megaswift.trainers.rl.reward_scorer import RewardScorer
 from megaswift.trainers.rl.rollout_monitor import RolloutMonitor
 from megaswift.trainers.rl.rollout_source import RolloutDependencies, RolloutSource
-from megaswift.trainers.rl.sampler import sampler_of, samples_everywhere, sampling_of, sync_folder
+from megaswift.trainers.rl.sampler import build_sampler, samples_on_every_rank, sampling_params_of, sync_folder
 from megaswift.trainers.rl.scheduler import RolloutScheduler
 from megaswift.trainers.rl.settings import rl_settings
 from megaswift.trainers.schedule import check_warmup, count_steps, lr_at
@@ -60,11 +60,11 @@ Rate = Callable[[int], float]
 def build_prompts(build: RunBuilder) -> tuple[PromptSource, list[Prompt]]:
     """What completions are asked for, and the held-out ones; the tokenizer is the build's from here on."""
     cfg = build.cfg
-    build.tokenizer = tokenizer_of(cfg, build.folder)
+    build.tokenizer = training_tokenizer(cfg, build.folder)
     plan = generation_plan(cfg, build.layout.dp)
-    source, held_out = prompts_of(cfg, build.tokenizer, plan.prompts, plan.steps)
+    source, held_out = load_prompts(cfg, build.tokenizer, plan.prompts, plan.steps)
     vocab_check.check_vocabulary([source.prompts.docs], build.tokenizer, build.spec.vocab_size)
-    if problems := missing_columns(rewards_of(cfg), common_columns(source.prompts)):
+    if problems := missing_columns(reward_functions_of(cfg), common_columns(source.prompts)):
         raise DataError(problems)
     return source, held_out or []
 
@@ -78,8 +78,8 @@ def with_rl_rows(facts: SummaryFacts, build: RunBuilder, source: PromptSource, c
     """The first screen's rows about sampling, rewards and critic; an epoch passes over each prompt once."""
     cfg, plan = build.cfg, generation_plan(build.cfg, build.layout.dp)
     names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
-    judges = ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, weights_of(cfg), strict=True))
-    samplers = build.layout.world_size if samples_everywhere(cfg) else build.layout.dp
+    judges = ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, reward_weights_of(cfg), strict=True))
+    samplers = build.layout.world_size if samples_on_every_rank(cfg) else build.layout.dp
     sampling = (
         f"{count_text(plan.generations, 'completion')} for each of {count_text(plan.prompts, 'prompt')} at a time, "
         "up to "
@@ -100,10 +100,14 @@ def weight_sync(build: RunBuilder) -> Iterator[tuple[str, str]]:
     """Of a run with adapters: what its samplers get."""
     if build.adapts:
         cfg, alone = build.cfg, syncs_adapters_only(build.cfg, build.spec, build.folder)
-        why = merged_because(cfg, build.spec, build.folder) if cfg.rl.rollout_lora is None else "rollout_lora is false"
+        why = (
+            merged_sync_reason(cfg, build.spec, build.folder)
+            if cfg.rl.rollout_lora is None
+            else "rollout_lora is false"
+        )
         yield (
             "weight sync",
-            f"adapters alone, of rank {rank_of(cfg)}" if alone else f"all weights, adapters merged in: {why}",
+            f"adapters alone, of rank {adapter_rank(cfg)}" if alone else f"all weights, adapters merged in: {why}",
         )
 
 
@@ -143,7 +147,7 @@ def build_critic(build: RunBuilder, rate: Rate, total_steps: int) -> Critic | No
     return Critic(engine, ValueLoss(cfg.rl.cliprange_value, cfg.rl.vf_coef), lambda step: share * rate(step))
 
 
-def multi_turn_of(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRollout | None:
+def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRollout | None:
     """How conversations go, where the run has an environment."""
     text = cfg.rl.environment
     if text is None:
@@ -213,13 +217,13 @@ def rollout_dependencies(
     generation = Generation(
         engine,
         context.coordinates,
-        sampler_of(cfg, build.folder, context, dtype, rank_of(cfg) if adapters_only else 0),
-        sampling_of(cfg, tokenizer, build.folder),
+        build_sampler(cfg, build.folder, context, dtype, adapter_rank(cfg) if adapters_only else 0),
+        sampling_params_of(cfg, tokenizer, build.folder),
         cfg.train.seed,
-        multi_turn_of(cfg, tokenizer),
+        build_multi_turn(cfg, tokenizer),
         SyncRounds(sync_folder(cfg), "adapter") if adapters_only else None,
         build.base,
-        samples_everywhere(cfg),
+        samples_on_every_rank(cfg),
     )
     critic = critic_of()  # after the sampler, which reserves its share of the memory first
     offloaded = {"optimizer": cfg.rl.offload_optimizer, "model": cfg.rl.offload_model}
@@ -235,9 +239,13 @@ def rollout_dependencies(
     )
     return RolloutDependencies(
         scheduler,
-        RewardScorer(rewards_of(cfg), weights_of(cfg), lambda ids: tokenizer.decode(ids, skip_special_tokens=True)),
+        RewardScorer(
+            reward_functions_of(cfg),
+            reward_weights_of(cfg),
+            lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        ),
         AdvantageEstimator(cfg, settings, settings.beta),
-        RolloutCollator(data.padding_of(tokenizer, geometry), cfg.data.packing is not False, geometry.uniform),
+        RolloutCollator(data.padding_shape_of(tokenizer, geometry), cfg.data.packing is not False, geometry.uniform),
         geometry,
         critic,
     )
@@ -263,7 +271,7 @@ def reward_evaluation(build: RunBuilder, rollouts: RolloutSource, held_out: Sequ
         yield RewardEvaluation(build.outputs.evaluation, held_out, work, build.cfg.train.eval_steps)
 
 
-def rewards_of(cfg: SwiftConfig) -> list[RewardFunction]:
+def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:
     """In the order of `reward_weights`; ConfigError with all that is wrong."""
     rl = cfg.rl
     functions = reward_functions(
@@ -278,7 +286,7 @@ def rewards_of(cfg: SwiftConfig) -> list[RewardFunction]:
     return [*functions, *reward_models(rl.reward_model, options, {f.name for f in functions})]
 
 
-def weights_of(cfg: SwiftConfig) -> list[float]:
+def reward_weights_of(cfg: SwiftConfig) -> list[float]:
     """One for each reward."""
     rl = cfg.rl
     return [*rl.reward_weights] or [1.0] * (len(rl.reward_funcs) + len(rl.reward_model))

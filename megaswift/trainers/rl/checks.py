@@ -139,12 +139,12 @@ def sampler_problems(cfg: SwiftConfig) -> Iterator[Problem]:
     if rl.rollout_backend == TRANSFORMERS:
         return
     from megaswift.rollout.sampler import SamplerOptions, missing_for_backend  # brings torch
-    from megaswift.rollout.vllm_package import for_cpus
+    from megaswift.rollout.vllm_package import is_cpu_build
 
     options = SamplerOptions(base_urls=rl.rollout_server_url, sync_folder=Path(rl.rollout_sync_folder or "sync"))
     problems = missing_for_backend(rl.rollout_backend, options)
     yield from problems
-    if rl.rollout_backend == "vllm" and rl.rollout_sleep and not problems and for_cpus():
+    if rl.rollout_backend == "vllm" and rl.rollout_sleep and not problems and is_cpu_build():
         yield Problem(
             "--rollout_sleep true", "the installed vLLM is a CPU build, which has no sleep mode", "leave it out"
         )

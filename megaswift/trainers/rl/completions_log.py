@@ -37,7 +37,7 @@ def completion_line(step: int, rollout: Rollout, advantage: float) -> dict[str, 
     return {
         "step": step,
         "prompt": rollout.prompt.content,
-        "completion": spoken_text(rollout),
+        "completion": completion_text(rollout),
         "reward": rollout.total,
         **rewards,
         "advantage": advantage,
@@ -46,6 +46,6 @@ def completion_line(step: int, rollout: Rollout, advantage: float) -> dict[str, 
     }
 
 
-def spoken_text(rollout: Rollout) -> Any:
+def completion_text(rollout: Rollout) -> Any:
     """The text; of a conversation its messages."""
     return list(rollout.completion.messages) if isinstance(rollout.completion, Conversation) else rollout.text

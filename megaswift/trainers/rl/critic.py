@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from megaswift.config import SwiftConfig
 from megaswift.engine.protocol import Engine
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.scalar_head import with_score
+from megaswift.families.scalar_head import with_scalar_head
 from megaswift.losses.contract import Batch
 from megaswift.losses.value import PARTS, ValueLoss, explained_variance
+from megaswift.trainers.batch_transforms import BatchTransform
 from megaswift.trainers.engines import EngineContext, make_engine
-from megaswift.trainers.reference import BatchTransform
 from megaswift.trainers.step_monitor import StepMonitor
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Engi
     With adapters these are its own, and the head trains whole. `fresh` False: a checkpoint has what trains. A new head
     starts near 0: values of the size of weights would be noise in every advantage until the critic has unlearnt them.
     """
-    scored, start = with_score(spec), critic_folder(cfg, folder)
+    scored, start = with_scalar_head(spec), critic_folder(cfg, folder)
     scored = replace(scored, hf_config={**scored.hf_config}, new_head_std=1 / (1 + scored.hidden_size))
     engine = make_engine(cfg, scored, start, context)
     if fresh or cfg.model.train_type != "full":

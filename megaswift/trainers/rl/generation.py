@@ -20,12 +20,12 @@ from megaswift.rollout.sync_folder import SyncRounds
 from megaswift.trainers.rl.multi_turn import MultiTurnRollout
 
 
-def samples_here(coordinates: Coordinates) -> bool:
+def is_sampling_rank(coordinates: Coordinates) -> bool:
     """Whether this rank is the first of its data-parallel replica, which has a sampler."""
     return coordinates.tp == coordinates.pp == coordinates.cp == 0
 
 
-def seeds(seed: int, generation: int, count: int) -> list[int]:
+def completion_seeds(seed: int, generation: int, count: int) -> list[int]:
     """One for each completion, below 2^63."""
     return [
         int(np.random.SeedSequence([seed, generation, i]).generate_state(1, np.uint64)[0] >> 1) for i in range(count)
@@ -68,7 +68,7 @@ class Generation:
     @property
     def first(self) -> bool:
         """Whether this rank speaks for its data-parallel replica."""
-        return samples_here(self.at)
+        return is_sampling_rank(self.at)
 
     @property
     def updates(self) -> bool:
@@ -111,7 +111,7 @@ class Generation:
 
     def share(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
         """This rank's completions; nothing collective."""
-        mine, drawn = self.own(len(prompts)), seeds(self.seed, generation, len(prompts))
+        mine, drawn = self.own(len(prompts)), completion_seeds(self.seed, generation, len(prompts))
         if self.sampler is None or not mine:
             return []
         greedy = [i for i in mine if greedy_every and (i + 1) % greedy_every == 0]

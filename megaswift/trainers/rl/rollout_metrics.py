@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megaswift.losses.advantages import without_spread
+from megaswift.losses.advantages import groups_without_spread
 from megaswift.trainers.rl.multi_turn import action_mask
 from megaswift.trainers.rl.reward_scorer import Rollout
 
@@ -22,13 +22,13 @@ def has_spread(group: Sequence[Rollout], each: bool = False) -> bool:
 
 def _differ(values: Sequence[float]) -> bool:
     known = torch.tensor([value for value in values if not math.isnan(value)], dtype=torch.float64)
-    return len(known) > 1 and not bool(without_spread(known, len(known)))
+    return len(known) > 1 and not bool(groups_without_spread(known, len(known)))
 
 
 def rollout_statistics(rollouts: Sequence[Rollout], group: int) -> dict[str, float]:
     """`reward` and `reward_std` over all of them, each function's, lengths, and shares of odd ones."""
     totals = np.asarray([r.total for r in rollouts], dtype=np.float64).reshape(-1, group)
-    same = without_spread(torch.from_numpy(totals.ravel()), group).numpy() if group > 1 else np.ones(len(totals))
+    same = groups_without_spread(torch.from_numpy(totals.ravel()), group).numpy() if group > 1 else np.ones(len(totals))
     metrics = _moments("reward", "reward_std", totals.ravel()) | {"frac_reward_zero_std": same.mean()}
     baselines = [r.baseline for r in rollouts if not math.isnan(r.baseline)]
     if baselines:

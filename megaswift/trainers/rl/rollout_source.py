@@ -127,7 +127,7 @@ class RolloutSource:
                     prompts, completions, self.parts.scheduler.generation.own(len(prompts), settings.draws)
                 )
             for start in range(0, len(rollouts), settings.draws):
-                group = with_baseline(rollouts[start : start + settings.draws], settings.group)
+                group = with_greedy_baseline(rollouts[start : start + settings.draws], settings.group)
                 (selected if settings.tries == 1 or has_spread(group, settings.each_reward) else spare).extend(group)
             if len(selected) >= settings.generation:
                 break
@@ -155,7 +155,7 @@ class RolloutSource:
     def numbers(self, engine: Engine, needs: Needs) -> CompletionScores:
         """Of all completions. Collective."""
         micros = [micro for k in range(self.settings.slices) for micro in self.micros(k)]
-        return token_numbers(engine, micros, self.parts.layout, needs, self.parts.scheduler.generation.first)
+        return score_rollout_tokens(engine, micros, self.parts.layout, needs, self.parts.scheduler.generation.first)
 
     def put(self, name: str, numbers: CompletionScores) -> None:
         """One more field of every completion; of silent ones without numbers."""
@@ -172,7 +172,7 @@ class RolloutSource:
     def with_uncertain_ones(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:
         """`keep`: the tokens whose entropy is in the upper part, over all ranks (arXiv:2506.01939)."""
         needs = Needs(fields=frozenset({"entropy"}), temperature=self.settings.temperature)
-        entropies = token_numbers(
+        entropies = score_rollout_tokens(
             self.parts.scheduler.generation.engine,
             micros,
             self.parts.layout,
@@ -197,7 +197,7 @@ class RolloutSource:
         """`selected`: the tokens of high covariance, over all ranks (arXiv:2505.22617)."""
         engine, first = self.parts.scheduler.generation.engine, self.parts.scheduler.generation.first
         needs = Needs(temperature=self.settings.temperature)
-        logprobs = token_numbers(engine, micros, self.parts.layout, needs, first)
+        logprobs = score_rollout_tokens(engine, micros, self.parts.layout, needs, first)
         numbers = sorted(n for n, v in logprobs.items() if len(v))
         seed = [self.settings.seed, self.generations, self.used]
         values = [self.completed[n].values for n in numbers]
@@ -265,7 +265,7 @@ class RolloutSource:
         self.parts.estimator.load_state_dict(state["estimator"])
 
 
-def with_baseline(draws: list[Rollout], group: int) -> list[Rollout]:
+def with_greedy_baseline(draws: list[Rollout], group: int) -> list[Rollout]:
     """The first `group` rollouts of a prompt; with one more, the greedy one, its total is their baseline."""
     return draws if len(draws) == group else [replace(r, baseline=draws[group].total) for r in draws[:group]]
 
@@ -306,7 +306,7 @@ CompletionScores = dict[int, np.ndarray]
 """float32 [own tokens] of each completion, by its number."""
 
 
-def token_numbers(
+def score_rollout_tokens(
     engine: Engine, micros: Sequence[RolloutMicrobatch], layout: RolloutCollator, needs: Needs, first: bool
 ) -> CompletionScores:
     """The one output that `needs` names, of all ranks' completions. `first`: this rank speaks for its data-parallel

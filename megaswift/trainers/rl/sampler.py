@@ -8,7 +8,7 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.rollout.sampler import Sampler, SamplerOptions, SamplingParams, make_sampler
 from megaswift.trainers.engines import EngineContext
-from megaswift.trainers.rl.generation import samples_here
+from megaswift.trainers.rl.generation import is_sampling_rank
 
 EVERYWHERE = ("vllm",)
 """Backends that are made on every rank: engines of vLLM in the ranks of a run make their process groups together, all
@@ -17,7 +17,7 @@ SYNC = "sync"
 """Within the output directory: new weights for servers."""
 
 
-def sampling_of(cfg: SwiftConfig, tokenizer: Any, folder: Path) -> SamplingParams:
+def sampling_params_of(cfg: SwiftConfig, tokenizer: Any, folder: Path) -> SamplingParams:
     """How tokens are drawn; completions end at the tokenizer's end of a turn, or where the model's generation
     configuration says."""
     rl = cfg.rl
@@ -28,11 +28,11 @@ def sampling_of(cfg: SwiftConfig, tokenizer: Any, folder: Path) -> SamplingParam
         top_p=rl.top_p,
         min_p=rl.min_p or 0.0,
         repetition_penalty=rl.repetition_penalty,
-        stop_token_ids=stops(tokenizer, folder),
+        stop_token_ids=stop_token_ids(tokenizer, folder),
     )
 
 
-def stops(tokenizer: Any, folder: Path) -> tuple[int, ...]:
+def stop_token_ids(tokenizer: Any, folder: Path) -> tuple[int, ...]:
     """Tokens that end a completion: the tokenizer's, and those of generation_config.json."""
     from transformers import GenerationConfig
 
@@ -66,13 +66,13 @@ def sampler_options(cfg: SwiftConfig, device: str = "cpu", dtype: str = "auto", 
     )
 
 
-def sampler_of(cfg: SwiftConfig, folder: Path, context: EngineContext, dtype: str, rank: int) -> Sampler | None:
+def build_sampler(cfg: SwiftConfig, folder: Path, context: EngineContext, dtype: str, rank: int) -> Sampler | None:
     """This rank's sampler; None where another rank of the replica has it."""
-    if not samples_everywhere(cfg) and not samples_here(context.coordinates):
+    if not samples_on_every_rank(cfg) and not is_sampling_rank(context.coordinates):
         return None
     return make_sampler(cfg.rl.rollout_backend, folder, sampler_options(cfg, str(context.device), dtype, rank))
 
 
-def samples_everywhere(cfg: SwiftConfig) -> bool:
+def samples_on_every_rank(cfg: SwiftConfig) -> bool:
     """Whether every rank has a sampler."""
     return cfg.rl.rollout_backend in EVERYWHERE

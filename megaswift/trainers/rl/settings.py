@@ -15,7 +15,7 @@ from megaswift.config.rl_defaults import (
     kl_estimator_of,
     kl_in_reward_of,
     policy_loss_of,
-    whitens,
+    whitens_advantages,
 )
 from megaswift.losses.sampler_correction import SamplerCorrection
 
@@ -112,7 +112,7 @@ def rl_settings(cfg: SwiftConfig, dp: int) -> RlSettings:
         estimator=estimator_of(cfg),
         kl_in_reward=kl_in_reward_of(cfg),
         kl_estimator=kl_estimator_of(cfg),
-        whitens=whitens(cfg),
+        whitens=whitens_advantages(cfg),
         mask_truncated=rl.mask_truncated_completions,
         corrects=corrects_sampler(cfg),
         tries=1 + rl.max_resample_times if rl.dynamic_sample else 1,

@@ -44,7 +44,7 @@ class Export:
 
 def job(rank: int, world: int, run: Export) -> tuple[list[str], str]:
     """(files that this rank wrote to, the error) of an export (on the ranks)."""
-    from megaswift.bridge.export import FolderOptions, export_hf
+    from megaswift.bridge.hf_export import FolderOptions, export_hf
     from megaswift.engine.megatron.export import export_from_ranks
     from tests.parity.measure import build
 

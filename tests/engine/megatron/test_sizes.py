@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from megaswift.bridge.plan import WeightPlan
+from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.engine.megatron.sizes import flop_parameters
 from megaswift.families import family_of
 from megaswift.trainers.flops import FlopRule

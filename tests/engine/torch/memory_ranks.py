@@ -97,9 +97,9 @@ def live(rank: int, world: int, job: Job) -> Live:
     zero = getattr(engine.strategy, "_zero", None)
     masters: list[Tensor] = []
     if zero is not None and engine.strategy.stage:
-        from megaswift.engine.torch.zero_tensors import shards
+        from megaswift.engine.torch.zero_tensors import fp32_shards
 
-        masters = [t.data for t in shards(zero)]
+        masters = [t.data for t in fp32_shards(zero)]
     states = {
         at: size for at, size in storages([*optimizer_tensors(engine.strategy), *masters]).items() if at not in weights
     }

@@ -25,7 +25,7 @@ from megaswift.engine.torch.loss_fields import FieldsModel
 from megaswift.engine.torch.model import build_model
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES
-from megaswift.families.unlisted import any_spec
+from megaswift.families.unlisted import spec_of_any_model
 from megaswift.losses.contract import Batch
 from tests.engine.torch.adapter_ranks import CASE, Run, far, model_of, plain
 from tests.engine.torch.other_models import APART, ENCODERS, KINDS, MIXING, POSITIONS, config_of, write
@@ -118,7 +118,7 @@ def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
     logger.addHandler(ear)
     logger.setLevel("WARNING")  # whatever a run before told transformers to say
     folder = folders("gpt2")
-    made = build_model(folder, SwiftConfig(engine="ddp", model=str(folder)), True, any_spec(folder), {}, False)
+    made = build_model(folder, SwiftConfig(engine="ddp", model=str(folder)), True, spec_of_any_model(folder), {}, False)
     warning_once.cache_clear()
     made(torch.tensor([[5, 6, made.config.pad_token_id]]))
     logger.warning("another")
@@ -157,7 +157,7 @@ def test_units_share_no_weight(
     """A weight in two of FSDP's units cannot be; the one around both has it."""
     model = model_of(folders(kind))
     capsys.readouterr()
-    found = fsdp.is_unsharded([m for m in model.modules() if type(m).__name__ in classes], model)
+    found = fsdp.unshared_units([m for m in model.modules() if type(m).__name__ in classes], model)
     assert [type(m).__name__ for m in found] == kept
     left = "".join(f"fsdp2: {name} shares weights with other modules" for name in classes - {*kept})
     assert left in (said := capsys.readouterr().err) and bool(left) == bool(said)

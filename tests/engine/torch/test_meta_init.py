@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaswift.bridge.hf_to_megatron import hf_to_megatron
-from megaswift.bridge.open_weights import open_weights
-from megaswift.bridge.transformers_weights import disk_names
+from megaswift.bridge.open_weight_source import open_weights
+from megaswift.bridge.transformers_weights import to_disk_names
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch import meta_init, model, weight_loading
 from megaswift.engine.torch.adapters import base_model
-from megaswift.engine.torch.conversions import conversion_groups, convertible_groups, first_names
+from megaswift.engine.torch.conversions import conversion_groups, convertible_groups, tied_name_map
 from megaswift.errors import WeightsError
-from megaswift.families.unlisted import any_spec
+from megaswift.families.unlisted import spec_of_any_model
 from tests.bridge.folders import tensors_of
 from tests.parity.models import build
 
@@ -36,14 +36,14 @@ LORA = {"train_type": "lora", "target_modules": ["o_proj"], "modules_to_save": [
 def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
     """(a model that was hollow, how many elements each piece of files held)."""
     cfg = SwiftConfig(model=str(folder), engine="fsdp2", **options)
-    fields = model.prepare_model(folder, cfg, False, any_spec(folder), {}, empty=True)
+    fields = model.prepare_model(folder, cfg, False, spec_of_any_model(folder), {}, empty=True)
     bare, source = base_model(fields.model), open_weights(folder)
     assert all(
         meta_init.is_unallocated(p)
         for n, p in bare.named_parameters()
         if "lora_" not in n and "modules_to_save" not in n
     )
-    found, first = conversion_groups(bare, source), first_names(bare)
+    found, first = conversion_groups(bare, source), tied_name_map(bare)
     assert not weight_loading._differences(bare, source, found)
     meta_init.allocate_storage(fields.parameters(), torch.device("cpu"))
     parameters = dict(fields.named_parameters())
@@ -52,7 +52,7 @@ def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
         parameters[name].data.copy_(tensor)
 
     engine: Any = SimpleNamespace(fields=fields, cfg=cfg, shapes=parameters, strategy=SimpleNamespace(put=put))
-    weight_loading.read_tensor(engine, found, source, first)
+    weight_loading.fill_from_files(engine, found, source, first)
     return fields, [sum(torch.Size(source.shape(name)).numel() for _, name in piece.stored) for piece in found]
 
 
@@ -63,7 +63,7 @@ def test_equals_from_pretrained(variant: str, options: dict[str, Any], tmp_path:
     folder = build(variant, tmp_path / variant)
     got, sizes = filled(folder, **options)
     want = model.prepare_model(
-        folder, SwiftConfig(model=str(folder), engine="fsdp2", **options), True, any_spec(folder), {}
+        folder, SwiftConfig(model=str(folder), engine="fsdp2", **options), True, spec_of_any_model(folder), {}
     )
     for mine, theirs in (
         (got.named_parameters(), want.named_parameters()),
@@ -73,7 +73,7 @@ def test_equals_from_pretrained(variant: str, options: dict[str, Any], tmp_path:
         assert list(own) == list(others)
         assert all(torch.equal(own[name], tensor) for name, tensor in others.items())
         assert [t.requires_grad for t in own.values()] == [t.requires_grad for t in others.values()]
-    assert first_names(base_model(got.model)) == first_names(base_model(want.model))
+    assert tied_name_map(base_model(got.model)) == tied_name_map(base_model(want.model))
     assert max(sizes) < 0.3 * sum(sizes)
 
 
@@ -85,7 +85,7 @@ def test_tensors_written_in_groups_equal_those_of_the_model(variant: str, tmp_pa
     tensors = dict(bare.named_parameters())
     made: dict[str, Tensor] = {}
     for group in convertible_groups(bare, tensors):
-        made |= disk_names(bare, {name: tensors[name] for name in group})
+        made |= to_disk_names(bare, {name: tensors[name] for name in group})
     stored = tensors_of(folder)
     left = {n for n in stored if n not in made}
     assert left <= {n for n, _ in bare.named_buffers()} | {"lm_head.weight"} and made.keys() <= stored.keys()
@@ -101,7 +101,7 @@ def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "m" / "config.json", folder)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     fields = model.prepare_model(
-        folder, SwiftConfig(model=str(folder), engine="fsdp2"), False, any_spec(folder), {}, empty=True
+        folder, SwiftConfig(model=str(folder), engine="fsdp2"), False, spec_of_any_model(folder), {}, empty=True
     )
     source = open_weights(folder)
     told = "\n".join(
@@ -118,7 +118,7 @@ def test_adapters_initialized_from_weights_refuse_a_checkpoint(options: dict[str
     hf_to_megatron(build("dense", tmp_path / "m"), tmp_path / "c")
     folder = tmp_path / "c" / "model"
     engine: Any = SimpleNamespace(
-        cfg=SwiftConfig(model=str(tmp_path / "c"), engine="ddp", **options), kind="ddp", spec=any_spec(folder)
+        cfg=SwiftConfig(model=str(tmp_path / "c"), engine="ddp", **options), kind="ddp", spec=spec_of_any_model(folder)
     )
     with pytest.raises(WeightsError, match="convert megatron-to-hf"):
         weight_loading.start_from_files(folder, engine)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch.model import prepare_model
-from megaswift.families.unlisted import any_spec
+from megaswift.families.unlisted import spec_of_any_model
 from tests.trainers.inputs import write_model
 
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, **options: Any) -> tuple[int, dict[str, Tensor]]:
     """(bytes that the forward pass keeps besides parameters, gradients)."""
     cfg = SwiftConfig(model=str(folder), engine="ddp", **options)
-    fields = prepare_model(folder, cfg, weights=True, spec=any_spec(folder), further={}).train()
+    fields = prepare_model(folder, cfg, weights=True, spec=spec_of_any_model(folder), further={}).train()
     ids = torch.arange(4, 40)[None].repeat(4, 1)
     parameters = {p.data_ptr() for p in fields.parameters()}
     kept: dict[int, int] = {}
@@ -54,7 +54,9 @@ def test_compiled_layers_keep_their_names(folder: Path, lora: bool) -> None:
     """Nothing is compiled here: it would be when a layer first runs."""
     options: dict[str, Any] = {"train_type": "lora", "target_modules": ["q_proj"]} if lora else {}
     configs = [SwiftConfig(model=str(folder), engine="ddp", torch_compile=on, **options) for on in (False, True)]
-    plain, compiled = (prepare_model(folder, cfg, weights=True, spec=any_spec(folder), further={}) for cfg in configs)
+    plain, compiled = (
+        prepare_model(folder, cfg, weights=True, spec=spec_of_any_model(folder), further={}) for cfg in configs
+    )
     assert list(plain.state_dict()) == list(compiled.state_dict())
     changed = [n for n, m in compiled.named_modules() if "forward" in vars(m)]
     assert len(changed) == 4 and all(n.rpartition(".")[0].endswith("layers") for n in changed)

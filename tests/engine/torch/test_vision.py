@@ -60,7 +60,9 @@ def test_adapters_follow_the_flags(kind: str) -> None:
     for flags, wanted in (({}, {"llm"}), ({"freeze_vit": False}, {"llm", "vit"}), (aligner, {"aligner"})):
         model = KINDS[kind](tokenizer(kind))[0]
         parts, cfg = vision.VisionParts(model), ModelConfig(**flags)
-        options = peft.LoraConfig(r=2, target_modules="all-linear", exclude_modules=vision.without_adapters(model, cfg))
+        options = peft.LoraConfig(
+            r=2, target_modules="all-linear", exclude_modules=vision.frozen_modules_pattern(model, cfg)
+        )
         made = peft.get_peft_model(model, options)
         adapted = [
             n.removeprefix("base_model.model.").split(".lora_A")[0] for n, p in made.named_parameters() if "lora_A" in n
@@ -75,5 +77,7 @@ def test_a_text_model_has_no_parts() -> None:
         Qwen3Config(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     )
     vision.freeze_parts(model, ModelConfig())
-    assert all(p.requires_grad for p in model.parameters()) and vision.without_adapters(model, ModelConfig()) is None
+    assert (
+        all(p.requires_grad for p in model.parameters()) and vision.frozen_modules_pattern(model, ModelConfig()) is None
+    )
     assert isinstance(model, torch.nn.Module)

@@ -10,8 +10,8 @@ import torch
 
 from megaswift.config import SwiftConfig
 from megaswift.data.collate import PaddingShape
+from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.order import Order
 from megaswift.data.prompts import Prompt, PromptSource
 from megaswift.data.rollout_batches import RolloutCollator, RolloutTokens
 from megaswift.losses.contract import Batch, ModelOutputs, Needs
@@ -164,7 +164,7 @@ def source(worth: Any = None, **options: Any) -> RolloutSource:
     prompts: Any = Prompts()
     samples: Any = Samples()
     drawing = RolloutScheduler(
-        PromptSource(prompts, settings.generation // settings.group, Order(len(prompts), False, 0)),
+        PromptSource(prompts, settings.generation // settings.group, EpochOrder(len(prompts), False, 0)),
         samples,
         settings.draws,
         settings.draws > settings.group,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config import SwiftConfig, load
-from megaswift.entry import beyond_options
+from megaswift.config import SwiftConfig, load_config
+from megaswift.entry import problems_beyond_options
 from megaswift.errors import UserError
 from megaswift.rollout import vllm_package
 from megaswift.trainers.preflight import preflight
@@ -110,7 +110,7 @@ def test_a_wrong_reward_function_is_told_with_batches_that_do_not_fit(tmp_path: 
     line = ["--model", str(model_folder(tmp_path)), "--dataset", "d.jsonl", "--global_batch_size", "1"]
     line += ["--reward_funcs", f"{tmp_path}/mine.py:brevty", "accurcy", "--output_dir", str(tmp_path / "out")]
     with pytest.raises(UserError) as error:
-        load("grpo", line, complete=True, environ={}, beyond=beyond_options)
+        load_config("grpo", line, complete=True, environ={}, beyond=problems_beyond_options)
     found = [p.what for p in error.value.problems]
     assert found[0] == "--global_batch_size 1" and "reward function 'accurcy'" in found
     assert f"--reward_funcs {tmp_path}/mine.py:brevty" in found

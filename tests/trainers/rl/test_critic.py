@@ -14,7 +14,7 @@ from megaswift.config import SwiftConfig
 from megaswift.engine.protocol import StepResult
 from megaswift.families import load_spec
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.scalar_head import with_score
+from megaswift.families.scalar_head import with_scalar_head
 from megaswift.losses.value import ValueLoss
 from megaswift.trainers.rl import critic
 from megaswift.trainers.step_monitor import TrainingDiverged
@@ -45,7 +45,7 @@ def test_a_new_head_says_next_to_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     spec = load_spec(tmp_path)
     context: Any = None
     critic.critic_engine(SwiftConfig(task="ppo"), spec, tmp_path, context, fresh=True)
-    usual = new_head(with_score(spec), 1)
+    usual = new_head(with_scalar_head(spec), 1)
     assert float(new_head(asked[0], 1).norm()) == pytest.approx(1 / 64, rel=0.1) and float(usual.norm()) > 1
     assert asked[0].scored and not spec.scored
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.trainers.rl.generation import seeds
+from megaswift.trainers.rl.generation import completion_seeds
 from megaswift.trainers.rl.rollout_source import RolloutSource
 from tests.losses import trainers
 from tests.trainers.rl.makers import source, told
@@ -290,11 +290,11 @@ def test_without_it_groups_stay() -> None:
 
 def test_seeds_are_of_run_generation_and_number_alone() -> None:
     """Different everywhere, the same whenever asked, and known: a change of them changes every run that goes on."""
-    drawn = [seeds(run, generation, 8) for run in (0, 42) for generation in (0, 1)]
+    drawn = [completion_seeds(run, generation, 8) for run in (0, 42) for generation in (0, 1)]
     flat = [s for some in drawn for s in some]
     assert len(set(flat)) == 32 and all(0 <= s < 2**63 for s in flat)
-    assert seeds(42, 1, 3) == drawn[3][:3]
-    assert seeds(42, 0, 1) == [int(np.random.SeedSequence([42, 0, 0]).generate_state(1, np.uint64)[0]) >> 1]
+    assert completion_seeds(42, 1, 3) == drawn[3][:3]
+    assert completion_seeds(42, 0, 1) == [int(np.random.SeedSequence([42, 0, 0]).generate_state(1, np.uint64)[0]) >> 1]
 
 
 def timeless(source: RolloutSource) -> dict[str, float]:

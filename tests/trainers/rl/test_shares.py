@@ -13,7 +13,7 @@ import pytest
 from megaswift import distributed
 from megaswift.parallel.layout import Layout
 from megaswift.rollout.sampler import SamplingParams
-from megaswift.trainers.rl.generation import Generation, samples_here, seeds
+from megaswift.trainers.rl.generation import Generation, completion_seeds, is_sampling_rank
 
 LAYOUT = Layout(8, tp=2, pp=2)
 
@@ -28,7 +28,7 @@ def test_shares_are_whole_groups_and_nothing_is_written_twice(
     for rank in range(8):
         monkeypatch.setattr(distributed, "global_rank", lambda rank=rank: rank)
         at = LAYOUT.coordinates(rank)
-        sampler: Any = object() if everywhere or samples_here(at) else None
+        sampler: Any = object() if everywhere or is_sampling_rank(at) else None
         made = Generation(engine, at, sampler, SamplingParams(1), 0, everywhere=everywhere)
         found.append(made.own(20, 2))
         speaking += made.first
@@ -54,5 +54,5 @@ def test_every_third_completion_is_greedy(replicas: int, monkeypatch: pytest.Mon
         made = Generation(engine, layout.coordinates(rank), sampler, SamplingParams(1, temperature=0.8), 5)
         drafts += made.share(prompts, 4, greedy_every=3)
         assert {t for _, t, _ in made.share(prompts, 4)} == {0.8}
-    drawn = seeds(5, 4, 12)
+    drawn = completion_seeds(5, 4, 12)
     assert drafts == [((i,), 0.0 if i % 3 == 2 else 0.8, drawn[i]) for i in range(12)]

@@ -26,9 +26,9 @@ from megaswift.rollout.sampler import SamplerOptions, SamplingParams
 from megaswift.trainers.metrics import read_lines
 from megaswift.trainers.rl import build as build_module
 from megaswift.trainers.rl import build as rl_build
-from megaswift.trainers.rl.build import rewards_of, weights_of
+from megaswift.trainers.rl.build import reward_functions_of, reward_weights_of
 from megaswift.trainers.rl.completions_log import CompletionsLog
-from megaswift.trainers.rl.sampler import sampler_options, sampling_of
+from megaswift.trainers.rl.sampler import sampler_options, sampling_params_of
 from megaswift.trainers.rl.settings import rl_settings
 from megaswift.trainers.tasks import TASKS
 from tests.trainers.rl.makers import config, source
@@ -127,9 +127,9 @@ TOKENIZER = SimpleNamespace(eos_token_id=3)
 def test_how_tokens_are_drawn(name: str, tmp_path: Path) -> None:
     options, expected = SAMPLING[name]
     plain = SamplingParams(512, stop_token_ids=(3,))
-    assert sampling_of(run(), TOKENIZER, tmp_path) == plain
+    assert sampling_params_of(run(), TOKENIZER, tmp_path) == plain
     accepted = {"allow_biased_sampling": True} if name in BIASED else {}
-    assert sampling_of(run(**options, **accepted), TOKENIZER, tmp_path) == replace(plain, **expected) != plain
+    assert sampling_params_of(run(**options, **accepted), TOKENIZER, tmp_path) == replace(plain, **expected) != plain
 
 
 @pytest.mark.parametrize(("told", "stops"), [(7, (3, 7)), ([3, 8, 9], (3, 8, 9))])
@@ -137,7 +137,7 @@ def test_completions_end_where_the_model_s_own_generation_does(
     told: int | list[int], stops: tuple[int, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
-    assert sampling_of(run(), TOKENIZER, tmp_path).stop_token_ids == stops
+    assert sampling_params_of(run(), TOKENIZER, tmp_path).stop_token_ids == stops
 
 
 SERVER = {"rollout_backend": "sglang"}
@@ -235,17 +235,17 @@ def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("cosine", "soft_overlong", "repetition", "code")
     cfg = run(reward_funcs=names, reward_model=["m"], reward_weights=[1, 2, 3, 4, 5], **numbers)
     monkeypatch.setattr("megaswift.rewards.reward_model.reward_models", lambda folders, options, taken: [*folders])
-    assert rewards_of(cfg) == ["m"] and asked == [(names, RewardOptions(**numbers))]
-    assert weights_of(cfg) == [1, 2, 3, 4, 5] and weights_of(run(reward_model=["m"])) == [1.0] * 2
+    assert reward_functions_of(cfg) == ["m"] and asked == [(names, RewardOptions(**numbers))]
+    assert reward_weights_of(cfg) == [1, 2, 3, 4, 5] and reward_weights_of(run(reward_model=["m"])) == [1.0] * 2
 
 
 @pytest.mark.parametrize("most", [None, 2])
 def test_turns_of_a_conversation(most: int | None, tmp_path: Path) -> None:
     (tmp_path / "world.py").write_text("class World:\n    reset = step = lambda self, *_, **__: None\n")
     named = f"{tmp_path}/world.py:World"
-    talk = rl_build.multi_turn_of(run(environment=named, max_turns=most), TOKENIZER)
+    talk = rl_build.build_multi_turn(run(environment=named, max_turns=most), TOKENIZER)
     assert talk is not None and talk.max_turns == most and type(talk.make().inner).__name__ == "World"
-    assert talk.make() is not talk.make() and rl_build.multi_turn_of(run(), TOKENIZER) is None
+    assert talk.make() is not talk.make() and rl_build.build_multi_turn(run(), TOKENIZER) is None
 
 
 @pytest.mark.parametrize(("most", "lines"), [(None, 8), (3, 3)])
@@ -267,7 +267,7 @@ ELSEWHERE = {
     "rollout_sleep": "test_colocated",
     "offload_model": "test_colocated",
     "offload_optimizer": "test_colocated",
-    "rollout_lora": "rl/test_adapters",
+    "rollout_lora": "rl/test_adapter_sync",
     "reward_funcs": "test_grpo_run",
     "reward_model": "here",
     "reward_weights": "here",

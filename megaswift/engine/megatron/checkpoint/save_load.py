@@ -62,7 +62,7 @@ def _write_small(engine: MegatronEngine, directory: Path, facts: dict[str, Any])
     try:
         written = [write_rank_rng(directory, engine.rank)]
         if engine.rank == 0:
-            written += files.write_megatron_files(directory)
+            written += files.write_megatron_loader_files(directory)
             (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
             written.append(directory / FACTS)
         for path in [*written, directory]:
@@ -86,7 +86,11 @@ def _facts(engine: MegatronEngine, step: int) -> dict[str, Any]:
             "experts": spec.experts,
         },
         "train_type": engine.cfg.model.train_type,
-        "optimizer": {"name": engine.cfg.optim.optimizer, "step": step, "scaler": states.get_scaler(engine.optimizer)},
+        "optimizer": {
+            "name": engine.cfg.optim.optimizer,
+            "step": step,
+            "scaler": states.get_scaler_state(engine.optimizer),
+        },
     }
 
 
@@ -112,7 +116,7 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     files.read_chunks(directory, index, wanted, items)
     states.store_states(engine.optimizer, slices)
     states.set_step_count(engine.optimizer, facts["optimizer"]["step"])
-    states.set_scaler(engine.optimizer, facts["optimizer"]["scaler"])
+    states.set_scaler_state(engine.optimizer, facts["optimizer"]["scaler"])
     if same_layout and fits_rank_rng(random_states[0]):
         restore_rank_rng(*random_states)
     else:
@@ -138,8 +142,8 @@ def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
-    index = torch_dist_index.read_index(directory)
-    problems += [index] if isinstance(index, Problem) else torch_dist_index.file_problems(directory, index)
+    index = torch_dist_index.read_torch_dist_metadata(directory)
+    problems += [index] if isinstance(index, Problem) else torch_dist_index.missing_file_problems(directory, index)
     distributed.raise_on_all_ranks(problems, limit=SHOWN)
     assert isinstance(index, Metadata)
     return facts, index

@@ -25,7 +25,7 @@ BOTH = "0.16-0.19"
 
 
 @dataclass(frozen=True)
-class DeviceConstants:
+class DeviceConstantPatch:
     """String constants of one function, `"cuda"` to `"cpu"` and `torch.cuda.XTensor` to `torch.XTensor`."""
 
     symbol: str
@@ -68,24 +68,26 @@ _TRACKER = "the RNG tracker keeps the device's random state"
 _TYPE = "compares Tensor.type() with the names of CUDA tensor classes"
 
 CONSTANTS = (
-    DeviceConstants(_CORE + "pipeline_parallel.schedules:forward_backward_no_pipelining", _FACTORY),
-    DeviceConstants(_CORE + "pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving", _FACTORY),
-    DeviceConstants(_CORE + "pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving", _FACTORY),
-    DeviceConstants(_CORE + "optimizer.grad_scaler:MegatronGradScaler.__init__", _FACTORY),
-    DeviceConstants(_CORE + "optimizer.grad_scaler:DynamicGradScaler.__init__", _FACTORY),
-    DeviceConstants(
+    DeviceConstantPatch(_CORE + "pipeline_parallel.schedules:forward_backward_no_pipelining", _FACTORY),
+    DeviceConstantPatch(_CORE + "pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving", _FACTORY),
+    DeviceConstantPatch(
+        _CORE + "pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving", _FACTORY
+    ),
+    DeviceConstantPatch(_CORE + "optimizer.grad_scaler:MegatronGradScaler.__init__", _FACTORY),
+    DeviceConstantPatch(_CORE + "optimizer.grad_scaler:DynamicGradScaler.__init__", _FACTORY),
+    DeviceConstantPatch(
         _CORE + "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups", _TYPE
     ),
-    DeviceConstants(_CORE + "optimizer.distrib_optimizer:DistributedOptimizer.__init__", _TYPE),
-    DeviceConstants(_CORE + "optimizer.optimizer:MixedPrecisionOptimizer.__init__", _FACTORY),
-    DeviceConstants(_CORE + "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__", _TYPE),
-    DeviceConstants(_CORE + "optimizer.optimizer:FP32Optimizer.__init__", _FACTORY),
-    DeviceConstants(_CORE + "optimizer.clip_grads:get_grad_norm_fp32", _FACTORY),
-    DeviceConstants(_CORE + "optimizer.clip_grads:clip_grad_by_total_norm_fp32", _TYPE),
-    DeviceConstants(_CORE + "optimizer.clip_grads:count_zeros_fp32", _FACTORY),
-    DeviceConstants(_CORE + "dist_checkpointing.strategies.state_dict_saver:verify_global_md_reuse", _FACTORY),
-    DeviceConstants(_CORE + "dist_checkpointing.exchange_utils:_get_empty_tensor_for_exchange", _FACTORY),
-    DeviceConstants(_CORE + "dist_checkpointing.exchange_utils:exchange_loaded_tensors_gather_rounds", _FACTORY),
+    DeviceConstantPatch(_CORE + "optimizer.distrib_optimizer:DistributedOptimizer.__init__", _TYPE),
+    DeviceConstantPatch(_CORE + "optimizer.optimizer:MixedPrecisionOptimizer.__init__", _FACTORY),
+    DeviceConstantPatch(_CORE + "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__", _TYPE),
+    DeviceConstantPatch(_CORE + "optimizer.optimizer:FP32Optimizer.__init__", _FACTORY),
+    DeviceConstantPatch(_CORE + "optimizer.clip_grads:get_grad_norm_fp32", _FACTORY),
+    DeviceConstantPatch(_CORE + "optimizer.clip_grads:clip_grad_by_total_norm_fp32", _TYPE),
+    DeviceConstantPatch(_CORE + "optimizer.clip_grads:count_zeros_fp32", _FACTORY),
+    DeviceConstantPatch(_CORE + "dist_checkpointing.strategies.state_dict_saver:verify_global_md_reuse", _FACTORY),
+    DeviceConstantPatch(_CORE + "dist_checkpointing.exchange_utils:_get_empty_tensor_for_exchange", _FACTORY),
+    DeviceConstantPatch(_CORE + "dist_checkpointing.exchange_utils:exchange_loaded_tensors_gather_rounds", _FACTORY),
 )
 
 
@@ -233,7 +235,7 @@ def _cpu_constant(value: Any) -> Any:
     return value
 
 
-def innermost(function: Any) -> types.FunctionType:
+def unwrap_decorators(function: Any) -> types.FunctionType:
     """The plain function below decorators such as `torch.no_grad`."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -272,7 +274,7 @@ def install_cpu_patches() -> None:
     _import_patched()
     _replace(row for row in REPLACEMENTS if row not in torch_rows)
     for row in CONSTANTS:
-        function = innermost(resolve_symbol(row.symbol)[2])
+        function = unwrap_decorators(resolve_symbol(row.symbol)[2])
         function.__code__ = _cpu_constant(function.__code__)
     for muted in MUTED_WARNINGS:
         logging.getLogger(muted.logger).addFilter(muted)

@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megaswift.engine.megatron.context_parallel import gather_order, gather_sequence, local_index
-from megaswift.engine.megatron.layers.softcap import CappedAttention, ScoreRule
+from megaswift.engine.megatron.layers.softcap import ScoreRule, SoftCappedAttention
 
 Parts = tuple[Tensor, Tensor, Tensor]
 BLOCK = 1024
@@ -49,10 +49,10 @@ class RowLayout(PackedSeqParams):
         """bool [queries, keys] on the device, True where seen; None: plain causal. A window's is made once for all
         layers; one without a window, of queries x keys under context parallelism, is not kept."""
         if window is None:
-            return visible(shape, offset, window, device)
+            return visibility_mask(shape, offset, window, device)
         key = (*shape, offset, window)
         if key not in self._masks:
-            self._masks[key] = visible(shape, offset, window, device)
+            self._masks[key] = visibility_mask(shape, offset, window, device)
         return self._masks[key]
 
     def parts(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Parts, int]]:
@@ -76,7 +76,7 @@ class RowLayout(PackedSeqParams):
                     yield (q, *visible), chunk * run
 
 
-def visible(shape: tuple[int, int], offset: int, window: int | None, device: torch.device) -> Tensor | None:
+def visibility_mask(shape: tuple[int, int], offset: int, window: int | None, device: torch.device) -> Tensor | None:
     """bool [queries, keys], True where seen; query i is at key position offset + i. None: plain causal. `window`
     counts keys."""
     queries, keys = shape
@@ -112,7 +112,7 @@ class TorchAttention(MegatronModule):
         self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.dropout = config.attention_dropout
-        self.window = window_of(config, layer_number)
+        self.window = window_of_layer(config, layer_number)
         self.softcap: float | None = config.features.attention_softcap
         assert self.softcap is None or not self.dropout, "attention dropout is not supported with a soft cap"
         self.softmax_offset: nn.Parameter | None = None
@@ -141,7 +141,7 @@ class TorchAttention(MegatronModule):
             for run, start in rows.parts(q, k, v):
                 if self.softcap is not None:
                     rule = ScoreRule(self.softmax_scale, self.softcap, start, self.window)
-                    outs.append(CappedAttention.apply(*run, rule))
+                    outs.append(SoftCappedAttention.apply(*run, rule))
                     continue
                 for parts, offset in window_blocks(run, start, self.window):
                     shape = parts[0].shape[2], parts[1].shape[2]
@@ -163,7 +163,7 @@ class TorchAttention(MegatronModule):
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
 
-def window_of(config: Any, layer_number: int) -> int | None:
+def window_of_layer(config: Any, layer_number: int) -> int | None:
     """How many keys a query of this layer (counted from 1) sees, itself among them; None: all before it."""
     skip = getattr(config, "window_attn_skip_freq", None)
     if config.window_size is None or not (skip is None or _is_windowed(skip, layer_number)):

@@ -82,7 +82,7 @@ class LayerChoice:
         return f"{self.linear} ({self.reason}), attention: {self.attention} ({', '.join(self.own)})"
 
 
-def own_attention(spec: ModelSpec, cp_comm_type: str | None = None, packing: bool = False) -> list[str]:
+def unsupported_by_te_attention(spec: ModelSpec, cp_comm_type: str | None = None, packing: bool = False) -> list[str]:
     """What of a model's attention Transformer Engine's kernels do not compute, under this layout; `cp_comm_type` None
     is no context parallelism.
 
@@ -137,7 +137,7 @@ def choose_layers(spec: ModelSpec, cfg: SwiftConfig, layout: Layout) -> LayerCho
         return LayerChoice(TORCH, TORCH, lack)
     reason = "asked for" if asked == TRANSFORMER_ENGINE else "CUDA and Transformer Engine are available"
     comm = cfg.parallel.cp_exchange if layout.cp > 1 else None
-    own = own_attention(spec, comm, bool(cfg.data.packing))
+    own = unsupported_by_te_attention(spec, comm, bool(cfg.data.packing))
     if cfg.model.attn_impl == "sdpa":
         own.append("--attn_impl sdpa")
     attention = TORCH if own else TRANSFORMER_ENGINE

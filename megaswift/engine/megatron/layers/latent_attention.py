@@ -27,7 +27,7 @@ NORM_EPSILON = 1e-6
 `rms_norm_eps`."""
 
 
-def apply_rotary(x: Tensor, angles: Tensor, factor: float, pairs: bool) -> Tensor:
+def apply_rotary_by_position(x: Tensor, angles: Tensor, factor: float, pairs: bool) -> Tensor:
     """x [s, b, heads, d] turned by angles [s, b or 1, 1, d], times `factor`: neighbours as `pairs`, else the halves of
     d."""
     cos, sin = ((f(angles) * factor).to(x.dtype) for f in (torch.cos, torch.sin))
@@ -95,8 +95,10 @@ class _ByPosition(MLASelfAttention):
         key, value = both.unflatten(-1, (heads, c.qk_head_dim + c.v_head_dim)).split(
             [c.qk_head_dim, c.v_head_dim], dim=-1
         )
-        query = torch.cat([still, apply_rotary(turned, angles, c.rope_factor, c.features.latent_pairs)], dim=-1)
-        turning = apply_rotary(turning.unsqueeze(-2), angles, c.rope_factor, c.features.latent_pairs)
+        query = torch.cat(
+            [still, apply_rotary_by_position(turned, angles, c.rope_factor, c.features.latent_pairs)], dim=-1
+        )
+        turning = apply_rotary_by_position(turning.unsqueeze(-2), angles, c.rope_factor, c.features.latent_pairs)
         key = torch.cat([key, turning.expand(-1, -1, heads, -1)], dim=-1)
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             query, key, value = (t.squeeze(1) for t in (query, key, value))

@@ -104,7 +104,7 @@ def attention_core(attention: str) -> type:
     return TEDotProductAttention
 
 
-def gated_unit(activation: Any, linear: str) -> type[nn.Module] | None:
+def gated_activation(activation: Any, linear: str) -> type[nn.Module] | None:
     """The module of a gated MLP's activation, or None: Megatron's own function.
 
     Megatron has a fused function for SwiGLU, of which its grouped experts take the routing weights too; for GeGLU it

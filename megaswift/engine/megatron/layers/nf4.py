@@ -110,15 +110,15 @@ def _quantized_class(linear: Any) -> type:
     return type(f"NF4{linear.__name__}", (NF4Linear, linear), {})
 
 
-def quantized_spec(spec: Any) -> Any:
+def nf4_layer_spec(spec: Any) -> Any:
     """A layer spec in which every linear layer is a quantized one."""
     if isinstance(spec, ModuleSpec):
-        return dataclasses.replace(spec, submodules=quantized_spec(spec.submodules))
+        return dataclasses.replace(spec, submodules=nf4_layer_spec(spec.submodules))
     if isinstance(spec, type):
         linear: Any = spec
         return _quantized_class(linear) if issubclass(linear, LINEAR) else linear
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         return dataclasses.replace(
-            spec, **{f.name: quantized_spec(getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.init}
+            spec, **{f.name: nf4_layer_spec(getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.init}
         )
     return spec

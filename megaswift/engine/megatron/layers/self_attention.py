@@ -16,7 +16,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megaswift.engine.megatron.layers.attention import window_of
+from megaswift.engine.megatron.layers.attention import window_of_layer
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -86,7 +86,7 @@ class ExtendedSelfAttention(SelfAttention):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.two_rotaries = config.features.rope_local is not None
-        self.windowed = window_of(config, self.layer_number) is not None
+        self.windowed = window_of_layer(config, self.layer_number) is not None
         # only full layers are scaled: yarn's factor on cosine and sine is theirs
         if self.two_rotaries and self.windowed:
             self.config = copy.copy(config)

@@ -50,7 +50,7 @@ class ScoreRule:
         return (capped * self.cap).masked_fill(hidden, float("-inf")).softmax(dim=-1), capped
 
 
-class CappedAttention(torch.autograd.Function):
+class SoftCappedAttention(torch.autograd.Function):
     """query [b, h, q, d], key and value [b, h, k, d] to [b, h, q, d]; every query sees at least itself."""
 
     @staticmethod

@@ -26,8 +26,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megaswift.engine.megatron.layers.choice import LayerChoice
-from megaswift.engine.megatron.layers.modules import LayerModules, attention_core, gated_unit, layer_modules
-from megaswift.engine.megatron.layers.nf4 import quantized_spec
+from megaswift.engine.megatron.layers.modules import LayerModules, attention_core, gated_activation, layer_modules
+from megaswift.engine.megatron.layers.nf4 import nf4_layer_spec
 from megaswift.engine.megatron.layers.router import BalancedRouter
 from megaswift.engine.megatron.layers.self_attention import ExtendedSelfAttention, WideKeyNorm, WideQueryNorm
 from megaswift.families.model_spec import Features
@@ -44,7 +44,7 @@ def _outer(features: Features, modules: LayerModules) -> tuple[type, type]:
 
 def _mlp(config: TransformerConfig, choice: LayerChoice, modules: LayerModules, moe: bool) -> ModuleSpec:
     features = config.features
-    unit = gated_unit(config.activation_func, choice.linear) if config.gated_linear_unit else None
+    unit = gated_activation(config.activation_func, choice.linear) if config.gated_linear_unit else None
     if not moe:
         into, out = _outer(features, modules)
         dense = MLPSubmodules(linear_fc1=into, linear_fc2=out, activation_func=unit)
@@ -120,6 +120,6 @@ def block_spec(
     for layer in range(offset, offset + count):
         moe = config.num_moe_experts is not None and (layer % freq == 0 if isinstance(freq, int) else bool(freq[layer]))
         spec = layer_spec(config, choice, moe)
-        layers.append(quantized_spec(spec) if config.quantized else spec)
+        layers.append(nf4_layer_spec(spec) if config.quantized else spec)
     norm = layer_modules(choice.linear, config.moe_grouped_gemm).norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)

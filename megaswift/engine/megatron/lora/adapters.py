@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from megaswift import distributed
-from megaswift.bridge.adapters import Adapter, AdapterPlan, AdapterSettings, Half, merge_adapter
+from megaswift.bridge.adapter_plan import Adapter, AdapterPlan, AdapterSettings, Half, merge_adapter
 from megaswift.bridge.new_head import NEW
-from megaswift.bridge.peft_folder import PeftFolder, adapter_values
-from megaswift.bridge.plan import PlanGroup, WeightPlan
+from megaswift.bridge.peft_folder import PeftFolder, adapter_value_reader
+from megaswift.bridge.weight_plan import PlanGroup, WeightPlan
 from megaswift.config.lora import LoraConfig
 from megaswift.engine.megatron.lora import layers
 from megaswift.engine.megatron.lora.grouped import GroupedAdapters, attach_grouped_adapters
@@ -103,7 +103,7 @@ class RankAdapters:
         self.by_name = {p.adapter.name(p.half): p for p in self.placed}
         for chunk in chunks:
             if chunk.pre_process:
-                chunk.embedding.register_forward_hook(layers.require_grad)
+                chunk.embedding.register_forward_hook(layers.require_output_grad)
 
     def _place(self, wrapper: layers.LayerAdapters) -> None:
         self.layers.append(wrapper)
@@ -150,7 +150,7 @@ class RankAdapters:
             self.initialize(seed)
             return
         tensors = PeftFolder(cfg.adapters).read(self.plan)
-        self.fill(adapter_values(tensors))
+        self.fill(adapter_value_reader(tensors))
         for placed in self.saved:
             ranks, rank = self.weights.tp_of(placed.entry)
             placed.tensor.copy_(placed.entry.read(_Whole(tensors), ranks, rank, self.weights.padded))

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from megaswift.bridge.adapters import ADAPTER, SAVED, dim_of_half
-from megaswift.bridge.plan import PlanEntry
+from megaswift.bridge.adapter_plan import ADAPTER, SAVED, adapter_shard_dim
+from megaswift.bridge.weight_plan import PlanEntry
 from megaswift.engine.megatron.checkpoint.chunks import ParameterSlice
 from megaswift.engine.megatron.lora.adapters import RankAdapters
 from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.families.rules import ShardSpec, dim_of
+from megaswift.families.rules import ShardSpec, shard_dim
 
 
 def adapter_slices(lora: RankAdapters) -> list[tuple[Tensor, list[ParameterSlice]]]:
@@ -31,13 +31,15 @@ def adapter_slices(lora: RankAdapters) -> list[tuple[Tensor, list[ParameterSlice
         slices.append(
             (
                 p.tensor,
-                list(_pieces(ADAPTER + adapter.name(half), adapter.shape(half), dim_of_half(half), ranges, replica)),
+                list(
+                    _pieces(ADAPTER + adapter.name(half), adapter.shape(half), adapter_shard_dim(half), ranges, replica)
+                ),
             )
         )
     for placed in lora.saved:
         entry = placed.entry
         ranks, rank = lora.weights.tp_of(entry)
-        replica, start, dim = _replica(entry, entry.shard != "replicated", context), 0, dim_of(entry.rule)
+        replica, start, dim = _replica(entry, entry.shard != "replicated", context), 0, shard_dim(entry.rule)
         parts: list[ParameterSlice] = []
         for piece in entry.pieces(ShardSpec(ranks, rank, lora.weights.padded)):
             whole = entry.hf_shapes[piece.source]

@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from torch import Tensor, nn
 
-from megaswift.bridge.adapters import Adapter, Half, output_order, row_scale
+from megaswift.bridge.adapter_plan import Adapter, Half, adapter_output_order, dora_row_scale
 from megaswift.engine.megatron.layers.residual import ResidualProduct
 from megaswift.engine.megatron.parallel_context import ParallelContext
 
@@ -70,7 +70,7 @@ class LayerAdapters(nn.Module):
         self.group = context.groups.expt_tp if self.expert else context.groups.tp
         self.dropout = dropout
         self.enabled = True
-        self.order = output_order(adapters, self.ranks, self.rank)
+        self.order = adapter_output_order(adapters, self.ranks, self.rank)
         self.dora = adapters[0].dora
         for half in adapters[0].halves:
             empty = [
@@ -129,7 +129,7 @@ class LayerAdapters(nn.Module):
 
     def _factors(self) -> Tensor:
         """DoRA's factor of each output of this rank, float32 [out]; 1 for a module without an adapter."""
-        scales = [row_scale(m, squares) for m, squares in zip(self.matrices("M"), self._squares(), strict=True)]
+        scales = [dora_row_scale(m, squares) for m, squares in zip(self.matrices("M"), self._squares(), strict=True)]
         return torch.cat(
             [
                 scales[0].new_ones(rows) if n is None else scales[n][first : first + rows]
@@ -245,7 +245,7 @@ def attach_adapters(layer: nn.Module, adapters: LayerAdapters) -> None:
         setattr(layer, NORMED, True)
 
 
-def require_grad(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+def require_output_grad(_: nn.Module, __: Any, output: Tensor) -> Tensor:
     """Forward hook of a frozen embedding: what follows is differentiable.
 
     Recomputed blocks and pipeline stages compute gradients only for inputs that require one; without this, adapters
@@ -256,7 +256,7 @@ def require_grad(_: nn.Module, __: Any, output: Tensor) -> Tensor:
     )
 
 
-def sum_partial_gradients(chunks: Sequence[nn.Module], group: Any) -> None:
+def reduce_expert_adapter_gradients(chunks: Sequence[nn.Module], group: Any) -> None:
     """Expert adapters' replicated halves: each expert-tensor-parallel rank has the gradient of its part. After
     Megatron's reductions."""
     gradients = [

@@ -23,7 +23,7 @@ def strings(code) -> set[str]:
 def test_every_symbol_exists_and_is_changed():
     device.install_cpu_patches()
     for row in device.CONSTANTS:
-        function = device.innermost(device.resolve_symbol(row.symbol)[2])
+        function = device.unwrap_decorators(device.resolve_symbol(row.symbol)[2])
         names = strings(function.__code__)
         assert not {n for n in names if n == "cuda" or (n.startswith("torch.cuda.") and n.endswith("Tensor"))}, (
             row.symbol

@@ -15,7 +15,7 @@ from megaswift.engine.megatron.layers.choice import (
     choose_layers,
     fp8_gather_problems,
     fp8_problems,
-    own_attention,
+    unsupported_by_te_attention,
 )
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
@@ -53,7 +53,7 @@ GEMMA2, GEMMA3 = (family_of(PUBLISHED[n][0]).spec(PUBLISHED[n][0]) for n in ("ge
     ],
 )
 def test_attention_that_transformer_engine_lacks(model: Any, comm: str | None, packing: bool, own: str) -> None:
-    reasons = own_attention(model, comm, packing)
+    reasons = unsupported_by_te_attention(model, comm, packing)
     assert len(reasons) == bool(own) and all(reason.startswith(own) for reason in reasons)
 
 
@@ -128,5 +128,5 @@ def test_gathered_blocks() -> None:
 @pytest.mark.parametrize(("version", "own"), [("0.16.1", True), ("0.19.2", False)])
 def test_packed_latent_attention(version: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.core.__version__", version)
-    assert bool(own_attention(DEEPSEEK, None, True)) == own
-    assert own_attention(QWEN3, None, True) == []
+    assert bool(unsupported_by_te_attention(DEEPSEEK, None, True)) == own
+    assert unsupported_by_te_attention(QWEN3, None, True) == []

@@ -9,8 +9,8 @@ import torch
 
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.megatron_source import MegatronSource
-from megaswift.bridge.quantized import open_hf
-from megaswift.bridge.step_source import StepSource
+from megaswift.bridge.quantized import open_hf_weights
+from megaswift.bridge.torch_step_source import TorchStepSource
 from megaswift.errors import CheckpointError, Problem, path_hint
 from megaswift.families.checkpoint_folder import CheckpointFolder, verified_checkpoint
 
@@ -30,9 +30,9 @@ def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSo
     if not folder.is_dir():
         raise CheckpointError(Problem(str(path), "is a file", "give a Hugging Face folder or a checkpoint"))
     assert dtype is None, "a Hugging Face folder is read as it is"
-    return open_hf(folder)
+    return open_hf_weights(folder)
 
 
 def open_checkpoint(checkpoint: CheckpointFolder, dtype: torch.dtype | None = None) -> WeightSource:
     """The weights of a checkpoint: each in the dtype it once had, or all in `dtype`."""
-    return MegatronSource(checkpoint, dtype) if checkpoint.sharded else StepSource(checkpoint, dtype)
+    return MegatronSource(checkpoint, dtype) if checkpoint.sharded else TorchStepSource(checkpoint, dtype)

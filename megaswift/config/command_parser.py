@@ -15,11 +15,11 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from megaswift.commands import HELP
-from megaswift.config.help_page import entry, heading
-from megaswift.config.option import OptionTable, table_of
-from megaswift.config.resolve import ResolveState, take_value, unknown_option
+from megaswift.config.help_page import option_lines, section_heading
+from megaswift.config.option import OptionTable, build_option_table
+from megaswift.config.resolve import ResolveState, set_option_value, unknown_option
 from megaswift.config.sources import Given, read_command_line, secrets_of
-from megaswift.config.user_spelling import Typed, as_typed, named_as_typed
+from megaswift.config.user_spelling import TypedOption, as_typed, errors_as_typed
 from megaswift.config.value_types import FALSE
 from megaswift.errors import ConfigError, Problem
 from megaswift.redaction import redacted
@@ -31,11 +31,11 @@ LEGEND = (
 
 
 @dataclass(frozen=True)
-class Parsed:
+class ParsedCommand:
     """What a command line said, typed: sections by name, and the options that were given, as they were written."""
 
     sections: Mapping[str, Any]
-    typed: Mapping[str, Typed]
+    typed: Mapping[str, TypedOption]
 
     def given(self, name: str) -> bool:
         """Whether the user set this option."""
@@ -50,14 +50,14 @@ Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
-class Command(Generic[Config]):
+class CommandParser(Generic[Config]):
     """A command's name, its help and its options."""
 
     name: str
     usage: str
     config: type[Config]
     """A dataclass whose fields are the sections of options."""
-    check: Callable[[Parsed], Iterable[Problem]]
+    check: Callable[[ParsedCommand], Iterable[Problem]]
     hints: Mapping[str, str]
     """Names of other toolkits that have another shape here."""
 
@@ -69,7 +69,7 @@ class Command(Generic[Config]):
     @cached_property
     def table(self) -> OptionTable:
         """Its options by name."""
-        return table_of(self.sections)
+        return build_option_table(self.sections)
 
     def run(self, argv: Sequence[str], work: Callable[[Config], int]) -> int:
         """Help where it is asked for, else `work` on the options; returns the exit code."""
@@ -77,10 +77,10 @@ class Command(Generic[Config]):
             print(self.help())
             return 0 if argv else 2
         parsed = self.parse(argv)
-        with named_as_typed(parsed.typed, self.table.names):
+        with errors_as_typed(parsed.typed, self.table.names):
             return work(self.config(**parsed.sections))
 
-    def parse(self, argv: Sequence[str]) -> Parsed:
+    def parse(self, argv: Sequence[str]) -> ParsedCommand:
         """The sections; ConfigError with all mistakes."""
         line = read_command_line(list(argv), self.table)
         state = ResolveState(problems=list(line.problems))
@@ -94,13 +94,15 @@ class Command(Generic[Config]):
             if option is None:
                 state.problems.append(self._unknown(given))
                 continue
-            take_value(state, option, given, first.get(option.name))
+            set_option_value(state, option, given, first.get(option.name))
             first.setdefault(option.name, given)
         sections = {
             key: cls(**{n: v for n, v in state.values.items() if self.table.options[n].section == key})
             for key, cls in self.sections.items()
         }
-        parsed = Parsed(sections, {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None})
+        parsed = ParsedCommand(
+            sections, {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None}
+        )
         checked = [p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong]
         problems = state.problems + as_typed(checked, parsed.typed, self.table.names)
         if problems:
@@ -117,8 +119,8 @@ class Command(Generic[Config]):
         width = min(width or shutil.get_terminal_size((100, 24)).columns, 120)
         lines = [self.usage.rstrip(), "", *textwrap.wrap(LEGEND, width)]
         for key, cls in self.sections.items():
-            lines += heading(cls.__doc__ or key, width)
+            lines += section_heading(cls.__doc__ or key, width)
             for option in self.table.options.values():
                 if option.section == key:
-                    lines += entry(option, width)
+                    lines += option_lines(option, width)
         return "\n".join(line.rstrip() for line in lines)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaswift.data import show
+from megaswift.data import show_samples
 from megaswift.errors import DataError, UserError
 from megaswift.families.model_source import reader_for
 from tests.data.makers import chat, config, jsonl, tokenizer
@@ -17,8 +17,10 @@ from tests.data.makers import chat, config, jsonl, tokenizer
 
 def test_masks_in_brackets_and_in_colour() -> None:
     texts, mask = ["user", "⏎", "Par", "is", "<|im_end|>", "⏎"], [0, 0, 1, 1, 1, 0]
-    assert show.sample_text(texts, mask, color=False) == "user|⏎\n [Par|is|<|im_end|>] ⏎\n"
-    assert f"{show.GREEN}Par|is|<|im_end|>{show.OFF}" in show.sample_text(texts, mask, color=True)
+    assert show_samples.sample_text(texts, mask, color=False) == "user|⏎\n [Par|is|<|im_end|>] ⏎\n"
+    assert f"{show_samples.GREEN}Par|is|<|im_end|>{show_samples.OFF}" in show_samples.sample_text(
+        texts, mask, color=True
+    )
 
 
 def test_colour_only_on_a_terminal_and_without_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,14 +29,14 @@ def test_colour_only_on_a_terminal_and_without_no_color(monkeypatch: pytest.Monk
             return True
 
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert show.colored(Terminal()) and not show.colored(io.StringIO())
+    assert show_samples.use_color(Terminal()) and not show_samples.use_color(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not show.colored(Terminal())
+    assert not show_samples.use_color(Terminal())
 
 
 def test_histogram_counts_everything_once() -> None:
     values = np.array([1, 1, 2, 30, 60])
-    lines = show.histogram(values, "lengths")
+    lines = show_samples.histogram(values, "lengths")
     assert lines[0] == "lengths: 5 in total, 1 to 60, mean 18.8, median 2"
     assert [int(line.split()[-1]) for line in lines[1:]] == [3, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
 
@@ -49,13 +51,13 @@ def rows(path: Path, count: int = 8) -> str:
 
 
 def shown(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> str:
-    assert show.main([*words, "--dataset_cache_dir", str(tmp_path / "cache")], reader_for) == 0
+    assert show_samples.main([*words, "--dataset_cache_dir", str(tmp_path / "cache")], reader_for) == 0
     return capsys.readouterr().out
 
 
 def refused(*words: str) -> str:
     with pytest.raises(UserError) as error:
-        show.main(words, reader_for)
+        show_samples.main(words, reader_for)
     return str(error.value)
 
 
@@ -147,7 +149,7 @@ def test_options_that_would_do_nothing_are_refused(tmp_path: Path) -> None:
 
 
 def test_help_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert show.main(["--help"], reader_for) == 0
+    assert show_samples.main(["--help"], reader_for) == 0
     assert "data show DATASET" in capsys.readouterr().out
     data, model = rows(tmp_path / "d.jsonl"), folder(tmp_path / "m")
     assert "--model DIR" in refused(data)
@@ -187,8 +189,8 @@ def test_pairs_and_labeled_answers(tmp_path: Path, capsys: pytest.CaptureFixture
     labeled = ("--- example 1 (row 1)", "undesirable: ", "is|<|im_end|>]", "3 examples, 0 of them desirable")
     for task, row, parts in (("dpo", pair, paired), ("kto", {**chat("hello", "Paris"), "label": False}, labeled)):
         cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [row] * 3))
-        text = "\n".join(show.show_units(cfg, task, tokenizer("qwen", "qwen2_5"), range(1, 2)))
+        text = "\n".join(show_samples.show_preferences(cfg, task, tokenizer("qwen", "qwen2_5"), range(1, 2)))
         for part in parts:
             assert part in text
         with pytest.raises(DataError, match="there are 3 (pairs|examples), numbered from 0"):
-            show.show_units(cfg, task, tokenizer("qwen", "qwen2_5"), range(3, 4))
+            show_samples.show_preferences(cfg, task, tokenizer("qwen", "qwen2_5"), range(3, 4))

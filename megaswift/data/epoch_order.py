@@ -8,7 +8,7 @@ import numpy as np
 
 
 @dataclass
-class Order:
+class EpochOrder:
     """The endless sequence of row numbers: epoch 0's rows, epoch 1's, ..."""
 
     rows: int

@@ -1,7 +1,7 @@
 """Two sets of weights, tensor by tensor, bit by bit.
 
 Owns what counts as equal and the digests. Tensors are read in blocks, one of each side at a time, so that models far
-larger than memory can be compared. How the result is shown belongs to `megaswift.verify`.
+larger than memory can be compared. How the result is shown belongs to `megaswift.convert_verify`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge.conversion import bands, blocks_of
+from megaswift.bridge.conversion import read_blocks, split_region
 from megaswift.bridge.file_tensor import bytes_view
 from megaswift.bridge.hf_source import WeightSource
-from megaswift.bridge.open_weights import open_weights
-from megaswift.bridge.plan import INV_FREQ, TIED_HEAD
+from megaswift.bridge.open_weight_source import open_weights
+from megaswift.bridge.weight_plan import INV_FREQ, TIED_HEAD
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import FAMILIES, family_of, read_config
 from megaswift.families.checkpoint_folder import verified_checkpoint
@@ -119,7 +119,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + str(key), value
 
 
-def total_bytes(a: ComparedWeights, b: ComparedWeights) -> int:
+def bytes_to_compare(a: ComparedWeights, b: ComparedWeights) -> int:
     """What `compare_weights` reads of A, and of B alone."""
     names = set(a.weights.names())
     return sum(_nbytes(a, n) for n in names) + sum(_nbytes(b, n) for n in b.weights.names() if n not in names)
@@ -157,15 +157,15 @@ def _one(
     side: ComparedWeights, name: str, status: str, dtype: torch.dtype | None, done: Callable[[int], None]
 ) -> TensorVerdict:
     """A tensor that the other side lacks."""
-    digest, end, why = hashlib.sha256(), "a" if status == "missing" else "b", ignorable(side, name)
-    for part in blocks_of(side.weights, name):
+    digest, end, why = hashlib.sha256(), "a" if status == "missing" else "b", ignorable_reason(side, name)
+    for part in read_blocks(side.weights, name):
         digest.update(bytes_view(_cast(part, dtype)))
     done(_nbytes(side, name))
     facts = {**_facts(side, name, end), f"sha256_{end}": digest.hexdigest()}
     return TensorVerdict(name, "ignored" if why else status, why=why, **facts)
 
 
-def ignorable(side: ComparedWeights, name: str) -> str:
+def ignorable_reason(side: ComparedWeights, name: str) -> str:
     """Why a tensor of one side alone carries nothing of its own; the empty string when it does."""
     if INV_FREQ.matches(name):
         return INV_FREQ.why
@@ -179,7 +179,7 @@ def ignorable(side: ComparedWeights, name: str) -> str:
             weights.shape(EMBEDDING),
             weights.dtype(EMBEDDING),
         )
-        pairs = zip(blocks_of(weights, name), blocks_of(weights, EMBEDDING), strict=True) if is_tied_head else ()
+        pairs = zip(read_blocks(weights, name), read_blocks(weights, EMBEDDING), strict=True) if is_tied_head else ()
         return TIED_HEAD.why if is_tied_head and all(_same_bits(x, y) for x, y in pairs) else ""
     return ""
 
@@ -200,7 +200,7 @@ def _both(
     digests, different, worst = [hashlib.sha256()], 0, 0.0
     width = max(side.weights.dtype(name).itemsize for side in (a, b))
     spans = [(0, n) for n in a.weights.shape(name)]
-    for where in bands(spans, width):
+    for where in split_region(spans, width):
         x, y = (_cast(side.weights.slice(name, where), dtype) for side in (a, b))
         same = same_dtype and x.dtype == y.dtype and _same_bits(x, y)
         if not same and len(digests) == 1:

@@ -57,7 +57,7 @@ def copy_side_files(source: Path, target: Path) -> list[Path]:
     return copies
 
 
-def write_model(
+def write_model_folder(
     target: Path, config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], source: Path | None
 ) -> None:
     """The whole folder; side files come from `source`."""
@@ -85,7 +85,7 @@ class StoredDtypes:
         return self.others.get(name, self.usual)
 
 
-def read_dtypes(model: Path) -> StoredDtypes:
+def read_stored_dtypes(model: Path) -> StoredDtypes:
     """What weights.json says."""
     path = model / FACTS
     try:

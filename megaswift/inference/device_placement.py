@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from megaswift.config.byte_size import bytes_text
-from megaswift.config.placement import DISK, Device
+from megaswift.config.device_placement import DISK, Device
 from megaswift.errors import ConfigError, Problem, nearest_name
-from megaswift.families.layers import layer_classes
+from megaswift.families.decoder_layer_classes import layer_classes
 
 DeviceMap = dict[str, Device]
 CPU_SHARE = 0.9
@@ -172,7 +172,7 @@ def main_device(placed: Mapping[str, Device]) -> torch.device:
     return torch.device("cpu")
 
 
-def try_offloaded(model: Any, device: torch.device, flag: str) -> None:
+def check_offloaded_model(model: Any, device: torch.device, flag: str) -> None:
     """One token, with weights elsewhere: accelerate brings a module's when it is called, which JetMoe's experts never
     are."""
     try:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from megaswift.config import SwiftConfig, load
+from megaswift.config import SwiftConfig, load_config
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS
-from megaswift.config.sources import normal, read_command_line
-from megaswift.data.row_counts import worded_counts
+from megaswift.config.sources import normalize_name, read_command_line
+from megaswift.data.row_counts import counts_text
 from megaswift.errors import DataError, Problem, nearest_name
 from megaswift.log import count_text, info
 
@@ -73,7 +73,7 @@ def _own_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             (files if is_configuration(word) else datasets).append(word)
         else:
             name = word.partition("=")[0].lstrip("-")
-            if word.startswith("--") and normal(name) not in NAMES and (close := nearest_name(name, list(own))):
+            if word.startswith("--") and normalize_name(name) not in NAMES and (close := nearest_name(name, list(own))):
                 raise DataError(Problem(word, "is not an option", close))
             rest.append(word)
     return own, [*files, *rest, *(["--dataset", *datasets] if datasets else [])]
@@ -90,7 +90,9 @@ def is_configuration(word: str) -> bool:
     except (ValueError, RecursionError):  # whatever it is, the data's reader says what is wrong with it
         return False
     known = (
-        [name for name in value if normal(name) in NAMES or normal(name) in SECTIONS] if isinstance(value, dict) else []
+        [name for name in value if normalize_name(name) in NAMES or normalize_name(name) in SECTIONS]
+        if isinstance(value, dict)
+        else []
     )
     return 2 * len(known) > len(value) and not any(
         isinstance(v, list) and any(isinstance(r, dict) for r in v) for v in value.values()
@@ -135,7 +137,7 @@ def _number(own: dict[str, str], name: str) -> int:
     return int(own[name])
 
 
-def colored(out: TextIO) -> bool:
+def use_color(out: TextIO) -> bool:
     """Color only where someone looks: a terminal, and no NO_COLOR."""
     return out.isatty() and not os.environ.get("NO_COLOR")
 
@@ -205,10 +207,10 @@ def histogram(values: np.ndarray, title: str, width: int = 40) -> list[str]:
     return lines
 
 
-def summary(docs: Documents, evaluation: Documents | None, max_length: int, packing: bool = True) -> list[str]:
+def data_summary(docs: Documents, evaluation: Documents | None, max_length: int, packing: bool = True) -> list[str]:
     """Counts, lengths, and how rows would be packed."""
     tokens, labels = int(docs.length.sum()), int(docs.labels.sum())
-    happened = ", ".join(worded_counts(docs.counted))
+    happened = ", ".join(counts_text(docs.counted))
     lines = [
         f"{docs.counted['rows']:,} rows{f' ({happened})' if happened else ''}, {tokens:,} tokens, {labels:,} label "
         f"tokens ({100 * labels / tokens:.1f}%)"
@@ -227,9 +229,9 @@ def packing_summary(docs: Documents, max_length: int) -> list[str]:
     import numpy as np
 
     from megaswift.data.collate import PaddingShape
-    from megaswift.data.loader import make_rows
+    from megaswift.data.loader import make_document_rows
 
-    rows = make_rows(docs, True, max_length, PaddingShape())
+    rows = make_document_rows(docs, True, max_length, PaddingShape())
     assert rows.packing is not None
     tokens, plain = int(docs.length.sum()), len(docs) * int(docs.length.max())
     filled = np.add.reduceat(docs.length[rows.packing.documents], rows.packing.offsets[:-1])
@@ -251,7 +253,7 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
         print(USAGE, end="")
         return 0 if argv else 2
     own, words = _own_options(argv)
-    cfg = load(own["task"] or None, words)
+    cfg = load_config(own["task"] or None, words)
     _check(cfg, words)
     for notice in cfg.notices:
         info(notice)
@@ -263,7 +265,7 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
     reader = reader_for(cfg)
     from megaswift.data.build import row_unit  # brings torch; help and mistakes are answered without
 
-    show = {"rows": show_rows, "completions": show_prompts}.get(row_unit(cfg.task), show_units)
+    show = {"rows": show_rows, "completions": show_prompts}.get(row_unit(cfg.task), show_preferences)
     print("\n".join(show(cfg, cfg.task, reader, range(first, first + count))))
     return 0
 
@@ -291,10 +293,10 @@ def show_rows(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[st
         lines += [f"--- sample {i} (row {docs.sample[i]}): {_counts(docs, i)}", _document(docs, i, reader) + "\n"]
     sees = isinstance(reader, Processor)
     show_packing = not sees and (bool(cfg.data.packing) or "packing" not in cfg.given)
-    return lines + summary(docs, evaluation, cfg.data.max_length, show_packing)
+    return lines + data_summary(docs, evaluation, cfg.data.max_length, show_packing)
 
 
-def show_units(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
+def show_preferences(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
     """Some pairs or labeled answers, each of their documents, then statistics of all documents."""
     from megaswift.data.build import load_preferences, row_unit
 
@@ -316,14 +318,14 @@ def show_units(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> lis
         else f"{len(units):,} examples, {int(units.values.sum()):,} of them desirable"
     )
     lines += [] if evaluation is None else [f"evaluation: {len(evaluation):,} {kind}"]
-    return lines + summary(docs, None, cfg.data.max_length, packing=False)
+    return lines + data_summary(docs, None, cfg.data.max_length, packing=False)
 
 
 def show_prompts(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
     """Some prompts with the columns that rewards see, then their lengths."""
-    from megaswift.data.prompts import prompts_of
+    from megaswift.data.prompts import load_prompts
 
-    source, evaluation = prompts_of(cfg, tokenizer, 1)
+    source, evaluation = load_prompts(cfg, tokenizer, 1)
     prompts, lines = source.prompts, []
     for i in _shown(which, len(prompts), "prompts"):
         prompt = prompts.read(i)
@@ -332,7 +334,7 @@ def show_prompts(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> l
             _document(prompts.docs, i, tokenizer),
         ]
         lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in prompt.columns.items()] + [""]
-    happened = ", ".join(worded_counts(prompts.docs.counted))
+    happened = ", ".join(counts_text(prompts.docs.counted))
     lines.append(
         f"{len(prompts):,} prompts{f' ({happened})' if happened else ''}"
         + ("" if evaluation is None else f", evaluation: {len(evaluation):,}")
@@ -345,10 +347,10 @@ def _counts(docs: Documents, i: int) -> str:
 
 
 def _document(docs: Documents, i: int, reader: Any) -> str:
-    from megaswift.data.processor import tokenizer_in
+    from megaswift.data.processor import tokenizer_of_reader
 
     ids, loss = docs.read(i)
-    texts, mask = token_texts(tokenizer_in(reader), ids.tolist()), loss.tolist()
+    texts, mask = token_texts(tokenizer_of_reader(reader), ids.tolist()), loss.tolist()
     if docs.image_end[i]:
         texts, mask = fold_repeats(texts, mask)
-    return sample_text(texts, mask, colored(sys.stdout))
+    return sample_text(texts, mask, use_color(sys.stdout))

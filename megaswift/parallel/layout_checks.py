@@ -12,7 +12,7 @@ from math import log2
 from typing import Any
 
 from megaswift.config.swift import SwiftConfig
-from megaswift.config.value_types import show
+from megaswift.config.value_types import format_value
 from megaswift.errors import LayoutError, Problem
 from megaswift.log import count_text
 from megaswift.parallel.layout import FLAGS, Layout
@@ -76,7 +76,7 @@ def describe_layout(near: LayoutRequest, request: LayoutRequest) -> str:
     if near.cp > 1 and near.cp_comm_type != "p2p":
         parts.append(f"--cp_comm_type {near.cp_comm_type}")
         if near.cp_comm_type == "a2a+p2p":
-            parts.append(f"--hierarchical_context_parallel_sizes {show(near.context_levels)}")
+            parts.append(f"--hierarchical_context_parallel_sizes {format_value(near.context_levels)}")
     return " ".join(parts or ["none of these flags"]) + f" (data parallel: {near.known_dp})"
 
 

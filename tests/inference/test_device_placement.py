@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megaswift.errors import ConfigError
-from megaswift.inference.placement import (
+from megaswift.inference.device_placement import (
     ModuleSizes,
     check_device_map,
     decide_device_map,

@@ -10,14 +10,14 @@ from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import peft_method_of
-from megaswift.config.peft_methods import MAPPED, METHODS, Method
+from megaswift.config.peft_methods import MAPPED, METHODS, PeftMethod
 from megaswift.errors import ConfigError, Problem, first_line, nearest_name
 
 ENDLESS = 1 << 30
 """AdaLoRA's total_step while the run's length is not known yet."""
 
 
-def peft_config(cfg: SwiftConfig, task: str = "CAUSAL_LM") -> Any:
+def build_peft_config(cfg: SwiftConfig, task: str = "CAUSAL_LM") -> Any:
     """What `peft.get_peft_model` takes; `task`: PEFT's name of what the model is for."""
     import peft
 
@@ -53,7 +53,7 @@ def _where(cfg: SwiftConfig, task: str) -> dict[str, Any]:
     return {"target_modules": targets, "modules_to_save": list(cfg.lora.modules_to_save) or None, "task_type": task}
 
 
-def _taken(cfg: SwiftConfig, method: Method) -> dict[str, Any]:
+def _taken(cfg: SwiftConfig, method: PeftMethod) -> dict[str, Any]:
     """The fields that have options."""
     values = {field: cfg.value(option) for option, field in method.takes.items()}
     values = {field: list(v) if isinstance(v, tuple) else v for field, v in values.items()}
@@ -67,7 +67,7 @@ def _taken(cfg: SwiftConfig, method: Method) -> dict[str, Any]:
     return values
 
 
-def _further(cfg: SwiftConfig, kind: Any, method: Method) -> dict[str, Any]:
+def _further(cfg: SwiftConfig, kind: Any, method: PeftMethod) -> dict[str, Any]:
     """The fields of `--peft_config`: JSON values, other text as it is."""
     fields = {f.name for f in dataclasses.fields(kind) if f.init} - set(MAPPED)
     options = {field: option for option, field in method.takes.items()}
@@ -88,7 +88,7 @@ def _further(cfg: SwiftConfig, kind: Any, method: Method) -> dict[str, Any]:
     return accepted
 
 
-def train_type_of(peft_type: str) -> str:
+def train_type_for_peft_type(peft_type: str) -> str:
     """`train_type` of an adapter folder's peft_type; empty where none serves it."""
     if peft_type.upper() == "LORA":
         return "lora"

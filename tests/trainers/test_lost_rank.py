@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megaswift.engine import process_group
-from megaswift.trainers import stacks
+from megaswift.trainers import lost_rank
 
 
 def _hang_here() -> None:
@@ -23,17 +23,17 @@ def _hang_here() -> None:
 def _rank(rank: int, port: int, out: Path, end: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    stacks.GRACE_SECONDS = 1.5
+    lost_rank.GRACE_SECONDS = 1.5
     process_group.start_process_group("gloo", 2.0)
-    stacks.listen_for_stacks(out)
+    lost_rank.listen_for_stacks(out)
     dist.all_reduce(torch.ones(1))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL) if end == "killed" else _hang_here()
     try:
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
-        assert stacks.is_lost(error)
-        (out / f"message-{rank}").write_text(stacks.explain_lost_rank(error, out, 2.0).message())
+        assert lost_rank.is_lost_rank_error(error)
+        (out / f"message-{rank}").write_text(lost_rank.explain_lost_rank(error, out, 2.0).message())
     os._exit(0)
 
 
@@ -59,4 +59,4 @@ def test_a_lost_rank_is_named(end: str, tmp_path: Path) -> None:
 
 
 def test_an_error_of_one_process_is_no_lost_rank() -> None:
-    assert not stacks.is_lost(RuntimeError("Connection closed by peer")), "there is no group"
+    assert not lost_rank.is_lost_rank_error(RuntimeError("Connection closed by peer")), "there is no group"

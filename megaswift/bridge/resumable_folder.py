@@ -40,7 +40,7 @@ class _Block(NamedTuple):
     """The item that is complete with this block."""
 
 
-def check_target(target: Path, overwrite: bool) -> None:
+def check_target_folder(target: Path, overwrite: bool) -> None:
     """Nothing is replaced unasked; an earlier replacement that was cut between its two renames is undone."""
     restore_replaced_folder(target)
     if target.exists() and not target.is_dir():
@@ -51,7 +51,7 @@ def check_target(target: Path, overwrite: bool) -> None:
         )
 
 
-def check_room(target: Path, need: int, used: int = 0) -> None:
+def check_disk_space(target: Path, need: int, used: int = 0) -> None:
     """`need` bytes fit on the disk of `target`, where files that it has left there already take `used`."""
     free = shutil.disk_usage(target.parent).free + used
     if need > free:
@@ -64,7 +64,7 @@ def check_room(target: Path, need: int, used: int = 0) -> None:
         )
 
 
-class AtomicFolder:
+class ResumableFolder:
     """The folder `target` on its way. `made_from` is everything that decides its bytes: another value starts anew."""
 
     def __init__(
@@ -86,7 +86,7 @@ class AtomicFolder:
         """Bytes."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            check_target(target, overwrite)
+            check_target_folder(target, overwrite)
             self._start()
         except OSError as error:
             raise CheckpointError(Problem(str(target), f"cannot be written: {error}")) from None
@@ -113,7 +113,7 @@ class AtomicFolder:
             self.discarded = bool(header) and self.folder.exists()
             shutil.rmtree(self.folder, ignore_errors=True)
         used = sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*")) if self.folder.exists() else 0
-        check_room(self.target, sum(self.files.values()), used)
+        check_disk_space(self.target, sum(self.files.values()), used)
         self.folder.mkdir(exist_ok=True)
         for name, size in self.files.items():
             self._open[name] = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -210,7 +210,7 @@ class AtomicFolder:
         self._open.clear()
         self._log.close()
 
-    def __enter__(self) -> AtomicFolder:
+    def __enter__(self) -> ResumableFolder:
         return self
 
     def __exit__(

@@ -19,7 +19,7 @@ from megaswift.bridge.hf_source import TensorMeta, TensorSource, WeightSource
 from megaswift.errors import Problem, WeightsError
 from megaswift.families.family import Family
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.rules import Rule, Shard, ShardSpec, SliceMap, dim_of
+from megaswift.families.rules import Rule, Shard, ShardSpec, SliceMap, shard_dim
 
 Place = tuple[Rule, int | None, int | None]
 """(rule, layer, global number of the expert)."""
@@ -59,12 +59,12 @@ class PlanEntry:
     @property
     def megatron(self) -> str:
         """Full canonical name."""
-        return full_name(self.rule.megatron, self.layer, self.expert)
+        return format_rule_name(self.rule.megatron, self.layer, self.expert)
 
     @property
     def hf(self) -> tuple[str, ...]:
         """Full Hugging Face names."""
-        return tuple(full_name(name, self.layer, self.expert) for name in self.rule.hf)
+        return tuple(format_rule_name(name, self.layer, self.expert) for name in self.rule.hf)
 
     @property
     def shard(self) -> Shard:
@@ -82,7 +82,7 @@ class PlanEntry:
 
     def shard_shape(self, tp: int = 1, padded_vocab: int | None = None) -> tuple[int, ...]:
         """Shape of one rank's shard."""
-        dim, pieces = dim_of(self.rule), self.pieces(ShardSpec(tp, 0, padded_vocab))
+        dim, pieces = shard_dim(self.rule), self.pieces(ShardSpec(tp, 0, padded_vocab))
         shape = list(pieces[0].shape(self.hf_shapes[pieces[0].source], dim))
         shape[dim] = sum(p.length for p in pieces)
         return tuple(shape)
@@ -94,7 +94,7 @@ class PlanEntry:
     def read(self, source: TensorSource, tp: int = 1, rank: int = 0, padded_vocab: int | None = None) -> Tensor:
         """The shard of `rank` (for experts: of the expert-tensor-parallel group), reading no more than that. Padding is
         zero."""
-        dim, names, shapes = dim_of(self.rule), self.hf, self.hf_shapes
+        dim, names, shapes = shard_dim(self.rule), self.hf, self.hf_shapes
         parts = []
         for piece in self.pieces(ShardSpec(tp, rank, padded_vocab)):
             shape, along = shapes[piece.source], piece.hf_dim(dim)
@@ -117,7 +117,7 @@ class PlanEntry:
 
         Of a replicated parameter the first shard counts.
         """
-        dim, shapes, covered = dim_of(self.rule), self.hf_shapes, 0
+        dim, shapes, covered = shard_dim(self.rule), self.hf_shapes, 0
         shards = list(shards[:1] if self.shard == "replicated" else shards)
         if (
             len(shapes) == len(shards) == 1
@@ -278,12 +278,12 @@ class WeightPlan:
             )
 
 
-def in_use(rule: Rule, spec: ModelSpec) -> bool:
+def rule_applies(rule: Rule, spec: ModelSpec) -> bool:
     """Whether this model has what the rule is about."""
     return not rule.when or bool(getattr(spec, rule.when))
 
 
-def full_name(pattern: str, layer: int | None, expert: int | None) -> str:
+def format_rule_name(pattern: str, layer: int | None, expert: int | None) -> str:
     """A rule's name for one layer and expert."""
     return pattern.replace("{L}", str(layer)).replace("{E}", str(expert))
 
@@ -291,7 +291,7 @@ def full_name(pattern: str, layer: int | None, expert: int | None) -> str:
 def expand_table(rules: Sequence[Rule], spec: ModelSpec) -> Iterator[Place]:
     """Every parameter of a model with the rule for it, in export order: layer by layer, and expert by expert within a
     layer."""
-    active = [rule for rule in rules if in_use(rule, spec)]
+    active = [rule for rule in rules if rule_applies(rule, spec)]
     for in_model, block in groupby(active, key=lambda rule: rule.scope == "model"):
         chosen = list(block)
         if in_model:

@@ -1,8 +1,8 @@
 """`megaswift convert verify A B`: compares two sets of weights; prints a table, writes a JSON report, returns an exit
 code.
 
-Owns what is printed and written; options are read by `megaswift.convert`. Comparing belongs to `bridge.compare` and
-`bridge.logits`.
+Owns what is printed and written; options are read by `megaswift.convert`. Comparing belongs to `bridge.compare_weights`
+and `bridge.compare_logits`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from megaswift.bridge import compare as tensors
-from megaswift.bridge import logits as scores
-from megaswift.bridge.compare import ComparedWeights, TensorVerdict
+from megaswift.bridge import compare_logits as scores
+from megaswift.bridge import compare_weights as tensors
+from megaswift.bridge.compare_weights import ComparedWeights, TensorVerdict
 from megaswift.bridge.conversion import ProgressMeter
 from megaswift.errors import ConfigError, Problem
 from megaswift.version import __version__
@@ -75,7 +75,7 @@ def _check(options: argparse.Namespace) -> None:
 def _tensors(a: ComparedWeights, b: ComparedWeights, options: argparse.Namespace, facts: dict[str, Any]) -> bool:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     settings = tensors.config_differences(a, b)
-    meter = ProgressMeter(tensors.total_bytes(a, b), 0)
+    meter = ProgressMeter(tensors.bytes_to_compare(a, b), 0)
     try:
         rows = list(tensors.compare_weights(a, b, dtype, meter.add))
     finally:

@@ -66,7 +66,7 @@ def listen_for_stacks(root: Path) -> None:
     _store().set(f"megaswift/process/{rank}", f"{socket.gethostname()} {os.getpid()}")
 
 
-def is_lost(error: RuntimeError) -> bool:
+def is_lost_rank_error(error: RuntimeError) -> bool:
     """Whether a collective failed because of another rank."""
     text = str(error)
     return distributed.global_world_size() > 1 and (

@@ -1,7 +1,7 @@
 """`--max_memory` and `--device_map`: text and files to plain values, checked without torch or a model.
 
 Whether the modules of a file exist, and the devices of this machine, is looked at where the model is known
-(`inference.placement`).
+(`inference.device_placement`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DISK = "disk"
 _DEVICE = re.compile(r"(?:cuda:|gpu:)?(\d+)|cpu|mps|disk|cuda")
 
 
-def device_of(text: Any) -> Device | None:
+def parse_device(text: Any) -> Device | None:
     """A device as accelerate names it: a GPU's number, cpu, mps, disk; None for anything else. `cuda:1` is 1, `cuda` is
     0."""
     match = (
@@ -35,7 +35,7 @@ def device_of(text: Any) -> Device | None:
     return 0 if match[0] == "cuda" else match[0]
 
 
-def max_memory(text: str) -> dict[Device, int] | Problem:
+def parse_max_memory(text: str) -> dict[Device, int] | Problem:
     """`0:20GiB,cpu:64GiB` (or =, or a JSON object) to bytes by device; a Problem where it is none."""
     label = f"--max_memory {text}"
     example = "--max_memory 0:20GiB,cpu:64GiB"
@@ -51,7 +51,7 @@ def max_memory(text: str) -> dict[Device, int] | Problem:
     for pair in pairs:
         if len(pair) != 2:
             return Problem(label, f"{pair[0]!r} is not DEVICE:SIZE", example)
-        device, size = device_of(pair[0]), parse_size(str(pair[1]))
+        device, size = parse_device(pair[0]), parse_size(str(pair[1]))
         if device is None or device == DISK:
             return Problem(
                 label, f"{pair[0]!r} is not a device with a memory limit", "give GPUs by number, or cpu: " + example
@@ -64,13 +64,13 @@ def max_memory(text: str) -> dict[Device, int] | Problem:
     return limits
 
 
-def device_map(text: str) -> str | dict[str, Device] | Problem:
+def parse_device_map(text: str) -> str | dict[str, Device] | Problem:
     """A way to place (`auto`), a map of the whole model to one device, or the map of a file; a Problem where it is
     none."""
     if text in AUTOMATIC:
         return text
     label = f"--device_map {text}"
-    one = device_of(text)
+    one = parse_device(text)
     if one == DISK:
         return Problem(label, "has no compute device", "--device_map cpu --max_memory cpu:1GiB --offload_folder DIR")
     if one is not None:
@@ -92,7 +92,7 @@ def _of_file(path: Path, label: str) -> dict[str, Device] | Problem:
         return Problem(label, f"cannot be read: {error}", f"write a JSON object: {example}")
     if not isinstance(value, dict) or not value:
         return Problem(label, "does not contain a JSON object of modules", example)
-    devices = {name: device_of(device) for name, device in value.items()}
+    devices = {name: parse_device(device) for name, device in value.items()}
     wrong = [name for name, device in devices.items() if device is None]
     if wrong:
         return Problem(label, f"{wrong[0]}: {value[wrong[0]]!r} is not a device", "use a GPU's number, cpu or disk")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta, WeightSource
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
-from megaswift.bridge.open_weights import open_weights
-from megaswift.bridge.plan import WeightPlan
+from megaswift.bridge.open_weight_source import open_weights
+from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.families.checkpoint_folder import find_checkpoint
 
 
@@ -37,7 +37,7 @@ def has_weights(folder: Path) -> bool:
     return (folder / INDEX).exists() or (folder / SINGLE).exists() or find_checkpoint(folder) is not None
 
 
-def dtypes_in_source(plan: WeightPlan, source: Path | None) -> dict[str, torch.dtype]:
+def source_dtypes(plan: WeightPlan, source: Path | None) -> dict[str, torch.dtype]:
     """The dtype of each HF tensor in `source`; config.json's where the folder has none or no weights at all."""
     default: torch.dtype = getattr(torch, plan.spec.dtype)
     if source is None or not has_weights(source):
@@ -59,14 +59,14 @@ class ExportContents:
 
 def export_contents(plan: WeightPlan, options: FolderOptions) -> ExportContents:
     """The model's own tensors, then those that are carried along."""
-    dtypes = options.dtype or dtypes_in_source(plan, options.source)
+    dtypes = options.dtype or source_dtypes(plan, options.source)
     stored = open_weights(options.source) if options.source is not None and has_weights(options.source) else None
     kept = plan.kept(stored.names()) if stored is not None else []
     carried = {name: TensorMeta(stored.shape(name), stored.dtype(name)) for name in kept if stored}
     return ExportContents({**plan.hf_tensors(dtypes), **carried}, stored, tuple(kept))
 
 
-def close_export(writer: HfWriter, plan: WeightPlan, options: FolderOptions) -> Path:
+def finish_export(writer: HfWriter, plan: WeightPlan, options: FolderOptions) -> Path:
     """The folder under its name, with its side files."""
     config = None if options.source is not None and not plan.spec.scored else plan.spec.hf_config
     return writer.close(options.source, config)
@@ -87,4 +87,4 @@ def export_hf(
         for name in contents.kept:
             assert contents.stored is not None
             writer.add(name, contents.stored.slice(name))
-        return close_export(writer, plan, options)
+        return finish_export(writer, plan, options)

@@ -16,7 +16,7 @@ from megaswift.config.loss_table import (
 )
 from megaswift.config.preference import loss_types_of
 from megaswift.config.rl_defaults import policy_loss_of
-from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test, joined
+from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test, join_names
 from megaswift.config.sections import Sections
 
 
@@ -30,7 +30,7 @@ def ignored_by_loss(*tasks: str) -> Iterator[IgnoredOption]:
     for option, neutral in LOSS_OPTIONS.items():
         readers = dict.fromkeys(name for task in tasks for name in losses_reading(task, option))
         if readers:
-            why = f"applies only to loss_type {joined(readers)}"
+            why = f"applies only to loss_type {join_names(readers)}"
             yield IgnoredOption(
                 option, ("loss_type",), _unread(option), why, f"--loss_type {next(iter(readers))}", neutral
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import bits_of
+from megaswift.config.adapter_rules import frozen_weight_bits
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.errors import Problem
 from megaswift.families import family_of
@@ -22,7 +22,7 @@ from megaswift.families.family import read_config
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.projections import select_projections
 from megaswift.families.quantization import FIELD
-from megaswift.families.vision import has_tower
+from megaswift.families.vision import has_vision_tower
 
 EXPERTS = "experts have adapters, whose format differs between samplers"
 OWN_RANKS = ("rank_pattern", "alpha_pattern")
@@ -32,16 +32,16 @@ OWN_RANKS = ("rank_pattern", "alpha_pattern")
 def syncs_adapters_only(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> bool:
     """Whether the samplers of a run get adapters alone."""
     chosen = cfg.rl.rollout_lora
-    return not merged_because(cfg, spec, folder) if chosen is None else chosen
+    return not merged_sync_reason(cfg, spec, folder) if chosen is None else chosen
 
 
-def refused_adapters(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> Iterator[Problem]:
+def adapter_sync_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> Iterator[Problem]:
     """Adapters that are asked to go alone and cannot."""
-    if cfg.rl.rollout_lora and (why := merged_because(cfg, spec, folder)):
+    if cfg.rl.rollout_lora and (why := merged_sync_reason(cfg, spec, folder)):
         yield Problem("--rollout_lora true", why, "leave it out: megaswift then sends merged weights")
 
 
-def merged_because(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
+def merged_sync_reason(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
     """Why samplers cannot have adapters alone, with the model in `folder`; empty where they can."""
     stored = _stored(cfg)
     reasons: tuple[tuple[Any, str], ...] = (
@@ -51,7 +51,7 @@ def merged_because(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
             f"not every sampler supports {cfg.model.train_type}",
         ),
         (
-            bits_of(cfg) or cfg.model.train_type == "qlora",
+            frozen_weight_bits(cfg) or cfg.model.train_type == "qlora",
             "the trained model's weights are quantized, but the sampler's would not be",
         ),
         (
@@ -61,7 +61,7 @@ def merged_because(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
         (stored.get("use_dora", cfg.lora.use_dora), "DoRA rescales the weights"),
         (stored.get("modules_to_save", cfg.lora.modules_to_save), "modules_to_save are not adapters"),
         (any(stored.get(name) for name in OWN_RANKS), "the adapters' ranks or scales differ from module to module"),
-        (has_tower(spec.hf_config), "the model has a vision encoder"),
+        (has_vision_tower(spec.hf_config), "the model has a vision encoder"),
         (
             find_checkpoint(folder) and cfg.rl.rollout_backend != "transformers",
             "the model is a training checkpoint, which samplers cannot read",
@@ -75,7 +75,7 @@ def merged_because(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
     )
 
 
-def rank_of(cfg: SwiftConfig) -> int:
+def adapter_rank(cfg: SwiftConfig) -> int:
     """The adapters' rank."""
     return int(_stored(cfg).get("r", cfg.lora.lora_rank))
 
@@ -110,4 +110,4 @@ def _too_wide(cfg: SwiftConfig) -> str:
         return ""
     from megaswift.rollout.vllm_package import RANKS
 
-    return f"vLLM supports adapters up to rank {RANKS[-1]}" if rank_of(cfg) > RANKS[-1] else ""
+    return f"vLLM supports adapters up to rank {RANKS[-1]}" if adapter_rank(cfg) > RANKS[-1] else ""

@@ -21,9 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megaswift.bridge.plan import PlanEntry, WeightPlan
+from megaswift.bridge.weight_plan import PlanEntry, WeightPlan
 from megaswift.families.projections import WEIGHT, Projection
-from megaswift.families.rules import ShardSpec, dim_of
+from megaswift.families.rules import ShardSpec, shard_dim
 
 Half = Literal["A", "B", "M"]
 """A tensor of an adapter; M: DoRA's magnitudes."""
@@ -56,11 +56,11 @@ class AdapterSettings:
 
     def scale_of(self, module: str) -> float:
         """alpha / r, with rslora alpha / sqrt(r)."""
-        alpha, rank = by_pattern(self.alphas, module, self.alpha), self.rank_of(module)
+        alpha, rank = value_for_module(self.alphas, module, self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
-def by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+def value_for_module(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """The value of the first pattern that is the end of the module's name, as PEFT reads `rank_pattern` and
     `alpha_pattern`."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
@@ -104,7 +104,7 @@ class Adapter:
 
     def ranges(self, half: Half, tp: int, rank: int) -> list[tuple[int, int]]:
         """Which columns of A, or which rows of B and M, a rank holds, in its order."""
-        size = self.shape(half)[dim_of_half(half)]
+        size = self.shape(half)[adapter_shard_dim(half)]
         if not self.sharded(half):
             return [(0, size)]
         rank_pieces = [p for p in self.entry.pieces(ShardSpec(tp, rank)) if p.source == self.projection.source]
@@ -119,7 +119,7 @@ class Adapter:
 
     def take(self, half: Half, full: Tensor, tp: int, rank: int) -> Tensor:
         """A rank's part of the whole tensor."""
-        dim = dim_of_half(half)
+        dim = adapter_shard_dim(half)
         parts = [full.narrow(dim, start, stop - start) for start, stop in self.ranges(half, tp, rank)]
         return torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
 
@@ -127,7 +127,7 @@ class Adapter:
         """The whole tensor from the parts of all ranks in order; of a replicated one the first counts."""
         if not self.sharded(half):
             return parts[0]
-        dim, joined = dim_of_half(half), parts[0].new_empty(self.shape(half))
+        dim, joined = adapter_shard_dim(half), parts[0].new_empty(self.shape(half))
         for rank, part in enumerate(parts):
             offset = 0
             for start, stop in self.ranges(half, len(parts), rank):
@@ -144,7 +144,7 @@ class Adapter:
         """The weight with this adapter in it, float32 [out, in]; of an expert in a stack [in, out]."""
         change = (self.rows(b).float() @ a.float()).mul_(self.scale)
         merged = (change.t() if self.projection.stack else change).add_(weight.float())
-        return merged if m is None else merged.mul_(row_scale(m, merged.square().sum(1))[:, None])
+        return merged if m is None else merged.mul_(dora_row_scale(m, merged.square().sum(1))[:, None])
 
 
 def interleave_gate_up(rows: Tensor, kinds: int) -> Tensor:
@@ -165,7 +165,7 @@ def merge_adapter(adapters: Sequence[Adapter], weight: Tensor, halves: Sequence[
     return torch.stack([a.merged(w, *h) for a, w, h in zip(adapters, weight, halves, strict=True)])
 
 
-def row_scale(m: Tensor, squares: Tensor) -> Tensor:
+def dora_row_scale(m: Tensor, squares: Tensor) -> Tensor:
     """What DoRA multiplies each row with: m over the row's length, float32 [out], from the sums of squares of the rows.
 
     The length is rounded as m is, so that m = length gives 1 in any dtype: a new adapter changes nothing.
@@ -173,16 +173,16 @@ def row_scale(m: Tensor, squares: Tensor) -> Tensor:
     return m.float() / squares.sqrt().to(m.dtype).float()
 
 
-def dim_of_half(half: Half) -> int:
+def adapter_shard_dim(half: Half) -> int:
     """The dimension that tensor parallelism cuts: columns of A, rows of B and M."""
     return 1 if half == "A" else 0
 
 
-def output_order(adapters: Sequence[Adapter], tp: int, rank: int) -> list[tuple[int | None, int]]:
+def adapter_output_order(adapters: Sequence[Adapter], tp: int, rank: int) -> list[tuple[int | None, int]]:
     """(number of the adapter, or None; rows) of each run of rows in a rank's output of the layer that these adapters
     share."""
     entry = adapters[0].entry
-    if dim_of(entry.rule) == 1:
+    if shard_dim(entry.rule) == 1:
         return [(0, adapters[0].projection.shape[0])]
     by_source = {a.projection.source: i for i, a in enumerate(adapters)}
     return [(by_source.get(p.source), p.length) for p in entry.pieces(ShardSpec(tp, rank))]
@@ -200,7 +200,7 @@ class StoredAdapterTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """A stack's are A [experts x r, in] and B [out, r x experts]."""
-        shape, dim = list(self.adapters[0].shape(self.half)), 1 - dim_of_half(self.half)
+        shape, dim = list(self.adapters[0].shape(self.half)), 1 - adapter_shard_dim(self.half)
         if len(self.adapters) > 1:
             shape[dim] *= len(self.adapters)
         return tuple(shape)

@@ -14,8 +14,13 @@ from megaswift.errors import UserError
 from megaswift.families import load_spec
 from megaswift.families.model_spec import ModelSpec
 from megaswift.trainers.preflight import preflight
-from megaswift.trainers.rl import adapters
-from megaswift.trainers.rl.adapters import merged_because, rank_of, refused_adapters, syncs_adapters_only
+from megaswift.trainers.rl import adapter_sync
+from megaswift.trainers.rl.adapter_sync import (
+    adapter_rank,
+    adapter_sync_problems,
+    merged_sync_reason,
+    syncs_adapters_only,
+)
 from tests.families.published_moe import GPT_OSS_20B, OLMOE_1B_7B
 from tests.test_cli import model_folder
 from tests.trainers.rl.makers import config
@@ -35,7 +40,7 @@ def dense(tmp_path: Path) -> ModelSpec:
 
 
 def why(options: Options, spec: ModelSpec, folder: Path) -> str:
-    return merged_because(config(train_type="lora", **options), spec, folder)
+    return merged_sync_reason(config(train_type="lora", **options), spec, folder)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,7 @@ def why(options: Options, spec: ModelSpec, folder: Path) -> str:
 )
 def test_plain_adapters_go_alone(options: Options, dense: ModelSpec, tmp_path: Path) -> None:
     cfg = config(train_type="lora", **options)
-    assert merged_because(cfg, dense, tmp_path) == "" and syncs_adapters_only(cfg, dense, tmp_path)
+    assert merged_sync_reason(cfg, dense, tmp_path) == "" and syncs_adapters_only(cfg, dense, tmp_path)
     assert not syncs_adapters_only(config(train_type="lora", **options, rollout_lora=False), dense, tmp_path)
 
 
@@ -66,13 +71,13 @@ def test_plain_adapters_go_alone(options: Options, dense: ModelSpec, tmp_path: P
 def test_others_are_merged(options: Options, told: str, dense: ModelSpec, tmp_path: Path) -> None:
     assert told in why(options, dense, tmp_path)
     cfg = config(train_type="lora", **options, rollout_lora=True)
-    [problem] = refused_adapters(cfg, dense, tmp_path)
+    [problem] = adapter_sync_problems(cfg, dense, tmp_path)
     assert problem.what == "--rollout_lora true" and told in problem.rule
-    assert not list(refused_adapters(config(train_type="lora", **options), dense, tmp_path))
+    assert not list(adapter_sync_problems(config(train_type="lora", **options), dense, tmp_path))
 
 
 def test_weights_in_few_bits_are_merged(dense: ModelSpec, tmp_path: Path) -> None:
-    assert "quantized" in merged_because(config(train_type="qlora"), dense, tmp_path)
+    assert "quantized" in merged_sync_reason(config(train_type="qlora"), dense, tmp_path)
     stored = model(
         tmp_path, {**dense.hf_config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     )
@@ -108,7 +113,7 @@ def test_a_folder_to_go_on_from_says_it_itself(config_of: Options, told: str, de
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config_of}))
     found = why({"adapters": str(tmp_path)}, dense, tmp_path)
     assert told in found and bool(told) == bool(found)
-    assert rank_of(config(train_type="lora", adapters=str(tmp_path))) == 3
+    assert adapter_rank(config(train_type="lora", adapters=str(tmp_path))) == 3
 
 
 @pytest.mark.parametrize("module, alone", [("self_attn.q_proj", True), ("mlp.experts.5.up_proj", False)])
@@ -124,7 +129,7 @@ def test_a_folder_with_experts(module: str, alone: bool, tmp_path: Path) -> None
 def test_without_peft_the_sampler_in_the_process_gets_merged_weights(
     dense: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(adapter_sync.util, "find_spec", lambda name: None)
     assert why({}, dense, tmp_path) == "PEFT is not installed"
     assert why({"rollout_backend": "sglang"}, dense, tmp_path) == ""
 

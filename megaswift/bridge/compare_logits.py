@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge.bitsandbytes_config import without_cpu_repacking
-from megaswift.bridge.compare import ComparedWeights
+from megaswift.bridge.bitsandbytes_config import disable_cpu_repacking
+from megaswift.bridge.compare_weights import ComparedWeights
 from megaswift.bridge.hf_source import HfSource
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.errors import ConfigError, Problem, WeightsError, first_line
@@ -118,7 +118,7 @@ def reference_model(side: ComparedWeights, trust: bool) -> Any:
             loaded = kind.from_pretrained(None, config=config, state_dict=weights, **how)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise WeightsError(Problem(str(side.path), f"transformers cannot load it: {first_line(error)}")) from None
-    model, loading = without_cpu_repacking(loaded[0]), loaded[1]
+    model, loading = disable_cpu_repacking(loaded[0]), loaded[1]
     lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in loading[key])
     if lost:
         raise WeightsError(

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift.bridge.checkpoint_model import read_dtypes
+from megaswift.bridge.checkpoint_model_folder import read_stored_dtypes
 from megaswift.bridge.hf_source import HfSource, Slices
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import CheckpointError, Problem
@@ -21,14 +21,14 @@ from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointFolder
 PREFIX = "weight."
 
 
-class StepSource:
+class TorchStepSource:
     """The weights of a step: each in the dtype that it had in the model's files, or all in `dtype`."""
 
     def __init__(self, checkpoint: CheckpointFolder, dtype: torch.dtype | None = None) -> None:
         self.directory = checkpoint.tensors
         self._check()
         self._stored, self._wanted = HfSource(self.directory / WHOLE), dtype
-        self._had = read_dtypes(checkpoint.model) if dtype is None else None
+        self._had = read_stored_dtypes(checkpoint.model) if dtype is None else None
 
     def _check(self) -> None:
         path = self.directory / FACTS
