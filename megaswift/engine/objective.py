@@ -61,8 +61,8 @@ def count_global_batch(microbatches: Sequence[Batch], loss: Loss, context: Objec
         counts = loss.counts(batch)
         real = [batch.tokens, batch.label_tokens, int(batch.tokens > 0)]
         sums += torch.tensor([*(counts[n] for n in names), *real], dtype=torch.float64)
-    sums = sums.to(context.device)
     if context.layout.dp > 1:
+        sums = sums.to(context.device)
         dist.all_reduce(sums, group=context.groups.dp)
     values = sums.tolist()
     return GlobalCounts(dict(zip(names, values, strict=False)), round(values[-3]), round(values[-2]), round(values[-1]))

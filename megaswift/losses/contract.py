@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megaswift.device_copy import to_device
+
 FIELDS = ("logprobs", "entropy", "logsumexp", "correct", "mean_logit", "log_sum_sq")
 
 
@@ -48,7 +50,7 @@ class Batch:
 
         def move(v: Any) -> Any:
             if isinstance(v, Tensor):
-                return v.to(device, non_blocking=True)
+                return to_device(v, device)
             return {k: move(x) for k, x in v.items()} if isinstance(v, Mapping) else v
 
         return replace(self, **{k: move(getattr(self, k)) for k in self.__dataclass_fields__})

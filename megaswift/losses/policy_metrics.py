@@ -6,6 +6,7 @@ whole completion counts once for each completion, one of a token once for each t
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric
@@ -40,7 +41,8 @@ def clip_metrics(x: RatioStats, batch: Batch, by_completion: bool) -> dict[str, 
     low = ((x.bounded < 1 - s.epsilon) & (x.advantages < 0)).to(x.weights.dtype)
     high = ((x.bounded > 1 + s.high) & (x.advantages > 0)).to(x.weights.dtype)
     seen = completion_lengths(batch, mask) >= (0 if by_completion else 1)
-    lowest, highest = completion_means(batch, low, mask)[seen], completion_means(batch, high, mask)[seen]
+    lowest = torch.where(seen, completion_means(batch, low, mask), 1.0)
+    highest = torch.where(seen, completion_means(batch, high, mask), 0.0)
     return {
         "clip_ratio/low_mean": reported_mean(batch, low, by_completion),
         "clip_ratio/high_mean": reported_mean(batch, high, by_completion),

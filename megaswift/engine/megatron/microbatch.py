@@ -11,6 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megaswift.device_copy import to_device
 from megaswift.engine.megatron.context_parallel import gather_order, local_index
 from megaswift.engine.megatron.layers.attention import RowLayout
 from megaswift.losses.contract import Batch
@@ -31,10 +32,10 @@ class MicrobatchInputs:
     padding: Tensor
     """bool: True on padding."""
     rows: PackedSeqParams | None
-    index: Tensor
-    """int64 [s / cp]: which positions these are."""
-    order: Tensor
-    """int64 [s]: how joined slices become the sequence."""
+    index: Tensor | None
+    """int64 [s / cp]: which positions these are; None without context parallelism."""
+    order: Tensor | None
+    """int64 [s]: how joined slices become the sequence; None without context parallelism."""
 
 
 def _thd(cu_seqlens: Tensor | None, cp: int, device: torch.device) -> PackedSeqParams | None:
@@ -46,7 +47,7 @@ def _thd(cu_seqlens: Tensor | None, cp: int, device: torch.device) -> PackedSeqP
     if cu_seqlens is None:
         return None
     longest = int(cu_seqlens.diff().max())
-    bounds = cu_seqlens.to(device, torch.int32)
+    bounds = to_device(cu_seqlens.int(), device)
     padded = bounds if cp > 1 else None
     return PackedSeqParams(
         qkv_format="thd",
@@ -60,36 +61,34 @@ def _thd(cu_seqlens: Tensor | None, cp: int, device: torch.device) -> PackedSeqP
 
 
 def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, attention: str) -> MicrobatchInputs:
-    """The slice of `batch` that context-parallel `rank` of `cp` computes."""
+    """The slice of `batch` that context-parallel `rank` of `cp` computes. What can be told from the batch in host
+    memory is told there, and each tensor goes to the device once: the host never waits for the device."""
     length = batch.input_ids.shape[1]
+    index = order = None
+    weights = batch.loss_weights
+    if cp > 1:
+        local = local_index(length, batch.cu_seqlens, cp, rank)
+        weights = weights.index_select(1, local.to(weights.device))
+        index, order = (to_device(t, device) for t in (local, gather_order(length, batch.cu_seqlens, cp)))
+    rows: PackedSeqParams | None
     if attention == "torch":
-        rows = RowLayout(length, batch.cu_seqlens, cp, rank)
-        index, order = rows.index, rows.order
-        rows.index, rows.order = index.to(device), order.to(device)
-        layout: PackedSeqParams | None = rows
+        rows = RowLayout(length, batch.cu_seqlens, cp, rank, index, order)
     else:
-        index = local_index(length, batch.cu_seqlens, cp, rank)
-        order = gather_order(length, batch.cu_seqlens, cp)
-        layout = _thd(batch.cu_seqlens, cp, device)
-
-    def own(x: Tensor) -> Tensor:
-        return x if cp == 1 else x.index_select(1, index)
+        rows = _thd(batch.cu_seqlens, cp, device)
+    same_positions = bool((batch.positions == batch.positions[:1]).all())
+    whole = batch.to(device)
 
     def cut(x: Tensor) -> Tensor:
-        return own(x).to(device)
+        return x if index is None else x.index_select(1, index)
 
-    positions = batch.positions
-    if positions.shape[0] > 1 and bool((positions == positions[:1]).all()):
-        positions = positions[:1]
     return MicrobatchInputs(
-        batch=batch.to(device),
-        input_ids=cut(batch.input_ids),
-        positions=cut(positions),
-        labels=cut(batch.labels),
-        # in host memory: the device would have to be waited for
-        labeled_rows=own(batch.loss_weights).t().reshape(-1).nonzero().squeeze(1).to(device),
-        padding=~cut(batch.valid),
-        rows=layout,
-        index=index.to(device),
-        order=order.to(device),
+        batch=whole,
+        input_ids=cut(whole.input_ids),
+        positions=cut(whole.positions[:1] if same_positions else whole.positions),
+        labels=cut(whole.labels),
+        labeled_rows=to_device(weights.t().reshape(-1).nonzero().squeeze(1), device),
+        padding=~cut(whole.valid),
+        rows=rows,
+        index=index,
+        order=order,
     )

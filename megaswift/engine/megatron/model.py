@@ -102,8 +102,9 @@ class SwiftGPT(GPTModel):
         values = self._vocabulary(picked, labels) if shared else self.score(picked)
         full = values.new_zeros(len(values), s * b).index_copy(1, rows, values)
         full = full.view(len(values), s, b).transpose(1, 2)
-        cp = self.pg_collection.cp
-        return join_slices(full, step.order, step.index, cp) if cp.size() > 1 else full.contiguous()
+        if step.order is None or step.index is None:
+            return full.contiguous()
+        return join_slices(full, step.order, step.index, self.pg_collection.cp)
 
     def _whole(self, hidden: Tensor, shared: bool) -> Tensor:
         """The hidden states of this rank's positions. `shared`: each tensor-parallel rank has a part of the head, so

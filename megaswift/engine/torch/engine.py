@@ -23,6 +23,7 @@ from megaswift.bridge.transformers_weights import config_dtype, metas_like, save
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
+from megaswift.device_copy import to_device
 from megaswift.engine.objective import Objective, count_global_batch, fields_to_outputs, reduce_report
 from megaswift.engine.protocol import ParameterReport, StepResult
 from megaswift.engine.reference import ReferenceWeights
@@ -30,6 +31,7 @@ from megaswift.engine.torch import adapters, causality_check, checkpoint, quanti
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.host_memory import return_freed_memory
+from megaswift.engine.torch.loss_fields import labeled_columns
 from megaswift.engine.torch.merged_adapters import build_adapter_merging
 from megaswift.engine.torch.rank_allocation import find_rank_allocation
 from megaswift.engine.torch.router_losses import RouterLosses
@@ -119,7 +121,7 @@ class TorchEngine:
             if self.noise is not None:
                 self.noise.scale = self.noise.of(on_device) if train else None
             self.routers.begin(train)
-            value = objective(on_device, self._fields(on_device)) + self.routers.take(
+            value = objective(on_device, self._fields(on_device, batch)) + self.routers.take(
                 on_device.valid, max(counted.microbatches, 1)
             )
             last = i == len(microbatches) - 1
@@ -139,15 +141,15 @@ class TorchEngine:
         numbers = counted.tokens, counted.label_tokens, counted.counts, objective.local(microbatches)
         return StepResult(total, metrics, None, False, *numbers)
 
-    def _fields(self, batch: Batch) -> Tensor:
-        """float32 [f, b, s]."""
+    def _fields(self, batch: Batch, on_host: Batch) -> Tensor:
+        """float32 [f, b, s] of a batch on the device; `on_host` is the same in host memory, for what the host asks."""
         half = self.kind in ZERO and self.dtype != torch.float32  # DeepSpeed casts weights and no inputs
         extra: dict[str, Any] = {
             k: v.to(self.dtype) if half and v.is_floating_point() else v for k, v in batch.extra.items()
         }
         if batch.cu_seqlens is not None and self.cfg.model.attn_impl == "flash":
             bounds = batch.cu_seqlens.to(torch.int32)
-            longest = int((bounds[1:] - bounds[:-1]).max())
+            longest = int(on_host.cu_seqlens.diff().max()) if on_host.cu_seqlens is not None else 0
             extra |= {
                 "cu_seq_lens_q": bounds,
                 "cu_seq_lens_k": bounds,
@@ -156,7 +158,9 @@ class TorchEngine:
             }
         with self._precision():
             positions = None if batch.cu_seqlens is None else batch.positions
-            return self.strategy.module(batch.input_ids, positions, batch.labels, batch.loss_weights != 0, extra)
+            columns = to_device(labeled_columns(on_host.loss_weights != 0), self.context.device)
+            labeled = batch.loss_weights != 0
+            return self.strategy.module(batch.input_ids, positions, batch.labels, labeled, columns, extra)
 
     def _precision(self) -> AbstractContextManager[Any]:
         """Float32 weights compute in a lower precision by autocast; FSDP2 and ZeRO cast whole units themselves."""
@@ -179,7 +183,9 @@ class TorchEngine:
         """What `needs` asks for, per micro-batch in input order."""
         self.strategy.module.eval()
         self.fields.needs = needs
-        outputs = [fields_to_outputs(self._fields(batch.to(self.context.device)), needs) for batch in microbatches]
+        outputs = [
+            fields_to_outputs(self._fields(batch.to(self.context.device), batch), needs) for batch in microbatches
+        ]
         self.strategy.module.train()
         return outputs
 

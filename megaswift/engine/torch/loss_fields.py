@@ -37,6 +37,13 @@ def compute_loss_fields(logits: Tensor, labels: Tensor, needs: Needs) -> Tensor:
     return torch.stack([values[name] for name in needs.names])
 
 
+def labeled_columns(labeled: Tensor) -> Tensor:
+    """int64 [n], n at least 1: the columns of bool [b, s] that hold a label. To be asked of a batch in host memory: of
+    a tensor on a GPU the host would have to wait for the answer."""
+    columns = labeled.any(0).nonzero().squeeze(1)
+    return columns if columns.numel() else columns.new_zeros(1)  # every rank goes through every layer
+
+
 class FieldsModel(nn.Module):
     """A causal language model whose forward pass ends in fields, so that a wrapper's hooks see the head too."""
 
@@ -52,17 +59,20 @@ class FieldsModel(nn.Module):
         """It takes positions; models without any (state spaces, ALiBi) do not."""
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor | None, labels: Tensor, labeled: Tensor, extra: dict[str, Any]
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None,
+        labels: Tensor,
+        labeled: Tensor,
+        columns: Tensor,
+        extra: dict[str, Any],
     ) -> Tensor:
-        """float32 [f, b, s], 0 where `labeled` is False. Only columns with a label go through the head, where the
-        model can choose.
+        """float32 [f, b, s], 0 where `labeled` is False. Only `columns`, from `labeled_columns`, go through the head,
+        where the model can choose.
 
         No attention mask: rows are padded on the right, where causal attention does not look, and transformers tells
         packed documents by their positions. Rows of one document get none: a model counts for itself, not all from 0.
         """
-        columns = labeled.any(0).nonzero().squeeze(1)
-        if columns.numel() == 0:
-            columns = columns.new_zeros(1)  # every rank goes through every layer
         placed = {"position_ids": positions} if self.placed and positions is not None else {}
         inputs = {"input_ids": input_ids, **placed, **extra}
         if self.needs.head:

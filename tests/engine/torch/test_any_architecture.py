@@ -21,7 +21,7 @@ from transformers.utils.logging import warning_once
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch import causality_check, fsdp, strategies
-from megaswift.engine.torch.loss_fields import FieldsModel
+from megaswift.engine.torch.loss_fields import FieldsModel, labeled_columns
 from megaswift.engine.torch.model import build_model
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES
@@ -58,7 +58,8 @@ def logprobs(model: Any, ids: Tensor) -> Tensor:
 def fields(model: FieldsModel, batch: Batch) -> Tensor:
     with torch.no_grad():
         positions = None if batch.cu_seqlens is None else batch.positions
-        return model(batch.input_ids, positions, batch.labels, batch.loss_weights != 0, {})[0]
+        labeled = batch.loss_weights != 0
+    return model(batch.input_ids, positions, batch.labels, labeled, labeled_columns(labeled), {})[0]
 
 
 @pytest.mark.wide

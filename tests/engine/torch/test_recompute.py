@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
+from megaswift.engine.torch.loss_fields import labeled_columns
 from megaswift.engine.torch.model import prepare_model
 from megaswift.families.unlisted import spec_of_any_model
 from tests.trainers.inputs import write_model
@@ -37,7 +38,8 @@ def run(folder: Path, **options: Any) -> tuple[int, dict[str, Tensor]]:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        found = fields(ids, torch.arange(36)[None].repeat(4, 1), ids, torch.ones_like(ids, dtype=torch.bool), {})
+        labeled, positions = torch.ones_like(ids, dtype=torch.bool), torch.arange(36)[None].repeat(4, 1)
+        found = fields(ids, positions, ids, labeled, labeled_columns(labeled), {})
     found.sum().backward()
     return sum(kept.values()), {n: p.grad for n, p in fields.named_parameters() if p.grad is not None}
 

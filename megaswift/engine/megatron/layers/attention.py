@@ -21,7 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megaswift.engine.megatron.context_parallel import gather_order, gather_sequence, local_index
+from megaswift.engine.megatron.context_parallel import gather_sequence
 from megaswift.engine.megatron.layers.softcap import ScoreRule, SoftCappedAttention
 
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -34,15 +34,23 @@ LANES = 8
 class RowLayout(PackedSeqParams):
     """How the rows of a batch are made of documents and context-parallel slices.
 
-    `qkv_format` is not "thd": queries keep their [s, b, heads, d] shape and rotary angles come by position.
+    `qkv_format` is not "thd": queries keep their [s, b, heads, d] shape and rotary angles come by position. `index` and
+    `order`: those of `MicrobatchInputs`.
     """
 
-    def __init__(self, length: int, cu_seqlens: Tensor | None, cp: int, rank: int) -> None:
+    def __init__(
+        self,
+        length: int,
+        cu_seqlens: Tensor | None = None,
+        cp: int = 1,
+        rank: int = 0,
+        index: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> None:
         super().__init__(qkv_format="rows")
         self.length, self.cp, self.rank = length, cp, rank
         self.bounds: list[int] = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
-        self.index = local_index(length, cu_seqlens, cp, rank)
-        self.order = gather_order(length, cu_seqlens, cp) if cp > 1 else self.index
+        self.index, self.order = index, order
         self._masks: dict[tuple[int, int, int, int | None], Tensor | None] = {}
 
     def mask(self, shape: tuple[int, int], offset: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -126,8 +134,8 @@ class TorchAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: RowLayout | None = None, **__: Any
     ) -> Tensor:
         """Attention of the local queries to every key of their document that stands before them."""
-        rows = packed_seq_params if packed_seq_params is not None else RowLayout(query.shape[0], None, 1, 0)
-        if rows.cp > 1:
+        rows = packed_seq_params if packed_seq_params is not None else RowLayout(query.shape[0])
+        if rows.index is not None and rows.order is not None:
             both = gather_sequence(torch.cat([key, value], dim=-1), rows.order, rows.index, self.cp_group)
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         repeat = query.shape[2] // key.shape[2]

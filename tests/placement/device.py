@@ -1,0 +1,284 @@
+"""A stand-in for a GPU: tensors in host memory that are marked as the device's, so that what a GPU would refuse or wait
+for is seen without one.
+
+Two modes do it. `_Calls` takes the device out of Python's calls and marks what they make; `_Operations` sees every
+operation below autograd: what has an operand of the device is on the device, and an operand of more than no dimensions
+from host memory beside one of the device is what CUDA refuses. Owns the marks and the record of waits; what runs under
+it is in steps.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+DEVICE = torch.device("privateuseone", 0)
+HOST = torch.device("cpu")
+READ, COPY = "read", "copy"
+"""Of the device by the host, which waits for all work before it; from pageable host memory, which waits too."""
+READERS = frozenset({"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__"})
+"""Methods that give Python numbers."""
+aten = torch.ops.aten
+COUNTED = frozenset(
+    {
+        aten.nonzero.default,
+        aten.masked_select.default,
+        aten._unique2.default,
+        aten.unique_dim.default,
+        aten.unique_consecutive.default,
+        aten.repeat_interleave.Tensor,
+        aten.equal.default,
+        aten.is_nonzero.default,
+    }
+)
+"""Operations whose result has a shape, or is a number, that the host has to wait for."""
+CROSSING = frozenset({aten.copy_.default, aten._to_copy.default, aten.set_.source_Storage})
+OURS = ("megaswift", "megatron", "transformer_engine", "transformers", "tests.placement.steps")
+
+
+class WrongDevice(AssertionError):
+    """An operation with operands in both memories, which CUDA refuses."""
+
+
+class StandIn:
+    """The marks of one process, and the waits so far."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, StorageWeakRef] = {}
+        self.pinned: dict[int, StorageWeakRef] = {}
+        self.waits: Counter[str] = Counter()
+        self.quiet = False
+
+    def mark(self, value: Any) -> Any:
+        """Every tensor in `value` is on the device from now on."""
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, Tensor):
+                _remember(self.storages, tensor)
+        return value
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the device."""
+        return _known(self.storages, tensor)
+
+    def wait(self, kind: str) -> None:
+        """Counts a wait of the host, under the innermost function that is not torch's."""
+        if not self.quiet:
+            self.waits[f"{kind} {_caller()}"] += 1
+
+    def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that stands in for a kernel: what happens inside is the device's own affair."""
+
+        @functools.wraps(function)
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            held = any(isinstance(t, Tensor) and self.holds(t) for t in tree_leaves((args, kwargs)))
+            with paused(self):
+                result = function(*args, **kwargs)
+            return self.mark(result) if held else result
+
+        return launch
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[StandIn]:
+        """The device is there."""
+        with _Calls(self), _Operations(self):
+            yield self
+
+    def counted(self) -> dict[str, int]:
+        """The waits since the last call."""
+        found, self.waits = dict(sorted(self.waits.items())), Counter()
+        return found
+
+
+def _remember(table: dict[int, StorageWeakRef], tensor: Tensor) -> None:
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # of tensors without storage
+        ref = StorageWeakRef(tensor.untyped_storage())
+        if ref.cdata not in table:  # the weak reference keeps the address from being used again
+            table[ref.cdata] = ref
+
+
+def _known(table: dict[int, StorageWeakRef], tensor: Tensor) -> bool:
+    try:
+        key = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return False
+    return key in table
+
+
+def _caller() -> str:
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(OURS):
+            return f"{module}:{frame.f_code.co_qualname}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "python"
+
+
+def _backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """torch.autograd.backward, which asks the modes again before it begins."""
+    tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    given = (grad_tensors,) if isinstance(grad_tensors, Tensor) or grad_tensors is None else tuple(grad_tensors)
+    grads = torch.autograd._make_grads(tensors, given or (None,) * len(tensors), is_grads_batched=False)
+    keep = create_graph if retain_graph is None else retain_graph
+    torch.autograd.graph._engine_run_backward(
+        tensors, grads, keep, create_graph, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _is_stand_in(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == DEVICE.type
+    return isinstance(value, str) and value.partition(":")[0] == DEVICE.type
+
+
+def _is_host(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cpu"
+    return isinstance(value, str) and value.partition(":")[0] == "cpu"
+
+
+class _Calls(TorchFunctionMode):
+    """Calls of torch from Python: devices in their arguments, and tensors read as numbers."""
+
+    def __init__(self, stand_in: StandIn) -> None:
+        super().__init__()
+        self.stand_in = stand_in
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if type(kwargs.get("device")) is int:  # a GPU by its number
+            kwargs["device"] = DEVICE
+        stand_in, name = self.stand_in, getattr(func, "__name__", "")
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if name == "_parse_to" or func is torch.device:  # a module's, which calls `to` for each tensor, and a name's
+            return func(*args, **kwargs)
+        if func is torch.autograd.backward or func is Tensor.backward:
+            with self:  # functions written in Python run inside
+                kwargs["grad_tensors"] = kwargs.pop("gradient", kwargs.pop("grad_tensors", None))
+                return _backward(*args, **kwargs)
+        if name == "__get__" and first is not None:
+            return self._attribute(func, first, args, kwargs)
+        if name == "pin_memory":
+            copy = args[0].clone()
+            _remember(stand_in.pinned, copy)
+            return copy
+        if name == "cuda" and first is not None:
+            name, args, func = "to", (first, DEVICE), Tensor.to
+        if name in READERS and first is not None and stand_in.holds(first):
+            stand_in.wait(READ)
+            with torch._C.DisableTorchFunction():
+                stand_in.quiet, before = True, stand_in.quiet
+                try:
+                    return func(*args, **kwargs)
+                finally:
+                    stand_in.quiet = before
+        where = [*args, *kwargs.values()]
+        other = args[1] if name == "to" and len(args) > 1 and isinstance(args[1], Tensor) else None
+        onto = any(_is_stand_in(v) for v in where) or (other is not None and stand_in.holds(other))
+        off = name == "cpu" or (not onto and name == "to" and any(_is_host(v) for v in where))
+        if not onto and not off:
+            return func(*args, **kwargs)
+        args = tuple(HOST if _is_stand_in(v) else v for v in args)
+        kwargs = {k: HOST if _is_stand_in(v) else v for k, v in kwargs.items()}
+        return self._across(func, name, onto, args, kwargs)
+
+    def _attribute(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> Any:
+        """`tensor.device` and the like: the stand-in's for what it holds."""
+        owner = getattr(func, "__self__", None)
+        if owner is Tensor.device and self.stand_in.holds(tensor):
+            return DEVICE
+        return func(*args, **kwargs)
+
+    def _across(self, func: Any, name: str, onto: bool, args: Any, kwargs: Any) -> Any:
+        """A tensor that is made on the device, or brought there, or brought back."""
+        stand_in = self.stand_in
+        source = args[0] if name in ("to", "cpu") else None
+        held = source is not None and stand_in.holds(source)
+        if source is None:
+            made = func(*args, **kwargs)
+            if name in ("tensor", "as_tensor", "asarray") and not isinstance(args[0], bool | int | float):
+                stand_in.wait(COPY)
+            return stand_in.mark(made)
+        if held == onto:
+            return func(*args, **kwargs)
+        if held:
+            stand_in.wait(READ)
+        elif source.dim() and not (kwargs.get("non_blocking") and _known(stand_in.pinned, source)):
+            stand_in.wait(COPY)
+        with torch._C.DisableTorchFunction(), paused(stand_in):
+            moved = func(*args, **kwargs)
+            moved = moved.clone() if moved.untyped_storage()._cdata == source.untyped_storage()._cdata else moved
+        if onto:
+            stand_in.mark(moved)
+        else:
+            key = moved.untyped_storage()._cdata
+            stand_in.storages.pop(key, None)
+        return moved
+
+
+@contextlib.contextmanager
+def paused(stand_in: StandIn) -> Iterator[None]:
+    """Copies between the memories are no operation with two operands."""
+    before, stand_in.quiet = stand_in.quiet, True
+    try:
+        yield
+    finally:
+        stand_in.quiet = before
+
+
+class _Operations(TorchDispatchMode):
+    """Every operation, those of the backward pass too."""
+
+    def __init__(self, stand_in: StandIn) -> None:
+        super().__init__()
+        self.stand_in = stand_in
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        stand_in, kwargs = self.stand_in, kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        held = [t for t in tensors if stand_in.holds(t)]
+        if stand_in.quiet or not held:
+            return func(*args, **kwargs)
+        host = [t for t in tensors if t.dim() and t.numel() and not stand_in.holds(t)]
+        if func is aten._local_scalar_dense.default or func in COUNTED:
+            stand_in.wait(READ)
+        elif func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
+            indices = [i for i in args[1] if i is not None]
+            if any(i.dtype in (torch.bool, torch.uint8) for i in indices):
+                stand_in.wait(READ)
+            host = [t for t in host if not any(t is i for i in indices)]
+            if any(not stand_in.holds(i) and i.dim() for i in indices):
+                stand_in.wait(COPY)
+        if func is aten.copy_.default:
+            return self._copied(func, args, kwargs)
+        if host and func not in CROSSING:
+            shapes = [f"{'device' if stand_in.holds(t) else 'host'} {tuple(t.shape)}" for t in tensors]
+            raise WrongDevice(f"{func} of {', '.join(shapes)} in {_caller()}")
+        return stand_in.mark(func(*args, **kwargs))
+
+    def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`target.copy_(source)`: each stays where it is."""
+        target, source = args[0], args[1]
+        there, here = self.stand_in.holds(target), self.stand_in.holds(source)
+        if here and not there:
+            self.stand_in.wait(READ)
+        elif there and not here and source.dim():
+            self.stand_in.wait(COPY)
+        return func(*args, **kwargs)
