@@ -20,6 +20,7 @@ LAYERS = {
     "disk": 0,
     "stdout": 0,
     "version": 0,
+    "device_copy": 0,
     "config": 1,
     "parallel": 2,
     "losses": 2,
