@@ -49,6 +49,7 @@ NATIVE_ONLY = (
     "moe_grouped_gemm",
     "moe_permute_fusion",
     "moe_shared_expert_overlap",
+    "moe_expert_capacity_factor",
     "precision_aware_optimizer",
     "optimizer_cpu_offload",
 )

@@ -121,6 +121,13 @@ class ModelConfig:
     moe_shared_expert_overlap: bool = option(
         False, "Overlap shared experts with the exchange of tokens (dispatcher alltoall)"
     )
+    moe_expert_capacity_factor: float | None = option(
+        None,
+        "Expert capacity as a multiple of the mean load; tokens above it skip the expert",
+        above=0,
+        unset=("-1",),
+        metavar="none",
+    )
     freeze_parameters: tuple[str, ...] = option(
         (), "Regular expressions for names of Hugging Face weights to freeze", metavar="PATTERN..."
     )

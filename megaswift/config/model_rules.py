@@ -171,6 +171,12 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         "--moe_token_dispatcher_type alltoall",
     ),
     ConflictingOptions(
+        ("moe_expert_capacity_factor", "moe_token_dispatcher_type"),
+        lambda c: c.model.moe_expert_capacity_factor is not None and c.model.moe_token_dispatcher_type == "allgather",
+        "is supported with alltoall and flex only",
+        "--moe_token_dispatcher_type alltoall",
+    ),
+    ConflictingOptions(
         ("moe_token_dispatcher_type",),
         lambda c: c.model.moe_token_dispatcher_type == "flex" and importlib.util.find_spec("deep_ep") is None,
         "needs the package deep_ep (DeepEP), which is not installed",

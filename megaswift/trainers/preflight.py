@@ -45,6 +45,7 @@ EXPERT_OPTIONS = (
     "moe_grouped_gemm",
     "moe_permute_fusion",
     "moe_shared_expert_overlap",
+    "moe_expert_capacity_factor",
 )
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 """Name in `report_to` -> the package it needs."""

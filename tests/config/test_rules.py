@@ -108,6 +108,7 @@ CLASHING = [
     ("moe_grouped_gemm", "--moe_grouped_gemm --transformer_impl torch"),
     ("moe_permute_fusion", "--moe_permute_fusion --transformer_impl torch"),
     ("moe_shared_expert_overlap", "--moe_shared_expert_overlap --moe_token_dispatcher_type allgather"),
+    ("moe_expert_capacity_factor", "--moe_expert_capacity_factor 1.5 --moe_token_dispatcher_type allgather"),
     ("moe_token_dispatcher_type", "--moe_token_dispatcher_type flex"),
     ("attn_impl", "--attn_impl flash --transformer_impl torch"),
     ("overwrite_output_dir", "--overwrite_output_dir --resume_from_checkpoint latest"),

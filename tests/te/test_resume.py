@@ -1,7 +1,8 @@
 """Save, load and resume on Transformer Engine's own FusedAdam: over optimizers, dtypes and layouts, bit for bit, and
 from each kind of checkpoint to every other.
 
-Covers: megaswift/engine/megatron/checkpoint/optimizer_states.py, megaswift/engine/megatron/checkpoint/save_load.py.
+Covers: megaswift/engine/megatron/checkpoint/fp8_history.py, megaswift/engine/megatron/checkpoint/optimizer_states.py,
+megaswift/engine/megatron/checkpoint/save_load.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.engine.checkpoint_worker import Result, Run
 from tests.parity.cases import parse
@@ -79,6 +81,48 @@ def test_resume(kind: str, dtype: str, layout: str, te_pool: Pool, tmp_path: Pat
     assert (resumed.losses, resumed.norms, resumed.step) == (saved.losses[2:], saved.norms[2:], 4)
     read = go(te_pool, kind, dtype, layout, tmp_path, load=tmp_path / "step")
     same(read, saved)
+
+
+FP8_CASES = [
+    (kind, recipe, layout)
+    for kind, recipe, layout in product(OPTIMIZERS, ("delayed", "tensorwise", "blockwise"), LAYOUTS)
+    if possible(kind, "bfloat16", layout) and not (recipe == "blockwise" and " sp" in layout)
+]
+"""Sequence-parallel ranks gather quantized blocks of 128, and the tests' models are narrower."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "layout"),
+    [c if c == ("adam", "delayed", "dense dp2 do") else pytest.param(*c, marks=pytest.mark.slow) for c in FP8_CASES],
+)
+def test_resume_in_fp8(kind: str, recipe: str, layout: str, te_pool: Pool, tmp_path: Path) -> None:
+    """The same with FP8 products: delayed scaling goes on from the amaxes of the steps before."""
+    fp8 = {"torch_dtype": "bfloat16", "fp8_format": "hybrid", "fp8_recipe": recipe, **OPTIMIZERS[kind]}
+    saved = go(te_pool, kind, "bfloat16", layout, tmp_path, last=2, save=tmp_path / "step", extra=2, options=fp8)
+    assert not saved.error and len(saved.losses) == 4
+    resumed = go(te_pool, kind, "bfloat16", layout, tmp_path, load=tmp_path / "step", first=2, last=4, options=fp8)
+    assert not resumed.error, resumed.error
+    assert (resumed.losses, resumed.norms) == (saved.losses[2:], saved.norms[2:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("dense dp2 do", "dense tp2 sp do"), ("dense tp2 sp do", "dense do"), ("dense do", "dense pp2")],
+)
+def test_histories_under_another_layout(before: str, after: str, te_pool: Pool, tmp_path: Path) -> None:
+    """Amaxes are those of all ranks that share a module: each module of another layout takes over its own."""
+    fp8 = {"torch_dtype": "bfloat16", "fp8_format": "hybrid", "fp8_recipe": "delayed"}
+    first, second = tmp_path / "first", tmp_path / "second"
+    go(te_pool, "adam", "bfloat16", before, tmp_path, last=2, save=first, options=fp8)
+    read = go(te_pool, "adam", "bfloat16", after, tmp_path, load=first, save=second, options=fp8)
+    assert not read.error, read.error
+    want = {name: t for file in first.glob("fp8-*") for name, t in load_file(file).items()}
+    got = {name: t for file in second.glob("fp8-*") for name, t in load_file(file).items()}
+    assert got.keys() == want.keys() and len(want) == 4 * 4 * 4, "layers x modules x tensors"
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), name
+    assert all(float(t.max()) > 1 for name, t in want.items() if name.endswith("scale")), "scales follow the amaxes"
 
 
 ACROSS = [

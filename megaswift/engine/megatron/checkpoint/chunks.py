@@ -3,8 +3,7 @@
 Owns the map from Megatron's sharded state dicts to boxes. Names are the canonical ones: per-layer keys, experts stacked
 in `mlp.experts.experts.*`, `optimizer.state.{exp_avg,exp_avg_sq,param}.<weight>`, as `fully_reshardable` writes them. A
 rank of the distributed optimizer owns a flat range of a weight; that range is a few boxes of it, so nothing is
-gathered. FP8 scaling histories (`_extra_state`) are left out: Transformer Engine unpickles them, and they refill within
-some steps.
+gathered. FP8 scaling histories (`_extra_state`) are `fp8_history`'s: Transformer Engine would unpickle them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 A folder holds  .metadata, __<rank>_0.distcp   weights and optimizer states, torch_dist
                 metadata.json, common.pt       what Megatron-Core's own loader looks for; never read here
                 rng-<rank>.safetensors         random states
+                fp8-<rank>.safetensors         scales and amax histories, of delayed FP8 scaling
                 engine.json                    layout, model, optimizer and its step
 Owns what is saved and loaded, in which order, and what makes a checkpoint unfit. When to save, hashes of the files and
 which checkpoint is the latest belong to the trainer.
@@ -26,6 +27,7 @@ from megaswift.bridge.sharded_keys import KEPT, MAIN, STATES
 from megaswift.disk import sync
 from megaswift.engine import rng_state
 from megaswift.engine.megatron.checkpoint import chunks as boxes
+from megaswift.engine.megatron.checkpoint import fp8_history
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
 from megaswift.engine.megatron.lora import checkpoint
 from megaswift.engine.megatron.model import gather_weights
@@ -61,6 +63,8 @@ def save_engine(engine: MegatronEngine, directory: Path) -> None:
 def _write_small(engine: MegatronEngine, directory: Path, facts: dict[str, Any]) -> list[Problem]:
     try:
         written = [write_rank_rng(directory, engine.rank)]
+        if fp8_history.uses_delayed_scaling(engine):
+            written.append(fp8_history.write_histories(engine, directory))
         if engine.rank == 0:
             written += files.write_megatron_loader_files(directory)
             (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -110,9 +114,14 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     same_layout = facts["layout"] == dataclasses.asdict(engine.layout)
     random_states = rng_state.read_rng_state(directory, engine.rank if same_layout else 0)
     problems += [random_states] if isinstance(random_states, Problem) else []
+    histories: fp8_history.Histories | Problem = {}
+    if fp8_history.uses_delayed_scaling(engine):
+        histories = fp8_history.read_histories(engine, directory, same_layout)
+        problems += [histories] if isinstance(histories, Problem) else []
     problems += _unused(engine, index, {box.key for box in wanted})
     distributed.raise_on_all_ranks(problems, limit=SHOWN)
     assert not isinstance(random_states, Problem)
+    assert not isinstance(histories, Problem)
     files.read_chunks(directory, index, wanted, items)
     states.store_states(engine.optimizer, slices)
     states.set_step_count(engine.optimizer, facts["optimizer"]["step"])
@@ -125,8 +134,18 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
             f"{directory} was saved with another layout or device: weights and optimizer states are restored, random "
             f"states are reseeded (seed {seed})"
         )
-    if engine.cfg.model.fp8_format and engine.cfg.model.fp8_recipe == "delayed":
-        log.warn("FP8 scaling histories are not saved in checkpoints: they start empty")
+    if fp8_history.uses_delayed_scaling(engine):
+        _restore_histories(engine, histories)
+
+
+def _restore_histories(engine: MegatronEngine, histories: fp8_history.Histories) -> None:
+    """Sets what was read; says where modules start without."""
+    empty = max(distributed.all_gather_objects(fp8_history.restore_histories(engine, histories)))
+    if empty:
+        log.warn(
+            f"the FP8 scaling histories of {empty} modules are not in the checkpoint, or are of another number of "
+            "experts: these modules start with empty histories"
+        )
 
 
 def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any], Metadata]:

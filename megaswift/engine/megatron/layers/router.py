@@ -84,6 +84,32 @@ def choose_experts(logits: Tensor, how: RoutingRule, bias: Tensor | None) -> tup
     return weights * how.scaling, picks
 
 
+def within_capacity(
+    weights: Tensor, picks: Tensor, valid: Tensor, factor: float, group: dist.ProcessGroup | None
+) -> Tensor:
+    """bool [t, E]: `picks` without the tokens that exceed their expert's capacity and without padding.
+
+    Each expert keeps the tokens of largest weight, up to ceil(factor x choices / experts), where choices are those of
+    all non-padding tokens of the micro-batch: over the ranks of `group`, which share it, so that no layout changes what
+    is dropped. Megatron-Core counts each rank's tokens by themselves, padding included. `weights` [t, E] and `picks`
+    [t, E] are of this rank's tokens, `valid` bool [t]. Nothing is read by the host.
+    """
+    picks = picks & valid[:, None]
+    own = torch.where(picks, weights.detach().float(), -1.0)
+    tokens, rank, ranks = own.shape[0], 0, 1
+    whole = own
+    if group is not None and group.size() > 1:
+        rank, ranks = group.rank(), group.size()
+        parts = [torch.empty_like(own) for _ in range(ranks)]
+        dist.all_gather(parts, own.contiguous(), group=group)
+        whole = torch.cat(parts)
+    capacity = torch.ceil((whole >= 0).sum() * (factor / whole.shape[1]))
+    best_first = whole.argsort(dim=0, descending=True, stable=True)
+    place = torch.empty_like(best_first)
+    place.scatter_(0, best_first, torch.arange(len(whole), device=whole.device)[:, None].expand_as(whole))
+    return picks & (place[rank * tokens : (rank + 1) * tokens] < capacity)
+
+
 def _counts(mask: Tensor, picks: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """(tokens routed to each expert [E], tokens) over the group that shares a micro-batch."""
     both = torch.cat([(picks & mask[:, None]).sum(0).float(), mask.sum()[None].float()])
@@ -95,7 +121,8 @@ def _counts(mask: Tensor, picks: Tensor, group: dist.ProcessGroup) -> tuple[Tens
 class BalancedRouter(TopKRouter):
     """Megatron's top-k router with our auxiliary losses, and `choose_experts` where Megatron's own choice is another.
 
-    `scale` is set by the engine after the model is built. Megatron-Core adds up the best top-k / groups experts of a
+    `scale` is set by the engine after the model is built. With an expert capacity the choice is always ours: the losses
+    are of what was chosen, before tokens are dropped. Megatron-Core adds up the best top-k / groups experts of a
     group, and always normalizes sigmoids.
     """
 
@@ -106,14 +133,17 @@ class BalancedRouter(TopKRouter):
         self.scale = AuxScale()
         features, sigmoid = config.features, config.moe_router_score_function == "sigmoid"
         self.choice: RoutingRule | None = None
-        if features.router_group_best or (sigmoid and not features.router_normalized):
+        self.capacity_factor: float | None = config.moe_expert_capacity_factor
+        normalized = features.router_normalized if sigmoid else not config.moe_router_pre_softmax
+        own_choice = features.router_group_best or (sigmoid and not features.router_normalized)
+        if own_choice or self.capacity_factor is not None:
             self.choice = RoutingRule(
                 config.moe_router_score_function,
                 self.topk,
                 config.moe_router_num_groups or 1,
                 config.moe_router_group_topk or 1,
                 features.router_group_best,
-                sigmoid and features.router_normalized,
+                normalized,
                 config.moe_router_topk_scaling_factor or 1.0,
             )
 
@@ -134,13 +164,15 @@ class BalancedRouter(TopKRouter):
             weights, picks = choose_experts(flat.float(), self.choice, self.expert_bias)
             weights = weights.to(logits.dtype)
             self._apply_expert_bias(picks, padding_mask)
+        valid = None if padding_mask is None else ~padding_mask.reshape(-1)
+        routed = picks
+        if self.capacity_factor is not None:
+            known = flat.new_ones(len(flat), dtype=torch.bool) if valid is None else valid
+            picks = within_capacity(weights, picks, known, self.capacity_factor, self.tp_cp_group)
+            weights = weights * picks
         if self.training and torch.is_grad_enabled() and (self.scale.aux_coefficient or self.scale.z_coefficient):
-            valid = (
-                torch.ones(flat.shape[0], dtype=torch.bool, device=flat.device)
-                if padding_mask is None
-                else ~padding_mask.reshape(-1)
-            )
-            weights = self._attach(weights, flat.float(), picks, valid)
+            known = flat.new_ones(len(flat), dtype=torch.bool) if valid is None else valid
+            weights = self._attach(weights, flat.float(), routed, known)
         return weights, picks
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:

@@ -1,0 +1,105 @@
+"""Delayed FP8 scaling in checkpoints: the scales and amax histories of Transformer Engine's modules, one file a rank.
+
+Transformer Engine's own form of them (`_extra_state`) is a pickle, which no checkpoint of megaswift is read from.
+Amaxes are reduced over tensor-, context- and data-parallel ranks, so under another layout a module's history is that of
+any rank which had the module; one that is in no file, or for another number of experts, starts empty. Other recipes
+have no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from megaswift.engine.megatron.weights import canonical_name
+from megaswift.errors import Problem
+
+if TYPE_CHECKING:
+    from megaswift.engine.megatron.engine import MegatronEngine
+
+DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+TENSORS_A_GEMM = 3
+"""Of the forward pass: input, weight and output each have a scale."""
+Histories = dict[str, Tensor]
+"""`<module>/<direction>/scale` and `.../amax_history`, by the checkpoint's names of modules."""
+
+
+def history_file(directory: Path, rank: int) -> Path:
+    """The file of a rank."""
+    return directory / f"fp8-{rank:05d}.safetensors"
+
+
+def uses_delayed_scaling(engine: MegatronEngine) -> bool:
+    """Whether the engine has such histories."""
+    return bool(engine.cfg.model.fp8_format) and engine.cfg.model.fp8_recipe == "delayed"
+
+
+def _modules(engine: MegatronEngine) -> Iterator[tuple[str, nn.Module]]:
+    """Transformer Engine's linear modules of this rank by the checkpoint's names."""
+    for chunk in engine.plain:
+        for name, module in chunk.named_modules():
+            if hasattr(module, "init_fp8_meta_tensors") and any(True for _ in module.parameters(recurse=False)):
+                yield canonical_name(name + ".", chunk, engine.spec, engine.context).removesuffix("."), module
+
+
+def write_histories(engine: MegatronEngine, directory: Path) -> Path:
+    """This rank's histories; returns the file, not yet flushed."""
+    found: Histories = {}
+    for name, module in _modules(engine):
+        meta: Any = module.fp8_meta
+        for direction in DIRECTIONS:
+            if direction in meta:  # made by the first forward pass
+                found[f"{name}/{direction}/scale"] = meta[direction].scale.cpu()
+                found[f"{name}/{direction}/amax_history"] = meta[direction].amax_history.cpu()
+    file = history_file(directory, engine.rank)
+    file.write_bytes(save(found))
+    return file
+
+
+def read_histories(engine: MegatronEngine, directory: Path, same_layout: bool) -> Histories | Problem:
+    """What this rank's modules take: its own file's, or under another layout those of the first ranks that have them.
+    Empty for a checkpoint of a run without delayed scaling."""
+    own = history_file(directory, engine.rank)
+    files = [own] if same_layout and own.is_file() else sorted(directory.glob("fp8-*.safetensors"))
+    wanted, found = {name for name, _ in _modules(engine)}, Histories()
+    for file in files:
+        try:
+            with safetensors.safe_open(file, "pt") as opened:
+                for key in opened.keys():  # noqa: SIM118 (not a mapping)
+                    if key.partition("/")[0] in wanted and key not in found:
+                        found[key] = opened.get_tensor(key)
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
+            return Problem(str(file), f"cannot be read ({error})")
+    return found
+
+
+def restore_histories(engine: MegatronEngine, found: Histories) -> int:
+    """Sets the histories of this rank's modules; returns how many modules start with empty ones."""
+    from megatron.core.fp8_utils import get_fp8_recipe
+
+    recipe, empty = get_fp8_recipe(engine.config), 0
+    for name, module in _modules(engine):
+        owner: Any = module
+        scale = found.get(f"{name}/{DIRECTIONS[0]}/scale")
+        if scale is None:
+            empty += 1
+            continue
+        if DIRECTIONS[0] not in owner.fp8_meta:
+            owner.fp8_meta["num_gemms"] = scale.numel() // TENSORS_A_GEMM
+            owner.init_fp8_meta_tensors(recipe)
+        states = [(key, owner.fp8_meta[key]) for key in DIRECTIONS]
+        saved = {key: (found[f"{name}/{key}/scale"], found[f"{name}/{key}/amax_history"]) for key in DIRECTIONS}
+        if any(saved[key][1].shape != state.amax_history.shape for key, state in states):
+            empty += 1
+            continue
+        with torch.no_grad():
+            for key, state in states:
+                state.scale.copy_(saved[key][0])
+                state.amax_history.copy_(saved[key][1])
+    return empty
