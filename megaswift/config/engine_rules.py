@@ -48,6 +48,7 @@ NATIVE_ONLY = (
     "moe_token_dispatcher_type",
     "moe_grouped_gemm",
     "moe_permute_fusion",
+    "moe_router_fusion",
     "moe_shared_expert_overlap",
     "moe_expert_capacity_factor",
     "precision_aware_optimizer",

@@ -118,6 +118,9 @@ class ModelConfig:
     moe_permute_fusion: bool | None = option(
         None, "Fused kernels for sorting tokens by expert; unset: with Transformer Engine"
     )
+    moe_router_fusion: bool = option(
+        False, "Fused kernel for the choice of experts (Transformer Engine; not run on a GPU)"
+    )
     moe_shared_expert_overlap: bool = option(
         False, "Overlap shared experts with the exchange of tokens (dispatcher alltoall)"
     )

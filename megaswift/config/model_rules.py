@@ -165,6 +165,18 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         "--moe_permute_fusion false",
     ),
     ConflictingOptions(
+        ("moe_router_fusion", "transformer_impl"),
+        lambda c: c.model.moe_router_fusion and c.model.transformer_impl == "torch",
+        "needs Transformer Engine's layers",
+        "--moe_router_fusion false",
+    ),
+    ConflictingOptions(
+        ("moe_router_fusion", "moe_expert_capacity_factor"),
+        lambda c: c.model.moe_router_fusion and c.model.moe_expert_capacity_factor is not None,
+        "the fused kernel does not drop tokens",
+        "--moe_router_fusion false",
+    ),
+    ConflictingOptions(
         ("moe_shared_expert_overlap", "moe_token_dispatcher_type"),
         lambda c: c.model.moe_shared_expert_overlap and c.model.moe_token_dispatcher_type == "allgather",
         "is supported with alltoall and flex only (Megatron-Core)",

@@ -24,6 +24,7 @@ NEED_TRANSFORMER_ENGINE: tuple[tuple[str, str, Callable[[Any], bool], str, str],
     ("fp8_format", PRODUCTS, bool, _LAYERS, "--fp8_format none"),
     ("moe_grouped_gemm", PRODUCTS, bool, _LAYERS, "--moe_grouped_gemm false"),
     ("moe_permute_fusion", PRODUCTS, bool, _LAYERS, "--moe_permute_fusion false"),
+    ("moe_router_fusion", PRODUCTS, bool, _LAYERS, "--moe_router_fusion false"),
     (
         "transformer_impl",
         OPTIMIZER,

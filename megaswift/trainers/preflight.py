@@ -44,6 +44,7 @@ EXPERT_OPTIONS = (
     "moe_token_dispatcher_type",
     "moe_grouped_gemm",
     "moe_permute_fusion",
+    "moe_router_fusion",
     "moe_shared_expert_overlap",
     "moe_expert_capacity_factor",
 )

@@ -111,6 +111,7 @@ def test_modules_are_transformer_engines(te_pool: Pool, models: Path) -> None:
     ("text", "options"),
     [
         ("qwen2_moe te dp2 ep2", {"moe_shared_expert_overlap": True}),
+        ("moe te dp2 ep2 do", {"moe_router_fusion": True}),
         ("moe te dp2 ep2 packed", {"moe_permute_fusion": False}),
         ("moe te tp2 sp ep2", {"moe_grouped_gemm": False}),
     ],

@@ -26,6 +26,7 @@ KERNEL_FILES = (
     "permutation",
     "quantize",
     "rope",
+    "router",
     "softmax",
 )
 """The files `kernels_*.py`."""

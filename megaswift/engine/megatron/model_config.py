@@ -98,6 +98,7 @@ def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerChoice, cuda: bool)
     }
     if spec.experts:
         fields["moe_permute_fusion"] = fused if m.moe_permute_fusion is None else m.moe_permute_fusion
+        fields["moe_router_fusion"] = m.moe_router_fusion
         fields["moe_shared_expert_overlap"] = m.moe_shared_expert_overlap
         fields["moe_expert_capacity_factor"] = m.moe_expert_capacity_factor
     if m.recompute_modules:

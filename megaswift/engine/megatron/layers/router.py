@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.parallel_context import ParallelContext
+from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -136,6 +137,9 @@ class BalancedRouter(TopKRouter):
         self.capacity_factor: float | None = config.moe_expert_capacity_factor
         normalized = features.router_normalized if sigmoid else not config.moe_router_pre_softmax
         own_choice = features.router_group_best or (sigmoid and not features.router_normalized)
+        if own_choice and config.moe_router_fusion:
+            rule = "the fused kernel does not compute this model's choice of experts"
+            raise ConfigError(Problem("--moe_router_fusion true", rule, "--moe_router_fusion false"))
         if own_choice or self.capacity_factor is not None:
             self.choice = RoutingRule(
                 config.moe_router_score_function,
