@@ -52,14 +52,20 @@ def quantize(model: torch.nn.Module, name: str, hybrid: bool) -> None:
 
 
 def reference(folder: Path, batch: Batch, recipe: str, form: str) -> Reference:
-    """Loss and gradients of one micro-batch without padding; recipe "" leaves the layers as they are."""
+    """Loss and gradients of one micro-batch without padding, packed or not; recipe "" leaves the layers as they are."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     if recipe:
         quantize(model, recipe, form == "hybrid")
     weights = batch.loss_weights
-    losses = cross_entropy(model(batch.input_ids).logits, batch.labels)
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+    if batch.cu_seqlens is not None:
+        document = torch.bucketize(torch.arange(batch.input_ids.shape[1]), batch.cu_seqlens[1:], right=True)
+        seen = (document[:, None] == document[None]).tril()
+        hidden = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        inputs |= {"position_ids": batch.positions, "attention_mask": hidden[None, None]}
+    losses = cross_entropy(model(**inputs).logits, batch.labels)
     loss = (losses * weights).sum() / weights.sum()
     loss.backward()
     grads = {n: g.clone() for n, g in by_disk_name(model, lambda p: p.grad if p.grad is not None else p)}

@@ -149,6 +149,8 @@ def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Tensor | None = N
                 setattr(out, names.get(name, f"_{name}"), value)
             else:
                 place.copy_(value.view(place.shape))
+        elif value is None:  # what is not asked for is dropped, or it would be of the values before
+            setattr(out, names.get(name, f"_{name}"), None)
     if kind == "tensor":
         out._transpose_invalid = fields["data_transpose"] is None
     return out
