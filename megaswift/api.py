@@ -14,7 +14,7 @@ from megaswift.config.launcher_table import launcher_entry
 from megaswift.config.sections import NAMES
 from megaswift.config.user_spelling import errors_as_typed
 from megaswift.data.in_memory import dataset_paths
-from megaswift.entry import contradicted_launch_options
+from megaswift.entry import launch_option_mismatch_problems
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import local
 
@@ -90,7 +90,7 @@ class Trainer:
 def launch_problems(cfg: SwiftConfig) -> list[Problem]:
     """Launch options that this process does not follow: the Python API starts no other process."""
     if is_worker(os.environ):
-        return [*unread_accelerate_notices(os.environ), *contradicted_launch_options(cfg)]
+        return [*unread_accelerate_notices(os.environ), *launch_option_mismatch_problems(cfg)]
     if launcher_entry(cfg.launch.launcher).always_starts:
         return [
             Problem(

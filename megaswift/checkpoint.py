@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.commands import HELP, Parser, unknown_command
-from megaswift.errors import EXIT_USER_ERROR, CheckpointError, Problem, path_hint
+from megaswift.errors import EXIT_USER_ERROR, CheckpointError, Problem, missing_path_hint
 from megaswift.families import step_manifest
 from megaswift.families.checkpoint_folder import ENGINE, FACTS
 from megaswift.families.step_manifest import STEP
@@ -73,7 +73,7 @@ def _row(store: CheckpointStore, step: Path, verify: bool) -> tuple[str, ...]:
     absent = sum(not (step / name).is_file() for name in files)
     hashes = "not compared"
     if verify:
-        problems = step_manifest.damaged_files(step)
+        problems = step_manifest.damaged_file_problems(step)
         hashes = f"{len(problems)} of {len(files)} differ" if problems else "intact"
     facts = _engine_facts(step)
     return (
@@ -112,7 +112,7 @@ def _verify(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     problems: list[Problem] = []
     for step in [step for path in given.paths for step in _steps(path)]:
-        damaged = step_manifest.damaged_files(step)
+        damaged = step_manifest.damaged_file_problems(step)
         problems += damaged
         print(f"{step}: {'damaged' if damaged else 'intact'}", flush=True)
     if problems:
@@ -133,7 +133,7 @@ def _remove(argv: list[str]) -> int:
             fix = (
                 "give OUT/checkpoints/step-N; megaswift checkpoint ls OUT lists them"
                 if path.exists()
-                else path_hint(step)
+                else missing_path_hint(step)
             )
             raise CheckpointError(Problem(str(path), rule, fix))
         by_store.setdefault(step.parent, []).append(step)
@@ -158,10 +158,10 @@ def _remove(argv: list[str]) -> int:
 
 def _leaves_none(store: CheckpointStore, gone: Sequence[Path]) -> Problem | None:
     """What speaks against removing these steps: none that is left is intact, and one of them may be."""
-    left = [p for p in step_manifest.newest_first(store.root) if p not in gone]
-    if any(not step_manifest.damaged_files(step) for step in left):
+    left = [p for p in step_manifest.steps_in_resume_order(store.root) if p not in gone]
+    if any(not step_manifest.damaged_file_problems(step) for step in left):
         return None
-    if all(step_manifest.damaged_files(step) for step in gone):
+    if all(step_manifest.damaged_file_problems(step) for step in gone):
         return None
     names = ", ".join(step.name for step in gone)
     return Problem(

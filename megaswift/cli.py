@@ -44,9 +44,9 @@ def _data(argv: list[str]) -> int:
     """`megaswift data show ...`."""
     if argv[:1] == ["show"]:
         from megaswift.data.show_samples import main as show
-        from megaswift.families.model_source import reader_for
+        from megaswift.families.model_source import tokenizer_or_processor_for
 
-        return show(argv[1:], reader_for)
+        return show(argv[1:], tokenizer_or_processor_for)
     if argv and argv[0] not in HELP:
         raise unknown_command("megaswift data", argv[0], ("show",))
     print("megaswift data show DATASET --model DIR     inspect tokens, loss mask, lengths and packing (show --help)")

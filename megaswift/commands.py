@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import NoReturn
 
-from megaswift.errors import ConfigError, Problem, UserError, nearest_name
+from megaswift.errors import ConfigError, Problem, UserError, did_you_mean_hint
 from megaswift.redaction import redacted_command
 
 HELP = ("-h", "--help")
@@ -39,7 +39,7 @@ def unknown_command(program: str, word: str, commands: Iterable[str]) -> UserErr
             f"{program} {word}",
             f"is not a command; commands are {', '.join(known)}",
             (ELSEWHERE.get(word.lower(), "") if program == "megaswift" else "")
-            or nearest_name(word, known)
+            or did_you_mean_hint(word, known)
             or f"{program} --help",
         )
     )
@@ -52,5 +52,5 @@ class Parser(argparse.ArgumentParser):
         """Never returns."""
         wrong = re.search(r"unrecognized arguments: (\S+)", message)
         known = [option for action in self._actions for option in action.option_strings]
-        fix = nearest_name(wrong[1], known) if wrong else ""
+        fix = did_you_mean_hint(wrong[1], known) if wrong else ""
         raise ConfigError(Problem(self.prog, redacted_command(message), fix or f"{self.prog} --help"))

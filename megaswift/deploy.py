@@ -97,7 +97,7 @@ def _transformers(cfg: DeployConfig) -> int:
     listener = _listening(cfg.server.host, cfg.server.port)
     from megaswift.inference.chat_inputs import ChatInputs
     from megaswift.inference.generator import Generator, generation_params
-    from megaswift.inference.load import load_model, prepare_model_load
+    from megaswift.inference.load_generation_model import load_model, prepare_model_load
 
     prepared = prepare_model_load(cfg.weights, cfg.conversation.chat_template)
     generation_params(cfg.generation, prepared.generation)  # tells at once what would be ignored
@@ -139,7 +139,7 @@ def _vllm(cfg: DeployConfig) -> int:
     from megaswift.families.model_source import locate_model
     from megaswift.serve import vllm_server
 
-    if unfit := vllm_server.missing_vllm() or [*vllm_server.unsupported_option_problems(cfg)]:
+    if unfit := vllm_server.missing_vllm_problems() or [*vllm_server.unsupported_option_problems(cfg)]:
         raise ConfigError(unfit)
     folder = locate_model(cfg.weights)
     if find_checkpoint(folder) is not None:

@@ -69,7 +69,7 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
 
 
 def _go(task: str, words: list[str]) -> int:
-    cfg = load_config(None if task == RLHF else task, words, complete=True, beyond=problems_beyond_options)
+    cfg = load_config(None if task == RLHF else task, words, complete=True, beyond=refused_config_problems)
     with errors_as_typed(cfg.typed, NAMES):
         return _start(task, words, cfg)
 
@@ -82,7 +82,7 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
         )
     cfg = resumed_config(cfg, restart_count(os.environ))
     world = process_count(cfg)
-    other = contradicted_launch_options(cfg) if worker else launcher_of(cfg.launch).missing(cfg.launch)
+    other = launch_option_mismatch_problems(cfg) if worker else launcher_of(cfg.launch).missing(cfg.launch)
     if other:
         raise ConfigError(other)
     first = not worker or "MEGASWIFT_CHECKED" not in os.environ
@@ -107,12 +107,12 @@ def process_count(cfg: SwiftConfig) -> int:
     return int(os.environ["WORLD_SIZE"]) if is_worker(os.environ) else local.launched_processes(cfg.launch)
 
 
-def problems_beyond_options(refused: SwiftConfig) -> list[Problem]:
+def refused_config_problems(refused: SwiftConfig) -> list[Problem]:
     """What layout and files say of a configuration that is refused already, so that this is not told on the next
     attempt."""
-    from megaswift.trainers.preflight import problems_beside_options
+    from megaswift.trainers.preflight import layout_data_output_problems
 
-    return problems_beside_options(refused, process_count(refused))
+    return layout_data_output_problems(refused, process_count(refused))
 
 
 def resumed_config(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
@@ -122,7 +122,7 @@ def resumed_config(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
     """
     if not attempt:
         return cfg
-    from megaswift.trainers.outputs import OutputFolder
+    from megaswift.trainers.output_folder import OutputFolder
 
     saved = OutputFolder(Path(cfg.train.output_dir)).store.latest() is not None
     if cfg.train.resume_from_checkpoint is not None and not saved:
@@ -130,7 +130,7 @@ def resumed_config(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
     return cfg.replace(resume_from_checkpoint="latest", overwrite_output_dir=False)
 
 
-def contradicted_launch_options(cfg: SwiftConfig) -> list[Problem]:
+def launch_option_mismatch_problems(cfg: SwiftConfig) -> list[Problem]:
     """Options that say otherwise than the launcher that started this worker."""
     problems = other_launcher(cfg.launch.launcher, os.environ)
     for name in COUNTS:

@@ -33,20 +33,20 @@ def print_error_once(error: UserError, environ: Mapping[str, str], patience: flo
         if marker is not None:
             _claim(marker)
         _say(error.message())
-        record_for_torchrun(error, environ)
+        write_torchrun_error_file(error, environ)
         return error.exit_code
     end = time.monotonic() + patience
     while time.monotonic() < end and not _fresh(marker):
         time.sleep(0.05)
     if _claim(marker):
         _say(f"[rank {rank}] {error.message()}")
-        record_for_torchrun(error, environ)
+        write_torchrun_error_file(error, environ)
     else:
         time.sleep(max(0.0, min(1.0, end - time.monotonic())))  # leave the other's message on the screen alone
     return error.exit_code
 
 
-def record_for_torchrun(error: UserError, environ: Mapping[str, str]) -> None:
+def write_torchrun_error_file(error: UserError, environ: Mapping[str, str]) -> None:
     """Writes the message to torchrun's error file, so that torchrun's summary ends with it."""
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": error.message(), "extraInfo": {"timestamp": int(time.time())}}

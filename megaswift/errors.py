@@ -153,7 +153,7 @@ LONG_NAME = 8
 SHORTEST_PREFIX = 4
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str:
+def did_you_mean_hint(name: str, known: Iterable[str]) -> str:
     """`did you mean X?` for a likely typo of a known name, or the beginning of just one; else the empty string.
 
     A typo: one letter left out, added, replaced or exchanged with its neighbour, two in names of eight letters and
@@ -190,7 +190,7 @@ def edit_distance(a: str, b: str) -> int:
     return last[-1]
 
 
-def path_hint(path: Path) -> str:
+def missing_path_hint(path: Path) -> str:
     """What to say of a path that is not there: a neighbour of nearly that name, else where the path stops being
     there."""
     there = next(p for p in path.absolute().parents if p.is_dir())
@@ -198,4 +198,4 @@ def path_hint(path: Path) -> str:
         names = [p.name for p in there.iterdir()] if there == path.absolute().parent else []
     except OSError:  # may be entered, not listed
         names = []
-    return nearest_name(path.name, names) or f"look in {there}"
+    return did_you_mean_hint(path.name, names) or f"look in {there}"

@@ -76,6 +76,6 @@ def _quantize(cfg: ExportConfig, target: Path) -> Path:
         trust_remote_code=source.trust_remote_code,
     )
     locate_generation_model(weights)  # before what follows imports torch
-    from megaswift.inference.quantize import quantize_model
+    from megaswift.inference.quantize import quantize_and_save_model
 
-    return quantize_model(weights, bits, target, cfg.export.max_shard_size)
+    return quantize_and_save_model(weights, bits, target, cfg.export.max_shard_size)

@@ -49,8 +49,8 @@ def _run(cfg: InferConfig) -> int:
     from megaswift.data.images import ImageRoot
     from megaswift.inference.chat_inputs import ChatInputs
     from megaswift.inference.generator import Generator, generation_params
-    from megaswift.inference.load import load_model, prepare_model_load
-    from megaswift.serve.prompt_file import PromptFileRun, open_journal
+    from megaswift.inference.load_generation_model import load_model, prepare_model_load
+    from megaswift.serve.answer_prompt_file import PromptFileRun, open_journal
     from megaswift.serve.prompt_file_rows import read_prompt_file
     from megaswift.serve.terminal import Terminal
 

@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from megaswift.errors import ConfigError, Problem, nearest_name
+from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Registry(Generic[T]):
                 Problem(
                     f"{self.kind} {name!r}",
                     f"is unknown; known names are {known}",
-                    nearest_name(name, list(self._items)),
+                    did_you_mean_hint(name, list(self._items)),
                 )
             )
         return self._items[name]

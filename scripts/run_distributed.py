@@ -24,7 +24,7 @@ from megaswift.config import load_config  # noqa: E402
 from megaswift.config.launch_env import is_worker  # noqa: E402
 from megaswift.config.sections import TASKS  # noqa: E402
 from megaswift.error_exit import print_error_once  # noqa: E402
-from megaswift.errors import ConfigError, Problem, UserError, nearest_name  # noqa: E402
+from megaswift.errors import ConfigError, Problem, UserError, did_you_mean_hint  # noqa: E402
 from megaswift.launchers import local  # noqa: E402
 
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems = []
     if mine.algorithm not in TASKS:
         given, fix = (
-            (f"--algorithm {mine.algorithm}", nearest_name(mine.algorithm, list(TASKS)))
+            (f"--algorithm {mine.algorithm}", did_you_mean_hint(mine.algorithm, list(TASKS)))
             if mine.algorithm
             else ("--algorithm", "")
         )

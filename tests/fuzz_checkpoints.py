@@ -25,9 +25,9 @@ from megaswift.bridge.hf_source import HfSource
 from megaswift.bridge.torch_record import zip_frame
 from megaswift.families import step_manifest
 from megaswift.families.checkpoint_folder import find_checkpoint
-from megaswift.families.model_source import missing_files
-from megaswift.trainers.checkpoint import checkpoint_differences
-from megaswift.trainers.checkpoint_store import CheckpointStore, steps_for
+from megaswift.families.model_source import missing_model_file_problems
+from megaswift.trainers.checkpoint_hook import checkpoint_mismatch_problems
+from megaswift.trainers.checkpoint_store import CheckpointStore, resume_step_candidates
 
 TENSORS = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.arange(5, dtype=torch.bfloat16)}
 MODEL = {"family": "tiny", "num_layers": 2}
@@ -97,10 +97,10 @@ def manifest(data: bytes) -> None:
     (step() / "manifest.json").write_bytes(data)
     read = step_manifest.load_manifest(step())
     if isinstance(read, dict):
-        checkpoint_differences(read, MODEL)
-        step_manifest.damaged_files(step())
+        checkpoint_mismatch_problems(read, MODEL)
+        step_manifest.damaged_file_problems(step())
     CheckpointStore(step().parent).incomplete()
-    steps_for("latest", home() / "run")
+    resume_step_candidates("latest", home() / "run")
     find_checkpoint(home() / "run")
 
 
@@ -140,7 +140,7 @@ def index(data: bytes) -> None:
     """model.safetensors.index.json."""
     folder = folder_of_shards()
     (folder / "model.safetensors.index.json").write_bytes(data)
-    missing_files(folder, random_init=False)
+    missing_model_file_problems(folder, random_init=False)
     source = HfSource(folder)
     for name in source.names():
         source.slice(name)

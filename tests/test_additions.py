@@ -123,7 +123,7 @@ def test_an_estimator_takes_two_source_files(package: Copy) -> None:
         "    ),\n    EstimatorEntry(\n",
     )
     package.insert(
-        "losses/estimators.py",
+        "losses/advantage_estimators.py",
         "def estimate_fields",
         '@ESTIMATORS.add("median")\ndef _median(x: EstimatorInput) -> Tensor:\n'
         "    groups = x.rewards.view(-1, x.group)\n"

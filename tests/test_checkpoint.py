@@ -91,7 +91,7 @@ def test_rm_keeps_the_last_intact_step(out: Path, capsys: pytest.CaptureFixture[
     assert ran(capsys, "rm", step(out, 6))[0] == 2
     assert ran(capsys, "rm", step(out, 6), "--force")[0] == 0
     assert list((out / "checkpoints").iterdir()) == []
-    assert checkpoint_store.steps_for("latest", out) == (
+    assert checkpoint_store.resume_step_candidates("latest", out) == (
         [],
         [],
     )  # removed on purpose: a run may start from the beginning

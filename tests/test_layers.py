@@ -44,7 +44,7 @@ OWNERS = {
     "deepspeed": "megaswift.engine.torch",
 }
 NO_TORCH = ("errors", "registry", "log", "disk", "stdout", "version", "config", "parallel", "launchers")
-AGENT = "megaswift.launchers.agent"
+AGENT = "megaswift.launchers.torchrun_agent"
 """A program of its own around torchrun; nothing imports it."""
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.weight_plan import PlanEntry, WeightPlan
-from megaswift.families.projections import WEIGHT, Projection
+from megaswift.families.adapter_projections import WEIGHT, Projection
 from megaswift.families.rules import ShardSpec, shard_dim
 
 Half = Literal["A", "B", "M"]

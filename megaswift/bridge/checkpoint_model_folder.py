@@ -23,7 +23,7 @@ import torch
 from megaswift.bridge.safetensors_header import DTYPE_NAMES, DTYPES
 from megaswift.disk import sync
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families.quantization import plain_config
+from megaswift.families.quantization_schemes import config_without_quantization
 
 FACTS = "weights.json"
 FORMAT = 1
@@ -63,7 +63,7 @@ def write_model_folder(
     """The whole folder; side files come from `source`."""
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(
-        json.dumps(plain_config(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        json.dumps(config_without_quantization(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )
     usual = Counter(dtypes.values()).most_common(1)[0][0]
     other_dtypes = {name: DTYPE_NAMES[dtype] for name, dtype in dtypes.items() if dtype != usual}

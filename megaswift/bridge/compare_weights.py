@@ -24,7 +24,7 @@ from megaswift.bridge.weight_plan import INV_FREQ, TIED_HEAD
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import FAMILIES, family_of, read_config
 from megaswift.families.checkpoint_folder import verified_checkpoint
-from megaswift.families.quantization import plain_config
+from megaswift.families.quantization_schemes import config_without_quantization
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 EMBEDDING = "model.embed_tokens.weight"
@@ -49,7 +49,10 @@ class ComparedWeights:
         weights, checkpoint = open_weights(folder), verified_checkpoint(folder)
         model = checkpoint.model if checkpoint is not None else folder
         return cls(
-            folder, weights, model, plain_config(read_config(model)) if (model / "config.json").exists() else None
+            folder,
+            weights,
+            model,
+            config_without_quantization(read_config(model)) if (model / "config.json").exists() else None,
         )
 
 

@@ -34,7 +34,7 @@ from megaswift.families import family_of, load_spec
 from megaswift.families.checkpoint_folder import MODEL, find_checkpoint
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.rules import ShardSpec, shard_dim
-from megaswift.parallel.layout_checks import check_layout
+from megaswift.parallel.layout_checks import layout_problems
 from megaswift.parallel.layout_rules import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.version import __version__
@@ -107,7 +107,7 @@ def _check_layout(spec: ModelSpec, layout: Mapping[str, int]) -> None:
         return
     tp, pp, vpp, ep, etp = (layout.get(axis, 1) for axis in AXES)
     processes = max(1, pp * math.lcm(tp, ep * etp))
-    problems = check_layout(ModelShape.of(spec), LayoutRequest(processes, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp))
+    problems = layout_problems(ModelShape.of(spec), LayoutRequest(processes, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp))
     if problems:
         raise LayoutError(problems)
 

@@ -30,7 +30,7 @@ from megaswift.bridge.resumable_folder import check_disk_space, check_target_fol
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.disk import replace_folder, sync_tree
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families.quantization import plain_config
+from megaswift.families.quantization_schemes import config_without_quantization
 
 MAX_SHARD_BYTES = 5_000_000_000
 CHUNK = 1 << 28
@@ -92,7 +92,7 @@ def shard_index(files: Iterable[HfFile], tensors: Mapping[str, TensorMeta]) -> d
 
 def exported_config(config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
     """config.json of an export: its dtype is the tensors' where all have the same, and nothing is quantized."""
-    changed, written_dtypes = plain_config(config), set(dtypes)
+    changed, written_dtypes = config_without_quantization(config), set(dtypes)
     if len(written_dtypes) == 1:
         key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
         changed[key] = str(next(iter(written_dtypes))).removeprefix("torch.")

@@ -19,7 +19,7 @@ from megaswift.bridge.hf_folder import HfFolder
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
 from megaswift.bridge.open_weight_source import open_checkpoint
-from megaswift.errors import CheckpointError, Problem, path_hint
+from megaswift.errors import CheckpointError, Problem, missing_path_hint
 from megaswift.families import read_config
 from megaswift.families.checkpoint_folder import TABLES, verified_checkpoint
 
@@ -48,7 +48,7 @@ def megatron_to_hf(
             else f"contains no checkpoint (no {TABLES})"
         )
         if not folder.exists():
-            raise CheckpointError(Problem(str(folder), "does not exist", path_hint(folder)))
+            raise CheckpointError(Problem(str(folder), "does not exist", missing_path_hint(folder)))
         rule = hf if folder.is_dir() else "is a file"
         raise CheckpointError(
             Problem(str(folder), rule, "give a converted checkpoint, OUT/checkpoints/step-N, or OUT for the latest")

@@ -24,7 +24,7 @@ from megaswift.bridge.new_head import NEW, NewHead
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
 from megaswift.bridge.weight_plan import WeightPlan
-from megaswift.errors import Problem, WeightsError, path_hint
+from megaswift.errors import Problem, WeightsError, missing_path_hint
 from megaswift.families import family_of, load_spec
 from megaswift.families.adapter_folder import is_scored
 from megaswift.families.checkpoint_folder import verified_checkpoint
@@ -97,7 +97,7 @@ def merge_folders(
     home = checkpoint.model if checkpoint is not None else base
     if not (home / "config.json").is_file():
         if not base.exists():
-            raise WeightsError(Problem(str(base), "does not exist", path_hint(base)))
+            raise WeightsError(Problem(str(base), "does not exist", missing_path_hint(base)))
         raise WeightsError(Problem(str(base), "has no config.json", "give the folder of the base model"))
     if merge_by_peft.needs_peft_merge(home, adapter):
         if checkpoint is not None:

@@ -20,8 +20,8 @@ from megaswift.errors import Problem, UserError, WeightsError, first_line
 from megaswift.families.adapter_folder import adapter_kind, is_scored
 from megaswift.families.family import FAMILIES, read_config
 from megaswift.families.scalar_head import scored_config, with_pad_token_id
-from megaswift.families.served_quantization import PLAIN, quant_method
-from megaswift.families.vision import has_vision_tower
+from megaswift.families.torch_quantization_checks import PLAIN, quant_method
+from megaswift.families.vision_tower_config import has_vision_tower
 
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, NotImplementedError)
 """What transformers and PEFT raise for what they cannot load or merge."""

@@ -11,7 +11,7 @@ from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.megatron_source import MegatronSource
 from megaswift.bridge.quantized import open_hf_weights
 from megaswift.bridge.torch_step_source import TorchStepSource
-from megaswift.errors import CheckpointError, Problem, path_hint
+from megaswift.errors import CheckpointError, Problem, missing_path_hint
 from megaswift.families.checkpoint_folder import CheckpointFolder, verified_checkpoint
 
 
@@ -26,7 +26,7 @@ def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSo
     if checkpoint is not None:
         return open_checkpoint(checkpoint, dtype)
     if not folder.exists():
-        raise CheckpointError(Problem(str(path), "does not exist", path_hint(folder)))
+        raise CheckpointError(Problem(str(path), "does not exist", missing_path_hint(folder)))
     if not folder.is_dir():
         raise CheckpointError(Problem(str(path), "is a file", "give a Hugging Face folder or a checkpoint"))
     assert dtype is None, "a Hugging Face folder is read as it is"

@@ -11,7 +11,7 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import peft_method_of
 from megaswift.config.peft_methods import MAPPED, METHODS, PeftMethod
-from megaswift.errors import ConfigError, Problem, first_line, nearest_name
+from megaswift.errors import ConfigError, Problem, did_you_mean_hint, first_line
 
 ENDLESS = 1 << 30
 """AdaLoRA's total_step while the run's length is not known yet."""
@@ -78,7 +78,9 @@ def _further(cfg: SwiftConfig, kind: Any, method: PeftMethod) -> dict[str, Any]:
             problems.append(Problem(label, "is set by an option", f"--{options[name]} {text}"))
         elif name not in fields:
             rule = "is set by the run" if name in MAPPED else f"is not a field of PEFT's {method.config}"
-            problems.append(Problem(label, rule, nearest_name(name, sorted(fields - set(options))) or "leave it out"))
+            problems.append(
+                Problem(label, rule, did_you_mean_hint(name, sorted(fields - set(options))) or "leave it out")
+            )
         try:
             accepted[name] = json.loads(text)
         except json.JSONDecodeError:

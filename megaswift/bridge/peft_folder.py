@@ -40,11 +40,11 @@ from megaswift.bridge.weight_plan import SHOWN, WeightPlan
 from megaswift.disk import atomic_file, safetensors_disk_errors
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.families.adapter_folder import CLASSIFIER_TASK, CONFIG, LANGUAGE_TASK, TENSORS
-from megaswift.families.projections import (
+from megaswift.families.adapter_projections import (
     WEIGHT,
     Projection,
     dora_problems,
-    partly_chosen_modules,
+    partly_chosen_module_problems,
     projections,
     stack_suffix,
 )
@@ -138,7 +138,7 @@ class PeftFolder:
             elif (shape := tuple(read().shape)) != weights.hf_shapes[name]:
                 problems.append(self._wrong(name, shape, weights.hf_shapes[name]))
             saved.append(name)
-        problems += partly_chosen_modules(weights.family, weights.spec, saved)
+        problems += partly_chosen_module_problems(weights.family, weights.spec, saved)
         problems += dora_problems(chosen, f"{self.directory / CONFIG}, use_dora") if self.settings.dora else []
         if problems:
             raise WeightsError(problems[:SHOWN])

@@ -2,7 +2,7 @@
 
 Owns dequantizing FP8 block scales and MXFP4, slice by slice: of a slice, only the stored bytes behind it are read, in
 bands of bounded size. Names, shapes and dtypes are those of the unquantized checkpoint, so that plans, engines and
-converters never meet a scale. What config.json says about quantized weights belongs to `families.quantization`.
+converters never meet a scale. What config.json says about quantized weights belongs to `families.quantization_schemes`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megaswift.bridge.hf_source import HfSource, Slices, Span, WeightSource, sli
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import read_config
-from megaswift.families.quantization import FIELD, Fp8Scheme, Scheme, quantization_problem, scheme_of
+from megaswift.families.quantization_schemes import FIELD, Fp8Scheme, Scheme, quantization_problem, scheme_of
 
 BAND = 1 << 22
 """Values dequantized at a time: 16 MiB in float32."""

@@ -18,7 +18,7 @@ from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.families.family import read_config
-from megaswift.families.quantization import quantization_problem
+from megaswift.families.quantization_schemes import quantization_problem
 
 
 def to_disk_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

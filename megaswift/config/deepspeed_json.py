@@ -19,7 +19,7 @@ from typing import Any
 from megaswift.config.batch import accumulation_steps
 from megaswift.config.json_object import read_object
 from megaswift.config.sections import Sections
-from megaswift.errors import Problem, nearest_name
+from megaswift.errors import Problem, did_you_mean_hint
 
 KINDS = {
     "zero0": (0, False, False),
@@ -237,7 +237,7 @@ def _sizes(facts: RunFacts) -> dict[str, int | None]:
 def _unserved(config: Mapping[str, Any], zero: Mapping[str, Any], label: str) -> Iterator[Problem]:
     for name in config:
         if name not in SERVED:
-            fix = INSTEAD.get(name) or nearest_name(name, SERVED) or "leave it out"
+            fix = INSTEAD.get(name) or did_you_mean_hint(name, SERVED) or "leave it out"
             yield Problem(f'{label}: "{name}"', "would be ignored: torch engines do not support it", fix)
     for name, only in NOT_SERVED.items():
         if name in zero and zero[name] != only:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config.byte_size import parse_size
-from megaswift.errors import Problem, path_hint
+from megaswift.errors import Problem, missing_path_hint
 
 Device = int | str
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -87,7 +87,7 @@ def _of_file(path: Path, label: str) -> dict[str, Device] | Problem:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return Problem(label, f"no such file; {path_hint(path)}", f"write a JSON object: {example}")
+        return Problem(label, f"no such file; {missing_path_hint(path)}", f"write a JSON object: {example}")
     except (OSError, ValueError, RecursionError) as error:
         return Problem(label, f"cannot be read: {error}", f"write a JSON object: {example}")
     if not isinstance(value, dict) or not value:

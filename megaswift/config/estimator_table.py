@@ -1,7 +1,7 @@
 """Every value of `--advantage_estimator`: its task, its paper, the options that it reads, its defaults.
 
 One row an estimator. The accepted values, `--help`, the rules and the defaults of other options derive from these rows;
-the formulas are in `megaswift.losses.estimators`, under the same names. Loads no torch.
+the formulas are in `megaswift.losses.advantage_estimators`, under the same names. Loads no torch.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 from megaswift.config.json_object import read_object
 from megaswift.config.sections import Sections
-from megaswift.errors import ConfigError, Problem, nearest_name
+from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 
 WORDS: Mapping[Any, str] = {
     True: "full_shard",
@@ -115,7 +115,7 @@ def _idle(plain: Mapping[str, Any], label: str) -> Iterator[Problem]:
                 fix = f"{json.dumps(allowed[0])}, or leave it out"
                 yield Problem(f'{label}: "{name}": {json.dumps(value)}', f"would be ignored: {why}", fix)
         elif name not in TAKEN:
-            fix = INSTEAD.get(name) or nearest_name(name, [*TAKEN, *ALWAYS]) or "leave it out"
+            fix = INSTEAD.get(name) or did_you_mean_hint(name, [*TAKEN, *ALWAYS]) or "leave it out"
             yield Problem(f'{label}: "{name}"', "would be ignored: fsdp2 does not support it", fix)
 
 

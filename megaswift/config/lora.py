@@ -1,4 +1,7 @@
-"""Section `lora`: rank, targets and output of LoRA adapters. Matching of target names is in `families.projections`."""
+"""Section `lora`: rank, targets and output of LoRA adapters.
+
+Matching of target names is in `families.adapter_projections`.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from megaswift.config.sources import ConfigSource, Given, secrets_of
 from megaswift.config.swift_correction import translate_correction_options
 from megaswift.config.user_spelling import TypedOption, as_typed
 from megaswift.config.value_types import TRUE, InvalidValue, format_value, is_unset, parse_value
-from megaswift.errors import ConfigError, Problem, nearest_name
+from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.redaction import redacted
 
 TASK_NAMES = (*TASKS, "rlhf")
@@ -267,7 +267,7 @@ def _take_task(state: ResolveState, given: Given) -> None:
     if name not in TASKS:
         listed = ", ".join(f"{n} ({text})" for n, text in TASKS.items())
         kinds = ALIGNMENT if given.name == "rlhf_type" else tuple(TASKS)
-        fix = value_advice("rlhf_type", name) or nearest_name(name, kinds) or f"use one of {', '.join(kinds)}"
+        fix = value_advice("rlhf_type", name) or did_you_mean_hint(name, kinds) or f"use one of {', '.join(kinds)}"
         state.problems.append(Problem(given.label, f"is not a supported task; tasks are {listed}", fix))
         state.wrong.add("task")
     elif state.task is None:
@@ -288,7 +288,7 @@ def unknown_option(given: Given, known: Mapping[str, str], command: str | None =
         fix = option_advice(positive, "false", known)
     of = f" of megaswift {command}" if command else ""
     lists = f"megaswift {command} --help lists all options" if command else LISTS_ALL
-    return Problem(given.label, f"is not an option{of}", fix or nearest_name(given.name, known) or lists)
+    return Problem(given.label, f"is not an option{of}", fix or did_you_mean_hint(given.name, known) or lists)
 
 
 def _missing(sections: Sections, state: ResolveState) -> Iterable[Problem]:

@@ -17,7 +17,7 @@ from typing import Any
 from megaswift.config.option import OptionTable
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TRAINING, is_section
 from megaswift.config.value_types import FALSE, TRUE, example_value, format_value
-from megaswift.errors import ConfigError, Problem, nearest_name, path_hint
+from megaswift.errors import ConfigError, Problem, did_you_mean_hint, missing_path_hint
 from megaswift.redaction import MASK, is_secret
 from megaswift.version import __version__
 
@@ -137,7 +137,9 @@ def read_file(path: str) -> ConfigSource:
     if file.suffix.lower() in DATA_SUFFIXES:
         raise ConfigError(Problem(path, "is not a configuration file (YAML or JSON)", f"--dataset {path}"))
     if not file.exists():
-        raise ConfigError(Problem(path, "no such file", f"give a YAML or JSON configuration file; {path_hint(file)}"))
+        raise ConfigError(
+            Problem(path, "no such file", f"give a YAML or JSON configuration file; {missing_path_hint(file)}")
+        )
     try:
         text = _text(file)
         pairs = list(_json_pairs(text) if file.suffix.lower() == ".json" else _yaml_pairs(text))
@@ -156,7 +158,7 @@ def read_file(path: str) -> ConfigSource:
         label = f"{path}{line} {name}: {MASK if is_secret(normalize_name(name)) else format_value(value)}"
         if section and not is_section(normalize_name(section), {}):
             if (section, "") not in seen:
-                fix = nearest_name(section, [*SECTIONS, *NAMES])
+                fix = did_you_mean_hint(section, [*SECTIONS, *NAMES])
                 problems.append(
                     Problem(f"{path}{line} {section}", f"is not a section; sections are {', '.join(SECTIONS)}", fix)
                 )

@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from megaswift.config.option import Option
-from megaswift.errors import nearest_name
+from megaswift.errors import did_you_mean_hint
 
 LARGEST = 2**53
 """Of whole numbers, unless an option says otherwise: what every format and library keeps exactly."""
@@ -109,7 +109,7 @@ def _text(option: Option, raw: Any) -> str:
 def _choice(option: Option, text: str) -> Any:
     value = option.details.get("spellings", {}).get(text.strip().lower(), text.strip().lower())
     if value not in option.choices:
-        close = nearest_name(value, [*option.choices, *option.details.get("spellings", {})])
+        close = did_you_mean_hint(value, [*option.choices, *option.details.get("spellings", {})])
         which = f"{text.strip()} " * (option.kind == "list")
         raise InvalidValue(f"{which}must be one of {' | '.join(option.choices)}", close or example_value(option))
     return value

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megaswift.data.sources import DatasetFiles, FilePart
-from megaswift.errors import DataError, Problem, nearest_name
+from megaswift.errors import DataError, Problem, did_you_mean_hint
 from megaswift.log import warn
 
 LOOKED_AT = 1000
@@ -36,7 +36,7 @@ def check_columns_exist(sources: Sequence[DatasetFiles], columns: Mapping[str, s
         Problem(
             f"--columns {old}={new}",
             f"no row has a column {old}; columns are {', '.join(list(seen)[:20])}",
-            nearest_name(old, list(seen)) or "FROM=TO, the file's name first",
+            did_you_mean_hint(old, list(seen)) or "FROM=TO, the file's name first",
         )
         for old, new in lacking.items()
     ]

@@ -18,7 +18,7 @@ from megaswift.config import SwiftConfig, load_config
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS
 from megaswift.config.sources import normalize_name, read_command_line
 from megaswift.data.row_counts import counts_text
-from megaswift.errors import DataError, Problem, nearest_name
+from megaswift.errors import DataError, Problem, did_you_mean_hint
 from megaswift.log import count_text, info
 
 if TYPE_CHECKING:
@@ -73,7 +73,11 @@ def _own_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             (files if is_configuration(word) else datasets).append(word)
         else:
             name = word.partition("=")[0].lstrip("-")
-            if word.startswith("--") and normalize_name(name) not in NAMES and (close := nearest_name(name, list(own))):
+            if (
+                word.startswith("--")
+                and normalize_name(name) not in NAMES
+                and (close := did_you_mean_hint(name, list(own)))
+            ):
                 raise DataError(Problem(word, "is not an option", close))
             rest.append(word)
     return own, [*files, *rest, *(["--dataset", *datasets] if datasets else [])]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaswift.data import readers
-from megaswift.errors import DataError, Problem, nearest_name, path_hint
+from megaswift.errors import DataError, Problem, did_you_mean_hint, missing_path_hint
 
 KIND_OF = {
     ".jsonl": "jsonl",
@@ -146,7 +146,7 @@ def resolve_dataset(
                 Problem(
                     spec,
                     f"no data files{f' named {subset}' if subset else ''} in this folder",
-                    nearest_name(str(subset), there) or some,
+                    did_you_mean_hint(str(subset), there) or some,
                 )
             )
         return DatasetFiles(spec, files, *amount)
@@ -173,7 +173,7 @@ def resolve_dataset(
         or name.count("/") > 1
         or FILE_NAME.fullmatch(name)
     ):
-        raise DataError(Problem(f"{flag} {spec}", "no such file or folder", path_hint(path)))
+        raise DataError(Problem(f"{flag} {spec}", "no such file or folder", missing_path_hint(path)))
     return DatasetFiles(spec, from_hub(name, subset), *amount)
 
 

@@ -8,7 +8,7 @@ from jinja2 import Environment, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from megaswift.errors import DataError, Problem, first_line, path_hint
+from megaswift.errors import DataError, Problem, first_line, missing_path_hint
 
 TEXT_SUFFIXES = (".txt", ".md", ".text")
 """A system message of one word that ends so is a file's name."""
@@ -73,7 +73,7 @@ def read_system(value: str | None) -> str | None:
         if not path.is_file():
             if path.suffix.lower() in TEXT_SUFFIXES and " " not in value:
                 raise DataError(
-                    Problem(f"--system {value}", "no such file", f"{path_hint(path)}, or give the message text")
+                    Problem(f"--system {value}", "no such file", f"{missing_path_hint(path)}, or give the message text")
                 )
             return value
         text = path.read_text(encoding="utf-8-sig").rstrip("\r\n")

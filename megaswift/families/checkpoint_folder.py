@@ -19,12 +19,12 @@ from pathlib import Path
 from megaswift import log
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.step_manifest import (
-    damaged_files,
+    damaged_file_problems,
     find_step_folder,
     missing_step_problem,
-    newest_first,
     skipped_step_notice,
-    step_damage,
+    step_damage_problems,
+    steps_in_resume_order,
 )
 
 TABLES = ".metadata"
@@ -67,7 +67,7 @@ def verified_checkpoint(path: Path | str) -> CheckpointFolder | None:
 
     CheckpointError for a damaged step that was named, and where no step is intact.
     """
-    return _find(path, damaged_files)
+    return _find(path, damaged_file_problems)
 
 
 def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Problem]]) -> CheckpointFolder | None:
@@ -79,11 +79,11 @@ def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Pr
         if step is not None:
             within = owner.absolute().relative_to(step).parts[:1]
             if problems := problems_of(step, within or WEIGHTS):
-                raise CheckpointError(step_damage(step, problems))
+                raise CheckpointError(step_damage_problems(step, problems))
         return parts
     for store in (folder / "checkpoints", folder):
         problems = []
-        for step in newest_first(store):
+        for step in steps_in_resume_order(store):
             bad = problems_of(step, WEIGHTS)
             if not bad:
                 return _parts(step)

@@ -13,7 +13,7 @@ from typing import Any
 
 from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RequiredValue, RowGroup, UnusedField
 from megaswift.families.model_spec import RopeSpec
-from megaswift.families.quantization import QUANTIZATION
+from megaswift.families.quantization_schemes import QUANTIZATION
 
 NUMBER = (int, float)
 ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

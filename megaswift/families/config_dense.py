@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megaswift.families.config_alternating_windows import WindowedLayer
 from megaswift.families.config_common import rope_row
 from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RequiredValue, RowGroup, UnusedField
-from megaswift.families.config_windows import WindowedLayer
 from megaswift.families.model_spec import RopeSpec
 
 

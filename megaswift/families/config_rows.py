@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaswift.errors import Problem, WeightsError, nearest_name
+from megaswift.errors import Problem, WeightsError, did_you_mean_hint
 
 REQUIRED: Any = object()
 """The default of a row whose field must be there."""
@@ -171,7 +171,7 @@ def read_rows(family: str, rows: Sequence[ConfigRow], raw: Mapping[str, Any]) ->
             reading.problem(
                 key,
                 "is not in this family's table, so it may change what the model computes",
-                nearest_name(key, sorted(claimed))
+                did_you_mean_hint(key, sorted(claimed))
                 or "remove it if it has no effect on the model, or add a row for it to the family's table",
             )
     for row in rows:

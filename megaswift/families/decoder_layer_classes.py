@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 
 
-def layer_classes(model: nn.Module) -> frozenset[str]:
+def decoder_layer_class_names(model: nn.Module) -> frozenset[str]:
     """Class names of decoder layers: what transformers says must stay in one piece, else the members of the longest
     list of modules."""
     declared: Iterable[str] = getattr(model, "_no_split_modules", None) or ()

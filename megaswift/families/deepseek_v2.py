@@ -3,13 +3,13 @@ https://arxiv.org/abs/2405.04434."""
 
 from __future__ import annotations
 
-from megaswift.families.blocks import EMBEDDING, HEAD, dense_mlp, moe_block, shared_experts
-from megaswift.families.blocks_latent import LATENT_ATTENTION
 from megaswift.families.config_common import FFN, check_remote_code, rope_row
-from megaswift.families.config_deepseek import PRETRAINING, RouterDefaults, routed_experts
-from megaswift.families.config_latent import LATENT
+from megaswift.families.config_latent_attention import LATENT
+from megaswift.families.config_routed_experts import PRETRAINING, RouterDefaults, routed_experts_row
 from megaswift.families.config_rows import RequiredValue
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.latent_attention_weight_table import LATENT_ATTENTION
+from megaswift.families.weight_table_blocks import EMBEDDING, HEAD, dense_mlp, moe_block, shared_experts
 
 FAMILIES.register(
     "deepseek_v2",
@@ -20,7 +20,7 @@ FAMILIES.register(
             FFN,
             rope_row(),
             *LATENT,
-            routed_experts(
+            routed_experts_row(
                 RouterDefaults(
                     "softmax",
                     best=1,

@@ -3,13 +3,13 @@ https://arxiv.org/abs/2412.19437."""
 
 from __future__ import annotations
 
-from megaswift.families.blocks import EMBEDDING, EXPERT_BIAS, HEAD, dense_mlp, moe_block, shared_experts
-from megaswift.families.blocks_latent import LATENT_ATTENTION
 from megaswift.families.config_common import FFN, check_remote_code, rope_row
-from megaswift.families.config_deepseek import PRETRAINING, RouterDefaults, mtp_tensor_names, routed_experts
-from megaswift.families.config_latent import LATENT
+from megaswift.families.config_latent_attention import LATENT
+from megaswift.families.config_routed_experts import PRETRAINING, RouterDefaults, mtp_tensor_names, routed_experts_row
 from megaswift.families.config_rows import AnyRow, RequiredValue
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.latent_attention_weight_table import LATENT_ATTENTION
+from megaswift.families.weight_table_blocks import EMBEDDING, EXPERT_BIAS, HEAD, dense_mlp, moe_block, shared_experts
 
 FAMILIES.register(
     "deepseek_v3",
@@ -21,7 +21,7 @@ FAMILIES.register(
             rope_row(),
             *LATENT,
             AnyRow("rope_interleave", "latent_pairs", bool, True),
-            routed_experts(
+            routed_experts_row(
                 RouterDefaults(
                     "sigmoid",
                     best=2,

@@ -5,11 +5,11 @@ https://arxiv.org/abs/2507.11407.
 
 from __future__ import annotations
 
-from megaswift.families.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM, dense_mlp, post_norms
+from megaswift.families.config_alternating_windows import alternating_windows
 from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_rows import ConfigReading, RowGroup
-from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.weight_table_blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM, dense_mlp, post_norms
 
 
 def _exaone_layers(reading: ConfigReading) -> None:

@@ -14,14 +14,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megaswift.errors import Problem, WeightsError, first_line, nearest_name, path_hint
+from megaswift.errors import Problem, WeightsError, did_you_mean_hint, first_line, missing_path_hint
 from megaswift.families.config_common import IRRELEVANT, SIZES, architecture_row
 from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.model_spec import Features, ModelSpec
-from megaswift.families.quantization import plain_config
+from megaswift.families.quantization_schemes import config_without_quantization
 from megaswift.families.rules import Rule
-from megaswift.families.scalar_head import has_score, language_model_config, with_scalar_head
-from megaswift.families.vision import TEXT_ONLY, has_vision_tower
+from megaswift.families.scalar_head import has_scalar_head, language_model_config, with_scalar_head
+from megaswift.families.vision_tower_config import TEXT_ONLY, has_vision_tower
 from megaswift.registry import Registry
 
 ROPE_BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "global_rope_theta", "local_rope_theta")
@@ -75,17 +75,21 @@ class Family:
 
     def spec(self, hf_config: Mapping[str, Any]) -> ModelSpec:
         """The model that `hf_config` describes; a WeightsError names every field that is wrong or not known."""
-        if has_score(hf_config):
+        if has_scalar_head(hf_config):
             return replace(
                 with_scalar_head(self.spec(language_model_config(hf_config, self.architecture))),
-                hf_config=plain_config(hf_config),
+                hf_config=config_without_quantization(hf_config),
             )
         values = read_rows(self.name, self.rows, hf_config)
         values = {**LLAMA_LIKE, **self.fixed, **values}
         spec_values = {name: values.pop(name) for name in SPEC_FIELDS}
         features = Features(**{f.name: values.pop(f.name) for f in fields(Features) if f.name in values})
         return ModelSpec(
-            family=self.name, transformer=values, hf_config=plain_config(hf_config), features=features, **spec_values
+            family=self.name,
+            transformer=values,
+            hf_config=config_without_quantization(hf_config),
+            features=features,
+            **spec_values,
         )
 
 
@@ -102,7 +106,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     if not isinstance(name, str) or name not in FAMILIES:
         names = FAMILIES.names()
         near, wide = (
-            nearest_name(str(name), names),
+            did_you_mean_hint(str(name), names),
             "use --engine auto, ddp, zero2 or fsdp2, which train any language model that transformers loads",
         )
         raise WeightsError(
@@ -129,7 +133,7 @@ def read_config(directory: Path | str) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"), parse_int=_int)
     except FileNotFoundError:
         folder = path.parent
-        fix = "give a folder with a Hugging Face model" if folder.is_dir() else path_hint(folder)
+        fix = "give a folder with a Hugging Face model" if folder.is_dir() else missing_path_hint(folder)
         raise WeightsError(Problem(str(path), "does not exist", fix)) from None
     except RecursionError:
         raise WeightsError(Problem(str(path), "is nested too deeply", "use the model's own file")) from None
@@ -153,12 +157,12 @@ def load_spec(directory: Path | str) -> ModelSpec:
     return family_of(config).spec(config)
 
 
-def number_problems(raw: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
+def rope_and_epsilon_problems(raw: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
     """Rotary bases and norm epsilons that are not finite numbers above 0, in nested mappings too (`rope_parameters`,
     `text_config`). They would not fail: a NaN epsilon makes every output NaN, and the model would learn nothing."""
     for key, value in raw.items():
         if isinstance(value, Mapping):
-            yield from number_problems(value, f"{prefix}{key}.")
+            yield from rope_and_epsilon_problems(value, f"{prefix}{key}.")
         elif value is not None and key in POSITIVE_FIELDS and not _positive(value):
             yield Problem(
                 f"config.json, {prefix}{key}: {value}", "must be a finite number above 0", POSITIVE_FIELDS[key]

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Iterator
 
 from megaswift.errors import Problem
+from megaswift.families.adapter_projections import WEIGHT
 from megaswift.families.family import Family
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.projections import WEIGHT
 from megaswift.families.rules import Rule, ShardSpec, shard_dim
 
 BLOCK = 64

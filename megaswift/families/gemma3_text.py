@@ -5,12 +5,12 @@ https://arxiv.org/abs/2503.19786. The models with images (`gemma3`) contain this
 
 from __future__ import annotations
 
-from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, post_norms
+from megaswift.families.config_alternating_windows import alternating_windows
 from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row
 from megaswift.families.config_dense import GEMMA, softcaps_row, two_ropes_row
 from megaswift.families.config_rows import ConfigReading, RowGroup
-from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, post_norms
 
 
 def _gemma3_layers(reading: ConfigReading) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from megaswift.families.blocks import (
+from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
+from megaswift.families.config_routed_experts import PRETRAINING, RouterDefaults, mtp_tensor_names, routed_experts_row
+from megaswift.families.config_rows import AnyRow
+from megaswift.families.family import FAMILIES, Family
+from megaswift.families.weight_table_blocks import (
     ATTENTION,
     EMBEDDING,
     EXPERT_BIAS,
@@ -12,10 +16,6 @@ from megaswift.families.blocks import (
     moe_block,
     shared_experts,
 )
-from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_deepseek import PRETRAINING, RouterDefaults, mtp_tensor_names, routed_experts
-from megaswift.families.config_rows import AnyRow
-from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(
     "glm4_moe",
@@ -29,7 +29,7 @@ FAMILIES.register(
             rope_row(partial=0.5),
             AnyRow("attention_bias", "add_qkv_bias", bool, False),
             AnyRow("use_qk_norm", "qk_layernorm", bool, False),
-            routed_experts(
+            routed_experts_row(
                 RouterDefaults("sigmoid", best=2, bias=True, first_dense=1, shared=1, scaling=1.0, normalized=True)
             ),
             *PRETRAINING,

@@ -3,7 +3,7 @@ arXiv:2508.10925."""
 
 from __future__ import annotations
 
-from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, A, H, M
+from megaswift.families.config_alternating_windows import alternating_windows, is_even_layer
 from megaswift.families.config_common import (
     AUXILIARY_IF_ASKED,
     EXPERTS_EVERYWHERE,
@@ -12,10 +12,10 @@ from megaswift.families.config_common import (
     rope_row,
 )
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup, UnusedField
-from megaswift.families.config_windows import alternating_windows, is_even_layer
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import ColumnParallel, Copy
-from megaswift.families.rules_stacked import Interleaved, StackedCopy, StackedDown
+from megaswift.families.stacked_expert_weight_rules import InterleavedGateUp, StackedCopy, StackedDown
+from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, A, H, M
 
 ROPE = rope_row(150000.0)
 
@@ -64,8 +64,10 @@ FAMILIES.register(
             Copy(M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",), "moe"),
             Copy(M + "mlp.router.weight", (MLP + "router.weight",), ("experts", "hidden_size"), "moe"),
             Copy(M + "mlp.router.bias", (MLP + "router.bias",), ("experts",), "moe"),
-            Interleaved(M + "mlp.experts.{E}.linear_fc1.weight", (MLP + "experts.gate_up_proj",)),
-            Interleaved(M + "mlp.experts.{E}.linear_fc1.bias", (MLP + "experts.gate_up_proj_bias",), matrix=False),
+            InterleavedGateUp(M + "mlp.experts.{E}.linear_fc1.weight", (MLP + "experts.gate_up_proj",)),
+            InterleavedGateUp(
+                M + "mlp.experts.{E}.linear_fc1.bias", (MLP + "experts.gate_up_proj_bias",), matrix=False
+            ),
             StackedDown(M + "mlp.experts.{E}.linear_fc2.weight", (MLP + "experts.down_proj",)),
             StackedCopy(M + "mlp.experts.{E}.linear_fc2.bias", (MLP + "experts.down_proj_bias",)),
             *HEAD,

@@ -3,7 +3,6 @@ https://huggingface.co/MiniMaxAI."""
 
 from __future__ import annotations
 
-from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe_block
 from megaswift.families.config_common import (
     AUXILIARY_IF_ASKED,
     EXPERTS_EVERYWHERE,
@@ -15,6 +14,7 @@ from megaswift.families.config_common import (
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup, UnusedField
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import Copy
+from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe_block
 
 ROPE = rope_row(5e6, partial=1.0)
 

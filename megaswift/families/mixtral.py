@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, moe_block
 from megaswift.families.config_common import (
     EXPERTS_EVERYWHERE,
     ROUTER,
@@ -13,6 +12,7 @@ from megaswift.families.config_common import (
 )
 from megaswift.families.config_rows import AnyRow, RequiredValue
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, moe_block
 
 FAMILIES.register(
     "mixtral",

@@ -15,12 +15,12 @@ from megaswift.config import SwiftConfig
 from megaswift.data.processor import Processor, processor_spec
 from megaswift.data.template import read_template
 from megaswift.data.tokenizer import load_tokenizer
-from megaswift.errors import Problem, WeightsError, first_line, path_hint
+from megaswift.errors import Problem, WeightsError, first_line, missing_path_hint
 from megaswift.families.adapter_folder import CONFIG as ADAPTERS
 from megaswift.families.adapter_folder import adapter_as_model_problem
 from megaswift.families.checkpoint_folder import find_checkpoint, verified_checkpoint
 from megaswift.families.family import read_config
-from megaswift.families.vision import has_vision_tower
+from megaswift.families.vision_tower_config import has_vision_tower
 
 CONFIG_FILES = (
     "config.json",
@@ -69,7 +69,7 @@ def locate_model(model: ModelName, weights: bool = True, verify: bool | None = N
     if path.exists():
         raise WeightsError(Problem(f"--model {name}", "is a file", f"give its folder, {path.parent}"))
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
-        raise WeightsError(Problem(f"--model {name}", "no such folder", path_hint(path)))
+        raise WeightsError(Problem(f"--model {name}", "no such folder", missing_path_hint(path)))
     return _fetch(model, name, (*CONFIG_FILES, *(WEIGHT_FILES if weights else ())))
 
 
@@ -127,7 +127,7 @@ def _fetch(model: ModelName, name: str, patterns: tuple[str, ...]) -> Path:
         ) from None
 
 
-def missing_files(folder: Path, random_init: bool) -> list[Problem]:
+def missing_model_file_problems(folder: Path, random_init: bool) -> list[Problem]:
     """What a run needs and `folder` lacks; only names are looked at, so this is quick on any disk."""
     problems = []
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -192,7 +192,7 @@ def read_processor(folder: Path, trust: bool, chat_template: str | None) -> Proc
     return processor
 
 
-def reader_for(cfg: SwiftConfig) -> Any:
+def tokenizer_or_processor_for(cfg: SwiftConfig) -> Any:
     """What training on `--model` reads text with: its tokenizer, or a vision-language model's processor."""
     folder = Path(str(cfg.model.model))
     if not (folder / "config.json").is_file() and any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -210,7 +210,7 @@ def tokenizer_for(cfg: SwiftConfig) -> Any:
     alone = any((folder / name).is_file() for name in TOKENIZER_FILES)
     if not alone:
         folder = locate_model(cfg.model, weights=False)
-    problems = missing_files(folder, random_init=True)
+    problems = missing_model_file_problems(folder, random_init=True)
     if problems:
         raise WeightsError(problems)
     return training_tokenizer(cfg, folder)

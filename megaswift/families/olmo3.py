@@ -5,11 +5,11 @@ https://allenai.org/olmo.
 
 from __future__ import annotations
 
-from megaswift.families.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM_WIDE, dense_mlp, post_norms
+from megaswift.families.config_alternating_windows import alternating_windows
 from megaswift.families.config_common import FFN, NO_ATTENTION_BIAS, head_dim_row, kv_heads_row
 from megaswift.families.config_dense import two_ropes_row, window_except_every_row
-from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.weight_table_blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM_WIDE, dense_mlp, post_norms
 
 FAMILIES.register(
     "olmo3",

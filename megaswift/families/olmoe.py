@@ -3,7 +3,6 @@ https://arxiv.org/abs/2409.02060."""
 
 from __future__ import annotations
 
-from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, moe_block
 from megaswift.families.config_common import (
     EXPERTS_EVERYWHERE,
     NO_ATTENTION_BIAS,
@@ -14,6 +13,7 @@ from megaswift.families.config_common import (
 )
 from megaswift.families.config_rows import AnyRow, RequiredValue, UnusedField
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, moe_block
 
 FAMILIES.register(
     "olmoe",

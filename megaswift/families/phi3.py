@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaswift.families.blocks import EMBEDDING, FUSED_ATTENTION, HEAD, dense_mlp
 from megaswift.families.config_common import FFN, check_remote_code, head_dim_row, kv_heads_row, rope_row, window_row
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.model_spec import RopeSpec
+from megaswift.families.weight_table_blocks import EMBEDDING, FUSED_ATTENTION, HEAD, dense_mlp
 
 NO_BIAS = "transformers' model has none"
 SAME = "transformers' model supports only this value"

@@ -3,12 +3,21 @@ https://arxiv.org/abs/2407.10671."""
 
 from __future__ import annotations
 
-from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, H, M, dense_mlp, moe_block, shared_experts
+from megaswift.families.config_alternating_windows import alternating_windows, is_even_layer
 from megaswift.families.config_common import FFN, ROUTER, SPARSE_STEP, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_rows import AnyRow, ConfigReading
-from megaswift.families.config_windows import alternating_windows, is_even_layer
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import Copy
+from megaswift.families.weight_table_blocks import (
+    ATTENTION,
+    EMBEDDING,
+    HEAD,
+    H,
+    M,
+    dense_mlp,
+    moe_block,
+    shared_experts,
+)
 
 
 def _windowed(reading: ConfigReading, layer: int) -> bool:

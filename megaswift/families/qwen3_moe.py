@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, moe_block
 from megaswift.families.config_common import (
     FFN,
     NO_ATTENTION_BIAS,
@@ -15,6 +14,7 @@ from megaswift.families.config_common import (
 )
 from megaswift.families.config_rows import AnyRow, UnusedField
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, moe_block
 
 FAMILIES.register(
     "qwen3_moe",

@@ -16,7 +16,7 @@ from megaswift.families.model_spec import SCORE, ModelSpec
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
-def has_score(config: Mapping[str, Any]) -> bool:
+def has_scalar_head(config: Mapping[str, Any]) -> bool:
     """Whether config.json is of a classifier; WeightsError where it has more than one label."""
     architectures = config.get("architectures") or []
     if not (isinstance(architectures, list) and any(str(a).endswith(CLASSIFIER) for a in architectures)):
@@ -33,9 +33,9 @@ def has_score(config: Mapping[str, Any]) -> bool:
     return True
 
 
-def score_problems(flag: str, config: Mapping[str, Any]) -> list[Problem]:
+def scalar_head_problems(flag: str, config: Mapping[str, Any]) -> list[Problem]:
     """What is wrong with a model that is to score texts."""
-    if has_score(config):
+    if has_scalar_head(config):
         return []
     return [
         Problem(

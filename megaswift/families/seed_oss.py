@@ -3,10 +3,10 @@ https://huggingface.co/ByteDance-Seed."""
 
 from __future__ import annotations
 
-from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
 from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
 
 
 def _seed_biases(reading: ConfigReading) -> None:

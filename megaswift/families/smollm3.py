@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
+from megaswift.families.config_alternating_windows import alternating_windows
 from megaswift.families.config_common import BIASES, FFN, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RowGroup, UnusedField
-from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
 
 
 def _without_rotation(reading: ConfigReading) -> None:

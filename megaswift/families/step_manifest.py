@@ -2,7 +2,7 @@
 
 Owns reading manifest.json with a check of every type in it (a JSON file can hold anything), the order in which the
 steps of a run are tried, and the comparison of files with their SHA-256. Each file is read once per process. How a step
-comes to be is `trainers.checkpoint_store`'s; how ranks share the reading is `trainers.verified_steps`'s.
+comes to be is `trainers.checkpoint_store`'s; how ranks share the reading is `trainers.verify_checkpoint_files`'s.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _named_by_pointer(store: Path) -> Path | None:
     return store / name if isinstance(name, str) and STEP.fullmatch(name) else None
 
 
-def newest_first(store: Path) -> list[Path]:
+def steps_in_resume_order(store: Path) -> list[Path]:
     """The steps in the order in which they are tried: the one pointed at, then by the time they were saved."""
     saved = [s.path for s in reversed(complete_steps(store))]
     first = _named_by_pointer(store)
@@ -233,7 +233,7 @@ def file_problem(path: Path, expected: Mapping[str, Any]) -> Problem | None:
     return None if intact else Problem(str(path), "its content changed since it was saved (SHA-256 differs)")
 
 
-def damaged_files(step: Path, parts: Iterable[str] = ()) -> list[Problem]:
+def damaged_file_problems(step: Path, parts: Iterable[str] = ()) -> list[Problem]:
     """What of a step (or of these folders of it) is not as it was saved; by one process alone."""
     manifest = load_manifest(step)
     if isinstance(manifest, Problem):
@@ -256,13 +256,13 @@ def refuse_damaged_part(folder: Path) -> None:
     step = find_step_folder(folder)
     if step is None or not (within := folder.absolute().relative_to(step).parts[:1]):
         return
-    if problems := damaged_files(step, within):
-        raise CheckpointError(step_damage(step, problems))
+    if problems := damaged_file_problems(step, within):
+        raise CheckpointError(step_damage_problems(step, problems))
 
 
-def step_damage(step: Path, problems: list[Problem]) -> list[Problem]:
+def step_damage_problems(step: Path, problems: list[Problem]) -> list[Problem]:
     """The damage of a step that the user named, with the other steps of its run as the fix."""
-    other_steps = [p.name for p in newest_first(step.parent) if p != step]
+    other_steps = [p.name for p in steps_in_resume_order(step.parent) if p != step]
     fix = f"use another step of this run: {', '.join(other_steps[:4])}" if other_steps else "use a copy of this step"
     return [*problems[:-1], Problem(problems[-1].what, problems[-1].rule, fix)]
 

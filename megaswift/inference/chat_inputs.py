@@ -20,7 +20,7 @@ from megaswift.data.template import read_system
 from megaswift.data.template_limits import REFUSED
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.inference.generator import AnswerRequest, ImageFeatures, Listener
-from megaswift.inference.load import PreparedModel
+from megaswift.inference.load_generation_model import PreparedModel
 
 IMAGES = ("image", "image_url")
 """Types of a content's parts that are images."""

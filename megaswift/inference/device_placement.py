@@ -15,8 +15,8 @@ from torch import nn
 
 from megaswift.config.byte_size import bytes_text
 from megaswift.config.device_placement import DISK, Device
-from megaswift.errors import ConfigError, Problem, nearest_name
-from megaswift.families.decoder_layer_classes import layer_classes
+from megaswift.errors import ConfigError, Problem, did_you_mean_hint
+from megaswift.families.decoder_layer_classes import decoder_layer_class_names
 
 DeviceMap = dict[str, Device]
 CPU_SHARE = 0.9
@@ -76,7 +76,7 @@ def decide_device_map(sizes: ModuleSizes, how: str, limits: Mapping[Device, int]
     memory = get_max_memory(dict(limits) if limits else None)
     if not limits and "cpu" in memory:
         memory["cpu"] = int(memory["cpu"] * CPU_SHARE)
-    whole = sorted(layer_classes(sizes.model))
+    whole = sorted(decoder_layer_class_names(sizes.model))
     special = sizes.special()
     if how != "sequential":
         memory = get_balanced_memory(
@@ -101,7 +101,7 @@ def check_device_map(sizes: ModuleSizes, given: Mapping[str, Device], flag: str)
     _check_devices([d for d in given.values() if d != DISK], flag)
     known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
     problems = [
-        Problem(f"{flag}, {name}", "is not a module of this model", nearest_name(name, sorted(known)))
+        Problem(f"{flag}, {name}", "is not a module of this model", did_you_mean_hint(name, sorted(known)))
         for name in given
         if name not in known
     ]
@@ -118,7 +118,7 @@ def check_device_map(sizes: ModuleSizes, given: Mapping[str, Device], flag: str)
                 'give each a device, or write "": "cpu" for the rest',
             )
         )
-    whole = layer_classes(model)
+    whole = decoder_layer_class_names(model)
     for name, module in model.named_modules():
         inside = {d for n, d in full.items() if n.startswith(name + ".")}
         if type(module).__name__ in whole and len(inside) > 1:

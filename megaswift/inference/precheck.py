@@ -1,8 +1,8 @@
 """Checks of a model for generation that need only file names and configurations: errors are reported before torch is
 imported. No torch.
 
-Owns finding the folder and what is wrong with it; `load.py` looks again when it prepares the model, for callers that
-come past here.
+Owns finding the folder and what is wrong with it; `load_generation_model.py` looks again when it prepares the
+model, for callers that come past here.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.adapter_folder import is_scored
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config
-from megaswift.families.model_source import locate_model, missing_files
-from megaswift.families.scalar_head import has_score
-from megaswift.families.served_quantization import quantization_packages
+from megaswift.families.model_source import locate_model, missing_model_file_problems
+from megaswift.families.scalar_head import has_scalar_head
 from megaswift.families.step_manifest import refuse_damaged_part
+from megaswift.families.torch_quantization_checks import quantization_package_problems
 
 
 def require_package(package: str, why: str) -> None:
@@ -43,9 +43,9 @@ def locate_generation_model(options: WeightsOptions) -> Path:
         require_package("peft", f"--adapters {options.adapters}")
         refuse_damaged_part(Path(options.adapters))
     folder = locate_model(options)
-    problems = missing_files(folder, random_init=False) + _judges(folder, options)
+    problems = missing_model_file_problems(folder, random_init=False) + _judges(folder, options)
     if find_checkpoint(folder) is None:
-        problems += quantization_packages(read_config(folder), f"--model {options.model}")
+        problems += quantization_package_problems(read_config(folder), f"--model {options.model}")
     if problems:
         raise WeightsError(problems)
     return folder
@@ -54,7 +54,7 @@ def locate_generation_model(options: WeightsOptions) -> Path:
 def _judges(folder: Path, options: WeightsOptions) -> list[Problem]:
     """Reward models, which transformers would give an untrained or the base model's vocabulary head, and let write."""
     rule, fix = "is a reward model, which does not generate text", "use it as --reward_model of megaswift grpo"
-    problems = [Problem(f"--model {options.model}", rule, fix)] if has_score(read_config(folder)) else []
+    problems = [Problem(f"--model {options.model}", rule, fix)] if has_scalar_head(read_config(folder)) else []
     if options.adapters is not None and is_scored(Path(options.adapters)):
         problems.append(
             Problem(

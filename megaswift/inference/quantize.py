@@ -11,10 +11,10 @@ from megaswift.bridge.checkpoint_model_folder import copy_side_files
 from megaswift.config.inference import PlacementOptions, WeightsOptions
 from megaswift.disk import safetensors_disk_errors
 from megaswift.errors import CheckpointError, ConfigError, Problem, first_line
-from megaswift.inference.load import load_model, prepare_model_load
+from megaswift.inference.load_generation_model import load_model, prepare_model_load
 
 
-def quantize_model(weights: WeightsOptions, bits: int, target: Path, max_shard_size: str) -> Path:
+def quantize_and_save_model(weights: WeightsOptions, bits: int, target: Path, max_shard_size: str) -> Path:
     """Loads the model with quantized layers and saves it; `target` appears whole or not at all."""
     prepared = prepare_model_load(weights, None)
     model, _ = load_model(prepared, PlacementOptions(quantization_bit=bits))

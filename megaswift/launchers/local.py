@@ -45,7 +45,13 @@ def launched_processes(launch: LaunchConfig) -> int:
 def torchrun_command(launch: LaunchConfig, script: Path, argv: Sequence[str]) -> list[str]:
     """torchrun's command line for this machine."""
     nodes = launch.nnodes or 1
-    words = [sys.executable, "-m", "megaswift.launchers.agent", "--nproc-per-node", str(launch.nproc_per_node or 1)]
+    words = [
+        sys.executable,
+        "-m",
+        "megaswift.launchers.torchrun_agent",
+        "--nproc-per-node",
+        str(launch.nproc_per_node or 1),
+    ]
     address, port = (
         (str(launch.master_addr), launch.master_port or DEFAULT_PORT)
         if nodes > 1
@@ -78,7 +84,7 @@ def torchrun_environment(launch: LaunchConfig, environ: Mapping[str, str]) -> di
     return {**{name: str(value) for name, value in ours.items()}, **environ}
 
 
-def port_in_use(launch: LaunchConfig) -> list[Problem]:
+def port_in_use_problems(launch: LaunchConfig) -> list[Problem]:
     """A port that was given for this machine's rank 0 and that another process listens on."""
     several = (launch.nnodes or 1) > 1
     port = launch.master_port or (DEFAULT_PORT if several else None)
@@ -106,7 +112,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_torchrun_here(words: Sequence[str], environ: Mapping[str, str], restarts: int = 0) -> int:
+def run_torchrun_with_restarts(words: Sequence[str], environ: Mapping[str, str], restarts: int = 0) -> int:
     """Runs the command to its end, up to `restarts` times again when a process of it fails; the last exit code.
 
     A user's mistake and a run that learns nothing would end the same again, and a signal asks for an end: none of them
@@ -162,7 +168,7 @@ def start_torchrun(cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str,
     """The run of this command line by torchrun's workers; torchrun's exit code."""
     script = Path(__file__).parents[1] / f"{cfg.task}.py"
     command = torchrun_command(cfg.launch, script, [*words, *environment_launch_options(cfg)])
-    return start_torchrun_here(command, torchrun_environment(cfg.launch, environ), cfg.launch.max_restarts)
+    return run_torchrun_with_restarts(command, torchrun_environment(cfg.launch, environ), cfg.launch.max_restarts)
 
 
 class TorchrunLauncher:
@@ -174,7 +180,7 @@ class TorchrunLauncher:
 
     def start(self, cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
         """The same, where the port is free; the workers do not check the configuration again."""
-        if taken := port_in_use(cfg.launch):
+        if taken := port_in_use_problems(cfg.launch):
             raise ConfigError(taken)
         return start_torchrun(cfg, words, {**environ, "MEGASWIFT_CHECKED": "1"})
 

@@ -47,7 +47,7 @@ QUIET = {
 """Of Ray's variables, unless the user sets them: nothing is reported to its makers, and an end is noticed soon."""
 
 
-def missing_ray(launch: LaunchConfig) -> list[Problem]:
+def missing_ray_problems(launch: LaunchConfig) -> list[Problem]:
     """What a run under Ray lacks on this machine."""
     if launch.launcher != "ray":
         return []
@@ -301,7 +301,7 @@ class RayLauncher:
 
     def missing(self, launch: LaunchConfig) -> list[Problem]:
         """Ray, or a release of it that is new enough."""
-        return missing_ray(launch)
+        return missing_ray_problems(launch)
 
     def start(self, cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
         """The run of this command line by Ray's workers; its exit code."""

@@ -47,7 +47,7 @@ def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tenso
     return _scaled(grouped, mean, std).flatten()
 
 
-def rloo(rewards: Tensor, group: int, normalize: bool = False) -> Tensor:
+def rloo_advantages(rewards: Tensor, group: int, normalize: bool = False) -> Tensor:
     """[n]: rewards less the mean of the others of their group (arXiv 2402.14740); `normalize` over the batch."""
     grouped = rewards.view(-1, group)
     others = (~grouped.isnan()).sum(1, keepdim=True) - 1
@@ -130,7 +130,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, kind: str = "k3") -> Tensor
     return torch.exp(-difference) + difference - 1
 
 
-def token_rewards(scores: Tensor, penalties: Tensor, mask: Tensor, documents: Tensor) -> Tensor:
+def kl_penalized_token_rewards(scores: Tensor, penalties: Tensor, mask: Tensor, documents: Tensor) -> Tensor:
     """[b, s]: minus the penalty at each token in `mask`, and a completion's score at its last one (InstructGPT, arXiv
     2203.02155).
 

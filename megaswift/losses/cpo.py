@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.document_segments import completion_mask, document_counts, document_sums
 from megaswift.losses.dpo_types import label_smoothed
 from megaswift.losses.preference_pairs import (
     PairTensors,
@@ -23,7 +24,6 @@ from megaswift.losses.preference_pairs import (
     split_pairs,
     token_mean,
 )
-from megaswift.losses.segments import completion_mask, document_counts, document_sums
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,13 @@ import torch
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.document_segments import (
+    completion_mask,
+    document_counts,
+    document_index,
+    document_sums,
+    token_numbers_in_documents,
+)
 from megaswift.losses.dpo_types import ALIASES, LOSS_TYPES, SFT, DpoSettings, PairStats, divergence_scores
 from megaswift.losses.preference_pairs import (
     PairTensors,
@@ -23,13 +30,6 @@ from megaswift.losses.preference_pairs import (
     side_masks,
     split_pairs,
     token_mean,
-)
-from megaswift.losses.segments import (
-    completion_mask,
-    document_counts,
-    document_index,
-    document_sums,
-    token_numbers_in_documents,
 )
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megaswift.config.loss_table import KL_PAIRS, RUNNING_MEAN, losses_needing
 from megaswift.losses.contract import Batch, DifferenceMetric, MeanMetric, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.document_segments import completion_mask, document_sums, tokens_of
 from megaswift.losses.preference_pairs import token_mean
-from megaswift.losses.segments import completion_mask, document_sums, tokens_of
 
 
 def log_ratios(logprobs: Tensor, batch: Batch) -> Tensor:

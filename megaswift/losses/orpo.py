@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.document_segments import completion_mask, document_counts, document_sums
 from megaswift.losses.preference_pairs import (
     PairTensors,
     implicit_reward_metrics,
@@ -25,7 +26,6 @@ from megaswift.losses.preference_pairs import (
     split_pairs,
     token_mean,
 )
-from megaswift.losses.segments import completion_mask, document_counts, document_sums
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from megaswift.config.loss_table import (
 )
 from megaswift.losses.advantages import LARGEST_LOG_RATIO, kl_estimate
 from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.document_segments import document_counts, document_index, document_sums
 from megaswift.losses.policy_metrics import cispo_clip_metrics, clip_metrics, completion_means, vespo_metrics
 from megaswift.losses.policy_types import HIGHEST, LOSS_TYPES, LOWEST, PolicyLossType, PolicySettings, RatioStats
 from megaswift.losses.preference_pairs import token_mean
-from megaswift.losses.sampler_correction import gap_metrics, ratio_metrics
-from megaswift.losses.segments import document_counts, document_index, document_sums
+from megaswift.losses.sampler_correction import correction_weight_metrics, logprob_gap_metrics
 
 LEVELS = ("token", "sequence", "sequence_token")
 
@@ -187,8 +187,8 @@ class PolicyLoss:
         elif self.loss_type == "vespo":
             metrics |= vespo_metrics(x, batch)
         if "sampled" in batch.fields:
-            metrics |= gap_metrics(old, batch)
-        return metrics | (ratio_metrics(batch, self.ratio_level) if "ratio" in batch.fields else {})
+            metrics |= logprob_gap_metrics(old, batch)
+        return metrics | (correction_weight_metrics(batch, self.ratio_level) if "ratio" in batch.fields else {})
 
 
 def _kept(batch: Batch) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric
+from megaswift.losses.document_segments import document_counts, document_sums
 from megaswift.losses.policy_types import RatioStats, vespo_weights
 from megaswift.losses.preference_pairs import pair_mean, token_mean
-from megaswift.losses.segments import document_counts, document_sums
 
 
 def completion_lengths(batch: Batch, mask: Tensor) -> Tensor:

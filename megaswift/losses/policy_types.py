@@ -62,7 +62,7 @@ class RatioStats:
     gradient."""
     settings: PolicySettings
     selected: Tensor | None = None
-    """bool: tokens of high covariance (`covariance.py`); None: not known."""
+    """bool: tokens of high covariance (`covariance_token_selection.py`); None: not known."""
 
     @property
     def bounded(self) -> Tensor:

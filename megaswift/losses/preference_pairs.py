@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, MeanMetric, Metric, ModelOutputs
-from megaswift.losses.segments import completion_mask, tokens_of
+from megaswift.losses.document_segments import completion_mask, tokens_of
 
 
 @dataclass(frozen=True)

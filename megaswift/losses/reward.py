@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric, ModelOutputs, Needs, Term
+from megaswift.losses.document_segments import document_index, document_sums
 from megaswift.losses.preference_pairs import pair_count, pair_mean, split_pairs
-from megaswift.losses.segments import document_index, document_sums
 
 
 def scored_at_last_token(batch: Batch) -> Batch:

@@ -75,7 +75,7 @@ def _within(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
     return (ratio >= least) & (ratio <= most)
 
 
-def gap_metrics(logprobs: Tensor, batch: Batch) -> dict[str, Metric]:
+def logprob_gap_metrics(logprobs: Tensor, batch: Batch) -> dict[str, Metric]:
     """Mean and largest |difference|, and the mean of exp |difference|: the factor by which a token's probability is
     off, 1 for none.
 
@@ -91,7 +91,7 @@ def gap_metrics(logprobs: Tensor, batch: Batch) -> dict[str, Metric]:
     }
 
 
-def ratio_metrics(batch: Batch, level: str) -> dict[str, Metric]:
+def correction_weight_metrics(batch: Batch, level: str) -> dict[str, Metric]:
     """Smallest, mean and largest of the weights that a loss was given."""
     ratio, mask = batch.fields["ratio"], batch.loss_weights != 0
     by_completion = level == "sequence"

@@ -16,7 +16,7 @@ from megaswift.config.value_types import format_value
 from megaswift.errors import LayoutError, Problem
 from megaswift.log import count_text
 from megaswift.parallel.layout import FLAGS, Layout
-from megaswift.parallel.layout_rules import LayoutRequest, broken_rules
+from megaswift.parallel.layout_rules import LayoutRequest, broken_rule_problems
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.parallel.pipeline_split import PipelineSplit, divisors
 
@@ -27,15 +27,15 @@ ALONE = ("tp", "cp", "ep", "etp")
 def layout_for(cfg: SwiftConfig, shape: ModelShape, world_size: int) -> Layout:
     """The layout of a run; LayoutError with everything that is wrong with it."""
     request = LayoutRequest.from_config(cfg, world_size)
-    problems = check_layout(shape, request)
+    problems = layout_problems(shape, request)
     if problems:
         raise LayoutError(problems)
     return request.layout
 
 
-def check_layout(shape: ModelShape, request: LayoutRequest) -> list[Problem]:
+def layout_problems(shape: ModelShape, request: LayoutRequest) -> list[Problem]:
     """All that is wrong; the last entry also names the nearest layout that works."""
-    problems = list(dict.fromkeys(broken_rules(shape, request)))
+    problems = list(dict.fromkeys(broken_rule_problems(shape, request)))
     if problems:
         near = nearest_layout(shape, request)
         if near is not None:
@@ -111,7 +111,7 @@ def _variants(request: LayoutRequest, options: dict[str, list[Any]], names: tupl
 
 
 def _works(shape: ModelShape, request: LayoutRequest) -> bool:
-    return next(broken_rules(shape, request), None) is None
+    return next(broken_rule_problems(shape, request), None) is None
 
 
 def _distance(near: LayoutRequest, request: LayoutRequest) -> float:

@@ -71,7 +71,7 @@ class LayoutRequest(AxisSizes):
 _LayoutRule = Callable[[ModelShape, LayoutRequest], Iterator[Problem]]
 
 
-def broken_rules(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
+def broken_rule_problems(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
     """Every rule that `asked` breaks, in order of the axes."""
     sizes = size_problems(request.world_size, request.axes)
     yield from sizes

@@ -20,7 +20,7 @@ ELISION = "..."
 T = TypeVar("T")
 
 
-def rank_grid(layout: Layout, num_layers: int, split: PipelineSplit | None = None) -> str:
+def rank_grid_text(layout: Layout, num_layers: int, split: PipelineSplit | None = None) -> str:
     """The grid. Long sides are cut in the middle; ranks of a tensor-parallel group share a cell.
 
     TP2 PP2 DP2, 4 layers:

@@ -16,7 +16,7 @@ from itertools import groupby
 
 from megaswift import log
 from megaswift.errors import ConfigError, Problem, RewardError
-from megaswift.rewards.contract import RewardInput, RewardOptions, flag_of
+from megaswift.rewards.contract import RewardInput, RewardOptions, reward_function_flag
 from megaswift.rewards.sandbox import JobLimits, Sandbox
 
 SOLUTION = "solution"
@@ -94,7 +94,11 @@ class AccuracyReward:
         if not isinstance(solution, str | int | float) or isinstance(solution, bool):
             what = f"the solution of sample {number} is {solution!r}, not a string"
             raise RewardError(
-                Problem(flag_of(self), what, "use a column `solution` of strings; rename with --columns YOURS=solution")
+                Problem(
+                    reward_function_flag(self),
+                    what,
+                    "use a column `solution` of strings; rename with --columns YOURS=solution",
+                )
             )
         return str(solution), sample.text.rpartition(THOUGHT)[2] if self.after_thought else sample.text
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megaswift import log
 from megaswift.errors import Problem, RewardError
 from megaswift.rewards.code_tests import CodeTest, read_tests
-from megaswift.rewards.contract import RewardInput, RewardOptions, flag_of
+from megaswift.rewards.contract import RewardInput, RewardOptions, reward_function_flag
 from megaswift.rewards.sandbox import JobLimits, JobOutcome, Sandbox, check_sandbox
 
 TESTS = "tests"
@@ -55,7 +55,7 @@ class CodeReward:
             rule = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise RewardError(
                 Problem(
-                    flag_of(self),
+                    reward_function_flag(self),
                     f"the column {TESTS} of sample {number} {rule}",
                     '[{"input": "1 2", "output": "3"}], or another form described in docs/rewards.md',
                 )

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from megaswift.errors import Problem, nearest_name
-from megaswift.rewards.validation import Value, checked_rewards, failed_reward, user_code_error
+from megaswift.errors import Problem, did_you_mean_hint
+from megaswift.rewards.reward_value_validation import Value, checked_rewards, reward_function_error, user_code_error
 
 _Message = Mapping[str, Any]
 PromptOrCompletion = str | Sequence[_Message]
@@ -129,18 +129,18 @@ class Rewards:
     """The same by token that the model wrote, of samples that have rewards of tokens; empty where none has."""
 
 
-def flag_of(function: RewardFunction) -> str:
+def reward_function_flag(function: RewardFunction) -> str:
     """The option that named a function, as typed: its name in metrics is shorter (`FILE.py:` is left out)."""
     return getattr(function, "flag", "") or f"--reward_funcs {function.name}"
 
 
-def missing_columns(functions: Sequence[RewardFunction], columns: frozenset[str]) -> list[Problem]:
+def missing_reward_column_problems(functions: Sequence[RewardFunction], columns: frozenset[str]) -> list[Problem]:
     """What is wrong with a data set of these columns; to be asked before anything is built."""
     has = f"the data has {', '.join(sorted(columns))}" if columns else "the data has no further columns"
     yours = next(iter(columns)) if len(columns) == 1 else "YOURS"
     return [
         Problem(
-            flag_of(f),
+            reward_function_flag(f),
             f"requires the column {name}; {has}",
             _parameter(f, name) or f"--columns {yours}={name}",
         )
@@ -151,7 +151,7 @@ def missing_columns(functions: Sequence[RewardFunction], columns: frozenset[str]
 
 def _parameter(function: RewardFunction, name: str) -> str:
     """What a mistyped parameter of a user's function should be called; the empty string where it looks like none."""
-    guess = nearest_name(name, ALWAYS_PASSED) if hasattr(function, "takes") else ""
+    guess = did_you_mean_hint(name, ALWAYS_PASSED) if hasattr(function, "takes") else ""
     return f"{guess} ({', '.join(ALWAYS_PASSED)} are passed without a column)" if guess else ""
 
 
@@ -173,9 +173,9 @@ def score_rewards(
     )
     for f in functions if samples else ():
         if f.name not in awaited:
-            with user_code_error(failed_reward(flag_of(f), samples)):
+            with user_code_error(reward_function_error(reward_function_flag(f), samples)):
                 returned = f(samples)
-            awaited[f.name] = checked_rewards(flag_of(f), returned, samples)
+            awaited[f.name] = checked_rewards(reward_function_flag(f), returned, samples)
     values = {f.name: awaited.get(f.name, []) for f in functions}
     sums = {name: [sum(v) if isinstance(v, tuple) else v for v in given] for name, given in values.items()}
     total = [_weighted(weights, each) for each in zip(*sums.values(), strict=True)]
@@ -207,8 +207,8 @@ def _by_token(weights: Sequence[float], each: Sequence[Value], count: int) -> tu
 
 async def _all(functions: Sequence[Any], samples: Sequence[RewardInput]) -> list[list[Value]]:
     async def one(function: Any) -> list[Value]:
-        with user_code_error(failed_reward(flag_of(function), samples)):
+        with user_code_error(reward_function_error(reward_function_flag(function), samples)):
             returned = await function.wait(samples)
-        return checked_rewards(flag_of(function), returned, samples)
+        return checked_rewards(reward_function_flag(function), returned, samples)
 
     return list(await asyncio.gather(*(one(f) for f in functions)))

@@ -26,7 +26,7 @@ WARMING = (
 )
 
 
-def answer_settings() -> list[Any]:
+def math_extraction_settings() -> list[Any]:
     """A box first; else LaTeX after words like "the answer is"."""
     normal = NormalizationConfig(units=True)
     return [
@@ -39,7 +39,9 @@ def answer_verdict(solution: str, completion: str) -> float | None:
     gold = parse(solution, parsing_timeout=None)  # the sandbox has the clock
     if not gold:
         return None
-    answer = parse(completion, extraction_config=answer_settings(), extraction_mode="first_match", parsing_timeout=None)
+    answer = parse(
+        completion, extraction_config=math_extraction_settings(), extraction_mode="first_match", parsing_timeout=None
+    )
     return float(verify(gold, answer, timeout_seconds=None))
 
 

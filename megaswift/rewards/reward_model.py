@@ -20,9 +20,9 @@ from megaswift.config.inference import WeightsOptions
 from megaswift.errors import Problem, RewardError, WeightsError, first_line
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config
-from megaswift.families.model_source import locate_model, missing_files, read_tokenizer
-from megaswift.families.scalar_head import score_problems
-from megaswift.inference.load import REFUSALS, quiet_transformers
+from megaswift.families.model_source import locate_model, missing_model_file_problems, read_tokenizer
+from megaswift.families.scalar_head import scalar_head_problems
+from megaswift.inference.load_generation_model import REFUSALS, quiet_transformers
 from megaswift.rewards.contract import RewardInput
 
 TOKENS = 16384
@@ -147,12 +147,16 @@ def _made(options: WeightsOptions, name: str) -> RewardModel:
     folder = locate_model(options)
     if find_checkpoint(folder) is not None:
         raise WeightsError(Problem(flag, "is a training checkpoint", "use the run's export: the folder hf"))
-    if problems := missing_files(folder, random_init=False) or score_problems(flag, read_config(folder)):
+    if problems := missing_model_file_problems(folder, random_init=False) or scalar_head_problems(
+        flag, read_config(folder)
+    ):
         raise WeightsError(problems)
     return RewardModel(name, folder, options, read_tokenizer(folder, options.trust_remote_code, None))
 
 
-def reward_models(folders: Sequence[str], options: WeightsOptions, taken: Collection[str] = ()) -> list[RewardModel]:
+def load_reward_models(
+    folders: Sequence[str], options: WeightsOptions, taken: Collection[str] = ()
+) -> list[RewardModel]:
     """The models in their order, each under a name of its own; WeightsError with all that is wrong. `taken`: names of
     other rewards."""
     quiet_transformers()

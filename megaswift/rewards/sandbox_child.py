@@ -147,7 +147,7 @@ def lock_syscalls(reading: bool = False) -> None:
     _prctl(_SECCOMP, _FILTER, ctypes.byref(_Filter(len(code) // 8, code)))
 
 
-def named_modules(source: str) -> list[str]:
+def imported_stdlib_modules(source: str) -> list[str]:
     """Modules of the standard library that a program's text says it imports. A pattern finds them: nothing is parsed
     before the lock."""
     modules: dict[str, None] = {}
@@ -178,7 +178,7 @@ def _streams() -> None:
 def _prepare(source: str, name: str) -> types.ModuleType:
     """What a program expects to be there: its modules, `exit`, and what one does for a larger stack (a thread, a
     limit)."""
-    import_all(named_modules(source))
+    import_all(imported_stdlib_modules(source))
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     threading.Thread.start = lambda self: self.run()  # type: ignore[method-assign]
     threading.Thread.join = lambda self, timeout=None: None  # type: ignore[method-assign]

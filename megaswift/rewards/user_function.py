@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaswift.errors import ConfigError, Problem, nearest_name, path_hint
+from megaswift.errors import ConfigError, Problem, did_you_mean_hint, missing_path_hint
 from megaswift.rewards.contract import ALWAYS_PASSED, RewardInput
-from megaswift.rewards.validation import user_code_error
+from megaswift.rewards.reward_value_validation import user_code_error
 
 
 @dataclass(frozen=True)
@@ -72,19 +72,21 @@ def import_user_file(path: Path, flag: str) -> Mapping[str, Any]:
     return vars(module)
 
 
-def user_function(text: str) -> UserFunction:
+def load_user_reward_function(text: str) -> UserFunction:
     """The function of `FILE.py:function`; ConfigError with what to do where there is none."""
     flag = f"--reward_funcs {text}"
     file, _, name = text.rpartition(":")
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ConfigError(Problem(flag, f"no such file: {path}", path_hint(path)))
+        raise ConfigError(Problem(flag, f"no such file: {path}", missing_path_hint(path)))
     names = import_user_file(path, flag)
     if name not in names:
         own = [n for n, thing in names.items() if callable(thing) and not n.startswith("_")]
         raise ConfigError(
             Problem(
-                flag, f"{path.name} has no {name}; it has {', '.join(own) or 'no function'}", nearest_name(name, own)
+                flag,
+                f"{path.name} has no {name}; it has {', '.join(own) or 'no function'}",
+                did_you_mean_hint(name, own),
             )
         )
     function = names[name]

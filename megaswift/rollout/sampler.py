@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megaswift.errors import ConfigError, Problem, nearest_name
+from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.rollout import backends as package
 
 SUFFIX = "_sampler"
@@ -120,23 +120,25 @@ class Sampler(Protocol):
         """Releases all resources; the sampler is not used afterwards."""
 
 
-def backends() -> list[str]:
+def sampler_backend_names() -> list[str]:
     """Names of the available backends."""
     return sorted(m.name.removesuffix(SUFFIX) for m in pkgutil.iter_modules(package.__path__))
 
 
 def _module(name: str) -> ModuleType:
-    known = backends()
+    known = sampler_backend_names()
     if name not in known:
         raise ConfigError(
             Problem(
-                f"--rollout_backend {name}", f"is unknown; backends are {', '.join(known)}", nearest_name(name, known)
+                f"--rollout_backend {name}",
+                f"is unknown; backends are {', '.join(known)}",
+                did_you_mean_hint(name, known),
             )
         )
     return importlib.import_module(f"{package.__name__}.{name}{SUFFIX}")
 
 
-def missing_for_backend(name: str, options: SamplerOptions) -> list[Problem]:
+def sampler_backend_problems(name: str, options: SamplerOptions) -> list[Problem]:
     """Problems of a backend with these options on this machine. Cheap: builds nothing, contacts no server."""
     return _module(name).missing(options)
 

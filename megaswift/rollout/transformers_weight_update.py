@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from megaswift.bridge.adapter_plan import PREFIX
 from megaswift.bridge.peft_folder import TENSORS
 from megaswift.bridge.transformers_weights import saved_buffers, to_disk_names
-from megaswift.engine.torch.adapters import unwrap_adapters
 from megaswift.engine.torch.conversions import ConversionGroup, conversion_groups, tied_name_map
+from megaswift.engine.torch.peft_wrappers import name_without_adapters
 from megaswift.errors import Problem, WeightsError
 
 SHOWN = 4
@@ -61,7 +61,7 @@ class WeightUpdate:
         self.wanted = {piece.target for piece in self.of_name.values()}
 
     def _targets(self) -> dict[str, Tensor]:
-        parameters = {unwrap_adapters(name): p for name, p in self.model.named_parameters(remove_duplicate=False)}
+        parameters = {name_without_adapters(name): p for name, p in self.model.named_parameters(remove_duplicate=False)}
         return {**parameters, **saved_buffers(self.model)}
 
     @torch.no_grad()

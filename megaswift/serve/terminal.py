@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from megaswift.errors import nearest_name
+from megaswift.errors import did_you_mean_hint
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputs
 from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator
 
@@ -114,7 +114,7 @@ class Terminal:
 def _unknown(question: str) -> str:
     """The hint for a line that begins like a command; it is not sent to the model."""
     word = question.split()[0]
-    meant = nearest_name(word, COMMANDS) or f"the commands are {', '.join(COMMANDS)}"
+    meant = did_you_mean_hint(word, COMMANDS) or f"the commands are {', '.join(COMMANDS)}"
     return f"({word} is not a command: {meant}; to send it to the model, write /{word})"
 
 

@@ -19,7 +19,7 @@ GENERATION = ("temperature", "top_p", "top_k", "repetition_penalty", "max_new_to
 QUANTIZER = "bitsandbytes"
 
 
-def missing_vllm() -> list[Problem]:
+def missing_vllm_problems() -> list[Problem]:
     """Problems with the installed vLLM."""
     return vllm_version_problem("--infer_backend vllm", OLDEST, "--infer_backend transformers")
 

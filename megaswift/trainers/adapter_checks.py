@@ -9,14 +9,14 @@ from megaswift.config.adapter_rules import SHARDED, frozen_weight_bits, peft_met
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import engine_of
 from megaswift.errors import Problem, UserError
-from megaswift.families import served_quantization
+from megaswift.families import torch_quantization_checks
 from megaswift.families.adapter_folder import adapter_kind, is_scored
 from megaswift.families.family import read_config
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def folder_problems(adapters: str) -> list[Problem]:
+def adapter_folder_problems(adapters: str) -> list[Problem]:
     """What a folder of adapters lacks."""
     folder = Path(adapters)
     lacking = [name for name in ADAPTER_FILES if not (folder / name).is_file()]
@@ -28,7 +28,7 @@ def folder_problems(adapters: str) -> list[Problem]:
 
 def head_problems(cfg: SwiftConfig) -> list[Problem]:
     """A folder of a reward model's adapters for another task, or of a language model's for task rm."""
-    if cfg.lora.adapters is None or folder_problems(cfg.lora.adapters):
+    if cfg.lora.adapters is None or adapter_folder_problems(cfg.lora.adapters):
         return []
     label, scored = f"--adapters {cfg.lora.adapters}", is_scored(Path(cfg.lora.adapters))
     if scored == (cfg.task == "rm"):
@@ -53,12 +53,12 @@ def head_problems(cfg: SwiftConfig) -> list[Problem]:
     ]
 
 
-def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
+def torch_train_type_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     """Of a run on an engine of torch, with the model in `folder`."""
     kind, bits = cfg.model.train_type, frozen_weight_bits(cfg)
     config, label = read_config(folder), f"--model {cfg.model.model}"
-    problems = served_quantization.quantization_problems(config, label, kind, bits, cfg.lora.merge_lora)
-    if served_quantization.stays_quantized(config) and engine_of(cfg) in SHARDED:
+    problems = torch_quantization_checks.quantized_training_problems(config, label, kind, bits, cfg.lora.merge_lora)
+    if torch_quantization_checks.stays_quantized(config) and engine_of(cfg) in SHARDED:
         problems.append(
             Problem(
                 f"{label}, whose weights are quantized",
@@ -68,24 +68,24 @@ def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
         )
     if kind == "full":
         return problems
-    if cfg.task in RL and served_quantization.quant_method(config) in served_quantization.KERNELS:
+    if cfg.task in RL and torch_quantization_checks.quant_method(config) in torch_quantization_checks.KERNELS:
         problems.append(
             Problem(
                 f"{label}, whose weights are quantized",
                 "has no unquantized weights into which adapters could be merged for the sampler",
-                served_quantization.PLAIN,
+                torch_quantization_checks.PLAIN,
             )
         )
-    lacking = served_quantization.missing_packages(("peft",), f"--train_type {kind}")
+    lacking = torch_quantization_checks.missing_package_problems(("peft",), f"--train_type {kind}")
     if bits is not None:
         given = "--train_type qlora" if kind == "qlora" else f"--quantization_bit {bits}"
-        problems += served_quantization.missing_packages(("bitsandbytes", "accelerate"), given)
+        problems += torch_quantization_checks.missing_package_problems(("bitsandbytes", "accelerate"), given)
     if cfg.lora.adapters is not None:
         return (
             problems
             + lacking
             + (
-                folder_problems(cfg.lora.adapters)
+                adapter_folder_problems(cfg.lora.adapters)
                 or adapter_kind_problems(cfg, Path(cfg.lora.adapters)) + head_problems(cfg)
             )
         )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Mismatched = Callable[[Sequence[Batch]], list[Batch]]
 
 
-def score_batches(engine: Engine, batches: Sequence[Batch]) -> list[torch.Tensor]:
+def batch_logprobs(engine: Engine, batches: Sequence[Batch]) -> list[torch.Tensor]:
     """Log-probabilities [b, s] of each micro-batch under the weights that the engine has."""
     scored = [outputs.logprobs for outputs in engine.score(batches, Needs())]
     return [logprobs for logprobs in scored if logprobs is not None]
@@ -64,7 +64,7 @@ class ReferenceLogprobs(BatchTransform):
         if self.known:
             return with_field(batches, "reference", [self.known[training].of(b) for b in batches])
         with engine.reference():
-            return with_field(batches, "reference", score_batches(engine, batches))
+            return with_field(batches, "reference", batch_logprobs(engine, batches))
 
     def on_step(self, loop: Loop, step: Step) -> None:
         """Moves the reference towards the model."""
@@ -87,8 +87,8 @@ class KtoBaseline(ReferenceLogprobs):
         """The micro-batches with both fields."""
         others = self.mismatched(batches)
         with engine.reference():
-            own, rest = score_batches(engine, batches), with_field(others, "reference", score_batches(engine, others))
-        policy = score_batches(engine, rest)
+            own, rest = batch_logprobs(engine, batches), with_field(others, "reference", batch_logprobs(engine, others))
+        policy = batch_logprobs(engine, rest)
         sums = [
             value for p, b in zip(policy, rest, strict=True) for value in _sum_and_count(log_ratios(p, b.to(p.device)))
         ]
@@ -97,7 +97,7 @@ class KtoBaseline(ReferenceLogprobs):
         return with_field(with_field(batches, "reference", own), "kl", [torch.tensor(z) for z in zeros])
 
 
-class RunningMean(ReferenceLogprobs):
+class BcoReferencePoint(ReferenceLogprobs):
     """Adds BCO's `fields["delta"]` too: the mean reward of all examples so far, this step's included (arXiv:2404.04656,
     section 4.1)."""
 
@@ -109,7 +109,7 @@ class RunningMean(ReferenceLogprobs):
         """The micro-batches with both fields; evaluation leaves the mean as it is."""
         prepared = super().prepare(engine, batches, training)
         if training:
-            policy = score_batches(engine, prepared)
+            policy = batch_logprobs(engine, prepared)
             pairs = [_sum_and_count(log_ratios(p, b.to(p.device))) for p, b in zip(policy, prepared, strict=True)]
             total, count = distributed.all_sum([sum(p[0] for p in pairs), sum(p[1] for p in pairs)])
             self.sum, self.count = self.sum + self.beta * total, self.count + count
@@ -137,7 +137,7 @@ class LastTokens(BatchTransform):
         return [scored_at_last_token(b) for b in batches]
 
 
-def forward_passes(cfg: SwiftConfig, dp: int = 1) -> float:
+def forward_pass_count_before_step(cfg: SwiftConfig, dp: int = 1) -> float:
     """How often a step goes through the model before it trains: by the reference, for KTO's point, for BCO's mean, for
     a policy's numbers.
 
@@ -151,7 +151,7 @@ def forward_passes(cfg: SwiftConfig, dp: int = 1) -> float:
     return 3 if kind in USES_KL else (not once) + (kind in USES_DELTA)
 
 
-def batch_transform(
+def make_batch_transform(
     cfg: SwiftConfig, mismatched: Mismatched, known: Mapping[bool, PrecomputedReferenceLogprobs]
 ) -> BatchTransform | None:
     """What this run's loss needs; None where a batch says it all."""
@@ -163,6 +163,6 @@ def batch_transform(
     moves = (p.ref_model_sync_steps if p.sync_ref_model else None, p.ref_model_mixup_alpha)
     if kind in USES_KL:
         return KtoBaseline(mismatched, *moves)
-    transform = RunningMean(beta_of(cfg), *moves) if kind in USES_DELTA else ReferenceLogprobs(*moves)
+    transform = BcoReferencePoint(beta_of(cfg), *moves) if kind in USES_DELTA else ReferenceLogprobs(*moves)
     transform.known = known
     return transform

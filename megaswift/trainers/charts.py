@@ -68,7 +68,7 @@ def axis_labels(values: Sequence[float]) -> list[str]:
     return next((texts for texts in (short, *longer) if len(set(texts)) == len(values)), short)
 
 
-def line_chart(
+def line_chart_svg(
     title: str, series: Sequence[ChartSeries], bounds: tuple[float, float], width: int = 560, height: int = 220
 ) -> str:
     """An SVG of the series over the step, `bounds` on the vertical axis; points outside are cut at the frame."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.disk import sync, write_atomically
-from megaswift.errors import CheckpointError, Problem, nearest_name
+from megaswift.errors import CheckpointError, Problem, did_you_mean_hint
 from megaswift.families import step_manifest
 from megaswift.families.step_manifest import MARKER, POINTER, STEP, SavedStep, manifest_seal, read_manifest
 
@@ -108,7 +108,7 @@ class CheckpointStore:
 
     def latest(self) -> Path | None:
         """The pointed-at checkpoint; the one saved last where the pointer is missing or names nothing complete."""
-        return next(iter(step_manifest.newest_first(self.root)), None)
+        return next(iter(step_manifest.steps_in_resume_order(self.root)), None)
 
     def recover(self) -> None:
         """Ends a replacement that a crash cut between its two renames: both folders are whole there. Rank 0 only."""
@@ -141,7 +141,7 @@ class CheckpointStore:
 
     def remove(self, steps: Sequence[Path]) -> list[Path]:
         """Deletes steps. The pointer moves first, to the newest step that is left, or goes with the last one."""
-        left = [p for p in step_manifest.newest_first(self.root) if p not in steps]
+        left = [p for p in step_manifest.steps_in_resume_order(self.root) if p not in steps]
         if self.pointed() not in left:
             if left:
                 number = STEP.fullmatch(left[0].name)
@@ -160,11 +160,11 @@ class CheckpointStore:
 def select_step(wanted: str, output: Path) -> tuple[Path | None, list[str]]:
     """The checkpoint to go on from by its manifest, and notices: `latest` (None when none was saved yet) or a
     folder."""
-    steps, notes = steps_for(wanted, output)
+    steps, notes = resume_step_candidates(wanted, output)
     return next(iter(steps), None), notes
 
 
-def steps_for(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
+def resume_step_candidates(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
     """The checkpoints to resume from, in the order in which they are tried, and notices. Empty where none was saved
     yet; a single one where `wanted` names it. CheckpointError where steps were saved and none is left."""
     if wanted == "latest":
@@ -175,7 +175,7 @@ def steps_for(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
     path = path.parent if named_latest else path
     if not path.is_dir():
         newest = "use --resume_from_checkpoint latest, the newest in --output_dir" if named_latest else ""
-        fix = newest or nearest_name(wanted, ["latest"]) or _others(output, path)
+        fix = newest or did_you_mean_hint(wanted, ["latest"]) or _others(output, path)
         raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", "is not a folder", fix))
     for root in (path, path / "checkpoints"):
         if not STEP.fullmatch(root.name) and (steps := _steps(root)):
@@ -190,7 +190,7 @@ def steps_for(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
 
 
 def _steps(root: Path) -> list[Path]:
-    steps = step_manifest.newest_first(root)
+    steps = step_manifest.steps_in_resume_order(root)
     if not steps and (lost := step_manifest.missing_step_problem(root)) is not None:
         raise CheckpointError(lost)
     return steps

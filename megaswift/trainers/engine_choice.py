@@ -17,7 +17,7 @@ from megaswift.config.optim import EVERYWHERE, ON_PARTS
 from megaswift.families import FAMILIES
 from megaswift.families.model_source import locate_model
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.unlisted import spec_of_any_model
+from megaswift.families.unlisted_model_spec import spec_of_any_model
 
 SMALL, MIDDLE = 1e9, 7e9
 """Parameters up to which a model is replicated, and up to which only gradients and optimizer states are worth

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.losses.contract import Batch
 from megaswift.trainers.hook import Step
-from megaswift.trainers.metrics import JsonLines, MetricsWindow, weight_of
+from megaswift.trainers.metrics import JsonLines, MetricsWindow, step_mean_weight
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -45,7 +45,7 @@ class Evaluation(JsonLines):
         for microbatches in self.batches():
             result = loop.engine.evaluate(loop.prepare(loop.engine, microbatches, False), loop.loss)
             step = Step(loop.step, epoch, 0.0, result)
-            window.add(step, weight_of(step, self.count))
+            window.add(step, step_mean_weight(step, self.count))
         self.last = loop.step
         line: dict[str, Any] = {
             "step": loop.step,

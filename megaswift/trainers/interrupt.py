@@ -23,7 +23,7 @@ SAME_SIGNAL_SECONDS = 3.0
 """Ctrl-C reaches a worker twice: from the terminal, and from torchrun, which passes it on."""
 
 
-class HardInterrupt(SystemExit):
+class InterruptedBySignal(SystemExit):
     """The run ended early on a signal, with its state saved. The exit code is the shell's: 128 + signal."""
 
     def __init__(self, number: int) -> None:

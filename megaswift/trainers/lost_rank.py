@@ -48,7 +48,7 @@ class LostRank(UserError):
     exit_code = 1
 
 
-def listen_for_stacks(root: Path) -> None:
+def dump_stacks_on_signal(root: Path) -> None:
     """From now on a signal, or a crash in a library, writes this rank's stacks below `root`. Its host and process
     id go to the store, for the other ranks."""
     if distributed.global_world_size() == 1:

@@ -95,7 +95,7 @@ class JsonLines(Hook):
         """Adds lines to the file."""
         if distributed.global_rank() == 0:
             with open_for_append(self.path), self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json_value(line) + "\n" for line in lines)
+                file.writelines(strict_json_text(line) + "\n" for line in lines)
 
 
 class Metrics(Hook):
@@ -115,13 +115,13 @@ class Metrics(Hook):
 
     def on_step(self, loop: Loop, step: Step) -> None:
         """Adds the step; writes a line when it is due, and at the last step."""
-        self.window.add(step, weight_of(step, self.count))
+        self.window.add(step, step_mean_weight(step, self.count))
         if step.number % self.every == 0 or step.number == loop.total_steps:
             line = self.line(step)
             self.window = MetricsWindow()
             if self._file is not None:
                 with open_for_append(self.path):
-                    self._file.write(json_value(line) + "\n")
+                    self._file.write(strict_json_text(line) + "\n")
                     self._file.flush()
             loop.emit("on_log", line)
 
@@ -170,12 +170,12 @@ class Metrics(Hook):
         self.window.squares *= self.speed.replicas / distributed.global_world_size()
 
 
-def weight_of(step: Step, count: str) -> float:
+def step_mean_weight(step: Step, count: str) -> float:
     """The count that weighs a step's means; a step without one (no label at all) weighs nothing."""
     return float(step.result.counts.get(count, step.result.label_tokens))
 
 
-def json_value(line: Mapping[str, Any]) -> str:
+def strict_json_text(line: Mapping[str, Any]) -> str:
     """Strict JSON in full precision; what is not finite becomes null."""
     plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
     return json.dumps(plain, allow_nan=False, ensure_ascii=False)
@@ -200,7 +200,7 @@ def truncate_lines_after(path: Path, step: int) -> int:
         return 0
     lines = read_lines(path)
     remaining = [line for line in lines if line.get("step", 0) <= step]
-    text = "".join(json_value(line) + "\n" for line in remaining)
+    text = "".join(strict_json_text(line) + "\n" for line in remaining)
     if text != path.read_text(encoding="utf-8"):
         write_atomically(path, text)
     return len(lines) - len(remaining)

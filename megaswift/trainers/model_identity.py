@@ -50,7 +50,7 @@ _TRAINING = (
 """In the names of fields that matter in training, generation or reporting only."""
 
 
-def model_differences(step: Path, config: Mapping[str, Any]) -> list[Problem]:
+def model_difference_problems(step: Path, config: Mapping[str, Any]) -> list[Problem]:
     """Fields in which the model of a step and the model of `config` compute another function."""
     folder = step / MODEL
     if not (folder / CONFIG).is_file():
@@ -72,7 +72,7 @@ def model_differences(step: Path, config: Mapping[str, Any]) -> list[Problem]:
 
 def refuse_other_model(step: Path, config: Mapping[str, Any]) -> None:
     """CheckpointError that names every such field."""
-    if problems := model_differences(step, config):
+    if problems := model_difference_problems(step, config):
         raise CheckpointError(problems)
 
 

@@ -8,14 +8,14 @@ from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families import ModelSpec, load_spec
-from megaswift.families.family import number_problems, read_config
+from megaswift.families.family import read_config, rope_and_epsilon_problems
 from megaswift.families.scalar_head import with_scalar_head
-from megaswift.families.unlisted import spec_of_any_model
+from megaswift.families.unlisted_model_spec import spec_of_any_model
 
 
 def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
     """What the folder's config.json describes; ConfigError where the task cannot use it."""
-    if unfit := list(number_problems(read_config(folder))):
+    if unfit := list(rope_and_epsilon_problems(read_config(folder))):
         raise WeightsError(unfit)
     spec = load_spec(folder) if capabilities_of(cfg).family_tables else spec_of_any_model(folder)
     if cfg.task == "rm":

@@ -42,7 +42,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in str(error) for words in SAID)
 
 
-def out_of_memory(cfg: Any, experts: int, error: BaseException) -> OutOfMemory:
+def out_of_memory_error(cfg: Any, experts: int, error: BaseException) -> OutOfMemory:
     """The error for the user: what to try, cheapest first."""
     tries = "\n".join(f"         {i}. {text}" for i, text in enumerate(out_of_memory_advice(cfg, experts), 1))
     first = str(error).splitlines()[0] if str(error) else type(error).__name__

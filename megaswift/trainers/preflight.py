@@ -25,17 +25,17 @@ from megaswift.data.template import read_system, read_template
 from megaswift.engine.determinism import environment_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, four_bits
-from megaswift.families.model_source import locate_model, missing_files
-from megaswift.families.projections import Projection, dora_problems, saved_modules, select_projections
-from megaswift.families.vision import has_vision_tower
-from megaswift.parallel.layout_checks import check_layout
+from megaswift.families.adapter_projections import Projection, dora_problems, saved_modules, select_projections
+from megaswift.families.model_source import locate_model, missing_model_file_problems
+from megaswift.families.vision_tower_config import has_vision_tower
+from megaswift.parallel.layout_checks import layout_problems
 from megaswift.parallel.layout_rules import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
-from megaswift.trainers import outputs
-from megaswift.trainers.adapter_checks import folder_problems, head_problems, torch_adapter_problems
+from megaswift.trainers import output_folder
+from megaswift.trainers.adapter_checks import adapter_folder_problems, head_problems, torch_train_type_problems
 from megaswift.trainers.model_spec import model_spec_for_task
 from megaswift.trainers.rl.adapter_sync import adapter_sync_problems
-from megaswift.trainers.rl.checks import named_problems, policy_problems
+from megaswift.trainers.rl.preflight_checks import named_rewards_and_models_problems, policy_problems
 from megaswift.trainers.torch_checks import torch_engine_machine_problems
 
 EXPERT_OPTIONS = (
@@ -58,7 +58,7 @@ Check = tuple[Callable[[], Sequence[Problem]], type[UserError]]
 
 def preflight(cfg: SwiftConfig, world_size: int) -> None:
     """Raises one UserError with all problems of this run on `world_size` processes."""
-    errors = task_problems(
+    errors = collect_check_errors(
         [
             (lambda: missing_transformer_engine(cfg) if capabilities_of(cfg).transformer_engine else [], ConfigError),
             (lambda: device_problems(cfg), ConfigError),
@@ -74,7 +74,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
         raise ConfigError([p for error in errors for p in error.problems])
 
 
-def problems_beside_options(cfg: SwiftConfig, world_size: int) -> list[Problem]:
+def layout_data_output_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     """What layout, data and output directory say of a configuration whose options do not go together: the part of
     `preflight` that asks little of these. Nothing of the model where none is named."""
 
@@ -82,22 +82,24 @@ def problems_beside_options(cfg: SwiftConfig, world_size: int) -> list[Problem]:
         if cfg.model.model is None:
             return []
         shape = ModelShape.of(model_spec_for_task(cfg, locate_model(cfg.model, weights=False)))
-        return check_layout(shape, LayoutRequest.from_config(cfg, world_size))
+        return layout_problems(shape, LayoutRequest.from_config(cfg, world_size))
 
-    named: Check = (lambda: named_problems(cfg) if cfg.task in RL else [], ConfigError)
-    return [p for error in task_problems([(layout, LayoutError), named, *file_checks(cfg)]) for p in error.problems]
+    named: Check = (lambda: named_rewards_and_models_problems(cfg) if cfg.task in RL else [], ConfigError)
+    return [
+        p for error in collect_check_errors([(layout, LayoutError), named, *file_checks(cfg)]) for p in error.problems
+    ]
 
 
 def file_checks(cfg: SwiftConfig) -> list[Check]:
     """Of data sets, the output directory and trackers."""
     return [
         (lambda: data_problems(cfg), ConfigError),
-        (lambda: outputs.check_output_folder(cfg), ConfigError),
+        (lambda: output_folder.output_folder_problems(cfg), ConfigError),
         (lambda: tracker_problems(cfg.train.report_to), ConfigError),
     ]
 
 
-def task_problems(checks: Iterable[Check]) -> list[UserError]:
+def collect_check_errors(checks: Iterable[Check]) -> list[UserError]:
     """What each check raises or returns."""
     errors: list[UserError] = []
     for check, kind in checks:
@@ -132,16 +134,22 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     """The model's files and its layout."""
     folder = locate_model(cfg.model, weights=False)
     local = Path(str(cfg.model.model)).is_dir()
-    problems = missing_files(folder, cfg.model.random_init) if local else []
+    problems = missing_model_file_problems(folder, cfg.model.random_init) if local else []
     spec = model_spec_for_task(cfg, folder)
     problems += adapter_sync_problems(cfg, spec, folder) if cfg.task in RL else []
     if not capabilities_of(cfg).model_parallel:
         return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)
-    idle = dense_options(cfg) if spec.experts and all(spec.moe_layers) else [] if spec.experts else expert_options(cfg)
+    idle = (
+        dense_option_problems(cfg)
+        if spec.experts and all(spec.moe_layers)
+        else []
+        if spec.experts
+        else expert_option_problems(cfg)
+    )
     adapters = adapter_problems(cfg, spec) if cfg.model.train_type != "full" else []
     idle += length_problems(cfg, spec)
     request = LayoutRequest.from_config(cfg, world_size)
-    unfit = check_layout(ModelShape.of(spec), request)
+    unfit = layout_problems(ModelShape.of(spec), request)
     if cfg.model.train_type == "qlora" and not unfit:
         unfit = four_bits.four_bit_problems(family_of(spec.hf_config), spec, request.tp, request.etp)
     return problems + idle + adapters + unfit
@@ -149,7 +157,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
 
 def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world_size: int) -> list[Problem]:
     """What the torch engine needs beside a model that transformers loads."""
-    problems = check_layout(
+    problems = layout_problems(
         ModelShape.of(spec), LayoutRequest.from_config(cfg, world_size)
     ) + torch_engine_machine_problems(cfg)
     if "moe_router_score_function" not in spec.transformer:
@@ -168,7 +176,7 @@ def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world
             for p in zero_config(cfg, world_size, dtype, spec.hidden_size).problems
             if dtype != "auto" or "bf16" not in p.what
         ]
-    problems += torch_adapter_problems(cfg, folder)
+    problems += torch_train_type_problems(cfg, folder)
     return problems
 
 
@@ -176,7 +184,7 @@ def adapter_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     """Targets that match nothing; an adapter folder that is none (what is in it, the bridge reads)."""
     lora, problems = cfg.lora, []
     if lora.adapters is not None:
-        return folder_problems(lora.adapters) + head_problems(cfg)
+        return adapter_folder_problems(lora.adapters) + head_problems(cfg)
     family = family_of(spec.hf_config)
     targets: list[Projection] = []
     try:
@@ -210,7 +218,7 @@ def length_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     ]
 
 
-def expert_options(cfg: SwiftConfig) -> list[Problem]:
+def expert_option_problems(cfg: SwiftConfig) -> list[Problem]:
     """Options for experts, given for a dense model: they would be ignored."""
     rule = "applies only to MoE models; this model is dense"
     given = [
@@ -229,7 +237,7 @@ def expert_options(cfg: SwiftConfig) -> list[Problem]:
     return given
 
 
-def dense_options(cfg: SwiftConfig) -> list[Problem]:
+def dense_option_problems(cfg: SwiftConfig) -> list[Problem]:
     """Recomputing dense MLPs, asked for a model that has none."""
     idle = "mlp" in cfg.model.recompute_modules
     return (

@@ -1,7 +1,7 @@
 """report.html: a self-contained page about a run: curves, layout, configuration, timings, versions.
 
-Made from the files of the output directory and what `run` hands over; draws nothing itself (`chart_cards`) and measures
-nothing.
+Made from the files of the output directory and what `run` hands over; draws nothing itself (`chart_cards_html`)
+and measures nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.disk import write_atomically
 from megaswift.log import count_text
-from megaswift.trainers.charts import ChartSeries, Points, line_chart
-from megaswift.trainers.curves import median_smooth, metric_column, plot_limits, primary_metric, smoothing_window
+from megaswift.trainers.charts import ChartSeries, Points, line_chart_svg
+from megaswift.trainers.loss_png import median_smooth, metric_column, plot_limits, primary_metric, smoothing_window
 from megaswift.trainers.metrics import read_lines
 from megaswift.trainers.progress import duration_text
 from megaswift.trainers.summary import Rows
@@ -171,7 +171,7 @@ def headline_figures(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping
     return [*rows, (duration_text(total), "wall time of this session")]
 
 
-def chart_cards(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
+def chart_cards_html(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
     """The cards with curves."""
 
     def points(name: str, of: list[dict[str, Any]]) -> Points:
@@ -210,7 +210,7 @@ def chart_cards(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str
             names = [f'<span><i class="{s.style}"></i>{escape(s.name)}</span>' for s in series]
             key = " ".join(names) if len(series) > 1 else ""
             head = f'<h3>{escape(title)}<span class="key">{key}</span></h3>'
-            html.append(f'<div class="card">{head}{line_chart(title, series, bounds)}</div>')
+            html.append(f'<div class="card">{head}{line_chart_svg(title, series, bounds)}</div>')
     return "".join(html)
 
 
@@ -221,7 +221,7 @@ def _rewards(lines: Sequence[Mapping[str, Any]]) -> Rows:
     return [(m[0], f"reward {m[1]}, mean") for m in matches] if len(matches) > 1 else []
 
 
-def html_table(rows: Sequence[tuple[str, str]], given: frozenset[str] = frozenset(), style: str = "") -> str:
+def two_column_html_table(rows: Sequence[tuple[str, str]], given: frozenset[str] = frozenset(), style: str = "") -> str:
     """Two columns; text of several lines keeps its shape."""
     html = []
     for label, text in rows:
@@ -230,7 +230,7 @@ def html_table(rows: Sequence[tuple[str, str]], given: frozenset[str] = frozense
     return f'<div class="card"><table class="{style}">{"".join(html)}</table></div>'
 
 
-def sample_table(rows: Sequence[Mapping[str, Any]]) -> str:
+def sample_table_html(rows: Sequence[Mapping[str, Any]]) -> str:
     """Completions of the last generation with their rewards; nothing where there are none."""
     last = [row for row in rows if row["step"] == rows[-1]["step"]][:SAMPLES]
     if not last:
@@ -247,10 +247,10 @@ def sample_table(rows: Sequence[Mapping[str, Any]]) -> str:
             if name.startswith("rewards/")
         )
         cells.append((f"{judged}; advantage {row['advantage']:.3g}", f"{prompt}\n→ {answer}"))
-    return f"<h2>Completions of step {last[0]['step']:,}</h2>{html_table(cells)}"
+    return f"<h2>Completions of step {last[0]['step']:,}</h2>{two_column_html_table(cells)}"
 
 
-def timing_bars(seconds: Mapping[str, float]) -> str:
+def timing_bars_html(seconds: Mapping[str, float]) -> str:
     """The parts of the wall time as bars."""
     longest = max([*seconds.values(), 1e-9])
     rows = "".join(
@@ -261,7 +261,7 @@ def timing_bars(seconds: Mapping[str, float]) -> str:
     return f'<div class="card"><table>{rows}</table></div>'
 
 
-def configuration_table(cfg: SwiftConfig) -> str:
+def configuration_table_html(cfg: SwiftConfig) -> str:
     """Every option by section, those the user set marked."""
     html = []
     for section, values in cfg.to_dict().items():
@@ -269,11 +269,11 @@ def configuration_table(cfg: SwiftConfig) -> str:
             rows = [(name, "" if value is None else str(value)) for name, value in values.items()]
             count = sum(name in cfg.given for name in values)
             summary = f"{escape(section)} ({count} of {len(rows)} set)"
-            html.append(f"<details open><summary>{summary}</summary>{html_table(rows, cfg.given)}</details>")
+            html.append(f"<details open><summary>{summary}</summary>{two_column_html_table(rows, cfg.given)}</details>")
     return "".join(html)
 
 
-def report_page(
+def report_page_html(
     cfg: SwiftConfig, story: RunReport, lines: list[dict[str, Any]], evals: list[dict[str, Any]], answers: str = ""
 ) -> str:
     """The page's text; `answers`: a section of its own, HTML."""
@@ -286,9 +286,10 @@ def report_page(
     body = (
         f'<h1>{escape(story.title)}</h1><p class="sub">{escape(story.status)} · {when} · {where}</p>'
         f'<div class="tiles">{figures}</div><h2>Curves</h2>'
-        f'<div class="charts">{chart_cards(lines, evals)}</div>{answers}'
-        f"<h2>The run</h2>{html_table(story.rows, style='wide')}<h2>Time by activity</h2>{timing_bars(story.seconds)}"
-        f"<h2>Configuration</h2>{configuration_table(cfg)}<h2>Versions</h2>{html_table(environment_versions())}"
+        f'<div class="charts">{chart_cards_html(lines, evals)}</div>{answers}'
+        f"<h2>The run</h2>{two_column_html_table(story.rows, style='wide')}"
+        f"<h2>Time by activity</h2>{timing_bars_html(story.seconds)}"
+        f"<h2>Configuration</h2>{configuration_table_html(cfg)}<h2>Versions</h2>{two_column_html_table(environment_versions())}"
     )
     view = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
     return (
@@ -300,4 +301,4 @@ def report_page(
 def write_report(path: Path, cfg: SwiftConfig, story: RunReport, logs: tuple[Path, Path, Path]) -> None:
     """The page on disk, whole or not at all. `logs`: metrics.jsonl, eval.jsonl and completions.jsonl."""
     lines, evals, answers = (read_lines(log) for log in logs)
-    write_atomically(path, report_page(cfg, story, lines, evals, sample_table(answers)))
+    write_atomically(path, report_page_html(cfg, story, lines, evals, sample_table_html(answers)))

@@ -33,7 +33,7 @@ def run_training(cfg: SwiftConfig) -> Path:
     with gc_paused():
         from megaswift.trainers.engines import start_context
         from megaswift.trainers.session import Session
-        from megaswift.trainers.verified_steps import verified_model_folder
+        from megaswift.trainers.verify_checkpoint_files import verified_model_folder
 
         folder = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)
         spec = model_spec_for_task(cfg, folder)

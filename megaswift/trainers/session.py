@@ -21,24 +21,24 @@ from megaswift.errors import UserError, first_line
 from megaswift.families.model_source import short_name
 from megaswift.families.model_spec import ModelSpec
 from megaswift.trainers import (
-    build,
     checkpoint_store,
-    curves,
+    loss_png,
     lost_rank,
     out_of_memory,
-    outputs,
+    output_folder,
     report,
+    run_builder,
     summary,
 )
-from megaswift.trainers.build import RunBuilder
-from megaswift.trainers.checkpoint import batch_size_notice, restore_run
-from megaswift.trainers.interrupt import HardInterrupt
+from megaswift.trainers.checkpoint_hook import batch_size_notice, restore_run
+from megaswift.trainers.interrupt import InterruptedBySignal
 from megaswift.trainers.loop import Loop
 from megaswift.trainers.model_identity import refuse_other_model
+from megaswift.trainers.run_builder import RunBuilder
 from megaswift.trainers.run_lock import RunLock
 from megaswift.trainers.step_monitor import StepMonitor
 from megaswift.trainers.timers import timed
-from megaswift.trainers.verified_steps import first_intact
+from megaswift.trainers.verify_checkpoint_files import first_intact_step
 
 PARTS = (
     "start-up",
@@ -72,13 +72,13 @@ class Session:
         self.rows: summary.Rows = []
         self.status = "failed before the first step"
         self.lock = RunLock(Path(cfg.train.output_dir))
-        prepared = distributed.run_on_rank0(lambda: outputs.prepare_output_folder(cfg, self.lock))
-        self.build = build.RunBuilder(cfg, spec, folder, context, prepared)
+        prepared = distributed.run_on_rank0(lambda: output_folder.prepare_output_folder(cfg, self.lock))
+        self.build = run_builder.RunBuilder(cfg, spec, folder, context, prepared)
 
     def run(self) -> Path:
         """Everything, in order; a page about it also when it fails."""
         try:
-            lost_rank.listen_for_stacks(self.build.outputs.root)
+            lost_rank.dump_stacks_on_signal(self.build.outputs.root)
             loop = self.prepare()
             self.train(loop)
             if self.cfg.train.export_hf or self.build.adapts:
@@ -109,7 +109,7 @@ class Session:
                     loop,
                     resume,
                     b.model_facts(),
-                    lambda m: build.changed_options(m.get("config", {}), absolute_paths(cfg.to_dict())),
+                    lambda m: run_builder.changed_options(m.get("config", {}), absolute_paths(cfg.to_dict())),
                 )
                 if notice := batch_size_notice(manifest, batch_plan(cfg.train, b.layout.dp)):
                     log.warn(notice)
@@ -127,11 +127,13 @@ class Session:
         wanted = self.cfg.train.resume_from_checkpoint
         if wanted is None:
             return None
-        steps, notes = distributed.run_on_rank0(lambda: checkpoint_store.steps_for(wanted, self.build.outputs.root))
+        steps, notes = distributed.run_on_rank0(
+            lambda: checkpoint_store.resume_step_candidates(wanted, self.build.outputs.root)
+        )
         for note in notes:
             log.info(note)
         with timed(self.seconds, "resume"):
-            step = first_intact(steps)
+            step = first_intact_step(steps)
             if step is not None:
                 distributed.run_on_rank0(partial(refuse_other_model, step, self.spec.hf_config))
         log.info(f"resuming from {step}" if step else "no checkpoint yet: starting from the beginning")
@@ -171,7 +173,7 @@ class Session:
                     else ": there is nothing to save"
                 )
             )
-            raise HardInterrupt(loop.interrupted)
+            raise InterruptedBySignal(loop.interrupted)
 
     @contextmanager
     def memory_advice(self) -> Iterator[None]:
@@ -185,7 +187,7 @@ class Session:
                 raise refusal from None
             if not out_of_memory.is_out_of_memory(error):
                 raise
-            raise out_of_memory.out_of_memory(self.cfg, self.spec.experts, error) from None
+            raise out_of_memory.out_of_memory_error(self.cfg, self.spec.experts, error) from None
 
     def tell_rows(self, source: object) -> None:
         """What was left out of a stream since this start, on the screen and in the report."""
@@ -202,7 +204,7 @@ class Session:
         out = self.build.outputs
         title = f"{self.build.task.title}: {short_name(str(self.cfg.model.model))}"
         try:
-            curves.draw_loss_png(out.metrics, out.evaluation, out.curves, title)
+            loss_png.draw_loss_png(out.metrics, out.evaluation, out.curves, title)
             story = report.RunReport(title, self.status, self.rows, {k: v for k, v in self.seconds.items() if v})
             report.write_report(out.report, self.cfg, story, (out.metrics, out.evaluation, out.completions))
         except REPORT_ERRORS as error:

@@ -57,7 +57,7 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
     state = p.weight_bytes + p.gradient_bytes + p.optimizer_bytes
     host = f"; {bytes_text(p.host_bytes)} of optimizer state in host memory" if p.host_bytes else ""
     batch = facts.dp * facts.accumulation * train.per_device_train_batch_size
-    layout = facts.layout + engine_text(cfg) + ("\n" + facts.picture if facts.picture else "")
+    layout = facts.layout + engine_suffix(cfg) + ("\n" + facts.picture if facts.picture else "")
     return [
         ("model", facts.model),
         *([("reference", facts.reference)] if facts.reference else []),
@@ -87,7 +87,7 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
     ]
 
 
-def engine_text(cfg: SwiftConfig) -> str:
+def engine_suffix(cfg: SwiftConfig) -> str:
     """`, fsdp2 (hybrid_shard)`, nothing for the native engine."""
     how = f" ({' '.join(cfg.engine.fsdp)})" if cfg.engine.fsdp else ""
     return "" if engine_of(cfg) == NATIVE else f", {cfg.engine.engine}{how}"

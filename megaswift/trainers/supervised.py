@@ -1,5 +1,5 @@
 """Builds the loop of tasks that train on a data set: supervised, pretraining, preference and reward-model tasks.
-Reinforcement learning: `rl/build.py`."""
+Reinforcement learning: `rl/rollout_loop_builder.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BuiltLoop:
     """The run summary, asked for once the loop stands at its first step. Collective."""
 
 
-def build_supervised(session: Session) -> BuiltLoop:
+def build_supervised_loop(session: Session) -> BuiltLoop:
     """Data first: a malformed row stops the run before a model is built."""
     cfg, build = session.cfg, session.build
     with timed(session.seconds, "data"):

@@ -20,9 +20,9 @@ from megaswift.losses.policy_types import PolicySettings as Formulas
 from megaswift.losses.reward import RewardLoss
 from megaswift.losses.sft import CrossEntropy
 from megaswift.registry import Registry
-from megaswift.trainers.rl.build import build_rollouts
+from megaswift.trainers.rl.rollout_loop_builder import build_rollout_loop
 from megaswift.trainers.rl.settings import correction_of
-from megaswift.trainers.supervised import BuiltLoop, build_supervised
+from megaswift.trainers.supervised import BuiltLoop, build_supervised_loop
 
 if TYPE_CHECKING:
     from megaswift.trainers.session import Session
@@ -43,7 +43,7 @@ class Task:
     """The model ends in one number a conversation."""
     prompt_labels: bool = False
     """Prompts carry labels too."""
-    build: Callable[[Session], BuiltLoop] = build_supervised
+    build: Callable[[Session], BuiltLoop] = build_supervised_loop
     """Makes the loop of a run of this task, with its data, model and hooks."""
 
 
@@ -117,7 +117,7 @@ for _task in (
         "pairs",
         scored=True,
     ),
-    Task("grpo", "group relative policy optimization", _policy, "completions", "completions", build=build_rollouts),
-    Task("ppo", "proximal policy optimization", _policy, "completions", "completions", build=build_rollouts),
+    Task("grpo", "group relative policy optimization", _policy, "completions", "completions", build=build_rollout_loop),
+    Task("ppo", "proximal policy optimization", _policy, "completions", "completions", build=build_rollout_loop),
 ):
     TASKS.register(_task.name, _task)

@@ -13,7 +13,7 @@ from megaswift.bridge.hf_writer import HfFile, plan_file, plan_files, shard_inde
 from megaswift.bridge.peft_folder import CONFIG, TENSORS, adapter_config
 from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.families import family_of, read_config
-from megaswift.families.projections import projections
+from megaswift.families.adapter_projections import projections
 from tests.parity.models import BASE
 
 

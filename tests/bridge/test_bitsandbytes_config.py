@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, disable_cpu_repacking
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch.model import build_model
-from megaswift.engine.torch.quantized import dequantized_weight, loading_arguments
-from megaswift.families.unlisted import spec_of_any_model
+from megaswift.engine.torch.quantized_weights import dequantized_weight, loading_arguments
+from megaswift.families.unlisted_model_spec import spec_of_any_model
 from tests.four_bits import cpu_with
 from tests.trainers.inputs import write_model
 

@@ -1,7 +1,7 @@
 """Weights that are not finite are refused, and named, by either engine.
 
 Covers: megaswift/bridge/hf_to_megatron.py, megaswift/bridge/megatron_to_hf.py,
-megaswift/families/decoder_layer_classes.py, megaswift/families/served_quantization.py.
+megaswift/families/decoder_layer_classes.py, megaswift/families/torch_quantization_checks.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megaswift.bridge.megatron_to_hf import megatron_to_hf
 from megaswift.bridge.merge import merge_folders
 from megaswift.config.inference import PlacementOptions, WeightsOptions
 from megaswift.errors import WeightsError
-from megaswift.inference.load import load_model, prepare_model_load
+from megaswift.inference.load_generation_model import load_model, prepare_model_load
 from tests.inference.models import adapters
 from tests.trainers.inputs import write_inputs, write_model
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megaswift.bridge.torch_dist_index import read_torch_dist_metadata
 from megaswift.errors import Problem, UserError, WeightsError
-from megaswift.families.model_source import missing_files
+from megaswift.families.model_source import missing_model_file_problems
 from tests import fuzz_checkpoints as fuzz
 
 COUNT = 120
@@ -98,7 +98,7 @@ def test_dangerous_tables_are_refused(data: bytes, said: str, tmp_path: Path) ->
 def test_an_index_of_another_form_is_refused_by_check_and_reader(text: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    (problem,) = missing_files(tmp_path, random_init=False)
+    (problem,) = missing_model_file_problems(tmp_path, random_init=False)
     assert "is not an index of shards" in problem.rule
     with pytest.raises(WeightsError, match=r"index\.json"):
         fuzz.HfSource(tmp_path)

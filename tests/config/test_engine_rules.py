@@ -24,7 +24,7 @@ from megaswift.config.engine_rules import (
 from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES, ModelSpec, family_of
-from megaswift.families.unlisted import unlisted_spec
+from megaswift.families.unlisted_model_spec import spec_from_size_fields
 from megaswift.trainers.engine_choice import MachineFacts, choose_engine, parameter_count, resolve_engine
 from tests.config.refusals import problems
 from tests.config.test_sections import NEEDS, other_value
@@ -132,7 +132,7 @@ SIZES = {  # layers, width, MLP; the published sizes of Qwen3 0.6 B, 4 B and 8 B
 def dense(name: str) -> ModelSpec:
     """A model of no family of about so many billions of parameters."""
     layers, width, inner = SIZES[name]
-    spec = unlisted_spec(
+    spec = spec_from_size_fields(
         {
             "model_type": "new",
             "vocab_size": 128_000,

@@ -18,7 +18,7 @@ from megaswift.commands import ELSEWHERE, unknown_command
 from megaswift.config import load_config
 from megaswift.config.foreign_options import NAMES_ELSEWHERE, PATTERNS, VALUES_ELSEWHERE, option_advice
 from megaswift.config.sections import NAMES, OPTIONS
-from megaswift.errors import ConfigError, edit_distance, nearest_name, path_hint
+from megaswift.errors import ConfigError, did_you_mean_hint, edit_distance, missing_path_hint
 from megaswift.redaction import is_secret
 
 SWIFT_NAMES = Path(__file__).with_name("swift_names.json")
@@ -63,15 +63,15 @@ def test_distance_by_hand(a: str, b: str, far: int) -> None:
     ],
 )
 def test_the_rule_of_typos(typed: str, known: list[str], found: str) -> None:
-    assert nearest_name(typed, known) == (f"did you mean {found}?" if found else "")
+    assert did_you_mean_hint(typed, known) == (f"did you mean {found}?" if found else "")
 
 
 def test_a_neighbour_of_a_file(tmp_path: Path) -> None:
     for name in ("bom.jsonl", "messages.jsonl", "notes.txt"):
         (tmp_path / name).touch()
-    assert path_hint(tmp_path / "mesages.jsonl") == "did you mean messages.jsonl?"
+    assert missing_path_hint(tmp_path / "mesages.jsonl") == "did you mean messages.jsonl?"
     (tmp_path / "messages.jsonl").unlink()
-    assert path_hint(tmp_path / "mesages.jsonl") == f"look in {tmp_path}"
+    assert missing_path_hint(tmp_path / "mesages.jsonl") == f"look in {tmp_path}"
 
 
 ANSWERS = [
@@ -197,7 +197,7 @@ def test_no_guess_misleads_among_ms_swift_s_names() -> None:
     names = json.loads(SWIFT_NAMES.read_text())
     unknown = [name for name in dict.fromkeys(names) if name not in NAMES]
     assert len(unknown) > 350
-    guessed = {name: nearest_name(name, NAMES) for name in unknown if not option_advice(name, "1", NAMES)}
+    guessed = {name: did_you_mean_hint(name, NAMES) for name in unknown if not option_advice(name, "1", NAMES)}
     assert {name: text for name, text in guessed.items() if text} == {}
     answered = [name for name in unknown if option_advice(name, "1", NAMES)]
     assert len(answered) > 200

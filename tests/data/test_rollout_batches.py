@@ -17,7 +17,7 @@ from megaswift.data.rollout_batches import (
     gather_values,
     scatter_values,
 )
-from megaswift.losses.segments import document_index
+from megaswift.losses.document_segments import document_index
 
 
 def completed(number: int, prompt: int, own: str, silent: bool = False) -> RolloutTokens:

@@ -11,7 +11,7 @@ import pytest
 
 from megaswift.data import show_samples
 from megaswift.errors import DataError, UserError
-from megaswift.families.model_source import reader_for
+from megaswift.families.model_source import tokenizer_or_processor_for
 from tests.data.makers import chat, config, jsonl, tokenizer
 
 
@@ -51,13 +51,13 @@ def rows(path: Path, count: int = 8) -> str:
 
 
 def shown(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> str:
-    assert show_samples.main([*words, "--dataset_cache_dir", str(tmp_path / "cache")], reader_for) == 0
+    assert show_samples.main([*words, "--dataset_cache_dir", str(tmp_path / "cache")], tokenizer_or_processor_for) == 0
     return capsys.readouterr().out
 
 
 def refused(*words: str) -> str:
     with pytest.raises(UserError) as error:
-        show_samples.main(words, reader_for)
+        show_samples.main(words, tokenizer_or_processor_for)
     return str(error.value)
 
 
@@ -149,7 +149,7 @@ def test_options_that_would_do_nothing_are_refused(tmp_path: Path) -> None:
 
 
 def test_help_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert show_samples.main(["--help"], reader_for) == 0
+    assert show_samples.main(["--help"], tokenizer_or_processor_for) == 0
     assert "data show DATASET" in capsys.readouterr().out
     data, model = rows(tmp_path / "d.jsonl"), folder(tmp_path / "m")
     assert "--model DIR" in refused(data)

@@ -11,7 +11,7 @@ import pytest
 
 from megaswift.config import load_config
 from megaswift.errors import WeightsError
-from megaswift.families.family import number_problems
+from megaswift.families.family import rope_and_epsilon_problems
 from megaswift.trainers.model_spec import model_spec_for_task
 from tests.trainers.inputs import write_model
 
@@ -32,12 +32,14 @@ from tests.trainers.inputs import write_model
     ],
 )
 def test_a_number_that_cannot_be(raw: dict[str, Any], what: str) -> None:
-    (problem,) = number_problems(raw)
+    (problem,) = rope_and_epsilon_problems(raw)
     assert problem.what == f"config.json, {what}" and "above 0" in problem.rule
 
 
 def test_ordinary_ones_and_those_left_out() -> None:
-    assert not list(number_problems({"rms_norm_eps": 1e-6, "rope_theta": None, "rope_scaling": None, "eps": -1}))
+    assert not list(
+        rope_and_epsilon_problems({"rms_norm_eps": 1e-6, "rope_theta": None, "rope_scaling": None, "eps": -1})
+    )
 
 
 @pytest.mark.parametrize("engine", ["megatron", "ddp"])

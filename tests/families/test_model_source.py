@@ -16,7 +16,7 @@ import pytest
 from megaswift.config import SwiftConfig
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import UserError
-from megaswift.families.model_source import locate_model, missing_files, short_name, training_tokenizer
+from megaswift.families.model_source import locate_model, missing_model_file_problems, short_name, training_tokenizer
 from megaswift.trainers import checkpoint_store
 from tests.trainers.inputs import TEMPLATE, write_model
 
@@ -117,9 +117,9 @@ def test_a_run_of_adapters_is_no_model(engine: str, tmp_path: Path) -> None:
     step = store.finish(4, checkpoint_store.hash_share(saving, 0, 1), {})
     for name in (tmp_path / "OUT", step):
         folder = locate_model(WeightsOptions(model=str(name)))
-        (problem,) = missing_files(folder, random_init=False)
+        (problem,) = missing_model_file_problems(folder, random_init=False)
         assert problem.rule == "contains the adapters of a LoRA run, not a model"
         assert problem.fix == f"--model models/base --adapters {step / 'adapter'}"
-    assert missing_files(folder, random_init=True) == []
+    assert missing_model_file_problems(folder, random_init=True) == []
     with pytest.raises(UserError, match="contains the adapters of a LoRA run"):
         locate_model(WeightsOptions(model=str(step / "adapter")))

@@ -1,6 +1,6 @@
 """Rules against layouts written out by hand, and the two properties that all rules share.
 
-Covers: megaswift/families/blocks.py, megaswift/families/rules_stacked.py.
+Covers: megaswift/families/weight_table_blocks.py, megaswift/families/stacked_expert_weight_rules.py.
 """
 
 from __future__ import annotations

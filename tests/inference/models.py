@@ -10,7 +10,7 @@ import torch
 
 from megaswift.config.inference import PlacementOptions, WeightsOptions
 from megaswift.inference.generator import Generator
-from megaswift.inference.load import PreparedModel, load_model, prepare_model_load
+from megaswift.inference.load_generation_model import PreparedModel, load_model, prepare_model_load
 from tests.trainers.inputs import write_model
 
 PROMPTS = ("ab", "1+2?", "what is 3+4? say it", "x", "0123456789 abc", "z+z")

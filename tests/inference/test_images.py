@@ -28,7 +28,7 @@ from megaswift.errors import DataError
 from megaswift.infer import main
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputs
 from megaswift.inference.generator import GenerationParams, Generator
-from megaswift.inference.load import PreparedModel
+from megaswift.inference.load_generation_model import PreparedModel
 from megaswift.serve.app import ServerState, build_app
 from megaswift.serve.request_queue import RequestQueue
 from megaswift.serve.terminal import Terminal

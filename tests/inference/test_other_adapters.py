@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from megaswift.cli import main
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import UserError
-from megaswift.families import served_quantization
-from megaswift.inference.load import prepare_model_load
+from megaswift.families import torch_quantization_checks
+from megaswift.inference.load_generation_model import prepare_model_load
 from tests.bridge.folders import set_config
 from tests.inference.models import folder, opened
 from tests.inference.test_load import answers, expected
@@ -76,9 +76,9 @@ def test_answers_are_pefts_own(name: str, model: Path, tmp_path: Path) -> None:
 
 
 def test_a_package_that_quantized_weights_need_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = served_quantization.importlib.util.find_spec
+    real = torch_quantization_checks.importlib.util.find_spec
     monkeypatch.setattr(
-        served_quantization.importlib.util,
+        torch_quantization_checks.importlib.util,
         "find_spec",
         lambda name: None if name in ("gptqmodel", "optimum") else real(name),
     )

@@ -21,7 +21,7 @@ from megaswift.config.launch_env import RESTARTS
 from megaswift.launchers import local
 from megaswift.launchers.local import (
     launched_processes,
-    start_torchrun_here,
+    run_torchrun_with_restarts,
     starts_processes,
     torchrun_command,
     torchrun_environment,
@@ -36,7 +36,10 @@ def words(argv: str, **environ: str) -> list[str]:
     launch = load_config("sft", argv.split(), environ=environ).launch
     assert starts_processes(launch)
     made = torchrun_command(launch, SCRIPT, ["run.yaml"])
-    assert made[:3] == [sys.executable, "-m", "megaswift.launchers.agent"] and made[-2:] == [str(SCRIPT), "run.yaml"]
+    assert made[:3] == [sys.executable, "-m", "megaswift.launchers.torchrun_agent"] and made[-2:] == [
+        str(SCRIPT),
+        "run.yaml",
+    ]
     return made[3:-2]
 
 
@@ -109,11 +112,11 @@ def test_every_way_to_name_an_engine_starts_the_processes(
 ) -> None:
     """The number of processes comes from the environment, and the engine is settled in between."""
     seen: list[str] = []
-    monkeypatch.setattr(local, "start_torchrun_here", lambda made, *_: seen.extend(made) or 0)
+    monkeypatch.setattr(local, "run_torchrun_with_restarts", lambda made, *_: seen.extend(made) or 0)
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     inputs = write_inputs(tmp_path)
     assert entry.main("sft", [*inputs, *engine.split(), "--output_dir", str(tmp_path / "out")]) == 0
-    assert seen[1:5] == ["-m", "megaswift.launchers.agent", "--nproc-per-node", "2"]
+    assert seen[1:5] == ["-m", "megaswift.launchers.torchrun_agent", "--nproc-per-node", "2"]
 
 
 @pytest.mark.process
@@ -124,7 +127,7 @@ def test_a_launcher_that_was_stopped_ends_as_a_shell_says(number: int) -> None:
     ends = f"import signal, sys, time; signal.signal({int(number)}, lambda *_: sys.exit(1)); time.sleep(2); sys.exit(1)"
     threading.Thread(target=lambda: (time.sleep(1), os.kill(os.getpid(), number))).start()
     try:
-        assert start_torchrun_here([sys.executable, "-c", ends], os.environ) == 128 + number
+        assert run_torchrun_with_restarts([sys.executable, "-c", ends], os.environ) == 128 + number
     finally:
         signal.signal(number, before)
 
@@ -132,18 +135,23 @@ def test_a_launcher_that_was_stopped_ends_as_a_shell_says(number: int) -> None:
 @pytest.mark.process
 def test_exit_codes_and_signals_pass_through() -> None:
     run = [sys.executable, "-c"]
-    assert start_torchrun_here([*run, "raise SystemExit(7)"], os.environ) == 7
-    assert start_torchrun_here([*run, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], os.environ) == 128 + 9
+    assert run_torchrun_with_restarts([*run, "raise SystemExit(7)"], os.environ) == 7
+    assert (
+        run_torchrun_with_restarts([*run, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], os.environ)
+        == 128 + 9
+    )
     threading.Thread(target=lambda: (time.sleep(1), os.kill(os.getpid(), signal.SIGTERM))).start()
     before = time.monotonic()
-    assert start_torchrun_here([*run, "import time; time.sleep(30)"], os.environ) == 128 + 15
+    assert run_torchrun_with_restarts([*run, "import time; time.sleep(30)"], os.environ) == 128 + 15
     assert time.monotonic() - before < 10
 
 
 def attempts(script: str, folder: Path, restarts: int) -> tuple[int, int]:
     """The exit code, and how often the script was started; it writes a line into its folder each time."""
     count = f"open({str(folder / 'count')!r}, 'a').write('x'); "
-    code = start_torchrun_here([sys.executable, "-c", "import os, signal; " + count + script], os.environ, restarts)
+    code = run_torchrun_with_restarts(
+        [sys.executable, "-c", "import os, signal; " + count + script], os.environ, restarts
+    )
     return code, len((folder / "count").read_text())
 
 
@@ -189,8 +197,8 @@ def test_children_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
         "end_with_parent(os.environ); print(os.getpid(), flush=True); time.sleep(20)"
     )
     launch = (
-        "import os, sys; from megaswift.launchers.local import start_torchrun_here; "
-        f"start_torchrun_here([sys.executable, '-c', {child!r}], os.environ)"
+        "import os, sys; from megaswift.launchers.local import run_torchrun_with_restarts; "
+        f"run_torchrun_with_restarts([sys.executable, '-c', {child!r}], os.environ)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", launch], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
@@ -209,7 +217,7 @@ def test_a_port_in_use_is_refused_with_another() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         alone = load_config("sft", ["--nproc_per_node", "2", "--master_port", str(port)], environ={}).launch
-        (problem,) = local.port_in_use(alone)
+        (problem,) = local.port_in_use_problems(alone)
         assert f"--master_port {port}" in problem.what and "leave it out" in problem.fix
         head, other = (
             load_config(
@@ -217,9 +225,9 @@ def test_a_port_in_use_is_refused_with_another() -> None:
             ).launch
             for n in (0, 1)
         )
-        (problem,) = local.port_in_use(head)
-        assert "on every machine" in problem.fix and local.port_in_use(other) == []
-    assert local.port_in_use(alone) == []
+        (problem,) = local.port_in_use_problems(head)
+        assert "on every machine" in problem.fix and local.port_in_use_problems(other) == []
+    assert local.port_in_use_problems(alone) == []
 
 
 def test_workers_are_told_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +265,7 @@ def test_sigusr1_reaches_the_workers_as_sigterm(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     threading.Thread(target=lambda: (time.sleep(1), os.kill(os.getpid(), signal.SIGUSR1))).start()
     try:
-        start_torchrun_here([sys.executable, "-c", script], os.environ)
+        run_torchrun_with_restarts([sys.executable, "-c", script], os.environ)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert told.read_text() == "saved"
@@ -273,4 +281,4 @@ def test_a_child_whose_launcher_has_ended_already_ends_too() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
     told = "import os; raise SystemExit(os.environ.get('MEGASWIFT_PARENT') != str(os.getppid()))"
-    assert start_torchrun_here([sys.executable, "-c", told], os.environ) == 0
+    assert run_torchrun_with_restarts([sys.executable, "-c", told], os.environ) == 0

@@ -19,7 +19,7 @@ import pytest
 from megaswift import entry
 from megaswift.config import load_config
 from megaswift.launchers.ray_exchange import Exchange, ExchangeEvents
-from megaswift.launchers.ray_train import _Run, missing_ray
+from megaswift.launchers.ray_train import _Run, missing_ray_problems
 from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.metrics import read_lines
 from tests.launchers.test_other_launchers import SCRIPT, SFT, environment, file, start  # noqa: F401 (a fixture)
@@ -146,15 +146,15 @@ def test_a_cluster_that_is_too_small_or_absent(file: str, tmp_path: Path, ray_fo
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = load_config("sft", [*RAY, "--num_workers", "2"], environ={}).launch
     monkeypatch.setattr(util, "find_spec", lambda name: None)
-    (problem,) = missing_ray(launch)
+    (problem,) = missing_ray_problems(launch)
     assert "not installed" in problem.rule and "run pip install 'ray[train]'" in problem.fix
-    assert not missing_ray(load_config("sft", [], environ={}).launch)
+    assert not missing_ray_problems(load_config("sft", [], environ={}).launch)
     monkeypatch.setattr(util, "find_spec", lambda name: object())
     monkeypatch.setattr(metadata, "version", lambda name: "2.44.1")
-    (problem,) = missing_ray(launch)
+    (problem,) = missing_ray_problems(launch)
     assert "needs ray 2.51 or later; 2.44.1 is installed" in problem.rule
     monkeypatch.setattr(metadata, "version", lambda name: "2.51.0")
-    assert not missing_ray(launch)
+    assert not missing_ray_problems(launch)
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,11 @@ def test_without_use_torchrun_it_is_the_command(monkeypatch: pytest.MonkeyPatch)
 def test_with_use_torchrun_one_process_is_torchrun_s_too(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(
-        local, "start_torchrun_here", lambda command, environ, restarts: seen.append((command, environ)) or 1
+        local, "run_torchrun_with_restarts", lambda command, environ, restarts: seen.append((command, environ)) or 1
     )
     assert run_distributed.main(["--use_torchrun", "--config", "run.yaml", "--algorithm", "sft", "--lr", "1e-5"]) == 1
     ((command, environ),) = seen
-    assert command[:5] == [sys.executable, "-m", "megaswift.launchers.agent", "--nproc-per-node", "1"]
+    assert command[:5] == [sys.executable, "-m", "megaswift.launchers.torchrun_agent", "--nproc-per-node", "1"]
     assert command[-4:] == [str(Path(entry.__file__).with_name("sft.py")), "run.yaml", "--lr", "1e-5"]
     assert "MEGASWIFT_CHECKED" not in environ and environ["PATH"] == os.environ["PATH"]
 
@@ -85,7 +85,7 @@ def test_with_use_torchrun_one_process_is_torchrun_s_too(monkeypatch: pytest.Mon
 def test_every_task_has_what_launchers_start(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun takes the file, Ray's workers the module of that name."""
     seen = []
-    monkeypatch.setattr(local, "start_torchrun_here", lambda command, *_: seen.append(command) or 0)
+    monkeypatch.setattr(local, "run_torchrun_with_restarts", lambda command, *_: seen.append(command) or 0)
     words = [
         "--use_torchrun",
         "--nproc_per_node",

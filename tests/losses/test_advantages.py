@@ -19,15 +19,15 @@ from megaswift.losses.advantages import (
     group_advantages,
     groups_without_spread,
     kl_estimate,
+    kl_penalized_token_rewards,
     masked_moments,
     next_kl_coefficient,
     reinforce_plus_plus,
-    rloo,
-    token_rewards,
+    rloo_advantages,
     weighted_sum,
     whiten,
 )
-from megaswift.losses.segments import document_index
+from megaswift.losses.document_segments import document_index
 from tests.losses import trainers
 from tests.losses.rollouts import DOCS, label_fields, models, rollouts
 
@@ -89,7 +89,7 @@ def test_rloo_is_trl_s(reinforce: Any, case: str, beta: float, normalize: bool) 
     expected = scored(reinforce, r, normalize_advantages=normalize, beta=beta, reward_clip_range=None)["advantages"]
     policy, reference = (label_fields(m, DOCS)["log_probs"] for m in models())
     kl = torch.stack([kl_estimate(p, q, "k1").sum() for p, q in zip(policy, reference, strict=True)])
-    ours = rloo(weighted_sum(r, WEIGHTS[: r.shape[1]]) - beta * kl, GROUP, normalize)
+    ours = rloo_advantages(weighted_sum(r, WEIGHTS[: r.shape[1]]) - beta * kl, GROUP, normalize)
     assert_equal(ours, expected)
 
 
@@ -112,7 +112,7 @@ def test_groups_without_spread() -> None:
 def test_a_group_of_one_teaches_nothing() -> None:
     for found in (
         group_advantages(torch.tensor([3.0, 4.0]), 1),
-        rloo(torch.tensor([3.0, 4.0]), 1),
+        rloo_advantages(torch.tensor([3.0, 4.0]), 1),
         group_advantages(torch.tensor([N, N, 1.0, 2.0]), 2, "none")[:2],
     ):
         assert found.tolist() == [0, 0]
@@ -231,7 +231,7 @@ def test_the_score_is_the_reward_of_the_last_token(packed: bool) -> None:
     b = data.batch(packed)
     mask = b.loss_weights != 0
     scores = torch.arange(1.0, 9)
-    found = token_rewards(scores, b.fields["old"], mask, document_index(b))
+    found = kl_penalized_token_rewards(scores, b.fields["old"], mask, document_index(b))
     expected = []
     for i, (kl, m) in enumerate(zip(data.known["old"], data.learnt, strict=True)):
         mine = (-kl)[m]

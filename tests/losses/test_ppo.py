@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.losses.advantages import gae, kl_estimate, masked_moments, token_rewards, whiten
+from megaswift.losses.advantages import gae, kl_estimate, kl_penalized_token_rewards, masked_moments, whiten
 from megaswift.losses.contract import Batch, ModelOutputs
+from megaswift.losses.document_segments import document_index
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_types import PolicySettings
-from megaswift.losses.segments import document_index
 from megaswift.losses.value import ValueLoss
 from tests.losses import bigram
 from tests.losses.bigram import Bigram
@@ -105,7 +105,9 @@ def prepared(data: Rollouts, reference: Bigram, values: Tensor, layout: int) -> 
         mask, documents = b.loss_weights != 0, document_index(b)
         scores = torch.zeros(int(documents.max()) + 1, dtype=torch.float64)
         scores[documents[mask]] = b.fields["score"][mask]
-        rewards = token_rewards(scores, KL * kl_estimate(b.fields["old"], b.fields["reference"], "k1"), mask, documents)
+        rewards = kl_penalized_token_rewards(
+            scores, KL * kl_estimate(b.fields["old"], b.fields["reference"], "k1"), mask, documents
+        )
         advantages, returns = gae(rewards, b.fields["values"], mask, GAMMA, LAM, documents)
         made.append(replace(b, fields={**b.fields, "advantages": advantages, "returns": returns}))
     total = torch.stack([masked_moments(b.fields["advantages"], b.loss_weights != 0) for b in made]).sum(0)

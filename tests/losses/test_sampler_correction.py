@@ -12,7 +12,7 @@ import torch
 
 from megaswift.config import load_config
 from megaswift.config.rl import MODES
-from megaswift.losses.sampler_correction import SamplerCorrection, gap_metrics, ratio_metrics
+from megaswift.losses.sampler_correction import SamplerCorrection, correction_weight_metrics, logprob_gap_metrics
 from tests.losses import trainers
 from tests.losses.bigram import reduced
 from tests.losses.rollouts import Rollouts, label_fields, models, right, rollouts
@@ -71,7 +71,12 @@ def test_weights_and_metrics_are_trl_s(
             replace(b, fields={**b.fields, "ratio": torch.where(b.loss_weights != 0, b.fields["ratio"], 1.0)})
             for b in microbatches
         ]
-        metrics = reduced([{**gap_metrics(b.fields["old"], b), **ratio_metrics(b, correction.level)} for b in found])
+        metrics = reduced(
+            [
+                {**logprob_gap_metrics(b.fields["old"], b), **correction_weight_metrics(b, correction.level)}
+                for b in found
+            ]
+        )
         assert noted.keys() <= metrics.keys()
         for name, value in noted.items():
             assert metrics[name] == pytest.approx(value, rel=2e-6), name
@@ -93,7 +98,7 @@ def test_mult_prob_error_by_hand() -> None:
     off = torch.tensor([2.0, 0.25, 1.0, 7.0, 9.0], dtype=torch.float64).log()
     learnt = [torch.tensor([True, True, True, False, False])]
     b = Rollouts(d.docs, {"old": d.known["old"], "sampled": [d.known["old"][0] - off]}, learnt).batch(True)
-    metrics = reduced([dict(gap_metrics(b.fields["old"], b))])
+    metrics = reduced([dict(logprob_gap_metrics(b.fields["old"], b))])
     assert metrics["sampling/token_mult_prob_error"] == pytest.approx(7 / 3)
     assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(math.log(4))
     assert metrics["sampling/sampling_logp_difference/mean"] == pytest.approx(math.log(8) / 3)
@@ -107,7 +112,7 @@ def test_a_sampler_that_agrees_is_not_corrected() -> None:
             torch.zeros(2, 3), torch.ones(2, 3).bool()
         )
         assert torch.equal(ones, torch.ones(2, 3))
-    assert reduced([dict(gap_metrics(b.fields["old"].float(), b))]) == {
+    assert reduced([dict(logprob_gap_metrics(b.fields["old"].float(), b))]) == {
         "sampling/sampling_logp_difference/mean": 0,
         "sampling/sampling_logp_difference/max": 0,
         "sampling/token_mult_prob_error": 1,

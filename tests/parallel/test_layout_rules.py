@@ -12,8 +12,8 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.errors import LayoutError
-from megaswift.parallel.layout_checks import check_layout, describe_layout, layout_for, nearest_layout
-from megaswift.parallel.layout_rules import LayoutRequest, broken_rules
+from megaswift.parallel.layout_checks import describe_layout, layout_for, layout_problems, nearest_layout
+from megaswift.parallel.layout_rules import LayoutRequest, broken_rule_problems
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.parallel.pipeline_split import PipelineSplit
 
@@ -48,7 +48,7 @@ def test_heads_are_refused_where_megatron_refuses(megatron):
         except ValueError:
             fine = False
         shape = replace(DENSE, heads=heads, kv_heads=kv, ffn=tp * 16)
-        assert (not list(broken_rules(shape, LayoutRequest(tp, tp=tp)))) == fine, (heads, kv, tp)
+        assert (not list(broken_rule_problems(shape, LayoutRequest(tp, tp=tp)))) == fine, (heads, kv, tp)
         verdicts[fine] += 1
     assert min(verdicts.values()) > 10
 
@@ -63,15 +63,17 @@ def test_expert_and_sequence_parallel_rules_are_megatrons(megatron):
             return False
         return True
 
-    assert not theirs(sequence_parallel=True) and list(broken_rules(DENSE, LayoutRequest(1, sequence_parallel=True)))
-    assert not theirs(expert_model_parallel_size=2) and list(broken_rules(DENSE, LayoutRequest(2, ep=2)))
+    assert not theirs(sequence_parallel=True) and list(
+        broken_rule_problems(DENSE, LayoutRequest(1, sequence_parallel=True))
+    )
+    assert not theirs(expert_model_parallel_size=2) and list(broken_rule_problems(DENSE, LayoutRequest(2, ep=2)))
     assert theirs(expert_model_parallel_size=2, num_moe_experts=4) and not list(
-        broken_rules(MOE, LayoutRequest(2, ep=2))
+        broken_rule_problems(MOE, LayoutRequest(2, ep=2))
     )
     with pytest.raises(AssertionError, match="ETP==1"):
         theirs(expert_tensor_parallel_size=2, num_moe_experts=4, add_bias_linear=True)
-    assert list(broken_rules(replace(MOE, expert_bias=True), LayoutRequest(2, etp=2))) and not list(
-        broken_rules(MOE, LayoutRequest(2, etp=2))
+    assert list(broken_rule_problems(replace(MOE, expert_bias=True), LayoutRequest(2, etp=2))) and not list(
+        broken_rule_problems(MOE, LayoutRequest(2, etp=2))
     )
 
 
@@ -168,7 +170,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("shape", "asked", "says"), REFUSED)
 def test_refusals_name_flag_numbers_and_a_way_out(shape, asked, says):
-    problems = check_layout(shape, LayoutRequest(**asked))
+    problems = layout_problems(shape, LayoutRequest(**asked))
     text = str(LayoutError(problems))
     for part in says:
         assert part in text
@@ -176,7 +178,7 @@ def test_refusals_name_flag_numbers_and_a_way_out(shape, asked, says):
 
 
 def test_all_mistakes_at_once():
-    problems = check_layout(MOE, LayoutRequest(8, tp=3, pp=5, ep=6, cp=2, max_length=1023, dp=3))
+    problems = layout_problems(MOE, LayoutRequest(8, tp=3, pp=5, ep=6, cp=2, max_length=1023, dp=3))
     text = "\n".join(map(str, problems))
     for part in (
         "--tp 3 --cp 2 --pp 5: requires a multiple of 3 x 2 x 5 = 30 processes",
@@ -216,7 +218,7 @@ def test_layout_for():
 
 
 def test_more_tensor_parallel_ranks_than_kv_heads_is_megatrons_to_split():
-    assert check_layout(DENSE, LayoutRequest(8, tp=8)) == []
+    assert layout_problems(DENSE, LayoutRequest(8, tp=8)) == []
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_more_tensor_parallel_ranks_than_kv_heads_is_megatrons_to_split():
 )
 def test_the_nearest_layout_works_and_none_is_nearer(asked):
     near = nearest_layout(MOE, asked)
-    assert list(broken_rules(MOE, near)) == []
+    assert list(broken_rule_problems(MOE, near)) == []
 
     def changes(other):
         names = ("tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel")
@@ -253,7 +255,7 @@ def _legal(asked, others):
         if asked.world_size % (tp * pp * cp) or asked.world_size % (ep * etp * pp):
             continue
         other = replace(asked, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, sequence_parallel=sp)
-        if next(broken_rules(MOE, other), None) is None:
+        if next(broken_rule_problems(MOE, other), None) is None:
             yield other
 
 
@@ -274,7 +276,7 @@ def test_nearest_layouts_by_hand():
 def test_a_large_world_is_searched_quickly():
     asked = LayoutRequest(720, tp=7, pp=11, ep=13, etp=17, cp=19, max_length=4096)
     shape = replace(MOE, num_layers=48, heads=32, ffn=12288, experts=128, expert_ffn=768, moe_layers=(True,) * 48)
-    assert list(broken_rules(shape, nearest_layout(shape, asked))) == []
+    assert list(broken_rule_problems(shape, nearest_layout(shape, asked))) == []
 
 
 def test_shape_of_a_spec():

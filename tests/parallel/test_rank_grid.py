@@ -5,11 +5,11 @@ import textwrap
 
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit
-from megaswift.parallel.rank_grid import rank_grid
+from megaswift.parallel.rank_grid import rank_grid_text
 
 
 def grid(layers, layout):
-    return rank_grid(layout, layers)
+    return rank_grid_text(layout, layers)
 
 
 def text(block):
@@ -69,4 +69,4 @@ def test_the_grid_shows_the_ranks_of_the_layout():
 
 
 def test_uneven_stages():
-    assert "embed+0-2   3+head" in rank_grid(Layout(2, pp=2), 4, PipelineSplit(first=3))
+    assert "embed+0-2   3+head" in rank_grid_text(Layout(2, pp=2), 4, PipelineSplit(first=3))

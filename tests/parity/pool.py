@@ -40,7 +40,7 @@ PRELOAD = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.tokenization_auto",
     "megaswift.trainers.session",
-    "megaswift.trainers.curves",
+    "megaswift.trainers.loss_png",
     "matplotlib.pyplot",
     "tensorboard",
     "pyarrow",

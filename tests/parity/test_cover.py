@@ -9,7 +9,7 @@ from itertools import combinations, product
 import pytest
 
 from megaswift.families import family_of
-from megaswift.parallel.layout_rules import LayoutRequest, broken_rules
+from megaswift.parallel.layout_rules import LayoutRequest, broken_rule_problems
 from megaswift.parallel.model_shape import ModelShape
 from tests.parity import cover
 from tests.parity.cases import Case, parse
@@ -71,5 +71,5 @@ def test_the_checks_agree_with_the_rule_by_hand(model: str) -> None:
         asked = LayoutRequest(
             case.world, case.tp, case.pp, case.vpp, case.cp, case.ep, case.etp, sequence_parallel=case.sp, max_length=64
         )
-        problems = list(broken_rules(shape, asked))
+        problems = list(broken_rule_problems(shape, asked))
         assert (not problems) == cover.legal(case), f"{case}: {[str(p) for p in problems]}"

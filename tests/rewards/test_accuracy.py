@@ -16,7 +16,7 @@ from megaswift.errors import ConfigError, RewardError
 from megaswift.rewards import accuracy
 from megaswift.rewards.accuracy import CorrectnessCache
 from megaswift.rewards.contract import RewardInput, RewardOptions
-from megaswift.rewards.load import reward_functions
+from megaswift.rewards.load_reward_functions import load_reward_functions
 from megaswift.rewards.sandbox import JobLimits, Sandbox
 from tests.rewards.samples import judged, said
 
@@ -130,4 +130,4 @@ def test_what_the_parser_cannot_finish_gets_0() -> None:
 def test_a_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="requires the package math-verify"):
-        reward_functions(["accuracy"], OPTIONS)
+        load_reward_functions(["accuracy"], OPTIONS)

@@ -1,6 +1,6 @@
 """Calling reward functions: what they get, what they may return, several at once.
 
-Covers: megaswift/rewards/validation.py.
+Covers: megaswift/rewards/reward_value_validation.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megaswift.errors import RewardError
-from megaswift.rewards.contract import RewardInput, Rewards, missing_columns, score_rewards
+from megaswift.rewards.contract import RewardInput, Rewards, missing_reward_column_problems, score_rewards
 from megaswift.rewards.functions import PerCompletionReward
 from megaswift.rewards.user_function import AsyncUserFunction, UserFunction
 from tests.rewards.samples import judged, said
@@ -210,11 +210,11 @@ def test_no_samples_call_nobody() -> None:
 
 def test_a_missing_column_is_told_before_the_run() -> None:
     needy = PerCompletionReward("accuracy", lambda s: 0.0, frozenset({"solution"}))
-    (problem,) = missing_columns([needy, returning([])], frozenset({"answer"}))
+    (problem,) = missing_reward_column_problems([needy, returning([])], frozenset({"answer"}))
     assert str(problem) == (
         "--reward_funcs accuracy: requires the column solution; the data has answer\n    try: --columns answer=solution"
     )
-    assert missing_columns([needy], frozenset({"solution"})) == []
+    assert missing_reward_column_problems([needy], frozenset({"solution"})) == []
 
 
 def test_the_text_is_what_the_model_said_last() -> None:
@@ -232,7 +232,7 @@ def test_the_text_is_what_the_model_said_last() -> None:
 
 def test_a_mistyped_parameter_is_no_column() -> None:
     typo = UserFunction("f", len, frozenset({"completion"}), frozenset({"completion"}))
-    (problem,) = missing_columns([typo], frozenset({"solution"}))
+    (problem,) = missing_reward_column_problems([typo], frozenset({"solution"}))
     assert problem.fix.startswith("did you mean completions?")
 
 

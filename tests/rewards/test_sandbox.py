@@ -385,4 +385,11 @@ def test_modules_are_found_without_parsing() -> None:
         "import os.path as p, sys\nfrom collections import (deque,\n Counter)\n  import json; import re\nimport "
         "antigravity, numpy\n"
     )
-    assert sandbox_child.named_modules(source) == ["os.path", "sys", "collections", "collections.deque", "json", "re"]
+    assert sandbox_child.imported_stdlib_modules(source) == [
+        "os.path",
+        "sys",
+        "collections",
+        "collections.deque",
+        "json",
+        "re",
+    ]

@@ -24,9 +24,9 @@ from megaswift.rollout.sampler import (
     Sampler,
     SamplerOptions,
     SamplingParams,
-    backends,
     make_sampler,
-    missing_for_backend,
+    sampler_backend_names,
+    sampler_backend_problems,
 )
 from tests.inference.models import adapters
 from tests.rollout.sampling_server import Backend, Refused, Sglang, Vllm, serving
@@ -287,13 +287,13 @@ def test_what_servers_do_wrong_is_told(kind: str, path: str, said: Any, told: st
 
 
 def test_vllm_in_process_is_refused_where_it_is_not_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backends() == ["sglang", "transformers", "vllm", "vllm_server"]
+    assert sampler_backend_names() == ["sglang", "transformers", "vllm", "vllm_server"]
     monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="vLLM is not installed"):
         make_sampler("vllm", model, SamplerOptions())
     monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: True)
     monkeypatch.setattr(vllm_package.metadata, "version", lambda name: "0.11.2")
-    [problem] = missing_for_backend("vllm", SamplerOptions())
+    [problem] = sampler_backend_problems("vllm", SamplerOptions())
     assert "0.11.2 is installed" in problem.rule
 
 

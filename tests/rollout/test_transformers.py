@@ -27,7 +27,7 @@ from transformers import (
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.rollout import decoding, kv_cache
 from megaswift.rollout.backends.transformers_sampler import TransformersSampler, build
-from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, backends, make_sampler
+from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler, sampler_backend_names
 
 pytestmark = pytest.mark.wide
 
@@ -226,7 +226,7 @@ def test_sleep_gives_memory_back_and_new_weights_wake(model: Path, theirs: Any) 
 
 
 def test_backends_are_found_by_name(model: Path) -> None:
-    assert "transformers" in backends()
+    assert "transformers" in sampler_backend_names()
     assert isinstance(make_sampler("transformers", model, SamplerOptions()), TransformersSampler)
     with pytest.raises(ConfigError, match="did you mean transformers"):
         make_sampler("transformer", model, SamplerOptions())

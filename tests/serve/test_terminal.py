@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.inference.chat_inputs import ChatInputs
 from megaswift.inference.generator import GenerationParams, Generator
-from megaswift.inference.load import PreparedModel
+from megaswift.inference.load_generation_model import PreparedModel
 from megaswift.serve.terminal import Terminal
 from tests.inference.models import opened, plain
 from tests.sources import ROOT

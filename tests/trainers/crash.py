@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from megaswift.families.step_manifest import damaged_files
+from megaswift.families.step_manifest import damaged_file_problems
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.checkpoint_store import CheckpointStore
 
@@ -59,7 +59,7 @@ def look(root: Path) -> list[object]:
         return ["nothing"]
     manifest = checkpoint_store.read_manifest(folder)
     assert manifest is not None
-    return [manifest["step"], manifest["text"], [str(p) for p in damaged_files(folder)]]
+    return [manifest["step"], manifest["text"], [str(p) for p in damaged_file_problems(folder)]]
 
 
 def main(work: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
 from megaswift.config import SwiftConfig
-from megaswift.trainers import outputs
+from megaswift.trainers import output_folder
 from megaswift.trainers.metrics import read_lines
 from tests.bridge.folders import tensors_of
 from tests.bridge.test_convert import assert_same
@@ -70,6 +70,6 @@ def test_from_a_step_of_the_other(first: tuple[str, ...], other: tuple[str, ...]
         output_dir=str(tmp_path / "new"),
         engine="megatron" if other == NATIVE else "fsdp2",
     )
-    told = "\n".join(str(p) for p in outputs.check_output_folder(cfg))
+    told = "\n".join(str(p) for p in output_folder.output_folder_problems(cfg))
     wrote = "torch engine" if other == NATIVE else "native engine"
     assert wrote in told and f"--model {step}" in told

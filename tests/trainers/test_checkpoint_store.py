@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.errors import CheckpointError
-from megaswift.families.step_manifest import damaged_files
+from megaswift.families.step_manifest import damaged_file_problems
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.checkpoint_store import CheckpointStore
 
@@ -39,7 +39,7 @@ def test_a_checkpoint_holds_its_state_and_the_hash_of_every_file(tmp_path: Path)
     assert list(manifest["files"]) == ["engine/a.bin", "engine/b.bin"]
     by_sha256sum = "187897ce0afcf20b50ba2b37dca84a951b7046f29ed5ab94f010619f69d6e189"
     assert manifest["files"]["engine/b.bin"] == {"bytes": 4, "sha256": by_sha256sum}
-    assert damaged_files(folder) == []
+    assert damaged_file_problems(folder) == []
 
 
 def test_the_pointer_names_what_was_saved_last_even_when_its_step_is_lower(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_rotation_does_not_count_a_step_found_damaged(tmp_path: Path) -> None:
     for step in (2, 4):
         save(store, step)
     (tmp_path / "step-4" / "engine" / "a.bin").write_text("weightS of step 4")
-    assert damaged_files(tmp_path / "step-4")
+    assert damaged_file_problems(tmp_path / "step-4")
     save(store, 3)
     assert store.rotate(2) == []
     save(store, 5)
@@ -121,7 +121,7 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None
 def test_a_file_that_changed_since_is_named(tmp_path: Path, harm, message: str) -> None:  # noqa: ANN001
     folder = save(CheckpointStore(tmp_path), 3)
     harm(folder / "engine" / "a.bin")
-    problems = damaged_files(folder)
+    problems = damaged_file_problems(folder)
     assert len(problems) == 1 and "a.bin" in problems[0].what and message in problems[0].rule
 
 

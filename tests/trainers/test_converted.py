@@ -12,7 +12,7 @@ from megaswift.bridge.hf_to_megatron import hf_to_megatron
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
 from megaswift.config import SwiftConfig
 from megaswift.errors import WeightsError
-from megaswift.families.model_source import locate_model, missing_files
+from megaswift.families.model_source import locate_model, missing_model_file_problems
 from megaswift.trainers.metrics import read_lines
 from tests.bridge.folders import tensors_of
 from tests.bridge.test_convert import assert_same
@@ -69,7 +69,7 @@ def test_where_a_checkpoint_is_accepted(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     checkpoint = hf_to_megatron(folder, tmp_path / "m")
     found = locate_model(SwiftConfig(model=str(checkpoint)).model)
-    assert found == checkpoint / "model" and missing_files(found, False) == []
+    assert found == checkpoint / "model" and missing_model_file_problems(found, False) == []
     assert json.loads((found / "config.json").read_text())["model_type"] == "qwen3"
     shutil.rmtree(found)
     with pytest.raises(WeightsError, match="is a checkpoint without"):

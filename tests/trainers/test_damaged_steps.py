@@ -1,6 +1,6 @@
 """Steps that were damaged after they were saved: no command uses one, and a history is never started over.
 
-Covers: megaswift/trainers/verified_steps.py.
+Covers: megaswift/trainers/verify_checkpoint_files.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megaswift.errors import CheckpointError
 from megaswift.families import step_manifest
 from megaswift.families.model_source import locate_model
 from megaswift.inference.precheck import locate_generation_model
-from megaswift.trainers import checkpoint_store, outputs
-from megaswift.trainers.verified_steps import first_intact, verified_model_folder
+from megaswift.trainers import checkpoint_store, output_folder
+from megaswift.trainers.verify_checkpoint_files import first_intact_step, verified_model_folder
 from tests.bridge.folders import make
 from tests.parity.pool import RankError
 from tests.trainers.inputs import write_inputs
@@ -112,16 +112,19 @@ def test_of_a_run_the_newest_intact_step_is_taken(out: Path, tmp_path: Path, cap
     assert main(["convert", "megatron-to-hf", str(out), str(tmp_path / "hf")]) == 0
     good = open_weights(step(out, 4))
     assert all(torch.equal(open_weights(tmp_path / "hf").slice(name), good.slice(name)) for name in good.names())
-    assert first_intact(checkpoint_store.steps_for("latest", out)[0]) == step(out, 4)
+    assert first_intact_step(checkpoint_store.resume_step_candidates("latest", out)[0]) == step(out, 4)
     flip(step(out, 4) / FILE)
-    for read in (lambda: open_weights(out), lambda: first_intact(checkpoint_store.steps_for("latest", out)[0])):
+    for read in (
+        lambda: open_weights(out),
+        lambda: first_intact_step(checkpoint_store.resume_step_candidates("latest", out)[0]),
+    ):
         with pytest.raises(CheckpointError, match="its content changed"):
             read()
 
 
 def test_without_a_manifest_an_older_step_is_taken(out: Path) -> None:
     (step(out, 8) / "manifest.json").write_text("{")
-    steps, notes = checkpoint_store.steps_for("latest", out)
+    steps, notes = checkpoint_store.resume_step_candidates("latest", out)
     assert steps == [step(out, 4)] and "step-8: its manifest.json is damaged" in notes[0]
     assert locate_model(WeightsOptions(model=str(out))) == step(out, 4) / "model"
     with pytest.raises(CheckpointError, match=r"manifest.json: cannot be read"):
@@ -139,12 +142,12 @@ def test_a_history_is_not_started_over(harm: str, out: Path) -> None:
         else:
             shutil.rmtree(step(out, number))
     words = ["--model", "m", "--dataset", "d", "--output_dir", str(out)]
-    problems = outputs.check_output_folder(load_config("sft", [*words, "--resume_from_checkpoint", "latest"]))
+    problems = output_folder.output_folder_problems(load_config("sft", [*words, "--resume_from_checkpoint", "latest"]))
     assert len(problems) == 1 and "--overwrite_output_dir true" in problems[0].fix
     assert problems[0].rule.startswith(
         "has no usable checkpoint" if harm == "manifests" else "has no checkpoint, but latest.json"
     )
-    assert outputs.check_output_folder(load_config("sft", [*words, "--overwrite_output_dir", "true"])) == []
+    assert output_folder.output_folder_problems(load_config("sft", [*words, "--overwrite_output_dir", "true"])) == []
     with pytest.raises(CheckpointError):
         open_weights(out)
 
@@ -152,7 +155,7 @@ def test_a_history_is_not_started_over(harm: str, out: Path) -> None:
 def test_a_run_killed_before_its_first_step_was_saved_starts_over(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     checkpoint_store.CheckpointStore(tmp_path / "checkpoints").begin(2)
-    steps, notes = checkpoint_store.steps_for("latest", tmp_path)
+    steps, notes = checkpoint_store.resume_step_candidates("latest", tmp_path)
     assert steps == [] and "an interrupted save" in notes[0]
 
 
@@ -194,6 +197,6 @@ def test_a_manifest_with_names_that_no_file_has(out: Path, name: str) -> None:
     assert isinstance(manifest, dict)
     manifest["files"][name] = manifest["files"][FILE]
     (step / step_manifest.MARKER).write_text(json.dumps(manifest | {"sha256": step_manifest.manifest_seal(manifest)}))
-    assert [p.what for p in step_manifest.damaged_files(step)] == [str(step / name)]
+    assert [p.what for p in step_manifest.damaged_file_problems(step)] == [str(step / name)]
     (saved,) = (s for s in step_manifest.complete_steps(step.parent) if s.path == step)
     assert step_manifest.known_damaged(saved)

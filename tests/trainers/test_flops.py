@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaswift.config import load_config
-from megaswift.trainers.batch_transforms import forward_passes
+from megaswift.trainers.batch_transforms import forward_pass_count_before_step
 from megaswift.trainers.flops import FlopRule, peak_tflops
 
 
@@ -57,7 +57,7 @@ def test_a_reference_s_pass_is_a_third_of_a_step(words: str, passes: float) -> N
     """By hand: 10 tokens, 7 parameters of which 3 are frozen, squares 100, 5 of attention: 6 x (4 + 2/3 x 3) x 10 + 6 x
     5 x 100 = 3360 of training, 2 x 7 x 10 + 2 x 5 x 100 = 1140 of each further pass."""
     task, *options = words.split()
-    counted = forward_passes(load_config(task, options, environ={}))
+    counted = forward_pass_count_before_step(load_config(task, options, environ={}))
     assert counted == passes
     assert FlopRule(parameters=6, attention=5, passes=counted, forward=7).step(10, 100) == 3360 + 1140 * passes
 

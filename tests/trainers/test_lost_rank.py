@@ -25,7 +25,7 @@ def _rank(rank: int, port: int, out: Path, end: str) -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     lost_rank.GRACE_SECONDS = 1.5
     process_group.start_process_group("gloo", 2.0)
-    lost_rank.listen_for_stacks(out)
+    lost_rank.dump_stacks_on_signal(out)
     dist.all_reduce(torch.ones(1))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL) if end == "killed" else _hang_here()

@@ -12,7 +12,7 @@ from megaswift.engine.protocol import StepResult
 from megaswift.trainers.flops import FlopRule
 from megaswift.trainers.hook import Hook, Step
 from megaswift.trainers.loop import length_squares
-from megaswift.trainers.metrics import JsonLines, Metrics, SpeedRule, json_value, read_lines, truncate_lines_after
+from megaswift.trainers.metrics import JsonLines, Metrics, SpeedRule, read_lines, strict_json_text, truncate_lines_after
 from tests.trainers.tiny import batch, tiny_loop
 
 FIELDS = [
@@ -141,7 +141,9 @@ def test_a_window_cut_by_a_checkpoint_goes_on(tmp_path: Path) -> None:
 
 def test_lines_past_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    path.write_text("".join(json_value({"step": i, "loss": i / 3}) + "\n" for i in (2, 4, 6, 8)) + '{"step": 10, "lo')
+    path.write_text(
+        "".join(strict_json_text({"step": i, "loss": i / 3}) + "\n" for i in (2, 4, 6, 8)) + '{"step": 10, "lo'
+    )
     before = path.read_text().splitlines()
     assert truncate_lines_after(path, 4) == 2
     assert path.read_text().splitlines() == before[:2]  # kept lines keep every digit; the torn one is gone

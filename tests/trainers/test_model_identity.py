@@ -11,7 +11,7 @@ import pytest
 
 from megaswift.errors import CheckpointError
 from megaswift.families.family import read_config
-from megaswift.trainers.model_identity import model_differences, refuse_other_model
+from megaswift.trainers.model_identity import model_difference_problems, refuse_other_model
 from tests.parity.models import build
 
 
@@ -25,7 +25,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def names(step: Path, **changes: Any) -> list[str]:
     config = {**read_config(step / "model"), **changes}
-    return [p.what.removeprefix("model's ") for p in model_differences(step, config)]
+    return [p.what.removeprefix("model's ") for p in model_difference_problems(step, config)]
 
 
 def test_the_model_itself_has_no_difference(step: Path) -> None:
@@ -49,15 +49,15 @@ def test_each_change_of_the_function_is_named(step: Path) -> None:
 def test_windows(tmp_path: Path) -> None:
     folder = build("gemma2", tmp_path / "model")
     config = read_config(folder)
-    assert model_differences(tmp_path, config) == []
-    assert model_differences(tmp_path, {**config, "sliding_window": config["sliding_window"] + 1})
+    assert model_difference_problems(tmp_path, config) == []
+    assert model_difference_problems(tmp_path, {**config, "sliding_window": config["sliding_window"] + 1})
 
 
 def test_any_other_model_by_its_config(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     config = {"model_type": "gpt2", "n_layer": 2, "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    assert model_differences(tmp_path, config | {"torch_dtype": "bfloat16"}) == []
-    (found,) = model_differences(tmp_path, config | {"layer_norm_epsilon": 1e-6})
+    assert model_difference_problems(tmp_path, config | {"torch_dtype": "bfloat16"}) == []
+    (found,) = model_difference_problems(tmp_path, config | {"layer_norm_epsilon": 1e-6})
     assert found.what == "model's layer_norm_epsilon" and found.rule.startswith("is 1e-05 in the checkpoint and 1e-06")
-    assert model_differences(tmp_path / "nothing", config) == []
+    assert model_difference_problems(tmp_path / "nothing", config) == []

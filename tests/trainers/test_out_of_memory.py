@@ -54,7 +54,7 @@ def test_a_real_failed_allocation_becomes_an_error_with_advice() -> None:
     assert out_of_memory.is_out_of_memory(caught.value) and not out_of_memory.is_out_of_memory(
         RuntimeError("shape mismatch")
     )
-    error = out_of_memory.out_of_memory(SwiftConfig(model="m", dataset="d"), 0, caught.value)
+    error = out_of_memory.out_of_memory_error(SwiftConfig(model="m", dataset="d"), 0, caught.value)
     text = error.message()
     assert (
         text.startswith("megaswift: out of memory\n")

@@ -23,7 +23,7 @@ from megaswift.data.loader import EvaluationSource, LoaderGeometry
 from megaswift.data.preference_batches import PreferenceDataset
 from megaswift.data.preferences import Preferences
 from megaswift.losses.contract import Batch, ModelOutputs, Needs
-from megaswift.trainers.batch_transforms import batch_transform, forward_passes
+from megaswift.trainers.batch_transforms import forward_pass_count_before_step, make_batch_transform
 from megaswift.trainers.metrics import read_lines
 from megaswift.trainers.precomputed_reference import score_dataset
 from tests.trainers.inputs import preference_inputs, write_preferences
@@ -140,10 +140,10 @@ def test_a_reference_is_asked_once_about_both_sides_of_all_pairs(words: str, pas
         Asked(),
     )
     batches = rows.batches([[rows.read(i) for i in range(len(rows) if task != "dpo" else 3)]], shape(), False)
-    preparation = batch_transform(cfg, lambda given: list(given), {})
+    preparation = make_batch_transform(cfg, lambda given: list(given), {})
     assert preparation is not None
     made = preparation.prepare(engine, batches, True)  # type: ignore[arg-type]
-    assert engine.passes == passes and len(passes) == forward_passes(cfg)
+    assert engine.passes == passes and len(passes) == forward_pass_count_before_step(cfg)
     assert len(made) == 1 and made[0].fields["reference"].shape == batches[0].labels.shape
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.entry import problems_beyond_options
+from megaswift.entry import refused_config_problems
 from megaswift.errors import CheckpointError, ConfigError, UserError
 from megaswift.trainers import preflight as module
 from megaswift.trainers.preflight import preflight
@@ -288,7 +288,7 @@ def test_what_options_say_together_is_told_with_layout_and_files(
 
     def told(*more: str) -> list[str]:
         with pytest.raises(ConfigError) as refused:
-            load_config("sft", [*words, *more], complete=True, environ={}, beyond=problems_beyond_options)
+            load_config("sft", [*words, *more], complete=True, environ={}, beyond=refused_config_problems)
         return [p.what for p in refused.value.problems]
 
     data = f"--dataset {tmp_path / 'none.jsonl'}"

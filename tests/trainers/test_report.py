@@ -14,7 +14,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.trainers import charts, report
-from megaswift.trainers.metrics import json_value
+from megaswift.trainers.metrics import strict_json_text
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -68,8 +68,8 @@ def line(step: int, **other: object) -> dict:
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[Path, Path, Path, SwiftConfig]:
     cfg = SwiftConfig(task="sft", model="<b>DIR</b>", dataset="d.jsonl", lr=3e-4, output_dir=str(tmp_path))
-    (tmp_path / "metrics.jsonl").write_text("".join(json_value(line(i)) + "\n" for i in range(1, 21)))
-    (tmp_path / "eval.jsonl").write_text(json_value({"step": 20, "epoch": 2.0, "loss": 0.75}) + "\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(strict_json_text(line(i)) + "\n" for i in range(1, 21)))
+    (tmp_path / "eval.jsonl").write_text(strict_json_text({"step": 20, "epoch": 2.0, "loss": 0.75}) + "\n")
     return tmp_path / "report.html", tmp_path / "metrics.jsonl", tmp_path / "eval.jsonl", cfg
 
 
@@ -121,8 +121,10 @@ def test_it_tells_figures_configuration_layout_timings_and_versions(run: tuple[P
 
 def test_preference_learning_has_its_curves_and_figures(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
     told = {"rewards/accuracies": 0.5, "rewards/margins": 0.25, "rewards/chosen": 0.1, "rewards/rejected": -0.15}
-    run[1].write_text("".join(json_value(line(i, **told)) + "\n" for i in range(1, 21)))
-    run[2].write_text(json_value({"step": 20, "epoch": 2.0, "loss": 0.75, **told, "rewards/accuracies": 0.96}) + "\n")
+    run[1].write_text("".join(strict_json_text(line(i, **told)) + "\n" for i in range(1, 21)))
+    run[2].write_text(
+        strict_json_text({"step": 20, "epoch": 2.0, "loss": 0.75, **told, "rewards/accuracies": 0.96}) + "\n"
+    )
     text, parser = parsed(run)
     assert parser.tags.count("svg") == 10
     assert {"96%", "of pairs ranked correctly, in evaluation"} <= set(parser.texts)
@@ -131,10 +133,10 @@ def test_preference_learning_has_its_curves_and_figures(run: tuple[Path, Path, P
 
 def test_each_reward_has_a_curve_where_there_are_several(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
     one = {"reward": 0.5, "reward_std": 0.1, "rewards/exact/mean": 0.5, "rewards/exact/std": 0.1}
-    run[1].write_text("".join(json_value(line(i, **one)) + "\n" for i in range(1, 21)))
+    run[1].write_text("".join(strict_json_text(line(i, **one)) + "\n" for i in range(1, 21)))
     assert not [text for text in parsed(run)[1].texts if text.startswith("reward exact")], "it is the reward itself"
     both = one | {"rewards/a<b/mean": 0.25}
-    run[1].write_text("".join(json_value(line(i, **(one if i < 3 else both))) + "\n" for i in range(1, 21)))
+    run[1].write_text("".join(strict_json_text(line(i, **(one if i < 3 else both))) + "\n" for i in range(1, 21)))
     text, parser = parsed(run)
     assert {"reward exact, mean", "reward a<b, mean"} <= set(parser.texts), "a reward that no first line has too"
     assert "reward a&lt;b, mean, step 20: 0.25" in text
@@ -159,7 +161,7 @@ def test_the_last_completions_with_their_rewards(run: tuple[Path, Path, Path, Sw
     ]
     last[0] |= {"rewards/format": None, "reward": 1.0}  # a function that did not apply
     last[1]["completion"] = [{"role": "assistant", "content": "hm"}, {"role": "tool", "content": "42"}]
-    run[1].with_name("completions.jsonl").write_text("".join(json_value(row) + "\n" for row in [first, *last]))
+    run[1].with_name("completions.jsonl").write_text("".join(strict_json_text(row) + "\n" for row in [first, *last]))
     text, parser = parsed(run)
     said = "".join(parser.texts)
     assert (
@@ -185,7 +187,7 @@ def test_a_run_without_a_line_has_a_page_too(run: tuple[Path, Path, Path, SwiftC
 
 
 def test_nan_lines_do_not_reach_the_drawing(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
-    run[1].write_text("".join(json_value(line(i, loss=math.nan, grad_norm=math.inf)) + "\n" for i in range(1, 4)))
+    run[1].write_text("".join(strict_json_text(line(i, loss=math.nan, grad_norm=math.inf)) + "\n" for i in range(1, 4)))
     text, _ = parsed(run)
     drawing = "".join(re.findall(r"<svg.*?</svg>", text))
     assert "nan" not in drawing and "inf" not in drawing
@@ -228,7 +230,7 @@ def test_labels_of_a_wide_range_stay_short() -> None:
 def test_a_gap_does_not_move_the_axis() -> None:
     """Steps without a finite value: the chart has the range of steps of the others."""
     points = [(1.0, 2.0), *((float(step), math.nan) for step in range(2, 12))]
-    svg = charts.line_chart("norm", [charts.ChartSeries("norm", points, "mean")], (1.0, 3.0))
+    svg = charts.line_chart_svg("norm", [charts.ChartSeries("norm", points, "mean")], (1.0, 3.0))
     assert f'cx="{charts.LEFT:.1f}"' in svg, "step 1 is at the left end"
     assert ">10</text>" in svg and ">0</text>" not in svg
 
@@ -238,11 +240,15 @@ def test_huge_numbers_have_short_labels() -> None:
 
 
 def test_skipped_steps_are_a_figure(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
-    run[1].write_text("".join(json_value(line(i, **({"skipped": 2} if i > 17 else {}))) + "\n" for i in range(1, 21)))
+    run[1].write_text(
+        "".join(strict_json_text(line(i, **({"skipped": 2} if i > 17 else {}))) + "\n" for i in range(1, 21))
+    )
     texts = parsed(run)[1].texts
     assert texts[texts.index("of these skipped: gradient not finite") - 1] == "6"
 
 
 def test_points_are_placed_by_their_values() -> None:
-    svg = charts.line_chart("t", [charts.ChartSeries("a", [(0, 0), (10, 1)], "mean")], (0, 1), width=176, height=138)
+    svg = charts.line_chart_svg(
+        "t", [charts.ChartSeries("a", [(0, 0), (10, 1)], "mean")], (0, 1), width=176, height=138
+    )
     assert 'points="62.0,112.0 162.0,12.0"' in svg and "<title>a, step 10: 1</title>" in svg

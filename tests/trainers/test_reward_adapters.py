@@ -20,9 +20,9 @@ from megaswift.config import SwiftConfig
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import WeightsError
 from megaswift.families import load_spec
-from megaswift.inference.load import prepare_model_load
+from megaswift.inference.load_generation_model import prepare_model_load
 from megaswift.rewards.contract import RewardInput
-from megaswift.rewards.reward_model import reward_models
+from megaswift.rewards.reward_model import load_reward_models
 from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import write_model
 from tests.trainers.test_preflight import problems
@@ -131,7 +131,7 @@ def assert_scored_alike(folder: Path, out: Path) -> None:
         and merged.config.num_labels == 1
     )
     assert torch.allclose(scores(merged, folder, written), adapted, atol=1e-5) and adapted.std() > 1e-2
-    judge = reward_models([str(out / "hf")], WeightsOptions(model="", torch_dtype="float32"))[0]
+    judge = load_reward_models([str(out / "hf")], WeightsOptions(model="", torch_dtype="float32"))[0]
     judged = judge([RewardInput(prompt="", completion=text, token_ids=(), finished=True) for text in written[:6]])
     assert judged == pytest.approx(adapted[:6].tolist(), abs=1e-5)
 

@@ -13,7 +13,7 @@ import pytest
 
 from megaswift.config import load_config
 from megaswift.errors import CheckpointError
-from megaswift.trainers import outputs
+from megaswift.trainers import output_folder
 from megaswift.trainers.run_lock import NAME, RunLock
 
 
@@ -22,7 +22,7 @@ def test_a_second_run_is_refused_and_the_first_named(tmp_path: Path) -> None:
     first.take()
     with pytest.raises(CheckpointError, match=f"process {os.getpid()} on {socket.gethostname()}, started 20"):
         RunLock(tmp_path).take()
-    (problem,) = outputs.check_output_folder(load_config("sft", ["--output_dir", str(tmp_path)], environ={}))
+    (problem,) = output_folder.output_folder_problems(load_config("sft", ["--output_dir", str(tmp_path)], environ={}))
     assert "a run is writing to this folder" in problem.rule
     first.release()
     assert RunLock(tmp_path).problems() == []

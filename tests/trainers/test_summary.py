@@ -13,12 +13,12 @@ from megaswift.data.stream_cursor import Cursor
 from megaswift.engine.protocol import ParameterReport
 from megaswift.errors import Problem
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.rank_grid import rank_grid
+from megaswift.parallel.rank_grid import rank_grid_text
 from megaswift.trainers.session import Session
 from megaswift.trainers.summary import (
     SummaryFacts,
     data_text,
-    engine_text,
+    engine_suffix,
     optimizer_text,
     render_summary,
     summary_rows,
@@ -78,7 +78,7 @@ def test_the_screen() -> None:
         "qwen3, 4 layers x 64: DIR",
         sizes,
         f"{layout.describe()} on 4 processes",
-        rank_grid(layout, 4),
+        rank_grid_text(layout, 4),
         "torch (no CUDA device), float32",
         data_text(stats),
         layout.dp,
@@ -121,7 +121,7 @@ def test_host_memory_is_told_apart() -> None:
     ],
 )
 def test_the_engine_is_named(engine: dict[str, str], text: str) -> None:
-    assert engine_text(SwiftConfig(**engine)) == text
+    assert engine_suffix(SwiftConfig(**engine)) == text
 
 
 def test_one_is_said_in_the_singular() -> None:

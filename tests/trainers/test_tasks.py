@@ -12,17 +12,17 @@ from megaswift.config.data import RL
 from megaswift.config.sections import TASKS as NAMES
 from megaswift.trainers import session as session_module
 from megaswift.trainers.loop import Loop
-from megaswift.trainers.rl.build import build_rollouts
+from megaswift.trainers.rl.rollout_loop_builder import build_rollout_loop
 from megaswift.trainers.session import Session
-from megaswift.trainers.supervised import BuiltLoop, build_supervised
+from megaswift.trainers.supervised import BuiltLoop, build_supervised_loop
 from megaswift.trainers.tasks import TASKS, Task
 from tests.trainers.tiny import tiny_loop
 
 
 def test_each_task_names_what_builds_its_loop() -> None:
     assert {*TASKS.names()} == {*NAMES}
-    assert {t.name for t in TASKS if t.build is build_rollouts} == {*RL}
-    assert all(t.build is build_supervised for t in TASKS if t.name not in RL)
+    assert {t.name for t in TASKS if t.build is build_rollout_loop} == {*RL}
+    assert all(t.build is build_supervised_loop for t in TASKS if t.name not in RL)
 
 
 def test_the_session_has_no_branch_by_task() -> None:

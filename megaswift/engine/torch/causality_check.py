@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.engine.torch.adapters import base_model
+from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
 from megaswift.families import FAMILIES
 from megaswift.losses.contract import Batch, Needs
@@ -38,7 +38,7 @@ _TokenReader = Callable[[Batch], Tensor]
 """A batch of one row to a number a token [1, s]: a label's log-probability, or the value of a scalar head."""
 
 
-def check_causality(engine: TorchEngine) -> None:
+def check_causality_and_packing(engine: TorchEngine) -> None:
     """ConfigError where training would learn something else than it says. Collective, and nothing of the model
     changes."""
     spec = engine.spec
@@ -55,7 +55,7 @@ def check_causality(engine: TorchEngine) -> None:
 
     label, longest = (
         f"{engine.cfg.model.model}, model_type {spec.family}",
-        learned_positions(base_model(engine.fields.model)),
+        learned_positions(unwrap_peft_model(engine.fields.model)),
     )
     with engine.most_exact():
         limit = EXACT if engine.dtype == torch.float32 else ROUNDED

@@ -27,9 +27,9 @@ from megaswift.bridge.transformers_weights import saved_buffers, to_disk_names
 from megaswift.disk import sync
 from megaswift.engine import rng_state
 from megaswift.engine.torch import weight_loading
-from megaswift.engine.torch.adapters import PREFIX, base_model
-from megaswift.engine.torch.conversions import conversion_groups, convertible_groups
+from megaswift.engine.torch.conversions import conversion_groups, jointly_written_parameters
 from megaswift.engine.torch.host_memory import return_freed_memory
+from megaswift.engine.torch.peft_wrappers import PREFIX, unwrap_peft_model
 from megaswift.engine.torch.strategy import WEIGHT
 from megaswift.errors import ROOM, Problem, UserError
 from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointFolder
@@ -43,7 +43,7 @@ FORMAT = "torch-2"
 def save_step(engine: TorchEngine, directory: Path) -> None:
     """Everything into `directory`, on disk when this returns. Collective."""
     directory.mkdir(parents=True, exist_ok=True)
-    problems = write_streamed_files(
+    problems = streamed_file_write_problems(
         engine, directory / WHOLE, _tensors(engine), _stream_all(engine), lambda writer: writer.close()
     )
     try:
@@ -60,7 +60,7 @@ def save_step(engine: TorchEngine, directory: Path) -> None:
     distributed.raise_on_all_ranks(problems)
 
 
-def write_streamed_files(
+def streamed_file_write_problems(
     engine: TorchEngine,
     folder: Path,
     metas: Mapping[str, TensorMeta],
@@ -96,13 +96,13 @@ def stream_weights(engine: TorchEngine, kind: str, everywhere: bool = False) -> 
     Weights are all that the files hold, adapters merged in: buffers too, as the router's expert bias of DeepSeek-V3 is
     one.
     """
-    bare, has_tensors, merging = base_model(engine.fields.model), everywhere or engine.rank == 0, engine.merging
+    bare, has_tensors, merging = unwrap_peft_model(engine.fields.model), everywhere or engine.rank == 0, engine.merging
     if merging is not None:
         names, full = merging.names, merging.reader(lambda name: engine.strategy.full(name, WEIGHT), has_tensors)
     else:
         names = [n.removeprefix(PREFIX) for n in (engine.shapes if kind == WEIGHT else engine.strategy.trained())]
         full = lambda name: engine.strategy.full(PREFIX + name, kind)  # noqa: E731
-    for group in convertible_groups(bare, names):
+    for group in jointly_written_parameters(bare, names):
         tensors = {name: full(name) for name in group}
         if has_tensors:
             yield from to_disk_names(bare, {name: tensor.detach().cpu() for name, tensor in tensors.items()}).items()
@@ -113,7 +113,7 @@ def stream_weights(engine: TorchEngine, kind: str, everywhere: bool = False) -> 
 
 def disk_metas(engine: TorchEngine) -> dict[str, Tensor]:
     """What `stream_weights` gives of the weights, in shape and dtype."""
-    bare = base_model(engine.fields.model)
+    bare = unwrap_peft_model(engine.fields.model)
     metas = {name.removeprefix(PREFIX): torch.empty(shape, device="meta") for name, shape in engine.shapes.items()}
     return to_disk_names(bare, metas) | to_disk_names(bare, saved_buffers(bare))
 
@@ -140,7 +140,7 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
         if not engine.adapts:
             weights = TorchStepSource(CheckpointFolder(directory, directory), torch.float32)
             weight_loading.fill_from_files(
-                engine, conversion_groups(base_model(engine.fields.model), weights), weights, {}
+                engine, conversion_groups(unwrap_peft_model(engine.fields.model), weights), weights, {}
             )
         for name, kind in _entries(engine):
             engine.strategy.put(name, kind, source.slice(f"{kind}.{name}"))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.bridge.hf_source import WeightSource
-from megaswift.engine.torch.adapters import unwrap_adapters
+from megaswift.engine.torch.peft_wrappers import name_without_adapters
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def conversion_groups(model: Any, source: WeightSource) -> list[ConversionGroup]
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    own_names, prefix = {unwrap_adapters(name) for name in model.state_dict()}, model.base_model_prefix
+    own_names, prefix = {name_without_adapters(name) for name in model.state_dict()}, model.base_model_prefix
     lookup = dict.fromkeys(own_names, True)
     mapping = get_model_conversion_mapping(model)
     renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
@@ -80,7 +80,7 @@ def group_shapes(model: Any, source: WeightSource, groups: Iterable[ConversionGr
     return shapes
 
 
-def convertible_groups(model: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
+def jointly_written_parameters(model: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
     """Parameters in groups that must be written together, because they come from, or become, the same tensors of
     files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -101,6 +101,8 @@ def tied_name_map(model: nn.Module) -> dict[str, str]:
     name_of: dict[int, str] = {}
     first_of: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = name_of.setdefault(id(parameter), unwrap_adapters(name))
-        first_of.setdefault(unwrap_adapters(name), first)  # PEFT's copy of a module that trains comes after the module
+        first = name_of.setdefault(id(parameter), name_without_adapters(name))
+        first_of.setdefault(
+            name_without_adapters(name), first
+        )  # PEFT's copy of a module that trains comes after the module
     return first_of

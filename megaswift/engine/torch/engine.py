@@ -27,13 +27,13 @@ from megaswift.device_copy import to_device
 from megaswift.engine.objective import Objective, count_global_batch, fields_to_outputs, reduce_report
 from megaswift.engine.protocol import ParameterReport, StepResult
 from megaswift.engine.reference import ReferenceWeights
-from megaswift.engine.torch import adapters, causality_check, checkpoint, quantized, weight_loading
+from megaswift.engine.torch import causality_check, checkpoint, peft_wrappers, quantized_weights, weight_loading
+from megaswift.engine.torch.adalora_rank_allocation import find_rank_allocation
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.host_memory import return_freed_memory
 from megaswift.engine.torch.loss_fields import labeled_columns
 from megaswift.engine.torch.merged_adapters import build_adapter_merging
-from megaswift.engine.torch.rank_allocation import find_rank_allocation
 from megaswift.engine.torch.router_losses import RouterLosses
 from megaswift.engine.torch.strategies import wrap_model
 from megaswift.engine.torch.strategy import GRADIENT, WEIGHT
@@ -56,29 +56,29 @@ class TorchEngine:
     def load_hf(self, directory: Path) -> None:
         """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
         with return_freed_memory():
-            self._build(weight_loading.start_from_files(directory, self))
+            self._build(weight_loading.prepare_weights_from_files(directory, self))
         finite_weights.check_finite((name, _local(p)) for name, p in self.fields.model.named_parameters())
-        causality_check.check_causality(self)
+        causality_check.check_causality_and_packing(self)
 
     def random_init(self, seed: int) -> None:
         """Weights from the configured seed."""
         with return_freed_memory():
-            self._build(weight_loading.start_from_seed(self.folder, self))
-        causality_check.check_causality(self)
+            self._build(weight_loading.prepare_random_weights(self.folder, self))
+        causality_check.check_causality_and_packing(self)
 
     def keep(self, directory: Path) -> None:
         """The model without its weights, which a checkpoint brings."""
         with return_freed_memory():
-            self._build(weight_loading.start_empty(directory, self))
+            self._build(weight_loading.prepare_without_weights(directory, self))
 
-    def _build(self, start: weight_loading.WeightStart) -> None:
+    def _build(self, start: weight_loading.ModelWithWeightFiller) -> None:
         self.fields = start.fields
         self.merging = build_adapter_merging(self.fields) if self.adapts and self.cfg.task in RL else None
-        self.elements = sum(quantized.unpacked_numel(p) for p in self.fields.parameters())
+        self.elements = sum(quantized_weights.unpacked_numel(p) for p in self.fields.parameters())
         self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
         self.noise, self.routers = (
             self._noise(),
-            RouterLosses(adapters.base_model(self.fields.model), self.spec, self.cfg),
+            RouterLosses(peft_wrappers.unwrap_peft_model(self.fields.model), self.spec, self.cfg),
         )
         self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
         self.strategy = wrap_model(self.kind, self.fields, self.cfg, self.context, self.dtype)
@@ -90,7 +90,11 @@ class TorchEngine:
 
     def _noise(self) -> NeftuneNoise | None:
         alpha = self.cfg.train.neftune_noise_alpha
-        return NeftuneNoise(adapters.base_model(self.fields.model).get_input_embeddings(), alpha) if alpha else None
+        return (
+            NeftuneNoise(peft_wrappers.unwrap_peft_model(self.fields.model).get_input_embeddings(), alpha)
+            if alpha
+            else None
+        )
 
     def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
@@ -234,7 +238,7 @@ class TorchEngine:
         )
         metas = metas if dtype is None else {name: meta._replace(dtype=dtype) for name, meta in metas.items()}
         distributed.raise_on_all_ranks(
-            checkpoint.write_streamed_files(
+            checkpoint.streamed_file_write_problems(
                 self, folder, metas, self.hf_weights(), lambda writer: writer.close(source, config)
             ),
         )
@@ -243,10 +247,10 @@ class TorchEngine:
         """A PEFT folder with what trains. Collective; rank 0 writes."""
         state = {name: self.strategy.full(name, WEIGHT) for name in self.strategy.trained()}
         state |= {
-            adapters.PREFIX + name: tensor for name, tensor in saved_buffers(self.fields.model).items()
+            peft_wrappers.PREFIX + name: tensor for name, tensor in saved_buffers(self.fields.model).items()
         }  # VeRA's projections
         if self.rank == 0:
-            adapters.write_adapter_folder(
+            peft_wrappers.write_adapter_folder(
                 self.fields.model, {n: t.detach().cpu() for n, t in state.items()}, folder, base
             )
 
@@ -265,7 +269,7 @@ class TorchEngine:
     def kernels(self) -> str:
         """For the first screen."""
         attention, chosen = (
-            getattr(adapters.base_model(self.fields.model).config, "_attn_implementation", ""),
+            getattr(peft_wrappers.unwrap_peft_model(self.fields.model).config, "_attn_implementation", ""),
             self.cfg.model,
         )
         extra = [f"layers compiled by {chosen.torch_compile_backend}"] * chosen.torch_compile + [
@@ -289,7 +293,7 @@ class TorchEngine:
     def load(self, directory: Path) -> None:
         """The inverse of `save`, under this or another strategy and number of ranks. Collective."""
         checkpoint.load_step(self, directory)
-        causality_check.check_causality(self)
+        causality_check.check_causality_and_packing(self)
 
 
 def _local(parameter: Any) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megaswift.config.optim import OptimConfig
-from megaswift.engine.torch.optimizers import BitsAndBytes, Elementwise, Metas, NamedParameters
+from megaswift.engine.torch.optimizers import BitsAndBytesOptimizer, ElementwiseOptimizer, Metas, NamedParameters
 
 
 def local_tensor(tensor: Any) -> Tensor:
@@ -18,12 +18,12 @@ def local_tensor(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class LocalShardOptimizer(Elementwise):
+class LocalShardOptimizer(ElementwiseOptimizer):
     """Each parameter's part as a parameter of the optimizer. States are whole to the outside, as the weights are."""
 
     def __init__(self, named: NamedParameters, optim: OptimConfig) -> None:
         self.parts = {p: nn.Parameter(local_tensor(p.data)) for _, p in named}
-        self.stepped = BitsAndBytes([(name, self.parts[p]) for name, p in named], optim)
+        self.stepped = BitsAndBytesOptimizer([(name, self.parts[p]) for name, p in named], optim)
         super().__init__(named, optim)
 
     def make(self, named: NamedParameters) -> torch.optim.Optimizer:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import OptimConfig
-from megaswift.engine.torch.adapters import base_model
-from megaswift.engine.torch.optimizers import Elementwise, Metas, NamedParameters, elementwise_optimizer
+from megaswift.engine.torch.optimizers import ElementwiseOptimizer, Metas, NamedParameters, elementwise_optimizer_class
+from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
 
 LEFT, RIGHT = "galore_left", "galore_right"
@@ -77,13 +77,13 @@ class GaloreTarget:
         return update @ self.sides[RIGHT] if RIGHT in self.sides else update
 
 
-class GaLore(Elementwise):
+class GaLore(ElementwiseOptimizer):
     """Stand-ins for the projected matrices, and all other parameters as they are, under one optimizer."""
 
     def __init__(self, named: NamedParameters, optim: OptimConfig, module: nn.Module) -> None:
         chosen = galore_targets(module, optim)
         self.targets = {p: _target(p, optim) for name, p in named if name in chosen}
-        kind = elementwise_optimizer(optim.optimizer.removeprefix("galore_"))
+        kind = elementwise_optimizer_class(optim.optimizer.removeprefix("galore_"))
         self.stepped = kind([(n, self.targets[p].stand_in if p in self.targets else p) for n, p in named], optim)
         super().__init__(named, optim)
 
@@ -156,7 +156,10 @@ def galore_targets(module: Any, optim: OptimConfig) -> set[str]:
 
     A matrix with no more than `galore_rank` rows or columns stays as it is: nothing would be saved.
     """
-    every, head = list(optim.galore_target_modules) == ["all-linear"], base_model(module.model).get_output_embeddings()
+    every, head = (
+        list(optim.galore_target_modules) == ["all-linear"],
+        unwrap_peft_model(module.model).get_output_embeddings(),
+    )
     matched = set()
     for name, owner in module.named_modules():
         for own, p in owner.named_parameters(recurse=False):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.engine.torch.adapters import base_model
-from megaswift.engine.torch.vision import model_has_tower
+from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
+from megaswift.engine.torch.vision_model_parts import model_has_tower
 from megaswift.losses.contract import Needs
 
 
@@ -51,9 +51,9 @@ class FieldsModel(nn.Module):
         super().__init__()
         self.model = model
         self.needs = Needs()
-        self.places = model_has_tower(base_model(model))
+        self.places = model_has_tower(unwrap_peft_model(model))
         """The model gives its tokens positions itself: those of images may be those of a grid."""
-        parameters = inspect.signature(base_model(model).forward).parameters
+        parameters = inspect.signature(unwrap_peft_model(model).forward).parameters
         self.chooses = "logits_to_keep" in parameters
         self.placed = not self.places and "position_ids" in parameters
         """It takes positions; models without any (state spaces, ALiBi) do not."""
@@ -86,7 +86,7 @@ class FieldsModel(nn.Module):
 
     def _values(self, columns: Tensor, labeled: Tensor, inputs: dict[str, Any]) -> Tensor:
         """float32 [1, b, s] of a model with a scalar head; transformers' own forward pass gives one number a row."""
-        model: Any = base_model(self.model)
+        model: Any = unwrap_peft_model(self.model)
         hidden = model.base_model(use_cache=False, **inputs).last_hidden_state
         values = model.score(hidden[:, columns]).float().squeeze(-1) * labeled[:, columns]
         return values.new_zeros(1, *labeled.shape).index_copy(2, columns, values[None])

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.bridge.transformers_weights import saved_buffers
-from megaswift.engine.torch import quantized
-from megaswift.engine.torch.adapters import PREFIX, base_parameter_name, unwrap_adapters
+from megaswift.engine.torch import quantized_weights
 from megaswift.engine.torch.loss_fields import FieldsModel
+from megaswift.engine.torch.peft_wrappers import PREFIX, base_parameter_name, name_without_adapters
 from megaswift.errors import ConfigError, Problem
 
 OWN, KEPT = f"{PREFIX}base_model.model.", ".original_module."
@@ -61,7 +61,7 @@ class PackedWeight:
 
     def merged(self) -> Tensor:
         """Float32: what the forward pass multiplies by, without rounding the sum."""
-        weight = quantized.dequantized_weight(self.module)
+        weight = quantized_weights.dequantized_weight(self.module)
         for name in self.adapter.active_adapters if self.adapter is not None else ():
             weight = weight + self.adapter.get_delta_weight(name).float()
         return weight
@@ -107,7 +107,7 @@ class AdapterMerging:
         weights."""
         own_buffers = {name for name, _ in bare.named_buffers()}
         return {
-            unwrap_adapters(name): tensor
+            name_without_adapters(name): tensor
             for name, tensor in saved_buffers(bare).items()
             if name in own_buffers and KEPT not in name and _inside(OWN + name, self.layers) is None
         }
@@ -119,7 +119,7 @@ def build_adapter_merging(fields: FieldsModel) -> AdapterMerging:
     for name, module in fields.named_modules():
         if _adapts(module) and _inside(name, merging.layers) is None:
             merging.layers[name] = module
-            if not quantized.is_packed(module.get_base_layer()):
+            if not quantized_weights.is_bitsandbytes_quantized(module.get_base_layer()):
                 layer = _adapted(name, module, first)
                 merging.adapted |= dict.fromkeys(layer.own.values(), layer)
     for name, _ in fields.named_parameters():
@@ -132,10 +132,12 @@ def build_adapter_merging(fields: FieldsModel) -> AdapterMerging:
         ):
             continue
         # layers in layers have such names too
-        if wrapped is not None and not quantized.is_packed(merging.layers[wrapped].get_base_layer()):
+        if wrapped is not None and not quantized_weights.is_bitsandbytes_quantized(
+            merging.layers[wrapped].get_base_layer()
+        ):
             continue
         module = fields.get_submodule(name.rpartition(".")[0])
-        if name.endswith(".weight") and quantized.is_packed(module):
+        if name.endswith(".weight") and quantized_weights.is_bitsandbytes_quantized(module):
             adapter = merging.layers.get(wrapped or "")
             if getattr(adapter, "lora_variant", None):  # DoRA's in a folder of adapters: of new ones the options tell
                 raise ConfigError(

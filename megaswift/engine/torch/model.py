@@ -21,13 +21,13 @@ from megaswift.bridge.new_head import NEW, new_head
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.config import SwiftConfig
 from megaswift.config.model import ModelConfig
-from megaswift.engine.torch import liger, meta_init, quantized, vision
-from megaswift.engine.torch.adapters import base_model
+from megaswift.engine.torch import liger, meta_init, quantized_weights, vision_model_parts
 from megaswift.engine.torch.loss_fields import FieldsModel
+from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.families.decoder_layer_classes import layer_classes
+from megaswift.families.decoder_layer_classes import decoder_layer_class_names
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.vision import has_vision_tower
+from megaswift.families.vision_tower_config import has_vision_tower
 
 RECOMPILES = 64
 """Shapes and layers of one class that may be compiled before torch falls back to eager; its own limit is 8."""
@@ -58,7 +58,7 @@ def build_model(
         if weights:
             options |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True, **further}
             model = disable_cpu_repacking(_loaded(auto, folder, options, cfg, spec))
-            return quantized.to_float32(model, folder)
+            return quantized_weights.to_float32(model, folder)
         config = AutoConfig.from_pretrained(
             folder, trust_remote_code=trust, **({"num_labels": 1} if spec.scored else {})
         )
@@ -95,7 +95,7 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
     if lora.adapters is not None:
         return peft.PeftModel.from_pretrained(model, lora.adapters, is_trainable=True)
     options = peft_config_from_options.build_peft_config(cfg, "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
-    if (excluded := vision.frozen_modules_pattern(model, cfg.model)) is not None:
+    if (excluded := vision_model_parts.frozen_modules_pattern(model, cfg.model)) is not None:
         if not hasattr(options, "exclude_modules"):
             raise ConfigError(
                 Problem(
@@ -106,7 +106,7 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
             )
         options.exclude_modules = excluded
     if options.target_modules == "all-linear":
-        options.target_modules = quantized.packed_layer_names(model) or options.target_modules
+        options.target_modules = quantized_weights.gptq_awq_layer_names(model) or options.target_modules
     with torch.random.fork_rng():
         torch.manual_seed(cfg.train.seed)
         try:
@@ -153,13 +153,13 @@ def prepare_model(
     if cfg.model.use_liger:
         liger.apply_liger(model)
     freeze_base(model, cfg.model.freeze_parameters)
-    vision.freeze_parts(model, cfg.model)
+    vision_model_parts.freeze_parts(model, cfg.model)
     if cfg.model.recompute_granularity == "full":
         cast(Any, model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if cfg.model.train_type != "full":
         model = add_peft(model, cfg)
     if cfg.model.torch_compile:
-        compile_layers(model, layer_classes(base_model(model)), cfg.model)
+        compile_layers(model, decoder_layer_class_names(unwrap_peft_model(model)), cfg.model)
     return FieldsModel(model)
 
 

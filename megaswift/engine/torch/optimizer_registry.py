@@ -8,10 +8,10 @@ from torch.distributed.tensor import DTensor
 from megaswift.config.optim import GALORE, ON_PARTS, OptimConfig
 from megaswift.engine.torch.fsdp_bitsandbytes import LocalShardOptimizer
 from megaswift.engine.torch.galore import GaLore
-from megaswift.engine.torch.optimizers import Elementwise, elementwise_optimizer
+from megaswift.engine.torch.optimizers import ElementwiseOptimizer, elementwise_optimizer_class
 
 
-def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> Elementwise:
+def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> ElementwiseOptimizer:
     """The optimizer of what trains in `module`."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if optim.optimizer in ON_PARTS and any(isinstance(p, DTensor) for _, p in named):
@@ -19,5 +19,5 @@ def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> Elementwise:
     return (
         GaLore(named, optim, module)
         if optim.optimizer in GALORE
-        else elementwise_optimizer(optim.optimizer)(named, optim)
+        else elementwise_optimizer_class(optim.optimizer)(named, optim)
     )

@@ -11,13 +11,13 @@ from megaswift.config import SwiftConfig
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import zero_config
 from megaswift.config.launch_env import launched_count
-from megaswift.engine.torch.adapters import base_model
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.loss_fields import FieldsModel
+from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
 from megaswift.engine.torch.strategy import Strategy
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.decoder_layer_classes import layer_classes
+from megaswift.families.decoder_layer_classes import decoder_layer_class_names
 
 
 def wrap_model(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchContext, dtype: torch.dtype) -> Strategy:
@@ -27,14 +27,17 @@ def wrap_model(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchC
     if kind in ZERO:
         from megaswift.engine.torch.zero import ZeroStrategy
 
-        name, hidden = str(dtype).removeprefix("torch."), base_model(module.model).config.get_text_config().hidden_size
+        name, hidden = (
+            str(dtype).removeprefix("torch."),
+            unwrap_peft_model(module.model).config.get_text_config().hidden_size,
+        )
         filled = zero_config(cfg, context.layout.world_size, name, hidden)
         if filled.problems:
             raise ConfigError(filled.problems)
         return ZeroStrategy(module, cfg.optim, filled.config, context.device)
     from megaswift.engine.torch.fsdp import FsdpOptions, FsdpStrategy
 
-    layers = fsdp_units(cfg, base_model(module.model))
+    layers = fsdp_unit_classes(cfg, unwrap_peft_model(module.model))
     words, machines = cfg.engine.fsdp, launched_count("nnodes", os.environ) or 1
     options = FsdpOptions(
         layers,
@@ -46,11 +49,11 @@ def wrap_model(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchC
     return FsdpStrategy(module, cfg.optim, context, options)
 
 
-def fsdp_units(cfg: SwiftConfig, model: nn.Module) -> frozenset[str]:
+def fsdp_unit_classes(cfg: SwiftConfig, model: nn.Module) -> frozenset[str]:
     """Classes of the modules that fsdp2 shards by themselves. A name that the model does not have would leave it one
     unit, in silence."""
     named, present = cfg.engine.fsdp_transformer_layer_cls_to_wrap, {type(m).__name__ for m in model.modules()}
-    layers = layer_classes(model)
+    layers = decoder_layer_class_names(model)
     if unknown := [name for name in named if name not in present]:
         fix = f"use {' '.join(sorted(layers))}, the decoder layers, or leave it out"
         raise ConfigError(

@@ -30,10 +30,10 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.transformers_weights import saved_buffers
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import SHARDED, frozen_weight_bits
-from megaswift.engine.torch import meta_init, model, quantized
-from megaswift.engine.torch.adapters import base_model, base_parameter_name, unwrap_adapters
+from megaswift.engine.torch import meta_init, model, quantized_weights
 from megaswift.engine.torch.conversions import ConversionGroup, conversion_groups, group_shapes, tied_name_map
 from megaswift.engine.torch.loss_fields import FieldsModel
+from megaswift.engine.torch.peft_wrappers import base_parameter_name, name_without_adapters, unwrap_peft_model
 from megaswift.engine.torch.strategy import WEIGHT
 from megaswift.errors import Problem, UserError, WeightsError
 from megaswift.families import read_config
@@ -46,18 +46,18 @@ Fill = Callable[["TorchEngine"], None]
 
 
 @dataclass(frozen=True)
-class WeightStart:
+class ModelWithWeightFiller:
     """A model that is ready to be wrapped, and what gives the wrapped one its weights."""
 
     fields: FieldsModel
     fill: Fill = lambda engine: None
 
 
-def start_from_files(directory: Path, engine: TorchEngine) -> WeightStart:
+def prepare_weights_from_files(directory: Path, engine: TorchEngine) -> ModelWithWeightFiller:
     """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
     checkpoint, cfg, meta_first = find_checkpoint(directory), engine.cfg, _stays_on_meta(directory, engine.cfg)
     if checkpoint is None and not (engine.kind in SHARDED and meta_first):
-        return WeightStart(_prepare(directory, engine, weights=True))
+        return ModelWithWeightFiller(_prepare(directory, engine, weights=True))
     if not meta_first:
         rule = (
             "is a checkpoint; adapters initialized from weights, quantized weights and models with custom code need a "
@@ -69,29 +69,34 @@ def start_from_files(directory: Path, engine: TorchEngine) -> WeightStart:
     source = open_weights(directory)
     if engine.spec.scored and NEW not in source.names():
         source = NewHead(source, new_head(engine.spec, cfg.train.seed))
-    groups, first = conversion_groups(base_model(fields.model), source), tied_name_map(base_model(fields.model))
-    problems = _differences(base_model(fields.model), source, groups)
+    groups, first = (
+        conversion_groups(unwrap_peft_model(fields.model), source),
+        tied_name_map(unwrap_peft_model(fields.model)),
+    )
+    problems = _differences(unwrap_peft_model(fields.model), source, groups)
     if not problems:
-        return WeightStart(fields, lambda engine: fill_from_files(engine, groups, source, first))
+        return ModelWithWeightFiller(fields, lambda engine: fill_from_files(engine, groups, source, first))
     if checkpoint is not None:
         raise WeightsError(problems)
     return _from_first_rank(directory, engine, weights=True)
 
 
-def start_from_seed(directory: Path, engine: TorchEngine) -> WeightStart:
+def prepare_random_weights(directory: Path, engine: TorchEngine) -> ModelWithWeightFiller:
     """Random weights."""
     if engine.kind not in SHARDED or not _stays_on_meta(directory, engine.cfg):
-        return WeightStart(_prepare(directory, engine, weights=False))
+        return ModelWithWeightFiller(_prepare(directory, engine, weights=False))
     return _from_first_rank(directory, engine, weights=False)
 
 
-def start_empty(directory: Path, engine: TorchEngine) -> WeightStart:
+def prepare_without_weights(directory: Path, engine: TorchEngine) -> ModelWithWeightFiller:
     """No weights: a checkpoint brings them all."""
-    return WeightStart(_prepare(directory, engine, weights=False, empty=_stays_on_meta(directory, engine.cfg)))
+    return ModelWithWeightFiller(
+        _prepare(directory, engine, weights=False, empty=_stays_on_meta(directory, engine.cfg))
+    )
 
 
 def _prepare(directory: Path, engine: TorchEngine, weights: bool, empty: bool = False) -> FieldsModel:
-    further = quantized.loading_arguments(directory, engine.cfg, engine.context.device, engine.dtype)
+    further = quantized_weights.loading_arguments(directory, engine.cfg, engine.context.device, engine.dtype)
     return model.prepare_model(directory, engine.cfg, weights, engine.spec, further, empty)
 
 
@@ -121,7 +126,9 @@ def _differences(bare: Any, source: WeightSource, groups: list[ConversionGroup])
     stored = {first.get(name, name): shape for name, shape in group_shapes(bare, source, groups).items()}
     adapted = bool(getattr(bare, "peft_config", None)) or any(hasattr(m, "base_layer") for m in bare.modules())
     expected = {
-        unwrap_adapters(name): p for name, p in bare.named_parameters() if not adapted or meta_init.is_unallocated(p)
+        name_without_adapters(name): p
+        for name, p in bare.named_parameters()
+        if not adapted or meta_init.is_unallocated(p)
     }
     return [
         Problem(str(source.directory), f"has no {name} of shape {list(p.shape)}, which this model needs")
@@ -135,12 +142,15 @@ def fill_from_files(
 ) -> None:
     """Fills an engine's weights from files, a piece at a time. Every rank reads. `first`: `tied_name_map` before the
     model was wrapped."""
-    bare, skip = base_model(engine.fields.model), "modules_to_save" if engine.cfg.lora.adapters is not None else None
+    bare, skip = (
+        unwrap_peft_model(engine.fields.model),
+        "modules_to_save" if engine.cfg.lora.adapters is not None else None,
+    )
     places: dict[str, list[str]] = {}
     for name in engine.shapes:
         if skip is None or skip not in name:  # an adapter's folder brought these
             places.setdefault(first.get(base_parameter_name(name), base_parameter_name(name)), []).append(name)
-    model_buffers = {unwrap_adapters(name): tensor for name, tensor in saved_buffers(bare).items()}
+    model_buffers = {name_without_adapters(name): tensor for name, tensor in saved_buffers(bare).items()}
     for piece in groups:
         tensors = {name: source.slice(name).float() for _, name in piece.stored}
         for target, tensor in piece.convert(bare, tensors).items():
@@ -152,7 +162,7 @@ def fill_from_files(
     source.close()
 
 
-def _from_first_rank(directory: Path, engine: TorchEngine, weights: bool) -> WeightStart:
+def _from_first_rank(directory: Path, engine: TorchEngine, weights: bool) -> ModelWithWeightFiller:
     """Made whole on rank 0, which hands it out."""
     problems: list[Problem] = []
     fields = None
@@ -163,11 +173,11 @@ def _from_first_rank(directory: Path, engine: TorchEngine, weights: bool) -> Wei
             problems = list(error.problems)
     distributed.raise_on_all_ranks(problems, WeightsError)
     if fields is None:
-        return WeightStart(
+        return ModelWithWeightFiller(
             _prepare(directory, engine, weights=False, empty=True), lambda engine: broadcast_from_rank0(engine, {})
         )
     tensors = meta_init.drop_storage(fields)
-    return WeightStart(fields, lambda engine: broadcast_from_rank0(engine, tensors))
+    return ModelWithWeightFiller(fields, lambda engine: broadcast_from_rank0(engine, tensors))
 
 
 def broadcast_from_rank0(engine: TorchEngine, tensors: dict[str, Tensor]) -> None:

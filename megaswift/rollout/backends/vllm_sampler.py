@@ -25,7 +25,7 @@ OLDEST = (0, 22)
 OTHERS = "--rollout_backend vllm_server or transformers"
 
 
-def too_wide(options: SamplerOptions) -> list[Problem]:
+def lora_rank_problems(options: SamplerOptions) -> list[Problem]:
     """The problem of a LoRA rank that exceeds vLLM's maximum."""
     if options.lora_rank <= RANKS[-1]:
         return []
@@ -40,7 +40,7 @@ def too_wide(options: SamplerOptions) -> list[Problem]:
 
 def missing(options: SamplerOptions) -> list[Problem]:
     """Problems with the installed vLLM or the adapters' rank."""
-    return vllm_version_problem("--rollout_backend vllm", OLDEST, OTHERS) or too_wide(options)
+    return vllm_version_problem("--rollout_backend vllm", OLDEST, OTHERS) or lora_rank_problems(options)
 
 
 def build(folder: Path, options: SamplerOptions) -> VllmSampler:

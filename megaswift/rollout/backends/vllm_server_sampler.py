@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.errors import ConfigError, Problem
-from megaswift.rollout.backends.vllm_sampler import too_wide
+from megaswift.rollout.backends.vllm_sampler import lora_rank_problems
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 from megaswift.rollout.server_client import (
     Server,
@@ -32,7 +32,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 def missing(options: SamplerOptions) -> list[Problem]:
     """Problems that the options alone show; no server is contacted."""
-    return server_option_problems(options, "vllm_server") + too_wide(options)
+    return server_option_problems(options, "vllm_server") + lora_rank_problems(options)
 
 
 def build(folder: Path, options: SamplerOptions) -> VllmServerSampler:

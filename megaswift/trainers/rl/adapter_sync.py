@@ -17,12 +17,12 @@ from megaswift.config.adapter_rules import frozen_weight_bits
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.errors import Problem
 from megaswift.families import family_of
+from megaswift.families.adapter_projections import select_projections
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.projections import select_projections
-from megaswift.families.quantization import FIELD
-from megaswift.families.vision import has_vision_tower
+from megaswift.families.quantization_schemes import FIELD
+from megaswift.families.vision_tower_config import has_vision_tower
 
 EXPERTS = "experts have adapters, whose format differs between samplers"
 OWN_RANKS = ("rank_pattern", "alpha_pattern")

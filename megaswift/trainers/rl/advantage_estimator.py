@@ -1,7 +1,7 @@
 """Computes per-token fields from rewards: advantages, value targets, and correction weights for the sampler mismatch.
 
 Owns how completions become tensors: [n, t], own tokens from the left. The estimators are in
-`megaswift.losses.estimators`. The same on every rank, as its input is.
+`megaswift.losses.advantage_estimators`. The same on every rank, as its input is.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from megaswift.config import SwiftConfig
 from megaswift.config.estimator_table import estimator_entry
 from megaswift.data.rollout_batches import RolloutTokens
 from megaswift.losses import advantages as formulas
-from megaswift.losses.covariance import clip_cov_tokens, clipped_tokens, kl_cov_tokens, token_covariances
-from megaswift.losses.estimators import EstimatorInput, estimate_fields
+from megaswift.losses.advantage_estimators import EstimatorInput, estimate_advantage_fields
+from megaswift.losses.covariance_token_selection import (
+    clip_cov_tokens,
+    kl_cov_tokens,
+    ratio_clipped_token_mask,
+    token_covariances,
+)
 from megaswift.trainers.rl.reward_scorer import Rollout
 from megaswift.trainers.rl.settings import RlSettings, correction_of
 
@@ -39,7 +44,9 @@ class AdvantageEstimator:
         """`advantages` and whatever else the run's losses read."""
         mask = token_mask(completed)
         penalties = self.penalties(completed, mask)
-        estimated = estimate_fields(self.settings.estimator, self.inputs(rollouts, completed, (penalties, mask)))
+        estimated = estimate_advantage_fields(
+            self.settings.estimator, self.inputs(rollouts, completed, (penalties, mask))
+        )
         if self.settings.corrects:
             gap = padded_field(completed, "old", mask) - padded_field(completed, "sampled", mask)
             estimated["ratio"] = correction_of(self.cfg).weights(gap, mask)
@@ -114,7 +121,9 @@ class AdvantageEstimator:
         else:
             number = int(np.random.SeedSequence(seed).generate_state(1)[0])
             high = rl.epsilon if rl.epsilon_high is None else rl.epsilon_high
-            clipped = clipped_tokens(now - before, advantage, rl.epsilon, high)  # verl does not select these either
+            clipped = ratio_clipped_token_mask(
+                now - before, advantage, rl.epsilon, high
+            )  # verl does not select these either
             covariances = covariances.masked_fill(clipped, -torch.inf)
             chosen = clip_cov_tokens(covariances, rl.clip_cov_ratio, (rl.clip_cov_lb, rl.clip_cov_ub), number)
         return np.split(chosen.numpy(), np.cumsum([len(v) for v in logprobs])[:-1])
@@ -135,7 +144,7 @@ def rewards_by_token(rollouts: Sequence[Rollout], penalties: Tensor, mask: Tenso
     by_token = [r.by_token for r in rollouts]
     at_end = torch.tensor([r.total if tokens is None else 0.0 for r, tokens in zip(rollouts, by_token, strict=True)])
     at_end = at_end.nan_to_num(nan=0.0)  # of a completion that no reward function applies to
-    rewards = formulas.token_rewards(at_end, penalties, mask, documents)
+    rewards = formulas.kl_penalized_token_rewards(at_end, penalties, mask, documents)
     for row, own, tokens in zip(rewards, mask, by_token, strict=True):
         if tokens is not None and bool(own.any()):
             row[own] += torch.tensor(tokens)

@@ -71,7 +71,7 @@ class Critic(BatchTransform):
         return batches
 
 
-def critic_folder(cfg: SwiftConfig, folder: Path) -> Path:
+def critic_start_folder(cfg: SwiftConfig, folder: Path) -> Path:
     """Where the critic of a run starts; `folder`: the policy's."""
     return folder if cfg.rl.critic_model is None else Path(cfg.rl.critic_model)
 
@@ -82,7 +82,7 @@ def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Engi
     With adapters these are its own, and the head trains whole. `fresh` False: a checkpoint has what trains. A new head
     starts near 0: values of the size of weights would be noise in every advantage until the critic has unlearnt them.
     """
-    scored, start = with_scalar_head(spec), critic_folder(cfg, folder)
+    scored, start = with_scalar_head(spec), critic_start_folder(cfg, folder)
     scored = replace(scored, hf_config={**scored.hf_config}, new_head_std=1 / (1 + scored.hidden_size))
     engine = make_engine(cfg, scored, start, context)
     if fresh or cfg.model.train_type != "full":

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megaswift.errors import ConfigError, Problem, RewardError, nearest_name
+from megaswift.errors import ConfigError, Problem, RewardError, did_you_mean_hint
+from megaswift.rewards.reward_value_validation import as_float, user_code_error
 from megaswift.rewards.user_function import import_user_file
-from megaswift.rewards.validation import as_float, user_code_error
 
 Message = dict[str, Any]
 Turn = tuple[list[Message], float, bool]
@@ -30,7 +30,7 @@ class Environment(Protocol):
         """What the model has said, without special tokens."""
 
 
-def environment_class(text: str) -> Callable[[], Environment]:
+def load_environment_class(text: str) -> Callable[[], Environment]:
     """The class (or function that makes one) of `FILE.py:NAME`; ConfigError with what to do where there is none."""
     flag = f"--environment {text}"
     file, _, name = text.rpartition(":")
@@ -41,7 +41,7 @@ def environment_class(text: str) -> Callable[[], Environment]:
             Problem(
                 flag,
                 f"{Path(file).name} has no {name}",
-                nearest_name(name, [n for n in names if not n.startswith("_")]),
+                did_you_mean_hint(name, [n for n in names if not n.startswith("_")]),
             )
         )
     lacking = [method for method in ("reset", "step") if not callable(getattr(environment, method, None))]

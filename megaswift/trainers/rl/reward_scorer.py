@@ -100,10 +100,12 @@ class RewardScorer:
             Rollout(*one, *reward)
             for one, reward in zip(zip(prompts, completions, texts, strict=True), rewards, strict=True)
         ]
-        return [with_environment(r, r.completion) if isinstance(r.completion, Conversation) else r for r in rollouts]
+        return [
+            with_environment_reward(r, r.completion) if isinstance(r.completion, Conversation) else r for r in rollouts
+        ]
 
 
-def with_environment(rollout: Rollout, conversation: Conversation) -> Rollout:
+def with_environment_reward(rollout: Rollout, conversation: Conversation) -> Rollout:
     """The rollout with what its environment gave."""
     given = 0.0 if math.isnan(rollout.total) else rollout.total
     return replace(

@@ -13,7 +13,7 @@ from megaswift.trainers.rl.multi_turn import action_mask
 from megaswift.trainers.rl.reward_scorer import Rollout
 
 
-def has_spread(group: Sequence[Rollout], each: bool = False) -> bool:
+def group_rewards_differ(group: Sequence[Rollout], each: bool = False) -> bool:
     """Whether the completions of one prompt differ in reward, beyond rounding; else their advantages are 0. `each`: in
     any single reward, as GDPO normalizes them, though their sums may be equal."""
     columns = [[r.rewards[name] for r in group] for name in group[0].rewards] if each else [[r.total for r in group]]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.errors import EXIT_NO_PROGRESS, Problem, UserError
 from megaswift.log import count_text
-from megaswift.rewards.contract import flag_of
+from megaswift.rewards.contract import reward_function_flag
 from megaswift.trainers.hook import Hook, Step
 from megaswift.trainers.progress import print_warning
 from megaswift.trainers.rl.rollout_source import RolloutSource
@@ -70,7 +70,7 @@ class RolloutMonitor(Hook):
 
     def flags(self) -> str:
         """The reward functions as typed."""
-        return ", ".join(flag_of(function) for function in self.source.parts.scorer.functions)
+        return ", ".join(reward_function_flag(function) for function in self.source.parts.scorer.functions)
 
     def on_end(self, loop: Loop) -> None:
         """Before the last checkpoint, as for skipped steps."""

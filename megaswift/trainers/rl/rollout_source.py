@@ -27,7 +27,7 @@ from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
 from megaswift.trainers.rl.critic import Critic
 from megaswift.trainers.rl.multi_turn import action_mask
 from megaswift.trainers.rl.reward_scorer import RewardScorer, Rollout
-from megaswift.trainers.rl.rollout_metrics import has_spread, rollout_statistics
+from megaswift.trainers.rl.rollout_metrics import group_rewards_differ, rollout_statistics
 from megaswift.trainers.rl.scheduler import RolloutScheduler
 from megaswift.trainers.rl.settings import RlSettings
 from megaswift.trainers.timers import timed
@@ -128,7 +128,9 @@ class RolloutSource:
                 )
             for start in range(0, len(rollouts), settings.draws):
                 group = with_greedy_baseline(rollouts[start : start + settings.draws], settings.group)
-                (selected if settings.tries == 1 or has_spread(group, settings.each_reward) else spare).extend(group)
+                (
+                    selected if settings.tries == 1 or group_rewards_differ(group, settings.each_reward) else spare
+                ).extend(group)
             if len(selected) >= settings.generation:
                 break
         return (selected + spare)[: settings.generation]

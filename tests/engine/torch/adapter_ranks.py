@@ -59,7 +59,7 @@ class Result:
 def opened(case: Case, run: Run, world: int) -> tuple[Any, Any]:
     """(engine with the folder's weights, context), of any model that transformers loads."""
     from megaswift.config import SwiftConfig
-    from megaswift.families.unlisted import spec_of_any_model
+    from megaswift.families.unlisted_model_spec import spec_of_any_model
     from megaswift.parallel.layout import Layout
     from megaswift.trainers.engines import make_engine, start_context
 

@@ -2,7 +2,7 @@
 something else.
 
 Covers: megaswift/engine/torch/causality_check.py, megaswift/engine/torch/loss_fields.py,
-megaswift/families/unlisted.py.
+megaswift/families/unlisted_model_spec.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megaswift.engine.torch.loss_fields import FieldsModel, labeled_columns
 from megaswift.engine.torch.model import build_model
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES
-from megaswift.families.unlisted import spec_of_any_model
+from megaswift.families.unlisted_model_spec import spec_of_any_model
 from megaswift.losses.contract import Batch
 from tests.engine.torch.adapter_ranks import CASE, Run, far, model_of, plain
 from tests.engine.torch.other_models import APART, ENCODERS, KINDS, MIXING, POSITIONS, config_of, write
@@ -131,15 +131,15 @@ def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
 def test_units_that_are_none_are_refused(folders: Callable[[str], Path]) -> None:
     """FSDP's units by name; a name that no module has would leave the model in one."""
     model = model_of(folders("gpt2"))
-    assert strategies.fsdp_units(SwiftConfig(engine="fsdp2"), model) == {"GPT2Block"}
-    assert strategies.fsdp_units(
+    assert strategies.fsdp_unit_classes(SwiftConfig(engine="fsdp2"), model) == {"GPT2Block"}
+    assert strategies.fsdp_unit_classes(
         SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP"]), model
     ) == {"GPT2MLP"}
     with pytest.raises(
         ConfigError,
         match=r"cls_to_wrap GPT2Blok: is not a module class of this GPT2LMHeadModel\n.*GPT2Block, the decoder layers",
     ):
-        strategies.fsdp_units(
+        strategies.fsdp_unit_classes(
             SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP", "GPT2Blok"]), model
         )
 

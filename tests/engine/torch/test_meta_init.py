@@ -21,10 +21,10 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.transformers_weights import to_disk_names
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch import meta_init, model, weight_loading
-from megaswift.engine.torch.adapters import base_model
-from megaswift.engine.torch.conversions import conversion_groups, convertible_groups, tied_name_map
+from megaswift.engine.torch.conversions import conversion_groups, jointly_written_parameters, tied_name_map
+from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
 from megaswift.errors import WeightsError
-from megaswift.families.unlisted import spec_of_any_model
+from megaswift.families.unlisted_model_spec import spec_of_any_model
 from tests.bridge.folders import tensors_of
 from tests.parity.models import build
 
@@ -37,7 +37,7 @@ def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
     """(a model that was hollow, how many elements each piece of files held)."""
     cfg = SwiftConfig(model=str(folder), engine="fsdp2", **options)
     fields = model.prepare_model(folder, cfg, False, spec_of_any_model(folder), {}, empty=True)
-    bare, source = base_model(fields.model), open_weights(folder)
+    bare, source = unwrap_peft_model(fields.model), open_weights(folder)
     assert all(
         meta_init.is_unallocated(p)
         for n, p in bare.named_parameters()
@@ -73,7 +73,7 @@ def test_equals_from_pretrained(variant: str, options: dict[str, Any], tmp_path:
         assert list(own) == list(others)
         assert all(torch.equal(own[name], tensor) for name, tensor in others.items())
         assert [t.requires_grad for t in own.values()] == [t.requires_grad for t in others.values()]
-    assert tied_name_map(base_model(got.model)) == tied_name_map(base_model(want.model))
+    assert tied_name_map(unwrap_peft_model(got.model)) == tied_name_map(unwrap_peft_model(want.model))
     assert max(sizes) < 0.3 * sum(sizes)
 
 
@@ -84,13 +84,13 @@ def test_tensors_written_in_groups_equal_those_of_the_model(variant: str, tmp_pa
     bare = filled(folder)[0].model
     tensors = dict(bare.named_parameters())
     made: dict[str, Tensor] = {}
-    for group in convertible_groups(bare, tensors):
+    for group in jointly_written_parameters(bare, tensors):
         made |= to_disk_names(bare, {name: tensors[name] for name in group})
     stored = tensors_of(folder)
     left = {n for n in stored if n not in made}
     assert left <= {n for n, _ in bare.named_buffers()} | {"lm_head.weight"} and made.keys() <= stored.keys()
     assert all(torch.equal(tensor, stored[name]) for name, tensor in made.items())
-    assert len(convertible_groups(bare, tensors)) > 20
+    assert len(jointly_written_parameters(bare, tensors)) > 20
 
 
 def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_adapters_initialized_from_weights_refuse_a_checkpoint(options: dict[str
         cfg=SwiftConfig(model=str(tmp_path / "c"), engine="ddp", **options), kind="ddp", spec=spec_of_any_model(folder)
     )
     with pytest.raises(WeightsError, match="convert megatron-to-hf"):
-        weight_loading.start_from_files(folder, engine)
+        weight_loading.prepare_weights_from_files(folder, engine)
 
 
 def test_a_real_model_hands_its_weights_over() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch.loss_fields import labeled_columns
 from megaswift.engine.torch.model import prepare_model
-from megaswift.families.unlisted import spec_of_any_model
+from megaswift.families.unlisted_model_spec import spec_of_any_model
 from tests.trainers.inputs import write_model
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megaswift.data.prompts import Prompt
 from megaswift.errors import ConfigError, RewardError
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler
-from megaswift.trainers.rl.environment import CheckedEnvironment, environment_class
+from megaswift.trainers.rl.environment import CheckedEnvironment, load_environment_class
 from megaswift.trainers.rl.multi_turn import Conversation, MultiTurnRollout
 from tests.data import makers
 from tests.trainers.inputs import write_model
@@ -79,7 +79,7 @@ def talked(
         )
         for i, s in enumerate(said)
     ]
-    made = environment_class(f"{file}:Echo")
+    made = load_environment_class(f"{file}:Echo")
     talk = MultiTurnRollout(lambda: CheckedEnvironment("--environment worlds.py:Echo", made()), tokenizer, max_turns)
     found = talk.write(sampler, SamplingParams(most, stop_token_ids=(1,)), prompts, [11, 12])
     return tokenizer, prompts, [c for c in found if isinstance(c, Conversation)]
@@ -218,7 +218,7 @@ def test_turns_and_tokens_have_an_end(model: Path, file: Path) -> None:
     ],
 )
 def test_what_an_environment_gets_wrong(returned: Any, words: str, file: Path) -> None:
-    made: Any = environment_class(f"{file}:Odd")()
+    made: Any = load_environment_class(f"{file}:Odd")()
     made.returned = returned
     with pytest.raises(RewardError) as error:
         CheckedEnvironment("--environment worlds.py:Odd", made).step("text")
@@ -227,7 +227,7 @@ def test_what_an_environment_gets_wrong(returned: Any, words: str, file: Path) -
 
 @pytest.mark.parametrize("reward", [True, np.True_, np.float32(1), torch.tensor(1.0), torch.tensor(True), 1])
 def test_the_reward_of_a_turn_is_a_number_of_any_library(reward: Any, file: Path) -> None:
-    made: Any = environment_class(f"{file}:Odd")()
+    made: Any = load_environment_class(f"{file}:Odd")()
     made.returned = ([], reward, True)
     found = CheckedEnvironment("--environment worlds.py:Odd", made).step("text")
     assert found == ([], 1.0, True) and type(found[1]) is float
@@ -260,6 +260,6 @@ def test_answers_that_a_template_cannot_write(template: str | None, told: str) -
 
 def test_a_class_that_is_none(file: Path) -> None:
     with pytest.raises(ConfigError, match="no step"):
-        environment_class(f"{file}:Mute")
+        load_environment_class(f"{file}:Mute")
     with pytest.raises(ConfigError, match="has no Ecko"):
-        environment_class(f"{file}:Ecko")
+        load_environment_class(f"{file}:Ecko")

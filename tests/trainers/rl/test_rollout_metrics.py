@@ -14,7 +14,7 @@ import torch
 from megaswift.data.prompts import Prompt
 from megaswift.rollout.sampler import Completion
 from megaswift.trainers.rl.reward_scorer import Rollout
-from megaswift.trainers.rl.rollout_metrics import has_spread, rollout_statistics
+from megaswift.trainers.rl.rollout_metrics import group_rewards_differ, rollout_statistics
 from tests.losses import trainers
 
 STOP, GROUP = 0, 2
@@ -72,13 +72,17 @@ def test_of_one_completion_alone() -> None:
 
 
 def test_spread() -> None:
-    assert [has_spread(rollouts()[i : i + 2]) for i in (0, 2)] == [True, False]
+    assert [group_rewards_differ(rollouts()[i : i + 2]) for i in (0, 2)] == [True, False]
 
 
 def test_a_spread_of_single_rewards_counts_where_they_are_normalized_one_by_one() -> None:
     rewards = [{"first": 1.0, "second": 0.0}, {"first": 0.0, "second": 1.0}]
     group = [replace(rollouts()[0], rewards=r, total=1.0) for r in rewards]
-    assert has_spread(group, each=True) and not has_spread(group) and not has_spread(group[:1] * 2, each=True)
+    assert (
+        group_rewards_differ(group, each=True)
+        and not group_rewards_differ(group)
+        and not group_rewards_differ(group[:1] * 2, each=True)
+    )
 
 
 def test_rounding_and_missing_rewards_are_no_spread() -> None:
@@ -86,11 +90,11 @@ def test_rounding_and_missing_rewards_are_no_spread() -> None:
         return [replace(rollouts()[0], total=t) for t in totals]
 
     assert (
-        not has_spread(group(0.1 + 0.2, 0.3))
-        and not has_spread(group(math.nan, 1.0))
-        and not has_spread(group(math.nan))
+        not group_rewards_differ(group(0.1 + 0.2, 0.3))
+        and not group_rewards_differ(group(math.nan, 1.0))
+        and not group_rewards_differ(group(math.nan))
     )
-    assert has_spread(group(math.nan, 1.0, 2.0)) and has_spread(group(0.3, 0.3001))
+    assert group_rewards_differ(group(math.nan, 1.0, 2.0)) and group_rewards_differ(group(0.3, 0.3001))
 
 
 def test_rewards_that_were_not_given_move_no_mean() -> None:

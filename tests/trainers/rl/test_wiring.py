@@ -1,8 +1,8 @@
 """Each option of reinforcement learning arrives where it is used: in the loss, the sampler, the critic, the estimator,
 the table.
 
-Covers: megaswift/trainers/rl/completions_log.py, megaswift/trainers/rl/build.py, megaswift/trainers/rl/sampler.py,
-megaswift/trainers/rl/settings.py.
+Covers: megaswift/trainers/rl/completions_log.py, megaswift/trainers/rl/rollout_loop_builder.py,
+megaswift/trainers/rl/build_sampler.py, megaswift/trainers/rl/settings.py.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megaswift.losses.value import ValueLoss
 from megaswift.rewards.contract import RewardOptions
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
 from megaswift.trainers.metrics import read_lines
-from megaswift.trainers.rl import build as build_module
-from megaswift.trainers.rl import build as rl_build
-from megaswift.trainers.rl.build import reward_functions_of, reward_weights_of
+from megaswift.trainers.rl import rollout_loop_builder as build_module
+from megaswift.trainers.rl import rollout_loop_builder as rl_build
+from megaswift.trainers.rl.build_sampler import sampler_options, sampling_params_of
 from megaswift.trainers.rl.completions_log import CompletionsLog
-from megaswift.trainers.rl.sampler import sampler_options, sampling_params_of
+from megaswift.trainers.rl.rollout_loop_builder import reward_functions_of, reward_weights_of
 from megaswift.trainers.rl.settings import rl_settings
 from megaswift.trainers.tasks import TASKS
 from tests.trainers.rl.makers import config, source
@@ -217,7 +217,7 @@ def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions in the order of their names, then models; every option of theirs goes along."""
     asked: list[Any] = []
     monkeypatch.setattr(
-        build_module, "reward_functions", lambda names, options: asked.append((tuple(names), options)) or []
+        build_module, "load_reward_functions", lambda names, options: asked.append((tuple(names), options)) or []
     )
     numbers: Options = {
         "max_completion_length": 200,
@@ -234,7 +234,7 @@ def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers.keys() == {f.name for f in fields(RewardOptions)}
     names = ("cosine", "soft_overlong", "repetition", "code")
     cfg = run(reward_funcs=names, reward_model=["m"], reward_weights=[1, 2, 3, 4, 5], **numbers)
-    monkeypatch.setattr("megaswift.rewards.reward_model.reward_models", lambda folders, options, taken: [*folders])
+    monkeypatch.setattr("megaswift.rewards.reward_model.load_reward_models", lambda folders, options, taken: [*folders])
     assert reward_functions_of(cfg) == ["m"] and asked == [(names, RewardOptions(**numbers))]
     assert reward_weights_of(cfg) == [1, 2, 3, 4, 5] and reward_weights_of(run(reward_model=["m"])) == [1.0] * 2
 

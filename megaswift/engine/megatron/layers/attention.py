@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megaswift.engine.megatron.context_parallel import gather_sequence
-from megaswift.engine.megatron.layers.softcap import ScoreRule, SoftCappedAttention
+from megaswift.engine.megatron.layers.softcap import SoftCappedAttention, SoftcapScores
 
 Parts = tuple[Tensor, Tensor, Tensor]
 BLOCK = 1024
@@ -148,7 +148,7 @@ class TorchAttention(MegatronModule):
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
             for run, start in rows.parts(q, k, v):
                 if self.softcap is not None:
-                    rule = ScoreRule(self.softmax_scale, self.softcap, start, self.window)
+                    rule = SoftcapScores(self.softmax_scale, self.softcap, start, self.window)
                     outs.append(SoftCappedAttention.apply(*run, rule))
                     continue
                 for parts, offset in window_blocks(run, start, self.window):

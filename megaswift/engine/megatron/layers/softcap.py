@@ -20,7 +20,7 @@ CHUNK_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class ScoreRule:
+class SoftcapScores:
     """How scores are made of queries and keys."""
 
     scale: float
@@ -54,7 +54,7 @@ class SoftCappedAttention(torch.autograd.Function):
     """query [b, h, q, d], key and value [b, h, k, d] to [b, h, q, d]; every query sees at least itself."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scores: SoftcapScores) -> Tensor:
         """Keeps its inputs only."""
         ctx.save_for_backward(query, key, value)
         ctx.scores = scores
@@ -68,7 +68,7 @@ class SoftCappedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Each chunk's probabilities again, then softmax, cap and product backwards; sums over chunks in float32."""
         query, key, value = ctx.saved_tensors
-        scores: ScoreRule = ctx.scores
+        scores: SoftcapScores = ctx.scores
         d_query = torch.empty_like(query)
         d_key, d_value = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (key, value))
         for rows, seen in scores.chunks(query, key.shape[2]):

@@ -25,7 +25,7 @@ from megaswift.engine.megatron.lora.grouped import GroupedAdapters, attach_group
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.weights import LocalParam, RankWeights
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.families.projections import WEIGHT, dora_problems, saved_modules, select_projections
+from megaswift.families.adapter_projections import WEIGHT, dora_problems, saved_modules, select_projections
 
 
 def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:

@@ -1,0 +1,90 @@
+"""Frozen quantized weights: how transformers loads them, their number of parameters and bytes.
+
+PEFT's preparation for training over them casts what stays unquantized to float32 and freezes it. Here models are loaded
+in float32, and PEFT freezes what is no adapter; checkpointed layers are not re-entrant, so inputs need no gradient.
+Nothing of it is left to do.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaswift.bridge.bitsandbytes_config import bitsandbytes_config
+from megaswift.config import SwiftConfig
+from megaswift.config.adapter_rules import frozen_weight_bits
+from megaswift.families.family import read_config
+from megaswift.families.torch_quantization_checks import DEQUANTIZED, quant_method, quantization_config_of
+
+
+def loading_arguments(folder: Path, cfg: SwiftConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What `from_pretrained` is told beside the precision of plain weights; `dtype`: of the run's products."""
+    config, bits = read_config(folder), frozen_weight_bits(cfg)
+    method = quant_method(config)
+    if method in DEQUANTIZED:
+        from transformers.quantizers import AutoQuantizationConfig
+
+        return {
+            "quantization_config": AutoQuantizationConfig.from_dict(
+                {**quantization_config_of(config), "dequantize": True}
+            )
+        }
+    if bits is not None:
+        q = cfg.quantization
+        products = dtype if q.bnb_4bit_compute_dtype == "auto" else getattr(torch, q.bnb_4bit_compute_dtype)
+        quantization = bitsandbytes_config(bits, products, q.bnb_4bit_quant_type, q.bnb_4bit_use_double_quant)
+        return {"quantization_config": quantization, "device_map": {"": device}}
+    if method is None:
+        return {}
+    # their kernels know no float32
+    return {"device_map": {"": device}} | ({"dtype": dtype} if method in ("gptq", "awq") else {})
+
+
+def to_float32(model: nn.Module, folder: Path) -> nn.Module:
+    """The model in float32 where transformers dequantized it, into the dtype that config.json names."""
+    if quant_method(read_config(folder)) in DEQUANTIZED:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()
+    return model
+
+
+def gptq_awq_layer_names(model: nn.Module) -> set[str]:
+    """Last names of GPTQ's and AWQ's layers: PEFT's all-linear knows them not, as they are no `nn.Linear`."""
+    return {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "qweight")}
+
+
+def is_bitsandbytes_quantized(layer: nn.Module) -> bool:
+    """Whether a layer's weight lies in bitsandbytes' 4 or 8 bits."""
+    weight = getattr(layer, "weight", None)
+    return getattr(weight, "quant_state", None) is not None or hasattr(weight, "SCB")
+
+
+def dequantized_weight(layer: Any) -> Tensor:
+    """Float32 [out, in] of such a layer; after its first forward pass the layer has the scales of 8 bits, before it the
+    weight."""
+    from bitsandbytes import functional
+
+    weight = layer.weight
+    if getattr(weight, "quant_state", None) is not None:
+        return functional.dequantize_4bit(weight.data, weight.quant_state).float()
+    rows = layer.state.SCB if weight.SCB is None else weight.SCB
+    return functional.int8_vectorwise_dequant(weight.data, rows).float()
+
+
+def unpacked_numel(parameter: Tensor) -> int:
+    """How many weights a parameter holds; bitsandbytes packs two of 4 bits in a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)
+
+
+def scale_bytes(parameter: Tensor) -> int:
+    """Bytes of the scales beside a quantized parameter."""
+    state, rows = getattr(parameter, "quant_state", None), getattr(parameter, "SCB", None)
+    tensors = [rows] if isinstance(rows, Tensor) else []
+    while state is not None:
+        tensors, state = [*tensors, state.absmax], state.state2
+    return sum(t.nbytes for t in tensors)

@@ -1,0 +1,392 @@
+"""Loads `--model` for generation: locates, places and loads it, with its adapters. Checks come first, so that errors
+cost no time.
+
+`prepare_model_load` reads configuration and tokenizer; `load_model` reads weights. transformers loads and accelerate
+dispatches; what is ours is the way from a checkpoint of training to transformers' model, and saying what is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import ERROR, getLogger
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaswift import log
+from megaswift.bridge import finite_weights
+from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, disable_cpu_repacking
+from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.open_weight_source import open_checkpoint
+from megaswift.config import device_placement as devices
+from megaswift.config.device_placement import DISK
+from megaswift.config.inference import PlacementOptions, WeightsOptions
+from megaswift.data.processor import Processor, image_support_problems
+from megaswift.data.sample import RowError
+from megaswift.errors import ConfigError, Problem, UserError, WeightsError, first_line
+from megaswift.families import FAMILIES
+from megaswift.families.adapter_folder import adapter_shapes, base_model_name
+from megaswift.families.checkpoint_folder import find_checkpoint, verified_checkpoint
+from megaswift.families.family import read_config
+from megaswift.families.model_source import read_processor, read_tokenizer
+from megaswift.families.vision_tower_config import has_vision_tower
+from megaswift.inference import device_placement
+from megaswift.inference.device_placement import DeviceMap, ModuleSizes
+from megaswift.inference.precheck import locate_generation_model, require_package
+
+REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError)
+"""What transformers raises for a model that it cannot load."""
+TEXT_ONLY = "this model accepts only text"
+LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+LAYER = re.compile(r"(?:.*\.)?layers\.(?P<number>\d+)\.")
+ADAPTER = "default"
+"""PEFT's name for the one adapter of a model, a part of its parameters' names."""
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """All of a model but its weights."""
+
+    folder: Path
+    """config.json and tokenizer lie here; of a checkpoint, not the weights."""
+    options: WeightsOptions
+    config: Any
+    tokenizer: Any
+    reader: Processor | str = TEXT_ONLY
+    """What reads images; or why none are read."""
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens of prompt and answer together, where the model has a limit."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def generation(self) -> Any:
+        """The model's own generation configuration."""
+        from transformers import GenerationConfig
+
+        if (self.folder / "generation_config.json").is_file():
+            return GenerationConfig.from_pretrained(self.folder)
+        return GenerationConfig.from_model_config(self.config)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """transformers' refusals as ours."""
+    try:
+        yield
+    except REFUSALS as error:
+        fix = (
+            "give --trust_remote_code true if you trust the code in the model folder"
+            if "trust_remote_code" in str(error)
+            else ""
+        )
+        raise WeightsError(Problem(what, f"transformers cannot load it: {first_line(error)}", fix)) from None
+
+
+def quiet_transformers() -> None:
+    """transformers' bars and notes to developers stay off the screen; what is wrong is told by us."""
+    from transformers.utils import logging
+
+    log.quiet_libraries()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    getLogger("accelerate.big_modeling").setLevel(ERROR)  # says what the device map has said
+
+
+def prepare_model_load(options: WeightsOptions, chat_template: str | None) -> PreparedModel:
+    """Configuration and tokenizer, and everything that can be wrong without reading a weight."""
+    folder = locate_generation_model(options)
+    quiet_transformers()
+    from transformers import AutoConfig
+
+    with _told(str(folder)):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    _writes(config, f"--model {options.model}")
+    if find_checkpoint(folder) is not None and hasattr(config, "quantization_config"):
+        del config.quantization_config  # checkpoints hold the weights dequantized
+    tokenizer = read_tokenizer(folder, options.trust_remote_code, chat_template)
+    reader = _reader(folder, options, chat_template)
+    if isinstance(reader, Processor) and not tokenizer.chat_template:  # older models have it beside their processor
+        tokenizer.chat_template = reader.tokenizer.chat_template
+    return PreparedModel(folder, options, config, tokenizer, reader)
+
+
+def _reader(folder: Path, options: WeightsOptions, chat_template: str | None) -> Processor | str:
+    """A vision-language model's processor, tried on blank images; a reason where there is none, and text alone is
+    answered."""
+    if not has_vision_tower(read_config(folder)):
+        return TEXT_ONLY
+    if problems := image_support_problems(folder, f"--model {options.model}"):
+        return f"{problems[0].what} {problems[0].rule}"
+    try:
+        processor = read_processor(folder, options.trust_remote_code, chat_template)
+        return (
+            processor
+            if processor.tokenizer.chat_template and processor.kinds
+            else "the model has no chat template to put them in"
+        )
+    except (UserError, RowError) as error:
+        return (
+            first_line(error) if isinstance(error, RowError) else f"{error.problems[0].what} {error.problems[0].rule}"
+        )
+
+
+def _writes(config: Any, flag: str) -> None:
+    """WeightsError for an encoder: transformers lets it write, and only tells developers that it sees what is behind a
+    token."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
+
+    if config.model_type in MASKED and not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False:
+        raise WeightsError(
+            Problem(
+                flag,
+                f"is an encoder ({config.model_type}), whose attention is not causal; it does not generate text",
+                'use a causal language model; for an encoder that can generate, set "is_decoder": true in config.json',
+            )
+        )
+
+
+def _dtype(prepared: PreparedModel) -> torch.dtype:
+    wanted = prepared.options.torch_dtype
+    own = getattr(prepared.config, "dtype", None) or getattr(prepared.config.get_text_config(), "dtype", None)
+    if wanted != "auto":
+        return getattr(torch, wanted)
+    return own if isinstance(own, torch.dtype) else torch.float32
+
+
+def _auto(prepared: PreparedModel) -> Any:
+    """transformers' class of models that answer; a vision-language model is asked by text alone."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return (
+        AutoModelForCausalLM if getattr(prepared.config, "vision_config", None) is None else AutoModelForImageTextToText
+    )
+
+
+def _skeleton(prepared: PreparedModel, how: Mapping[str, Any]) -> Any:
+    """transformers' model without weights."""
+    trust = prepared.options.trust_remote_code
+    with _told(str(prepared.folder)), torch.device("meta"):
+        model = _auto(prepared).from_config(prepared.config, trust_remote_code=trust, **how)
+    model.tie_weights()
+    return model
+
+
+def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any) -> DeviceMap:
+    """Each module's device; the table of them goes to the user."""
+    sizes = ModuleSizes(model, options.quantization_bit or device_placement.stored_bits(prepared.config))
+    requested = devices.parse_device_map(options.device_map)
+    limits = devices.parse_max_memory(options.max_memory) if options.max_memory is not None else None
+    assert not isinstance(requested, Problem) and not isinstance(limits, Problem), "the command line was checked"
+    flag = f"--device_map {options.device_map}"
+    placed = (
+        device_placement.decide_device_map(sizes, requested, limits)
+        if isinstance(requested, str)
+        else device_placement.check_device_map(sizes, requested, flag)
+    )
+    log.info(f"device map\n{device_placement.placement_table(sizes, placed)}")
+    on_disk = [name or "the model" for name, device in placed.items() if device == DISK]
+    if on_disk and options.offload_folder is None:
+        count = log.count_text(len(on_disk), "module")
+        what = f"no device has room for {count}" if isinstance(requested, str) else f"puts {count} on disk"
+        names = ", ".join([*on_disk[:3], *["..."] * (len(on_disk) > 3)])
+        raise ConfigError(
+            Problem(
+                flag,
+                f"{what}: {names}",
+                "use --offload_folder DIR to load them from disk in every step, a larger --max_memory, or "
+                "--quantization_bit 4",
+            )
+        )
+    if len(on_disk) == len(placed):
+        raise ConfigError(
+            Problem(
+                flag,
+                "places all layers on disk; at least one device must compute",
+                "use a larger --max_memory",
+            )
+        )
+    if on_disk and options.quantization_bit is not None:
+        raise ConfigError(
+            Problem(
+                f"--quantization_bit {options.quantization_bit}",
+                "cannot be combined with weights on disk",
+                "use a larger --max_memory, or leave out --quantization_bit",
+            )
+        )
+    if on_disk and prepared.options.merge_adapters:
+        raise ConfigError(
+            Problem(
+                "--merge_adapters",
+                "cannot be combined with weights on disk",
+                "leave it out, or run megaswift export --merge_lora true first",
+            )
+        )
+    return placed
+
+
+def _quantization(prepared: PreparedModel, bits: int | None, dtype: torch.dtype) -> dict[str, Any]:
+    if bits is None:
+        return {}
+    stored = getattr(prepared.config, "quantization_config", None)
+    if stored is not None:
+        method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", "")
+        raise ConfigError(
+            Problem(f"--quantization_bit {bits}", f"the weights are already quantized ({method})", "leave it out")
+        )
+    return {"quantization_config": generation_bitsandbytes_config(bits, dtype)}
+
+
+def generation_bitsandbytes_config(bits: int, dtype: torch.dtype) -> Any:
+    """transformers' settings: NF4 that computes in `dtype`, or LLM.int8()."""
+    require_package("bitsandbytes", f"--quantization_bit {bits}")
+    return bitsandbytes_config(bits, dtype)
+
+
+class _Lazy:
+    """A tensor of a checkpoint, read when transformers takes it. One at a time: the files' position is shared."""
+
+    def __init__(self, source: WeightSource, name: str, lock: threading.Lock) -> None:
+        self.source, self.name, self.lock = source, name, lock
+
+    def __getitem__(self, where: Any) -> Tensor:
+        assert where is ..., "transformers takes whole tensors"
+        with self.lock:
+            tensor = self.source.slice(self.name)
+        finite_weights.check_finite([(self.name, tensor)])
+        return tensor
+
+    def get_shape(self) -> list[int]:
+        """As safetensors' slices have it."""
+        return list(self.source.shape(self.name))
+
+    def get_dtype(self) -> str:
+        """As safetensors' slices have it."""
+        return self.source.dtype_name(self.name)
+
+
+def load_model(prepared: PreparedModel, options: PlacementOptions) -> tuple[Any, torch.device]:
+    """(the model with its weights and adapters, where its prompts go)."""
+    dtype = _dtype(prepared)
+    attention = prepared.options.attn_impl
+    how: dict[str, Any] = {"dtype": dtype} | ({} if attention == "auto" else {"attn_implementation": attention})
+    quantized = _quantization(prepared, options.quantization_bit, dtype)
+    skeleton = _skeleton(prepared, how)
+    _fitting(skeleton, prepared.options)
+    placed = place_modules(prepared, options, skeleton)
+    how |= {
+        **quantized,
+        "device_map": placed,
+        "trust_remote_code": prepared.options.trust_remote_code,
+        "output_loading_info": True,
+    }
+    checkpoint = verified_checkpoint(prepared.folder)
+    if quantized and checkpoint is None:  # NaN does not survive in quantized weights
+        finite_weights.check_folder_finite(prepared.folder)
+    if DISK in placed.values():
+        how["offload_folder"] = options.offload_folder
+    with _told(str(prepared.options.model)):
+        if checkpoint is None:
+            loaded: Any = _auto(prepared).from_pretrained(prepared.folder, **how)
+        else:
+            source, lock = open_checkpoint(checkpoint), threading.Lock()
+            weights = {name: _Lazy(source, name, lock) for name in source.names()}
+            loaded = type(skeleton).from_pretrained(None, config=prepared.config, state_dict=weights, **how)
+            # from_pretrained looks for it beside files of weights only
+            loaded[0].generation_config = prepared.generation
+    model, loading_info = disable_cpu_repacking(loaded[0]), loaded[1]
+    lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in loading_info[key])
+    if lost:
+        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        raise WeightsError(
+            Problem(str(prepared.options.model), f"transformers finds no weights for {', '.join(lost[:4])}{more}")
+        )
+    finite_weights.check_finite(model.named_parameters())
+    if any(p.is_meta for p in model.parameters()) and prepared.config.model_type not in FAMILIES:
+        device_placement.check_offloaded_model(
+            model, device_placement.main_device(placed), f"--device_map {options.device_map}"
+        )
+    return _adapted(model, prepared, placed).eval(), device_placement.main_device(placed)
+
+
+def _fitting(skeleton: Any, options: WeightsOptions) -> None:
+    """WeightsError for LoRA adapters that were trained on a model of other sizes, before a weight is read."""
+    if options.adapters is None:
+        return
+    folder, modules = Path(options.adapters), dict(skeleton.named_modules())
+    depth = getattr(skeleton.config.get_text_config(), "num_hidden_layers", None)
+    for name, shape in adapter_shapes(folder).items():
+        match = LORA.fullmatch(name)
+        if match is None:
+            continue
+        module, half = modules.get(match["module"]), match["half"]
+        layer = LAYER.match(match["module"])
+        wrong = ""
+        if isinstance(module, torch.nn.Linear):
+            side, ours = ("inputs", module.in_features) if half == "A" else ("outputs", module.out_features)
+            theirs = shape[-1 if half == "A" else 0]
+            wrong = f"{match['module']} has {theirs} {side} there and {ours} in this model" if theirs != ours else ""
+        elif module is None and layer is not None and depth is not None and int(layer["number"]) >= depth:
+            wrong = f"it has {match['module']}, but this model has {log.count_text(depth, 'layer')}"
+        if wrong:
+            base = base_model_name(folder)
+            rule = f"was trained on another model{f' ({base})' * bool(base)}: {wrong}"
+            raise WeightsError(
+                Problem(f"--adapters {folder}", rule, f"use --model {base or 'BASE'}, or adapters of {options.model}")
+            )
+
+
+def _adapted(model: Any, prepared: PreparedModel, placed: DeviceMap) -> Any:
+    """The model with the adapters beside its weights, or in them.
+
+    PEFT would take a dispatched model apart and dispatch it again by a map of its own, and write a copy of the weights
+    beside the model for those on disk. Layers keep their hooks when adapters are put around them, so nothing of it is
+    needed: the map is hidden meanwhile.
+    """
+    folder = prepared.options.adapters
+    if folder is None:
+        return model
+    from peft import PeftModel
+
+    vars(model).pop("hf_device_map", None)
+    with _told(f"--adapters {folder}"):
+        adapted: Any = PeftModel.from_pretrained(model, folder, low_cpu_mem_usage=True, torch_device="cpu")
+    model.hf_device_map = placed
+    _onto_devices(adapted, folder, device_placement.main_device(placed))
+    added = ((name, p) for name, p in adapted.named_parameters() if f".{ADAPTER}" in name)
+    finite_weights.check_finite(added, f"--adapters {folder}")
+    return adapted.merge_and_unload() if prepared.options.merge_adapters else adapted
+
+
+def _onto_devices(adapted: Any, folder: str, device: torch.device) -> None:
+    """Adapters of layers that are offloaded. PEFT puts them where their layer's weights are, and those are nowhere
+    between two steps."""
+    from peft import load_peft_weights
+
+    homeless = [
+        (name, module, own)
+        for name, module in adapted.named_modules()
+        for own, p in module.named_parameters(recurse=False)
+        if p.is_meta and f".{ADAPTER}" in f"{name}.{own}"
+    ]
+    weights = load_peft_weights(folder, device=str(device)) if homeless else {}
+    for name, module, own in homeless:
+        saved = f"{name}.{own}".replace(f".{ADAPTER}", "")
+        if saved not in weights:
+            raise WeightsError(
+                Problem(
+                    f"--adapters {folder}",
+                    f"{name} cannot be combined with offloaded weights",
+                    "run megaswift export --merge_lora true first, or use a larger --max_memory",
+                )
+            )
+        setattr(module, own, torch.nn.Parameter(weights[saved], requires_grad=False))

@@ -1,0 +1,74 @@
+"""Resolves `--reward_funcs`: built-in names or `FILE.py:function`. All problems are reported before anything is
+built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+
+from megaswift.errors import ConfigError, Problem
+from megaswift.registry import Registry
+from megaswift.rewards import accuracy, code_reward, functions
+from megaswift.rewards.contract import RewardFunction, RewardOptions
+from megaswift.rewards.user_function import UserFunction, load_user_reward_function
+
+NAMED: Registry[Callable[[RewardOptions], RewardFunction]] = Registry("reward function")
+NAMED.register("accuracy", accuracy.accuracy_reward)
+NAMED.register("reasoning_accuracy", accuracy.reasoning_accuracy_reward)
+NAMED.register("cosine", accuracy.cosine_reward)
+NAMED.register("length", accuracy.length_reward)
+NAMED.register("code", code_reward.code_reward)
+NAMED.register("code_all", code_reward.code_all_reward)
+NAMED.register("format", functions.answer_format)
+NAMED.register("think_format", functions.think_format)
+NAMED.register("repetition", functions.repetition)
+NAMED.register("soft_overlong", functions.soft_overlong)
+SPELLINGS = {
+    "accuracy_reward": "accuracy",
+    "reasoning_accuracy_reward": "reasoning_accuracy",
+    "cosine_scaled_reward": "cosine",
+    "code_reward": "code",
+    "binary_code_reward": "code_all",
+    "think_format_reward": "think_format",
+    "repetition_penalty_reward": "repetition",
+    "soft_overlong_punishment_reward": "soft_overlong",
+    "get_soft_overlong_punishment": "soft_overlong",
+}
+"""Names of TRL and open-r1."""
+
+
+def is_file_function(name: str) -> bool:
+    """Whether a name is FILE.py:function."""
+    return ":" in name or name.endswith(".py")
+
+
+def _one(name: str, options: RewardOptions) -> RewardFunction:
+    if not is_file_function(name):
+        return NAMED.get(SPELLINGS.get(name, name))(options)
+    if name.endswith(".py"):
+        raise ConfigError(Problem(f"--reward_funcs {name}", "names a file without a function", f"{name}:FUNCTION"))
+    return load_user_reward_function(name)
+
+
+def load_reward_functions(names: Sequence[str], options: RewardOptions) -> list[RewardFunction]:
+    """The functions in their order, each under a name of its own; ConfigError with all that is wrong."""
+    functions: dict[str, RewardFunction] = {}
+    problems: list[Problem] = []
+    for name in names:
+        flag = f"--reward_funcs {name}"
+        try:
+            function = _one(name, options)
+        except ConfigError as error:
+            problems += [replace(p, what=flag) if p.what.startswith("--reward_funcs ") else p for p in error.problems]
+            continue
+        assert is_dataclass(function) and not isinstance(function, type), "as all that are registered"
+        function = replace(function, flag=flag)
+        if function.name in functions and isinstance(function, UserFunction):
+            function = replace(function, name=f"{Path(name.rpartition(':')[0]).stem}.{function.name}")
+        if function.name in functions:
+            problems.append(Problem(flag, "is given twice", "give it once, with a larger weight in --reward_weights"))
+        functions[function.name] = function
+    if problems:
+        raise ConfigError(problems)
+    return list(functions.values())

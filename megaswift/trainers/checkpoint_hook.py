@@ -1,0 +1,177 @@
+"""The checkpoint hook: saves every `save_steps`, at the end and on a signal; restores a run from a checkpoint.
+
+Owns which rank does what and what the trainer itself must remember. How a folder becomes a checkpoint is `commit`'s,
+what the engine writes is the engine's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megaswift import distributed
+from megaswift.config.batch import BatchPlan
+from megaswift.config.byte_size import bytes_text
+from megaswift.errors import CheckpointError, Problem
+from megaswift.families import step_manifest
+from megaswift.families.checkpoint_folder import ENGINE
+from megaswift.trainers import checkpoint_store
+from megaswift.trainers.hook import Hook, Step
+from megaswift.trainers.progress import print_line
+from megaswift.trainers.verify_checkpoint_files import damaged_file_problems_all_ranks
+
+if TYPE_CHECKING:
+    from megaswift.trainers.loop import Loop
+
+
+class CheckpointHook(Hook):
+    """Writes checkpoints. Stands last in the list: the lines of the step are on disk before it."""
+
+    part = "checkpoints"
+
+    def __init__(
+        self, store: checkpoint_store.CheckpointStore, every: int | None, limit: int | None, facts: Mapping[str, Any]
+    ) -> None:
+        self.store, self.every, self.limit, self.facts = store, every, limit, facts
+        self.attach: Callable[[Path], None] = lambda folder: None
+        """Writes what makes the folder usable by itself (config.json, tokenizer); rank 0."""
+        self.beside: Callable[[Path], None] = lambda folder: None
+        """Writes what of the engine others read (a PEFT folder); every rank."""
+        self.size = 0
+        """Bytes of the last checkpoint; before the first one, what it holds at least."""
+        self.saved = -1
+        """The step of the last checkpoint, or of the one the run went on from."""
+
+    def on_start(self, loop: Loop) -> None:
+        """What was restored needs no saving."""
+        self.saved = loop.step
+
+    def on_step(self, loop: Loop, step: Step) -> None:
+        """Saves when it is due."""
+        if self.every and step.number % self.every == 0:
+            self.save(loop)
+
+    def on_end(self, loop: Loop) -> None:
+        """Saves the last step."""
+        if self.saved != loop.step:
+            self.save(loop)
+
+    def save(self, loop: Loop) -> Path:
+        """One checkpoint, on every rank together."""
+        began = time.perf_counter()
+        rank, ranks = distributed.global_rank(), distributed.global_world_size()
+        hooks = {type(h).__name__: state for h in loop.hooks if (state := h.state_dict())}
+        state = {**self.facts, "total_steps": loop.total_steps, "data": loop.source.state_dict(), "hooks": hooks}
+        engines = {ENGINE: loop.engine, **loop.engines}
+        folder = distributed.run_on_rank0(lambda: self._open(loop.step, [*engines]))
+        for name, engine in engines.items():
+            engine.save(folder / name)
+        self.beside(folder)
+        distributed.barrier()
+        files = distributed.all_gather_dict(checkpoint_store.hash_share(folder, rank, ranks))
+        done = distributed.run_on_rank0(lambda: self.store.finish(loop.step, files, state))
+        distributed.run_on_rank0(lambda: self.store.rotate(self.limit))
+        self.saved = loop.step
+        size = self.size = sum(entry["bytes"] for entry in files.values())
+        print_line(
+            f"step {loop.step}: checkpoint {done} ({size / 2**20:,.1f} MiB, {time.perf_counter() - began:.1f} s)"
+        )
+        return done
+
+    def _open(self, step: int, names: Sequence[str]) -> Path:
+        check_space(self.store.root, self.size, step)
+        folder = self.store.begin(step)
+        for name in names:
+            (folder / name).mkdir()
+        self.attach(folder)
+        return folder
+
+
+def check_space(root: Path, size: int, step: int) -> None:
+    """CheckpointError where the file system has no room for another checkpoint of `size` bytes."""
+    there = next(path for path in (root, *root.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < size:
+        raise CheckpointError(
+            Problem(
+                f"checkpoint of step {step}",
+                f"needs about {bytes_text(size)}, but {there} has only {bytes_text(free)} free; older checkpoints "
+                "are deleted only after the new one is complete",
+                "free space, or use a smaller --save_total_limit for the next run or another --output_dir",
+            )
+        )
+
+
+def restore_run(
+    loop: Loop,
+    folder: Path,
+    model: Mapping[str, Any],
+    on_manifest: Callable[[Mapping[str, Any]], object] = lambda manifest: None,
+) -> dict[str, Any]:
+    """Everything back to where `folder` was saved, on this or another layout; returns its manifest.
+
+    `on_manifest` is called with the manifest before anything is loaded, so that a notice of changed options comes
+    before a refusal that they cause.
+    """
+    manifest = distributed.run_on_rank0(lambda: step_manifest.load_manifest(folder))
+    if isinstance(manifest, Problem):
+        raise CheckpointError(manifest)
+    problems = [*checkpoint_mismatch_problems(manifest, model), *damaged_file_problems_all_ranks(folder)]
+    if problems:
+        raise CheckpointError(problems)
+    on_manifest(manifest)
+    _load_states(folder, [("data", loop.source, manifest["data"])])
+    for name, engine in {ENGINE: loop.engine, **loop.engines}.items():
+        engine.load(folder / name)
+    named = {type(hook).__name__: hook for hook in loop.hooks}
+    hooks = manifest["hooks"]
+    _load_states(folder, [(f"hooks, {name}", hook, hooks[name]) for name, hook in named.items() if name in hooks])
+    loop.step = manifest["step"]
+    return manifest
+
+
+class _Stateful(Protocol):
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def _load_states(folder: Path, states: Sequence[tuple[str, _Stateful, Any]]) -> None:
+    """Loads states of the manifest into their owners; CheckpointError for one that cannot be read."""
+    for name, owner, state in states:
+        try:
+            owner.load_state_dict(state)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            rule = f"has a value for {name} that cannot be read ({type(error).__name__}: {error})"
+            raise CheckpointError(
+                Problem(str(folder / checkpoint_store.MARKER), rule, "use another step of the run")
+            ) from error
+
+
+def batch_size_notice(manifest: Mapping[str, Any], plan: BatchPlan) -> str:
+    """What is said of steps that are larger or smaller now, as on other data-parallel ranks where no global batch is
+    given."""
+    size = plan.global_batch_size
+    was = manifest.get("global_batch_size", size)  # absent from older checkpoints
+    fix = "fewer data-parallel ranks keep" if was % (size // plan.accumulation) else f"--global_batch_size {was} keeps"
+    return "" if was == size else f"the global batch size is {size}; it was {was} in the checkpoint's run: {fix} it"
+
+
+def checkpoint_mismatch_problems(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> list[Problem]:
+    """What makes a checkpoint unfit for this run: another format, another model."""
+    problems = []
+    if manifest["format"] != checkpoint_store.FORMAT:
+        rule = f"has format {manifest['format']}; this version reads {checkpoint_store.FORMAT}"
+        problems.append(Problem("checkpoint", rule, "use the version that wrote it"))
+    saved = manifest.get("model", {})
+    problems += [
+        Problem(
+            f"model's {name}",
+            f"is {saved[name]} in the checkpoint and {model[name]} in --model",
+            "use the checkpoint's model",
+        )
+        for name in model
+        if name in saved and saved[name] != model[name]
+    ]
+    return problems

@@ -1,0 +1,195 @@
+"""The layout of the output directory, and protection of earlier runs (docs/outputs.md).
+
+A folder that holds a run is refused unless the user resumes it or says `--overwrite_output_dir`; then the old run is
+moved aside, by rename. Files that are not ours are never touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaswift import log
+from megaswift.config import SwiftConfig
+from megaswift.config.absolute_paths import absolute_paths
+from megaswift.config.engine_rules import capabilities_of
+from megaswift.config.sources import CONFIG_HEADER
+from megaswift.config.swift import to_yaml
+from megaswift.disk import write_atomically
+from megaswift.errors import Problem, UserError
+from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.trainers import checkpoint_store
+from megaswift.trainers.run_lock import RunLock
+from megaswift.version import __version__
+
+NAMES = (
+    "config.yaml",
+    "metrics.jsonl",
+    "eval.jsonl",
+    "completions.jsonl",
+    "checkpoints",
+    "hf",
+    "adapter",
+    "loss.png",
+    "report.html",
+    "runs",
+    "wandb",
+)
+"""What a run writes; nothing else in the folder is ours."""
+ASIDE = "replaced"
+HEADER = f"{CONFIG_HEADER} {__version__}.\n"
+"""First line of our config.yaml. A file without CONFIG_HEADER belongs to the user."""
+
+
+@dataclass(frozen=True)
+class OutputFolder:
+    """The paths of one run."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per logged step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def evaluation(self) -> Path:
+        """One line per evaluation."""
+        return self.root / "eval.jsonl"
+
+    @property
+    def completions(self) -> Path:
+        """What a policy wrote, with rewards."""
+        return self.root / "completions.jsonl"
+
+    @property
+    def hf(self) -> Path:
+        """The Hugging Face export."""
+        return self.root / "hf"
+
+    @property
+    def adapter(self) -> Path:
+        """The PEFT folder of a LoRA run."""
+        return self.root / "adapter"
+
+    @property
+    def curves(self) -> Path:
+        """The picture."""
+        return self.root / "loss.png"
+
+    @property
+    def report(self) -> Path:
+        """The page."""
+        return self.root / "report.html"
+
+    @property
+    def store(self) -> checkpoint_store.CheckpointStore:
+        """The checkpoints."""
+        return checkpoint_store.CheckpointStore(self.root / "checkpoints")
+
+    def present(self) -> list[Path]:
+        """What of a run is there. What a start that failed before its first step left behind is no run."""
+        present = [p for name in NAMES if (p := self.root / name).exists() and not _empty(p)]
+        failed_start = {"config.yaml", "runs", "wandb", "loss.png", "report.html"}
+        ours = self.config.is_file() and self.config.read_text(encoding="utf-8", errors="replace").startswith(
+            CONFIG_HEADER
+        )
+        return [] if ours and all(p.name in failed_start for p in present) else present
+
+
+def _empty(path: Path) -> bool:
+    return not any(path.iterdir()) if path.is_dir() else path.suffix == ".jsonl" and path.stat().st_size == 0
+
+
+def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
+    """What speaks against this output directory; changes nothing."""
+    train, outputs = cfg.train, OutputFolder(Path(cfg.train.output_dir))
+    problems, flag = [], f"--output_dir {train.output_dir}"
+    occupied = next((p for p in (outputs.root, *outputs.root.parents) if p.exists()), None)
+    if occupied is not None and not occupied.is_dir():
+        return [Problem(flag, f"{occupied} is a file", "give a folder")]
+    if locked := RunLock(outputs.root).problems():
+        return locked
+    resume = None
+    if train.resume_from_checkpoint is not None:
+        try:
+            resume, _ = checkpoint_store.select_step(train.resume_from_checkpoint, outputs.root)
+        except UserError as error:
+            problems += error.problems
+    problems += [] if resume is None else _other_engine(cfg, resume)
+    present = outputs.present()
+    own = train.resume_from_checkpoint == "latest" or (resume is not None and _inside(resume, outputs.root))
+    if present and train.overwrite_output_dir and cfg.model.model and _inside(Path(cfg.model.model), outputs.root):
+        rule = f"is in {train.output_dir}, which would be replaced"
+        problems.append(Problem(f"--model {cfg.model.model}", rule, "use another --output_dir"))
+    elif present and not own and not train.overwrite_output_dir and not problems:
+        problems.append(
+            Problem(
+                flag,
+                f"contains another run ({', '.join(p.name for p in present)})",
+                (
+                    "use another folder, --resume_from_checkpoint latest to resume, or --overwrite_output_dir to start "
+                    "over (the earlier run is moved aside)"
+                ),
+            )
+        )
+    return problems
+
+
+def _other_engine(cfg: SwiftConfig, step: Path) -> list[Problem]:
+    """A step that the other engine wrote: its optimizer's states mean nothing to this one, its weights do."""
+    checkpoint = find_checkpoint(step)
+    if checkpoint is None or checkpoint.sharded == capabilities_of(cfg).sharded_checkpoints:
+        return []
+    wrote, engine_option = (
+        ("native engine", "--engine megatron")
+        if checkpoint.sharded
+        else ("torch engine", "--engine ddp, zero2, fsdp2, ...")
+    )
+    fix = (
+        f"use {engine_option} to resume it; or --model {step}, without --resume_from_checkpoint, to start from "
+        "its weights"
+    )
+    if (step / "adapter").is_dir():
+        fix = (
+            f"use {engine_option} to resume it; or --adapters {step / 'adapter'}, without --resume_from_checkpoint, to "
+            f"start from its adapters"
+        )
+    return [
+        Problem(f"--resume_from_checkpoint {cfg.train.resume_from_checkpoint}", f"{step} was saved by the {wrote}", fix)
+    ]
+
+
+def _inside(path: Path, folder: Path) -> bool:
+    return path.exists() and path.resolve().is_relative_to(folder.resolve())
+
+
+def prepare_output_folder(cfg: SwiftConfig, lock: RunLock | None = None) -> OutputFolder:
+    """Makes the folder, locks it with `lock`, moves a replaced run aside, writes config.yaml. Rank 0, after
+    `output_folder_problems`."""
+    outputs = OutputFolder(Path(cfg.train.output_dir))
+    outputs.root.mkdir(parents=True, exist_ok=True)
+    if lock is not None:
+        lock.take()
+    if cfg.train.overwrite_output_dir and (present := outputs.present()):
+        aside = _free(outputs.root / ASIDE)
+        aside.mkdir(parents=True)
+        for path in present:
+            path.rename(aside / path.name)
+        log.info(f"the earlier run in {outputs.root} was moved to {aside}; delete it when you no longer need it")
+    if cfg.train.resume_from_checkpoint is not None:
+        outputs.store.recover()
+    write_atomically(outputs.config, HEADER + to_yaml(absolute_paths(cfg.to_dict())))
+    return outputs
+
+
+def _free(root: Path) -> Path:
+    number = 1
+    while (root / str(number)).exists():
+        number += 1
+    return root / str(number)

@@ -1,0 +1,150 @@
+"""Checks of reinforcement learning before a process group exists: batch sizes, rewards, sampler, other models.
+
+Owns looking, not making: nothing is imported that takes seconds, unless a backend is named that may be missing.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from megaswift.config import SwiftConfig
+from megaswift.config.batch import batch_problems
+from megaswift.config.rl_batch import generation_plan
+from megaswift.errors import Problem, UserError, did_you_mean_hint, first_line, missing_path_hint
+from megaswift.families.family import read_config
+from megaswift.families.scalar_head import scalar_head_problems
+from megaswift.parallel.layout_rules import LayoutRequest
+from megaswift.rewards.load_reward_functions import NAMED, SPELLINGS, is_file_function
+
+TRANSFORMERS = "transformers"
+CONFIG, EXPORT = "config.json", "hf"
+"""Of a model; in the folder of a run."""
+
+
+def policy_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
+    """All of them, on `world_size` processes. What the layout itself breaks is told elsewhere."""
+    return [
+        *_found([lambda: batch_problems_of(cfg, world_size)]),
+        *named_rewards_and_models_problems(cfg),
+        *_found([lambda: sampler_problems(cfg)]),
+    ]
+
+
+def named_rewards_and_models_problems(cfg: SwiftConfig) -> list[Problem]:
+    """Of rewards, environments and models that options name, whatever else is wrong with the options."""
+    return _found([lambda: reward_problems(cfg), lambda: other_model_folder_problems(cfg)])
+
+
+def _found(checks: Sequence[Callable[[], Iterator[Problem]]]) -> list[Problem]:
+    problems: list[Problem] = []
+    for check in checks:
+        try:
+            problems += check()
+        except UserError as error:
+            problems += error.problems
+    return problems
+
+
+def batch_problems_of(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]:
+    """Generations that no whole groups or batches fill."""
+    try:
+        dp = LayoutRequest.from_config(cfg, world_size).known_dp
+    except UserError:
+        return
+    if dp is not None and not list(batch_problems(cfg.train, dp, {})):
+        generation_plan(cfg, dp)
+    yield from ()
+
+
+def reward_problems(cfg: SwiftConfig) -> Iterator[Problem]:
+    """Reward functions that nobody knows, files and environments that are not there."""
+    for flag, texts in (
+        ("reward_funcs", cfg.rl.reward_funcs),
+        ("environment", [cfg.rl.environment] if cfg.rl.environment else []),
+    ):
+        for text in texts:
+            file = Path(text.rpartition(":")[0]).expanduser()
+            if flag == "reward_funcs" and not is_file_function(text):
+                try:
+                    NAMED.get(SPELLINGS.get(text, text))
+                except UserError as error:
+                    yield from error.problems
+            elif ":" not in text:
+                yield Problem(f"--{flag} {text}", "does not name an object in a file", f"--{flag} FILE.py:NAME")
+            elif not file.is_file():
+                yield Problem(f"--{flag} {text}", f"no such file: {file}", missing_path_hint(file))
+            else:
+                yield from undefined_name_problems(f"--{flag} {text}", file, text.rpartition(":")[2])
+
+
+def undefined_name_problems(flag: str, file: Path, name: str) -> Iterator[Problem]:
+    """A name that a file of Python does not define, as far as its text says: nothing is run."""
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError, OSError) as error:
+        where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else first_line(error)
+        yield Problem(flag, f"{file} cannot be read as Python: {where}", "correct the syntax")
+        return
+    names = set(_bound(tree.body))
+    dynamic = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & {"globals", "exec", "setattr"}
+    if name not in names and not dynamic and not names & {"*", "__getattr__"}:
+        own = sorted(n for n in names if not n.startswith("_"))
+        yield Problem(
+            flag, f"{file.name} has no {name}; it has {', '.join(own) or 'no function'}", did_you_mean_hint(name, own)
+        )
+
+
+def _bound(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that statements bind in their module, those inside of `if`, `try` and `with` too."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield statement.name
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+
+
+def other_model_folder_problems(cfg: SwiftConfig) -> Iterator[Problem]:
+    """Models beside the policy that are not there, and reward models that are none."""
+    named = [("critic_model", cfg.rl.critic_model), ("ref_model", cfg.preference.ref_model)]
+    named += [("reward_model", m) for m in cfg.rl.reward_model]
+    for flag, folder in named:
+        if folder is None:
+            continue
+        path = Path(folder).expanduser()
+        if not (path / CONFIG).is_file():
+            rule = f"has no {CONFIG}" if path.is_dir() else "no such folder"
+            exported = (path / EXPORT / CONFIG).is_file()
+            yield Problem(
+                f"--{flag} {folder}",
+                rule,
+                f"--{flag} {Path(folder) / EXPORT}"
+                if exported
+                else f"give a Hugging Face model folder, such as OUT/{EXPORT} of a run",
+            )
+        elif flag == "reward_model":
+            yield from scalar_head_problems(f"--{flag} {folder}", read_config(path))
+
+
+def sampler_problems(cfg: SwiftConfig) -> Iterator[Problem]:
+    """What a backend lacks on this machine."""
+    rl = cfg.rl
+    if rl.rollout_backend == TRANSFORMERS:
+        return
+    from megaswift.rollout.sampler import SamplerOptions, sampler_backend_problems  # brings torch
+    from megaswift.rollout.vllm_package import is_cpu_build
+
+    options = SamplerOptions(base_urls=rl.rollout_server_url, sync_folder=Path(rl.rollout_sync_folder or "sync"))
+    problems = sampler_backend_problems(rl.rollout_backend, options)
+    yield from problems
+    if rl.rollout_backend == "vllm" and rl.rollout_sleep and not problems and is_cpu_build():
+        yield Problem(
+            "--rollout_sleep true", "the installed vLLM is a CPU build, which has no sleep mode", "leave it out"
+        )

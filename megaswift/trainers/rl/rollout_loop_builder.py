@@ -1,0 +1,292 @@
+"""Builds the loop of reinforcement learning on a rank: prompts, sampler, rewards, critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megaswift.config import SwiftConfig
+from megaswift.config.byte_size import bytes_text
+from megaswift.config.rl_batch import generation_plan
+from megaswift.config.rl_defaults import estimator_entry_of
+from megaswift.data import build as data
+from megaswift.data import vocab_check
+from megaswift.data.prompts import Prompt, PromptDataset, PromptSource, load_prompts
+from megaswift.data.rollout_batches import RolloutCollator
+from megaswift.engine.protocol import Engine
+from megaswift.errors import DataError
+from megaswift.families.model_source import training_tokenizer
+from megaswift.log import count_text
+from megaswift.losses.value import ValueLoss
+from megaswift.rewards.contract import RewardFunction, RewardOptions, missing_reward_column_problems
+from megaswift.rewards.load_reward_functions import load_reward_functions
+from megaswift.rollout.sync_folder import SyncRounds
+from megaswift.trainers.batch_transforms import ReferenceLogprobs
+from megaswift.trainers.flops import flop_rule
+from megaswift.trainers.hook import Hook
+from megaswift.trainers.loop import Loop, unchanged
+from megaswift.trainers.rl.adapter_sync import adapter_rank, merged_sync_reason, syncs_adapters_only
+from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
+from megaswift.trainers.rl.build_sampler import build_sampler, samples_on_every_rank, sampling_params_of, sync_folder
+from megaswift.trainers.rl.completions_log import CompletionsLog
+from megaswift.trainers.rl.critic import Critic, critic_engine
+from megaswift.trainers.rl.environment import CheckedEnvironment, load_environment_class
+from megaswift.trainers.rl.generation import Generation
+from megaswift.trainers.rl.multi_turn import MultiTurnRollout
+from megaswift.trainers.rl.reward_evaluation import RewardEvaluation
+from megaswift.trainers.rl.reward_scorer import RewardScorer
+from megaswift.trainers.rl.rollout_monitor import RolloutMonitor
+from megaswift.trainers.rl.rollout_source import RolloutDependencies, RolloutSource
+from megaswift.trainers.rl.scheduler import RolloutScheduler
+from megaswift.trainers.rl.settings import rl_settings
+from megaswift.trainers.schedule import check_warmup, count_steps, lr_at
+from megaswift.trainers.summary import SummaryFacts, trained_text
+from megaswift.trainers.supervised import BuiltLoop
+from megaswift.trainers.timers import StepTimer, timed
+
+if TYPE_CHECKING:
+    from megaswift.trainers.run_builder import RunBuilder
+    from megaswift.trainers.session import Session
+
+CRITIC = "critic"
+"""Within a checkpoint."""
+LOOKED_AT = 20_000
+"""Prompts whose columns are compared with what rewards need, before training."""
+Rate = Callable[[int], float]
+
+
+def build_prompts(build: RunBuilder) -> tuple[PromptSource, list[Prompt]]:
+    """What completions are asked for, and the held-out ones; the tokenizer is the build's from here on."""
+    cfg = build.cfg
+    build.tokenizer = training_tokenizer(cfg, build.folder)
+    plan = generation_plan(cfg, build.layout.dp)
+    source, held_out = load_prompts(cfg, build.tokenizer, plan.prompts, plan.steps)
+    vocab_check.check_vocabulary([source.prompts.docs], build.tokenizer, build.spec.vocab_size)
+    if problems := missing_reward_column_problems(reward_functions_of(cfg), common_columns(source.prompts)):
+        raise DataError(problems)
+    return source, held_out or []
+
+
+def common_columns(prompts: PromptDataset) -> frozenset[str]:
+    """Columns that every row has, as far as looked at."""
+    return frozenset.intersection(*(frozenset(prompts.read(i).columns) for i in range(min(len(prompts), LOOKED_AT))))
+
+
+def with_rl_rows(facts: SummaryFacts, build: RunBuilder, source: PromptSource, critic: Engine | None) -> SummaryFacts:
+    """The first screen's rows about sampling, rewards and critic; an epoch passes over each prompt once."""
+    cfg, plan = build.cfg, generation_plan(build.cfg, build.layout.dp)
+    names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
+    judges = ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, reward_weights_of(cfg), strict=True))
+    samplers = build.layout.world_size if samples_on_every_rank(cfg) else build.layout.dp
+    sampling = (
+        f"{count_text(plan.generations, 'completion')} for each of {count_text(plan.prompts, 'prompt')} at a time, "
+        "up to "
+        f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {count_text(samplers, 'rank')}, "
+        f"for {count_text(plan.steps, 'step')}"
+    )
+    rows = source.rows * plan.generations * plan.iterations
+    more = (
+        ("sampling", sampling),
+        *weight_sync_rows(build),
+        ("rewards", judges),
+        *(() if critic is None else critic_row(cfg, critic)),
+    )
+    return replace(facts, rows_per_epoch=rows, more=more)
+
+
+def weight_sync_rows(build: RunBuilder) -> Iterator[tuple[str, str]]:
+    """Of a run with adapters: what its samplers get."""
+    if build.adapts:
+        cfg, alone = build.cfg, syncs_adapters_only(build.cfg, build.spec, build.folder)
+        why = (
+            merged_sync_reason(cfg, build.spec, build.folder)
+            if cfg.rl.rollout_lora is None
+            else "rollout_lora is false"
+        )
+        yield (
+            "weight sync",
+            f"adapters alone, of rank {adapter_rank(cfg)}" if alone else f"all weights, adapters merged in: {why}",
+        )
+
+
+def critic_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
+    """What PPO's second model is and costs. Collective."""
+    sizes, start = critic.report(), cfg.rl.critic_model or "the initial model"
+    memory = bytes_text(sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes)
+    rate = cfg.rl.critic_learning_rate or cfg.optim.learning_rate
+    yield (
+        "critic",
+        (
+            f"{start}, with a scalar head: {sizes.parameters_total:,} parameters{trained_text(sizes)}, {memory} more "
+            f"on the largest rank, learning rate {rate:g}"
+        ),
+    )
+
+
+class SamplerCloser(Hook):
+    """Ends what samples."""
+
+    def __init__(self, scheduler: RolloutScheduler) -> None:
+        self.scheduler = scheduler
+
+    def close(self) -> None:
+        """The draw under way first."""
+        self.scheduler.close()
+        self.scheduler.generation.close()
+
+
+def build_critic(build: RunBuilder, rate: Rate, total_steps: int) -> Critic | None:
+    """The critic of a run that has one."""
+    cfg = build.scheduled(total_steps)
+    if not estimator_entry_of(cfg).critic:
+        return None
+    engine = critic_engine(cfg, build.spec, build.folder, build.context, fresh=build.resumed is None)
+    share = (cfg.rl.critic_learning_rate or cfg.optim.learning_rate) / cfg.optim.learning_rate
+    return Critic(engine, ValueLoss(cfg.rl.cliprange_value, cfg.rl.vf_coef), lambda step: share * rate(step))
+
+
+def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRollout | None:
+    """How conversations go, where the run has an environment."""
+    text = cfg.rl.environment
+    if text is None:
+        return None
+    environment = load_environment_class(text)
+    return MultiTurnRollout(
+        lambda: CheckedEnvironment(f"--environment {text}", environment()), tokenizer, cfg.rl.max_turns
+    )
+
+
+def build_rollout_loop(session: Session) -> BuiltLoop:
+    """The loop of a policy: its batches are rollouts, its other engine is the critic. Prompts first: a malformed row
+    stops the run before a model is built."""
+    cfg, build = session.cfg, session.build
+    with timed(session.seconds, "data"):
+        prompts, held_out = build_prompts(build)
+        total = count_steps(cfg, prompts)
+    check_warmup(total, cfg.optim)
+
+    def rate(step: int) -> float:
+        return lr_at(step, loop.total_steps, cfg.optim)  # a resumed run may have another number of steps
+
+    with timed(session.seconds, "model"), session.memory_advice():
+        engine = build.engine(fresh=build.resumed is None, total_steps=total)
+        *logging, checkpoint = build.hooks(engine, None)
+        dependencies = rollout_dependencies(build, engine, prompts, partial(build_critic, build, rate, total))
+    settings, critic = rl_settings(cfg, build.layout.dp), dependencies.critic
+    if critic is not None:
+        # its values, once a generation
+        build.rules.append(flop_rule(critic.engine, build.spec, 1 / settings.iterations))
+    rollouts = RolloutSource(settings, dependencies)
+    loop = Loop(
+        engine,
+        rollouts,
+        build.task.loss(cfg),
+        rate,
+        total,
+        [
+            StepTimer(),
+            *rollout_hooks(build, rollouts),
+            *logging,
+            *reward_evaluation_hooks(build, rollouts, held_out),
+            checkpoint,
+        ],
+        unchanged if critic is None else critic.prepare,
+        rollouts.step_extras,
+        rollouts.mark,
+        {} if critic is None else {CRITIC: critic.engine},
+        seconds=session.seconds,
+    )
+
+    def facts() -> SummaryFacts:
+        plain = build.facts(engine, prompts, None, loop.total_steps, loop.step)
+        return with_rl_rows(plain, build, prompts, loop.engines.get(CRITIC))
+
+    return BuiltLoop(loop, facts)
+
+
+def rollout_dependencies(
+    build: RunBuilder, engine: Engine, prompts: PromptSource, critic_of: Callable[[], Critic | None]
+) -> RolloutDependencies:
+    """What rollouts are made by: the sampler, the reward functions, the estimator."""
+    cfg, context, tokenizer = build.cfg, build.context, build.tokenizer
+    settings, geometry = rl_settings(cfg, build.layout.dp), build.geometry()
+    adapters_only = build.adapts and syncs_adapters_only(cfg, build.spec, build.folder)
+    dtype = str(engine.dtype).removeprefix("torch.")
+    generation = Generation(
+        engine,
+        context.coordinates,
+        build_sampler(cfg, build.folder, context, dtype, adapter_rank(cfg) if adapters_only else 0),
+        sampling_params_of(cfg, tokenizer, build.folder),
+        cfg.train.seed,
+        build_multi_turn(cfg, tokenizer),
+        SyncRounds(sync_folder(cfg), "adapter") if adapters_only else None,
+        build.base,
+        samples_on_every_rank(cfg),
+    )
+    critic = critic_of()  # after the sampler, which reserves its share of the memory first
+    offloaded = {"optimizer": cfg.rl.offload_optimizer, "model": cfg.rl.offload_model}
+    scheduler = RolloutScheduler(
+        prompts,
+        generation,
+        settings.draws,
+        estimator_entry_of(cfg).greedy_baseline,
+        cfg.rl.async_generation,
+        cfg.rl.rollout_sleep,
+        frozenset(part for part, leaves in offloaded.items() if leaves),
+        None if critic is None else critic.engine,
+    )
+    return RolloutDependencies(
+        scheduler,
+        RewardScorer(
+            reward_functions_of(cfg),
+            reward_weights_of(cfg),
+            lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        ),
+        AdvantageEstimator(cfg, settings, settings.beta),
+        RolloutCollator(data.padding_shape_of(tokenizer, geometry), cfg.data.packing is not False, geometry.uniform),
+        geometry,
+        critic,
+    )
+
+
+def rollout_hooks(build: RunBuilder, rollouts: RolloutSource) -> Iterator[Hook]:
+    """The hooks of a policy's run that come before those of every run."""
+    cfg, parts = build.cfg, rollouts.parts
+    yield SamplerCloser(parts.scheduler)
+    yield RolloutMonitor(rollouts)
+    if parts.critic is not None:
+        yield parts.critic
+    if cfg.rl.log_completions:
+        yield CompletionsLog(build.outputs.completions, rollouts, cfg.rl.num_completions_to_print)
+    if cfg.preference.sync_ref_model and rollouts.settings.beta:
+        yield ReferenceLogprobs(cfg.preference.ref_model_sync_steps, cfg.preference.ref_model_mixup_alpha)
+
+
+def reward_evaluation_hooks(build: RunBuilder, rollouts: RolloutSource, held_out: Sequence[Prompt]) -> Iterator[Hook]:
+    """Evaluation on the held-out prompts, where there are any."""
+    if held_out:
+        work = (rollouts.parts.scheduler, rollouts.parts.scorer)
+        yield RewardEvaluation(build.outputs.evaluation, held_out, work, build.cfg.train.eval_steps)
+
+
+def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:
+    """In the order of `reward_weights`; ConfigError with all that is wrong."""
+    rl = cfg.rl
+    functions = load_reward_functions(
+        rl.reward_funcs, RewardOptions(**{f.name: getattr(rl, f.name) for f in fields(RewardOptions)})
+    )
+    if not rl.reward_model:
+        return functions
+    from megaswift.config.inference import WeightsOptions
+    from megaswift.rewards.reward_model import load_reward_models  # loads transformers
+
+    options = WeightsOptions(trust_remote_code=cfg.model.trust_remote_code)
+    return [*functions, *load_reward_models(rl.reward_model, options, {f.name for f in functions})]
+
+
+def reward_weights_of(cfg: SwiftConfig) -> list[float]:
+    """One for each reward."""
+    rl = cfg.rl
+    return [*rl.reward_weights] or [1.0] * (len(rl.reward_funcs) + len(rl.reward_model))

@@ -1,0 +1,375 @@
+"""Builds the components of a run on a rank: tokenizer, data, engine, hooks, and the facts for the run summary.
+
+Owns which part gets which option. Nothing here trains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaswift import distributed, log
+from megaswift.bridge.fingerprint import fingerprint
+from megaswift.config import SwiftConfig
+from megaswift.config.absolute_paths import absolute_paths
+from megaswift.config.batch import batch_plan
+from megaswift.config.data import PPO
+from megaswift.config.preference import needs_reference
+from megaswift.data import build as data
+from megaswift.data.loader import BatchSource, EvaluationSource, LoaderGeometry, StoredSource
+from megaswift.data.preference_batches import kl_batches
+from megaswift.data.processor import tokenizer_of_reader
+from megaswift.data.stream import StreamSource
+from megaswift.data.tokenizer import padding_token_of
+from megaswift.engine.protocol import Engine
+from megaswift.families.checkpoint_folder import MODEL
+from megaswift.families.model_source import training_processor, training_tokenizer
+from megaswift.families.model_spec import ModelSpec
+from megaswift.families.scalar_head import with_pad_token_id
+from megaswift.families.vision_tower_config import has_vision_tower
+from megaswift.losses.contract import Batch
+from megaswift.parallel.layout import Layout
+from megaswift.parallel.pipeline_split import PipelineSplit
+from megaswift.parallel.rank_grid import rank_grid_text
+from megaswift.trainers.batch_transforms import (
+    BatchTransform,
+    batch_logprobs,
+    forward_pass_count_before_step,
+    make_batch_transform,
+)
+from megaswift.trainers.checkpoint_hook import CheckpointHook
+from megaswift.trainers.engines import EngineContext, make_engine
+from megaswift.trainers.evaluation import Evaluation
+from megaswift.trainers.flops import FlopRule, flop_rule, peak_tflops
+from megaswift.trainers.hook import Hook
+from megaswift.trainers.metrics import Metrics, SpeedRule
+from megaswift.trainers.output_folder import OutputFolder
+from megaswift.trainers.precomputed_reference import PrecomputedReferenceLogprobs, score_dataset
+from megaswift.trainers.progress import Progress
+from megaswift.trainers.rl.critic import critic_start_folder
+from megaswift.trainers.step_monitor import StepMonitor
+from megaswift.trainers.summary import SummaryFacts, data_text
+from megaswift.trainers.tasks import TASKS, Task
+from megaswift.trainers.trackers import tracker_hooks
+
+TEMPLATE = "chat_template.jinja"
+REFERENCE = "reference"
+"""Within a checkpoint: a reference that moves."""
+SHAPE = (
+    "family",
+    "num_layers",
+    "hidden_size",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn",
+    "vocab_size",
+    "tied",
+    "experts",
+    "topk",
+    "expert_ffn",
+)
+"""What a checkpoint and the model it is loaded into must agree on."""
+
+
+@dataclass
+class RunBuilder:
+    """One run on one rank, in the order in which its parts are made."""
+
+    cfg: SwiftConfig
+    spec: ModelSpec
+    folder: Path
+    """The model's Hugging Face folder."""
+    context: EngineContext
+    outputs: OutputFolder
+    tokenizer: Any = None
+    resumed: Path | None = None
+    """The checkpoint that the run goes on from."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    sources: dict[bool, EvaluationSource] = field(default_factory=dict)
+    """Every row once, by whether it is trained on: what a reference that is asked before training is to score."""
+    known: dict[bool, PrecomputedReferenceLogprobs] = field(default_factory=dict)
+    """What it said."""
+    rules: list[FlopRule] = field(default_factory=list)
+    """Of each model that trains."""
+
+    @property
+    def layout(self) -> Layout:
+        """The ranks' grid."""
+        return self.context.layout
+
+    @property
+    def task(self) -> Task:
+        """What is trained."""
+        return TASKS.get(self.cfg.task)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether adapters train, and the model's folder keeps its weights."""
+        return self.cfg.model.train_type != "full"
+
+    @property
+    def base(self) -> str:
+        """Name of the base model, for those who load the adapters: the hub id, or the folder."""
+        return str(self.folder.resolve()) if Path(str(self.cfg.model.model)).exists() else str(self.cfg.model.model)
+
+    def geometry(self) -> LoaderGeometry:
+        """What the loader must know of this rank and its batches."""
+        plan, layout = batch_plan(self.cfg.train, self.layout.dp), self.layout
+        # towers' tokens may lie beyond
+        return LoaderGeometry(
+            dp_rank=self.context.coordinates.dp,
+            dp_size=layout.dp,
+            per_device=plan.per_device,
+            accumulation=plan.accumulation,
+            doc_multiple=2 * layout.cp if layout.cp > 1 else 1,
+            row_multiple=row_padding_multiple(layout, fp8_token_multiple(self.cfg, layout.sequence_parallel)),
+            uniform=layout.pp > 1,
+            seed=data.data_seed(self.cfg.data, self.cfg.train),
+            vocabulary=0 if has_vision_tower(self.spec.hf_config) else self.spec.vocab_size,
+        )
+
+    def data(self) -> tuple[BatchSource, EvaluationSource | None]:
+        """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a
+        pipeline has stages."""
+        reader = (training_processor if has_vision_tower(self.spec.hf_config) else training_tokenizer)(
+            self.cfg, self.folder
+        )
+        self.tokenizer = tokenizer_of_reader(reader)
+        if self.spec.scored:
+            self.spec = replace(
+                self.spec,
+                hf_config=with_pad_token_id(
+                    self.spec.hf_config, padding_token_of(self.tokenizer, self.spec.vocab_size)
+                ),
+            )
+        source, evaluation = data.build_sources(
+            self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task, self.task.prompt_labels
+        )
+        if evaluation is not None and self.layout.pp > 1:
+            evaluation = replace(evaluation, geometry=replace(evaluation.geometry, accumulation=self.layout.pp))
+        if isinstance(source, StreamSource):
+            source.spread = distributed.map_over_ranks
+        if isinstance(source, StoredSource):
+            once = EvaluationSource(source.data, replace(source.geometry, accumulation=self.layout.pp), source.shape)
+            self.sources = {True: once} if evaluation is None else {True: once, False: evaluation}
+        return source, evaluation
+
+    def scheduled(self, total_steps: int) -> SwiftConfig:
+        """The configuration with the steps over which AdaLoRA allocates ranks."""
+        allocates = self.cfg.model.train_type == "adalora" and self.cfg.peft.total_step is None
+        return self.cfg.replace(total_step=total_steps) if allocates else self.cfg
+
+    def engine(self, fresh: bool, total_steps: int) -> Engine:
+        """The model; `fresh` False leaves its weights to a checkpoint, which of a run with adapters holds the adapters
+        only."""
+        engine = make_engine(self.scheduled(total_steps), self.spec, self.folder, self.context)
+        if needs_reference(self.cfg):
+            self.start_from_reference(engine, fresh)
+        elif self.cfg.model.random_init:
+            engine.random_init(self.cfg.train.seed)
+        elif fresh or self.adapts:
+            engine.load_hf(self.folder)
+        else:
+            engine.keep(self.folder)
+        return engine
+
+    def start_from_reference(self, engine: Engine, fresh: bool) -> None:
+        """The reference's weights first; then the model's own, where they are others and no checkpoint brings them."""
+        p = self.cfg.preference
+        moved = None if self.resumed is None else self.resumed / REFERENCE
+        if moved is not None and moved.exists():
+            engine.load_hf(moved)
+        else:
+            engine.load_hf(self.folder if p.ref_model is None else Path(p.ref_model))
+        if p.precompute_ref_log_probs:
+            self.known = self.ask_reference(engine)
+        else:
+            engine.keep_reference(p.offload_reference)
+        if fresh and p.ref_model is not None:
+            engine.load_hf(self.folder)
+
+    def ask_reference(self, engine: Engine) -> dict[bool, PrecomputedReferenceLogprobs]:
+        """The reference's numbers of all rows; nothing of it stays in memory but adapters that go on."""
+        if self.adapts:
+            engine.keep_reference()
+        with engine.reference() if self.adapts else nullcontext():
+            return {
+                training: score_dataset(
+                    once,
+                    partial(batch_logprobs, engine),
+                    "the training data" if training else "the evaluation data",
+                )
+                for training, once in self.sources.items()
+            }
+
+    def preparation(self) -> BatchTransform | None:
+        """What adds to batches what the task's loss reads."""
+        return make_batch_transform(self.cfg, self.mismatched, self.known)
+
+    def mismatched(self, batches: Sequence[Batch]) -> list[Batch]:
+        """KTO's other answers, in batches of the run's shape."""
+        geometry = self.geometry()
+        return kl_batches(
+            batches, data.padding_shape_of(self.tokenizer, geometry), self.cfg.data.max_length, geometry.uniform
+        )
+
+    def hooks(self, engine: Engine, evaluation: EvaluationSource | None) -> list[Hook]:
+        """In the order of their work within a step: lines first, the checkpoint last."""
+        train, outputs, task = self.cfg.train, self.outputs, self.task
+        hooks: list[Hook] = [
+            Metrics(outputs.metrics, train.logging_steps, self.speed(engine), task.count),
+            StepMonitor(),
+            Progress(),
+        ]
+        hooks += tracker_hooks(train.report_to, outputs.root, self.cfg.to_dict())
+        if evaluation is not None:
+            limit = (
+                None
+                if train.eval_iters is None
+                else train.eval_iters * batch_plan(train, self.layout.dp).global_batch_size
+            )
+            hooks.append(
+                Evaluation(outputs.evaluation, partial(evaluation.eval_batches, limit), train.eval_steps, task.count)
+            )
+        facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}
+        facts |= {
+            "config": absolute_paths(self.cfg.to_dict()),
+            "global_batch_size": batch_plan(train, self.layout.dp).global_batch_size,
+        }
+        if self.adapts:
+            facts["base"] = self.base
+        checkpoint = CheckpointHook(outputs.store, train.save_steps, train.save_total_limit, facts)
+        checkpoint.attach = partial(self.attach, engine)
+        sizes = engine.report()
+        checkpoint.size = sizes.optimizer_bytes + sizes.host_bytes  # of one rank: a checkpoint holds no less
+        if self.cfg.preference.sync_ref_model:
+            checkpoint.beside = partial(self.keep_moved_reference, engine)
+        if self.adapts:
+            checkpoint.beside = lambda folder: engine.write_adapter(folder / "adapter", self.base)
+        return [*hooks, checkpoint]
+
+    def keep_moved_reference(self, engine: Engine, folder: Path) -> None:
+        """A reference that has moved is part of the run's state: in float32, which loses nothing of it. Collective."""
+        with engine.reference():
+            engine.export(folder / REFERENCE, self.folder, torch.float32)
+
+    def attach(self, engine: Engine, folder: Path) -> None:
+        """Beside the state, what turns a checkpoint into a Hugging Face folder without the one it came from."""
+        target = folder / MODEL
+        engine.describe(target, self.folder)
+        self.write_template(target)
+
+    def write_template(self, folder: Path) -> None:
+        """That of --chat_template, where one is given, into a model's folder."""
+        if self.cfg.data.chat_template:
+            (folder / TEMPLATE).write_text(self.tokenizer.chat_template, encoding="utf-8")
+
+    def model_facts(self) -> dict[str, Any]:
+        """What must be the same when a checkpoint is resumed; with adapters the base model itself."""
+        shape = {name: getattr(self.spec, name) for name in SHAPE}
+        if not self.adapts:
+            return shape
+        based = {"base_weights": self.folder} | (
+            {"critic_weights": critic_start_folder(self.cfg, self.folder)} if self.cfg.task in PPO else {}
+        )
+        return shape | {name: distributed.run_on_rank0(partial(fingerprint, folder)) for name, folder in based.items()}
+
+    def speed(self, engine: Engine) -> SpeedRule:
+        """The FLOP rule of this model on these devices; others that train beside it add theirs to `rules`."""
+        self.rules.append(flop_rule(engine, self.spec, forward_pass_count_before_step(self.cfg, self.layout.dp)))
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        peak = peak_tflops(device, str(engine.dtype).removeprefix("torch."))
+        layout = self.layout
+        return SpeedRule(self.rules, layout.world_size, layout.tp * layout.pp * layout.cp, peak)
+
+    def facts(
+        self, engine: Engine, source: Any, evaluation: EvaluationSource | None, total_steps: int, start: int
+    ) -> SummaryFacts:
+        """For the first screen."""
+        s, layout = self.spec, self.layout
+        experts = f", {s.experts} experts, {s.topk} active" if s.experts else ""
+        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
+        plan = batch_plan(self.cfg.train, layout.dp)
+        grid = (
+            rank_grid_text(layout, s.num_layers, PipelineSplit.from_config(self.cfg.parallel))
+            if layout.world_size > 1
+            else ""
+        )
+        processes = log.count_text(layout.world_size, "process")
+        return SummaryFacts(
+            title=self.task.title,
+            model=f"{s.family}, {s.num_layers} layers x {s.hidden_size}, {s.heads} heads ({s.kv_heads} KV), "
+            f"vocabulary {s.vocab_size:,}"
+            f"{experts}: {self.folder}{' (random weights)' if self.cfg.model.random_init else ''}",
+            parameters=engine.report(),
+            layout=f"{layout.describe()} on {processes} ({where})",
+            picture=grid,
+            kernels=engine.kernels,
+            data=data_text(source.stats, 0 if evaluation is None else len(evaluation.data), self.task.scored),
+            dp=layout.dp,
+            accumulation=plan.accumulation,
+            total_steps=total_steps,
+            rows_per_epoch=source.rows,
+            start=start,
+            unit=self.task.unit,
+            reference=reference_text(self.cfg, self.adapts),
+        )
+
+
+def reference_text(cfg: SwiftConfig, adapts: bool) -> str:
+    """For the first screen; nothing where the task has no reference."""
+    if not needs_reference(cfg):
+        return ""
+    p = cfg.preference
+    new = adapts and cfg.lora.adapters is None
+    start = "the initial adapters" if adapts else "the initial model"
+    what = "the base model without adapters" if new else p.ref_model or start
+    where = ", offloaded to the CPU when idle" if p.offload_reference else ""
+    moves = f", updated by {p.ref_model_mixup_alpha:g} every {p.ref_model_sync_steps} steps" if p.sync_ref_model else ""
+    once = ", evaluated once before the first step" if p.precompute_ref_log_probs else ""
+    return what + where + moves + once
+
+
+def row_padding_multiple(layout: Layout, fp8: int) -> int:
+    """Rows are padded to it: 2 CP chunks of equal length, TP equal parts of each rank's share, `fp8` tokens a rank for
+    FP8 products."""
+    tp = layout.tp if layout.sequence_parallel else 1
+    share = math.lcm(tp, 2 if layout.cp > 1 else 1)
+    return layout.cp * math.lcm(share, fp8 * tp)
+
+
+def fp8_token_multiple(cfg: SwiftConfig, sequence_parallel: bool = False) -> int:
+    """Tokens of which FP8 products need a multiple (Megatron-Core's `get_fp8_align_size`); 1 without FP8.
+
+    With sequence parallelism ranks exchange quantized blocks: Transformer Engine gathers whole ones only.
+    """
+    if cfg.model.fp8_format is None:
+        return 1
+    if cfg.model.fp8_recipe == "blockwise" and sequence_parallel:
+        return 128
+    return 32 if cfg.model.fp8_recipe == "mxfp8" else 16
+
+
+def changed_options(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`learning_rate 1e-05 -> 2e-05` for every option that a resumed run has otherwise."""
+    quiet = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir"}
+    changes = []
+    for section, values in now.items():
+        before = saved.get(section)
+        if isinstance(values, dict) and isinstance(before, dict):
+            changes += [
+                f"{n} {before.get(n)} -> {v}"
+                for n, v in values.items()
+                if n not in quiet and n in before and before[n] != v
+            ]
+    if changes and distributed.global_rank() == 0:
+        log.info("differs from the checkpoint's run: " + ", ".join(changes))
+    return changes

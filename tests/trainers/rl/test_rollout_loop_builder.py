@@ -1,0 +1,41 @@
+"""What the first screen says of a policy's second model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megaswift.engine.protocol import ParameterReport
+from megaswift.trainers.rl.rollout_loop_builder import critic_row
+from tests.trainers.rl.makers import config
+
+
+@pytest.mark.parametrize(
+    ("options", "trained", "text"),
+    [
+        (
+            {},
+            None,
+            (
+                "the initial model, with a scalar head: 5,000 parameters, 8.0 KiB more on the largest rank, "
+                "learning rate 0.001"
+            ),
+        ),
+        (
+            {"critic_model": "judge", "critic_learning_rate": 0.01},
+            50,
+            (
+                "judge, with a scalar head: 5,000 parameters; 50 trained (1.00%), 8.0 KiB more on the largest "
+                "rank, learning rate 0.01"
+            ),
+        ),
+    ],
+)
+def test_the_critic_on_the_screen(options: dict[str, Any], trained: int | None, text: str) -> None:
+    """1024 + 3072 + 4096 bytes."""
+    sizes = ParameterReport(5000, 5000, 1024, 3072, 4096, 4000, parameters_trained=trained)
+    critic: Any = SimpleNamespace(report=lambda: sizes)
+    found = critic_row(config(task="ppo", num_generations=1, learning_rate=0.001, **options), critic)
+    assert list(found) == [("critic", text)]

@@ -1,0 +1,52 @@
+"""Which part of a run gets which option, where that is arithmetic."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+from megaswift.config import SwiftConfig
+from megaswift.parallel.layout import Layout
+from megaswift.trainers.run_builder import fp8_token_multiple, row_padding_multiple
+
+FP8: list[tuple[dict[str, Any], int]] = [
+    ({}, 1),
+    ({"fp8_format": "hybrid"}, 16),
+    ({"fp8_format": "e4m3", "fp8_recipe": "tensorwise"}, 16),
+    ({"fp8_format": "e4m3", "fp8_recipe": "blockwise"}, 16),
+    ({"fp8_format": "e4m3", "fp8_recipe": "mxfp8"}, 32),
+]
+LAYOUTS = [
+    Layout(1),
+    Layout(2, tp=2),
+    Layout(2, tp=2, sequence_parallel=True),
+    Layout(2, cp=2),
+    Layout(8, tp=2, cp=4, sequence_parallel=True),
+]
+
+
+@pytest.mark.parametrize(("options", "tokens"), FP8)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_rows_divide_as_the_layout_and_fp8_products_need(options: dict[str, Any], tokens: int, layout: Layout) -> None:
+    n = row_padding_multiple(layout, fp8_token_multiple(SwiftConfig(**options)))
+    parts = layout.tp if layout.sequence_parallel else 1
+    assert layout.cp == 1 or n % (2 * layout.cp) == 0
+    assert n % (layout.cp * parts * tokens) == 0
+    assert n <= 2 * layout.cp * parts * tokens  # no more padding than that
+
+
+def test_the_recipes_multiples_are_megatrons(megatron: Any) -> None:
+    enums, utils = (importlib.import_module(f"{megatron.__name__}.{name}") for name in ("enums", "fp8_utils"))
+    for options, tokens in FP8[1:]:
+        recipe = enums.Fp8Recipe[SwiftConfig(**options).model.fp8_recipe]
+        assert utils.get_fp8_align_size(recipe) == tokens
+
+
+def test_blocks_that_ranks_gather() -> None:
+    """Under sequence parallelism each rank's tokens are whole blocks."""
+    cfg = SwiftConfig(fp8_format="e4m3", fp8_recipe="blockwise")
+    assert (fp8_token_multiple(cfg), fp8_token_multiple(cfg, sequence_parallel=True)) == (16, 128)
+    layout = Layout(4, tp=2, cp=2, sequence_parallel=True)
+    assert row_padding_multiple(layout, fp8_token_multiple(cfg, True)) % (128 * 2 * 2) == 0
