@@ -9,7 +9,7 @@ from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.accelerate_options import unread_accelerate_notices
-from megaswift.config.launch_env import is_worker
+from megaswift.config.launcher_environment import is_launched_worker
 from megaswift.config.launcher_table import launcher_entry
 from megaswift.config.sections import NAMES
 from megaswift.config.user_spelling import errors_as_typed
@@ -89,7 +89,7 @@ class Trainer:
 
 def launch_problems(cfg: SwiftConfig) -> list[Problem]:
     """Launch options that this process does not follow: the Python API starts no other process."""
-    if is_worker(os.environ):
+    if is_launched_worker(os.environ):
         return [*unread_accelerate_notices(os.environ), *launch_option_mismatch_problems(cfg)]
     if launcher_entry(cfg.launch.launcher).always_starts:
         return [

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.commands import HELP, Parser, unknown_command
+from megaswift.commands import HELP, UserErrorArgumentParser, unknown_command_error
 from megaswift.errors import EXIT_USER_ERROR, CheckpointError, Problem, missing_path_hint
 from megaswift.families import step_manifest
 from megaswift.families.checkpoint_folder import ENGINE, FACTS
@@ -36,12 +36,12 @@ def main(argv: list[str]) -> int:
         print(USAGE, end="")
         return 0 if argv else EXIT_USER_ERROR
     if argv[0] not in COMMANDS:
-        raise unknown_command("megaswift checkpoint", argv[0], COMMANDS)
+        raise unknown_command_error("megaswift checkpoint", argv[0], COMMANDS)
     return COMMANDS[argv[0]](argv[1:])
 
 
-def _parser(name: str, text: str) -> Parser:
-    return Parser(prog=f"megaswift checkpoint {name}", description=text, allow_abbrev=False)
+def _parser(name: str, text: str) -> UserErrorArgumentParser:
+    return UserErrorArgumentParser(prog=f"megaswift checkpoint {name}", description=text, allow_abbrev=False)
 
 
 def _list(argv: list[str]) -> int:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from megaswift.commands import HELP, unknown_command
+from megaswift.commands import HELP, unknown_command_error
 from megaswift.config.sections import TASKS
 from megaswift.error_exit import print_error_once
 from megaswift.errors import UserError, storage_error
@@ -32,9 +32,9 @@ def _config(argv: list[str]) -> int:
         print(CONFIG_USAGE)
         return 0 if argv else 2
     if argv == ["--schema"]:
-        from megaswift.config.schema import json_schema
+        from megaswift.config.config_json_schema import config_json_schema
 
-        print(json.dumps(json_schema(), indent=2))
+        print(json.dumps(config_json_schema(), indent=2))
         return 0
     print(load_config(None, argv).to_yaml(), end="")
     return 0
@@ -48,16 +48,16 @@ def _data(argv: list[str]) -> int:
 
         return show(argv[1:], tokenizer_or_processor_for)
     if argv and argv[0] not in HELP:
-        raise unknown_command("megaswift data", argv[0], ("show",))
+        raise unknown_command_error("megaswift data", argv[0], ("show",))
     print("megaswift data show DATASET --model DIR     inspect tokens, loss mask, lengths and packing (show --help)")
     return 0 if argv else 2
 
 
 def _convert(argv: list[str]) -> int:
     """`megaswift convert ...`."""
-    from megaswift.convert import convert
+    from megaswift.convert import convert_command
 
-    return convert(argv)
+    return convert_command(argv)
 
 
 def _checkpoint(argv: list[str]) -> int:
@@ -146,7 +146,7 @@ def _run(words: list[str]) -> int:
         return 0
     try:
         if words[0] not in COMMANDS:
-            raise unknown_command("megaswift", words[0], COMMANDS)
+            raise unknown_command_error("megaswift", words[0], COMMANDS)
         return COMMANDS[words[0]][1](words[1:])
     except UserError as error:
         return print_error_once(error, os.environ)

@@ -31,7 +31,7 @@ ELSEWHERE = {
 """Commands of other toolkits, and what takes their place."""
 
 
-def unknown_command(program: str, word: str, commands: Iterable[str]) -> UserError:
+def unknown_command_error(program: str, word: str, commands: Iterable[str]) -> UserError:
     """The mistake of asking `program` for `word`."""
     known = list(commands)
     return UserError(
@@ -45,7 +45,7 @@ def unknown_command(program: str, word: str, commands: Iterable[str]) -> UserErr
     )
 
 
-class Parser(argparse.ArgumentParser):
+class UserErrorArgumentParser(argparse.ArgumentParser):
     """Mistakes become one of our messages."""
 
     def error(self, message: str) -> NoReturn:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megaswift import log
-from megaswift.commands import HELP, Parser, unknown_command
-from megaswift.config.byte_size import parse_size
+from megaswift.commands import HELP, UserErrorArgumentParser, unknown_command_error
+from megaswift.config.byte_size import parse_byte_size
 from megaswift.error_exit import print_error_once
 from megaswift.errors import UserError
 from megaswift.stdout import ignore_closed_stdout
@@ -35,9 +35,9 @@ AXES = {
 }
 
 
-def byte_size(text: str) -> int:
+def byte_size_argument(text: str) -> int:
     """`5GB`, `512 MiB` or plain bytes."""
-    size = parse_size(text)
+    size = parse_byte_size(text)
     if size is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; use for example 5GB or 512MiB")
     return size
@@ -49,26 +49,26 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _parser(name: str, text: str, source: str) -> Parser:
-    parser = Parser(prog=f"megaswift convert {name}", description=text, allow_abbrev=False)
+def _parser(name: str, text: str, source: str) -> UserErrorArgumentParser:
+    parser = UserErrorArgumentParser(prog=f"megaswift convert {name}", description=text, allow_abbrev=False)
     parser.add_argument("source", metavar="SRC", type=Path, help=source)
     _target(parser)
     parser.add_argument("--dtype", choices=list(DTYPES), help="the dtype of all tensors (default: each keeps its own)")
     return parser
 
 
-def _target(parser: Parser) -> None:
+def _target(parser: UserErrorArgumentParser) -> None:
     parser.add_argument(
         "target", metavar="DST", type=Path, help="the folder to create; it appears only when it is complete"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace DST once the new folder is complete")
 
 
-def _shards(parser: Parser) -> None:
+def _shards(parser: UserErrorArgumentParser) -> None:
     parser.add_argument(
         "--max_shard_size",
         "--max-shard-size",
-        type=byte_size,
+        type=byte_size_argument,
         metavar="SIZE",
         help="maximum file size, such as 5GB (default) or 512MiB",
     )
@@ -125,9 +125,9 @@ exit code: 0 all equal; 1 something differs, is missing or extra; 2 invalid comm
 """
 
 
-def verify(argv: Sequence[str]) -> int:
+def verify_command(argv: Sequence[str]) -> int:
     """`megaswift convert verify`."""
-    parser = Parser(
+    parser = UserErrorArgumentParser(
         prog="megaswift convert verify",
         description="Compares two sets of weights.",
         epilog=VERIFY,
@@ -167,9 +167,9 @@ def verify(argv: Sequence[str]) -> int:
     return run(args)
 
 
-def merge_lora(argv: Sequence[str]) -> int:
+def merge_lora_command(argv: Sequence[str]) -> int:
     """`megaswift convert merge-lora`."""
-    parser = Parser(
+    parser = UserErrorArgumentParser(
         prog="megaswift convert merge-lora",
         allow_abbrev=False,
         description=(
@@ -188,11 +188,13 @@ def merge_lora(argv: Sequence[str]) -> int:
     _target(parser)
     _shards(parser)
     args = parser.parse_args(argv)
-    from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
-    from megaswift.bridge.merge import merge_folders
+    from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES
+    from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 
     shard = args.max_shard_size or MAX_SHARD_BYTES
-    log.print_result(f"wrote {merge_folders(args.base, args.adapter, args.target, shard, args.overwrite)}")
+    log.print_result(
+        f"wrote {merge_adapter_folder_into_base(args.base, args.adapter, args.target, shard, args.overwrite)}"
+    )
     return 0
 
 
@@ -202,8 +204,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "convert a sharded Megatron checkpoint, also of a run, to a Hugging Face folder",
         megatron_to_hf_command,
     ),
-    "merge-lora": ("merge PEFT adapters into a Hugging Face model folder", merge_lora),
-    "verify": ("compare two folders or checkpoints, by tensors or by logits", verify),
+    "merge-lora": ("merge PEFT adapters into a Hugging Face model folder", merge_lora_command),
+    "verify": ("compare two folders or checkpoints, by tensors or by logits", verify_command),
 }
 
 
@@ -213,13 +215,13 @@ def convert_usage() -> str:
     return f"usage: megaswift convert COMMAND ...     (megaswift convert COMMAND --help)\n\n{rows}\n"
 
 
-def convert(argv: Sequence[str]) -> int:
+def convert_command(argv: Sequence[str]) -> int:
     """`megaswift convert ...`; returns the exit code, or raises a UserError."""
     if not argv or argv[0] in HELP:
         print(convert_usage(), end="", file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
-        raise unknown_command("megaswift convert", argv[0], COMMANDS)
+        raise unknown_command_error("megaswift convert", argv[0], COMMANDS)
     try:
         return COMMANDS[argv[0]][1](argv[1:])
     except KeyboardInterrupt as stopped:  # a conversion says what it left; earlier there is nothing to tell
@@ -231,6 +233,6 @@ def run_converter_script(command: str) -> int:
     """What converters/*.py run: one command of these with the process's own arguments."""
     try:
         with ignore_closed_stdout():
-            return convert([command, *sys.argv[1:]])
+            return convert_command([command, *sys.argv[1:]])
     except UserError as error:
         return print_error_once(error, os.environ)

@@ -20,7 +20,7 @@ import torch
 from megaswift.bridge import compare_logits as scores
 from megaswift.bridge import compare_weights as tensors
 from megaswift.bridge.compare_weights import ComparedWeights, TensorVerdict
-from megaswift.bridge.conversion import ProgressMeter
+from megaswift.bridge.streaming_folder_job import ProgressMeter
 from megaswift.errors import ConfigError, Problem
 from megaswift.version import __version__
 
@@ -84,7 +84,9 @@ def _tensors(a: ComparedWeights, b: ComparedWeights, options: argparse.Namespace
     visible = [row for row in rows if options.all or row.status != "equal"]
     if visible:
         print(
-            text_table([("tensor", "shape", "dtype A", "dtype B", "result"), *(verdict_cells(row) for row in visible)])
+            text_table(
+                [("tensor", "shape", "dtype A", "dtype B", "result"), *(verdict_table_cells(row) for row in visible)]
+            )
         )
     for key, value_a, value_b in settings or ():
         print(f"config.json: {key} is {value_a!r} in A and {value_b!r} in B")
@@ -95,12 +97,12 @@ def _tensors(a: ComparedWeights, b: ComparedWeights, options: argparse.Namespace
         "dtype": str(dtype).removeprefix("torch.") if dtype else None,
         "counts": dict(counts),
         "config": None if settings is None else [{"setting": k, "a": x, "b": y} for k, x, y in settings],
-        "tensors": tensors.verdicts_json(rows),
+        "tensors": tensors.verdict_json_rows(rows),
     }
     return bool(rows) and all(row.good for row in rows) and not settings
 
 
-def verdict_cells(row: TensorVerdict) -> tuple[str, ...]:
+def verdict_table_cells(row: TensorVerdict) -> tuple[str, ...]:
     """A line of the table."""
     shape = " / ".join(str(list(s)) for s in dict.fromkeys((row.shape_a, row.shape_b)) if s is not None)
     result = TOLD[row.status]
@@ -119,7 +121,7 @@ def text_table(rows: Sequence[tuple[str, ...]]) -> str:
 
 def _logits(a: ComparedWeights, b: ComparedWeights, options: argparse.Namespace, facts: dict[str, Any]) -> bool:
     prompts = (
-        scores.prompts_from_file(options.prompts, a.model, options.trust_remote_code)
+        scores.read_probe_prompts(options.prompts, a.model, options.trust_remote_code)
         if options.prompts is not None
         else None
     )

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megaswift import log
-from megaswift.config.byte_size import parse_size
+from megaswift.config.byte_size import parse_byte_size
 from megaswift.config.command_parser import CommandParser
 from megaswift.config.inference import DeployConfig
-from megaswift.config.inference_rules import check_deploy, server_token
+from megaswift.config.inference_rules import deploy_option_problems, server_auth_token
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_source import short_name
 
@@ -33,7 +33,7 @@ HINTS = {
 }
 TEXT_BODY, IMAGES_BODY = 8 << 20, 32 << 20
 """Most bytes of a request, by what the model reads; --max_body_size says otherwise."""
-COMMAND = CommandParser("deploy", USAGE, DeployConfig, check_deploy, HINTS)
+COMMAND = CommandParser("deploy", USAGE, DeployConfig, deploy_option_problems, HINTS)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +60,7 @@ def _also(cfg: DeployConfig) -> tuple[str, ...]:
 def _rules(cfg: DeployConfig, secret: str | None, blind: bool) -> AccessRules:
     from megaswift.serve.auth import AccessRules
 
-    size = parse_size(cfg.server.max_body_size) if cfg.server.max_body_size is not None else None
+    size = parse_byte_size(cfg.server.max_body_size) if cfg.server.max_body_size is not None else None
     body = size if size is not None else TEXT_BODY if blind else IMAGES_BODY
     return AccessRules(secret, body, cfg.server.host, log=cfg.server.log_requests)
 
@@ -114,7 +114,7 @@ def _transformers(cfg: DeployConfig) -> int:
     prompts, name = ChatInputs(prepared, cfg.conversation.system), client_model_name(cfg)
     writer = copy.deepcopy(prepared.tokenizer)
     served = ServerState(name, prompts, line, cfg.generation, prepared.generation, int(time.time()), writer, _also(cfg))
-    secret = server_token(cfg.server)
+    secret = server_auth_token(cfg.server)
     application = AuthMiddleware(build_app(served), _rules(cfg, secret, bool(prompts.blind)))
     host, port = listener.getsockname()[:2]
     log.info(
@@ -157,4 +157,4 @@ def _vllm(cfg: DeployConfig) -> int:
     log.info(f"vLLM will serve {client_model_name(cfg)} at {_address(host, port)} once the model is loaded")
     sys.stderr.flush()
     # in this one's place: signals reach it
-    os.execve(words[0], words, vllm_server.server_environment(os.environ, server_token(cfg.server)))
+    os.execve(words[0], words, vllm_server.server_environment(os.environ, server_auth_token(cfg.server)))

@@ -18,11 +18,11 @@ from megaswift.commands import HELP
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.accelerate_options import accelerate_notices
 from megaswift.config.data import ALIGNMENT
-from megaswift.config.launch_env import (
+from megaswift.config.launcher_environment import (
     COUNTS,
-    is_worker,
-    launched_count,
-    other_launcher,
+    is_launched_worker,
+    launched_process_count,
+    launcher_mismatch_problems,
     restart_count,
     without_local_rank,
 )
@@ -51,7 +51,7 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
         with ignore_closed_stdout():
             print(RLHF_USAGE if task == RLHF else task_help(task))
         return 0
-    if is_worker(os.environ) and ({PARENT, "TORCHELASTIC_RUN_ID"} & os.environ.keys()):
+    if is_launched_worker(os.environ) and ({PARENT, "TORCHELASTIC_RUN_ID"} & os.environ.keys()):
         end_with_parent(os.environ)
     try:
         return _go(task, without_local_rank(words, os.environ))
@@ -75,7 +75,7 @@ def _go(task: str, words: list[str]) -> int:
 
 
 def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
-    worker = is_worker(os.environ)
+    worker = is_launched_worker(os.environ)
     if task == RLHF and cfg.task not in ALIGNMENT:
         raise ConfigError(
             Problem("--rlhf_type", "is missing: it selects the task", f"--rlhf_type {' | '.join(ALIGNMENT)}")
@@ -104,7 +104,7 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
 
 def process_count(cfg: SwiftConfig) -> int:
     """Of the run: as many as its launcher started, or will."""
-    return int(os.environ["WORLD_SIZE"]) if is_worker(os.environ) else local.launched_processes(cfg.launch)
+    return int(os.environ["WORLD_SIZE"]) if is_launched_worker(os.environ) else local.launched_processes(cfg.launch)
 
 
 def refused_config_problems(refused: SwiftConfig) -> list[Problem]:
@@ -132,9 +132,9 @@ def resumed_config(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
 
 def launch_option_mismatch_problems(cfg: SwiftConfig) -> list[Problem]:
     """Options that say otherwise than the launcher that started this worker."""
-    problems = other_launcher(cfg.launch.launcher, os.environ)
+    problems = launcher_mismatch_problems(cfg.launch.launcher, os.environ)
     for name in COUNTS:
-        wanted, real = cfg.value(name), launched_count(name, os.environ)
+        wanted, real = cfg.value(name), launched_process_count(name, os.environ)
         if wanted is not None and real is not None and wanted != real:
             fix = (
                 RAY_FIX

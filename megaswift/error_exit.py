@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from megaswift.config.launch_env import is_worker, restart_count
+from megaswift.config.launcher_environment import is_launched_worker, restart_count
 from megaswift.errors import UserError
 
 PATIENCE_SECONDS = 5.0
@@ -72,7 +72,7 @@ def _say(text: str) -> None:
 def _marker(environ: Mapping[str, str]) -> Path | None:
     """A file that the ranks of one machine and one attempt share: children of one launcher, or of Ray's. None without
     one."""
-    if not is_worker(environ):
+    if not is_launched_worker(environ):
         return None
     run = "".join(c for c in environ.get("TORCHELASTIC_RUN_ID", "") if c.isalnum())
     parent = environ.get("MEGASWIFT_RUN", os.getppid())

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaswift import log
-from megaswift.config.byte_size import parse_size
+from megaswift.config.byte_size import parse_byte_size
 from megaswift.config.command_parser import CommandParser
 from megaswift.config.inference import ExportConfig, WeightsOptions
-from megaswift.config.inference_rules import check_export
+from megaswift.config.inference_rules import export_option_problems
 
 USAGE = """\
 megaswift export: merge adapters into a model, or quantize it
@@ -23,7 +23,7 @@ HINTS = {
     "merge_adapters": "--merge_lora true",
     "ckpt_dir": "--adapters",
 }
-COMMAND = CommandParser("export", USAGE, ExportConfig, check_export, HINTS)
+COMMAND = CommandParser("export", USAGE, ExportConfig, export_option_problems, HINTS)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,11 +57,11 @@ def _merge(cfg: ExportConfig, target: Path) -> Path:
     from megaswift.families.model_source import locate_model
 
     folder = locate_model(cfg.source)  # before what follows imports torch
-    from megaswift.bridge.merge import merge_folders
+    from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 
-    shard = parse_size(cfg.export.max_shard_size)
+    shard = parse_byte_size(cfg.export.max_shard_size)
     assert shard is not None and cfg.source.adapters is not None, "the command line was checked"
-    return merge_folders(folder, cfg.source.adapters, target, shard)
+    return merge_adapter_folder_into_base(folder, cfg.source.adapters, target, shard)
 
 
 def _quantize(cfg: ExportConfig, target: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megaswift import log
 from megaswift.config.command_parser import CommandParser
 from megaswift.config.inference import InferConfig
-from megaswift.config.inference_rules import check_infer
+from megaswift.config.inference_rules import infer_option_problems
 
 USAGE = """\
 megaswift infer: interactive chat, or batch inference on a prompt file
@@ -26,7 +26,7 @@ HINTS = {
     "tp": "--device_map auto places a model over all GPUs",
     "max_length": "--max_new_tokens",
 }
-COMMAND = CommandParser("infer", USAGE, InferConfig, check_infer, HINTS)
+COMMAND = CommandParser("infer", USAGE, InferConfig, infer_option_problems, HINTS)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -41,7 +41,7 @@ def write_model(folder: Path, gigabytes: float) -> int:
     """A Qwen3 folder of about this size; its bytes."""
     import torch
 
-    from megaswift.bridge.hf_writer import HfWriter
+    from megaswift.bridge.hf_safetensors_writer import HfWriter
     from megaswift.bridge.weight_plan import WeightPlan
     from megaswift.families import family_of
 

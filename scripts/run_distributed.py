@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from megaswift import entry  # noqa: E402
 from megaswift.config import load_config  # noqa: E402
-from megaswift.config.launch_env import is_worker  # noqa: E402
+from megaswift.config.launcher_environment import is_launched_worker  # noqa: E402
 from megaswift.config.sections import TASKS  # noqa: E402
 from megaswift.error_exit import print_error_once  # noqa: E402
 from megaswift.errors import ConfigError, Problem, UserError, did_you_mean_hint  # noqa: E402
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if problems:
             raise ConfigError(problems)
-        if not mine.use_torchrun or is_worker(os.environ):  # a worker's torchrun is there already
+        if not mine.use_torchrun or is_launched_worker(os.environ):  # a worker's torchrun is there already
             return entry.main(mine.algorithm, words)
         cfg = load_config(mine.algorithm, words, complete=True)
         if cfg.launch.launcher != "torchrun":

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from safetensors.torch import save as save_tensors
 
-from megaswift.bridge.dist_files import SavedChunk, write_checkpoint_metadata
-from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.hf_source import HfSource
-from megaswift.bridge.torch_record import zip_frame
+from megaswift.bridge.torch_dist_files import SavedChunk, write_checkpoint_metadata
+from megaswift.bridge.torch_dist_source import TorchDistSource
+from megaswift.bridge.torch_save_record import torch_save_zip_frame
 from megaswift.families import step_manifest
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.model_source import missing_model_file_problems
@@ -64,7 +64,10 @@ def sharded() -> Path:
         ("a", (1, 0), TENSORS["a"][1:]),
         ("b", (0,), TENSORS["b"]),
     ):
-        made, content = zip_frame(part.dtype, tuple(part.shape)), part.contiguous().view(torch.uint8).numpy().tobytes()
+        made, content = (
+            torch_save_zip_frame(part.dtype, tuple(part.shape)),
+            part.contiguous().view(torch.uint8).numpy().tobytes(),
+        )
         item = made.head + content + made.tail
         whole = tuple(TENSORS[key].shape)
         saved.append(
@@ -118,7 +121,7 @@ def tables(data: bytes) -> None:
     """.metadata; what is accepted is read to the last element, and lies in its folder."""
     folder = sharded()
     (folder / ".metadata").write_bytes(data)
-    source = DistSource(folder)
+    source = TorchDistSource(folder)
     for key in source.keys():  # noqa: SIM118 (a method)
         assert source.file(key).resolve().is_relative_to(folder.resolve())
         source.region(key, [0] * len(source.shape(key)), source.shape(key))

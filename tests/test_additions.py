@@ -196,7 +196,7 @@ LAUNCHER = EchoLauncher()
 import sys
 from megaswift.config import load_config
 from megaswift.config.help_page import task_help
-from megaswift.config.launch_env import other_launcher
+from megaswift.config.launcher_environment import launcher_mismatch_problems
 from megaswift.launchers.launcher import launcher_of
 from megaswift.launchers.local import starts_processes
 words = ["--launcher", "echo", "--max_restarts", "2"]
@@ -205,8 +205,8 @@ print(refused("sft", *words, "--num_workers", "2"))
 print(refused("sft", "--launcher", "echo", "--master_addr", "h"))
 print("[torchrun | echo | ray]" in " ".join(task_help("sft", 120).split()), "torch" in sys.modules)
 cfg = load_config("sft", words, environ={})
-print(starts_processes(cfg.launch), launcher_of(cfg.launch).start(cfg, words, {}), *other_launcher("echo", {}))
-import megaswift.entry as entry
+print(starts_processes(cfg.launch), launcher_of(cfg.launch).start(cfg, words, {}), *launcher_mismatch_problems("echo",
+{})) import megaswift.entry as entry
 print(entry.main("sft", ["--launcher", "echo", "--max_restarts", "9", "--model", "m", "--dataset", "d"]))
 """,
         exit_code=2,

@@ -15,9 +15,9 @@ import pytest
 from megaswift import deploy, export, infer
 from megaswift.config import load_config
 from megaswift.config.option import Option
+from megaswift.config.parse_option_values import FALSE, TRUE, InvalidValue, is_unset, parse_option_value
 from megaswift.config.peft_methods import VARIANTS
 from megaswift.config.sections import NAMES, TASKS, TRAINING
-from megaswift.config.value_types import FALSE, TRUE, InvalidValue, is_unset, parse_value
 from megaswift.data.formats import FORMATS, recognize_format
 from tests.sources import FOLDERS, ROOT
 
@@ -115,7 +115,7 @@ def takes(option: Option, words: list[str]) -> bool:
     ):
         return True
     try:
-        parse_value(option, words if option.kind in ("list", "numbers") and option.choices else words[0])
+        parse_option_value(option, words if option.kind in ("list", "numbers") and option.choices else words[0])
     except InvalidValue:
         return False
     return True

@@ -1,19 +1,19 @@
 """Hugging Face safetensors to Megatron shards and back, each rank reading only what it owns, with no conversion
 step."""
 
-from megaswift.bridge.hf_export import FolderOptions, export_hf
+from megaswift.bridge.dequantized_hf_source import open_hf_weights
+from megaswift.bridge.hf_export import HfExportOptions, write_hf_export
+from megaswift.bridge.hf_safetensors_writer import HfWriter
 from megaswift.bridge.hf_source import HfSource, TensorMeta
-from megaswift.bridge.hf_writer import HfWriter
-from megaswift.bridge.quantized import open_hf_weights
 from megaswift.bridge.weight_plan import PlanEntry, WeightPlan
 
 __all__ = [
     "PlanEntry",
-    "FolderOptions",
+    "HfExportOptions",
     "HfSource",
     "HfWriter",
     "TensorMeta",
     "WeightPlan",
-    "export_hf",
+    "write_hf_export",
     "open_hf_weights",
 ]

@@ -56,11 +56,11 @@ class AdapterSettings:
 
     def scale_of(self, module: str) -> float:
         """alpha / r, with rslora alpha / sqrt(r)."""
-        alpha, rank = value_for_module(self.alphas, module, self.alpha), self.rank_of(module)
+        alpha, rank = pattern_value_for_module(self.alphas, module, self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
-def value_for_module(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+def pattern_value_for_module(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """The value of the first pattern that is the end of the module's name, as PEFT reads `rank_pattern` and
     `alpha_pattern`."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
@@ -157,7 +157,9 @@ def deinterleave_gate_up(rows: Tensor, kinds: int) -> Tensor:
     return rows if kinds == 1 else rows.unflatten(0, (-1, kinds)).transpose(0, 1).flatten(0, 1)
 
 
-def merge_adapter(adapters: Sequence[Adapter], weight: Tensor, halves: Sequence[Sequence[Tensor]]) -> Tensor:
+def merge_adapters_into_weight(
+    adapters: Sequence[Adapter], weight: Tensor, halves: Sequence[Sequence[Tensor]]
+) -> Tensor:
     """A Hugging Face tensor with its adapters in it, float32: one, or one for each expert of a stack [experts, in,
     out]."""
     if not adapters[0].projection.stack:
@@ -178,7 +180,7 @@ def adapter_shard_dim(half: Half) -> int:
     return 1 if half == "A" else 0
 
 
-def adapter_output_order(adapters: Sequence[Adapter], tp: int, rank: int) -> list[tuple[int | None, int]]:
+def adapter_output_row_runs(adapters: Sequence[Adapter], tp: int, rank: int) -> list[tuple[int | None, int]]:
     """(number of the adapter, or None; rows) of each run of rows in a rank's output of the layer that these adapters
     share."""
     entry = adapters[0].entry

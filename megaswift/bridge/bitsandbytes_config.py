@@ -20,7 +20,7 @@ def bitsandbytes_config(bits: int, dtype: torch.dtype, kind: str = "nf4", double
     )
 
 
-def disable_cpu_repacking(model: Any) -> Any:
+def disable_4bit_cpu_repacking(model: Any) -> Any:
     """The model with bitsandbytes' repacking of 4-bit layers for CPUs with AVX512-BF16 switched off.
 
     There `Linear4bit.forward` rewrites a layer's weight in place on its first call in evaluation mode

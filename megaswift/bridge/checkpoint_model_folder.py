@@ -44,7 +44,7 @@ COPIED = (
 """Files of a model folder that go along with config.json."""
 
 
-def copy_side_files(source: Path, target: Path) -> list[Path]:
+def copy_tokenizer_and_template_files(source: Path, target: Path) -> list[Path]:
     """Tokenizer, generation configuration and chat template of a model folder; the copies."""
     copies = []
     for pattern in COPIED:
@@ -69,7 +69,7 @@ def write_model_folder(
     other_dtypes = {name: DTYPE_NAMES[dtype] for name, dtype in dtypes.items() if dtype != usual}
     facts = {"format": FORMAT, "dtype": DTYPE_NAMES[usual], "other_dtypes": other_dtypes}
     (target / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    copies = copy_side_files(source, target) if source is not None else []
+    copies = copy_tokenizer_and_template_files(source, target) if source is not None else []
     for path in (target / "config.json", target / FACTS, *copies, target):
         sync(path)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge.bitsandbytes_config import disable_cpu_repacking
+from megaswift.bridge.bitsandbytes_config import disable_4bit_cpu_repacking
 from megaswift.bridge.compare_weights import ComparedWeights
 from megaswift.bridge.hf_source import HfSource
 from megaswift.data.tokenizer import load_tokenizer
@@ -50,7 +50,7 @@ class LogitsVerdict:
     """|logit| of A."""
 
 
-def builtin_prompts(vocabulary: int, positions: int) -> list[ProbePrompt]:
+def builtin_probe_prompts(vocabulary: int, positions: int) -> list[ProbePrompt]:
     """Random tokens of several lengths, and one token again and again."""
     generator = torch.Generator().manual_seed(20)
     lengths = sorted({min(n, positions) for n in LENGTHS})
@@ -61,7 +61,7 @@ def builtin_prompts(vocabulary: int, positions: int) -> list[ProbePrompt]:
     return [*prompts, ProbePrompt("one token 24 times", (vocabulary // 2,) * min(24, positions))]
 
 
-def prompts_from_file(path: Path, tokenizer_of: Path, trust: bool) -> list[ProbePrompt]:
+def read_probe_prompts(path: Path, tokenizer_of: Path, trust: bool) -> list[ProbePrompt]:
     """One prompt a line: text, or token ids as a JSON list."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -96,7 +96,7 @@ def _token_ids(line: str) -> tuple[int, ...] | None:
     return tuple(ids) if isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) else None
 
 
-def reference_model(side: ComparedWeights, trust: bool) -> Any:
+def load_float32_model(side: ComparedWeights, trust: bool) -> Any:
     """transformers' model in float32 with the weights of `side`; folders that it can read itself it reads itself."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -118,7 +118,7 @@ def reference_model(side: ComparedWeights, trust: bool) -> Any:
             loaded = kind.from_pretrained(None, config=config, state_dict=weights, **how)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise WeightsError(Problem(str(side.path), f"transformers cannot load it: {first_line(error)}")) from None
-    model, loading = disable_cpu_repacking(loaded[0]), loaded[1]
+    model, loading = disable_4bit_cpu_repacking(loaded[0]), loaded[1]
     lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in loading[key])
     if lost:
         raise WeightsError(
@@ -137,7 +137,7 @@ def prompt_logits(model: Any, prompts: Sequence[ProbePrompt]) -> list[Tensor]:
     return [model(input_ids=torch.tensor([prompt.ids]), use_cache=False).logits[0].float() for prompt in prompts]
 
 
-def check_prompts(model: Any, prompts: Sequence[ProbePrompt]) -> None:
+def check_prompt_token_ids(model: Any, prompts: Sequence[ProbePrompt]) -> None:
     """Tokens that the model does not have are the user's mistake."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     wrong = [p for p in prompts if max(p.ids) >= vocabulary]
@@ -150,7 +150,9 @@ def check_prompts(model: Any, prompts: Sequence[ProbePrompt]) -> None:
         )
 
 
-def numerical_noise(model: Any, prompts: Sequence[ProbePrompt], first: Sequence[Tensor]) -> tuple[list[float], str]:
+def logits_numerical_noise(
+    model: Any, prompts: Sequence[ProbePrompt], first: Sequence[Tensor]
+) -> tuple[list[float], str]:
     """How far the model is from itself on each prompt, and between what: sdpa and eager attention; where it has no two,
     float64."""
     other = "eager" if model.config._attn_implementation == "sdpa" else "sdpa"
@@ -175,17 +177,17 @@ def compare_logits(
     a: ComparedWeights, b: ComparedWeights, prompts: Sequence[ProbePrompt] | None, trust: bool
 ) -> tuple[list[LogitsVerdict], float, str]:
     """(a verdict on each prompt, the tolerance, what the spread is between). One model is in memory at a time."""
-    model = reference_model(a, trust)
+    model = load_float32_model(a, trust)
     config = model.config.get_text_config()
-    chosen = prompts or builtin_prompts(
+    chosen = prompts or builtin_probe_prompts(
         config.vocab_size, getattr(config, "max_position_embeddings", None) or LENGTHS[-1]
     )
-    check_prompts(model, chosen)
+    check_prompt_token_ids(model, chosen)
     logits_a = prompt_logits(model, chosen)
-    noise, between = numerical_noise(model, chosen, logits_a)
+    noise, between = logits_numerical_noise(model, chosen, logits_a)
     del model
-    model = reference_model(b, trust)
-    check_prompts(model, chosen)
+    model = load_float32_model(b, trust)
+    check_prompt_token_ids(model, chosen)
     logits_b = prompt_logits(model, chosen)
     rows = [
         LogitsVerdict(p.label, len(p.ids), _gap(x, y), s, float(x.abs().max()))

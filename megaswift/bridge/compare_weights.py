@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge.conversion import read_blocks, split_region
 from megaswift.bridge.file_tensor import bytes_view
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.open_weight_source import open_weights
+from megaswift.bridge.streaming_folder_job import read_tensor_blocks, split_region_into_blocks
 from megaswift.bridge.weight_plan import INV_FREQ, TIED_HEAD
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import FAMILIES, family_of, read_config
@@ -160,15 +160,15 @@ def _one(
     side: ComparedWeights, name: str, status: str, dtype: torch.dtype | None, done: Callable[[int], None]
 ) -> TensorVerdict:
     """A tensor that the other side lacks."""
-    digest, end, why = hashlib.sha256(), "a" if status == "missing" else "b", ignorable_reason(side, name)
-    for part in read_blocks(side.weights, name):
+    digest, end, why = hashlib.sha256(), "a" if status == "missing" else "b", extra_tensor_ignore_reason(side, name)
+    for part in read_tensor_blocks(side.weights, name):
         digest.update(bytes_view(_cast(part, dtype)))
     done(_nbytes(side, name))
     facts = {**_facts(side, name, end), f"sha256_{end}": digest.hexdigest()}
     return TensorVerdict(name, "ignored" if why else status, why=why, **facts)
 
 
-def ignorable_reason(side: ComparedWeights, name: str) -> str:
+def extra_tensor_ignore_reason(side: ComparedWeights, name: str) -> str:
     """Why a tensor of one side alone carries nothing of its own; the empty string when it does."""
     if INV_FREQ.matches(name):
         return INV_FREQ.why
@@ -182,7 +182,11 @@ def ignorable_reason(side: ComparedWeights, name: str) -> str:
             weights.shape(EMBEDDING),
             weights.dtype(EMBEDDING),
         )
-        pairs = zip(read_blocks(weights, name), read_blocks(weights, EMBEDDING), strict=True) if is_tied_head else ()
+        pairs = (
+            zip(read_tensor_blocks(weights, name), read_tensor_blocks(weights, EMBEDDING), strict=True)
+            if is_tied_head
+            else ()
+        )
         return TIED_HEAD.why if is_tied_head and all(_same_bits(x, y) for x, y in pairs) else ""
     return ""
 
@@ -203,7 +207,7 @@ def _both(
     digests, different, worst = [hashlib.sha256()], 0, 0.0
     width = max(side.weights.dtype(name).itemsize for side in (a, b))
     spans = [(0, n) for n in a.weights.shape(name)]
-    for where in split_region(spans, width):
+    for where in split_region_into_blocks(spans, width):
         x, y = (_cast(side.weights.slice(name, where), dtype) for side in (a, b))
         same = same_dtype and x.dtype == y.dtype and _same_bits(x, y)
         if not same and len(digests) == 1:
@@ -241,7 +245,7 @@ def tensor_difference(x: Tensor, y: Tensor) -> tuple[int, float]:
     return int(unequal.sum()), float(gap.max()) if gap.numel() else 0.0
 
 
-def verdicts_json(rows: Sequence[TensorVerdict]) -> list[dict[str, Any]]:
+def verdict_json_rows(rows: Sequence[TensorVerdict]) -> list[dict[str, Any]]:
     """The rows of a report; JSON knows no nan, so that it is written as text."""
     records = [asdict(row) for row in rows]
     for row in records:

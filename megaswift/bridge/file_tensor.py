@@ -42,7 +42,7 @@ def bytes_view(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
-def new_block(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty_releasable_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An empty tensor; a large one's memory goes back to the system with it.
 
     malloc keeps what was freed, and finds no use for it when the next block is to be aligned: reading a model block by
@@ -82,7 +82,7 @@ def mapped_tensor(stored: FileTensor) -> Tensor:
     return flat.view(stored.shape)
 
 
-class OpenFiles:
+class OpenFileDescriptors:
     """Descriptors of files that are read again and again; `bytes_read` counts what was taken."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class OpenFiles:
 
     def region(self, stored: FileTensor, corner: Sequence[int], extent: Sequence[int]) -> Tensor:
         """A part of a stored tensor in memory of its own."""
-        out = new_block(extent, stored.dtype)
+        out = empty_releasable_tensor(extent, stored.dtype)
         self.fill(stored, corner, out)
         return out
 

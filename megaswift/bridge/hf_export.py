@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta, WeightSource
-from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.families.checkpoint_folder import find_checkpoint
 
 
 @dataclass(frozen=True)
-class FolderOptions:
+class HfExportOptions:
     """How a folder is written."""
 
     source: Path | None = None
@@ -32,15 +32,15 @@ class FolderOptions:
     overwrite: bool = False
 
 
-def has_weights(folder: Path) -> bool:
+def folder_has_weights(folder: Path) -> bool:
     """Whether a folder holds weights, or belongs to a checkpoint that does, and is not only a config.json."""
     return (folder / INDEX).exists() or (folder / SINGLE).exists() or find_checkpoint(folder) is not None
 
 
-def source_dtypes(plan: WeightPlan, source: Path | None) -> dict[str, torch.dtype]:
+def source_tensor_dtypes(plan: WeightPlan, source: Path | None) -> dict[str, torch.dtype]:
     """The dtype of each HF tensor in `source`; config.json's where the folder has none or no weights at all."""
     default: torch.dtype = getattr(torch, plan.spec.dtype)
-    if source is None or not has_weights(source):
+    if source is None or not folder_has_weights(source):
         return dict.fromkeys(plan.hf_shapes, default)
     stored = open_weights(source)
     names = set(stored.names())
@@ -57,26 +57,26 @@ class ExportContents:
     """Carried along unchanged, read from `stored`."""
 
 
-def export_contents(plan: WeightPlan, options: FolderOptions) -> ExportContents:
+def export_contents(plan: WeightPlan, options: HfExportOptions) -> ExportContents:
     """The model's own tensors, then those that are carried along."""
-    dtypes = options.dtype or source_dtypes(plan, options.source)
-    stored = open_weights(options.source) if options.source is not None and has_weights(options.source) else None
+    dtypes = options.dtype or source_tensor_dtypes(plan, options.source)
+    stored = open_weights(options.source) if options.source is not None and folder_has_weights(options.source) else None
     kept = plan.kept(stored.names()) if stored is not None else []
     carried = {name: TensorMeta(stored.shape(name), stored.dtype(name)) for name in kept if stored}
     return ExportContents({**plan.hf_tensors(dtypes), **carried}, stored, tuple(kept))
 
 
-def finish_export(writer: HfWriter, plan: WeightPlan, options: FolderOptions) -> Path:
+def finish_export(writer: HfWriter, plan: WeightPlan, options: HfExportOptions) -> Path:
     """The folder under its name, with its side files."""
     config = None if options.source is not None and not plan.spec.scored else plan.spec.hf_config
     return writer.close(options.source, config)
 
 
-def export_hf(
+def write_hf_export(
     directory: Path | str,
     plan: WeightPlan,
     weights: Iterable[tuple[str, Tensor]],
-    options: FolderOptions = FolderOptions(),
+    options: HfExportOptions = HfExportOptions(),
 ) -> Path:  # noqa: B008
     """Write `weights` (all HF tensors of the model, in any order, one at a time) as a Hugging Face folder. On one rank
     only."""

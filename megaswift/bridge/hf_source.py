@@ -14,8 +14,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megaswift.bridge.file_tensor import FileTensor, OpenFiles
-from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_header, reject_duplicate_keys
+from megaswift.bridge.file_tensor import FileTensor, OpenFileDescriptors
+from megaswift.bridge.safetensors_header import (
+    DTYPES,
+    DamagedHeader,
+    HeaderEntry,
+    read_safetensors_header,
+    reject_duplicate_keys,
+)
 from megaswift.errors import Problem, WeightsError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -91,7 +97,7 @@ class HfSource:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        self._files = OpenFiles()
+        self._files = OpenFileDescriptors()
         self._stored: dict[str, HeaderEntry] = {}
         self._file_of: dict[str, Path] = {}
         problems: list[Problem] = []
@@ -168,7 +174,7 @@ class HfSource:
             problems.append(Problem(str(path), outside + _listed(name, index)))
             return
         try:
-            header = read_header(path)
+            header = read_safetensors_header(path)
         except (OSError, ValueError) as error:
             problems.append(Problem(str(path), str(error) + _listed(name, index), "download this file again"))
             return

@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift.bridge import conversion, dist_files, torch_record
+from megaswift.bridge import streaming_folder_job, torch_dist_files, torch_save_record
 from megaswift.bridge.checkpoint_model_folder import write_model_folder
-from megaswift.bridge.conversion import FolderJob, TensorJob, read_blocks, split_region
-from megaswift.bridge.dist_files import SavedChunk
+from megaswift.bridge.checkpoint_shard_regions import KEPT, padded_vocabulary_size, shard_region
+from megaswift.bridge.dequantized_hf_source import open_hf_weights
 from megaswift.bridge.hf_source import WeightSource
-from megaswift.bridge.quantized import open_hf_weights
-from megaswift.bridge.sharded_keys import KEPT, padded_vocabulary, shard_region
+from megaswift.bridge.streaming_folder_job import FolderJob, TensorJob, read_tensor_blocks, split_region_into_blocks
+from megaswift.bridge.torch_dist_files import SavedChunk
 from megaswift.bridge.weight_plan import PlanEntry, WeightPlan
 from megaswift.errors import CheckpointError, LayoutError, Problem
 from megaswift.families import family_of, load_spec
@@ -76,12 +76,12 @@ def hf_to_megatron(
     _check_layout(spec, options.layout)
     weights = open_hf_weights(folder)
     plan.check(weights)
-    padded = padded_vocabulary(spec, options.layout.get("tp", 1))
+    padded = padded_vocabulary_size(spec, options.layout.get("tp", 1))
     dtypes = {name: options.dtype or weights.dtype(name) for name in plan.hf_shapes}
     saved, items, files = _arrange(plan, weights, dtypes, padded, options.file_bytes)
 
     def finish(stage: Path) -> None:
-        dist_files.write_checkpoint_metadata(stage, saved)
+        torch_dist_files.write_checkpoint_metadata(stage, saved)
         write_model_folder(stage / MODEL, spec.hf_config, dtypes, folder)
         facts = {
             "megaswift": __version__,
@@ -92,14 +92,18 @@ def hf_to_megatron(
         (stage / "conversion.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
     made_from = {
-        "source": conversion.file_stamps([*{weights.file(n) for n in weights.names()}, folder / "config.json"], folder),
+        "source": streaming_folder_job.file_change_stamps(
+            [*{weights.file(n) for n in weights.names()}, folder / "config.json"], folder
+        ),
         "from": str(folder.resolve()),
         "dtype": str(options.dtype),
         "padded": padded,
         "files": files,
         "version": __version__,
     }
-    return conversion.run_folder_job(FolderJob(target, files, items, finish, made_from, overwrite=options.overwrite))
+    return streaming_folder_job.run_folder_job(
+        FolderJob(target, files, items, finish, made_from, overwrite=options.overwrite)
+    )
 
 
 def _check_layout(spec: ModelSpec, layout: Mapping[str, int]) -> None:
@@ -126,7 +130,7 @@ def _arrange(
         )
     for name in plan.kept(weights.names()):
         shape = weights.shape(name)
-        content = functools.partial(read_blocks, weights, name)
+        content = functools.partial(read_tensor_blocks, weights, name)
         parts.append((name, (KEPT + name, shape, (0,) * len(shape), shape, weights.dtype(name), content)))
     saved: list[SavedChunk] = []
     items: list[TensorJob] = []
@@ -135,13 +139,13 @@ def _arrange(
         if files[[*files][-1]] >= file_bytes:
             files[f"__0_{len(files)}.distcp"] = 0
         file, nbytes = [*files][-1], math.prod(shape) * dtype.itemsize
-        frame = torch_record.zip_frame(dtype, shape)
+        frame = torch_save_record.torch_save_zip_frame(dtype, shape)
         start, length = files[file], len(frame.head) + nbytes + len(frame.tail)
         items.append(
             TensorJob(file, start, nbytes, functools.partial(_cast, blocks, dtype), frame.head, frame.tail, name)
         )
         saved.append(SavedChunk(key, whole, offset, shape, dtype, file, start, length))
-        files[file] = start + length + -(start + length) % torch_record.ALIGNMENT
+        files[file] = start + length + -(start + length) % torch_save_record.ALIGNMENT
     return saved, items, files
 
 
@@ -171,9 +175,9 @@ def megatron_parameter_blocks(entry: PlanEntry, weights: WeightSource, padded_vo
         spans = [(i, i + 1) for i in piece.at] + [(0, n) for n in shape[len(piece.at) :]]
         spans[along] = (min(piece.start, shape[along]), min(piece.stop, shape[along]))
         if spans[along][0] < spans[along][1]:
-            yield from read_blocks(weights, name, spans)
+            yield from read_tensor_blocks(weights, name, spans)
         if piece.stop > shape[along]:
             rest = [(0, n) for n in shape]
             rest[along] = (0, piece.stop - max(piece.start, shape[along]))
-            for where in split_region(rest, dtype.itemsize):
+            for where in split_region_into_blocks(rest, dtype.itemsize):
                 yield torch.zeros([part.stop - part.start for part in where], dtype=dtype)

@@ -1,8 +1,8 @@
 """A checkpoint (converted, or saved by a run of either engine) into a Hugging Face folder. Nothing but the checkpoint
 is needed.
 
-Owns which checkpoint a path means and the order of tensors. What each is made of is `megatron_source`'s, the folder is
-`hf_work`'s.
+Owns which checkpoint a path means and the order of tensors. What each is made of is `megatron_checkpoint_source`'s, the
+folder is `hf_folder_job`'s.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from megaswift.bridge import hf_folder
-from megaswift.bridge.conversion import file_stamps, read_blocks
-from megaswift.bridge.hf_folder import HfFolder
+from megaswift.bridge import hf_folder_job
+from megaswift.bridge.hf_folder_job import HfFolderPlan
+from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES
 from megaswift.bridge.hf_source import TensorMeta
-from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
-from megaswift.bridge.open_weight_source import open_checkpoint
+from megaswift.bridge.open_weight_source import open_checkpoint_weight_source
+from megaswift.bridge.streaming_folder_job import file_change_stamps, read_tensor_blocks
 from megaswift.errors import CheckpointError, Problem, missing_path_hint
 from megaswift.families import read_config
 from megaswift.families.checkpoint_folder import TABLES, verified_checkpoint
@@ -53,17 +53,17 @@ def megatron_to_hf(
         raise CheckpointError(
             Problem(str(folder), rule, "give a converted checkpoint, OUT/checkpoints/step-N, or OUT for the latest")
         )
-    weights = open_checkpoint(checkpoint, options.dtype)
+    weights = open_checkpoint_weight_source(checkpoint, options.dtype)
     tensors = {name: TensorMeta(weights.shape(name), weights.dtype(name)) for name in weights.names()}
-    output = HfFolder(
+    output = HfFolderPlan(
         target, tensors, read_config(checkpoint.model), checkpoint.model, options.max_shard_bytes, options.overwrite
     )
     source_files = [
         path for part in (checkpoint.tensors, checkpoint.model) for path in part.rglob("*") if path.is_file()
     ]
     made_from = {
-        "source": file_stamps(source_files, checkpoint.model.parent),
+        "source": file_change_stamps(source_files, checkpoint.model.parent),
         "from": str(checkpoint.tensors.resolve()),
         "dtype": str(options.dtype),
     }
-    return hf_folder.make_hf_folder(output, functools.partial(read_blocks, weights), made_from)
+    return hf_folder_job.make_hf_folder(output, functools.partial(read_tensor_blocks, weights), made_from)

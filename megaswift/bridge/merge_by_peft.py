@@ -1,7 +1,7 @@
 """Merges adapters with PEFT itself: those that are not LoRA, and those of models of no supported family.
 
-Unlike `merge`, which streams, this builds the model: in float32, in the memory of one process. Each tensor is rounded
-once, to the dtype that it had.
+Unlike `merge_adapter_folder`, which streams, this builds the model: in float32, in the memory of one process. Each
+tensor is rounded once, to the dtype that it had.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megaswift.bridge.finite_weights import is_finite, warn_non_finite
+from megaswift.bridge.check_finite_weights import all_values_finite, warn_non_finite_written
 from megaswift.bridge.peft_config_from_options import train_type_for_peft_type
-from megaswift.bridge.transformers_weights import saved_buffers, to_disk_names, write_transformers_folder
+from megaswift.bridge.transformers_weights import persistent_buffers, tensors_by_disk_name, write_transformers_folder
 from megaswift.data.tokenizer import load_tokenizer, padding_token_of
 from megaswift.errors import Problem, UserError, WeightsError, first_line
 from megaswift.families.adapter_folder import adapter_kind, is_scored
@@ -48,15 +48,15 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
         raise
     except REFUSALS as error:
         raise WeightsError(Problem(f"{adapter} on {base}", f"PEFT cannot merge it: {first_line(error)}")) from None
-    tensors = {**dict(merged.named_parameters()), **saved_buffers(merged)}
-    stored = to_disk_names(merged, {n: t.detach() for n, t in tensors.items()})
-    config = classifier_config(scored_config(read_config(base)), base) if is_scored(adapter) else None
+    tensors = {**dict(merged.named_parameters()), **persistent_buffers(merged)}
+    stored = tensors_by_disk_name(merged, {n: t.detach() for n, t in tensors.items()})
+    config = with_tokenizer_pad_token(scored_config(read_config(base)), base) if is_scored(adapter) else None
     write_transformers_folder(target, stored, base, max_shard_bytes, overwrite, config)
-    warn_non_finite(target, [name for name, tensor in stored.items() if not is_finite(tensor)])
+    warn_non_finite_written(target, [name for name, tensor in stored.items() if not all_values_finite(tensor)])
     return target
 
 
-def classifier_config(config: Mapping[str, Any], home: Path) -> dict[str, Any]:
+def with_tokenizer_pad_token(config: Mapping[str, Any], home: Path) -> dict[str, Any]:
     """The config.json of a reward model whose tokenizer lies in `home`: transformers reads a row's score at its last
     token."""
     if config.get("pad_token_id") is not None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from megaswift.bridge.dequantized_hf_source import open_hf_weights
 from megaswift.bridge.hf_source import WeightSource
-from megaswift.bridge.megatron_source import MegatronSource
-from megaswift.bridge.quantized import open_hf_weights
-from megaswift.bridge.torch_step_source import TorchStepSource
+from megaswift.bridge.megatron_checkpoint_source import MegatronSource
+from megaswift.bridge.torch_engine_step_source import TorchStepSource
 from megaswift.errors import CheckpointError, Problem, missing_path_hint
 from megaswift.families.checkpoint_folder import CheckpointFolder, verified_checkpoint
 
@@ -24,7 +24,7 @@ def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSo
     folder = Path(path)
     checkpoint = verified_checkpoint(folder)
     if checkpoint is not None:
-        return open_checkpoint(checkpoint, dtype)
+        return open_checkpoint_weight_source(checkpoint, dtype)
     if not folder.exists():
         raise CheckpointError(Problem(str(path), "does not exist", missing_path_hint(folder)))
     if not folder.is_dir():
@@ -33,6 +33,6 @@ def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSo
     return open_hf_weights(folder)
 
 
-def open_checkpoint(checkpoint: CheckpointFolder, dtype: torch.dtype | None = None) -> WeightSource:
+def open_checkpoint_weight_source(checkpoint: CheckpointFolder, dtype: torch.dtype | None = None) -> WeightSource:
     """The weights of a checkpoint: each in the dtype it once had, or all in `dtype`."""
     return MegatronSource(checkpoint, dtype) if checkpoint.sharded else TorchStepSource(checkpoint, dtype)

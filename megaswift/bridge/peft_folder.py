@@ -26,16 +26,16 @@ from megaswift.bridge.adapter_plan import (
     AdapterPlan,
     AdapterSettings,
     Half,
-    value_for_module,
-)
-from megaswift.bridge.expert_stacks import (
-    TensorReader,
-    expert_parameter_name,
-    expert_tensor_readers,
-    find_expert_stacks,
+    pattern_value_for_module,
 )
 from megaswift.bridge.file_tensor import FileTensor, mapped_tensor
-from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_header
+from megaswift.bridge.peft_expert_stacks import (
+    TensorReader,
+    expert_stack_module_names,
+    expert_tensor_readers,
+    peft_expert_parameter_name,
+)
+from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_safetensors_header
 from megaswift.bridge.weight_plan import SHOWN, WeightPlan
 from megaswift.disk import atomic_file, safetensors_disk_errors
 from megaswift.errors import CheckpointError, Problem, WeightsError
@@ -81,7 +81,7 @@ class PeftFolder:
         if problems:
             raise WeightsError(problems)
         try:
-            header = read_header(self.directory / TENSORS)
+            header = read_safetensors_header(self.directory / TENSORS)
         except (OSError, DamagedHeader) as error:
             old = "; pickles (*.bin) are not read" if (self.directory / "adapter_model.bin").exists() else ""
             raise WeightsError(
@@ -155,7 +155,7 @@ class PeftFolder:
         alphas = {
             m: alpha
             for m in self._unstacked
-            if (alpha := value_for_module(s.alphas, expert_parameter_name(m), s.alpha)) != s.alpha
+            if (alpha := pattern_value_for_module(s.alphas, peft_expert_parameter_name(m), s.alpha)) != s.alpha
         }
         return replace(s, ranks={m: r for m, r in ranks.items() if r != s.rank}, alphas={**s.alphas, **alphas})
 
@@ -163,7 +163,7 @@ class PeftFolder:
         """How to read each tensor; stacks of experts taken apart."""
         readers: dict[str, TensorReader] = {name: partial(self._read, name) for name in self._stored}
         apart: dict[str, TensorReader] = {}
-        for stack in find_expert_stacks(readers):
+        for stack in expert_stack_module_names(readers):
             names = [f"{stack}.lora_{half}.weight" for half in HALVES]
             if all(name in readers for name in names):
                 experts = dict(expert_tensor_readers(stack, readers[names[0]], readers[names[1]], by_module))
@@ -248,7 +248,7 @@ def _unfit(directory: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
         )
 
 
-def adapter_config(plan: AdapterPlan, base: str) -> dict[str, Any]:
+def peft_adapter_config_json(plan: AdapterPlan, base: str) -> dict[str, Any]:
     """adapter_config.json, with every module and parameter that PEFT has to find.
 
     Where experts have adapters, dropout is left out: PEFT has none for parameters, and does not load a folder that asks
@@ -309,7 +309,7 @@ def write_peft_folder(directory: Path, plan: AdapterPlan, tensors: Iterable[tupl
     assert stored.keys() == expected, f"adapter tensors differ from the plan: {sorted(stored.keys() ^ expected)[:4]}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(adapter_config(plan, base), indent=2, sort_keys=True) + "\n"
+        text = json.dumps(peft_adapter_config_json(plan, base), indent=2, sort_keys=True) + "\n"
         with atomic_file(directory / CONFIG) as config_file, atomic_file(directory / TENSORS) as tensor_file:
             config_file.write_text(text, encoding="utf-8")
             with safetensors_disk_errors(directory / TENSORS):

@@ -22,7 +22,7 @@ BROKEN = (
     MemoryError,
     RuntimeError,
 )
-"""What `check_pickle`, and unpickling a damaged file, may raise besides UnpicklingError."""
+"""What `check_pickle_opcodes`, and unpickling a damaged file, may raise besides UnpicklingError."""
 _ARGUMENTS: dict[int, int] = {
     ord(name): length
     for names, length in (
@@ -40,7 +40,7 @@ _COUNTED = {ord("\x8c"): "<B", ord("U"): "<B", ord("C"): "<B", ord("\x8a"): "<B"
 _LONG_PUT, _GLOBAL, _FRAME, _STOP = ord("r"), ord("c"), 0x95, ord(".")
 
 
-def check_pickle(data: bytes) -> None:
+def check_pickle_opcodes(data: bytes) -> None:
     """ValueError for an opcode that neither kind needs, or whose argument is longer than the rest of the file."""
     position, end, count = 0, len(data), 0
     while position < end:

@@ -40,7 +40,7 @@ class _Block(NamedTuple):
     """The item that is complete with this block."""
 
 
-def check_target_folder(target: Path, overwrite: bool) -> None:
+def recover_and_check_target(target: Path, overwrite: bool) -> None:
     """Nothing is replaced unasked; an earlier replacement that was cut between its two renames is undone."""
     restore_replaced_folder(target)
     if target.exists() and not target.is_dir():
@@ -86,7 +86,7 @@ class ResumableFolder:
         """Bytes."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            check_target_folder(target, overwrite)
+            recover_and_check_target(target, overwrite)
             self._start()
         except OSError as error:
             raise CheckpointError(Problem(str(target), f"cannot be written: {error}")) from None

@@ -61,7 +61,7 @@ class DamagedHeader(ValueError):
     """What is wrong with a file, in words that follow its name."""
 
 
-def read_header(path: Path) -> dict[str, HeaderEntry]:
+def read_safetensors_header(path: Path) -> dict[str, HeaderEntry]:
     """The tensors of one file; `DamagedHeader` says what is wrong with it."""
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megaswift.bridge.pickle_scan import BROKEN, check_pickle
+from megaswift.bridge.pickle_scan import BROKEN, check_pickle_opcodes
 from megaswift.errors import Problem
 from megaswift.families.checkpoint_folder import TABLES as INDEX
 
@@ -66,7 +66,7 @@ def read_torch_dist_metadata(directory: Path) -> Metadata | Problem:
     path = directory / INDEX
     try:
         data = path.read_bytes()
-        check_pickle(data)
+        check_pickle_opcodes(data)
         tables = _Tables(io.BytesIO(data)).load()
     except FileNotFoundError:
         return Problem(str(path), "is missing")
@@ -139,7 +139,7 @@ def _lies_within(chunk: ChunkStorageMetadata, whole: torch.Size) -> bool:
     return all(a >= 0 and n >= 0 and a + n <= size for a, n, size in zip(offsets, sizes, whole, strict=True))
 
 
-def missing_file_problems(directory: Path, index: Metadata) -> list[Problem]:
+def missing_or_short_file_problems(directory: Path, index: Metadata) -> list[Problem]:
     """Files that the tables name and that are missing or too short."""
     need: dict[str, int] = {}
     for info in index.storage_data.values():

@@ -13,44 +13,44 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megaswift.bridge.hf_export import has_weights
+from megaswift.bridge.hf_export import folder_has_weights
+from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.hf_source import TensorMeta
-from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.families.family import read_config
 from megaswift.families.quantization_schemes import quantization_problem
 
 
-def to_disk_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def tensors_by_disk_name(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A model's whole tensors by the names, and in the pieces, that checkpoints of its family have."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    untied = {name: tensor for name, tensor in state.items() if name not in tied_names(model)}
+    untied = {name: tensor for name, tensor in state.items() if name not in tied_tensor_names(model)}
     return dict(revert_weight_conversion(cast(Any, model), untied))
 
 
-def tied_names(model: nn.Module) -> set[str]:
+def tied_tensor_names(model: nn.Module) -> set[str]:
     """Names under which a tensor appears a second time."""
     names: dict[int, str] = {}
     return {name for name, p in model.named_parameters(remove_duplicate=False) if names.setdefault(id(p), name) != name}
 
 
-def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint holds that is no parameter."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
 
 
-def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+def folder_tensor_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """The dtype of each tensor in a Hugging Face folder; empty where it has no weights, or in a form that only
     transformers reads."""
-    if not has_weights(folder) or quantization_problem(read_config(folder)):
+    if not folder_has_weights(folder) or quantization_problem(read_config(folder)):
         return {}
     source = open_weights(folder)
     return {name: source.dtype(name) for name in source.names()}
 
 
-def config_dtype(folder: Path) -> torch.dtype:
+def folder_config_dtype(folder: Path) -> torch.dtype:
     """What config.json says, float32 where it says nothing."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -59,7 +59,7 @@ def config_dtype(folder: Path) -> torch.dtype:
 
 def metas_like(tensors: Mapping[str, Tensor], source: Path) -> dict[str, TensorMeta]:
     """Shape of each tensor by disk name, and the dtype that it has in `source`."""
-    stored, default = stored_dtypes(source), config_dtype(source)
+    stored, default = folder_tensor_dtypes(source), folder_config_dtype(source)
     return {
         name: TensorMeta(tuple(t.shape), stored.get(name, default if t.is_floating_point() else t.dtype))
         for name, t in tensors.items()

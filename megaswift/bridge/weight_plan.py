@@ -1,7 +1,7 @@
 """The weight plan of one model: every Megatron parameter and the Hugging Face tensors that it maps to.
 
 Owns both directions of a family's rules on real tensors, and the check that a folder holds the model. Which rank holds
-which layer or expert is the engine's affair; files are `hf_source` and `hf_writer`.
+which layer or expert is the engine's affair; files are `hf_source` and `hf_safetensors_writer`.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class WeightPlan:
     def __init__(self, family: Family, spec: ModelSpec) -> None:
         self.family, self.spec = family, spec
         self.entries: tuple[PlanEntry, ...] = tuple(
-            PlanEntry(rule, spec, layer, expert) for rule, layer, expert in expand_table(family.weights, spec)
+            PlanEntry(rule, spec, layer, expert) for rule, layer, expert in expand_weight_table(family.weights, spec)
         )
         self.by_megatron: dict[str, PlanEntry] = {e.megatron: e for e in self.entries}
         self.groups: tuple[PlanGroup, ...] = tuple(
@@ -278,7 +278,7 @@ class WeightPlan:
             )
 
 
-def rule_applies(rule: Rule, spec: ModelSpec) -> bool:
+def weight_rule_applies(rule: Rule, spec: ModelSpec) -> bool:
     """Whether this model has what the rule is about."""
     return not rule.when or bool(getattr(spec, rule.when))
 
@@ -288,10 +288,10 @@ def format_rule_name(pattern: str, layer: int | None, expert: int | None) -> str
     return pattern.replace("{L}", str(layer)).replace("{E}", str(expert))
 
 
-def expand_table(rules: Sequence[Rule], spec: ModelSpec) -> Iterator[Place]:
+def expand_weight_table(rules: Sequence[Rule], spec: ModelSpec) -> Iterator[Place]:
     """Every parameter of a model with the rule for it, in export order: layer by layer, and expert by expert within a
     layer."""
-    active = [rule for rule in rules if rule_applies(rule, spec)]
+    active = [rule for rule in rules if weight_rule_applies(rule, spec)]
     for in_model, block in groupby(active, key=lambda rule: rule.scope == "model"):
         chosen = list(block)
         if in_model:

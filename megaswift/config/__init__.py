@@ -1,6 +1,6 @@
 """Layer 1: typed, validated configuration. One section a file, one loader for YAML, JSON, flags and Python. No
 torch."""
 
-from megaswift.config.swift import SwiftConfig, load_config
+from megaswift.config.swift_config import SwiftConfig, load_config
 
 __all__ = ["SwiftConfig", "load_config"]

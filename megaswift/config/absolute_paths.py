@@ -20,7 +20,7 @@ SUFFIXES = ("#", ":")
 """What may follow a path: `data.jsonl#500`, `reward.py:NAME`."""
 
 
-def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
+def with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     """`SwiftConfig.to_dict()` with absolute paths."""
     return {
         key: {n: _value(n, v) for n, v in part.items()} if key in SECTIONS and isinstance(part, dict) else part

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megaswift.config.option_sources import ConfigSource, Given
+from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.sections import Sections
-from megaswift.config.sources import ConfigSource, Given
-from megaswift.config.value_types import format_value
 from megaswift.errors import Problem
 
 ZERO, FSDP, MEGATRON = "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"
@@ -48,7 +48,7 @@ _WITHOUT_EFFECT = {
 """Variable: accelerate's name for it, values that say nothing, and what decides it here."""
 
 
-def from_accelerate(environ: Mapping[str, str]) -> ConfigSource:
+def options_from_accelerate(environ: Mapping[str, str]) -> ConfigSource:
     """The options that accelerate's settings amount to, and which of them cannot be followed."""
     givens = [*_precision(environ)]
     problems = [*_refused(environ)]
@@ -62,13 +62,13 @@ def from_accelerate(environ: Mapping[str, str]) -> ConfigSource:
 def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> Iterator[str]:
     """What the run took from accelerate's settings, and what of them has no effect. `alone`: the run is this one
     process."""
-    givens = from_accelerate(environ).givens
+    givens = options_from_accelerate(environ).givens
     taken = [g for g in givens if _plain(c.value(g.name)) == g.value]
     if taken:
-        yield f"from accelerate's settings: {' '.join(f'--{g.name} {format_value(g.value)}' for g in taken)}"
+        yield f"from accelerate's settings: {' '.join(f'--{g.name} {option_value_text(g.value)}' for g in taken)}"
     for g in givens:
         if g not in taken:
-            yield f"{g.label} has no effect: --{g.name} {format_value(c.value(g.name))} of the run overrides it"
+            yield f"{g.label} has no effect: --{g.name} {option_value_text(c.value(g.name))} of the run overrides it"
     for variable, (name, silent, instead) in _WITHOUT_EFFECT.items():
         value = environ.get(variable, "").lower()
         idle = variable.startswith("FSDP_") and not _on(environ, FSDP)

@@ -2,7 +2,7 @@
 help page.
 
 Owns reading and help; what the options mean together is each command's own `check`. Training's configuration, which
-also comes from files and Python, is `swift.py`'s.
+also comes from files and Python, is `swift_config.py`'s.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from megaswift.commands import HELP
 from megaswift.config.help_page import option_lines, section_heading
 from megaswift.config.option import OptionTable, build_option_table
-from megaswift.config.resolve import ResolveState, set_option_value, unknown_option
-from megaswift.config.sources import Given, read_command_line, secrets_of
-from megaswift.config.user_spelling import TypedOption, as_typed, errors_as_typed
-from megaswift.config.value_types import FALSE
+from megaswift.config.option_sources import Given, read_command_line, secret_values_of
+from megaswift.config.parse_option_values import FALSE
+from megaswift.config.resolve_sections import ResolveState, set_option_value, unknown_option_problem
+from megaswift.config.user_spelling import TypedOption, errors_as_typed, problems_as_typed
 from megaswift.errors import ConfigError, Problem
 from megaswift.redaction import redacted
 
@@ -104,13 +104,13 @@ class CommandParser(Generic[Config]):
             sections, {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None}
         )
         checked = [p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong]
-        problems = state.problems + as_typed(checked, parsed.typed, self.table.names)
+        problems = state.problems + problems_as_typed(checked, parsed.typed, self.table.names)
         if problems:
-            raise ConfigError(redacted(problems, secrets_of(line.givens)))
+            raise ConfigError(redacted(problems, secret_values_of(line.givens)))
         return parsed
 
     def _unknown(self, given: Given) -> Problem:
-        problem = unknown_option(given, self.table.names, self.name)
+        problem = unknown_option_problem(given, self.table.names, self.name)
         off = str(given.value).strip().lower() in FALSE
         return replace(problem, fix=self.hints[given.name]) if given.name in self.hints and not off else problem
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.batch import accumulation_steps
-from megaswift.config.json_object import read_object
+from megaswift.config.batch_arithmetic import accumulation_steps
+from megaswift.config.read_json_object import read_option_json_object
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem, did_you_mean_hint
 
@@ -97,7 +97,7 @@ SCHEDULER_NUMBERS = (
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class DeepspeedAutoValues:
     """What the run says, in place of "auto"."""
 
     per_device: int
@@ -117,7 +117,7 @@ class RunFacts:
 
 
 @dataclass(frozen=True)
-class FilledConfig:
+class FilledDeepspeedConfig:
     """A configuration without "auto", and everything that is wrong with it."""
 
     kind: str
@@ -125,10 +125,10 @@ class FilledConfig:
     problems: tuple[Problem, ...] = ()
 
 
-def run_facts(cfg: Sections, world: int | None, dtype: str, hidden_size: int | None) -> RunFacts:
+def deepspeed_auto_values(cfg: Sections, world: int | None, dtype: str, hidden_size: int | None) -> DeepspeedAutoValues:
     """What `cfg` says, on `world` processes, in the precision that the run takes."""
     train, o = cfg.train, cfg.optim
-    return RunFacts(
+    return DeepspeedAutoValues(
         train.per_device_train_batch_size,
         accumulation_steps(train, world or 1),
         world,
@@ -177,10 +177,10 @@ def deepspeed_kind(config: Mapping[str, Any]) -> str | None:
 def read_deepspeed_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file; ConfigError where there is none."""
     fix = f"give one of {', '.join(KINDS)}, or a JSON file such as configs/deepspeed/zero2.json"
-    return read_object(path, f"--deepspeed {path}", fix)
+    return read_option_json_object(path, f"--deepspeed {path}", fix)
 
 
-def missing_deepspeed(kind: str) -> list[Problem]:
+def missing_deepspeed_problems(kind: str) -> list[Problem]:
     """The problem that DeepSpeed is not installed, where it is not."""
     if importlib.util.find_spec("deepspeed") is not None:
         return []
@@ -193,7 +193,7 @@ def missing_deepspeed(kind: str) -> list[Problem]:
     ]
 
 
-def fill_auto(given: Mapping[str, Any], facts: RunFacts, label: str) -> FilledConfig:
+def fill_deepspeed_auto(given: Mapping[str, Any], facts: DeepspeedAutoValues, label: str) -> FilledDeepspeedConfig:
     """`given` without "auto", and what is wrong with it; `label` is how the user named the file."""
     config = json.loads(json.dumps(given))
     zero = config.setdefault("zero_optimization", {})
@@ -218,10 +218,10 @@ def fill_auto(given: Mapping[str, Any], facts: RunFacts, label: str) -> FilledCo
                 f'{label}: "stage": {zero.get("stage")}', f"with this offload is not one of {', '.join(KINDS)}", fix
             )
         )
-    return FilledConfig(kind or "zero0", config, tuple(problems))
+    return FilledDeepspeedConfig(kind or "zero0", config, tuple(problems))
 
 
-def _sizes(facts: RunFacts) -> dict[str, int | None]:
+def _sizes(facts: DeepspeedAutoValues) -> dict[str, int | None]:
     """Bucket sizes in elements for "auto", by the hidden size h: one h x h matrix a bucket, norms and biases stay
     whole."""
     h = facts.hidden_size
@@ -248,7 +248,7 @@ def _unserved(config: Mapping[str, Any], zero: Mapping[str, Any], label: str) ->
             yield Problem(f'{label}: "offload_{part}": "device": "{device}"', "is not supported", '"cpu"')
 
 
-def _numbers(config: dict[str, Any], facts: RunFacts, label: str) -> Iterator[Problem]:
+def _numbers(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -> Iterator[Problem]:
     rows = facts.per_device * facts.accumulation
     yield from _agree(config, "train_batch_size", facts.world and rows * facts.world, "--global_batch_size", label)
     yield from _agree(
@@ -280,7 +280,7 @@ def _same(value_in_file: Any, value: Any) -> bool:
     return all(isinstance(a, int | float) and math.isclose(a, b, rel_tol=1e-9) for a, b in pairs)
 
 
-def _precision(config: dict[str, Any], facts: RunFacts, label: str) -> Iterator[Problem]:
+def _precision(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -> Iterator[Problem]:
     half = facts.dtype == "bfloat16"
     if (config.pop("fp16", None) or {}).get("enabled") is True:
         yield Problem(
@@ -301,7 +301,7 @@ def _precision(config: dict[str, Any], facts: RunFacts, label: str) -> Iterator[
         )
 
 
-def _optimizer(config: dict[str, Any], facts: RunFacts, label: str) -> Iterator[Problem]:
+def _optimizer(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -> Iterator[Problem]:
     """Optimizer and schedule are the run's; the file's are compared and then left out."""
     section = config.pop("optimizer", None) or {}
     params = dict(section.get("params") or {})

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.byte_size import parse_size
+from megaswift.config.byte_size import parse_byte_size
 from megaswift.errors import Problem, missing_path_hint
 
 Device = int | str
@@ -20,7 +20,7 @@ DISK = "disk"
 _DEVICE = re.compile(r"(?:cuda:|gpu:)?(\d+)|cpu|mps|disk|cuda")
 
 
-def parse_device(text: Any) -> Device | None:
+def parse_placement_device(text: Any) -> Device | None:
     """A device as accelerate names it: a GPU's number, cpu, mps, disk; None for anything else. `cuda:1` is 1, `cuda` is
     0."""
     match = (
@@ -51,7 +51,7 @@ def parse_max_memory(text: str) -> dict[Device, int] | Problem:
     for pair in pairs:
         if len(pair) != 2:
             return Problem(label, f"{pair[0]!r} is not DEVICE:SIZE", example)
-        device, size = parse_device(pair[0]), parse_size(str(pair[1]))
+        device, size = parse_placement_device(pair[0]), parse_byte_size(str(pair[1]))
         if device is None or device == DISK:
             return Problem(
                 label, f"{pair[0]!r} is not a device with a memory limit", "give GPUs by number, or cpu: " + example
@@ -70,7 +70,7 @@ def parse_device_map(text: str) -> str | dict[str, Device] | Problem:
     if text in AUTOMATIC:
         return text
     label = f"--device_map {text}"
-    one = parse_device(text)
+    one = parse_placement_device(text)
     if one == DISK:
         return Problem(label, "has no compute device", "--device_map cpu --max_memory cpu:1GiB --offload_folder DIR")
     if one is not None:
@@ -92,7 +92,7 @@ def _of_file(path: Path, label: str) -> dict[str, Device] | Problem:
         return Problem(label, f"cannot be read: {error}", f"write a JSON object: {example}")
     if not isinstance(value, dict) or not value:
         return Problem(label, "does not contain a JSON object of modules", example)
-    devices = {name: parse_device(device) for name, device in value.items()}
+    devices = {name: parse_placement_device(device) for name, device in value.items()}
     wrong = [name for name, device in devices.items() if device is None]
     if wrong:
         return Problem(label, f"{wrong[0]}: {value[wrong[0]]!r} is not a device", "use a GPU's number, cpu or disk")

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaswift.config.deepspeed_json import (
-    FilledConfig,
+    FilledDeepspeedConfig,
+    deepspeed_auto_values,
     deepspeed_kind,
     deepspeed_preset,
-    fill_auto,
+    fill_deepspeed_auto,
     read_deepspeed_json,
-    run_facts,
 )
 from megaswift.config.engine import ZERO
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
@@ -59,17 +59,18 @@ READS = ("engine", "deepspeed", "use_fsdp", "fsdp", "fsdp_config")
 """Options that name an engine, the last four by being given."""
 
 
-def engine_of(c: Sections) -> str:
+def engine_name_of(c: Sections) -> str:
     """The engine that is asked for, by its name or by an option that means one."""
     if "engine" in c.given:
         return c.engine.engine
     if c.engine.deepspeed is not None:
-        return zero_kind(c.engine.deepspeed)
+        return deepspeed_kind_of_option(c.engine.deepspeed)
     return "fsdp2" if c.engine.use_fsdp or c.engine.fsdp or c.engine.fsdp_config else c.engine.engine
 
 
-def zero_kind(deepspeed: str) -> str:
-    """What `--deepspeed` names: a kind, or a file of that kind. `zero_config` reports the problems of a file."""
+def deepspeed_kind_of_option(deepspeed: str) -> str:
+    """What `--deepspeed` names: a kind, or a file of that kind. `filled_deepspeed_config` reports the problems of a
+    file."""
     if deepspeed in ZERO:
         return deepspeed
     try:
@@ -78,14 +79,14 @@ def zero_kind(deepspeed: str) -> str:
         return "zero2"
 
 
-def zero_config(c: Sections, world: int, dtype: str, hidden_size: int) -> FilledConfig:
+def filled_deepspeed_config(c: Sections, world: int, dtype: str, hidden_size: int) -> FilledDeepspeedConfig:
     """DeepSpeed's configuration of a run in this precision, without "auto", and what is wrong with the user's file."""
     named = c.engine.deepspeed
     own = None if named is None or named in ZERO else Path(named)
     label = "--deepspeed" if own is None else own.name
-    return fill_auto(
-        deepspeed_preset(engine_of(c)) if own is None else read_deepspeed_json(own),
-        run_facts(c, world, dtype, hidden_size),
+    return fill_deepspeed_auto(
+        deepspeed_preset(engine_name_of(c)) if own is None else read_deepspeed_json(own),
+        deepspeed_auto_values(c, world, dtype, hidden_size),
         label,
     )
 
@@ -128,7 +129,7 @@ CAPABILITIES: dict[str, EngineCapabilities] = {NATIVE: _MEGATRON}
 
 def capabilities_of(c: Sections) -> EngineCapabilities:
     """What the engine of a run can do."""
-    return CAPABILITIES.get(engine_of(c), _TORCH_ENGINE)
+    return CAPABILITIES.get(engine_name_of(c), _TORCH_ENGINE)
 
 
 def uses_model_parallelism(c: Sections) -> bool:
@@ -136,8 +137,8 @@ def uses_model_parallelism(c: Sections) -> bool:
     return any(c.value(name) > 1 for name in AXES)
 
 
-_TORCH: Test = lambda c: engine_of(c) not in (NATIVE, AUTO)  # noqa: E731
-_NO_FSDP: Test = lambda c: engine_of(c) != "fsdp2"  # noqa: E731
+_TORCH: Test = lambda c: engine_name_of(c) not in (NATIVE, AUTO)  # noqa: E731
+_NO_FSDP: Test = lambda c: engine_name_of(c) != "fsdp2"  # noqa: E731
 _PARTS = ("freeze_vit", "freeze_aligner", "freeze_llm")
 
 _FSDP_MISSING: tuple[tuple[Test, str], ...] = (
@@ -177,13 +178,13 @@ ENGINE_IGNORED: tuple[IgnoredOption, ...] = (
 ENGINE_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("deepspeed", "engine"),
-        lambda c: c.engine.deepspeed is not None and engine_of(c) != zero_kind(c.engine.deepspeed),
+        lambda c: c.engine.deepspeed is not None and engine_name_of(c) != deepspeed_kind_of_option(c.engine.deepspeed),
         "conflicts with engine {engine}",
         ONE_OF,
     ),
     ConflictingOptions(
         ("use_fsdp", "engine"),
-        lambda c: c.engine.use_fsdp and engine_of(c) != "fsdp2",
+        lambda c: c.engine.use_fsdp and engine_name_of(c) != "fsdp2",
         "conflicts with engine {engine}",
         ONE_OF,
     ),

@@ -84,7 +84,7 @@ def estimator_names(task: str | None = None) -> tuple[str, ...]:
     return tuple(e.name for e in ESTIMATOR_TABLE if task in (None, e.task))
 
 
-def estimator_entry(name: str) -> EstimatorEntry:
+def advantage_estimator_entry(name: str) -> EstimatorEntry:
     """The row of an estimator."""
     return next(e for e in ESTIMATOR_TABLE if e.name == name)
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from megaswift.config.value_types import FALSE, format_value
+from megaswift.config.parse_option_values import FALSE, option_value_text
 
 _GONE = "leave it out: "
 _NOT_SERVED = "leave it out: megaswift does not support "
@@ -361,7 +361,7 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
 """What to say in place of another toolkit's value of an option."""
 
 
-def option_advice(name: str, value: Any, known: Collection[str]) -> str:
+def foreign_option_advice(name: str, value: Any, known: Collection[str]) -> str:
     """What to do in place of another toolkit's option with this value; the empty string where it is none.
 
     `known`: the names that the command has; an advice that names others is of no use to it.
@@ -377,9 +377,9 @@ def option_advice(name: str, value: Any, known: Collection[str]) -> str:
     if any(option not in known for option in options):
         return ""
     plain = isinstance(value, str | int | float) and re.fullmatch(r"--\w+", advice)  # the same option by another name
-    return f"{advice} {format_value(value)}" if plain else advice
+    return f"{advice} {option_value_text(value)}" if plain else advice
 
 
-def value_advice(option: str, value: str) -> str:
+def foreign_value_advice(option: str, value: str) -> str:
     """What to say in place of another toolkit's value of an option; the empty string where it is none."""
     return VALUES_ELSEWHERE.get((option, value.strip().lower()), "")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.json_object import read_object
+from megaswift.config.read_json_object import read_option_json_object
 from megaswift.config.sections import Sections
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 
@@ -69,9 +69,9 @@ class FsdpFileOptions:
     problems: tuple[Problem, ...] = ()
 
 
-def read_fsdp_file(path: Path) -> dict[str, Any]:
+def read_fsdp_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file; ConfigError where there is none."""
-    return read_object(path, f"--fsdp_config {path}", 'give a file like {"reshard_after_forward": true}')
+    return read_option_json_object(path, f"--fsdp_config {path}", 'give a file like {"reshard_after_forward": true}')
 
 
 def options_from_fsdp(given: Mapping[str, Any], label: str) -> FsdpFileOptions:
@@ -147,7 +147,7 @@ def fsdp_file_options(c: Sections) -> FsdpFileOptions:
         return FsdpFileOptions({})
     path = Path(named)
     try:
-        settings = options_from_fsdp(read_fsdp_file(path), path.name)
+        settings = options_from_fsdp(read_fsdp_json(path), path.name)
     except ConfigError as error:
         return FsdpFileOptions({}, tuple(error.problems))
     return FsdpFileOptions(settings.options, (*settings.problems, *_contradictions(c, settings.options, path.name)))

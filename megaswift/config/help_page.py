@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from megaswift.config.data import ALIGNMENT
 from megaswift.config.estimator_table import estimators_reading_text
-from megaswift.config.loss_table import readers_text
+from megaswift.config.loss_table import losses_reading_text
 from megaswift.config.option import Option
+from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.sections import OPTIONS, SECTIONS, TASKS
-from megaswift.config.value_types import format_value
 
 USAGE = """\
 megaswift {task}: {what}
@@ -59,7 +59,9 @@ def option_lines(option: Option, width: int, task: str | None = None) -> Iterato
     choices = option.choices_in(task)
     if len(choices) > 1:
         text += f" [{' | '.join(choices)}]"
-    if task is not None and (readers := readers_text(task, option.name) or estimators_reading_text(task, option.name)):
+    if task is not None and (
+        readers := losses_reading_text(task, option.name) or estimators_reading_text(task, option.name)
+    ):
         text += f"; {readers}"
     body = textwrap.wrap(text, width - column, break_on_hyphens=False)
     if len(head) >= column:
@@ -86,4 +88,4 @@ def default_text(option: Option) -> str:
     unit = option.unit
     if option.default == 1 and unit:
         unit = unit.removesuffix("es") if unit.endswith("sses") else unit.removesuffix("s")
-    return f"{format_value(option.default)} {unit}".strip()
+    return f"{option_value_text(option.default)} {unit}".strip()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from megaswift.config.byte_size import parse_size
+from megaswift.config.byte_size import parse_byte_size
 from megaswift.config.command_parser import ParsedCommand
 from megaswift.config.device_placement import AUTOMATIC, DISK, parse_device_map, parse_max_memory
 from megaswift.config.inference import (
@@ -144,7 +144,7 @@ def _file(options: FileOptions, parsed: ParsedCommand) -> Iterator[Problem]:
         )
 
 
-def check_infer(parsed: ParsedCommand) -> Iterator[Problem]:
+def infer_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     """`megaswift infer`."""
     generation, file = parsed.sections["generation"], parsed.sections["file"]
     yield from _model(parsed.sections["weights"])
@@ -164,12 +164,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def server_token(options: ServerOptions) -> str | None:
+def server_auth_token(options: ServerOptions) -> str | None:
     """The token that clients must send; the flag before the environment."""
     return options.api_key or os.environ.get(TOKEN_VARIABLE) or None
 
 
-def check_deploy(parsed: ParsedCommand) -> Iterator[Problem]:
+def deploy_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     """`megaswift deploy`."""
     server: ServerOptions = parsed.sections["server"]
     generation: GenerationOptions = parsed.sections["generation"]
@@ -179,13 +179,13 @@ def check_deploy(parsed: ParsedCommand) -> Iterator[Problem]:
     yield from _unused(
         parsed, ("num_beams", "seed"), "does not apply to a server: output is streamed, and the seed is set per request"
     )
-    if not is_loopback(server.host) and server_token(server) is None:
+    if not is_loopback(server.host) and server_auth_token(server) is None:
         yield Problem(
             f"--host {server.host}",
             "an address reachable from other machines requires a token",
             f"{TOKEN_VARIABLE}=... megaswift deploy ..., or --host 127.0.0.1",
         )
-    if server.max_body_size is not None and not parse_size(server.max_body_size):
+    if server.max_body_size is not None and not parse_byte_size(server.max_body_size):
         yield Problem(f"--max_body_size {server.max_body_size}", "is not a valid size", "--max_body_size 8MiB")
     if server.infer_backend == "vllm":
         yield from _unused(parsed, TRANSFORMERS_ONLY, "would be ignored by vLLM")
@@ -213,7 +213,7 @@ def _no_adapters(model: str | None) -> Problem:
     return Problem("--merge_lora true", "needs adapters", "--adapters DIR")
 
 
-def check_export(parsed: ParsedCommand) -> Iterator[Problem]:
+def export_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     """`megaswift export`."""
     source: SourceOptions = parsed.sections["source"]
     export: ExportOptions = parsed.sections["export"]
@@ -231,7 +231,7 @@ def check_export(parsed: ParsedCommand) -> Iterator[Problem]:
         yield from _unused(parsed, ["adapters"], "would be ignored", "--merge_lora true")
     if export.merge_lora and export.quantization_bit is None:
         yield from _unused(parsed, ["trust_remote_code"], "would be ignored: merging does not run model code")
-    if parse_size(export.max_shard_size) is None:
+    if parse_byte_size(export.max_shard_size) is None:
         yield Problem(f"--max_shard_size {export.max_shard_size}", "is not a valid size", "--max_shard_size 5GB")
     if export.output_dir is None:
         yield Problem("--output_dir", "is missing", "--output_dir DIR (the folder to write)")

@@ -10,7 +10,7 @@ from megaswift.config.loss_table import (
     LOSS_TABLE,
     READ_INSTEAD,
     LossEntry,
-    Requirement,
+    LossRequirement,
     loss_entries,
     losses_reading,
 )
@@ -20,12 +20,12 @@ from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test,
 from megaswift.config.sections import Sections
 
 
-def losses_of(c: Sections) -> tuple[LossEntry, ...]:
+def loss_entries_of(c: Sections) -> tuple[LossEntry, ...]:
     """The rows of the losses that a run trains by; none for tasks without `loss_type`."""
     return loss_entries(c.task, (policy_loss_of(c),) if c.task in RL else loss_types_of(c))
 
 
-def ignored_by_loss(*tasks: str) -> Iterator[IgnoredOption]:
+def ignored_by_loss_rules(*tasks: str) -> Iterator[IgnoredOption]:
     """A rule for each option that only some losses of these tasks read."""
     for option, neutral in LOSS_OPTIONS.items():
         readers = dict.fromkeys(name for task in tasks for name in losses_reading(task, option))
@@ -41,7 +41,7 @@ def ignored_by_loss(*tasks: str) -> Iterator[IgnoredOption]:
 
 def _unread(option: str) -> Test:
     def unread(c: Sections) -> bool:
-        used = losses_of(c)
+        used = loss_entries_of(c)
         explained = any((e.task, e.name, option) in READ_INSTEAD for e in used)
         return not explained and not any(option in e.reads for e in used)
 
@@ -49,10 +49,10 @@ def _unread(option: str) -> Test:
 
 
 def _in_use(loss: str) -> Test:
-    return lambda c: any(e.name == loss for e in losses_of(c))
+    return lambda c: any(e.name == loss for e in loss_entries_of(c))
 
 
-def loss_requirements(*tasks: str) -> Iterator[ConflictingOptions]:
+def loss_requirement_rules(*tasks: str) -> Iterator[ConflictingOptions]:
     """A rule for each requirement of these tasks' losses."""
     for requirement in dict.fromkeys(r for e in LOSS_TABLE if e.task in tasks for r in e.requires):
         yield ConflictingOptions(
@@ -60,9 +60,9 @@ def loss_requirements(*tasks: str) -> Iterator[ConflictingOptions]:
         )
 
 
-def _unmet(requirement: Requirement) -> Test:
+def _unmet(requirement: LossRequirement) -> Test:
     def unmet(c: Sections) -> bool:
-        return any(requirement in e.requires for e in losses_of(c)) and not requirement.holds(
+        return any(requirement in e.requires for e in loss_entries_of(c)) and not requirement.holds(
             c.value(requirement.option)
         )
 

@@ -32,7 +32,7 @@ ALPHAPO = "alphapo"
 
 
 @dataclass(frozen=True)
-class Requirement:
+class LossRequirement:
     """A condition on the value of an option, without which a loss cannot be used."""
 
     option: str
@@ -53,7 +53,7 @@ class LossEntry:
     """Of the options in `LOSS_OPTIONS`, those that the formula reads."""
     needs: frozenset[str] = frozenset()
     """`KL_PAIRS`, `RUNNING_MEAN`, `COVARIANCES`."""
-    requires: tuple[Requirement, ...] = ()
+    requires: tuple[LossRequirement, ...] = ()
     loss_agg_mode: str | None = None
     """Of a policy's loss: the default of `loss_agg_mode`."""
 
@@ -89,49 +89,49 @@ READ_INSTEAD: dict[tuple[str, str, str], tuple[str, str]] = {
 """(task, loss, option that it does not read) -> the rule and the fix, where another option has its place."""
 
 
-def _entry(task: str, name: str, paper: str, reads: str = "", *requires: Requirement, needs: str = "") -> LossEntry:
+def _entry(task: str, name: str, paper: str, reads: str = "", *requires: LossRequirement, needs: str = "") -> LossEntry:
     return LossEntry(name, task, paper, frozenset(reads.split()), frozenset(needs.split()), requires)
 
 
-def _policy(name: str, paper: str, mode: str, reads: str, *requires: Requirement, needs: str = "") -> LossEntry:
+def _policy(name: str, paper: str, mode: str, reads: str, *requires: LossRequirement, needs: str = "") -> LossEntry:
     return replace(_entry("grpo", name, paper, reads, *requires, needs=needs), loss_agg_mode=mode)
 
 
-_UNSORTED = Requirement(
+_UNSORTED = LossRequirement(
     "use_weighting",
     lambda v: not v,
     "weights individual pairs, but {loss_type} sorts the pairs",
     "--use_weighting false",
 )
-_SMOOTHED = Requirement(
+_SMOOTHED = LossRequirement(
     "label_smoothing", lambda v: v > 0, "must be > 0: exo_pair takes its logarithm", "--label_smoothing 0.001"
 )
-_BELOW_HALF = Requirement(
+_BELOW_HALF = LossRequirement(
     "label_smoothing",
     lambda v: v < 0.5,
     "must be < 0.5: robust divides by 1 - 2 x label_smoothing",
     "--label_smoothing 0.1",
 )
 _LEVEL = "importance_sampling_level"
-_PER_COMPLETION = Requirement(
+_PER_COMPLETION = LossRequirement(
     _LEVEL,
     lambda v: v != "token",
     "loss_type luspo uses one ratio per completion",
     "--importance_sampling_level sequence",
 )
-_PER_TOKEN = Requirement(
+_PER_TOKEN = LossRequirement(
     _LEVEL,
     lambda v: v == "token",
     "loss_type vespo computes its own ratio per completion",
     "--importance_sampling_level token",
 )
-_CAP = Requirement(
+_CAP = LossRequirement(
     "epsilon_high",
     lambda v: v is None or v >= 1,
     "is the maximum ratio in loss_type cispo; below 1 it would clip the ratio of every token",
     "--epsilon_high 5",
 )
-_WHOLE = Requirement(
+_WHOLE = LossRequirement(
     "loss_agg_mode",
     lambda v: v in (None, SEQ_MEAN_TOKEN_MEAN),
     "does not apply to loss_type rloo: all tokens of a completion share one ratio, and all completions have equal "
@@ -208,7 +208,7 @@ def losses_needing(task: str, need: str) -> frozenset[str]:
     return frozenset(e.name for e in loss_entries(task) if need in e.needs)
 
 
-def readers_text(task: str, option: str) -> str:
+def losses_reading_text(task: str, option: str) -> str:
     """For `--help`: which losses read an option that not every loss reads; empty for any other option."""
     if option not in LOSS_OPTIONS:
         return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.config.data import RL
-from megaswift.config.loss_option_rules import ignored_by_loss, loss_requirements, losses_of
+from megaswift.config.loss_option_rules import ignored_by_loss_rules, loss_entries_of, loss_requirement_rules
 from megaswift.config.loss_table import ALPHAPO, KL_PAIRS
 from megaswift.config.preference import LOSSES, beta_of, loss_types_of, needs_reference
 from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
@@ -19,7 +19,7 @@ def _single(c: Sections) -> bool:
 
 
 def _pairs_prompts(c: Sections) -> bool:
-    return any(KL_PAIRS in loss.needs for loss in losses_of(c))
+    return any(KL_PAIRS in loss.needs for loss in loss_entries_of(c))
 
 
 _FREE: Test = lambda c: c.preference.reference_free  # noqa: E731
@@ -56,7 +56,7 @@ PREFERENCE_IGNORED: tuple[IgnoredOption, ...] = (
         "with new adapters the reference is the base model, which needs no additional weights",
         "--offload_reference false",
     ),
-    *ignored_by_loss("dpo", "kto", "cpo"),
+    *ignored_by_loss_rules("dpo", "kto", "cpo"),
     IgnoredOption(
         "f_alpha_divergence_coef",
         ("f_divergence_type",),
@@ -94,7 +94,7 @@ PREFERENCE_CLASHES: tuple[ConflictingOptions, ...] = (
         "must have one number for each loss_type",
         "give --loss_weights as many numbers",
     ),
-    *loss_requirements("dpo", "kto", "cpo"),
+    *loss_requirement_rules("dpo", "kto", "cpo"),
     ConflictingOptions(
         ("ref_model", "train_type"),
         lambda c: c.preference.ref_model is not None and c.model.train_type != "full",

@@ -1,8 +1,8 @@
 """Section `rl`: reinforcement learning: generation, rewards, advantages, and the losses of policy and critic.
 
 The names are TRL's, ms-swift's where they differ are spellings. The pull towards the reference (`beta`, `ref_model`,
-...) and `loss_type` are in `preference`, the arithmetic of generations in `rl_batch.py`, what an unset option means in
-`rl_defaults.py`, the rules in `rl_rules.py` and `rl_clashes.py`.
+...) and `loss_type` are in `preference`, the arithmetic of generations in `generation_batch.py`, what an unset option
+means in `rl_defaults.py`, the rules in `rl_ignored_option_rules.py` and `rl_conflict_rules.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODES = (
     "geometric_mask",
 )
 """Weights of samples: of a token, of a completion as the product of its tokens' (TRL's meaning), as their geometric
-mean. What ms-swift's names say is put in these terms by `swift_correction.py` before it is read here."""
+mean. What ms-swift's names say is put in these terms by `ms_swift_sampler_correction.py` before it is read here."""
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.config.data import GRPO, PPO
-from megaswift.config.estimator_table import EstimatorEntry, estimator_entry, estimator_names
+from megaswift.config.estimator_table import EstimatorEntry, advantage_estimator_entry, estimator_names
 from megaswift.config.preference import beta_of, loss_types_of
 
 DEFAULT_GENERATIONS = 8
 """Of a prompt in grpo."""
 
 
-def generations_of(c: Any) -> int:
+def generations_per_prompt_of(c: Any) -> int:
     """Completions of each prompt."""
     given: int | None = c.rl.num_generations
     return given if given is not None else 1 if c.task in PPO else DEFAULT_GENERATIONS
@@ -25,7 +25,7 @@ def estimator_of(c: Any) -> str:
 
 def estimator_entry_of(c: Any) -> EstimatorEntry:
     """The row of the run's estimator."""
-    return estimator_entry(estimator_of(c))
+    return advantage_estimator_entry(estimator_of(c))
 
 
 def policy_loss_of(c: Any) -> str:
@@ -54,7 +54,7 @@ def whitens_advantages(c: Any) -> bool:
     return estimator_entry_of(c).whitens if given is None else given
 
 
-def corrects_sampler(c: Any) -> bool:
+def corrects_sampler_mismatch(c: Any) -> bool:
     """Whether samples are weighed by how the trainer's probabilities differ from the sampler's: another program's, or
     those of the weights before the last update."""
     given: bool | None = c.rl.importance_sampling_correction
@@ -63,7 +63,7 @@ def corrects_sampler(c: Any) -> bool:
     return c.rl.rollout_backend != "transformers" or c.rl.async_generation
 
 
-def corrects_kl(c: Any) -> bool:
+def weighs_kl_by_ratio(c: Any) -> bool:
     """Whether the divergence in the loss is weighed by the ratio. Of the KL itself, k1 and k3 have the right gradient
     with it, k2 without."""
     given: bool | None = c.rl.use_bias_correction_kl

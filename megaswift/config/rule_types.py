@@ -1,4 +1,5 @@
-"""Types of rules about options: an option without effect, and conflicting options. The rules are in `rules.py`."""
+"""Types of rules about options: an option without effect, and conflicting options. The rules are in
+`option_rules.py`."""
 
 from __future__ import annotations
 

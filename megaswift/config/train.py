@@ -1,4 +1,5 @@
-"""Section `train`: batch sizes, length of the run, logging and checkpoints. Batch arithmetic is in `batch.py`."""
+"""Section `train`: batch sizes, length of the run, logging and checkpoints. Batch arithmetic is in
+`batch_arithmetic.py`."""
 
 from __future__ import annotations
 

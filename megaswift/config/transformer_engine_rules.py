@@ -9,8 +9,8 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.sections import OPTIONS, Sections
-from megaswift.config.value_types import format_value
 from megaswift.errors import Problem
 
 _FUSED_ADAM = "Megatron-Core's implementation needs Transformer Engine's fused Adam"
@@ -56,13 +56,13 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def is_set(c: Sections, name: str) -> bool:
+def set_to_non_default(c: Sections, name: str) -> bool:
     """Whether the user set this option to something else than its default: a written configuration holds every
     option."""
     return name in c.given and c.value(name) != OPTIONS[name].default
 
 
-def missing_transformer_engine(
+def missing_transformer_engine_problems(
     c: Sections, installed: bool | None = None, torch_parts: Mapping[str, str] | None = None
 ) -> list[Problem]:
     """What `c` asks for that only Transformer Engine does, where it is not `installed` (None: look) or not used.
@@ -76,8 +76,8 @@ def missing_transformer_engine(
         lacks = dict.fromkeys((PRODUCTS, ATTENTION, OPTIMIZER), "")
     found = []
     for name, part, wants, why, fix in NEED_TRANSFORMER_ENGINE:
-        if part in lacks and is_set(c, name) and wants(c.value(name)):
+        if part in lacks and set_to_non_default(c, name) and wants(c.value(name)):
             torch = f"this run uses torch's modules for {part} ({lacks[part]})"
             lack = torch if lacks[part] else "transformer_engine is not installed"
-            found.append(Problem(f"--{name} {format_value(c.value(name))}", f"{why}, but {lack}", fix))
+            found.append(Problem(f"--{name} {option_value_text(c.value(name))}", f"{why}, but {lack}", fix))
     return found

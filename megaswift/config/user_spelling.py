@@ -28,7 +28,9 @@ class TypedOption:
     """With it."""
 
 
-def as_typed(problems: Iterable[Problem], typed: Mapping[str, TypedOption], names: Mapping[str, str]) -> list[Problem]:
+def problems_as_typed(
+    problems: Iterable[Problem], typed: Mapping[str, TypedOption], names: Mapping[str, str]
+) -> list[Problem]:
     """The problems, each option in what was given as it was typed. `names`: any spelling to the canonical name."""
     return [replace(p, what=_renamed(p.what, typed, names)) for p in problems]
 
@@ -39,7 +41,7 @@ def errors_as_typed(typed: Mapping[str, TypedOption], names: Mapping[str, str]) 
     try:
         yield
     except UserError as error:
-        error.problems = as_typed(error.problems, typed, names)
+        error.problems = problems_as_typed(error.problems, typed, names)
         error.args = (error.message(),)
         raise
 

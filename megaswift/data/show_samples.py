@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megaswift.config import SwiftConfig, load_config
+from megaswift.config.option_sources import normalize_name, read_command_line
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS
-from megaswift.config.sources import normalize_name, read_command_line
 from megaswift.data.row_counts import counts_text
 from megaswift.errors import DataError, Problem, did_you_mean_hint
 from megaswift.log import count_text, info

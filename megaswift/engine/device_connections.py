@@ -37,7 +37,7 @@ def gpu_generation() -> int | None:
         nvml.nvmlShutdown()
 
 
-def limit_connections(
+def set_max_connections(
     environ: MutableMapping[str, str],
     layout: Layout,
     sharded_weights: bool = False,

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from megaswift import log
-from megaswift.bridge import finite_weights
-from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, disable_cpu_repacking
+from megaswift.bridge import check_finite_weights
+from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, disable_4bit_cpu_repacking
 from megaswift.bridge.hf_source import WeightSource
-from megaswift.bridge.open_weight_source import open_checkpoint
+from megaswift.bridge.open_weight_source import open_checkpoint_weight_source
 from megaswift.config import device_placement as devices
 from megaswift.config.device_placement import DISK
 from megaswift.config.inference import PlacementOptions, WeightsOptions
@@ -262,7 +262,7 @@ class _Lazy:
         assert where is ..., "transformers takes whole tensors"
         with self.lock:
             tensor = self.source.slice(self.name)
-        finite_weights.check_finite([(self.name, tensor)])
+        check_finite_weights.check_weights_finite([(self.name, tensor)])
         return tensor
 
     def get_shape(self) -> list[int]:
@@ -291,26 +291,26 @@ def load_model(prepared: PreparedModel, options: PlacementOptions) -> tuple[Any,
     }
     checkpoint = verified_checkpoint(prepared.folder)
     if quantized and checkpoint is None:  # NaN does not survive in quantized weights
-        finite_weights.check_folder_finite(prepared.folder)
+        check_finite_weights.check_folder_weights_finite(prepared.folder)
     if DISK in placed.values():
         how["offload_folder"] = options.offload_folder
     with _told(str(prepared.options.model)):
         if checkpoint is None:
             loaded: Any = _auto(prepared).from_pretrained(prepared.folder, **how)
         else:
-            source, lock = open_checkpoint(checkpoint), threading.Lock()
+            source, lock = open_checkpoint_weight_source(checkpoint), threading.Lock()
             weights = {name: _Lazy(source, name, lock) for name in source.names()}
             loaded = type(skeleton).from_pretrained(None, config=prepared.config, state_dict=weights, **how)
             # from_pretrained looks for it beside files of weights only
             loaded[0].generation_config = prepared.generation
-    model, loading_info = disable_cpu_repacking(loaded[0]), loaded[1]
+    model, loading_info = disable_4bit_cpu_repacking(loaded[0]), loaded[1]
     lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in loading_info[key])
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         raise WeightsError(
             Problem(str(prepared.options.model), f"transformers finds no weights for {', '.join(lost[:4])}{more}")
         )
-    finite_weights.check_finite(model.named_parameters())
+    check_finite_weights.check_weights_finite(model.named_parameters())
     if any(p.is_meta for p in model.parameters()) and prepared.config.model_type not in FAMILIES:
         device_placement.check_offloaded_model(
             model, device_placement.main_device(placed), f"--device_map {options.device_map}"
@@ -363,7 +363,7 @@ def _adapted(model: Any, prepared: PreparedModel, placed: DeviceMap) -> Any:
     model.hf_device_map = placed
     _onto_devices(adapted, folder, device_placement.main_device(placed))
     added = ((name, p) for name, p in adapted.named_parameters() if f".{ADAPTER}" in name)
-    finite_weights.check_finite(added, f"--adapters {folder}")
+    check_finite_weights.check_weights_finite(added, f"--adapters {folder}")
     return adapted.merge_and_unload() if prepared.options.merge_adapters else adapted
 
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megaswift.bridge.checkpoint_model_folder import copy_side_files
+from megaswift.bridge.checkpoint_model_folder import copy_tokenizer_and_template_files
 from megaswift.config.inference import PlacementOptions, WeightsOptions
 from megaswift.disk import safetensors_disk_errors
 from megaswift.errors import CheckpointError, ConfigError, Problem, first_line
@@ -22,7 +22,7 @@ def quantize_and_save_model(weights: WeightsOptions, bits: int, target: Path, ma
     shutil.rmtree(stage, ignore_errors=True)
     try:
         _save(model, bits, stage, max_shard_size)
-        copy_side_files(prepared.folder, stage)
+        copy_tokenizer_and_template_files(prepared.folder, stage)
         stage.rename(target)
     except OSError as error:
         raise CheckpointError(

@@ -15,7 +15,7 @@ from types import FrameType
 from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
-from megaswift.config.launch_env import RESTARTS
+from megaswift.config.launcher_environment import RESTARTS
 from megaswift.config.launcher_table import launcher_entry
 from megaswift.errors import EXPLAINED, ConfigError, Problem
 from megaswift.launchers.parent_death import parent_environment

@@ -1,6 +1,6 @@
 """Layout checks before any process group exists: all problems at once, and the nearest layout that works.
 
-Owns how mistakes are collected and the search; the rules themselves are in `rules.py`.
+Owns how mistakes are collected and the search; the rules themselves are in `layout_rules.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from itertools import combinations, product
 from math import log2
 from typing import Any
 
-from megaswift.config.swift import SwiftConfig
-from megaswift.config.value_types import format_value
+from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.swift_config import SwiftConfig
 from megaswift.errors import LayoutError, Problem
 from megaswift.log import count_text
 from megaswift.parallel.layout import FLAGS, Layout
@@ -76,7 +76,7 @@ def describe_layout(near: LayoutRequest, request: LayoutRequest) -> str:
     if near.cp > 1 and near.cp_comm_type != "p2p":
         parts.append(f"--cp_comm_type {near.cp_comm_type}")
         if near.cp_comm_type == "a2a+p2p":
-            parts.append(f"--hierarchical_context_parallel_sizes {format_value(near.context_levels)}")
+            parts.append(f"--hierarchical_context_parallel_sizes {option_value_text(near.context_levels)}")
     return " ".join(parts or ["none of these flags"]) + f" (data parallel: {near.known_dp})"
 
 

@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megaswift.config.batch import accumulation_steps, batch_problems
-from megaswift.config.swift import SwiftConfig
+from megaswift.config.batch_arithmetic import accumulation_steps, batch_problems
+from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.swift_config import SwiftConfig
 from megaswift.config.train import TrainConfig
-from megaswift.config.value_types import format_value
 from megaswift.errors import Problem
 from megaswift.parallel.layout import FLAGS, AxisSizes, Layout, requested_axes, size_problems, uses_sequence_parallel
 from megaswift.parallel.model_shape import ModelShape
@@ -190,10 +190,14 @@ def _context(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
         yield Problem(f"--max_length {length}", rule, _flags("--max_length", near, length))
     levels = request.context_levels
     if kind == "a2a+p2p" and (len(levels) != 2 or math.prod(levels) != cp):
-        given = f"--hierarchical_context_parallel_sizes {format_value(levels)}" if levels else f"--cp_comm_type {kind}"
+        given = (
+            f"--hierarchical_context_parallel_sizes {option_value_text(levels)}" if levels else f"--cp_comm_type {kind}"
+        )
         rule = f"needs two sizes, of the a2a and of the p2p groups, whose product is --cp {cp}"
         splits = [(n, cp // n) for n in divisors(cp) if 1 < n < cp]
-        fix = f"--hierarchical_context_parallel_sizes {format_value(splits[0])}" if splits else "--cp_comm_type p2p"
+        fix = (
+            f"--hierarchical_context_parallel_sizes {option_value_text(splits[0])}" if splits else "--cp_comm_type p2p"
+        )
         yield Problem(given, rule, fix)
         return
     divided = {"a2a": cp, "a2a+p2p": levels[0] if levels else 1}.get(kind, 1)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge import finite_weights
-from megaswift.bridge.bitsandbytes_config import disable_cpu_repacking
+from megaswift.bridge import check_finite_weights
+from megaswift.bridge.bitsandbytes_config import disable_4bit_cpu_repacking
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import Problem, RewardError, WeightsError, first_line
 from megaswift.families.checkpoint_folder import find_checkpoint
@@ -76,9 +76,9 @@ class RewardModel:
                 raise WeightsError(
                     Problem(f"--reward_model {self.folder}", f"has no weights for {', '.join(lost[:4])}")
                 )
-            finite_weights.check_finite(model.named_parameters(), self.flag)
+            check_finite_weights.check_weights_finite(model.named_parameters(), self.flag)
             self._model = (
-                disable_cpu_repacking(model).eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+                disable_4bit_cpu_repacking(model).eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
             )
         return self._model
 

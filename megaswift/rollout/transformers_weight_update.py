@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.adapter_plan import PREFIX
 from megaswift.bridge.peft_folder import TENSORS
-from megaswift.bridge.transformers_weights import saved_buffers, to_disk_names
+from megaswift.bridge.transformers_weights import persistent_buffers, tensors_by_disk_name
 from megaswift.engine.torch.conversions import ConversionGroup, conversion_groups, tied_name_map
 from megaswift.engine.torch.peft_wrappers import name_without_adapters
 from megaswift.errors import Problem, WeightsError
@@ -49,7 +49,7 @@ class WeightUpdate:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in self._targets().items()}
-        names = list(to_disk_names(model, shapes))
+        names = list(tensors_by_disk_name(model, shapes))
         groups = conversion_groups(model, cast(Any, _Names(names)))
         self.first = tied_name_map(model)
         self.of_name: dict[str, ConversionGroup] = {name: group for group in groups for _, name in group.stored}
@@ -62,7 +62,7 @@ class WeightUpdate:
 
     def _targets(self) -> dict[str, Tensor]:
         parameters = {name_without_adapters(name): p for name, p in self.model.named_parameters(remove_duplicate=False)}
-        return {**parameters, **saved_buffers(self.model)}
+        return {**parameters, **persistent_buffers(self.model)}
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import SHARDED, frozen_weight_bits, peft_method_of
 from megaswift.config.data import RL
-from megaswift.config.engine_rules import engine_of
+from megaswift.config.engine_rules import engine_name_of
 from megaswift.errors import Problem, UserError
 from megaswift.families import torch_quantization_checks
 from megaswift.families.adapter_folder import adapter_kind, is_scored
@@ -58,11 +58,11 @@ def torch_train_type_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     kind, bits = cfg.model.train_type, frozen_weight_bits(cfg)
     config, label = read_config(folder), f"--model {cfg.model.model}"
     problems = torch_quantization_checks.quantized_training_problems(config, label, kind, bits, cfg.lora.merge_lora)
-    if torch_quantization_checks.stays_quantized(config) and engine_of(cfg) in SHARDED:
+    if torch_quantization_checks.stays_quantized(config) and engine_name_of(cfg) in SHARDED:
         problems.append(
             Problem(
                 f"{label}, whose weights are quantized",
-                f"cannot be sharded (engine {engine_of(cfg)})",
+                f"cannot be sharded (engine {engine_name_of(cfg)})",
                 "--engine ddp or zero2",
             )
         )

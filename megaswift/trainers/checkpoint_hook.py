@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megaswift import distributed
-from megaswift.config.batch import BatchPlan
+from megaswift.config.batch_arithmetic import BatchPlan
 from megaswift.config.byte_size import bytes_text
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families import step_manifest

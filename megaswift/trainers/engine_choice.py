@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megaswift import log
 from megaswift.config import SwiftConfig, fsdp_json
 from megaswift.config.adapter_rules import SHARDED, frozen_weight_bits, peft_method_of
-from megaswift.config.engine_rules import AUTO, NATIVE, engine_of, uses_model_parallelism
+from megaswift.config.engine_rules import AUTO, NATIVE, engine_name_of, uses_model_parallelism
 from megaswift.config.optim import EVERYWHERE, ON_PARTS
 from megaswift.families import FAMILIES
 from megaswift.families.model_source import locate_model
@@ -67,7 +67,7 @@ def memory_of_a_process(processes: int) -> float:
 def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> SwiftConfig:
     """The configuration with its engine named; `auto` and the options that mean one are resolved. `tell`: which, and
     why."""
-    requested = engine_of(cfg)
+    requested = engine_name_of(cfg)
     if tell and (cfg.engine.fsdp or cfg.engine.fsdp_config):
         log.info("engine fsdp2: the FSDP options select torch's fully_shard (FSDP2); FSDP1 is not used")
     if cfg.engine.fsdp_config:

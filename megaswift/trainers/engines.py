@@ -11,9 +11,9 @@ import torch
 
 from megaswift import log
 from megaswift.config import SwiftConfig
-from megaswift.config.engine_rules import NATIVE, engine_of
+from megaswift.config.engine_rules import NATIVE, engine_name_of
 from megaswift.engine import process_group
-from megaswift.engine.device_connections import limit_connections
+from megaswift.engine.device_connections import set_max_connections
 from megaswift.engine.protocol import Engine
 from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Coordinates, Layout
@@ -38,8 +38,8 @@ def start_context(cfg: SwiftConfig, layout: Layout) -> EngineContext:
     """Process groups and random states."""
     if need := process_group.missing_restart_variable(os.environ):
         log.warn(need)
-    native = engine_of(cfg) == NATIVE
-    if need := limit_connections(os.environ, layout, sharded_weights=engine_of(cfg) in GATHERING):
+    native = engine_name_of(cfg) == NATIVE
+    if need := set_max_connections(os.environ, layout, sharded_weights=engine_name_of(cfg) in GATHERING):
         log.warn(need)
     seconds, seed = float(cfg.parallel.ddp_timeout), cfg.train.seed
     if native:
@@ -53,7 +53,7 @@ def start_context(cfg: SwiftConfig, layout: Layout) -> EngineContext:
 
 def make_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> Engine:
     """The engine, without weights yet."""
-    if engine_of(cfg) == NATIVE:
+    if engine_name_of(cfg) == NATIVE:
         from megaswift.engine.megatron.engine import MegatronEngine
 
         return MegatronEngine(spec, cfg, context)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.config import SwiftConfig
-from megaswift.config.absolute_paths import absolute_paths
+from megaswift.config.absolute_paths import with_absolute_paths
 from megaswift.config.engine_rules import capabilities_of
-from megaswift.config.sources import CONFIG_HEADER
-from megaswift.config.swift import to_yaml
+from megaswift.config.option_sources import CONFIG_HEADER
+from megaswift.config.swift_config import config_yaml_text
 from megaswift.disk import write_atomically
 from megaswift.errors import Problem, UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
@@ -184,7 +184,7 @@ def prepare_output_folder(cfg: SwiftConfig, lock: RunLock | None = None) -> Outp
         log.info(f"the earlier run in {outputs.root} was moved to {aside}; delete it when you no longer need it")
     if cfg.train.resume_from_checkpoint is not None:
         outputs.store.recover()
-    write_atomically(outputs.config, HEADER + to_yaml(absolute_paths(cfg.to_dict())))
+    write_atomically(outputs.config, HEADER + config_yaml_text(with_absolute_paths(cfg.to_dict())))
     return outputs
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
-from megaswift.config.deepspeed_json import missing_deepspeed
+from megaswift.config.deepspeed_json import missing_deepspeed_problems
 from megaswift.config.engine import ZERO
-from megaswift.config.engine_rules import capabilities_of, engine_of, zero_config
-from megaswift.config.transformer_engine_rules import is_set, missing_transformer_engine
-from megaswift.config.value_types import format_value
+from megaswift.config.engine_rules import capabilities_of, engine_name_of, filled_deepspeed_config
+from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems, set_to_non_default
 from megaswift.data.processor import image_support_problems
 from megaswift.data.sources import resolve_dataset
 from megaswift.data.template import read_system, read_template
@@ -60,7 +60,10 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
     """Raises one UserError with all problems of this run on `world_size` processes."""
     errors = collect_check_errors(
         [
-            (lambda: missing_transformer_engine(cfg) if capabilities_of(cfg).transformer_engine else [], ConfigError),
+            (
+                lambda: missing_transformer_engine_problems(cfg) if capabilities_of(cfg).transformer_engine else [],
+                ConfigError,
+            ),
             (lambda: device_problems(cfg), ConfigError),
             (lambda: environment_problems(cfg, os.environ), ConfigError),
             (lambda: model_problems(cfg, world_size), UserError),
@@ -163,17 +166,17 @@ def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world
     if "moe_router_score_function" not in spec.transformer:
         rule = f"applies only to MoE models, and model_type {spec.family} is not a supported one"
         problems += [
-            Problem(f"--{name} {format_value(getattr(cfg.model, name))}", rule, "leave it out")
+            Problem(f"--{name} {option_value_text(getattr(cfg.model, name))}", rule, "leave it out")
             for name in EXPERT_OPTIONS[:2]
-            if is_set(cfg, name) and getattr(cfg.model, name)
+            if set_to_non_default(cfg, name) and getattr(cfg.model, name)
         ]
-    if (kind := engine_of(cfg)) in ZERO:
+    if (kind := engine_name_of(cfg)) in ZERO:
         # auto depends on the device: what the file says of it is then checked on the ranks
         dtype = cfg.model.torch_dtype
-        problems += missing_deepspeed(kind)
+        problems += missing_deepspeed_problems(kind)
         problems += [
             p
-            for p in zero_config(cfg, world_size, dtype, spec.hidden_size).problems
+            for p in filled_deepspeed_config(cfg, world_size, dtype, spec.hidden_size).problems
             if dtype != "auto" or "bf16" not in p.what
         ]
     problems += torch_train_type_problems(cfg, folder)
@@ -222,9 +225,9 @@ def expert_option_problems(cfg: SwiftConfig) -> list[Problem]:
     """Options for experts, given for a dense model: they would be ignored."""
     rule = "applies only to MoE models; this model is dense"
     given = [
-        Problem(f"--{name} {format_value(getattr(cfg.model, name))}", rule, "leave it out")
+        Problem(f"--{name} {option_value_text(getattr(cfg.model, name))}", rule, "leave it out")
         for name in EXPERT_OPTIONS
-        if is_set(cfg, name)
+        if set_to_non_default(cfg, name)
     ]
     parts = [part for part in cfg.model.recompute_modules if part in ("moe", "moe_act")]
     given += [Problem(f"--recompute_modules {part}", rule, "--recompute_modules core_attn or mlp") for part in parts]

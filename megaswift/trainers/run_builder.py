@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from megaswift import distributed, log
-from megaswift.bridge.fingerprint import fingerprint
+from megaswift.bridge.weights_fingerprint import sampled_weights_fingerprint
 from megaswift.config import SwiftConfig
-from megaswift.config.absolute_paths import absolute_paths
-from megaswift.config.batch import batch_plan
+from megaswift.config.absolute_paths import with_absolute_paths
+from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.config.data import PPO
 from megaswift.config.preference import needs_reference
 from megaswift.data import build as data
@@ -241,7 +241,7 @@ class RunBuilder:
             )
         facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}
         facts |= {
-            "config": absolute_paths(self.cfg.to_dict()),
+            "config": with_absolute_paths(self.cfg.to_dict()),
             "global_batch_size": batch_plan(train, self.layout.dp).global_batch_size,
         }
         if self.adapts:
@@ -280,7 +280,10 @@ class RunBuilder:
         based = {"base_weights": self.folder} | (
             {"critic_weights": critic_start_folder(self.cfg, self.folder)} if self.cfg.task in PPO else {}
         )
-        return shape | {name: distributed.run_on_rank0(partial(fingerprint, folder)) for name, folder in based.items()}
+        return shape | {
+            name: distributed.run_on_rank0(partial(sampled_weights_fingerprint, folder))
+            for name, folder in based.items()
+        }
 
     def speed(self, engine: Engine) -> SpeedRule:
         """The FLOP rule of this model on these devices; others that train beside it add theirs to `rules`."""

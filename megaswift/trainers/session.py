@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megaswift import distributed, log
-from megaswift.bridge.merge import merge_folders
+from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.config import SwiftConfig
-from megaswift.config.absolute_paths import absolute_paths
-from megaswift.config.batch import batch_plan
+from megaswift.config.absolute_paths import with_absolute_paths
+from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.data.loader import StoredSource
 from megaswift.data.stream import StreamSource
 from megaswift.engine.determinism import determinism_error
@@ -109,7 +109,7 @@ class Session:
                     loop,
                     resume,
                     b.model_facts(),
-                    lambda m: run_builder.changed_options(m.get("config", {}), absolute_paths(cfg.to_dict())),
+                    lambda m: run_builder.changed_options(m.get("config", {}), with_absolute_paths(cfg.to_dict())),
                 )
                 if notice := batch_size_notice(manifest, batch_plan(cfg.train, b.layout.dp)):
                     log.warn(notice)
@@ -247,5 +247,5 @@ def export_adapters(engine: Engine, build: RunBuilder) -> None:
 
 
 def _merge(build: RunBuilder) -> None:
-    merge_folders(build.folder, build.outputs.adapter, build.outputs.hf, overwrite=True)
+    merge_adapter_folder_into_base(build.folder, build.outputs.adapter, build.outputs.hf, overwrite=True)
     build.write_template(build.outputs.hf)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megaswift.config import SwiftConfig
 from megaswift.config.preference import beta_of, cpo_alpha_of, loss_types_of
-from megaswift.config.rl_defaults import corrects_kl, kl_estimator_of, kl_in_reward_of, policy_loss_of
+from megaswift.config.rl_defaults import kl_estimator_of, kl_in_reward_of, policy_loss_of, weighs_kl_by_ratio
 from megaswift.losses.contract import Loss
 from megaswift.losses.cpo import CPO
 from megaswift.losses.dpo import DPO
@@ -83,7 +83,7 @@ def _policy(cfg: SwiftConfig) -> Loss:
         beta=beta_of(cfg),
         kl_in_reward=kl_in_reward_of(cfg),
         kl_estimator=kl_estimator_of(cfg),
-        use_bias_correction_kl=corrects_kl(cfg),
+        use_bias_correction_kl=weighs_kl_by_ratio(cfg),
         off_policy_mask_threshold=rl.off_policy_mask_threshold,
         entropy_coef=rl.entropy_coef,
         max_completion_length=rl.max_completion_length,

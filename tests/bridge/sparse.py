@@ -8,9 +8,14 @@ from pathlib import Path
 import torch
 
 from megaswift.bridge.adapter_plan import PREFIX, AdapterPlan, AdapterSettings
+from megaswift.bridge.hf_safetensors_writer import (
+    PlannedSafetensorsFile,
+    plan_safetensors_file,
+    plan_safetensors_shards,
+    safetensors_index_json,
+)
 from megaswift.bridge.hf_source import INDEX, TensorMeta
-from megaswift.bridge.hf_writer import HfFile, plan_file, plan_files, shard_index
-from megaswift.bridge.peft_folder import CONFIG, TENSORS, adapter_config
+from megaswift.bridge.peft_folder import CONFIG, TENSORS, peft_adapter_config_json
 from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.families import family_of, read_config
 from megaswift.families.adapter_projections import projections
@@ -27,11 +32,11 @@ def write_sparse(folder: Path, shard_bytes: int = 1 << 30, **sizes: int) -> int:
     (folder / "config.json").write_text(json.dumps(fields))
     family = family_of(fields)
     metas = WeightPlan(family, family.spec(fields)).hf_tensors(torch.bfloat16)
-    files = plan_files(metas, shard_bytes)
+    files = plan_safetensors_shards(metas, shard_bytes)
     for file in files:
         _write(folder, file)
     if len(files) > 1:
-        (folder / INDEX).write_text(json.dumps(shard_index(files, metas)))
+        (folder / INDEX).write_text(json.dumps(safetensors_index_json(files, metas)))
     return max(size_of(meta) for meta in metas.values())
 
 
@@ -43,15 +48,15 @@ def write_sparse_adapter(folder: Path, base: Path, rank: int) -> int:
     family = family_of(fields)
     weights = WeightPlan(family, family.spec(fields))
     plan = AdapterPlan(weights, projections(family, weights.spec), AdapterSettings(rank), ["lm_head.weight"])
-    file = plan_file(
+    file = plan_safetensors_file(
         TENSORS, {PREFIX + name: TensorMeta(shape, torch.float32) for name, shape in plan.shapes().items()}
     )
     _write(folder, file)
-    (folder / CONFIG).write_text(json.dumps(adapter_config(plan, str(base))))
+    (folder / CONFIG).write_text(json.dumps(peft_adapter_config_json(plan, str(base))))
     return file.size
 
 
-def _write(folder: Path, file: HfFile) -> None:
+def _write(folder: Path, file: PlannedSafetensorsFile) -> None:
     with (folder / file.name).open("wb") as out:
         out.write(file.header)
         out.truncate(file.size)

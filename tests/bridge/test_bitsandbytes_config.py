@@ -11,7 +11,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, disable_cpu_repacking
+from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, disable_4bit_cpu_repacking
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch.model import build_model
 from megaswift.engine.torch.quantized_weights import dequantized_weight, loading_arguments
@@ -36,7 +36,7 @@ def test_bitsandbytes_still_repacks_in_place() -> None:
         linear = layer(32, 64)
     scales = linear.weight.quant_state.absmax.clone()
     repacked = linear.support_avx512bf16_for_cpu
-    disable_cpu_repacking(nn.ModuleList([linear]))
+    disable_4bit_cpu_repacking(nn.ModuleList([linear]))
     linear(torch.randn(3, 64))
     assert repacked and torch.equal(linear.weight.quant_state.absmax, scales)
     linear.support_avx512bf16_for_cpu = True

@@ -1,8 +1,9 @@
 """HF -> checkpoint -> HF, bit for bit, for every family and dtype; interruptions, refusals, what lies in the
 folders.
 
-Covers: megaswift/bridge/resumable_folder.py, megaswift/bridge/conversion.py, megaswift/bridge/dist_source.py,
-megaswift/bridge/open_weight_source.py, megaswift/bridge/pickle_scan.py, megaswift/bridge/safetensors_header.py.
+Covers: megaswift/bridge/resumable_folder.py, megaswift/bridge/streaming_folder_job.py,
+megaswift/bridge/torch_dist_source.py, megaswift/bridge/open_weight_source.py, megaswift/bridge/pickle_scan.py,
+megaswift/bridge/safetensors_header.py.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from megaswift.bridge import conversion, hf_to_megatron, megatron_to_hf
-from megaswift.bridge.dist_source import DistSource
+from megaswift.bridge import hf_to_megatron, megatron_to_hf, streaming_folder_job
+from megaswift.bridge.checkpoint_shard_regions import shard_region
 from megaswift.bridge.open_weight_source import open_weights
-from megaswift.bridge.sharded_keys import shard_region
+from megaswift.bridge.torch_dist_source import TorchDistSource
 from megaswift.errors import CheckpointError, LayoutError, UserError
 from tests.bridge.folders import make, plan_of, rewrite, set_config, tensors_of
 from tests.bridge.test_round_trip import ALL
@@ -60,7 +61,7 @@ def test_bitwise(variant: str, dtype: str, folders: Path, tmp_path: Path) -> Non
 def test_small_blocks_change_nothing(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors in many parts: rows, and parts of rows."""
     for variant, size in (("moe", 1000), ("qwen2", 100)):
-        monkeypatch.setattr(conversion.split_region, "__defaults__", (size,))
+        monkeypatch.setattr(streaming_folder_job.split_region_into_blocks, "__defaults__", (size,))
         folder = make(variant, folders, torch.bfloat16)
         forth(folder, tmp_path / variant)
         back(tmp_path / variant, tmp_path / f"{variant}-hf")
@@ -148,7 +149,7 @@ def test_the_files_of_the_folders(fresh: Callable[[str], Path], tmp_path: Path) 
     forth(folder, tmp_path / "m", hf_to_megatron.HfToMegatronOptions(layout={"tp": 4, "pp": 2}))
     facts = json.loads((tmp_path / "m" / "conversion.json").read_text())
     assert facts["padded_vocabulary"] == 160 and facts["layout"] == {"tp": 4, "pp": 2}
-    assert DistSource(tmp_path / "m").shape("output_layer.weight") == (160, 64)
+    assert TorchDistSource(tmp_path / "m").shape("output_layer.weight") == (160, 64)
     shutil.rmtree(folder)
     back(tmp_path / "m", tmp_path / "hf", megatron_to_hf.MegatronToHfOptions(max_shard_bytes=50_000))
     assert {n: (tmp_path / "hf" / n).read_text() for n in side} == side
@@ -180,7 +181,7 @@ class Stop(Exception):
 def stop_after(monkeypatch: pytest.MonkeyPatch, items: int, error: type[BaseException]) -> list[int]:
     """The conversion ends before item number `items` of this run; the numbers of those that are begun."""
     begun: list[int] = []
-    move = conversion._move
+    move = streaming_folder_job._move
 
     def limited(stage: Any, item: Any, number: int, meter: Any) -> None:
         if len(begun) == items:
@@ -188,7 +189,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, items: int, error: type[BaseExce
         begun.append(number)
         move(stage, item, number, meter)
 
-    monkeypatch.setattr(conversion, "_move", limited)
+    monkeypatch.setattr(streaming_folder_job, "_move", limited)
     return begun
 
 
@@ -209,7 +210,7 @@ def test_an_interrupted_conversion_resumes(
     convert, target = (forth, tmp_path / "out") if way == "forth" else (back, tmp_path / "out")
     with monkeypatch.context() as patch:
         first = stop_after(patch, 5, error)
-        with pytest.raises(conversion.ConversionInterrupted if error is KeyboardInterrupt else error):
+        with pytest.raises(streaming_folder_job.ConversionInterrupted if error is KeyboardInterrupt else error):
             convert(source, target)
     assert not target.exists() and len(first) == 5
     with monkeypatch.context() as patch:
@@ -253,9 +254,9 @@ def test_nothing_is_replaced_unasked(folders: Path, tmp_path: Path) -> None:
 def test_progress_shows_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere than on a terminal: a line now and then. What an interrupted run had done does not count as speed."""
     now = [100.0]
-    monkeypatch.setattr(conversion.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(streaming_folder_job.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
-    meter = conversion.ProgressMeter(16 * 10**9, 10**9, stream)
+    meter = streaming_folder_job.ProgressMeter(16 * 10**9, 10**9, stream)
     meter.add(10**9)
     assert stream.getvalue() == ""
     now[0] += 11

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaswift.cli import main
-from megaswift.convert import byte_size, convert
+from megaswift.convert import byte_size_argument, convert_command
 from megaswift.errors import UserError
 from tests.bridge.folders import make, tensors_of
 from tests.sources import ROOT
@@ -36,7 +36,7 @@ def call(*words: object) -> subprocess.CompletedProcess[str]:
     ("text", "value"), [("5GB", 5_000_000_000), ("512 MiB", 2**29), ("1000", 1000), ("1.5kb", 1500)]
 )
 def test_sizes(text: str, value: int) -> None:
-    assert byte_size(text) == value
+    assert byte_size_argument(text) == value
 
 
 @pytest.mark.parametrize(
@@ -53,15 +53,15 @@ def test_sizes(text: str, value: int) -> None:
 )
 def test_mistakes(words: list[str], told: str) -> None:
     with pytest.raises(UserError) as caught:
-        convert(words)
+        convert_command(words)
     assert told in str(caught.value)
 
 
 def test_there_and_back_with_options(folders: Path, tmp_path: Path) -> None:
     folder = make("dense", folders, torch.float32)
-    assert convert(["hf-to-megatron", str(folder), str(tmp_path / "m"), "--tp", "2", "--pp", "2"]) == 0
+    assert convert_command(["hf-to-megatron", str(folder), str(tmp_path / "m"), "--tp", "2", "--pp", "2"]) == 0
     assert (
-        convert(
+        convert_command(
             [
                 "megatron-to-hf",
                 str(tmp_path / "m"),

@@ -13,10 +13,11 @@ pytestmark = pytest.mark.process
 PROGRAM = """
 from megaswift.bridge.hf_to_megatron import hf_to_megatron
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
-from megaswift.bridge.merge import merge_folders
+from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 before = peak()
 if len(sys.argv) > 1:
-    {"forth": hf_to_megatron, "back": megatron_to_hf, "merge": merge_folders}[sys.argv[1]](*sys.argv[2:])
+    {"forth": hf_to_megatron, "back": megatron_to_hf, "merge":
+    merge_adapter_folder_into_base}[sys.argv[1]](*sys.argv[2:])
 print(before, peak())
 """
 

@@ -1,7 +1,7 @@
 """Converted checkpoints on real ranks: Megatron's own loader and our engine, on layouts that nobody named when
 converting.
 
-Covers: megaswift/bridge/checkpoint_model_folder.py, megaswift/bridge/saved_dtypes.py.
+Covers: megaswift/bridge/checkpoint_model_folder.py, megaswift/bridge/saved_dtype_compatibility.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Adapter folders between us and PEFT, both ways and merged, and how an adapter is cut over ranks.
 
-Covers: megaswift/bridge/adapter_plan.py, megaswift/bridge/expert_stacks.py, megaswift/bridge/merge.py.
+Covers: megaswift/bridge/adapter_plan.py, megaswift/bridge/peft_expert_stacks.py,
+megaswift/bridge/merge_adapter_folder.py.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megaswift.bridge.adapter_plan import HALVES, AdapterPlan, AdapterSettings, adapter_output_order
-from megaswift.bridge.merge import merge_folders
+from megaswift.bridge.adapter_plan import HALVES, AdapterPlan, AdapterSettings, adapter_output_row_runs
+from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.bridge.peft_folder import PeftFolder, write_peft_folder
-from megaswift.convert import convert
+from megaswift.convert import convert_command
 from megaswift.errors import UserError, WeightsError
 from megaswift.families.adapter_projections import ALL, select_projections
 from megaswift.families.rules import shard_dim
@@ -101,7 +102,7 @@ def test_options_mean_what_they_mean_to_peft(
 ) -> None:
     """rank 16, alpha 8: alpha / r is 1/2, alpha / sqrt(r) is 2. PEFT reads its own scale from the folder."""
     from megaswift.config import SwiftConfig
-    from megaswift.engine.megatron.lora.adapters import plan_adapters
+    from megaswift.engine.megatron.lora.rank_adapters import plan_adapters
 
     folder = make("dense", folders)
     cfg = SwiftConfig(
@@ -167,7 +168,7 @@ def test_what_peft_writes_is_merged_as_by_peft(
     folder = make(variant, folders)
     model = made_by_peft(folder, tmp_path / "adapter", **options)
     want = logits(model)
-    merge_folders(folder, tmp_path / "adapter", tmp_path / "merged", max_shard_bytes=150_000)
+    merge_adapter_folder_into_base(folder, tmp_path / "adapter", tmp_path / "merged", max_shard_bytes=150_000)
     assert close(logits(base(tmp_path / "merged")), want) and not close(logits(base(folder)), want)
     model.merge_and_unload().save_pretrained(tmp_path / "theirs")
     ours, theirs = tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "theirs")
@@ -227,7 +228,7 @@ def test_dropout_on_experts_does_not_keep_peft_from_loading(folders: Path, tmp_p
 def test_merging_keeps_dtypes_and_what_has_no_adapter(folders: Path, tmp_path: Path) -> None:
     folder = make("dense", folders, torch.bfloat16)
     adapter = make_adapter(folder, tmp_path / "adapter", ("q_proj",))
-    merge_folders(folder, adapter, tmp_path / "merged")
+    merge_adapter_folder_into_base(folder, adapter, tmp_path / "merged")
     before, after, values = tensors_of(folder), tensors_of(tmp_path / "merged"), read_adapter(adapter)
     for name, tensor in before.items():
         module = name.removesuffix(".weight")
@@ -256,7 +257,7 @@ def test_shards_of_the_product_are_products_of_shards(variant: str, ranks: int, 
     plan = AdapterPlan(weights, chosen, AdapterSettings(RANK, ALPHA))
     write_peft_folder(tmp_path / "a", plan, random_values(plan).items(), "base")
     values = PeftFolder(tmp_path / "a").read(plan)
-    merge_folders(folder, tmp_path / "a", tmp_path / "merged")
+    merge_adapter_folder_into_base(folder, tmp_path / "a", tmp_path / "merged")
     _, changed = opened(tmp_path / "merged")
     for adapters in plan.by_layer.values():
         entry, dim = adapters[0].entry, shard_dim(adapters[0].entry.rule)
@@ -269,7 +270,7 @@ def test_shards_of_the_product_are_products_of_shards(variant: str, ranks: int, 
                     parts[a.name(half)].append(part)
             products = [a.scale * parts[a.name("B")][rank] @ parts[a.name("A")][rank] for a in adapters]
             at, rows = [0] * len(adapters), []
-            for number, n in adapter_output_order(adapters, ranks, rank):
+            for number, n in adapter_output_row_runs(adapters, ranks, rank):
                 if number is None:
                     rows.append(torch.zeros(n, products[0].shape[1]))
                 else:
@@ -322,7 +323,10 @@ def test_folders_that_do_not_fit_are_refused_by_name(folders: Path, tmp_path: Pa
 def test_the_command_and_the_script_merge_equally(folders: Path, tmp_path: Path) -> None:
     folder = make("moe", folders, torch.bfloat16)
     adapter = make_adapter(folder, tmp_path / "adapter", (*ATTENTION, *MLP))
-    assert convert(["merge-lora", str(folder), str(adapter), str(tmp_path / "a"), "--max_shard_size", "200KB"]) == 0
+    assert (
+        convert_command(["merge-lora", str(folder), str(adapter), str(tmp_path / "a"), "--max_shard_size", "200KB"])
+        == 0
+    )
     script = [sys.executable, "converters/merge_lora.py", str(folder), str(adapter), str(tmp_path / "b")]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -330,4 +334,4 @@ def test_the_command_and_the_script_merge_equally(folders: Path, tmp_path: Path)
     assert a.keys() == b.keys() == tensors_of(folder).keys() and all(torch.equal(t, b[n]) for n, t in a.items())
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > len(list((tmp_path / "b").glob("*.safetensors"))) == 1
     with pytest.raises(UserError, match="already exists"):
-        convert(["merge-lora", str(folder), str(adapter), str(tmp_path / "b")])
+        convert_command(["merge-lora", str(folder), str(adapter), str(tmp_path / "b")])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.bridge import FolderOptions, HfSource, WeightPlan, export_hf
+from megaswift.bridge import HfExportOptions, HfSource, WeightPlan, write_hf_export
 from megaswift.bridge.weight_plan import PlanGroup
 from megaswift.families import FAMILIES
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
@@ -65,7 +65,7 @@ def test_export_loads_in_transformers_with_equal_logits(variant: str, folders: P
     folder = make(variant, folders)
     plan, source = opened(folder)
     weights = round_trip(plan, source, 2, 2).items()
-    export_hf(tmp_path / "out", plan, weights, FolderOptions(source=folder, max_shard_bytes=100_000))
+    write_hf_export(tmp_path / "out", plan, weights, HfExportOptions(source=folder, max_shard_bytes=100_000))
     before, after = (
         AutoModelForCausalLM.from_pretrained(f, attn_implementation="eager") for f in (folder, tmp_path / "out")
     )
@@ -83,11 +83,11 @@ def test_each_tensor_keeps_its_own_dtype(tmp_path: Path, fresh: Callable[[str], 
     plan, source = opened(folder)
     # as fp32 main weights would be
     trained = {name: tensor.float() for name, tensor in round_trip(plan, source, 2, 1).items()}
-    export_hf(tmp_path / "kept", plan, trained.items(), FolderOptions(source=folder))
+    write_hf_export(tmp_path / "kept", plan, trained.items(), HfExportOptions(source=folder))
     kept = tensors_of(tmp_path / "kept")
     assert {n: t.dtype for n, t in kept.items()} == {n: t.dtype for n, t in mixed.items()}
     assert all(torch.equal(kept[n], mixed[n]) for n in mixed)
-    export_hf(tmp_path / "cast", plan, trained.items(), FolderOptions(source=folder, dtype=torch.bfloat16))
+    write_hf_export(tmp_path / "cast", plan, trained.items(), HfExportOptions(source=folder, dtype=torch.bfloat16))
     assert {t.dtype for t in tensors_of(tmp_path / "cast").values()} == {torch.bfloat16}
     assert plan_of(tmp_path / "cast").spec.dtype == "bfloat16"
 

@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megaswift.bridge import conversion
+from megaswift.bridge import streaming_folder_job
 from megaswift.bridge.hf_to_megatron import HfToMegatronOptions, hf_to_megatron
 from megaswift.cli import main
-from megaswift.convert import convert
+from megaswift.convert import convert_command
 from megaswift.errors import UserError
 from tests.bridge.folders import make, rewrite, set_config, tensors_of
 from tests.bridge.quantize import gpt_oss, quantize_fp8
@@ -44,7 +44,7 @@ def verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
         path = tmp_path / "report.json"
         path.unlink(missing_ok=True)
         capsys.readouterr()
-        code = convert(["verify", *map(str, words), "--report", str(path)])
+        code = convert_command(["verify", *map(str, words), "--report", str(path)])
         return (
             code,
             capsys.readouterr().out,
@@ -105,7 +105,7 @@ def test_every_difference(
     case: tuple[Any, str, str, str], verify: Any, folders: Path, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change, name, status, told = case
-    monkeypatch.setattr(conversion.split_region, "__defaults__", (1000,))
+    monkeypatch.setattr(streaming_folder_job.split_region_into_blocks, "__defaults__", (1000,))
     a, b = make("dense", folders), changed(fresh("dense"), change)
     code, out, report = verify(a, b)
     found = rows(report)
@@ -172,11 +172,11 @@ def test_settings_that_change_the_model(verify: Any, fresh: Fresh, folders: Path
 
 def test_another_architecture(folders: Path, fresh: Fresh, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model_type 'llama': is a different architecture from 'qwen3'"):
-        convert(["verify", str(make("dense", folders)), str(make("llama", folders))])
+        convert_command(["verify", str(make("dense", folders)), str(make("llama", folders))])
     b = fresh("dense")
     set_config(b, architectures=["Qwen3ForSequenceClassification"])
     with pytest.raises(UserError, match="is a different architecture"):
-        convert(["verify", str(make("dense", folders)), str(b)])
+        convert_command(["verify", str(make("dense", folders)), str(b)])
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_another_architecture(folders: Path, fresh: Fresh, tmp_path: Path) -> No
 def test_mistakes(words: list[str], told: str, folders: Path) -> None:
     folder = str(make("dense", folders))
     with pytest.raises(UserError) as error:
-        convert(["verify", folder, folder, *words])
+        convert_command(["verify", folder, folder, *words])
     assert told in str(error.value)
 
 
@@ -268,7 +268,7 @@ def test_logits_of_a_checkpoint_on_own_prompts(verify: Any, folders: Path, tmp_p
     assert all(r["max_abs_diff"] <= report["tolerance"] < 1e-4 < r["largest"] for r in report["prompts"])
     prompts.write_text("[1000]\n")
     with pytest.raises(UserError, match=r"prompts.txt:1: has token id 1000; the vocabulary has 130 tokens"):
-        convert(["verify", str(a), str(a), "--logits", "--prompts", str(prompts)])
+        convert_command(["verify", str(a), str(a), "--logits", "--prompts", str(prompts)])
 
 
 def test_logits_of_a_model_without_sdpa(verify: Any, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_logits_need_every_weight(fresh: Fresh, folders: Path) -> None:
     """transformers would draw what is missing at random, with a warning."""
     b = changed(fresh("dense"), lambda t: t.pop(NORM))
     with pytest.raises(UserError, match=r"transformers finds no weights for model.norm.weight"):
-        convert(["verify", str(make("dense", folders)), str(b), "--logits"])
+        convert_command(["verify", str(make("dense", folders)), str(b), "--logits"])
 
 
 @pytest.mark.process

@@ -16,10 +16,10 @@ from tests.bridge.peaks import printed
 from tests.bridge.sparse import write_sparse
 
 PROGRAM = """
-from megaswift.convert import convert
+from megaswift.convert import convert_command
 import megaswift.convert_verify
 before = peak()
-code = convert(["verify", *sys.argv[1:]])
+code = convert_command(["verify", *sys.argv[1:]])
 print(code, before, peak())
 """
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import load_config
-from megaswift.config.absolute_paths import absolute_paths
-from megaswift.config.swift import to_yaml
+from megaswift.config.absolute_paths import with_absolute_paths
+from megaswift.config.swift_config import config_yaml_text
 
 
 def test_a_file_from_another_folder_means_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,15 +18,15 @@ def test_a_file_from_another_folder_means_the_same(tmp_path: Path, monkeypatch: 
     Path("model").mkdir()
     words = "--model model --dataset data.jsonl#500 more*.jsonl /elsewhere.jsonl --output_dir out --dataset_cache_dir c"
     cfg = load_config("sft", words.split(), environ={})
-    values = absolute_paths(cfg.to_dict())
+    values = with_absolute_paths(cfg.to_dict())
     here = str(tmp_path)
     assert values["model"]["model"] == f"{here}/model" and values["data"]["dataset_cache_dir"] == f"{here}/c"
     assert values["data"]["dataset"] == [f"{here}/data.jsonl#500", f"{here}/more*.jsonl", "/elsewhere.jsonl"]
     assert values["train"]["output_dir"] == "out" and values["optim"]["optimizer"] == "adam" and values["task"] == "sft"
     Path("elsewhere").mkdir()
-    Path("run.yaml").write_text(to_yaml(values))
+    Path("run.yaml").write_text(config_yaml_text(values))
     monkeypatch.chdir("elsewhere")
-    again = absolute_paths(load_config("sft", ["../run.yaml"], environ={}).to_dict())
+    again = with_absolute_paths(load_config("sft", ["../run.yaml"], environ={}).to_dict())
     assert again == values, "a resumed run would say that it differs"
 
 
@@ -41,5 +41,5 @@ def test_what_names_nothing_here_stays(tmp_path: Path, monkeypatch: pytest.Monke
         "{% for m in messages %}{% endfor %}",
     ]
     cfg = load_config("sft", words, environ={})
-    values = absolute_paths(cfg.to_dict())
+    values = with_absolute_paths(cfg.to_dict())
     assert values == cfg.to_dict()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.convert import convert
+from megaswift.convert import convert_command
 from megaswift.deploy import COMMAND as DEPLOY
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
@@ -102,7 +102,7 @@ def test_a_known_secret_is_masked_in_other_commands() -> None:
 def test_converters_mask_secrets_too() -> None:
     for words in (["--hf_token", SECRET], [f"--hf-token={SECRET}"], ["--dtipe", "7", "--api_key", SECRET, SECRET]):
         with pytest.raises(ConfigError) as caught:
-            convert(["hf-to-megatron", "a", "b", *words])
+            convert_command(["hf-to-megatron", "a", "b", *words])
         assert SECRET not in str(caught.value) and "***" in str(caught.value)
 
 

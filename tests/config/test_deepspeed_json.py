@@ -13,18 +13,18 @@ import pytest
 from megaswift.config import SwiftConfig
 from megaswift.config.deepspeed_json import (
     KINDS,
-    RunFacts,
+    DeepspeedAutoValues,
+    deepspeed_auto_values,
     deepspeed_kind,
     deepspeed_offloads,
     deepspeed_preset,
-    fill_auto,
+    fill_deepspeed_auto,
     read_deepspeed_json,
-    run_facts,
 )
 from megaswift.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "deepspeed"
-FACTS = RunFacts(4, 8, 2, 2e-5, (0.9, 0.95), 1e-8, 0.1, 1.0, "cosine", "bfloat16", 1024)
+FACTS = DeepspeedAutoValues(4, 8, 2, 2e-5, (0.9, 0.95), 1e-8, 0.1, 1.0, "cosine", "bfloat16", 1024)
 LABEL = "--deepspeed f.json"
 TRANSFORMERS_ZERO3: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
@@ -52,21 +52,21 @@ TRANSFORMERS_ZERO3: dict[str, Any] = {
 """The shape of file that users of transformers have."""
 
 
-def wrong(given: dict[str, Any], facts: RunFacts = FACTS) -> str:
-    return "\n".join(str(p) for p in fill_auto(given, facts, LABEL).problems)
+def wrong(given: dict[str, Any], facts: DeepspeedAutoValues = FACTS) -> str:
+    return "\n".join(str(p) for p in fill_deepspeed_auto(given, facts, LABEL).problems)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_presets(kind: str) -> None:
     assert json.loads((FOLDER / f"{kind}.json").read_text()) == deepspeed_preset(kind)
-    filled = fill_auto(deepspeed_preset(kind), FACTS, LABEL)
+    filled = fill_deepspeed_auto(deepspeed_preset(kind), FACTS, LABEL)
     assert (filled.kind, filled.problems) == (kind, ())
     assert "auto" not in json.dumps(filled.config)
     assert deepspeed_kind(filled.config) == kind
 
 
 def test_auto_is_filled() -> None:
-    filled = fill_auto(TRANSFORMERS_ZERO3, FACTS, LABEL)
+    filled = fill_deepspeed_auto(TRANSFORMERS_ZERO3, FACTS, LABEL)
     assert (filled.kind, filled.problems) == ("zero3", ())
     assert filled.config["train_batch_size"] == 64
     assert filled.config["gradient_clipping"] == 1.0
@@ -79,7 +79,7 @@ def test_auto_is_filled() -> None:
 
 
 def test_auto_without_a_known_size_is_deepspeeds_own() -> None:
-    filled = fill_auto(TRANSFORMERS_ZERO3, replace(FACTS, hidden_size=None, world=None), LABEL)
+    filled = fill_deepspeed_auto(TRANSFORMERS_ZERO3, replace(FACTS, hidden_size=None, world=None), LABEL)
     assert filled.problems == ()
     assert not {"reduce_bucket_size", "stage3_prefetch_bucket_size"} & filled.config["zero_optimization"].keys()
     assert "train_batch_size" not in filled.config
@@ -132,12 +132,14 @@ def test_auto_without_a_known_size_is_deepspeeds_own() -> None:
 def test_contradictions_are_told(change: dict[str, Any], words: tuple[str, ...]) -> None:
     text = wrong({**TRANSFORMERS_ZERO3, **change})
     assert all(word in text for word in words), text
-    assert len(fill_auto({**TRANSFORMERS_ZERO3, **change}, FACTS, LABEL).problems) == 1, text
+    assert len(fill_deepspeed_auto({**TRANSFORMERS_ZERO3, **change}, FACTS, LABEL).problems) == 1, text
 
 
 @pytest.mark.parametrize("part", ["optimizer", "param"])
 def test_stage_3_may_offload_one_part(part: str) -> None:
-    filled = fill_auto({"zero_optimization": {"stage": 3, f"offload_{part}": {"device": "cpu"}}}, FACTS, LABEL)
+    filled = fill_deepspeed_auto(
+        {"zero_optimization": {"stage": 3, f"offload_{part}": {"device": "cpu"}}}, FACTS, LABEL
+    )
     assert (filled.kind, filled.problems, deepspeed_offloads(filled.config)) == (
         "zero3_offload",
         (),
@@ -157,7 +159,7 @@ def test_values_that_agree_are_no_mistake() -> None:
 
 def test_facts_come_from_the_configuration() -> None:
     cfg = SwiftConfig(learning_rate=3e-5, global_batch_size=16, per_device_train_batch_size=2, max_grad_norm=0.7)
-    facts = run_facts(cfg, 4, "float32", 64)
+    facts = deepspeed_auto_values(cfg, 4, "float32", 64)
     assert (facts.per_device, facts.accumulation, facts.world, facts.learning_rate, facts.clip) == (2, 2, 4, 3e-5, 0.7)
 
 

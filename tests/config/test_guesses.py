@@ -14,9 +14,9 @@ import pytest
 
 from megaswift import deploy, export, infer
 from megaswift.cli import COMMANDS
-from megaswift.commands import ELSEWHERE, unknown_command
+from megaswift.commands import ELSEWHERE, unknown_command_error
 from megaswift.config import load_config
-from megaswift.config.foreign_options import NAMES_ELSEWHERE, PATTERNS, VALUES_ELSEWHERE, option_advice
+from megaswift.config.foreign_options import NAMES_ELSEWHERE, PATTERNS, VALUES_ELSEWHERE, foreign_option_advice
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.errors import ConfigError, did_you_mean_hint, edit_distance, missing_path_hint
 from megaswift.redaction import is_secret
@@ -197,9 +197,9 @@ def test_no_guess_misleads_among_ms_swift_s_names() -> None:
     names = json.loads(SWIFT_NAMES.read_text())
     unknown = [name for name in dict.fromkeys(names) if name not in NAMES]
     assert len(unknown) > 350
-    guessed = {name: did_you_mean_hint(name, NAMES) for name in unknown if not option_advice(name, "1", NAMES)}
+    guessed = {name: did_you_mean_hint(name, NAMES) for name in unknown if not foreign_option_advice(name, "1", NAMES)}
     assert {name: text for name, text in guessed.items() if text} == {}
-    answered = [name for name in unknown if option_advice(name, "1", NAMES)]
+    answered = [name for name in unknown if foreign_option_advice(name, "1", NAMES)]
     assert len(answered) > 200
 
 
@@ -227,8 +227,8 @@ def test_a_missing_dash_leaves_no_stray_words() -> None:
     "word, answer", [("train", "megaswift sft"), ("merge-lora", "megaswift export"), ("sfft", "did you mean sft?")]
 )
 def test_commands_of_other_toolkits(word: str, answer: str) -> None:
-    assert unknown_command("megaswift", word, COMMANDS).problems[0].fix.startswith(answer)
-    assert unknown_command("megaswift data", "train", ("show",)).problems[0].fix == "megaswift data --help"
+    assert unknown_command_error("megaswift", word, COMMANDS).problems[0].fix.startswith(answer)
+    assert unknown_command_error("megaswift data", "train", ("show",)).problems[0].fix == "megaswift data --help"
 
 
 @pytest.mark.parametrize("words", [answer for answer in ELSEWHERE.values()])

@@ -1,14 +1,14 @@
 """The help page holds every option of its task and fits the width; the schema accepts what the loader accepts.
 
-Covers: megaswift/config/schema.py.
+Covers: megaswift/config/config_json_schema.py.
 """
 
 import json
 
 import pytest
 
+from megaswift.config.config_json_schema import config_json_schema
 from megaswift.config.help_page import task_help
-from megaswift.config.schema import json_schema
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS
 
 
@@ -32,7 +32,7 @@ def test_page(task: str, width: int) -> None:
 
 
 def test_schema_is_complete_and_json() -> None:
-    schema = json.loads(json.dumps(json_schema()))
+    schema = json.loads(json.dumps(config_json_schema()))
     assert set(schema["properties"]) >= {*NAMES, *SECTIONS, "task"}
     assert set(schema["$defs"]["section"]["properties"]) == {*NAMES, "rlhf_type"}
     assert schema["$defs"]["learning_rate"] == {
@@ -48,7 +48,7 @@ def test_schema_is_complete_and_json() -> None:
 def test_schema_agrees_with_the_loader() -> None:
     import jsonschema
 
-    validator = jsonschema.Draft202012Validator(json_schema())
+    validator = jsonschema.Draft202012Validator(config_json_schema())
     from megaswift.config import SwiftConfig
 
     assert validator.is_valid(SwiftConfig(dataset=["a"], columns={"a": "b"}, dtype="bf16").to_dict())

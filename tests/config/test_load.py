@@ -1,7 +1,7 @@
 """Files, command lines and Python give the same configuration; every mistake is told, all at once, as it was
 written.
 
-Covers: megaswift/config/resolve.py, megaswift/config/sources.py, megaswift/config/swift.py.
+Covers: megaswift/config/resolve_sections.py, megaswift/config/option_sources.py, megaswift/config/swift_config.py.
 """
 
 import json
@@ -14,8 +14,8 @@ import pytest
 
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.data import RL
-from megaswift.config.engine_rules import engine_of
-from megaswift.config.rl_batch import generation_plan
+from megaswift.config.engine_rules import engine_name_of
+from megaswift.config.generation_batch import generation_plan
 from megaswift.errors import ConfigError
 from megaswift.version import __version__
 
@@ -319,7 +319,7 @@ def test_the_examples_run_as_pasted(path: Path) -> None:
 def test_the_examples_cover_every_engine() -> None:
     """Small, middle and large; the arithmetic of each is in its comments."""
     folder = [path for path in EXAMPLES if path.parent.name == "fallback"]
-    engines = {path.name: engine_of(load_config("sft", [str(path)])) for path in folder}
+    engines = {path.name: engine_name_of(load_config("sft", [str(path)])) for path in folder}
     assert set(engines.values()) >= {"auto", "ddp", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2"}
     assert {name.split("_")[0] for name in engines} == {"auto.yaml", "small", "middle", "large"}
     assert all(SIZE.search(path.read_text()) for path in folder if path.name != "auto.yaml")

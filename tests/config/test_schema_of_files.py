@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
-from megaswift.config.schema import json_schema
+from megaswift.config.config_json_schema import config_json_schema
 from megaswift.config.sections import OPTIONS
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
@@ -35,7 +35,7 @@ def read(text: str) -> Any:
     return Core(text).get_single_data()
 
 
-VALIDATOR = jsonschema.Draft202012Validator(json_schema())
+VALIDATOR = jsonschema.Draft202012Validator(config_json_schema())
 
 
 def wrong(text: str) -> list[str]:

@@ -1,6 +1,6 @@
 """The surface that users' scripts rely on: names, aliases and defaults, frozen in a file beside this test.
 
-Covers: megaswift/config/value_types.py.
+Covers: megaswift/config/parse_option_values.py.
 """
 
 from pathlib import Path
@@ -9,9 +9,9 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import FOUR_BITS
+from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.peft_methods import OWNERS
 from megaswift.config.sections import NAMES, OPTIONS, SECTION_ALIASES, SECTIONS
-from megaswift.config.value_types import format_value
 
 GOLDEN = Path(__file__).with_name("surface.txt")
 
@@ -35,7 +35,7 @@ DESIGN = {
 
 
 def surface() -> str:
-    return "".join(f"{o.section}  {' '.join(o.names)}  = {format_value(o.default)}\n" for o in OPTIONS.values())
+    return "".join(f"{o.section}  {' '.join(o.names)}  = {option_value_text(o.default)}\n" for o in OPTIONS.values())
 
 
 def test_surface_is_frozen() -> None:

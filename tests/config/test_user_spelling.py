@@ -13,7 +13,7 @@ from megaswift import deploy, entry, export, infer
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.option import Option
 from megaswift.config.sections import NAMES, OPTIONS
-from megaswift.config.user_spelling import TypedOption, as_typed
+from megaswift.config.user_spelling import TypedOption, problems_as_typed
 from megaswift.errors import ConfigError, Problem, WeightsError
 
 BAD = {"int": "x", "float": "x", "bool": "maybe", "numbers": "x", "integers": "x", "map": "{q"}
@@ -69,14 +69,14 @@ def test_every_alias_in_a_message_of_a_later_stage() -> None:
             Problem("d.jsonl:7", "rule"),
         ]
         typed = {canonical: TypedOption(f"--{name}", f"--{name} 5 6")}
-        assert [p.what for p in as_typed(problems, typed, NAMES)] == [f"--{name} 5", f"--{name}", "d.jsonl:7"]
+        assert [p.what for p in problems_as_typed(problems, typed, NAMES)] == [f"--{name} 5", f"--{name}", "d.jsonl:7"]
         typed = {canonical: TypedOption(f"run.yaml:3 {name}:", f"run.yaml:3 {name}: 5")}
-        assert as_typed(problems, typed, NAMES)[0].what == f"run.yaml:3 {name}: 5"
+        assert problems_as_typed(problems, typed, NAMES)[0].what == f"run.yaml:3 {name}: 5"
         typed = {canonical: TypedOption(f"{name}=", f"{name}=5")}
-        assert as_typed(problems, typed, NAMES)[0].what == f"{name}=5"
+        assert problems_as_typed(problems, typed, NAMES)[0].what == f"{name}=5"
     both = [Problem("--pp 4 --vpp 2", "rule")]
     typed = {"pipeline_parallel_size": TypedOption("--pipeline_model_parallel_size", "")}
-    assert as_typed(both, typed, NAMES)[0].what == "--pipeline_model_parallel_size 4 --vpp 2"
+    assert problems_as_typed(both, typed, NAMES)[0].what == "--pipeline_model_parallel_size 4 --vpp 2"
 
 
 @pytest.mark.parametrize(
@@ -138,4 +138,7 @@ def test_a_value_is_named_as_typed_too() -> None:
     }
     names = {"rollout_backend": "rollout_backend", "dataset": "dataset"}
     problems = [Problem("--rollout_backend vllm", "r"), Problem("--dataset folder/x.jsonl", "r")]
-    assert [p.what for p in as_typed(problems, typed, names)] == ["--vllm_mode colocate", "--dataset folder/x.jsonl"]
+    assert [p.what for p in problems_as_typed(problems, typed, names)] == [
+        "--vllm_mode colocate",
+        "--dataset folder/x.jsonl",
+    ]

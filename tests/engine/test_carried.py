@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.checkpoint_model_folder import write_model_folder
-from megaswift.bridge.hf_export import source_dtypes
+from megaswift.bridge.hf_export import source_tensor_dtypes
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
 from megaswift.errors import WeightsError
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
@@ -71,7 +71,7 @@ def test_come_through_training(words: str, pool: Pool, tmp_path: Path) -> None:
     first: list[Result] = pool.run(JOB, Run(case, folder, save=tmp_path / "c", last=2, options=options), case.world)
     plan = plan_of(folder)
     write_model_folder(
-        tmp_path / "c" / "model", plan.spec.hf_config, source_dtypes(plan, folder), folder
+        tmp_path / "c" / "model", plan.spec.hf_config, source_tensor_dtypes(plan, folder), folder
     )  # as training does
     megatron_to_hf(tmp_path / "c", tmp_path / "hf")
     before, after = tensors_of(folder), tensors_of(tmp_path / "hf")

@@ -10,7 +10,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.engine import device_connections
-from megaswift.engine.device_connections import VARIABLE, gpu_generation, limit_connections
+from megaswift.engine.device_connections import VARIABLE, gpu_generation, set_max_connections
 from megaswift.parallel.layout import Layout
 from megaswift.trainers import engines
 
@@ -39,7 +39,7 @@ def test_the_rule(
     axes: dict[str, int], sharded: bool, major: int | None, before: str | None, after: str | None, warns: str
 ) -> None:
     environ = {} if before is None else {VARIABLE: before}
-    text = limit_connections(environ, Layout(world_size=8, **axes), sharded, lambda: major)
+    text = set_max_connections(environ, Layout(world_size=8, **axes), sharded, lambda: major)
     assert environ.get(VARIABLE) == after
     assert bool(text) == bool(warns) and warns in text
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.bridge.dist_files import ShardChunk, plan_reads, write_chunks
-from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.open_weight_source import open_weights
+from megaswift.bridge.torch_dist_files import ShardChunk, plan_chunk_reads, write_shard_chunks
 from megaswift.bridge.torch_dist_index import read_torch_dist_metadata
+from megaswift.bridge.torch_dist_source import TorchDistSource
 from megaswift.engine.megatron.checkpoint.optimizer_states import join_remainder, split_remainder
 from tests.engine.checkpoint_worker import Result, Run
 from tests.engine.fused_adam import kernels_main, kernels_parts
@@ -85,7 +85,7 @@ def test_save_and_load(words: str, pool: Pool, tmp_path: Path) -> None:
     folder, step = build_model(case.variant, tmp_path / "model"), tmp_path / "engine"
     go = runs(pool, words, folder)
     saved = go(AWARE, last=2, save=step, extra=2)
-    source = DistSource(step)
+    source = TorchDistSource(step)
     assert {source.dtype(key) for key in source.keys() if key.startswith("optimizer.")} == {torch.float32}  # noqa: SIM118
     assert any(not torch.equal(t.bfloat16().float(), t) for t in saved.moments["main"].values())
     resumed = go(AWARE, load=step, first=2, last=4)
@@ -112,8 +112,8 @@ def test_save_and_load(words: str, pool: Pool, tmp_path: Path) -> None:
 def test_a_state_of_another_kind_is_refused(
     key: str, saved: torch.dtype, wanted: torch.dtype, fits: bool, tmp_path: Path
 ) -> None:
-    write_chunks(tmp_path, [ShardChunk(key, (4,), (0,), torch.zeros(4, dtype=saved))])
-    items, problems = plan_reads(
+    write_shard_chunks(tmp_path, [ShardChunk(key, (4,), (0,), torch.zeros(4, dtype=saved))])
+    items, problems = plan_chunk_reads(
         read_torch_dist_metadata(tmp_path), [ShardChunk(key, (4,), (0,), torch.zeros(4, dtype=wanted))]
     )
     assert bool(items) == (not problems) == fits

@@ -17,7 +17,7 @@ from torch.distributed.launcher import api as torch_launcher
 
 from megaswift import entry
 from megaswift.config import load_config
-from megaswift.config.launch_env import RESTARTS
+from megaswift.config.launcher_environment import RESTARTS
 from megaswift.launchers import local
 from megaswift.launchers.local import (
     launched_processes,

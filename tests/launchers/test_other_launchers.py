@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaswift.config.launch_env import COUNTS, IDENTITY
+from megaswift.config.launcher_environment import COUNTS, IDENTITY
 from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import write_inputs
 

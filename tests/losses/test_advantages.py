@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
-from megaswift.config.rl_defaults import corrects_kl
+from megaswift.config.rl_defaults import weighs_kl_by_ratio
 from megaswift.losses.advantages import (
     aggregate_advantages,
     entropy_threshold,
@@ -176,7 +176,7 @@ def test_the_kl_s_gradient_is_that_of_the_divergence(kind: str, corrected: bool)
 
     torch.testing.assert_close(mean_gradient(corrected), exact)
     assert SwiftConfig(task="grpo", beta=0.1, kl_estimator=kind).rl.use_bias_correction_kl is None
-    assert corrects_kl(SwiftConfig(task="grpo", beta=0.1, kl_estimator=kind)) is corrected
+    assert weighs_kl_by_ratio(SwiftConfig(task="grpo", beta=0.1, kl_estimator=kind)) is corrected
     assert kind == "k3" or (mean_gradient(not corrected) - exact).norm() > 0.15 * exact.norm()
 
 

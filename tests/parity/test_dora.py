@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megaswift.bridge.merge import merge_folders
+from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.bridge.peft_folder import PeftFolder, write_peft_folder
 from megaswift.errors import ConfigError, WeightsError
 from tests.bridge.folders import plan_of
@@ -126,7 +126,7 @@ def test_the_oracle_is_peft(variant: str, references: References, tmp_path: Path
         if p.requires_grad
     }
     assert not any(d.bad for d in tensors("gradient", ours.gradients(), gradients, GRADIENT))
-    merge_folders(task.folder, adapter, tmp_path / "merged")
+    merge_adapter_folder_into_base(task.folder, adapter, tmp_path / "merged")
     want, got = theirs.model.merge_and_unload().state_dict(), disk_tensors(tmp_path / "merged")
     assert all(torch.allclose(t, want[name].float(), atol=1e-6) for name, t in got.items())
 
@@ -168,7 +168,7 @@ def test_experts_and_lacking_magnitudes_are_refused(references: References, tmp_
     import peft
 
     from megaswift.config.lora import LoraConfig
-    from megaswift.engine.megatron.lora.adapters import plan_adapters
+    from megaswift.engine.megatron.lora.rank_adapters import plan_adapters
 
     moe, dense = references.model("moe"), references.model("dense")
     config = peft.LoraConfig(use_dora=True, target_modules=[], target_parameters=["mlp.experts.down_proj"])

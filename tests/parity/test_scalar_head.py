@@ -1,7 +1,7 @@
 """A scalar head in place of the vocabulary's: values and gradients as transformers' `...ForSequenceClassification` has
 them.
 
-Covers: megaswift/bridge/new_head.py.
+Covers: megaswift/bridge/new_scalar_head.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.bridge.new_head import new_head
+from megaswift.bridge.new_scalar_head import new_scalar_head_weight
 from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
 from tests.parity.cases import global_batch, own, parse
 from tests.parity.compare import GRADIENT, LOSS, number, table, tensors
@@ -76,7 +76,7 @@ def expected(folder: Path, batches: list[Batch]) -> tuple[float, dict[str, Tenso
     from megaswift.families import load_spec
 
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
-    model.score.weight.data.copy_(new_head(load_spec(folder), SEED))
+    model.score.weight.data.copy_(new_scalar_head_weight(load_spec(folder), SEED))
     count = sum(float(b.loss_weights.sum()) for b in batches)
     total = torch.zeros(())
     for batch in batches:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.config.batch import BatchPlan
+from megaswift.config.batch_arithmetic import BatchPlan
 from megaswift.errors import CheckpointError
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.checkpoint_hook import CheckpointHook, batch_size_notice, restore_run

@@ -15,7 +15,7 @@ import torch
 from megaswift.bridge import megatron_to_hf
 from megaswift.bridge.compare_weights import ComparedWeights
 from megaswift.bridge.hf_to_megatron import HfToMegatronOptions, hf_to_megatron
-from megaswift.bridge.merge import merge_folders
+from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
 from megaswift.cli import main
@@ -91,12 +91,12 @@ def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path)
         lambda: PeftFolder(bad / "adapter"),
         lambda: locate_generation_model(WeightsOptions(model=good, adapters=added)),
         lambda: verified_model_folder(load_config("sft", [*words, "--adapters", added]), step(out, 4) / "model"),
-        lambda: merge_folders(good, added, tmp_path / "hf"),
+        lambda: merge_adapter_folder_into_base(good, added, tmp_path / "hf"),
     ):
         with pytest.raises(CheckpointError, match=r"adapter_config.json: its content changed"):
             read()
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: its content changed"):
-        merge_folders(bad, step(out, 4) / "adapter", tmp_path / "hf")
+        merge_adapter_folder_into_base(bad, step(out, 4) / "adapter", tmp_path / "hf")
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: its content changed"):
         ComparedWeights.open(bad)
     assert not (tmp_path / "hf").exists()

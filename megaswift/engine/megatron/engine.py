@@ -17,14 +17,14 @@ from torch import Tensor
 
 from megaswift import distributed
 from megaswift.bridge.checkpoint_model_folder import write_model_folder
-from megaswift.bridge.hf_export import FolderOptions, export_hf, source_dtypes
+from megaswift.bridge.hf_export import HfExportOptions, source_tensor_dtypes, write_hf_export
 from megaswift.bridge.hf_source import WeightSource
-from megaswift.bridge.new_head import NEW, NewHead, new_head
+from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import write_peft_folder
 from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.config import SwiftConfig
-from megaswift.config.transformer_engine_rules import missing_transformer_engine
+from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems
 from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.checkpoint import save_load
@@ -38,7 +38,7 @@ from megaswift.engine.megatron.layers.choice import (
     transformer_engine_lack,
 )
 from megaswift.engine.megatron.layers.router import AuxLosses
-from megaswift.engine.megatron.lora.adapters import RankAdapters, plan_adapters
+from megaswift.engine.megatron.lora.rank_adapters import RankAdapters, plan_adapters
 from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap_chunks
 from megaswift.engine.megatron.model_config import transformer_config
 from megaswift.engine.megatron.offload import EngineOffload
@@ -64,7 +64,9 @@ class MegatronEngine:
         self.spec, self.cfg, self.context = spec, cfg, context
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
         self.choice = choose_layers(spec, cfg, self.layout)
-        if lacking := missing_transformer_engine(cfg, not transformer_engine_lack(), self.choice.torch_parts()):
+        if lacking := missing_transformer_engine_problems(
+            cfg, not transformer_engine_lack(), self.choice.torch_parts()
+        ):
             raise ConfigError(lacking)
         if cfg.model.fp8_format:
             recipe = cfg.model.fp8_recipe
@@ -108,7 +110,7 @@ class MegatronEngine:
         """A language model's weights with a new scalar head, where the model has one and they do not."""
         if not self.spec.scored or NEW in source.names():
             return source
-        return NewHead(source, new_head(self.spec, self.cfg.train.seed))
+        return NewScalarHeadSource(source, new_scalar_head_weight(self.spec, self.cfg.train.seed))
 
     def keep(self, directory: Path) -> None:
         """Tensors that are carried along unchanged come from `directory` when a checkpoint is saved."""
@@ -252,14 +254,14 @@ class MegatronEngine:
     def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:
         """A Hugging Face folder from all ranks' weights in the source's dtypes or in `dtype`; each rank that holds
         weights writes its share, with adapters merged in rank 0 writes all. Collective."""
-        options = FolderOptions(source=source, dtype=dtype, overwrite=True)
+        options = HfExportOptions(source=source, dtype=dtype, overwrite=True)
         if self.lora is None:
             gather_weights(self.chunks)
             export_from_ranks(self.weights, folder, options)
             return
         weights = self.hf_weights()
         if self.rank == 0:
-            export_hf(folder, self.plan, weights, options)
+            write_hf_export(folder, self.plan, weights, options)
         else:
             for _ in weights:
                 pass
@@ -276,7 +278,7 @@ class MegatronEngine:
     def describe(self, target: Path, folder: Path) -> None:
         """config.json, the tokenizer and each tensor's dtype. On one rank."""
         source = None if self.cfg.model.random_init else folder
-        write_model_folder(target, self.spec.hf_config, source_dtypes(self.plan, source), folder)
+        write_model_folder(target, self.spec.hf_config, source_tensor_dtypes(self.plan, source), folder)
 
     def offload(self, what: frozenset[str]) -> None:
         """Parts of the engine leave the device; gradients are dropped."""

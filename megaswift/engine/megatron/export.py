@@ -18,8 +18,13 @@ from pathlib import Path
 from torch import Tensor
 
 from megaswift import distributed
-from megaswift.bridge.hf_export import ExportContents, FolderOptions, export_contents, finish_export
-from megaswift.bridge.hf_writer import HfFile, HfWriter, HfWriterPart, plan_files
+from megaswift.bridge.hf_export import ExportContents, HfExportOptions, export_contents, finish_export
+from megaswift.bridge.hf_safetensors_writer import (
+    HfWriter,
+    HfWriterPart,
+    PlannedSafetensorsFile,
+    plan_safetensors_shards,
+)
 from megaswift.bridge.weight_plan import PlanGroup
 from megaswift.engine.megatron.weights import GatherRoute, RankWeights
 from megaswift.errors import ROOM, Problem, UserError
@@ -35,7 +40,7 @@ class ExportTask:
     """What they are made of; None: they are carried along."""
 
 
-def assign_files(files: Sequence[HfFile], holders: Mapping[str, Sequence[int]]) -> list[int]:
+def assign_files(files: Sequence[PlannedSafetensorsFile], holders: Mapping[str, Sequence[int]]) -> list[int]:
     """The rank that writes each file: of those that hold a part of it the one with the fewest bytes to write so far.
 
     `holders`: the ranks that hold a tensor of this name, none of one that is carried along."""
@@ -50,7 +55,7 @@ def assign_files(files: Sequence[HfFile], holders: Mapping[str, Sequence[int]]) 
 
 
 def export_rounds(
-    files: Sequence[HfFile], writers: Sequence[int], groups: Mapping[str, PlanGroup]
+    files: Sequence[PlannedSafetensorsFile], writers: Sequence[int], groups: Mapping[str, PlanGroup]
 ) -> list[list[ExportTask]]:
     """All tasks, at most one a writer in each round. A group that two files share is gathered by both writers."""
     by_writer: dict[int, dict[tuple[str, ...], list[str]]] = {}
@@ -65,13 +70,13 @@ def export_rounds(
     return [[task for task in tasks if task is not None] for tasks in zip_longest(*queues)]
 
 
-def export_from_ranks(weights: RankWeights, directory: Path, options: FolderOptions) -> None:
+def export_from_ranks(weights: RankWeights, directory: Path, options: HfExportOptions) -> None:
     """The Hugging Face folder of the model, complete when this returns. Collective. An error of one rank is raised on
     all of them, and no folder is left."""
     read: list[ExportContents] = []
     distributed.run_on_all_ranks(lambda: read.append(export_contents(weights.plan, options)))
     (contents,) = read
-    files = plan_files(contents.tensors, options.max_shard_bytes)
+    files = plan_safetensors_shards(contents.tensors, options.max_shard_bytes)
     writers = assign_files(files, _holders(weights))
     begun: list[HfWriter] = []
     distributed.run_on_rank0(

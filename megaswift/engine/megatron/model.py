@@ -18,7 +18,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megaswift.bridge.sharded_keys import padded_vocabulary
+from megaswift.bridge.checkpoint_shard_regions import padded_vocabulary_size
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.context_parallel import join_slices
 from megaswift.engine.megatron.layers.choice import TORCH, LayerChoice
@@ -177,7 +177,7 @@ def build_chunks(
         model = SwiftGPT(
             config=config,
             transformer_layer_spec=block_spec(config, choice, stage, coords.pp),
-            vocab_size=padded_vocabulary(spec, layout.tp),
+            vocab_size=padded_vocabulary_size(spec, layout.tp),
             max_sequence_length=spec.max_positions,
             pre_process=coords.pp == 0 and i == 0,
             post_process=coords.pp == layout.pp - 1 and i == layout.vpp - 1,

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaswift import distributed
-from megaswift.bridge import finite_weights
-from megaswift.bridge.new_head import seeded_normal
-from megaswift.bridge.sharded_keys import padded_vocabulary
+from megaswift.bridge import check_finite_weights
+from megaswift.bridge.checkpoint_shard_regions import padded_vocabulary_size
+from megaswift.bridge.new_scalar_head import seeded_normal
 from megaswift.bridge.weight_plan import PlanEntry, PlanGroup, WeightPlan
 from megaswift.engine.megatron.layers.nf4 import NF4Matrix
 from megaswift.engine.megatron.model import SwiftGPT
@@ -106,7 +106,7 @@ class RankWeights:
 
     def __init__(self, chunks: list[SwiftGPT], spec: ModelSpec, plan: WeightPlan, context: ParallelContext) -> None:
         self.spec, self.plan, self.context = spec, plan, context
-        self.padded = padded_vocabulary(spec, context.layout.tp)
+        self.padded = padded_vocabulary_size(spec, context.layout.tp)
         self.placed: list[LocalParam] = []
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
@@ -151,10 +151,10 @@ class RankWeights:
         for placed in self.placed:
             ranks, rank = self.tp_of(placed.entry)
             value = placed.entry.read(source, ranks, rank, self.padded)
-            if not finite_weights.is_finite(value):
+            if not check_finite_weights.all_values_finite(value):
                 bad.extend(placed.entry.hf)
             placed.held.copy_(value)
-        finite_weights.non_finite_problem(bad)
+        check_finite_weights.non_finite_problem(bad)
 
     def stream(
         self, value: Callable[[Tensor], Tensor | None], everywhere: bool = False

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from megaswift import distributed, log
+from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.hf_source import HfSource, TensorMeta
-from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
-from megaswift.bridge.saved_dtypes import dtype_problem
-from megaswift.bridge.torch_step_source import TorchStepSource
-from megaswift.bridge.transformers_weights import saved_buffers, to_disk_names
+from megaswift.bridge.saved_dtype_compatibility import saved_dtype_problem
+from megaswift.bridge.torch_engine_step_source import TorchStepSource
+from megaswift.bridge.transformers_weights import persistent_buffers, tensors_by_disk_name
 from megaswift.disk import sync
 from megaswift.engine import rng_state
 from megaswift.engine.torch import weight_loading
@@ -105,17 +105,19 @@ def stream_weights(engine: TorchEngine, kind: str, everywhere: bool = False) -> 
     for group in jointly_written_parameters(bare, names):
         tensors = {name: full(name) for name in group}
         if has_tensors:
-            yield from to_disk_names(bare, {name: tensor.detach().cpu() for name, tensor in tensors.items()}).items()
+            yield from tensors_by_disk_name(
+                bare, {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+            ).items()
     if kind == WEIGHT and has_tensors:
-        model_buffers = saved_buffers(bare) if merging is None else merging.buffers(bare)
-        yield from to_disk_names(bare, {name: tensor.cpu() for name, tensor in model_buffers.items()}).items()
+        model_buffers = persistent_buffers(bare) if merging is None else merging.buffers(bare)
+        yield from tensors_by_disk_name(bare, {name: tensor.cpu() for name, tensor in model_buffers.items()}).items()
 
 
 def disk_metas(engine: TorchEngine) -> dict[str, Tensor]:
     """What `stream_weights` gives of the weights, in shape and dtype."""
     bare = unwrap_peft_model(engine.fields.model)
     metas = {name.removeprefix(PREFIX): torch.empty(shape, device="meta") for name, shape in engine.shapes.items()}
-    return to_disk_names(bare, metas) | to_disk_names(bare, saved_buffers(bare))
+    return tensors_by_disk_name(bare, metas) | tensors_by_disk_name(bare, persistent_buffers(bare))
 
 
 def _stream_all(engine: TorchEngine) -> Iterator[tuple[str, Tensor]]:
@@ -237,6 +239,6 @@ def _differences(engine: TorchEngine, facts: dict[str, Any], source: HfSource) -
         other
         for name, meta in expected.items()
         if name in stored
-        and (other := dtype_problem(name, source.dtype(name), meta.dtype, not name.startswith(f"{WEIGHT}.")))
+        and (other := saved_dtype_problem(name, source.dtype(name), meta.dtype, not name.startswith(f"{WEIGHT}.")))
     ]
     return problems[:12]

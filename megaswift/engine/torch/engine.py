@@ -17,9 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from megaswift import distributed
-from megaswift.bridge import finite_weights
+from megaswift.bridge import check_finite_weights
 from megaswift.bridge.checkpoint_model_folder import write_model_folder
-from megaswift.bridge.transformers_weights import config_dtype, metas_like, saved_buffers, stored_dtypes
+from megaswift.bridge.transformers_weights import (
+    folder_config_dtype,
+    folder_tensor_dtypes,
+    metas_like,
+    persistent_buffers,
+)
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
@@ -57,7 +62,7 @@ class TorchEngine:
         """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
         with return_freed_memory():
             self._build(weight_loading.prepare_weights_from_files(directory, self))
-        finite_weights.check_finite((name, _local(p)) for name, p in self.fields.model.named_parameters())
+        check_finite_weights.check_weights_finite((name, _local(p)) for name, p in self.fields.model.named_parameters())
         causality_check.check_causality_and_packing(self)
 
     def random_init(self, seed: int) -> None:
@@ -216,7 +221,7 @@ class TorchEngine:
     def hf_weights(self, dtype: torch.dtype | None = None, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. With adapters for policies
         only: merged in."""
-        assert not self.adapts or self.merging is not None, "exports are merged by bridge.merge"
+        assert not self.adapts or self.merging is not None, "exports are merged by bridge.merge_adapter_folder"
         return (
             (name, t if dtype is None else t.to(dtype))
             for name, t in checkpoint.stream_weights(self, WEIGHT, everywhere)
@@ -247,7 +252,7 @@ class TorchEngine:
         """A PEFT folder with what trains. Collective; rank 0 writes."""
         state = {name: self.strategy.full(name, WEIGHT) for name in self.strategy.trained()}
         state |= {
-            peft_wrappers.PREFIX + name: tensor for name, tensor in saved_buffers(self.fields.model).items()
+            peft_wrappers.PREFIX + name: tensor for name, tensor in persistent_buffers(self.fields.model).items()
         }  # VeRA's projections
         if self.rank == 0:
             peft_wrappers.write_adapter_folder(
@@ -255,7 +260,7 @@ class TorchEngine:
             )
 
     def offload(self, what: frozenset[str]) -> None:
-        """Not here: config.rl_rules refuses what would ask for it."""
+        """Not here: config.rl_ignored_option_rules refuses what would ask for it."""
         assert not what, f"the torch engine does not offload {sorted(what)}"
 
     def onload(self) -> None:
@@ -263,7 +268,9 @@ class TorchEngine:
 
     def describe(self, target: Path, folder: Path) -> None:
         """config.json, the tokenizer and each tensor's dtype. On one rank."""
-        write_model_folder(target, self.spec.hf_config, stored_dtypes(folder) or {"all": config_dtype(folder)}, folder)
+        write_model_folder(
+            target, self.spec.hf_config, folder_tensor_dtypes(folder) or {"all": folder_config_dtype(folder)}, folder
+        )
 
     @property
     def kernels(self) -> str:
@@ -307,7 +314,7 @@ def _compute_dtype(cfg: SwiftConfig, folder: Path, device: torch.device) -> torc
     """`--torch_dtype`; auto: the checkpoint's on a GPU, float32 on a CPU."""
     if cfg.model.torch_dtype != "auto":
         return getattr(torch, cfg.model.torch_dtype)
-    dtype = config_dtype(folder) if device.type == "cuda" else torch.float32
+    dtype = folder_config_dtype(folder) if device.type == "cuda" else torch.float32
     if dtype == torch.float16:  # as config.engine_rules refuses it
         raise ConfigError(
             Problem(

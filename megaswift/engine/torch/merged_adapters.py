@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.bridge.transformers_weights import saved_buffers
+from megaswift.bridge.transformers_weights import persistent_buffers
 from megaswift.engine.torch import quantized_weights
 from megaswift.engine.torch.loss_fields import FieldsModel
 from megaswift.engine.torch.peft_wrappers import PREFIX, base_parameter_name, name_without_adapters
@@ -108,7 +108,7 @@ class AdapterMerging:
         own_buffers = {name for name, _ in bare.named_buffers()}
         return {
             name_without_adapters(name): tensor
-            for name, tensor in saved_buffers(bare).items()
+            for name, tensor in persistent_buffers(bare).items()
             if name in own_buffers and KEPT not in name and _inside(OWN + name, self.layers) is None
         }
 

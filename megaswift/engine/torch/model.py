@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from megaswift.bridge import peft_config_from_options
-from megaswift.bridge.bitsandbytes_config import disable_cpu_repacking
-from megaswift.bridge.new_head import NEW, new_head
+from megaswift.bridge.bitsandbytes_config import disable_4bit_cpu_repacking
+from megaswift.bridge.new_scalar_head import NEW, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.config import SwiftConfig
 from megaswift.config.model import ModelConfig
@@ -57,7 +57,7 @@ def build_model(
     try:
         if weights:
             options |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True, **further}
-            model = disable_cpu_repacking(_loaded(auto, folder, options, cfg, spec))
+            model = disable_4bit_cpu_repacking(_loaded(auto, folder, options, cfg, spec))
             return quantized_weights.to_float32(model, folder)
         config = AutoConfig.from_pretrained(
             folder, trust_remote_code=trust, **({"num_labels": 1} if spec.scored else {})
@@ -83,7 +83,7 @@ def _loaded(auto: Any, folder: Path, options: dict[str, Any], cfg: SwiftConfig, 
         return auto.from_pretrained(folder, **options)
     model = auto.from_pretrained(folder, num_labels=1, **options)
     if NEW not in open_weights(folder).names():
-        model.score.weight.data.copy_(new_head(spec, cfg.train.seed))
+        model.score.weight.data.copy_(new_scalar_head_weight(spec, cfg.train.seed))
     return model
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from megaswift.config import SwiftConfig
 from megaswift.config.engine import ZERO
-from megaswift.config.engine_rules import zero_config
-from megaswift.config.launch_env import launched_count
+from megaswift.config.engine_rules import filled_deepspeed_config
+from megaswift.config.launcher_environment import launched_process_count
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.loss_fields import FieldsModel
@@ -31,14 +31,14 @@ def wrap_model(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchC
             str(dtype).removeprefix("torch."),
             unwrap_peft_model(module.model).config.get_text_config().hidden_size,
         )
-        filled = zero_config(cfg, context.layout.world_size, name, hidden)
+        filled = filled_deepspeed_config(cfg, context.layout.world_size, name, hidden)
         if filled.problems:
             raise ConfigError(filled.problems)
         return ZeroStrategy(module, cfg.optim, filled.config, context.device)
     from megaswift.engine.torch.fsdp import FsdpOptions, FsdpStrategy
 
     layers = fsdp_unit_classes(cfg, unwrap_peft_model(module.model))
-    words, machines = cfg.engine.fsdp, launched_count("nnodes", os.environ) or 1
+    words, machines = cfg.engine.fsdp, launched_process_count("nnodes", os.environ) or 1
     options = FsdpOptions(
         layers,
         reshard="shard_grad_op" not in words,

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from megaswift import distributed
 from megaswift.bridge.hf_source import WeightSource
-from megaswift.bridge.new_head import NEW, NewHead, new_head
+from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
-from megaswift.bridge.transformers_weights import saved_buffers
+from megaswift.bridge.transformers_weights import persistent_buffers
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import SHARDED, frozen_weight_bits
 from megaswift.engine.torch import meta_init, model, quantized_weights
@@ -68,7 +68,7 @@ def prepare_weights_from_files(directory: Path, engine: TorchEngine) -> ModelWit
     fields = _prepare(directory, engine, weights=False, empty=True)
     source = open_weights(directory)
     if engine.spec.scored and NEW not in source.names():
-        source = NewHead(source, new_head(engine.spec, cfg.train.seed))
+        source = NewScalarHeadSource(source, new_scalar_head_weight(engine.spec, cfg.train.seed))
     groups, first = (
         conversion_groups(unwrap_peft_model(fields.model), source),
         tied_name_map(unwrap_peft_model(fields.model)),
@@ -150,7 +150,7 @@ def fill_from_files(
     for name in engine.shapes:
         if skip is None or skip not in name:  # an adapter's folder brought these
             places.setdefault(first.get(base_parameter_name(name), base_parameter_name(name)), []).append(name)
-    model_buffers = {name_without_adapters(name): tensor for name, tensor in saved_buffers(bare).items()}
+    model_buffers = {name_without_adapters(name): tensor for name, tensor in persistent_buffers(bare).items()}
     for piece in groups:
         tensors = {name: source.slice(name).float() for _, name in piece.stored}
         for target, tensor in piece.convert(bare, tensors).items():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
-from megaswift.config.estimator_table import estimator_entry
+from megaswift.config.estimator_table import advantage_estimator_entry
 from megaswift.data.rollout_batches import RolloutTokens
 from megaswift.losses import advantages as formulas
 from megaswift.losses.advantage_estimators import EstimatorInput, estimate_advantage_fields
@@ -85,7 +85,7 @@ class AdvantageEstimator:
     ) -> EstimatorInput:
         """What the estimators read; `tokens`: the KL penalties and the mask, [n, t] each."""
         penalties, mask = tokens
-        rl, entry = self.cfg.rl, estimator_entry(self.settings.estimator)
+        rl, entry = self.cfg.rl, advantage_estimator_entry(self.settings.estimator)
         names = [*rollouts[0].rewards] if self.settings.each_reward else []
         weights = [*rl.reward_weights][: len(names)]  # an environment's own reward comes last, and has weight 1
         return EstimatorInput(

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.batch import batch_problems
-from megaswift.config.rl_batch import generation_plan
+from megaswift.config.batch_arithmetic import batch_problems
+from megaswift.config.generation_batch import generation_plan
 from megaswift.errors import Problem, UserError, did_you_mean_hint, first_line, missing_path_hint
 from megaswift.families.family import read_config
 from megaswift.families.scalar_head import scalar_head_problems

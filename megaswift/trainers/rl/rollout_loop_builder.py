@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.byte_size import bytes_text
-from megaswift.config.rl_batch import generation_plan
+from megaswift.config.generation_batch import generation_plan
 from megaswift.config.rl_defaults import estimator_entry_of
 from megaswift.data import build as data
 from megaswift.data import vocab_check

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megaswift import distributed
-from megaswift.config.estimator_table import estimator_entry
+from megaswift.config.estimator_table import advantage_estimator_entry
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.rollout_batches import RolloutCollator, RolloutMicrobatch, RolloutTokens, gather_values
 from megaswift.engine.protocol import Engine
@@ -276,7 +276,7 @@ def rollout_tokens(number: int, rollout: Rollout, settings: RlSettings) -> Rollo
     """A rollout as the loss sees it. A critic learns nothing from a completion that no reward function applies to."""
     completion = rollout.completion
     silent = settings.mask_truncated and not completion.finished
-    silent = silent or estimator_entry(settings.estimator).critic and math.isnan(rollout.total)
+    silent = silent or advantage_estimator_entry(settings.estimator).critic and math.isnan(rollout.total)
     values = {"sampled": NOTHING if silent else np.asarray(completion.logprobs, dtype=np.float32)}
     return RolloutTokens(
         number, rollout.prompt.token_ids, completion.token_ids, action_mask(completion), values, silent

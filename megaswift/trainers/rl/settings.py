@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.config import SwiftConfig
-from megaswift.config.estimator_table import estimator_entry
+from megaswift.config.estimator_table import advantage_estimator_entry
+from megaswift.config.generation_batch import generation_plan
 from megaswift.config.loss_table import COVARIANCES, losses_needing
 from megaswift.config.preference import beta_of
-from megaswift.config.rl_batch import generation_plan
 from megaswift.config.rl_defaults import (
-    corrects_sampler,
+    corrects_sampler_mismatch,
     estimator_of,
     kl_estimator_of,
     kl_in_reward_of,
@@ -55,7 +55,7 @@ class RlSettings:
     @property
     def draws(self) -> int:
         """Completions drawn for a prompt: its group, and for a greedy baseline the greedy one as the last."""
-        return self.group + estimator_entry(self.estimator).greedy_baseline
+        return self.group + advantage_estimator_entry(self.estimator).greedy_baseline
 
     @property
     def batch(self) -> int:
@@ -114,7 +114,7 @@ def rl_settings(cfg: SwiftConfig, dp: int) -> RlSettings:
         kl_estimator=kl_estimator_of(cfg),
         whitens=whitens_advantages(cfg),
         mask_truncated=rl.mask_truncated_completions,
-        corrects=corrects_sampler(cfg),
+        corrects=corrects_sampler_mismatch(cfg),
         tries=1 + rl.max_resample_times if rl.dynamic_sample else 1,
         top_entropy_quantile=rl.top_entropy_quantile,
         use_rollout_logprobs=rl.use_rollout_logprobs,

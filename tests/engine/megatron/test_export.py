@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megaswift import distributed
+from megaswift.bridge.hf_safetensors_writer import PlannedSafetensorsFile, plan_safetensors_shards
 from megaswift.bridge.hf_source import TensorMeta
-from megaswift.bridge.hf_writer import HfFile, plan_files
 from megaswift.engine.megatron.export import ExportTask, assign_files, export_rounds
 from megaswift.errors import UserError
 from tests.parity.cases import Case, parse
@@ -44,7 +44,7 @@ class Export:
 
 def job(rank: int, world: int, run: Export) -> tuple[list[str], str]:
     """(files that this rank wrote to, the error) of an export (on the ranks)."""
-    from megaswift.bridge.hf_export import FolderOptions, export_hf
+    from megaswift.bridge.hf_export import HfExportOptions, write_hf_export
     from megaswift.engine.megatron.export import export_from_ranks
     from tests.parity.measure import build
 
@@ -70,9 +70,9 @@ def job(rank: int, world: int, run: Export) -> tuple[list[str], str]:
     slow = patch.multiple(os, pwrite=write, fsync=flush)
     with slow, patch.object(distributed, "cpu_group", lambda: group):
         try:
-            options = FolderOptions(run.folder, None, SHARD, overwrite=True)
+            options = HfExportOptions(run.folder, None, SHARD, overwrite=True)
             if run.fault == "stream":
-                export_hf(run.out, engine.plan, engine.hf_weights(), options)
+                write_hf_export(run.out, engine.plan, engine.hf_weights(), options)
             else:
                 export_from_ranks(engine.weights, run.out, options)
         except UserError as raised:
@@ -136,9 +136,9 @@ def test_a_full_disk_is_one_message_on_all_ranks(pool: Pool, tmp_path: Path) -> 
     assert not out.exists() and not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def planned(sizes: dict[str, int], limit: int) -> list[HfFile]:
+def planned(sizes: dict[str, int], limit: int) -> list[PlannedSafetensorsFile]:
     """Files of tensors of so many bytes."""
-    return plan_files({name: TensorMeta((size,), torch.uint8) for name, size in sizes.items()}, limit)
+    return plan_safetensors_shards({name: TensorMeta((size,), torch.uint8) for name, size in sizes.items()}, limit)
 
 
 def test_files_are_shared_out_among_holders() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megaswift.bridge.hf_to_megatron import hf_to_megatron
 from megaswift.bridge.open_weight_source import open_weights
-from megaswift.bridge.transformers_weights import to_disk_names
+from megaswift.bridge.transformers_weights import tensors_by_disk_name
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch import meta_init, model, weight_loading
 from megaswift.engine.torch.conversions import conversion_groups, jointly_written_parameters, tied_name_map
@@ -85,7 +85,7 @@ def test_tensors_written_in_groups_equal_those_of_the_model(variant: str, tmp_pa
     tensors = dict(bare.named_parameters())
     made: dict[str, Tensor] = {}
     for group in jointly_written_parameters(bare, tensors):
-        made |= to_disk_names(bare, {name: tensors[name] for name in group})
+        made |= tensors_by_disk_name(bare, {name: tensors[name] for name in group})
     stored = tensors_of(folder)
     left = {n for n in stored if n not in made}
     assert left <= {n for n, _ in bare.named_buffers()} | {"lm_head.weight"} and made.keys() <= stored.keys()

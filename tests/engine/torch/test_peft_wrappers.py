@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaswift.bridge.merge import merge_folders
+from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.config.adapter_rules import SHARDED
 from megaswift.config.peft_methods import METHODS
 from tests.engine.torch.adapter_ranks import Run, adapted, far, logits_of, model_of, orthogonal, plain, saved
@@ -109,7 +109,7 @@ def test_equals_peft(name: str, pool: Pool, dense: Path, tmp_path: Path) -> None
     found, plain_logits = logits_of(loaded), logits_of(model_of(folder))
     assert float((found - logits_of(trained)).abs().max()) < 2e-5
     assert float((found - plain_logits).abs().max()) > 1e-3
-    merge_folders(folder, tmp_path / "adapter", tmp_path / "merged")
+    merge_adapter_folder_into_base(folder, tmp_path / "adapter", tmp_path / "merged")
     assert float((found - logits_of(model_of(tmp_path / "merged"))).abs().max()) < 1e-4
     assert far(got.merged, merged(trained, tmp_path)) < 1e-6 and far(other.merged, got.merged) == 0
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaswift.config.deepspeed_json import RunFacts, deepspeed_preset, fill_auto
+from megaswift.config.deepspeed_json import DeepspeedAutoValues, deepspeed_preset, fill_deepspeed_auto
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.torch.meta_init import drop_storage
 from megaswift.engine.torch.zero import ZeroStrategy
@@ -17,15 +17,15 @@ from tests.engine.torch.zero_model import HIDDEN, Fields, count, rows
 OPTIM = OptimConfig(learning_rate=1e-3, adam_epsilon=1e-6)
 
 
-def facts(world: int, dtype: str = "float32") -> RunFacts:
-    return RunFacts(2, 1, world, 1e-3, (0.9, 0.95), 1e-6, 0.1, 0.5, "cosine", dtype, HIDDEN)
+def facts(world: int, dtype: str = "float32") -> DeepspeedAutoValues:
+    return DeepspeedAutoValues(2, 1, world, 1e-3, (0.9, 0.95), 1e-6, 0.1, 0.5, "cosine", dtype, HIDDEN)
 
 
 def started(kind: str, world: int, dtype: str = "float32", frozen: tuple[str, ...] = ()) -> ZeroStrategy:
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     module = Fields(frozen)
-    filled = fill_auto(deepspeed_preset(kind), facts(world, dtype), "preset")
+    filled = fill_deepspeed_auto(deepspeed_preset(kind), facts(world, dtype), "preset")
     assert not filled.problems, filled.problems
     return ZeroStrategy(module, OPTIM, filled.config, torch.device("cpu"))
 
@@ -33,7 +33,7 @@ def started(kind: str, world: int, dtype: str = "float32", frozen: tuple[str, ..
 def sharded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """A hollow model, partitioned and then filled tensor by tensor, and a step."""
     dist.init_process_group("gloo")
-    config = fill_auto(deepspeed_preset(job["kind"]), facts(world, job["dtype"]), "preset").config
+    config = fill_deepspeed_auto(deepspeed_preset(job["kind"]), facts(world, job["dtype"]), "preset").config
     module = Fields()
     whole = drop_storage(module)
     strategy = ZeroStrategy(module, OPTIM, config, torch.device("cpu"))

@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor
 
-from megaswift.bridge.dist_files import ShardChunk
-from megaswift.bridge.sharded_keys import KEPT, STATES
+from megaswift.bridge.checkpoint_shard_regions import KEPT, STATES
+from megaswift.bridge.torch_dist_files import ShardChunk
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megaswift import distributed, log
-from megaswift.bridge import dist_files as files
+from megaswift.bridge import torch_dist_files as files
 from megaswift.bridge import torch_dist_index
-from megaswift.bridge.sharded_keys import KEPT, MAIN, STATES
+from megaswift.bridge.checkpoint_shard_regions import KEPT, MAIN, STATES
 from megaswift.disk import sync
 from megaswift.engine import rng_state
 from megaswift.engine.megatron.checkpoint import chunks as boxes
@@ -55,7 +55,7 @@ def save_engine(engine: MegatronEngine, directory: Path) -> None:
         *boxes.optimizer_chunks(parameters, states.state_slices(engine.optimizer, write=True), True),
     ]
     chunks += boxes.carried_chunks(engine) if engine.lora is None else []
-    files.write_chunks(directory, chunks)
+    files.write_shard_chunks(directory, chunks)
     facts = _facts(engine, max(distributed.all_gather_objects(states.get_step_count(engine.optimizer))))
     distributed.raise_on_all_ranks(_write_small(engine, directory, facts), limit=SHOWN)
 
@@ -110,7 +110,7 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
         _source(box, index)
         for box in [*boxes.weight_chunks(parameters, False), *boxes.optimizer_chunks(parameters, slices, False)]
     ]
-    items, problems = files.plan_reads(index, wanted)
+    items, problems = files.plan_chunk_reads(index, wanted)
     same_layout = facts["layout"] == dataclasses.asdict(engine.layout)
     random_states = rng_state.read_rng_state(directory, engine.rank if same_layout else 0)
     problems += [random_states] if isinstance(random_states, Problem) else []
@@ -122,7 +122,7 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     distributed.raise_on_all_ranks(problems, limit=SHOWN)
     assert not isinstance(random_states, Problem)
     assert not isinstance(histories, Problem)
-    files.read_chunks(directory, index, wanted, items)
+    files.read_planned_chunks(directory, index, wanted, items)
     states.store_states(engine.optimizer, slices)
     states.set_step_count(engine.optimizer, facts["optimizer"]["step"])
     states.set_scaler_state(engine.optimizer, facts["optimizer"]["scaler"])
@@ -162,7 +162,9 @@ def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
     index = torch_dist_index.read_torch_dist_metadata(directory)
-    problems += [index] if isinstance(index, Problem) else torch_dist_index.missing_file_problems(directory, index)
+    problems += (
+        [index] if isinstance(index, Problem) else torch_dist_index.missing_or_short_file_problems(directory, index)
+    )
     distributed.raise_on_all_ranks(problems, limit=SHOWN)
     assert isinstance(index, Metadata)
     return facts, index

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaswift.bridge.adapter_plan import Adapter, adapter_output_order
+from megaswift.bridge.adapter_plan import Adapter, adapter_output_row_runs
 from megaswift.engine.megatron.lora.layers import CHILD, LayerAdapters
 from megaswift.engine.megatron.parallel_context import ParallelContext
 
@@ -34,7 +34,7 @@ class GroupedAdapters(LayerAdapters):
         """Of each expert its adapters' numbers on this rank."""
         first = 0
         for expert in experts:
-            own = adapter_output_order(expert, self.ranks, self.rank) if expert else []
+            own = adapter_output_row_runs(expert, self.ranks, self.rank) if expert else []
             self.runs.append([(None if number is None else first + number, rows) for number, rows in own])
             self.numbers.append(range(first, first + len(expert)))
             first += len(expert)

@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from torch import Tensor, nn
 
-from megaswift.bridge.adapter_plan import Adapter, Half, adapter_output_order, dora_row_scale
+from megaswift.bridge.adapter_plan import Adapter, Half, adapter_output_row_runs, dora_row_scale
 from megaswift.engine.megatron.layers.residual import ResidualProduct
 from megaswift.engine.megatron.parallel_context import ParallelContext
 
@@ -70,7 +70,7 @@ class LayerAdapters(nn.Module):
         self.group = context.groups.expt_tp if self.expert else context.groups.tp
         self.dropout = dropout
         self.enabled = True
-        self.order = adapter_output_order(adapters, self.ranks, self.rank)
+        self.order = adapter_output_row_runs(adapters, self.ranks, self.rank)
         self.dora = adapters[0].dora
         for half in adapters[0].halves:
             empty = [

@@ -1,0 +1,77 @@
+"""Environment variables and arguments set by the launcher of a process: torchrun, `accelerate launch` (torchrun
+inside), `deepspeed` or Ray.
+
+Owns the names of their variables and the word that some add to the command line. What accelerate says beside:
+`accelerate_options.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megaswift.config.launcher_table import launcher_entry
+from megaswift.errors import ConfigError, Problem
+
+IDENTITY = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Set by all. (RANK and WORLD_SIZE alone do not say so: some clusters count machines with them; LOCAL_RANK alone is a
+library's.)"""
+COUNTS = {"nproc_per_node": ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), "nnodes": ("GROUP_WORLD_SIZE", "CROSS_SIZE")}
+"""Our option and what it is for torchrun, for DeepSpeed's launcher."""
+
+RESTARTS = "MEGASWIFT_RESTARTS"
+"""How often `--max_restarts` has started the processes again; torchrun counts its own restarts."""
+
+
+def restart_count(environ: Mapping[str, str]) -> int:
+    """How often the processes of this run were started before: 0 the first time."""
+    return int(environ.get(RESTARTS, "0")) + int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def is_launched_worker(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher started this process as one of several."""
+    return all(name in environ for name in IDENTITY)
+
+
+def launched_process_count(option: str, environ: Mapping[str, str]) -> int | None:
+    """How many the launcher started: processes on this machine (`nproc_per_node`), machines (`nnodes`). None where it
+    does not say."""
+    return next((int(environ[name]) for name in COUNTS[option] if name in environ), None)
+
+
+def launcher_mismatch_problems(launcher: str, environ: Mapping[str, str]) -> list[Problem]:
+    """A launcher that always starts the processes itself, in a process that another launcher has started."""
+    if not launcher_entry(launcher).always_starts or environ.get("MEGASWIFT_LAUNCHER") == launcher:
+        return []
+    return [
+        Problem(
+            f"--launcher {launcher}",
+            "this process was already started by another launcher",
+            f"run megaswift sft --launcher {launcher} ... directly",
+        )
+    ]
+
+
+def without_local_rank(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """The command line without `--local_rank N`, which `deepspeed` puts first and which only repeats LOCAL_RANK.
+
+    -1 is what scripts of transformers write for "no launcher". ConfigError where the two say different things.
+    """
+    others: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag not in ("--local_rank", "--local-rank"):
+            others.append(word)
+            continue
+        if not equals:
+            value = left.pop(0) if left else ""
+        real = environ["LOCAL_RANK"] if is_launched_worker(environ) else "0"
+        if value not in (real, "-1"):
+            rule = (
+                f"the launcher has set LOCAL_RANK={real}"
+                if is_launched_worker(environ)
+                else "no launcher started this process"
+            )
+            raise ConfigError(Problem(f"{flag} {value}".rstrip(), rule, "leave it out: the launcher sets it"))
+    return others

@@ -1,0 +1,130 @@
+"""`SwiftConfig`: the validated, frozen configuration of one run; loading and writing it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from megaswift.config.accelerate_options import options_from_accelerate
+from megaswift.config.adapter_rules import train_type_defaults
+from megaswift.config.launcher_environment import is_launched_worker
+from megaswift.config.option_rules import ignored_option_names
+from megaswift.config.option_sources import (
+    ConfigSource,
+    launch_source_from_environment,
+    read_command_line,
+    read_config_file,
+    source_from_mapping,
+)
+from megaswift.config.resolve_sections import resolve_sections
+from megaswift.config.sections import OPTIONS, SECTIONS, Sections
+from megaswift.errors import Problem, storage_error
+
+
+@dataclass(frozen=True, init=False)
+class SwiftConfig(Sections):
+    """A run's configuration: `SwiftConfig(task="sft", parallel={"tp": 4}, dtype="bf16")`, sections or flat names, any
+    spelling.
+
+    ConfigError with every mistake when something is wrong.
+    """
+
+    def __init__(self, task: str | None = None, **options: Any) -> None:
+        self._fill(resolve_sections(task, [source_from_mapping(options)]))
+
+    def _fill(self, sections: Sections) -> None:
+        for f in fields(sections):
+            object.__setattr__(self, f.name, getattr(sections, f.name))
+
+    @classmethod
+    def from_sources(
+        cls,
+        task: str | None,
+        sources: Sequence[ConfigSource],
+        complete: bool = False,
+        beyond: _ConfigCheck | None = None,
+    ) -> SwiftConfig:
+        """From what was read elsewhere, later sources over earlier ones. `beyond`: as `load_config` has it."""
+        config = cls.__new__(cls)
+
+        def seen(refused: Sections) -> Iterable[Problem]:
+            config._fill(refused)
+            return beyond(config) if beyond else ()
+
+        config._fill(resolve_sections(task, sources, complete, seen))
+        return config
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SwiftConfig:
+        """The inverse of `to_dict`; also takes flat names."""
+        return cls(**values)
+
+    def replace(self, **options: Any) -> SwiftConfig:
+        """The same configuration with these options over it; a value of None unsets one."""
+        given = {n: self.value(n) for n in sorted(self.given)}
+        derived = train_type_defaults(self.model.train_type)
+        again = {*given, "gradient_accumulation_steps"}  # worked out again from the batch options that are given
+        ambient = {
+            n: self.value(n)
+            for n, o in OPTIONS.items()
+            if n not in again and self.value(n) not in (o.default, derived.get(n, o.default))
+        }
+        sources = [
+            replace(source_from_mapping(ambient), ambient=True),
+            source_from_mapping(given),
+            source_from_mapping(options),
+        ]
+        return type(self).from_sources(self.task, sources)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by section, complete enough to repeat the run; options that play no part are left out."""
+        idle = ignored_option_names(self)
+        sections: dict[str, Any] = {"task": self.task}
+        for key in SECTIONS:
+            sections[key] = {n: _plain(self.value(n)) for n, o in OPTIONS.items() if o.section == key and n not in idle}
+        return sections
+
+    def to_yaml(self) -> str:
+        """`to_dict` as the text of a file that `megaswift sft FILE` takes."""
+        return config_yaml_text(self.to_dict())
+
+
+def config_yaml_text(values: Mapping[str, Any]) -> str:
+    """Such a dictionary as the text of a configuration file."""
+    import yaml
+
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
+
+
+_ConfigCheck = Callable[[SwiftConfig], Iterable[Problem]]
+
+
+def load_config(
+    task: str | None,
+    argv: Sequence[str],
+    complete: bool = False,
+    environ: Mapping[str, str] | None = None,
+    beyond: _ConfigCheck | None = None,
+) -> SwiftConfig:
+    """A configuration from a command line: file, then environment (launch options only), then flags; later
+    sources override earlier ones. Settings of `accelerate launch` have the lowest priority.
+
+    `complete`: it must name a model and a data set. `task` None: the file says. `beyond`: what else is wrong with a
+    configuration that is refused for what its options say together, told with that.
+    """
+    environ = os.environ if environ is None else environ
+    line = read_command_line(list(argv))
+    try:
+        sources = [options_from_accelerate(environ), *(read_config_file(f) for f in line.files)]
+        if not is_launched_worker(environ):
+            sources.append(launch_source_from_environment(environ))
+        sources.append(ConfigSource(tuple(line.givens), tuple(line.problems)))
+        return SwiftConfig.from_sources(task, sources, complete, beyond)
+    except OSError as error:  # a value that is no path: the rules ask whether some of them exist
+        raise storage_error(error) or error from None

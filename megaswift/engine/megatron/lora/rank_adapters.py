@@ -1,0 +1,240 @@
+"""LoRA on the native engine: which layers get adapters, what is trained, loading, export and merging.
+
+Owns the adapters of a rank as a whole. What an adapter computes is lora_layers.py's, how it is cut is the bridge's.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from megaswift import distributed
+from megaswift.bridge.adapter_plan import Adapter, AdapterPlan, AdapterSettings, Half, merge_adapters_into_weight
+from megaswift.bridge.new_scalar_head import NEW
+from megaswift.bridge.peft_folder import PeftFolder, adapter_value_reader
+from megaswift.bridge.weight_plan import PlanGroup, WeightPlan
+from megaswift.config.lora import LoraConfig
+from megaswift.engine.megatron.lora import layers
+from megaswift.engine.megatron.lora.grouped import GroupedAdapters, attach_grouped_adapters
+from megaswift.engine.megatron.model import SwiftGPT
+from megaswift.engine.megatron.weights import LocalParam, RankWeights
+from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.families.adapter_projections import WEIGHT, dora_problems, saved_modules, select_projections
+
+
+def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
+    """The adapters that the options ask for, or those of the folder to go on from; only dropout is still the run's
+    then."""
+    if cfg.adapters is not None:
+        plan = PeftFolder(cfg.adapters).plan(weights)
+        if weights.spec.scored and NEW not in plan.saved:
+            raise WeightsError(
+                Problem(
+                    f"--adapters {cfg.adapters}",
+                    f"has no {NEW}, the head of a reward model",
+                    "use a reward model's adapters",
+                )
+            )
+        return AdapterPlan(
+            weights, [a.projection for a in plan.adapters], replace(plan.settings, dropout=cfg.lora_dropout), plan.saved
+        )
+    settings = AdapterSettings(cfg.lora_rank, cfg.lora_alpha, cfg.use_rslora, cfg.lora_dropout, cfg.use_dora)
+    family, spec = weights.family, weights.spec
+    chosen = select_projections(family, spec, cfg.target_modules, cfg.target_parameters)
+    if unfit := dora_problems(chosen, "--use_dora true") if cfg.use_dora else []:
+        raise ConfigError(unfit)
+    saved = saved_modules(family, spec, cfg.modules_to_save)
+    # as PEFT's SEQ_CLS saves it
+    return AdapterPlan(weights, chosen, settings, dict.fromkeys([*saved, NEW] if spec.scored else saved))
+
+
+@dataclass(frozen=True)
+class PlacedAdapter:
+    """One half of an adapter on this rank."""
+
+    adapter: Adapter
+    half: Half
+    owner: layers.LayerAdapters
+    number: int
+
+    @property
+    def tensor(self) -> nn.Parameter:
+        """The parameter: looked up at each use, because a change of precision may replace it."""
+        return self.owner.matrix(self.number, self.half)
+
+
+class RankAdapters:
+    """Every adapter of this rank. Made before the model is wrapped: from then on nothing but adapters and
+    `saved_modules`
+    modules trains."""
+
+    def __init__(self, chunks: Sequence[SwiftGPT], weights: RankWeights, plan: AdapterPlan) -> None:
+        self.chunks, self.weights, self.plan = chunks, weights, plan
+        self.layers: list[layers.LayerAdapters] = []
+        self.placed: list[PlacedAdapter] = []
+        self._base: dict[str, Tensor] = {}
+        self._freeze()
+        grouped: dict[nn.Module, list[list[Adapter]]] = {}
+        compute_dtype = chunks[0].config.params_dtype
+        for placed in weights.placed:
+            adapters = (
+                plan.by_layer.get(placed.entry.megatron.removesuffix(WEIGHT), [])
+                if placed.entry.megatron.endswith(WEIGHT)
+                else []
+            )
+            if placed.entry.expert is not None and placed.name.startswith("weight") and placed.name != "weight":
+                grouped.setdefault(placed.owner, []).append(adapters)
+            elif adapters:
+                wrapper = layers.LayerAdapters(adapters, weights.context, placed.held.dtype, plan.settings.dropout)
+                layers.attach_adapters(placed.owner, wrapper)
+                self._place(wrapper)
+        for owner, experts in grouped.items():
+            if not any(experts):
+                continue
+            together = GroupedAdapters(experts, weights.context, compute_dtype, plan.settings.dropout)
+            attach_grouped_adapters(owner, together)
+            self._place(together)
+        self.by_name = {p.adapter.name(p.half): p for p in self.placed}
+        for chunk in chunks:
+            if chunk.pre_process:
+                chunk.embedding.register_forward_hook(layers.require_output_grad)
+
+    def _place(self, wrapper: layers.LayerAdapters) -> None:
+        self.layers.append(wrapper)
+        for number, adapter in enumerate(wrapper.adapters):
+            self.placed += [PlacedAdapter(adapter, half, wrapper, number) for half in adapter.halves]
+
+    def _freeze(self) -> None:
+        saved = set(self.plan.saved)
+        for placed in self.weights.placed:
+            if isinstance(placed.held, nn.Parameter):
+                names = saved & set(placed.entry.hf)
+                assert not names or names == set(placed.entry.hf), f"{placed.entry.megatron} is saved in part"
+                placed.tensor.requires_grad_(bool(names))
+
+    @torch.no_grad()
+    def fill(self, value: Callable[[Adapter, Half], Tensor]) -> None:
+        """Every adapter of this rank from whole tensors."""
+        for p in self.placed:
+            whole = value(p.adapter, p.half)
+            p.tensor.copy_(p.adapter.take(p.half, whole, p.owner.ranks, p.owner.rank))
+
+    def initialize(self, seed: int) -> None:
+        """As PEFT: A uniform(-1/sqrt(in), 1/sqrt(in)), B zero, m the lengths of W's rows.
+
+        From the seed and the name, so that no layout changes a number.
+        """
+
+        def value(adapter: Adapter, half: Half) -> Tensor:
+            shape = adapter.shape(half)
+            if half != "A":
+                return torch.zeros(shape)
+            generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(adapter.name(half).encode()))
+            return torch.rand(shape, generator=generator).mul_(2).sub_(1).div_(math.sqrt(shape[1]))
+
+        self.fill(value)
+        for layer in self.layers:
+            layer.measure()
+
+    @torch.no_grad()
+    def start(self, cfg: LoraConfig, seed: int) -> None:
+        """After the base model's weights are there: the first adapters, new or from the folder to go on from."""
+        self._keep_base()
+        if cfg.adapters is None:
+            self.initialize(seed)
+            return
+        tensors = PeftFolder(cfg.adapters).read(self.plan)
+        self.fill(adapter_value_reader(tensors))
+        for placed in self.saved:
+            ranks, rank = self.weights.tp_of(placed.entry)
+            placed.tensor.copy_(placed.entry.read(_Whole(tensors), ranks, rank, self.weights.padded))
+
+    @property
+    def saved(self) -> list[LocalParam]:
+        """Base weights of this rank that train fully."""
+        return [p for p in self.weights.placed if p.entry.hf[0] in self.plan.saved]
+
+    def _keep_base(self) -> None:
+        """Remember the modules that train fully as they are in the base model, for `off`."""
+        self._base = {p.entry.megatron: p.tensor.detach().clone() for p in self.saved}
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The base model: adapters add nothing, fully trained modules have their first weights."""
+        trained = {name: self.weights.by_name[name].tensor.detach().clone() for name in self._base}
+        try:
+            self._switch(False, self._base)
+            yield
+        finally:
+            self._switch(True, trained)
+
+    @torch.no_grad()
+    def _switch(self, on: bool, values: Mapping[str, Tensor]) -> None:
+        for layer in self.layers:
+            layer.enabled = on
+        for name, tensor in values.items():
+            self.weights.by_name[name].tensor.copy_(tensor)
+
+    def stream(self, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+        """(name without PEFT's prefix, whole tensor on the CPU) on rank 0; collective, every rank iterates to the
+        end."""
+        for stored in self.plan.stored:
+            parts = [self.gather(adapter, stored.half, value) for adapter in stored.adapters]
+            present = [part for part in parts if part is not None]
+            if present:
+                yield stored.name, stored.join(present)
+        saved = set(self.plan.saved)
+        for group in self.weights.plan.groups:
+            if saved & set(group.entries[0].hf):
+                yield from self.weights.stream_group(group, value)
+
+    def merged(self, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of the model with its adapters, in the engine's dtype: what rollouts sample
+        from. Collective.
+
+        Rank 0 gets them, or every rank.
+        """
+        for group in self.weights.plan.groups:
+            yield from distributed.broadcast_tensors(self._merged(group)) if everywhere else self._merged(group)
+
+    def _merged(self, group: PlanGroup) -> Iterator[tuple[str, Tensor]]:
+        adapters_of = {name: self.plan.by_weight[name] for name in group.entries[0].hf if name in self.plan.by_weight}
+        halves: dict[str, list[list[Tensor]]] = {}
+        for name, adapters in adapters_of.items():
+            gathered = [[self.gather(one, half, lambda p: p.data) for half in one.halves] for one in adapters]
+            halves[name] = [[t for t in one if t is not None] for one in gathered]  # only rank 0 gets tensors
+        for name, tensor in self.weights.stream_group(group, lambda p: p.data):
+            if name in adapters_of:
+                tensor = merge_adapters_into_weight(adapters_of[name], tensor, halves[name]).to(tensor.dtype)
+            yield name, tensor
+
+    def gather(self, adapter: Adapter, half: Half, value: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+        """One half whole, on rank 0; None elsewhere."""
+        ranks = self.weights.tp_of(adapter.entry)[0]
+        shapes = [adapter.local_shape(half, ranks, rank) for rank in range(ranks)]
+        holders = self.weights.holders(adapter.entry)
+        if not adapter.sharded(half):
+            holders = holders[:1]
+        parts = self.weights.collect(holders, shapes, lambda: value(self.by_name[adapter.name(half)].tensor))
+        return adapter.join(half, parts) if parts is not None else None
+
+
+class _Whole:
+    """Whole tensors where a weight file would stand."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def slice(self, name: str, where: Sequence[slice] = ()) -> Tensor:
+        """A part."""
+        return self.tensors[name][tuple(where)]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Its dtype."""
+        return self.tensors[name].dtype
