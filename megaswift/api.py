@@ -13,7 +13,7 @@ from megaswift.config.launcher_environment import is_launched_worker
 from megaswift.config.launcher_table import launcher_entry
 from megaswift.config.sections import NAMES
 from megaswift.config.user_spelling import errors_as_typed
-from megaswift.data.in_memory import dataset_paths
+from megaswift.data.write_in_memory_rows import dataset_option_paths
 from megaswift.entry import launch_option_mismatch_problems
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import local
@@ -64,7 +64,7 @@ class Trainer:
         cache = options.get("dataset_cache_dir", self.config.data.dataset_cache_dir)
         for name, given in (("dataset", dataset), ("val_dataset", val_dataset)):
             if given is not None:
-                options[name] = dataset_paths(given, name, cache)
+                options[name] = dataset_option_paths(given, name, cache)
         cfg = self.config.replace(**options) if options else self.config
         missing = [name for name in ("model", "dataset") if not cfg.value(name)]
         problems = [

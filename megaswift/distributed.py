@@ -111,7 +111,7 @@ def broadcast_object(value: T, src: int = 0, group: Any = None, device: torch.de
     return values[0]
 
 
-def broadcast_tensors(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+def broadcast_tensors_from_rank0(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     """Rank 0's (name, CPU tensor) pairs on every rank. Those of other ranks are dropped: their iterators still have to
     be exhausted, since iterating may be collective."""
     tensors = [(name, tensor.contiguous()) for name, tensor in named]

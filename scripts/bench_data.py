@@ -93,7 +93,7 @@ def ours(folder: Path, processes: int, max_length: int) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     from megaswift.config import SwiftConfig
-    from megaswift.data.build import load_documents
+    from megaswift.data.build_batch_sources import load_document_splits
     from megaswift.data.collate import PaddingShape
     from megaswift.data.loader import make_document_rows
 
@@ -109,7 +109,7 @@ def ours(folder: Path, processes: int, max_length: int) -> dict[str, float]:
         dataset_cache_dir=str(folder / "cache"),
     )
     began, cpu = time.perf_counter(), cpu_seconds()
-    docs, _ = load_documents(cfg.data, cfg.train, tokenizer)
+    docs, _ = load_document_splits(cfg.data, cfg.train, tokenizer)
     rows = make_document_rows(docs, True, max_length, PaddingShape())
     seconds, cpu = time.perf_counter() - began, cpu_seconds() - cpu
     tokens = int(docs.length.sum())

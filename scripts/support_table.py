@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megaswift.engine.megatron.layers.choice import unsupported_by_te_attention  # noqa: E402
+from megaswift.engine.megatron.layers.layer_implementation import te_unsupported_attention_features  # noqa: E402
 from megaswift.families import FAMILIES, Family, family_of  # noqa: E402
 from megaswift.families.config_rows import RequiredValue  # noqa: E402
 from megaswift.families.model_spec import ModelSpec  # noqa: E402
@@ -39,10 +39,10 @@ def about(name: str) -> str:
 
 def own_modules(spec: ModelSpec) -> list[str]:
     """What of a model is megaswift's own beside Transformer Engine's modules, and why."""
-    own = [f"attention ({reason})" for reason in unsupported_by_te_attention(spec)]
+    own = [f"attention ({reason})" for reason in te_unsupported_attention_features(spec)]
     sinks = [
         f"attention with packed rows or CP ({r.partition(' with ')[0]})"
-        for r in unsupported_by_te_attention(spec, packing=True)
+        for r in te_unsupported_attention_features(spec, packing=True)
     ]
     own += [text for text in sinks if "sinks" in text]
     if spec.features.qk_norm_width == "all":

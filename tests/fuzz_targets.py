@@ -23,11 +23,11 @@ import pyarrow.parquet as pq
 from megaswift.bridge.hf_source import INDEX, SINGLE, HfSource
 from megaswift.bridge.peft_folder import CONFIG, TENSORS, PeftFolder
 from megaswift.config import load_config
-from megaswift.data.chat import ChatRenderer, ChatTemplates
-from megaswift.data.encode import encode_spec
-from megaswift.data.encode_preferences import encoder_for
-from megaswift.data.sample import RowError, conversation
-from megaswift.data.sources import resolve_dataset, split_into_parts
+from megaswift.data.encode_preferences import row_encoder_for_task
+from megaswift.data.encode_rows import encode_spec
+from megaswift.data.render_chat import ChatRenderer, ChatTemplates
+from megaswift.data.resolve_dataset_files import resolve_dataset_files, split_into_parts
+from megaswift.data.sample import RowError, checked_conversation_sample
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import load_spec
@@ -45,14 +45,14 @@ def _folder() -> Path:
 @cache
 def _encoder(task: str) -> Any:
     cfg = config(_folder(), "unused", task, strict=False, per_device_train_batch_size=4)
-    return encoder_for(encode_spec(cfg.data, tokenizer("qwen", "qwen3"), task))
+    return row_encoder_for_task(encode_spec(cfg.data, tokenizer("qwen", "qwen3"), task))
 
 
 def rows(name: str, task: str, data: bytes) -> None:
     """Rows of a file of this name, as a task reads them."""
     path = _folder() / name
     path.write_bytes(data)
-    for part in split_into_parts(resolve_dataset(str(path), lambda *_: ()), 2):
+    for part in split_into_parts(resolve_dataset_files(str(path), lambda *_: ()), 2):
         _encoder(task).encode_part(part)
 
 
@@ -88,7 +88,7 @@ def tokenizer_file(name: str, data: bytes) -> None:
         loaded = load_tokenizer(folder, False, "other files")
         cfg = config(_folder(), "unused")
         spec = encode_spec(cfg.data, loaded, "sft")
-        encoder_for(spec)
+        row_encoder_for_task(spec)
     finally:
         (folder / name).unlink()
         if before is not None:
@@ -103,7 +103,9 @@ def chat_template(data: bytes) -> None:
         ChatTemplates({"default": data.decode("utf-8", "replace")}, {"eos_token": "</s>"}, ("</s>",))
     )
     with suppress(RowError):
-        renderer.render(conversation(turns, "messages", tools=[{"type": "function", "function": {"name": "f"}}]))
+        renderer.render(
+            checked_conversation_sample(turns, "messages", tools=[{"type": "function", "function": {"name": "f"}}])
+        )
 
 
 def weights(name: str, data: bytes) -> None:

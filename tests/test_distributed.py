@@ -28,7 +28,7 @@ def agreed(rank: int, world: int, _: None) -> list[object]:
         distributed.all_gather_dict({"both": rank, rank: "own"}),
         distributed.broadcast_object(rank, src=1),
         distributed.broadcast_object(rank, group=alone) == rank,
-        [(name, tensor.tolist()) for name, tensor in distributed.broadcast_tensors(tensors(rank))],
+        [(name, tensor.tolist()) for name, tensor in distributed.broadcast_tensors_from_rank0(tensors(rank))],
         errors_of(rank),
     ]
     for error in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megaswift.data.sources import DatasetFiles, FilePart
+from megaswift.data.resolve_dataset_files import DatasetFiles, FilePart
 from megaswift.errors import DataError, Problem, did_you_mean_hint
 from megaswift.log import warn
 

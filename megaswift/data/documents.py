@@ -14,8 +14,8 @@ from functools import cached_property
 
 import numpy as np
 
+from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.row_counts import WITHOUT_LABELS
-from megaswift.data.sources import DatasetFiles
 from megaswift.data.token_store import TokenStore
 from megaswift.errors import DataError, Problem
 
@@ -236,7 +236,7 @@ def held_out_mask(sample: np.ndarray, ratio: float, seed: int) -> np.ndarray:
     return np.isin(sample, np.random.default_rng([seed, 7]).permutation(rows)[:count])
 
 
-def hold_out(docs: Documents, ratio: float, seed: int) -> tuple[Documents, Documents | None]:
+def hold_out_documents(docs: Documents, ratio: float, seed: int) -> tuple[Documents, Documents | None]:
     """(training, evaluation) documents: the held-out rows leave training; both keep the file's order."""
     if ratio <= 0:
         return docs, None

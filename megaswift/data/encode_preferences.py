@@ -1,6 +1,6 @@
 """Encodes preference units (one or two documents each) as tokens and loss masks, with the checks that need tokens.
 
-Owns where the completion begins in tokens. Rendering, tokenizing and masks are `encode.py`'s, the same as for SFT.
+Owns where the completion begins in tokens. Rendering, tokenizing and masks are `encode_rows.py`'s, the same as for SFT.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 from megaswift.config.data import PREFERENCES, RL
-from megaswift.data.chat import RenderedConversation
-from megaswift.data.encode import BATCH, SHOWN, EncodedRows, Encoder, EncodeSpec, row_problem
 from megaswift.data.encode_prompts import PromptEncoder
+from megaswift.data.encode_rows import BATCH, SHOWN, EncodedRows, Encoder, EncodeSpec, malformed_row_problem
 from megaswift.data.encode_vision import VisionEncoder
 from megaswift.data.formats import recognize_format
 from megaswift.data.images import reject_images
 from megaswift.data.preference_rows import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, PreferenceError, PreferenceExample
-from megaswift.data.readers import LocatedRow
+from megaswift.data.render_chat import RenderedConversation
+from megaswift.data.resolve_dataset_files import FilePart
+from megaswift.data.row_readers import LocatedRow
 from megaswift.data.sample import RowError, with_system
-from megaswift.data.sources import FilePart
 from megaswift.errors import Problem
 
 Side = tuple[np.ndarray, np.ndarray]
@@ -41,7 +41,7 @@ class EncodedPreference:
     """What is counted of the row."""
 
 
-def encoder_for(spec: EncodeSpec) -> Encoder | PreferenceEncoder:
+def row_encoder_for_task(spec: EncodeSpec) -> Encoder | PreferenceEncoder:
     """The encoder of a task."""
     if spec.task in RL:
         return PromptEncoder(spec)
@@ -181,7 +181,7 @@ class PreferenceEncoder:
             if isinstance(result, PreferenceError):
                 causes[result.cause] += 1
             if len(problems) < SHOWN:
-                problems.append(row_problem(path, located.line, result))
+                problems.append(malformed_row_problem(path, located.line, result))
         ids = [d[0] for d in documents] or [np.zeros(0, np.int32)]
         masks = [d[1] for d in documents] or [np.zeros(0, np.uint8)]
         lengths = np.array([len(d[0]) for d in documents], dtype=np.int64)

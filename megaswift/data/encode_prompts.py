@@ -1,7 +1,7 @@
 """Encodes rows as prompts: tokens up to the assistant's turn, and the columns that reward functions read.
 
 Owns what of a row is kept for rewards, as JSON. Which columns are the question is `prompt_rows.py`'s, tokenizing
-`encode.py`'s.
+`encode_rows.py`'s.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.data.chat import RenderedConversation
-from megaswift.data.encode import Encoder, EncodeSpec, check_text
+from megaswift.data.encode_rows import Encoder, EncodeSpec, check_tokenizable_text
 from megaswift.data.images import reject_images
-from megaswift.data.prompt_rows import prompt_row
+from megaswift.data.prompt_rows import split_prompt_row
+from megaswift.data.render_chat import RenderedConversation
 from megaswift.data.sample import RowError, with_system
 
 
@@ -35,7 +35,7 @@ class PromptEncoder(Encoder):
     def located(self, path: str, row: Any) -> RenderedConversation:
         """The prompt of a row; RowError when it has none."""
         row = self.named(row)
-        question = prompt_row(row, self.spec.task, self.spec.columns)
+        question = split_prompt_row(row, self.spec.task, self.spec.columns)
         reject_images(row, question.sample)
         sample = with_system(question.sample, self.spec.system)
         if sample.text is not None and self.spec.system:
@@ -54,7 +54,7 @@ class PromptEncoder(Encoder):
         if text is None:
             assert self._chat is not None
             content, text, notes = sample.messages, self._chat.prompt(sample), self._chat.prompt_notes(sample)
-            check_text(text)
+            check_tokenizable_text(text)
         # dates and the like as text
         beside = json.dumps({"said": content, "columns": question.columns, "tools": sample.tools}, default=str)
         return PromptText(text, (), notes, plain=sample.text is not None, beside=beside)

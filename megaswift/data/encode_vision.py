@@ -1,4 +1,4 @@
-"""Encodes rows with images as tokens and loss masks: `encode.py` for vision-language models.
+"""Encodes rows with images as tokens and loss masks: `encode_rows.py` for vision-language models.
 
 A row is rendered as any other, then the model's processor puts each image's tokens where its placeholder is. The longer
 text is tokenized by the same code as text rows, loss spans moved along, and must give the processor's own tokens. Every
@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.data.chat import ChatRenderer, RenderedConversation
-from megaswift.data.encode import Encoder, EncodeSpec, check_text
+from megaswift.data.encode_rows import Encoder, EncodeSpec, check_tokenizable_text
 from megaswift.data.images import ImageRoot, attach_images, open_image
-from megaswift.data.processor import ProcessedConversation, Processor
+from megaswift.data.render_chat import ChatRenderer, RenderedConversation
+from megaswift.data.vision_processor import ProcessedConversation, Processor
 from megaswift.errors import DataError, Problem
 
 
@@ -51,7 +51,7 @@ class VisionEncoder(Encoder):
         )
         assert self._chat is not None
         plain = self._chat.render(sample)
-        check_text(plain.text)
+        check_tokenizable_text(plain.text)
         expanded = self._processor.expand(plain.text, [open_image(file) for file in files])
         spans = tuple((expanded.shifted(a), expanded.shifted(b)) for a, b in plain.spans)
         ids, mask, pictured = self._tokens(expanded, spans)

@@ -4,7 +4,7 @@ Owns two forms of rows: parts of a content, as chat templates take them ({"type"
 FILE}, OpenAI's `image_url` too), and a column `images` (or `image`) beside texts with `<image>` where each one goes. An
 image is a file, or bytes in the data file (as `datasets` writes Parquet), which become one in the cache. Files are
 opened one at a time, when their row is tokenized and when it is trained on; what a model makes of them belongs to
-`processor.py`.
+`vision_processor.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ImageRoot:
     """Where images go that the row itself holds; None: they stay in memory."""
 
 
-def list_images(row: Mapping[str, Any]) -> list[Any]:
+def raw_image_entries(row: Mapping[str, Any]) -> list[Any]:
     """What the columns of a row say of its images."""
     for column in COLUMNS:
         value = row.get(column)
@@ -79,7 +79,7 @@ def reject_images(row: Mapping[str, Any], sample: Sample) -> None:
 
 def attach_images(row: Mapping[str, Any], sample: Sample, home: ImageRoot) -> tuple[Sample, list[Source]]:
     """(the sample with each image as a part of a content, the images in order)."""
-    given = list_images(row)
+    given = raw_image_entries(row)
     waiting = iter(given)
     files: list[Source] = []
     messages = []

@@ -29,7 +29,7 @@ class JsonError(ValueError):
         super().__init__(f"{where}: {found}")
 
 
-def syntax_error(error: json.JSONDecodeError) -> str:
+def json_syntax_error_text(error: json.JSONDecodeError) -> str:
     """What is wrong with the syntax, and the text around it."""
     near = (
         error.doc[max(0, error.pos - NEAR) : error.pos + NEAR]
@@ -45,9 +45,9 @@ def parse_json(text: str) -> Any:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as e:
-        raise JsonError(f"character {e.pos + 1}", syntax_error(e), "one JSON object per line") from None
+        raise JsonError(f"character {e.pos + 1}", json_syntax_error_text(e), "one JSON object per line") from None
     except (ValueError, RecursionError) as e:
-        raise exceeded_limit(e) from None
+        raise json_limit_error(e) from None
     if has_surrogate_escape(text):
         check_encodable(value)
     if text.count("{") + text.count("[") > MOST_NESTED:
@@ -60,7 +60,7 @@ def has_surrogate_escape(text: str) -> bool:
     return "\\" in text and ("\\ud" in text or "\\uD" in text)
 
 
-def exceeded_limit(error: ValueError | RecursionError) -> JsonError:
+def json_limit_error(error: ValueError | RecursionError) -> JsonError:
     """The limit of the json module that a well-formed text exceeds."""
     if isinstance(error, RecursionError):
         return JsonError("line", "lists or objects nested too deeply", f"at most {MOST_NESTED} levels")
@@ -104,7 +104,7 @@ def check_depth(value: Any) -> None:
         level = [c for v in level if isinstance(v, (dict, list)) for c in (v.values() if isinstance(v, dict) else v)]
         if not level:
             return
-    raise exceeded_limit(RecursionError())
+    raise json_limit_error(RecursionError())
 
 
 def split_json_list(text: str) -> list[str] | None:

@@ -1,7 +1,7 @@
 """Micro-batches for one data-parallel rank, with a position that can be saved and restored.
 
 Owns the cut of global batches into ranks and micro-batches, read-ahead, padding statistics and the sources' state. The
-order of rows belongs to `epoch_order.py`, tensors to `collate.py`, streaming to `stream.py`.
+order of rows belongs to `epoch_order.py`, tensors to `collate.py`, streaming to `stream_batches.py`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from megaswift.data.collate import Document, PaddingShape, collate_packed, collate_rows
-from megaswift.data.data_identity import FIX, WHAT, check_same_data, data_fingerprint
 from megaswift.data.documents import Documents
 from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.packing import Packing, padded_lengths
-from megaswift.data.processor import Processor
-from megaswift.data.repack import LayoutSpan, PackShape, RemainingRows, remaining_rows, spans_from_state
+from megaswift.data.repack_remaining_rows import LayoutSpan, PackShape, RemainingRows, remaining_rows, spans_from_state
+from megaswift.data.resume_data_check import FIX, WHAT, check_same_data, data_fingerprint
 from megaswift.data.vision_batches import VisionCollator
+from megaswift.data.vision_processor import Processor
 from megaswift.errors import DataError, Problem
 from megaswift.log import info
 from megaswift.losses.contract import Batch
@@ -135,7 +135,7 @@ class DocumentRows:
         """Tensors of a step's micro-batches."""
         if self.towers is not None:
             return [self.towers.batch([r[0] if r else None for r in micro], shape) for micro in rows]
-        return collate_step(rows, self.packing is not None, shape, uniform)
+        return collate_step_microbatches(rows, self.packing is not None, shape, uniform)
 
     def stats(self, shape: PaddingShape) -> dict[str, float]:
         """`fill` real tokens over all, `padded_fill` with the padding of documents counted as filled."""
@@ -160,7 +160,7 @@ def make_document_rows(
     return DocumentRows(docs, pack_shape.pack(docs.length), pack_shape)
 
 
-def collate_step(
+def collate_step_microbatches(
     rows: Sequence[Sequence[list[Document]]], packed: bool, shape: PaddingShape, uniform: bool
 ) -> list[Batch]:
     """Tensors of a step's micro-batches. An empty row is one without weight."""
@@ -178,7 +178,7 @@ def collate_step(
 
 
 @dataclass
-class StoredSource:
+class TokenStoreBatchSource:
     """Batches from token stores: endless, in a known order."""
 
     data: RowData

@@ -68,7 +68,7 @@ class _Rows:
         return np.arange(self.count - count, self.count)
 
 
-def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
+def pack_best_fit(lengths: np.ndarray, capacity: int) -> Packing:
     """Pack documents of the given lengths, none above `capacity`, into rows."""
     assert len(lengths) and lengths.max() <= capacity and lengths.min() > 0
     order = np.argsort(-lengths, kind="stable")

@@ -21,8 +21,8 @@ import torch
 from megaswift.data.collate import Document, PaddingShape
 from megaswift.data.documents import Documents
 from megaswift.data.encode_preferences import first_labeled_token
-from megaswift.data.loader import collate_step
-from megaswift.data.preferences import Preferences
+from megaswift.data.loader import collate_step_microbatches
+from megaswift.data.preference_documents import Preferences
 from megaswift.losses.contract import Batch
 
 
@@ -46,7 +46,7 @@ def collate_preferences(
         [[d for d in micro if d is not None]] if packing else [[] if d is None else [d] for d in micro]
         for micro in micro_documents
     ]
-    return collate_step(rows, packing, shape, uniform)
+    return collate_step_microbatches(rows, packing, shape, uniform)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,9 @@ def documents_in_batch(batch: Batch) -> list[Document]:
     return documents
 
 
-def kl_batches(batches: Sequence[Batch], shape: PaddingShape, max_length: int, uniform: bool = False) -> list[Batch]:
+def kto_kl_batches(
+    batches: Sequence[Batch], shape: PaddingShape, max_length: int, uniform: bool = False
+) -> list[Batch]:
     """A step's micro-batches of examples with completions moved on by one, cut to `max_length` from the right;
     `examples` as they were.
 

@@ -110,7 +110,7 @@ def make_pair(chosen: Sample, rejected: Sample, margin: float, columns: tuple[st
     return PreferenceExample((_only(chosen, shared), _only(rejected, shared)), margin)
 
 
-def make_example(sample: Sample, label: float, column: str, begin: int | None = None) -> PreferenceExample:
+def make_labeled_example(sample: Sample, label: float, column: str, begin: int | None = None) -> PreferenceExample:
     """A conversation as an example: the completion is what follows the last question (or begins at message `begin`)."""
     messages = sample.messages
     prompt_end = max((i for i, m in enumerate(messages) if m["role"] in ASKING), default=-1) + 1

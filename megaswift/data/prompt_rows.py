@@ -44,7 +44,7 @@ def with_empty_answer(row: Row, task: str) -> Row:
     return row
 
 
-def prompt_row(row: Row, task: str, names: Mapping[str, str]) -> PromptRow:
+def split_prompt_row(row: Row, task: str, names: Mapping[str, str]) -> PromptRow:
     """The question of a row; RowError when it has none. An answer at the end of the conversation becomes the column
     `response`.
 

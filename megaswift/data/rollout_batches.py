@@ -80,19 +80,19 @@ class RolloutCollator:
         numbers = [n if self.packing else i for n, (i, _) in enumerate(completions)]
         fields = {"completions": torch.tensor(numbers, dtype=torch.int64)}
         for name in completions[0][1].values if completions else ():
-            fields[name] = scatter_values(
+            fields[name] = scatter_completion_values(
                 batch, torch.from_numpy(np.concatenate([c.values[name] for _, c in completions]))
             )
         return fields
 
 
-def scatter_values(batch: Batch, values: Tensor) -> Tensor:
+def scatter_completion_values(batch: Batch, values: Tensor) -> Tensor:
     """[b, s]: `values` at the labeled positions in their order, 0 elsewhere."""
     labeled = batch.loss_weights != 0
     return torch.zeros(labeled.shape, dtype=values.dtype).masked_scatter(labeled, values)
 
 
-def gather_values(batch: Batch, values: Tensor, micro: RolloutMicrobatch) -> dict[int, np.ndarray]:
+def gather_completion_values(batch: Batch, values: Tensor, micro: RolloutMicrobatch) -> dict[int, np.ndarray]:
     """The inverse for one micro-batch: `values` [b, s] at each completion's own tokens, by its number."""
     numbers, position = values.detach().cpu()[batch.loss_weights != 0].numpy(), 0
     gathered = {}

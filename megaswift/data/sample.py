@@ -1,7 +1,7 @@
 """One training example before tokens: a conversation or a text.
 
 Owns `Sample`, `RowError` and the checks that every format shares (roles, contents, tools). Which columns a file has
-belongs to `megaswift.data.formats`; how a conversation becomes text belongs to `megaswift.data.chat`.
+belongs to `megaswift.data.formats`; how a conversation becomes text belongs to `megaswift.data.render_chat`.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _call(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"role": TOOL_CALL, "tool_calls": [{"type": "function", "function": dict(c)} for c in calls]}
 
 
-def conversation(messages: Any, column: str, system: str | None = None, tools: Any = None) -> Sample:
+def checked_conversation_sample(messages: Any, column: str, system: str | None = None, tools: Any = None) -> Sample:
     """A checked conversation from messages in the template's form; `system` goes first when they have none."""
     messages = decode_json_cell(messages, column, "a list of messages")
     if not isinstance(messages, (list, tuple)) or not messages:
@@ -177,10 +177,10 @@ def text_or_messages(row: Mapping[str, Any], column: str) -> str | Sample:
         return value
     if not isinstance(value, (list, tuple, dict)):
         raise RowError(column, describe_value(value), "a string or a list of messages")
-    return conversation([value] if isinstance(value, dict) else value, column)
+    return checked_conversation_sample([value] if isinstance(value, dict) else value, column)
 
 
-def check_plain_row(row: Mapping[str, Any]) -> None:
+def reject_chat_only_columns(row: Mapping[str, Any]) -> None:
     """RowError for what only a chat template could write into plain texts."""
     for column in ("system", "tools"):
         if row.get(column):

@@ -70,7 +70,7 @@ def _own_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         if word.startswith("--") and word[2:] in own and words:
             own[word[2:]] = words.pop(0)
         elif leading:
-            (files if is_configuration(word) else datasets).append(word)
+            (files if is_config_file_word(word) else datasets).append(word)
         else:
             name = word.partition("=")[0].lstrip("-")
             if (
@@ -83,7 +83,7 @@ def _own_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return own, [*files, *rest, *(["--dataset", *datasets] if datasets else [])]
 
 
-def is_configuration(word: str) -> bool:
+def is_config_file_word(word: str) -> bool:
     """Whether a word names a configuration rather than data: any YAML file, or a JSON object of options without a list
     of rows."""
     path = Path(word)
@@ -261,15 +261,17 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
     _check(cfg, words)
     for notice in cfg.notices:
         info(notice)
-    from megaswift.data.sources import resolve_dataset
+    from megaswift.data.resolve_dataset_files import resolve_dataset_files
 
     first, count = _number(own, "first"), _number(own, "samples")
     for name in cfg.data.dataset:
-        resolve_dataset(name, lambda *_: ())  # of paths; a hub is asked later
+        resolve_dataset_files(name, lambda *_: ())  # of paths; a hub is asked later
     reader = reader_for(cfg)
-    from megaswift.data.build import row_unit  # brings torch; help and mistakes are answered without
+    from megaswift.data.build_batch_sources import (
+        global_batch_unit,  # brings torch; help and mistakes are answered without
+    )
 
-    show = {"rows": show_rows, "completions": show_prompts}.get(row_unit(cfg.task), show_preferences)
+    show = {"rows": show_rows, "completions": show_prompts}.get(global_batch_unit(cfg.task), show_preferences)
     print("\n".join(show(cfg, cfg.task, reader, range(first, first + count))))
     return 0
 
@@ -288,10 +290,10 @@ def _shown(which: range, count: int, of: str) -> range:
 
 def show_rows(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[str]:
     """Some samples of SFT or pretraining, then statistics of all."""
-    from megaswift.data.build import load_documents
-    from megaswift.data.processor import Processor
+    from megaswift.data.build_batch_sources import load_document_splits
+    from megaswift.data.vision_processor import Processor
 
-    docs, evaluation = load_documents(cfg.data, cfg.train, reader, task)
+    docs, evaluation = load_document_splits(cfg.data, cfg.train, reader, task)
     lines = []
     for i in _shown(which, len(docs), "samples"):
         lines += [f"--- sample {i} (row {docs.sample[i]}): {_counts(docs, i)}", _document(docs, i, reader) + "\n"]
@@ -302,10 +304,10 @@ def show_rows(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[st
 
 def show_preferences(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
     """Some pairs or labeled answers, each of their documents, then statistics of all documents."""
-    from megaswift.data.build import load_preferences, row_unit
+    from megaswift.data.build_batch_sources import global_batch_unit, load_preference_splits
 
-    units, evaluation = load_preferences(cfg.data, cfg.train, tokenizer, task)
-    kind, docs, lines = row_unit(task), units.docs, []
+    units, evaluation = load_preference_splits(cfg.data, cfg.train, tokenizer, task)
+    kind, docs, lines = global_batch_unit(task), units.docs, []
     for i in _shown(which, len(units), kind):
         value = units.values[i]
         pairs = kind == "pairs"
@@ -327,9 +329,9 @@ def show_preferences(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) 
 
 def show_prompts(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
     """Some prompts with the columns that rewards see, then their lengths."""
-    from megaswift.data.prompts import load_prompts
+    from megaswift.data.rl_prompts import load_prompt_splits
 
-    source, evaluation = load_prompts(cfg, tokenizer, 1)
+    source, evaluation = load_prompt_splits(cfg, tokenizer, 1)
     prompts, lines = source.prompts, []
     for i in _shown(which, len(prompts), "prompts"):
         prompt = prompts.read(i)
@@ -351,7 +353,7 @@ def _counts(docs: Documents, i: int) -> str:
 
 
 def _document(docs: Documents, i: int, reader: Any) -> str:
-    from megaswift.data.processor import tokenizer_of_reader
+    from megaswift.data.vision_processor import tokenizer_of_reader
 
     ids, loss = docs.read(i)
     texts, mask = token_texts(tokenizer_of_reader(reader), ids.tolist()), loss.tolist()

@@ -1,7 +1,7 @@
 """Positions at which a text can be split without changing its tokens.
 
 Owns the proof, which is about the tokenizer's own rules and never about sample texts. `split_points_of` returns None
-for a tokenizer that is not proven; `encode.py` then encodes whole texts. `piece_cache.py` encodes the parts.
+for a tokenizer that is not proven; `encode_rows.py` then encodes whole texts. `piece_cache.py` encodes the parts.
 
 Two kinds of places are cut:
 

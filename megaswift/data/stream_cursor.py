@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megaswift.data.readers import BY_BYTES, DOCUMENT, LocatedRow, count_rows
-from megaswift.data.sources import DatasetFiles, FilePart
+from megaswift.data.resolve_dataset_files import DatasetFiles, FilePart
+from megaswift.data.row_readers import BY_BYTES, DOCUMENT, LocatedRow, count_rows
 from megaswift.errors import DataError, Problem
 
 

@@ -12,23 +12,23 @@ from dataclasses import dataclass, field, replace
 
 from megaswift.data.collate import PaddingShape
 from megaswift.data.documents import too_long_message
-from megaswift.data.encode import row_problem
 from megaswift.data.encode_preferences import EncodedPreference, PreferenceEncoder
+from megaswift.data.encode_rows import malformed_row_problem
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.preference_batches import PreferenceCollator, PreferenceItem
+from megaswift.data.preference_documents import unusable_reason
 from megaswift.data.preference_rows import PreferenceError
-from megaswift.data.preferences import unusable_reason
+from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.sample import RowError
-from megaswift.data.sources import DatasetFiles
-from megaswift.data.stream import (
+from megaswift.data.stream_batches import (
     AHEAD,
     NumberedRow,
     Spread,
     StreamCounts,
     StreamOptions,
+    process_all_rows_locally,
     raise_first_problem,
     source_names,
-    whole_stream,
 )
 from megaswift.data.stream_cursor import Cursor, read_from_cursor
 from megaswift.errors import DataError, Problem
@@ -53,7 +53,9 @@ class PreferenceContents:
         """Units that are of use."""
         return self._items(rows, self.tally, spread)
 
-    def _items(self, rows: Sequence[NumberedRow], tally: StreamCounts, spread: Spread = whole_stream) -> list[Item]:
+    def _items(
+        self, rows: Sequence[NumberedRow], tally: StreamCounts, spread: Spread = process_all_rows_locally
+    ) -> list[Item]:
         read = spread(rows, lambda share: [*self.encoder.read((path, located) for path, located, _ in share)])
         items = [self._item(row, one, tally) for row, one in zip(rows, read, strict=True)]
         return [item for item in items if item is not None]
@@ -61,7 +63,7 @@ class PreferenceContents:
     def _item(self, row: NumberedRow, found: EncodedPreference | RowError, tally: StreamCounts) -> Item | None:
         path, located, number = row
         if not isinstance(found, EncodedPreference):
-            problem = row_problem(path, located.line, found)
+            problem = malformed_row_problem(path, located.line, found)
             if self.encoder.spec.strict:
                 return problem
             tally.malformed(problem, found.cause if isinstance(found, PreferenceError) else "malformed")

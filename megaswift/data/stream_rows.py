@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.data.chat import RenderedConversation
 from megaswift.data.collate import Document, PaddingShape
-from megaswift.data.encode import Encoder, row_problem
-from megaswift.data.loader import LoaderGeometry, collate_step
-from megaswift.data.packing import best_fit, padded_lengths
-from megaswift.data.readers import LocatedRow
+from megaswift.data.encode_rows import Encoder, malformed_row_problem
+from megaswift.data.loader import LoaderGeometry, collate_step_microbatches
+from megaswift.data.packing import pack_best_fit, padded_lengths
+from megaswift.data.render_chat import RenderedConversation
+from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.row_counts import WITHOUT_LABELS
+from megaswift.data.row_readers import LocatedRow
 from megaswift.data.sample import RowError
-from megaswift.data.sources import DatasetFiles
-from megaswift.data.stream import (
+from megaswift.data.stream_batches import (
     AHEAD,
     NumberedRow,
     Spread,
@@ -65,7 +65,7 @@ class TokenRowContents:
         try:
             return self.encoder.render(located.row)
         except RowError as e:
-            return row_problem(path, located.line, e)
+            return malformed_row_problem(path, located.line, e)
 
     def _kept(self, made: _ReadRow) -> _RowResult:
         if isinstance(made, tuple):
@@ -119,14 +119,14 @@ class TokenRowContents:
         if not documents:
             return []
         lengths = padded_lengths(np.array([len(d[0]) for d in documents]), self.shape.doc_multiple)
-        packing = best_fit(lengths, self.shape.row_length(self.options.max_length))
+        packing = pack_best_fit(lengths, self.shape.row_length(self.options.max_length))
         return [[documents[i] for i in packing.row(n).tolist()] for n in range(len(packing))]
 
     def batches(self, taken: Sequence[Any], geometry: LoaderGeometry) -> list[Batch]:
         """Tensors of a step's micro-batches; rows are cut to length now, because one that is too long may stop the
         run."""
         rows = taken if self.options.packing else [documents[:1] for documents in self._documents(taken)]
-        return collate_step(geometry.own(rows), self.options.packing, self.shape, geometry.uniform)
+        return collate_step_microbatches(geometry.own(rows), self.options.packing, self.shape, geometry.uniform)
 
     def useless(self, sources: Sequence[DatasetFiles]) -> DataError:
         """No label within max_length."""

@@ -26,7 +26,7 @@ _TOOL = {"type": "function", "function": _SCHEMA}
 FIX = "a chat template that renders them (--chat_template FILE), or rows without them"
 
 
-def is_empty(message: _Message) -> bool:
+def is_empty_assistant_message(message: _Message) -> bool:
     """Whether an assistant message says and calls nothing."""
     content = message.get("content")
     if isinstance(content, str) and content and not content.isspace() or message.get("tool_calls"):
@@ -82,7 +82,7 @@ class TemplateProbe:
             if role == "assistant":
                 if "tool_calls" in message and message["tool_calls"] and not self.calls:
                     raise RowError(f"messages[{i}].tool_calls", "tool calls, which the chat template omits", FIX)
-                if next(carries, False) and is_empty(message):
+                if next(carries, False) and is_empty_assistant_message(message):
                     notes.append(EMPTY_ANSWERS)
             elif not self.role(role):
                 if role not in ("system", "developer"):

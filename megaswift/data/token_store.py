@@ -26,7 +26,7 @@ from megaswift.data.row_counts import MALFORMED, skipped_key
 from megaswift.errors import DataError, Problem
 
 if TYPE_CHECKING:
-    from megaswift.data.encode import EncodedRows
+    from megaswift.data.encode_rows import EncodedRows
 
 VERSION = 1
 
@@ -71,7 +71,7 @@ class PieceReport:
     """What is counted of these."""
 
 
-def read_report(folder: Path, number: int) -> PieceReport | None:
+def read_piece_report(folder: Path, number: int) -> PieceReport | None:
     """The report of a finished piece."""
     path = folder / f"piece-{number:06d}.done"
     if not path.exists():
@@ -215,7 +215,7 @@ class TokenStore:
 
     def beside(self, i: int) -> dict[str, Any] | None:
         """What row i keeps beside its tokens: {"text", "files", "end"} of its images, or a prompt's own
-        (`prompts.py`)."""
+        (`rl_prompts.py`)."""
         if self._beside is None or self._beside[0, i] == self._beside[0, i + 1]:
             return None
         with (self.folder / "beside.bin").open("rb") as f:

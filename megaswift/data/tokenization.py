@@ -23,14 +23,21 @@ from typing import Any
 
 from megaswift import log
 from megaswift.config.data import RL
-from megaswift.data import columns, hub
-from megaswift.data.cache import build_once, cache_root, is_builder, publish_alias, read_alias, wait_for_build
-from megaswift.data.encode import SHOWN, EncodeSpec, encode_spec
-from megaswift.data.encode_preferences import encoder_for
+from megaswift.data import columns, download_hub_datasets
+from megaswift.data.build_token_cache import (
+    build_once,
+    cache_root,
+    is_cache_builder_process,
+    publish_content_hash,
+    wait_for_build,
+    wait_for_content_hash,
+)
+from megaswift.data.encode_preferences import row_encoder_for_task
+from megaswift.data.encode_rows import SHOWN, EncodeSpec, encode_spec
 from megaswift.data.prompt_rows import ANSWER
+from megaswift.data.resolve_dataset_files import DatasetFiles, FilePart, resolve_dataset_files, split_into_parts
 from megaswift.data.row_counts import NOTES
-from megaswift.data.sources import DatasetFiles, FilePart, resolve_dataset, split_into_parts
-from megaswift.data.token_store import PieceReport, TokenStore, merge_pieces, read_report, write_piece
+from megaswift.data.token_store import PieceReport, TokenStore, merge_pieces, read_piece_report, write_piece
 from megaswift.errors import DataError, Problem, merge_similar_problems
 
 WORKER_BYTES = 2 << 20
@@ -41,7 +48,7 @@ ENTRY = "tokenize_worker.py"
 """The module that tokenizes; with all that it imports, the code that decides which tokens a row becomes."""
 
 
-def tokenization_code() -> list[Path]:
+def tokenization_code_files() -> list[Path]:
     """The files of `megaswift.data` that `ENTRY` imports, directly or not, within functions too; itself included. Of an
     imported package (`formats`, whose modules register themselves) all files."""
     folder = Path(__file__).parent
@@ -75,10 +82,10 @@ def _files_of(folder: Path, name: str) -> list[Path]:
 
 
 @cache
-def code_version() -> str:
+def tokenization_code_hash() -> str:
     """Hash of the code that decides which tokens a row becomes."""
     digest = hashlib.sha256()
-    for file in tokenization_code():
+    for file in tokenization_code_files():
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
@@ -102,7 +109,7 @@ def _spec_key(spec: EncodeSpec) -> str:
     import tokenizers
     import transformers
 
-    return _digest(asdict(spec), code_version(), today, tokenizers.__version__, transformers.__version__)
+    return _digest(asdict(spec), tokenization_code_hash(), today, tokenizers.__version__, transformers.__version__)
 
 
 def tokenize_datasets(
@@ -131,7 +138,7 @@ def tokenize_datasets(
             log.warn(f"{name}: {store.skipped} (--strict false)")
         for note, count in store.manifest["notes"].items():
             log.warn(f"{name}: {count:,} rows {NOTES[note]}")
-        if is_builder():
+        if is_cache_builder_process():
             store.check_images()
         stores.append((source, store))
     return stores
@@ -151,19 +158,19 @@ def check_columns(data: Any, task: str) -> None:
 
 def dataset_files(name: str, root: Path, flag: str = "--dataset") -> DatasetFiles:
     """The files behind an entry of the option `flag`, fetched from a hub where it is an id."""
-    return resolve_dataset(name, partial(hub.fetch_dataset, root, flag), flag)
+    return resolve_dataset_files(name, partial(download_hub_datasets.download_dataset_as_parquet, root, flag), flag)
 
 
 def _store(root: Path, source: DatasetFiles, spec: EncodeSpec, processes: int) -> Path:
     stats = [(str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns) for f in source.files]
     options = (_spec_key(spec), source.rows, source.draw, source.sample_by)
     alias = _digest("alias", stats, options)
-    if not is_builder():
-        target = root / read_alias(root, alias)
+    if not is_cache_builder_process():
+        target = root / wait_for_content_hash(root, alias)
         wait_for_build(target)
         return target
     target = root / _digest([(str(f), _file_hash(f)) for f in source.files], options)
-    publish_alias(root, alias, target.name)
+    publish_content_hash(root, alias, target.name)
     build_once(target, lambda scratch: _build(scratch, target, source, (spec, processes)))
     return target
 
@@ -194,13 +201,13 @@ def _build(scratch: Path, target: Path, source: DatasetFiles, how: tuple[EncodeS
     if count > 1:
         _run_workers(scratch, spec, parts, count)
     else:
-        encoder = encoder_for(spec)
+        encoder = row_encoder_for_task(spec)
         for i, part in enumerate(parts):
             piece = encoder.encode_part(part)
             write_piece(scratch, i, piece)
             if spec.strict and piece.bad:
                 break
-    reports = [r for r in (read_report(scratch, i) for i in range(len(parts))) if r is not None]
+    reports = [r for r in (read_piece_report(scratch, i) for i in range(len(parts))) if r is not None]
     bad = sum(r.bad for r in reports)
     if bad and spec.strict:
         raise _malformed(reports)

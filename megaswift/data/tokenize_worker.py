@@ -10,12 +10,12 @@ import json
 import sys
 from pathlib import Path
 
-from megaswift.data.chat import ChatTemplates
-from megaswift.data.encode import EncodeSpec
-from megaswift.data.encode_preferences import encoder_for
-from megaswift.data.processor import ProcessorSpec
-from megaswift.data.sources import FilePart
+from megaswift.data.encode_preferences import row_encoder_for_task
+from megaswift.data.encode_rows import EncodeSpec
+from megaswift.data.render_chat import ChatTemplates
+from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.token_store import write_piece
+from megaswift.data.vision_processor import ProcessorSpec
 from megaswift.errors import UserError
 
 
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     )
     parts = [FilePart(**p) for p in text["parts"]]
     try:
-        encoder = encoder_for(spec)
+        encoder = row_encoder_for_task(spec)
         for i in range(number, len(parts), of):
             piece = encoder.encode_part(parts[i])
             write_piece(job.parent, i, piece)

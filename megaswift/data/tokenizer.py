@@ -47,17 +47,17 @@ def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
     with _as_problem(f"tokenizer in {folder}", "cannot be read: {}", fix, UNREADABLE):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
         tokenizer("x")  # what its files say of lengths and special tokens is first read here
-        if (largest := largest_token(tokenizer)) > MOST_TOKENS:
+        if (largest := largest_token_id(tokenizer)) > MOST_TOKENS:
             raise ValueError(f"token ID {largest:,} exceeds the maximum of {MOST_TOKENS:,}")
         return tokenizer
 
 
-def largest_token(tokenizer: Any) -> int:
+def largest_token_id(tokenizer: Any) -> int:
     """The largest id of its tokens. Takes 0.1 s where there are 150,000."""
     return max(tokenizer.get_vocab().values(), default=0)
 
 
-def fast_tokenizer(text: str) -> Any:
+def fast_tokenizer_from_json(text: str) -> Any:
     """The fast tokenizer of this JSON text, which transformers may have made of files that do not fit each other."""
     from tokenizers import Tokenizer
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megaswift.data.documents import Documents
-from megaswift.data.tokenizer import largest_token
+from megaswift.data.tokenizer import largest_token_id
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 
@@ -24,16 +24,16 @@ FIX = (
 )
 
 
-def exceeds_embedding(tokenizer: Any, rows: int) -> bool:
+def tokenizer_exceeds_embedding(tokenizer: Any, rows: int) -> bool:
     """Whether the tokenizer has a token that an embedding of so many rows (0: not known) lacks. Few have; only then
     data are looked at."""
-    return rows > 0 and largest_token(tokenizer) >= rows
+    return rows > 0 and largest_token_id(tokenizer) >= rows
 
 
 def check_vocabulary(data: Sequence[Documents], tokenizer: Any, rows: int) -> None:
     """DataError for the first row with such a token."""
     stores = {store.folder: store for docs in data for store in docs.stores}
-    for store in stores.values() if exceeds_embedding(tokenizer, rows) else ():
+    for store in stores.values() if tokenizer_exceeds_embedding(tokenizer, rows) else ():
         for start in range(0, len(store.tokens), BLOCK):
             unknown = np.flatnonzero(store.tokens[start : start + BLOCK] >= rows)
             if len(unknown):
@@ -43,7 +43,7 @@ def check_vocabulary(data: Sequence[Documents], tokenizer: Any, rows: int) -> No
                 raise _beyond(store.place(row), f"{token} ({tokenizer.convert_ids_to_tokens(token)})", rows)
 
 
-def check_batch(batch: Batch, rows: int) -> None:
+def check_batch_token_ids(batch: Batch, rows: int) -> None:
     """The same for tokens that are on their way to the model."""
     ids = batch.input_ids.masked_fill(~batch.valid, 0)
     if int(ids.max()) >= rows:

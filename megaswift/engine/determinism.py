@@ -25,7 +25,7 @@ _RAISED = "does not have a deterministic implementation"
 """In torch's error about such an operation."""
 
 
-def environment_problems(cfg: SwiftConfig, environ: Mapping[str, str]) -> list[Problem]:
+def determinism_environment_problems(cfg: SwiftConfig, environ: Mapping[str, str]) -> list[Problem]:
     """Variables that are set to what prevents it."""
     if not cfg.train.deterministic:
         return []
@@ -43,7 +43,7 @@ def enable_determinism(cfg: SwiftConfig, environ: MutableMapping[str, str]) -> N
     it."""
     if not cfg.train.deterministic:
         return
-    if problems := environment_problems(cfg, environ):
+    if problems := determinism_environment_problems(cfg, environ):
         raise ConfigError(problems)
     for name, values in VARIABLES.items():
         environ.setdefault(name, values[0])
@@ -53,7 +53,7 @@ def enable_determinism(cfg: SwiftConfig, environ: MutableMapping[str, str]) -> N
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
-def determinism_error(cfg: SwiftConfig, error: BaseException) -> ConfigError | None:
+def nondeterministic_op_error(cfg: SwiftConfig, error: BaseException) -> ConfigError | None:
     """The error for a run that torch stopped because an operation has no deterministic form."""
     text = str(error)
     if not cfg.train.deterministic or _RAISED not in text:

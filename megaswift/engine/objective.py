@@ -68,7 +68,7 @@ def count_global_batch(microbatches: Sequence[Batch], loss: Loss, context: Objec
     return GlobalCounts(dict(zip(names, values, strict=False)), round(values[-3]), round(values[-2]), round(values[-1]))
 
 
-def fields_to_outputs(fields: Tensor, needs: Needs) -> ModelOutputs:
+def named_head_outputs(fields: Tensor, needs: Needs) -> ModelOutputs:
     """[f, b, s] as the head returns them to named fields."""
     return ModelOutputs(
         **{name: fields[i].detach() if name == "correct" else fields[i] for i, name in enumerate(needs.names)}
@@ -84,7 +84,7 @@ class Objective:
 
     def __call__(self, batch: Batch, fields: Tensor) -> Tensor:
         """The scalar to differentiate: this micro-batch's part of the global batch's objective."""
-        terms, metrics = self.loss(fields_to_outputs(fields, self.loss.needs), batch)
+        terms, metrics = self.loss(named_head_outputs(fields, self.loss.needs), batch)
         total = fields.new_zeros(())
         values: dict[str, Tensor] = {}
         for term in terms:
@@ -157,7 +157,7 @@ def _reduce(values: dict[str, float], op: dist.ReduceOp.RedOpType, context: Obje
     return dict(zip(names, tensor.tolist(), strict=True))
 
 
-def reduce_report(objective: Objective, context: ObjectiveContext) -> tuple[float, dict[str, float]]:
+def reduce_objective_report(objective: Objective, context: ObjectiveContext) -> tuple[float, dict[str, float]]:
     """(objective, metrics) of the global batch, on every rank: reduced on the last stage, then sent to the others."""
     layout, coords = context.layout, context.coordinates
     result: tuple[float, dict[str, float]] = (0.0, {})

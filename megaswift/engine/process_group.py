@@ -40,7 +40,7 @@ def launcher_store(environ: Mapping[str, str], rank: int, world: int, timeout: d
 
     torchrun's agent keeps one store over all attempts (`--max-restarts`), and `init_process_group` reads addresses of
     dead processes from it. On several machines agents may count attempts differently, so the number is no common
-    prefix there; `missing_restart_variable` names the variable that gives each attempt a store of its own.
+    prefix there; `missing_restart_variable_warning` names the variable that gives each attempt a store of its own.
     """
     address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -63,7 +63,7 @@ def launcher_store(environ: Mapping[str, str], rank: int, world: int, timeout: d
     return dist.PrefixStore(f"megaswift/attempt-{attempt}", store) if agent and one_machine else store
 
 
-def missing_restart_variable(environ: Mapping[str, str]) -> str:
+def missing_restart_variable_warning(environ: Mapping[str, str]) -> str:
     """What torchrun's restarts lack on several machines, as text for a warning; empty when nothing is missing."""
     several = environ.get("GROUP_WORLD_SIZE", "1") != "1" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if not several or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -70,7 +70,7 @@ def read_rng_state(directory: Path, rank: int) -> tuple[dict[str, Tensor], dict[
     return tensors, plain
 
 
-def fits_generators(tensors: dict[str, Tensor], own: Mapping[str, Tensor] = NONE) -> bool:
+def rng_state_fits_generators(tensors: dict[str, Tensor], own: Mapping[str, Tensor] = NONE) -> bool:
     """Whether these are states of the generators that this rank has: the same devices, the same names in the engine's
     `own`."""
     return {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in _collect(own)[0].items()}
@@ -88,7 +88,7 @@ def restore_rng_state(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict
     return {name.removeprefix(_OWN): t.clone() for name, t in tensors.items() if name.startswith(_OWN)}
 
 
-def fresh_seed(directory: Path) -> int:
+def seed_from_saved_rng_state(directory: Path) -> int:
     """From the saved states of rank 0: repeatable, and no dropout mask comes twice. Python and NumPy have it
     already."""
     seed = zlib.crc32(rng_file(directory, 0).read_bytes()) >> 1

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaswift.config import SwiftConfig
-from megaswift.data.processor import Processor, processor_spec
-from megaswift.data.template import read_template
+from megaswift.data.read_template_and_system import read_template
 from megaswift.data.tokenizer import load_tokenizer
+from megaswift.data.vision_processor import Processor, processor_spec
 from megaswift.errors import Problem, WeightsError, first_line, missing_path_hint
 from megaswift.families.adapter_folder import CONFIG as ADAPTERS
 from megaswift.families.adapter_folder import adapter_as_model_problem

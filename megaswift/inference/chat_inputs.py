@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megaswift.data.chat import ChatRenderer, load_chat_templates
 from megaswift.data.images import ImageRoot, Source, attach_images, open_image
-from megaswift.data.processor import Processor
-from megaswift.data.sample import RowError, Sample, conversation
-from megaswift.data.template import read_system
+from megaswift.data.read_template_and_system import read_system_message
+from megaswift.data.render_chat import ChatRenderer, load_chat_templates
+from megaswift.data.sample import RowError, Sample, checked_conversation_sample
 from megaswift.data.template_limits import REFUSED
+from megaswift.data.vision_processor import Processor
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.inference.generator import AnswerRequest, ImageFeatures, Listener
 from megaswift.inference.load_generation_model import PreparedModel
@@ -50,7 +50,7 @@ class ChatInputs:
 
     def __init__(self, prepared: PreparedModel, system: str | None, home: ImageRoot = STRANGERS) -> None:
         self.tokenizer, self.context, self.home = prepared.tokenizer, prepared.context, home
-        self.system = read_system(system)
+        self.system = read_system_message(system)
         self._reader, self._name = prepared.reader, str(prepared.options.model)
 
     @property
@@ -107,7 +107,7 @@ class ChatInputs:
         if not self.tokenizer.chat_template:
             raise ChatInputError("the model has no chat template")
         try:
-            sample, images = attach_images(row, conversation(turns, "messages", tools=tools), self.home)
+            sample, images = attach_images(row, checked_conversation_sample(turns, "messages", tools=tools), self.home)
             text = self._chat.prompt(sample)
             return self._looked(reader, ChatInput((), text, tuple(images)))
         except RowError as error:

@@ -28,8 +28,8 @@ from megaswift.bridge.open_weight_source import open_checkpoint_weight_source
 from megaswift.config import device_placement as devices
 from megaswift.config.device_placement import DISK
 from megaswift.config.inference import PlacementOptions, WeightsOptions
-from megaswift.data.processor import Processor, image_support_problems
 from megaswift.data.sample import RowError
+from megaswift.data.vision_processor import Processor, image_support_problems
 from megaswift.errors import ConfigError, Problem, UserError, WeightsError, first_line
 from megaswift.families import FAMILIES
 from megaswift.families.adapter_folder import adapter_shapes, base_model_name

@@ -11,7 +11,7 @@ import importlib.util
 from pathlib import Path
 
 from megaswift.config.inference import AnswerConfig, WeightsOptions
-from megaswift.data.template import read_system, read_template
+from megaswift.data.read_template_and_system import read_system_message, read_template
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.adapter_folder import is_scored
 from megaswift.families.checkpoint_folder import find_checkpoint
@@ -33,7 +33,7 @@ def precheck_model(cfg: AnswerConfig) -> None:
     locate_generation_model(cfg.weights)
     if cfg.conversation.chat_template is not None:
         read_template(cfg.conversation.chat_template)
-    read_system(cfg.conversation.system)
+    read_system_message(cfg.conversation.system)
 
 
 def locate_generation_model(options: WeightsOptions) -> Path:

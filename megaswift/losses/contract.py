@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megaswift.device_copy import to_device
+from megaswift.device_copy import copy_to_device_async
 
 FIELDS = ("logprobs", "entropy", "logsumexp", "correct", "mean_logit", "log_sum_sq")
 
@@ -50,7 +50,7 @@ class Batch:
 
         def move(v: Any) -> Any:
             if isinstance(v, Tensor):
-                return to_device(v, device)
+                return copy_to_device_async(v, device)
             return {k: move(x) for k, x in v.items()} if isinstance(v, Mapping) else v
 
         return replace(self, **{k: move(getattr(self, k)) for k in self.__dataclass_fields__})

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.data.encode import row_problem
-from megaswift.data.formats import sample_of
+from megaswift.data.encode_rows import malformed_row_problem
+from megaswift.data.formats import parse_sample
 from megaswift.data.images import has_images
 from megaswift.data.prompt_rows import lacks_only_answer, with_empty_answer
+from megaswift.data.resolve_dataset_files import resolve_dataset_files, split_into_parts
 from megaswift.data.sample import RowError, Sample
-from megaswift.data.sources import resolve_dataset, split_into_parts
 from megaswift.errors import DataError, Problem, merge_similar_problems
 from megaswift.inference.chat_inputs import ChatInput, ChatInputError, ChatInputs
 
@@ -41,7 +41,7 @@ def _sample(row: Mapping[str, Any]) -> Sample:
     """The conversation or text of a row; an answer that is not there is an empty one."""
     filled = with_empty_answer(row, "sft")
     plain = row.get("text") is not None and not lacks_only_answer(row, "sft")
-    return sample_of(filled, "pt" if plain else "sft")
+    return parse_sample(filled, "pt" if plain else "sft")
 
 
 def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: ChatInputs) -> tuple[ChatInput, str | None]:
@@ -78,7 +78,7 @@ def read_prompt_file(path: str, columns: Mapping[str, str], prompts: ChatInputs)
             prompt, answer = _prompt(row, columns, prompts)
             prompt_rows.append(PromptFileRow(line, _columns(row, answer), prompt))
         except RowError as error:
-            problems.append(row_problem(path, line, error))
+            problems.append(malformed_row_problem(path, line, error))
         except ChatInputError as error:
             problems.append(Problem(f"{path}:{line}", str(error)))
     if problems:
@@ -94,7 +94,7 @@ def read_prompt_file(path: str, columns: Mapping[str, str], prompts: ChatInputs)
 
 
 def _located(path: str) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
-    for part in split_into_parts(resolve_dataset(path, _no_hub), processes=1):
+    for part in split_into_parts(resolve_dataset_files(path, _no_hub), processes=1):
         for located in part.rows():
             yield located.line, located.row
 

@@ -13,7 +13,7 @@ from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import NATIVE, engine_name_of
 from megaswift.engine import process_group
-from megaswift.engine.device_connections import set_max_connections
+from megaswift.engine.cuda_max_connections import set_max_connections
 from megaswift.engine.protocol import Engine
 from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Coordinates, Layout
@@ -36,7 +36,7 @@ class EngineContext(Protocol):
 
 def start_context(cfg: SwiftConfig, layout: Layout) -> EngineContext:
     """Process groups and random states."""
-    if need := process_group.missing_restart_variable(os.environ):
+    if need := process_group.missing_restart_variable_warning(os.environ):
         log.warn(need)
     native = engine_name_of(cfg) == NATIVE
     if need := set_max_connections(os.environ, layout, sharded_weights=engine_name_of(cfg) in GATHERING):

@@ -16,7 +16,7 @@ import torch
 from megaswift import distributed, log
 from megaswift.data.loader import EvaluationSource
 from megaswift.data.preference_batches import PreferenceDataset
-from megaswift.data.rollout_batches import scatter_values
+from megaswift.data.rollout_batches import scatter_completion_values
 from megaswift.losses.contract import Batch
 
 Score = Callable[[Sequence[Batch]], list[torch.Tensor]]
@@ -65,7 +65,7 @@ class PrecomputedReferenceLogprobs:
 
     def of(self, batch: Batch) -> torch.Tensor:
         """float32 [b, s]: the numbers at a batch's labels, 0 elsewhere."""
-        return scatter_values(
+        return scatter_completion_values(
             batch,
             torch.cat(
                 [self.values[place] for place in self.places(batch, documents_per_row(batch))] or [self.values[:0]]

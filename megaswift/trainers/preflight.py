@@ -19,10 +19,10 @@ from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import capabilities_of, engine_name_of, filled_deepspeed_config
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems, set_to_non_default
-from megaswift.data.processor import image_support_problems
-from megaswift.data.sources import resolve_dataset
-from megaswift.data.template import read_system, read_template
-from megaswift.engine.determinism import environment_problems
+from megaswift.data.read_template_and_system import read_system_message, read_template
+from megaswift.data.resolve_dataset_files import resolve_dataset_files
+from megaswift.data.vision_processor import image_support_problems
+from megaswift.engine.determinism import determinism_environment_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, four_bits
 from megaswift.families.adapter_projections import Projection, dora_problems, saved_modules, select_projections
@@ -65,7 +65,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
                 ConfigError,
             ),
             (lambda: device_problems(cfg), ConfigError),
-            (lambda: environment_problems(cfg, os.environ), ConfigError),
+            (lambda: determinism_environment_problems(cfg, os.environ), ConfigError),
             (lambda: model_problems(cfg, world_size), UserError),
             (lambda: policy_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
             *file_checks(cfg),
@@ -260,14 +260,14 @@ def data_problems(cfg: SwiftConfig) -> list[Problem]:
     """Data sets that are not there, a chat template that cannot be had; what is in them `megaswift.data` reads."""
     problems: list[Problem] = []
     checks: list[Callable[[], object]] = [
-        partial(resolve_dataset, name, _later, f"--{option}")
+        partial(resolve_dataset_files, name, _later, f"--{option}")
         for option in ("dataset", "val_dataset")
         for name in cfg.value(option)
     ]
     if cfg.data.chat_template is not None:
         checks.append(partial(read_template, cfg.data.chat_template))
     if cfg.data.system is not None:
-        checks.append(partial(read_system, cfg.data.system))
+        checks.append(partial(read_system_message, cfg.data.system))
     for check in checks:
         try:
             check()

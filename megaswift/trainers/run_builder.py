@@ -22,12 +22,12 @@ from megaswift.config.absolute_paths import with_absolute_paths
 from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.config.data import PPO
 from megaswift.config.preference import needs_reference
-from megaswift.data import build as data
-from megaswift.data.loader import BatchSource, EvaluationSource, LoaderGeometry, StoredSource
-from megaswift.data.preference_batches import kl_batches
-from megaswift.data.processor import tokenizer_of_reader
-from megaswift.data.stream import StreamSource
+from megaswift.data import build_batch_sources as data
+from megaswift.data.loader import BatchSource, EvaluationSource, LoaderGeometry, TokenStoreBatchSource
+from megaswift.data.preference_batches import kto_kl_batches
+from megaswift.data.stream_batches import StreamSource
 from megaswift.data.tokenizer import padding_token_of
+from megaswift.data.vision_processor import tokenizer_of_reader
 from megaswift.engine.protocol import Engine
 from megaswift.families.checkpoint_folder import MODEL
 from megaswift.families.model_source import training_processor, training_tokenizer
@@ -157,7 +157,7 @@ class RunBuilder:
             evaluation = replace(evaluation, geometry=replace(evaluation.geometry, accumulation=self.layout.pp))
         if isinstance(source, StreamSource):
             source.spread = distributed.map_over_ranks
-        if isinstance(source, StoredSource):
+        if isinstance(source, TokenStoreBatchSource):
             once = EvaluationSource(source.data, replace(source.geometry, accumulation=self.layout.pp), source.shape)
             self.sources = {True: once} if evaluation is None else {True: once, False: evaluation}
         return source, evaluation
@@ -217,7 +217,7 @@ class RunBuilder:
     def mismatched(self, batches: Sequence[Batch]) -> list[Batch]:
         """KTO's other answers, in batches of the run's shape."""
         geometry = self.geometry()
-        return kl_batches(
+        return kto_kl_batches(
             batches, data.padding_shape_of(self.tokenizer, geometry), self.cfg.data.max_length, geometry.uniform
         )
 

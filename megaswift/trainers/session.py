@@ -13,9 +13,9 @@ from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths import with_absolute_paths
 from megaswift.config.batch_arithmetic import batch_plan
-from megaswift.data.loader import StoredSource
-from megaswift.data.stream import StreamSource
-from megaswift.engine.determinism import determinism_error
+from megaswift.data.loader import TokenStoreBatchSource
+from megaswift.data.stream_batches import StreamSource
+from megaswift.engine.determinism import nondeterministic_op_error
 from megaswift.engine.protocol import Engine
 from megaswift.errors import UserError, first_line
 from megaswift.families.model_source import short_name
@@ -114,7 +114,7 @@ class Session:
                 if notice := batch_size_notice(manifest, batch_plan(cfg.train, b.layout.dp)):
                     log.warn(notice)
             # each row as often as was asked, whatever steps took
-            if cfg.train.max_steps is None and isinstance(loop.source, StoredSource):
+            if cfg.train.max_steps is None and isinstance(loop.source, TokenStoreBatchSource):
                 loop.total_steps = loop.step + loop.source.steps_left(cfg.train.num_train_epochs)
         facts = built.facts()
         self.rows = summary.summary_rows(cfg, facts)
@@ -183,7 +183,7 @@ class Session:
         except UserError:
             raise
         except (RuntimeError, MemoryError) as error:
-            if (refusal := determinism_error(self.cfg, error)) is not None:
+            if (refusal := nondeterministic_op_error(self.cfg, error)) is not None:
                 raise refusal from None
             if not out_of_memory.is_out_of_memory(error):
                 raise

@@ -11,7 +11,7 @@ from megaswift.config import SwiftConfig, load_config
 from megaswift.config.accelerate_options import accelerate_notices, unread_accelerate_notices
 from megaswift.config.engine_rules import engine_name_of
 from megaswift.errors import ConfigError
-from tests.config.test_launch_env import ACCELERATE, ALONE
+from tests.config.test_launcher_environment import ACCELERATE, ALONE
 
 ZERO2 = ACCELERATE | {
     "ACCELERATE_USE_DEEPSPEED": "true",

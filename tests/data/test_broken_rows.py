@@ -1,6 +1,6 @@
 """Rows that no reader can turn into text: named with their place, skipped and counted, alike in streams and workers.
 
-Covers: megaswift/data/formats/query_response.py, megaswift/data/json_text.py, megaswift/data/readers.py,
+Covers: megaswift/data/formats/query_response.py, megaswift/data/json_text.py, megaswift/data/row_readers.py,
 megaswift/data/tokenize_worker.py.
 """
 
@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megaswift.data import readers
-from megaswift.data.build import build_sources, load_documents
+from megaswift.data import row_readers
+from megaswift.data.build_batch_sources import build_sources, load_document_splits
 from megaswift.data.json_text import MOST_NESTED
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.sample import RowError
@@ -61,7 +61,7 @@ def good() -> bytes:
 
 def counted(tmp_path: Path, path: str, task: str = "sft", **options: Any) -> tuple[int, dict[str, int]]:
     cfg = config(tmp_path, path, task, **{"strict": False, "max_length": 8192, **options})
-    docs, _ = load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), task)
+    docs, _ = load_document_splits(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), task)
     return len(docs), {name: count for name, count in docs.counted.items() if count}
 
 
@@ -70,7 +70,7 @@ def test_a_broken_line_names_its_place(tmp_path: Path, line: bytes, said: str) -
     path = lines(tmp_path / "d.jsonl", good(), line, good())
     cfg = config(tmp_path, path)
     with pytest.raises(DataError) as e:
-        load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
+        load_document_splits(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
     assert "d.jsonl:2: " in str(e.value) and said in str(e.value)
     assert "--strict false" in str(e.value) and len(str(e.value)) < 700
 
@@ -96,7 +96,7 @@ def test_worker_processes_tell_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     for processes in (1, 2):
         cfg = config(tmp_path / str(processes), path, dataset_num_proc=processes)
         with pytest.raises(DataError) as e:
-            load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
+            load_document_splits(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
         said.append(str(e.value))
     assert said[0] == said[1] and "d.jsonl:1501 and 1 more like it: messages[1].content" in said[0]
     assert counted(tmp_path / "3", path, dataset_num_proc=2) == (3000, {"rows": 3000, "malformed": len(BROKEN)})
@@ -120,9 +120,9 @@ def test_items_of_a_json_list(tmp_path: Path) -> None:
 def test_deep_json_is_split_as_json_reads_it() -> None:
     values = [{"a": '],[{"\\" x'}, {"b": [1, {"c": "}"}]}, {}, {"d": [[]]}]
     for text in (json.dumps(values), json.dumps(values, indent=2), "[]"):
-        found = readers.json_text.split_json_list(text)
+        found = row_readers.json_text.split_json_list(text)
         assert found is not None and [json.loads(item) for item in found] == (values if text != "[]" else [])
-    assert readers.json_text.split_json_list("{}") is None
+    assert row_readers.json_text.split_json_list("{}") is None
 
 
 CSV = [
@@ -152,14 +152,14 @@ def test_csv(tmp_path: Path, content: bytes, kept: int | None, said: str) -> Non
     cfg = config(tmp_path, str(path))
     if said:
         with pytest.raises(DataError) as e:
-            load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
+            load_document_splits(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
         assert "d.csv" + said in str(e.value)
     if kept is not None:
         assert counted(tmp_path, str(path)) == (kept, {"rows": kept} | ({"malformed": 1} if said else {}))
 
 
 def test_a_cell_beyond_every_size_is_an_open_quote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "MOST_CELL", 100)
+    monkeypatch.setattr(row_readers, "MOST_CELL", 100)
     (tmp_path / "d.csv").write_text("query,response\na," + "b" * 200 + "\nc,d\n")
     assert counted(tmp_path, str(tmp_path / "d.csv")) == (1, {"rows": 1, "malformed": 1})
 
@@ -195,9 +195,9 @@ def test_damaged_parquet_pages_name_their_rows(tmp_path: Path) -> None:
     path.write_bytes(damaged)
     cfg = config(tmp_path, str(path))
     with pytest.raises(DataError, match=r"d.parquet:1 and 9 more like it: row: damaged Parquet data \("):
-        load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
+        load_document_splits(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
     assert counted(tmp_path, str(path)) == (24, {"rows": 24, "malformed": 16})
-    rows = list(readers.READERS["parquet"](path, 10, 20, 1))
+    rows = list(row_readers.READERS["parquet"](path, 10, 20, 1))
     assert [r.line for r in rows] == list(range(11, 21))
     assert [isinstance(r.row, RowError) for r in rows] == [True] * 6 + [False] * 4
 
@@ -211,8 +211,8 @@ def test_mutated_parquet_never_ends_in_another_error(tmp_path: Path) -> None:
             mutated[rng.randrange(len(mutated))] = rng.randrange(256)
         path.write_bytes(mutated)
         try:
-            count = readers.count_rows(path, "parquet")
-            assert len(list(readers.READERS["parquet"](path, 0, count, 1))) == count
+            count = row_readers.count_rows(path, "parquet")
+            assert len(list(row_readers.READERS["parquet"](path, 0, count, 1))) == count
             seen["rows"] += 1
         except DataError:
             seen["refused"] += 1
@@ -224,8 +224,8 @@ def test_nothing_is_wrong_with_whole_characters(tmp_path: Path) -> None:
     texts = [r'"\ud83d\ude00"', r'"\\ud83d"', '"' + "7" * 5000 + '"', '"' + "[" * 500 + '"']
     path = lines(tmp_path / "d.jsonl", *(row(text).encode() for text in texts))
     deep = '{"n": ' + "[" * (MOST_NESTED - 1) + "]" * (MOST_NESTED - 1) + "}"
-    assert isinstance(readers.parse_json_row(deep), dict) and isinstance(
-        readers.parse_json_row('{"n": [' + deep + "]}"), RowError
+    assert isinstance(row_readers.parse_json_row(deep), dict) and isinstance(
+        row_readers.parse_json_row('{"n": [' + deep + "]}"), RowError
     )
     assert counted(tmp_path, path) == (4, {"rows": 4})
     assert jsonl(tmp_path / "e.jsonl", [GOOD])
@@ -235,6 +235,6 @@ def test_parquet_text_that_is_not_utf_8_is_one_row(tmp_path: Path) -> None:
     places = pa.array([0, 5, 7, 9], pa.int32()).buffers()[1]
     column = pa.Array.from_buffers(pa.string(), 3, [None, places, pa.py_buffer(b"hello\xff\xfeok")])
     pq.write_table(pa.table({"text": column}), tmp_path / "d.parquet")
-    first, bad, last = (one.row for one in readers.READERS["parquet"](tmp_path / "d.parquet", 0, 3, 1))
+    first, bad, last = (one.row for one in row_readers.READERS["parquet"](tmp_path / "d.parquet", 0, 3, 1))
     assert (first, last) == ({"text": "hello"}, {"text": "ok"})
     assert isinstance(bad, RowError) and "text that is not UTF-8" in str(bad)

@@ -1,6 +1,6 @@
 """Rows that are drawn (`path#500`), and system messages from files.
 
-Covers: megaswift/data/sources.py.
+Covers: megaswift/data/resolve_dataset_files.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.data.build import load_documents
-from megaswift.data.sources import resolve_dataset, split_into_parts
+from megaswift.data.build_batch_sources import load_document_splits
+from megaswift.data.resolve_dataset_files import resolve_dataset_files, split_into_parts
 from megaswift.errors import DataError
 from tests.data.makers import config, tokenizer
 from tests.data.test_tokenization import ROWS, expected, texts, write
@@ -33,7 +33,7 @@ def test_rows_are_drawn_from_all_files_of_a_folder_alike(tmp_path: Path) -> None
     folder.mkdir()
     for name, count in (("a.txt", 900), ("b.txt", 2700)):
         (folder / name).write_text("".join(f"{name[0]} {i}\n" for i in range(count)))
-    source = replace(resolve_dataset(f"{folder}#2000", lambda *_: ()), draw=(7, 0))
+    source = replace(resolve_dataset_files(f"{folder}#2000", lambda *_: ()), draw=(7, 0))
     rows = [located.row["text"] for part in split_into_parts(source, 1) for located in part.rows()]
     assert len(rows) == len(set(rows)) == 2000
     first = [int(text.split()[1]) for text in rows if text.startswith("a")]
@@ -46,7 +46,7 @@ def test_two_entries_are_drawn_apart_and_validation_data_are_not(tmp_path: Path)
     both = texts(tmp_path, [f"{path}#6", f"{path}#6"])
     assert len(both) == 12 and both[:6] != both[6:]
     cfg = config(tmp_path, path, val_dataset=[f"{path}#3"])
-    held = load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))[1]
+    held = load_document_splits(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))[1]
     assert held is not None and held.sample.tolist() == [0, 1, 2] and len(held) == 3
     assert [held.read(i)[0].tolist() for i in range(3)] == [
         tokenizer("qwen", "qwen2_5")(text)["input_ids"] for text in expected(ROWS[:3])

@@ -1,6 +1,6 @@
 """Rows with images: their forms, the tokens and masks that transformers gives them, what is refused, what is cut.
 
-Covers: megaswift/data/encode.py, megaswift/data/encode_vision.py, megaswift/data/processor.py,
+Covers: megaswift/data/encode_rows.py, megaswift/data/encode_vision.py, megaswift/data/vision_processor.py,
 megaswift/data/token_store.py, megaswift/data/vision_batches.py.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.data import build
-from megaswift.data.encode import Encoder, encode_spec
+from megaswift.data import build_batch_sources
+from megaswift.data.encode_rows import Encoder, encode_spec
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.processor import Processor, processor_spec
+from megaswift.data.vision_processor import Processor, processor_spec
 from megaswift.errors import DataError
 from tests.parity import vision
 
@@ -59,7 +59,7 @@ def sources(processor: Processor, folder: Path, *rows: dict[str, Any], per_devic
     } | options
     cfg = SwiftConfig(task="sft", model="unused", **given)
     geometry = LoaderGeometry(per_device=per_device)
-    return build.build_sources(cfg.data, cfg.train, processor, geometry, "sft")[0]
+    return build_batch_sources.build_sources(cfg.data, cfg.train, processor, geometry, "sft")[0]
 
 
 FORMS: list[dict[str, Any]] = [

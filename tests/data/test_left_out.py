@@ -1,6 +1,6 @@
 """What a chat template leaves out of a row, and answers that say nothing: refused, or counted and told everywhere.
 
-Covers: megaswift/data/build.py, megaswift/data/encode_preferences.py, megaswift/data/encode_prompts.py,
+Covers: megaswift/data/build_batch_sources.py, megaswift/data/encode_preferences.py, megaswift/data/encode_prompts.py,
 megaswift/data/formats/prompt.py, megaswift/data/prompt_rows.py, megaswift/data/sample.py.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaswift.data.build import build_sources, load_documents, load_preferences
-from megaswift.data.chat import ChatRenderer, load_chat_templates
+from megaswift.data.build_batch_sources import build_sources, load_document_splits, load_preference_splits
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.prompts import load_prompts
-from megaswift.data.sample import RowError, conversation
+from megaswift.data.render_chat import ChatRenderer, load_chat_templates
+from megaswift.data.rl_prompts import load_prompt_splits
+from megaswift.data.sample import RowError, checked_conversation_sample
 from megaswift.data.show_samples import data_summary
 from megaswift.errors import DataError
 from megaswift.trainers.summary import data_text
@@ -47,10 +47,10 @@ def test_calls_that_a_template_leaves_out_are_no_empty_answer(tmp_path: Path) ->
     """On the template of a model without tools such a row taught nothing but the end token."""
     cfg, tok = made(tmp_path, [{"conversations": [ASK, CALL], "tools": [TOOL]}, chat("q", "a")], strict=True)
     with pytest.raises(DataError, match=r"d.jsonl:1: column messages\[1\].tool_calls: .*omits.*--chat_template FILE"):
-        load_documents(cfg.data, cfg.train, tok)
+        load_document_splits(cfg.data, cfg.train, tok)
     rows = [{"conversations": [ASK, CALL, RESULT, ANSWER]}, {"conversations": [ASK, RESULT, ANSWER]}, chat("q", "a")]
     cfg, tok = made(tmp_path, rows)
-    docs, _ = load_documents(cfg.data, cfg.train, tok)
+    docs, _ = load_document_splits(cfg.data, cfg.train, tok)
     assert len(docs) == 1 and docs.counted["malformed"] == 2
 
 
@@ -76,7 +76,7 @@ def test_published_templates_write_their_tools(name: str) -> None:
     renderer = ChatRenderer(load_chat_templates(tok, None))
     text = tok.apply_chat_template(turns, tools=[TOOL], tokenize=False)
     assert ('"f"' in text or "f" in text) and "r" in text
-    assert renderer.prompt_notes(conversation(turns, "messages", tools=[TOOL])) == ()
+    assert renderer.prompt_notes(checked_conversation_sample(turns, "messages", tools=[TOOL])) == ()
 
 
 NOTED = [
@@ -108,7 +108,7 @@ COUNTS = {
 
 def test_every_reason_is_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg, tok = made(tmp_path, NOTED, max_length=300)
-    docs, _ = load_documents(cfg.data, cfg.train, tok)
+    docs, _ = load_document_splits(cfg.data, cfg.train, tok)
     assert docs.counted == COUNTS
     said = capsys.readouterr().err
     for part in (
@@ -143,7 +143,7 @@ def test_streams_count_the_same(tmp_path: Path) -> None:
 def test_pairs_and_prompts_count_too(tmp_path: Path) -> None:
     row = {**chat("q", "a"), "rejected_response": "b", "tools": [TOOL]}
     cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [row]), "dpo", chat_template=PLAIN)
-    made_units, _ = load_preferences(cfg.data, cfg.train, tokenizer("qwen"), "dpo")
+    made_units, _ = load_preference_splits(cfg.data, cfg.train, tokenizer("qwen"), "dpo")
     assert made_units.docs.counted["unused_tools"] == 1
     cfg = config(
         tmp_path,
@@ -151,7 +151,7 @@ def test_pairs_and_prompts_count_too(tmp_path: Path) -> None:
         "grpo",
         chat_template=PLAIN,
     )
-    source, _ = load_prompts(cfg, tokenizer("qwen"), 1)
+    source, _ = load_prompt_splits(cfg, tokenizer("qwen"), 1)
     assert source.stats["unused_tools"] == 1
 
 
@@ -162,7 +162,7 @@ def test_calls_and_reasoning_are_no_empty_answers() -> None:
         {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]},
     ):
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", **extra}]
-        assert renderer.render(conversation(messages, "messages")).notes == ()
+        assert renderer.render(checked_conversation_sample(messages, "messages")).notes == ()
 
 
 @pytest.mark.parametrize("kind", ["qwen", "llama", "mistral"])
@@ -175,7 +175,7 @@ def test_a_text_completion_is_trained_as_trl_does(tmp_path: Path, kind: str) -> 
     ]
     path = jsonl(tmp_path / "d.jsonl", rows)
     cfg = config(tmp_path, path)
-    docs, _ = load_documents(cfg.data, cfg.train, tok)
+    docs, _ = load_document_splits(cfg.data, cfg.train, tok)
     for i, row in enumerate(rows):
         ids, mask = docs.read(i)
         whole = row["prompt"] + row["completion"].removesuffix(tok.eos_token) + tok.eos_token
@@ -189,13 +189,13 @@ def test_a_text_completion_is_trained_as_trl_does(tmp_path: Path, kind: str) -> 
     assert batch.input_ids[0][: len(docs.read(0)[0])].tolist() == docs.read(0)[0].tolist()
     with pytest.raises(DataError, match="--system cannot be applied"):
         cfg = config(tmp_path, path, system="s")
-        load_documents(cfg.data, cfg.train, tok)
+        load_document_splits(cfg.data, cfg.train, tok)
 
 
 def test_messages_of_a_base_model_are_refused_with_the_template_to_give(tmp_path: Path) -> None:
     cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [chat("q", "a")]))
     with pytest.raises(DataError, match=r"d.jsonl:1: column messages: the tokenizer has no chat template.*FILE.jinja"):
-        load_documents(cfg.data, cfg.train, tokenizer("qwen"))
+        load_document_splits(cfg.data, cfg.train, tokenizer("qwen"))
 
 
 def test_text_files_as_whole_documents(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_text_files_as_whole_documents(tmp_path: Path) -> None:
 
     def texts(**options: Any) -> list[str]:
         cfg = config(tmp_path, str(folder), "pt", **options)
-        docs, _ = load_documents(cfg.data, cfg.train, tok, "pt")
+        docs, _ = load_document_splits(cfg.data, cfg.train, tok, "pt")
         return [tok.decode(docs.read(i)[0][:-1]) for i in range(len(docs))]
 
     assert texts() == ["one", "two", "# three"]
@@ -222,13 +222,13 @@ def test_text_files_as_whole_documents(tmp_path: Path) -> None:
 def test_a_template_that_writes_half_a_character_is_refused(tmp_path: Path) -> None:
     cfg, tok = made(tmp_path, [chat("q", "a")], PLAIN + "{{ '\\ud83d' }}", strict=True)
     with pytest.raises(DataError, match=r"an unpaired surrogate \(\\ud83d\) after rendering"):
-        load_documents(cfg.data, cfg.train, tok)
+        load_document_splits(cfg.data, cfg.train, tok)
 
 
 def test_the_proposed_columns_are_ready_to_paste(tmp_path: Path) -> None:
     cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [{"question": "q", "answer": "a"}] * 2))
     with pytest.raises(DataError) as e:
-        load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
+        load_document_splits(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
     assert str(e.value).endswith("try: no valid row so far: --columns question=query answer=response")
     with pytest.raises(RowError, match="nested too deep"):
-        conversation(json.dumps([[]]).replace("[]", "[" * 500 + "]" * 500), "messages")
+        checked_conversation_sample(json.dumps([[]]).replace("[]", "[" * 500 + "]" * 500), "messages")

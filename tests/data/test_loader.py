@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.data.build import build_sources
+from megaswift.data.build_batch_sources import build_sources
 from megaswift.data.collate import PaddingShape, collate_packed, collate_rows
 from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.loader import LoaderGeometry

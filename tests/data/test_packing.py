@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from megaswift.data.packing import Packing, best_fit, padded_lengths
+from megaswift.data.packing import Packing, pack_best_fit, padded_lengths
 
 
 def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -32,9 +32,9 @@ def rows_of(packing: Packing) -> list[list[int]]:
 
 def test_by_hand() -> None:
     # 7 | 6 4 | 5 3 2: best fit puts 4 beside 6 and 3, 2 beside 5
-    assert rows_of(best_fit(np.array([3, 7, 4, 5, 6, 2]), 10)) == [[0, 1], [2, 4], [3, 5]]
-    assert rows_of(best_fit(np.array([4, 4, 4, 4, 4]), 8)) == [[0, 1], [2, 3], [4]]
-    assert rows_of(best_fit(np.array([8, 1, 8]), 8)) == [[0], [1], [2]]
+    assert rows_of(pack_best_fit(np.array([3, 7, 4, 5, 6, 2]), 10)) == [[0, 1], [2, 4], [3, 5]]
+    assert rows_of(pack_best_fit(np.array([4, 4, 4, 4, 4]), 8)) == [[0, 1], [2, 3], [4]]
+    assert rows_of(pack_best_fit(np.array([8, 1, 8]), 8)) == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -42,7 +42,7 @@ def test_as_good_as_the_plain_algorithm(seed: int) -> None:
     rng = np.random.default_rng(seed)
     capacity = int(rng.integers(8, 64))
     lengths = rng.integers(1, capacity + 1, size=int(rng.integers(1, 120)))
-    packed, plain = best_fit(lengths, capacity), plain_best_fit(lengths.tolist(), capacity)
+    packed, plain = pack_best_fit(lengths, capacity), plain_best_fit(lengths.tolist(), capacity)
     assert sorted(i for r in rows_of(packed) for i in r) == list(range(len(lengths)))
     assert all(lengths[r].sum() <= capacity and r == sorted(r) for r in rows_of(packed))
     assert len(packed) == len(plain)
@@ -54,7 +54,7 @@ def test_as_good_as_the_plain_algorithm(seed: int) -> None:
 def test_a_long_tail_is_filled_to_99_percent_in_a_second() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 1.0, 100_000).astype(int) + 4, 1, 4096)
     began = time.process_time()
-    packed = best_fit(lengths, 4096)
+    packed = pack_best_fit(lengths, 4096)
     assert time.process_time() - began < 1
     assert lengths.sum() / (len(packed) * 4096) > 0.99
 

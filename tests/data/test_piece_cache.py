@@ -18,8 +18,8 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN3_5
 
 from megaswift.data import piece_cache
-from megaswift.data.chat import RenderedConversation
-from megaswift.data.encode import Encoder, EncodeSpec, encode_spec
+from megaswift.data.encode_rows import Encoder, EncodeSpec, encode_spec
+from megaswift.data.render_chat import RenderedConversation
 from megaswift.data.sample import RowError
 from megaswift.data.split_points import _separator, split_points_of
 from tests.data.makers import TEXT, config, tokenizer

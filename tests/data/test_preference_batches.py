@@ -16,10 +16,10 @@ from trl import KTOTrainer
 
 from megaswift.data.collate import PaddingShape
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.preference_batches import kl_batches
+from megaswift.data.preference_batches import kto_kl_batches
 from megaswift.errors import DataError
 from tests.data.makers import tokenizer
-from tests.data.test_preferences import pair, says, source, theirs, user
+from tests.data.test_preference_documents import pair, says, source, theirs, user
 
 
 def by_hand(packing: bool, geometry: LoaderGeometry, tmp_path: Path, **options: Any) -> Any:
@@ -179,7 +179,7 @@ def test_mismatched_is_trls_rotation(tmp_path: Path, packing: bool, size: int) -
     )[0]
     for step in range(count // size):
         batches = s.next()
-        (b,) = kl_batches(batches, s.shape, 64)
+        (b,) = kto_kl_batches(batches, s.shape, 64)
         assert (b.cu_seqlens is not None) == packing and b.input_ids.shape[1] % 4 == 0
         for i, e in enumerate(expected[step * size : (step + 1) * size]):
             row, at = (0, int(b.cu_seqlens[i])) if packing else (i, 0)
@@ -195,12 +195,12 @@ def test_mismatched_is_trls_rotation(tmp_path: Path, packing: bool, size: int) -
 def test_mismatched_leaves_fillers_alone_cuts_and_keeps_one_length(tmp_path: Path) -> None:
     held = source(tmp_path, KTO * 2, LoaderGeometry(per_device=4), "kto", split_dataset_ratio=0.5, packing=True)[1]
     steps = [b for step in held.eval_batches() for b in step]
-    again = kl_batches(steps, PaddingShape(), 64, uniform=True)
+    again = kto_kl_batches(steps, PaddingShape(), 64, uniform=True)
     assert len({b.input_ids.shape[1] for b in again}) == 1
     assert [b.fields["examples"].tolist() for b in again] == [[0, 1, 2, 3], [0]]
     assert again[1].label_tokens == steps[1].label_tokens  # alone, it keeps its own completion
     filler = replace(held, data=held.data, geometry=LoaderGeometry(1, 2, 4))
-    assert [kl_batches(step, PaddingShape(), 64)[0].tokens for step in filler.eval_batches()] == [
+    assert [kto_kl_batches(step, PaddingShape(), 64)[0].tokens for step in filler.eval_batches()] == [
         held.data.docs.length[4:].sum()
     ]
-    assert max(int(torch.diff(b.cu_seqlens).max()) for b in kl_batches(steps, PaddingShape(), 9)) == 9
+    assert max(int(torch.diff(b.cu_seqlens).max()) for b in kto_kl_batches(steps, PaddingShape(), 9)) == 9

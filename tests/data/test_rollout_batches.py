@@ -14,8 +14,8 @@ from megaswift.data.rollout_batches import (
     RolloutCollator,
     RolloutMicrobatch,
     RolloutTokens,
-    gather_values,
-    scatter_values,
+    gather_completion_values,
+    scatter_completion_values,
 )
 from megaswift.losses.document_segments import document_index
 
@@ -69,16 +69,16 @@ def test_completions_are_documents_silent_ones_too_and_fillers_not(packing: bool
 @pytest.mark.parametrize("packing", [False, True])
 def test_what_is_placed_is_taken_back(packing: bool) -> None:
     for batch, micro in zip(RolloutCollator(SHAPE, packing, False).batches(MICROS), MICROS, strict=True):
-        back = gather_values(batch, batch.fields["told"], micro)
+        back = gather_completion_values(batch, batch.fields["told"], micro)
         assert [*back] == [c.number for c in micro if c is not None and not c.silent]
         for c in micro:
             if c is not None and not c.silent:
                 assert back[c.number].tolist() == c.values["told"].tolist()
         everywhere = torch.arange(batch.loss_weights.numel(), dtype=torch.float32).view_as(batch.loss_weights)
-        found = gather_values(batch, everywhere, micro)
+        found = gather_completion_values(batch, everywhere, micro)
         flat = [n for numbers in found.values() for n in numbers.tolist()]
         assert torch.equal(
-            scatter_values(batch, torch.tensor(flat)), torch.where(batch.loss_weights != 0, everywhere, 0.0)
+            scatter_completion_values(batch, torch.tensor(flat)), torch.where(batch.loss_weights != 0, everywhere, 0.0)
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.data.build import build_sources, load_documents
+from megaswift.data.build_batch_sources import build_sources, load_document_splits
 from megaswift.data.loader import LoaderGeometry
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
@@ -29,7 +29,7 @@ def streamed(tmp_path: Path, task: str, **options: Any) -> Any:
 def stored(tmp_path: Path, task: str, **options: Any) -> list[tuple[list[int], list[int]]]:
     """Tokens and mask of each document."""
     cfg = config(tmp_path, written(tmp_path, task), task, **options)
-    docs, _ = load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), task)
+    docs, _ = load_document_splits(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), task)
     return [(ids.tolist(), mask.tolist()) for ids, mask in map(docs.read, range(len(docs)))]
 
 

@@ -11,13 +11,13 @@ from jinja2.exceptions import TemplateError
 from transformers.utils import chat_template_utils
 
 from megaswift.data import template_limits
-from megaswift.data.chat import ChatRenderer, ChatTemplates
-from megaswift.data.sample import RowError, Sample, conversation
+from megaswift.data.render_chat import ChatRenderer, ChatTemplates
+from megaswift.data.sample import RowError, Sample, checked_conversation_sample
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.errors import DataError, WeightsError
 from tests.data.makers import chat, tokenizer
 
-SAMPLE = conversation(chat("q", "a")["messages"], "messages")
+SAMPLE = checked_conversation_sample(chat("q", "a")["messages"], "messages")
 
 
 def rendered(template: str, sample: Sample = SAMPLE) -> str:

@@ -1,6 +1,7 @@
 """Files to stores: every kind of file, sampling, errors with file and line, the cache and who builds it.
 
-Covers: megaswift/data/cache.py, megaswift/data/columns.py, megaswift/data/documents.py, megaswift/data/hub.py.
+Covers: megaswift/data/build_token_cache.py, megaswift/data/columns.py, megaswift/data/documents.py,
+megaswift/data/download_hub_datasets.py.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megaswift.data import cache, encode
-from megaswift.data.build import build_sources, load_documents
+from megaswift.data import build_token_cache, encode_rows
+from megaswift.data.build_batch_sources import build_sources, load_document_splits
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.tokenization import ENTRY, tokenization_code, tokenize_datasets
+from megaswift.data.tokenization import ENTRY, tokenization_code_files, tokenize_datasets
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 from tests.parity.pool import Pool
@@ -35,7 +36,7 @@ def texts(tmp_path: Path, dataset: Any, task: str = "sft", **options: Any) -> li
     """The decoded rows of a data set, in order."""
     cfg = config(tmp_path, dataset, task, **options)
     tok = tokenizer("qwen", "qwen2_5")
-    docs, _ = load_documents(cfg.data, cfg.train, tok, task)
+    docs, _ = load_document_splits(cfg.data, cfg.train, tok, task)
     return [tok.decode(docs.read(i)[0]) for i in range(len(docs))]
 
 
@@ -140,7 +141,7 @@ def test_truncation(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"d.jsonl:1: {len(whole)} tokens, --max_length is {size}"):
         texts(tmp_path, path, max_length=size, truncation_strategy="raise")
     cfg = config(tmp_path, path, max_length=size, truncation_strategy="right")
-    docs, _ = load_documents(cfg.data, cfg.train, tok)
+    docs, _ = load_document_splits(cfg.data, cfg.train, tok)
     assert docs.counted == {"rows": 2, "truncated": 1}
     assert docs.labels.tolist() == [docs.read(i)[1][1:].sum() for i in range(2)]
     with pytest.raises(DataError, match="none of 2 rows remains"):
@@ -301,9 +302,11 @@ def test_an_interrupted_build_leaves_nothing_that_counts(tmp_path: Path) -> None
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache.build_once(target, broken)
+        build_token_cache.build_once(target, broken)
     assert [p.name for p in tmp_path.iterdir()] == ["key.lock"]
-    cache.build_once(target, lambda scratch: (scratch / "x").mkdir() or (scratch / "x").rename(target) and None)
+    build_token_cache.build_once(
+        target, lambda scratch: (scratch / "x").mkdir() or (scratch / "x").rename(target) and None
+    )
     assert target.is_dir()
 
 
@@ -312,38 +315,38 @@ def test_waiting_ends_with_the_build_its_failure_or_its_silence(
 ) -> None:
     target = tmp_path / "key"
     threading.Thread(target=lambda: (time.sleep(0.3), target.mkdir())).start()
-    cache.wait_for_build(target)
+    build_token_cache.wait_for_build(target)
     other = tmp_path / "bad"
 
     def fails(scratch: Path) -> None:
         raise DataError("row 7 is bad")
 
     with pytest.raises(DataError):
-        cache.build_once(other, fails)
+        build_token_cache.build_once(other, fails)
     with pytest.raises(DataError, match="row 7 is bad"):
-        cache.wait_for_build(other)
+        build_token_cache.wait_for_build(other)
     full = tmp_path / "full"
 
     def no_room(scratch: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(DataError, match="No space left"):
-        cache.build_once(full, no_room)
+        build_token_cache.build_once(full, no_room)
     with pytest.raises(DataError, match="No space left"):
-        cache.wait_for_build(full)
-    monkeypatch.setattr(cache, "SILENCE_S", 0.3)
+        build_token_cache.wait_for_build(full)
+    monkeypatch.setattr(build_token_cache, "SILENCE_S", 0.3)
     os.utime(tmp_path / "full.failed", (1, 1))  # an earlier run's
     with pytest.raises(DataError, match="no heartbeat"):
-        cache.wait_for_build(full)
+        build_token_cache.wait_for_build(full)
     with pytest.raises(DataError, match="no heartbeat"):
-        cache.wait_for_build(tmp_path / "never")
+        build_token_cache.wait_for_build(tmp_path / "never")
 
 
 def building(rank: int, world: int, where: tuple[Path, str]) -> tuple[str, int]:
     """The store's folder, and how many parts this rank encoded (on the ranks)."""
-    parts, plain = [], encode.Encoder.encode_part
+    parts, plain = [], encode_rows.Encoder.encode_part
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encode.Encoder, "encode_part", lambda *a: (parts.append(1), plain(*a))[1])
+        patch.setattr(encode_rows.Encoder, "encode_part", lambda *a: (parts.append(1), plain(*a))[1])
         return stores(*where).name, len(parts)
 
 
@@ -363,7 +366,7 @@ def test_the_cache_key_covers_the_modules_that_tokenize() -> None:
         "print(*{m.__file__ for n, m in sys.modules.items() if n.startswith('megaswift.data.')})"
     )
     run = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
-    keyed = {str(path) for path in tokenization_code()}
+    keyed = {str(path) for path in tokenization_code_files()}
     assert set(run.stdout.split()) <= keyed
     assert {Path(path).name for path in keyed} >= {
         ENTRY,

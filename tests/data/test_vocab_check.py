@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.data.build import build_sources, padding_shape_of
+from megaswift.data.build_batch_sources import build_sources, padding_shape_of
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.tokenizer import padding_token_of
 from megaswift.errors import DataError

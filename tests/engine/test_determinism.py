@@ -52,7 +52,7 @@ def test_what_is_set() -> None:
 
 def test_variables_that_prevent_it_are_refused() -> None:
     environ = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1", "NCCL_ALGO": "NVLS", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    assert determinism.environment_problems(OFF, environ) == []
+    assert determinism.determinism_environment_problems(OFF, environ) == []
     with pytest.raises(ConfigError) as error:
         determinism.enable_determinism(ON, environ)
     assert [p.what for p in error.value.problems] == ["NVTE_ALLOW_NONDETERMINISTIC_ALGO=1", "NCCL_ALGO=NVLS"]
@@ -90,10 +90,10 @@ def test_a_run_sets_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_megatron_gets_the_deterministic_mode(tmp_path: Path) -> None:
-    from megaswift.engine.megatron.layers.choice import LayerChoice
-    from megaswift.engine.megatron.model_config import _kernels
+    from megaswift.engine.megatron.layers.layer_implementation import LayerImplementationChoice
+    from megaswift.engine.megatron.megatron_transformer_config import _kernels
 
-    dense, choice = SimpleNamespace(experts=0), LayerChoice("torch", "torch", "asked for")
+    dense, choice = SimpleNamespace(experts=0), LayerImplementationChoice("torch", "torch", "asked for")
     assert _kernels(dense, ON, choice, False)["deterministic_mode"] is True  # type: ignore[arg-type]
     assert _kernels(dense, OFF, choice, False)["deterministic_mode"] is False  # type: ignore[arg-type]
 
@@ -103,11 +103,11 @@ def test_an_operation_without_a_deterministic_form_is_named() -> None:
     torch.use_deterministic_algorithms(True)
     with pytest.raises(RuntimeError) as error:
         torch._C._nn.max_unpool2d(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.int64), [2, 2])
-    found = determinism.determinism_error(ON, error.value)
+    found = determinism.nondeterministic_op_error(ON, error.value)
     assert found is not None and "max_unpooling2d_forward_out has no deterministic" in found.message()
     assert (
-        determinism.determinism_error(OFF, error.value) is None
-        and determinism.determinism_error(ON, ValueError("x")) is None
+        determinism.nondeterministic_op_error(OFF, error.value) is None
+        and determinism.nondeterministic_op_error(ON, ValueError("x")) is None
     )
 
 

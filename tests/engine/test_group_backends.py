@@ -100,7 +100,7 @@ def test_everything_in_host_memory_goes_through_that_group() -> None:
         distributed.run_on_all_ranks(lambda: 1)
         distributed.raise_on_all_ranks([])
         distributed.run_on_rank0(lambda: 1)
-        distributed.broadcast_tensors([("a", torch.zeros(1))])
+        distributed.broadcast_tensors_from_rank0([("a", torch.zeros(1))])
     assert {name for name, _ in calls} == set(names)
     assert {used for _, used in calls} == {group}
 

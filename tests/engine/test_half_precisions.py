@@ -36,7 +36,7 @@ JOB = "tests.engine.test_half_precisions:job"
 
 def job(rank: int, world: int, run: Run) -> Any:
     """A run on its ranks, with float16 allowed on a CPU; `moments["own"]` has each rank's own weights."""
-    from megaswift.engine.megatron import engine, model_config
+    from megaswift.engine.megatron import engine, megatron_transformer_config
 
     snapshot = fused_adam.snapshot
 
@@ -44,9 +44,9 @@ def job(rank: int, world: int, run: Run) -> Any:
         snapshot(engine, result)
         result.moments["own"] = {p.entry.megatron: p.tensor.detach().clone() for p in engine.weights.placed}
 
-    asked = lambda cfg, spec, cuda: model_config.DTYPES[cfg.model.torch_dtype]  # noqa: E731
+    asked = lambda cfg, spec, cuda: megatron_transformer_config.DTYPES[cfg.model.torch_dtype]  # noqa: E731
     aware = run.options.get("precision_aware_optimizer")
-    with patch.object(model_config, "compute_dtype", asked), patch.object(fused_adam, "snapshot", more):
+    with patch.object(megatron_transformer_config, "compute_dtype", asked), patch.object(fused_adam, "snapshot", more):
         assert engine is not None
         if not run.case.do:
             return checkpoint_worker.job(rank, world, run)

@@ -76,7 +76,7 @@ def parts_of(megatron: ModuleType) -> tuple[Any, list[torch.Tensor]]:
 def test_dense_and_expert_gradients_are_unscaled_by_the_scale_of_the_loss(megatron: ModuleType, bad: int) -> None:
     """Only one part's gradients overflow; afterwards both parts' true gradients (1) are what the step takes."""
     chained, weights = parts_of(megatron)
-    optim.share_scale(chained)
+    optim.share_loss_scaler(chained)
     taken = []
     with patch.object(torch.distributed, "all_reduce"):
         for number in range(5):

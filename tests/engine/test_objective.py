@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.engine.objective import GlobalCounts, Objective, reduce_report
+from megaswift.engine.objective import GlobalCounts, Objective, reduce_objective_report
 from megaswift.losses.contract import DifferenceMetric, MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 from megaswift.losses.sft import CrossEntropy
 
@@ -20,7 +20,7 @@ ALONE: Any = SimpleNamespace(
 def reported(*parts: dict[str, Metric]) -> dict[str, float]:
     objective = Objective(CrossEntropy(), GlobalCounts({}, 0, 0, len(parts)))
     objective.parts = [({}, part) for part in parts]
-    return reduce_report(objective, ALONE)[1]
+    return reduce_objective_report(objective, ALONE)[1]
 
 
 def test_metrics_are_reduced_by_their_kind() -> None:
@@ -60,7 +60,7 @@ def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
     for name in ("tolist", "__float__", "item"):
         monkeypatch.setattr(torch.Tensor, name, noted(name, getattr(torch.Tensor, name), reads))
-    assert reduce_report(objective, ALONE) == (2.0, {"mean": 1.5, "high": 2.5, "low": 1.0, "gap": 0.0})
+    assert reduce_objective_report(objective, ALONE) == (2.0, {"mean": 1.5, "high": 2.5, "low": 1.0, "gap": 0.0})
     rows: Any = [SimpleNamespace(sample_ids=None)] * 2
     assert [part.loss for part in objective.local(rows)] == [0.5, 1.5]
     assert reads == ["tolist"]

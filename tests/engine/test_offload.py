@@ -54,7 +54,7 @@ def test_host_memory_is_kept_and_device_memory_returned(megatron: Any, monkeypat
 
     monkeypatch.setattr(offload, "CHUNK", 512)
     monkeypatch.setattr(offload, "is_host_storage", lambda storage: False)
-    monkeypatch.setattr(offload, "allocate_host", allocate)
+    monkeypatch.setattr(offload, "allocate_host_memory", allocate)
     monkeypatch.setattr(torch.cuda, "synchronize", device_call("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", device_call("empty"))
     parked = OffloadedStorage()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.megatron.model import overlap_flags
+from megaswift.engine.megatron.model import ddp_overlap_flags
 
 OFF: dict[str, Any] = {"overlap_grad_reduce": False}
 BOTH: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -26,4 +26,4 @@ BOTH: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": Tru
 )
 def test_defaults_and_options(options: dict[str, Any], on_gpu: tuple[bool, bool], on_cpu: tuple[bool, bool]) -> None:
     cfg = SwiftConfig(task="sft", model="m", dataset="d", tp=2, **options)
-    assert (overlap_flags(cfg, cuda=True), overlap_flags(cfg, cuda=False)) == (on_gpu, on_cpu)
+    assert (ddp_overlap_flags(cfg, cuda=True), ddp_overlap_flags(cfg, cuda=False)) == (on_gpu, on_cpu)

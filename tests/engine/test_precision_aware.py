@@ -16,7 +16,7 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.torch_dist_files import ShardChunk, plan_chunk_reads, write_shard_chunks
 from megaswift.bridge.torch_dist_index import read_torch_dist_metadata
 from megaswift.bridge.torch_dist_source import TorchDistSource
-from megaswift.engine.megatron.checkpoint.optimizer_states import join_remainder, split_remainder
+from megaswift.engine.megatron.checkpoint.optimizer_states import join_bf16_remainder, split_bf16_remainder
 from tests.engine.checkpoint_worker import Result, Run
 from tests.engine.fused_adam import kernels_main, kernels_parts
 from tests.parity.cases import parse
@@ -38,18 +38,18 @@ def drawn(count: int) -> Tensor:
 def test_the_two_parts_are_the_kernels() -> None:
     main = drawn(200_000)
     weight, remainder = kernels_parts(main)
-    assert torch.equal(join_remainder(weight, remainder).view(torch.int32), main.view(torch.int32))
+    assert torch.equal(join_bf16_remainder(weight, remainder).view(torch.int32), main.view(torch.int32))
     for half in (weight, torch.zeros_like(weight)):  # weights that are no rounding of the main weights are replaced
-        ours = split_remainder(main, half)
+        ours = split_bf16_remainder(main, half)
         assert torch.equal(kernels_main(*ours).view(torch.int32), main.view(torch.int32))
-    assert torch.equal(split_remainder(main, weight)[0], weight) and torch.equal(
-        split_remainder(main, weight)[1], remainder
+    assert torch.equal(split_bf16_remainder(main, weight)[0], weight) and torch.equal(
+        split_bf16_remainder(main, weight)[1], remainder
     )
 
 
 def test_weights_that_torch_rounded_stay_and_ties_move_by_one_unit() -> None:
     main = drawn(200_000)
-    weight, remainder = split_remainder(main, main.bfloat16())
+    weight, remainder = split_bf16_remainder(main, main.bfloat16())
     assert torch.equal(weight, main.bfloat16())
     apart = (kernels_main(weight, remainder).view(torch.int32).long() - main.view(torch.int32).long()).abs()
     ties = (main.view(torch.int32) & 0xFFFF) == 0x8000

@@ -70,10 +70,10 @@ def test_several_machines_share_no_attempt_number() -> None:
     process_group.launcher_store(one, 1, 1, SECOND).set("a", "1")
     process_group.launcher_store(two, 1, 1, SECOND).set("b", "2")
     assert agent.get("megaswift/attempt-3/a") == b"1" and agent.get("b") == b"2"
-    assert process_group.missing_restart_variable(one) == ""
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in process_group.missing_restart_variable(two)
-    assert process_group.missing_restart_variable(two | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) == ""
-    assert process_group.missing_restart_variable(two | {"TORCHELASTIC_MAX_RESTARTS": "0"}) == ""
+    assert process_group.missing_restart_variable_warning(one) == ""
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in process_group.missing_restart_variable_warning(two)
+    assert process_group.missing_restart_variable_warning(two | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) == ""
+    assert process_group.missing_restart_variable_warning(two | {"TORCHELASTIC_MAX_RESTARTS": "0"}) == ""
 
 
 def test_a_port_in_use_is_one_message() -> None:

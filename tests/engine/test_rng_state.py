@@ -59,12 +59,12 @@ def test_reseed_is_repeatable_and_fresh(context: ParallelContext, tmp_path: Path
     """The same file gives the same numbers, another file others, neither those of the saved states."""
     save_load.write_rank_rng(tmp_path, 0)
     kept = draw()
-    seeds = [save_load.reseed_ranks(context, tmp_path)]
+    seeds = [save_load.reseed_rank_generators(context, tmp_path)]
     first = draw()
-    assert save_load.reseed_ranks(context, tmp_path) == seeds[0] and draw() == first
+    assert save_load.reseed_rank_generators(context, tmp_path) == seeds[0] and draw() == first
     assert all(a != b for a, b in zip(first, kept, strict=True))
     save_load.write_rank_rng(tmp_path, 0)
-    assert save_load.reseed_ranks(context, tmp_path) != seeds[0]
+    assert save_load.reseed_rank_generators(context, tmp_path) != seeds[0]
     assert all(a != b for a, b in zip(draw(), first, strict=True))
 
 

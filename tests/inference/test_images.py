@@ -23,7 +23,7 @@ from transformers import AutoModelForImageTextToText
 from megaswift.config.inference import GenerationOptions
 from megaswift.data import images
 from megaswift.data.images import ImageRoot
-from megaswift.data.processor import Processor
+from megaswift.data.vision_processor import Processor
 from megaswift.errors import DataError
 from megaswift.infer import main
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputs

@@ -22,7 +22,7 @@ from megaswift.families import torch_quantization_checks
 from megaswift.inference.load_generation_model import prepare_model_load
 from tests.bridge.folders import set_config
 from tests.inference.models import folder, opened
-from tests.inference.test_load import answers, expected
+from tests.inference.test_load_generation_model import answers, expected
 
 pytestmark = pytest.mark.wide
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.data.preference_batches import kl_batches
+from megaswift.data.preference_batches import kto_kl_batches
 from megaswift.losses.contract import Batch, Needs
 from megaswift.losses.kto import KTO, log_ratios
 from tests.losses import bigram, trainers
@@ -71,7 +71,7 @@ def prepared(microbatches: list[Batch], models: tuple[Bigram, Bigram]) -> list[B
     """What a trainer does before the step: reference log-probabilities, and z0 of each micro-batch."""
     policy, reference = models
     made = []
-    for b, turned in zip(microbatches, kl_batches(microbatches, SHAPE, max_length=64), strict=True):
+    for b, turned in zip(microbatches, kto_kl_batches(microbatches, SHAPE, max_length=64), strict=True):
         with torch.no_grad():
             found = log_ratios(bigram.outputs(policy, turned, Needs()).logprobs, reference_of(reference, turned))
         kl = found.mean().clamp(min=0) if found.numel() else torch.zeros(())

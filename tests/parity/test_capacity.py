@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.engine.megatron.layers.router import within_capacity
+from megaswift.engine.megatron.layers.router import picks_within_capacity
 from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import global_batch, own, parse
@@ -115,7 +115,7 @@ def test_the_largest_weights_stay() -> None:
     """Capacity 2 of three experts, four tokens and one of padding; the third expert has room."""
     weights = torch.tensor([[0.9, 0.1, 0.0], [0.8, 0.0, 0.2], [0.7, 0.3, 0.0], [0.6, 0.4, 0.0], [0.95, 0.05, 0.0]])
     valid = torch.tensor([True, True, True, True, False])
-    stay = within_capacity(weights, weights > 0, valid, 0.75, None)
+    stay = picks_within_capacity(weights, weights > 0, valid, 0.75, None)
     assert stay.tolist() == [
         [True, False, False],
         [True, False, True],

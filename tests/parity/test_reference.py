@@ -1,7 +1,7 @@
 """The reference of an engine: the weights of a moment, kept through training, put in place and taken away again bit by
 bit.
 
-Covers: megaswift/engine/reference.py.
+Covers: megaswift/engine/reference_weights.py.
 """
 
 from __future__ import annotations

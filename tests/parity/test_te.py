@@ -1,8 +1,8 @@
 """Every parallel layout on Transformer Engine's modules against Hugging Face: its own Python, over torch functions in
 place of its kernels (tests/te).
 
-Covers: megaswift/engine/megatron/layers/modules.py, megaswift/engine/megatron/layers/residual.py,
-megaswift/engine/megatron/layers/spec.py.
+Covers: megaswift/engine/megatron/layers/layer_module_classes.py,
+megaswift/engine/megatron/layers/residual_projection.py, megaswift/engine/megatron/layers/transformer_layer_spec.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.engine.megatron.layers.choice import unsupported_by_te_attention
+from megaswift.engine.megatron.layers.layer_implementation import te_unsupported_attention_features
 from megaswift.families import FAMILIES, family_of
 from tests.parity import cover_te
 from tests.parity.cases import Case, parse
@@ -100,7 +100,7 @@ def test_modules_are_transformer_engines(te_pool: Pool, models: Path) -> None:
         assert not found[name] & {"ColumnParallelLinear", "RowParallelLinear", "NormColumnParallelLinear"}, name
         assert not found[name] & {"TorchNorm", "QKNorm", "ReplicatedLinear", "ResidualLinear"}, name
         attention = (
-            "TorchAttention" if unsupported_by_te_attention(family_of(raw).spec(raw)) else "TEDotProductAttention"
+            "TorchAttention" if te_unsupported_attention_features(family_of(raw).spec(raw)) else "TEDotProductAttention"
         )
         assert found[name] & {"TorchAttention", "TEDotProductAttention"} == {attention}, name
         assert ("TEGroupedMLP" in found[name]) == is_moe(name) and "SequentialMLP" not in found[name], name

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.data.processor import Processor, processor_spec
+from megaswift.data.vision_processor import Processor, processor_spec
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.vision_tokenizer import VOCAB, tokenizer
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.device_copy import to_device
+from megaswift.device_copy import copy_to_device_async
 from tests.placement.device import DEVICE, StandIn, WrongDevice
 from tests.sources import ROOT
 
@@ -41,8 +41,8 @@ SAMPLING = {
     "copy megaswift.rollout.decoding:DecodingBatch.read": 2,
     "copy megaswift.rollout.token_sampling:RowGenerators.at": 1,
     "copy megaswift.rollout.transformers_weight_update:WeightUpdate._copy": 25,
-    "read megaswift.data.rollout_batches:gather_values": 2,
-    "read megaswift.engine.megatron.weights:RankWeights.collect": 19,
+    "read megaswift.data.rollout_batches:gather_completion_values": 2,
+    "read megaswift.engine.megatron.rank_weights:RankWeights.collect": 19,
     "read megaswift.rollout.decoding:_completions": 3,
     "read megaswift.rollout.decoding:_completions.<locals>.<genexpr>": 2,
     "read megaswift.rollout.decoding:decode_batch": 8,
@@ -136,7 +136,7 @@ def test_a_host_tensor_in_a_backward_pass_is_found(stand_in: StandIn) -> None:
         (lambda x: torch.zeros(3).to(x.device, non_blocking=True), ["copy"]),
         (lambda x: torch.tensor([1.0, 2.0], device=x.device), ["copy"]),
         (lambda x: torch.zeros(3).pin_memory().to(x.device, non_blocking=True), []),
-        (lambda x: to_device(torch.zeros(3), x.device), []),
+        (lambda x: copy_to_device_async(torch.zeros(3), x.device), []),
         (lambda x: torch.zeros(3, device=x.device) + x.new_ones(3), []),
         (lambda x: torch.where(x > 0, x, 0.0).sum() / x.numel(), []),
     ],
@@ -152,8 +152,8 @@ def test_a_copy_is_the_tensor(stand_in: StandIn) -> None:
     """Both ways, and neither changes with the other."""
     with stand_in.running():
         host = torch.arange(3.0)
-        there = to_device(host, DEVICE)
+        there = copy_to_device_async(host, DEVICE)
         there += 1
         back = there.cpu()
         assert host.tolist() == [0, 1, 2] and back.tolist() == [1, 2, 3] and back.device.type == "cpu"
-    assert to_device(host, "cpu") is host
+    assert copy_to_device_async(host, "cpu") is host

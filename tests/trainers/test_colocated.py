@@ -134,7 +134,7 @@ def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
     def allocate(size: int) -> torch.Tensor:
         return torch.from_file(str(next(host)), True, size, dtype=torch.uint8)
 
-    offload.is_host_storage, offload.allocate_host = lambda storage: False, allocate
+    offload.is_host_storage, offload.allocate_host_memory = lambda storage: False, allocate
     generate, update, train = (
         TransformersSampler.generate,
         TransformersSampler.update_weights,

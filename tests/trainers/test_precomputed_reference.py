@@ -21,7 +21,7 @@ from megaswift.config import load_config
 from megaswift.data.documents import Documents
 from megaswift.data.loader import EvaluationSource, LoaderGeometry
 from megaswift.data.preference_batches import PreferenceDataset
-from megaswift.data.preferences import Preferences
+from megaswift.data.preference_documents import Preferences
 from megaswift.losses.contract import Batch, ModelOutputs, Needs
 from megaswift.trainers.batch_transforms import forward_pass_count_before_step, make_batch_transform
 from megaswift.trainers.metrics import read_lines

@@ -96,11 +96,11 @@ def held_out(inputs: list[str], out: Path) -> list[list[dict[str, str]]]:
     from transformers import AutoTokenizer
 
     from megaswift.config import load_config
-    from megaswift.data.build import load_documents
+    from megaswift.data.build_batch_sources import load_document_splits
 
     cfg = load_config("sft", [str(out / "config.yaml")])
     tokenizer = AutoTokenizer.from_pretrained(inputs[1])
-    _, held = load_documents(cfg.data, cfg.train, tokenizer)
+    _, held = load_document_splits(cfg.data, cfg.train, tokenizer)
     assert held is not None
     rows = [json.loads(line)["messages"] for line in Path(inputs[3]).read_text().splitlines()]
     return [rows[int(i)] for i in held.sample]

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from megaswift import distributed
-from megaswift.data.build import build_sources
+from megaswift.data.build_batch_sources import build_sources
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.stream import StreamSource
+from megaswift.data.stream_batches import StreamSource
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 from tests.parity.pool import Pool

@@ -8,7 +8,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.config.byte_size import bytes_text
-from megaswift.data.stream import StreamCounts, StreamSource
+from megaswift.data.stream_batches import StreamCounts, StreamSource
 from megaswift.data.stream_cursor import Cursor
 from megaswift.engine.protocol import ParameterReport
 from megaswift.errors import Problem

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaswift.data.processor import Processor, processor_spec
+from megaswift.data.vision_processor import Processor, processor_spec
 from megaswift.trainers.metrics import read_lines
 from tests.parity import vision
 from tests.trainers.test_run import run, values

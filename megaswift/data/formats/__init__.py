@@ -150,7 +150,7 @@ def _fits(new: str, value: Any) -> bool:
     return new == "label" or isinstance(value, str)
 
 
-def sample_of(row: Row, task: str) -> Sample:
+def parse_sample(row: Row, task: str) -> Sample:
     """The sample of a row, for a task whose formats give one."""
     sample = recognize_format(row, task).parse(row)
     assert isinstance(sample, Sample)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaswift.data.formats import FORMATS, Format, Row
 from megaswift.data.formats.query_response import history_messages
-from megaswift.data.sample import Sample, conversation, text_in_column
+from megaswift.data.sample import Sample, checked_conversation_sample, text_in_column
 
 
 def parse(row: Row) -> Sample:
@@ -16,7 +16,9 @@ def parse(row: Row) -> Sample:
         {"role": "user", "content": question},
         {"role": "assistant", "content": text_in_column(row, "output")},
     ]
-    return conversation(messages, "instruction", text_in_column(row, "system", optional=True), row.get("tools"))
+    return checked_conversation_sample(
+        messages, "instruction", text_in_column(row, "system", optional=True), row.get("tools")
+    )
 
 
 FORMATS.register("alpaca", Format("alpaca", ("instruction", "output"), parse, ("input", "history", "system"), rank=4))

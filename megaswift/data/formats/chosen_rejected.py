@@ -14,12 +14,19 @@ from megaswift.data.formats import FORMATS, Format, Row
 from megaswift.data.preference_rows import (
     PreferenceExample,
     label_in_column,
-    make_example,
+    make_labeled_example,
     make_pair,
     number_in_column,
     plain_texts,
 )
-from megaswift.data.sample import Sample, check_plain_row, conversation, text_in_column, text_or_messages, with_system
+from megaswift.data.sample import (
+    Sample,
+    checked_conversation_sample,
+    reject_chat_only_columns,
+    text_in_column,
+    text_or_messages,
+    with_system,
+)
 
 
 def _said(value: str | Sample, role: str) -> Sample:
@@ -32,7 +39,7 @@ def _joined(row: Row, prompt: str | Sample | None, answer: str | Sample) -> Samp
     if prompt is not None and not _whole(answer):
         before = _said(prompt, "user")
         sample = Sample(before.messages + sample.messages, before.loss + sample.loss)
-    tools = conversation([{"role": "user", "content": ""}], "tools", None, row.get("tools")).tools
+    tools = checked_conversation_sample([{"role": "user", "content": ""}], "tools", None, row.get("tools")).tools
     return with_system(Sample(sample.messages, sample.loss, tools), text_in_column(row, "system", optional=True))
 
 
@@ -51,7 +58,7 @@ def parse(row: Row) -> PreferenceExample:
             if chosen != rejected:
                 prompt = prompt.removesuffix(" ")
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-        check_plain_row(row)
+        reject_chat_only_columns(row)
         return plain_texts(prompt, {"chosen": chosen, "rejected": rejected}, number_in_column(row))
     return make_pair(
         _joined(row, prompt, chosen), _joined(row, prompt, rejected), number_in_column(row), ("chosen", "rejected")
@@ -62,11 +69,11 @@ def parse_labeled(row: Row) -> PreferenceExample:
     """A labeled completion."""
     prompt, answer = text_or_messages(row, "prompt"), text_or_messages(row, "completion")
     if isinstance(prompt, str) and isinstance(answer, str):
-        check_plain_row(row)
+        reject_chat_only_columns(row)
         return plain_texts(prompt, {"completion": answer}, label_in_column(row))
     sample = _joined(row, prompt, answer)
     begin = None if _whole(answer) else len(sample.messages) - len(_said(answer, "assistant").messages)
-    return make_example(sample, label_in_column(row), "completion", begin)
+    return make_labeled_example(sample, label_in_column(row), "completion", begin)
 
 
 FORMATS.register(

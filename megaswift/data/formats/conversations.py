@@ -7,7 +7,14 @@ from typing import Any
 
 from megaswift.data.formats import FORMATS, Format, Row
 from megaswift.data.roles import KNOWN, TURN_ROLE_OF, role_of
-from megaswift.data.sample import RowError, Sample, conversation, decode_json_cell, describe_value, text_in_column
+from megaswift.data.sample import (
+    RowError,
+    Sample,
+    checked_conversation_sample,
+    decode_json_cell,
+    describe_value,
+    text_in_column,
+)
 
 
 def _turn(turn: Any, where: str) -> dict[str, Any]:
@@ -29,7 +36,9 @@ def parse(row: Row) -> Sample:
     if not isinstance(turns, list):
         raise RowError("conversations", describe_value(turns), "a list of turns")
     messages = [_turn(t, f"conversations[{i}]") for i, t in enumerate(turns)]
-    return conversation(messages, "conversations", text_in_column(row, "system", optional=True), row.get("tools"))
+    return checked_conversation_sample(
+        messages, "conversations", text_in_column(row, "system", optional=True), row.get("tools")
+    )
 
 
 FORMATS.register("conversations", Format("conversations", ("conversations",), parse, ("tools", "system"), rank=2))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import Sample, conversation, text_in_column
+from megaswift.data.sample import Sample, checked_conversation_sample, text_in_column
 
 
 def parse(row: Row) -> Sample:
     """The messages as they are."""
-    return conversation(row["messages"], "messages", text_in_column(row, "system", optional=True), row.get("tools"))
+    return checked_conversation_sample(
+        row["messages"], "messages", text_in_column(row, "system", optional=True), row.get("tools")
+    )
 
 
 FORMATS.register("messages", Format("messages", ("messages",), parse, ("tools", "system")))

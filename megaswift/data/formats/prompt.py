@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from megaswift.config.data import RL
 from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import RowError, Sample, check_plain_row, conversation, text_in_column, text_or_messages
+from megaswift.data.sample import (
+    RowError,
+    Sample,
+    checked_conversation_sample,
+    reject_chat_only_columns,
+    text_in_column,
+    text_or_messages,
+)
 
 
 def parse(row: Row) -> Sample:
@@ -14,7 +21,7 @@ def parse(row: Row) -> Sample:
     if isinstance(prompt, str):
         if not prompt.strip():
             raise RowError("prompt", "an empty prompt", "text for the model to continue, or messages")
-        check_plain_row(row)
+        reject_chat_only_columns(row)
         return Sample(text=prompt)
     if prompt.messages[-1]["role"] == "assistant":
         raise RowError(
@@ -22,7 +29,9 @@ def parse(row: Row) -> Sample:
             "the last message is the assistant's",
             "a user message at the end; the reference answer in a separate column",
         )
-    return conversation(prompt.messages, "prompt", text_in_column(row, "system", optional=True), row.get("tools"))
+    return checked_conversation_sample(
+        prompt.messages, "prompt", text_in_column(row, "system", optional=True), row.get("tools")
+    )
 
 
 FORMATS.register("prompt", Format("prompt", ("prompt",), parse, ("tools", "system"), RL, rank=7, common=True))

@@ -10,9 +10,9 @@ from megaswift.data.formats import FORMATS, Format, Row
 from megaswift.data.sample import (
     RowError,
     Sample,
-    check_plain_row,
-    conversation,
+    checked_conversation_sample,
     describe_value,
+    reject_chat_only_columns,
     text_in_column,
     text_or_messages,
 )
@@ -22,20 +22,24 @@ def parse(row: Row) -> Sample:
     """The prompt and what follows it."""
     prompt, completion = text_or_messages(row, "prompt"), text_or_messages(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        check_plain_row(row)
+        reject_chat_only_columns(row)
         if not prompt:
             raise RowError(
                 "prompt", "an empty prompt", "text before the completion; for text without prompts: megaswift pt"
             )
         return Sample(text=prompt + completion, prompt=prompt)
-    before = conversation([{"role": "user", "content": prompt}], "prompt") if isinstance(prompt, str) else prompt
+    before = (
+        checked_conversation_sample([{"role": "user", "content": prompt}], "prompt")
+        if isinstance(prompt, str)
+        else prompt
+    )
     if isinstance(completion, str):
-        after = conversation([{"role": "assistant", "content": completion}], "completion")
+        after = checked_conversation_sample([{"role": "assistant", "content": completion}], "completion")
     else:
         after = completion
     if not any(m["role"] == "assistant" for m in after.messages):
         raise RowError("completion", describe_value(row["completion"]), "assistant messages")
-    joined = conversation(
+    joined = checked_conversation_sample(
         [*before.messages, *after.messages], "prompt", text_in_column(row, "system", True), row.get("tools")
     )
     flags = (*(False if m["role"] == "assistant" else None for m in before.messages), *after.loss)

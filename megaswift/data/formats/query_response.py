@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import RowError, Sample, conversation, decode_json_cell, describe_value, text_in_column
+from megaswift.data.sample import (
+    RowError,
+    Sample,
+    checked_conversation_sample,
+    decode_json_cell,
+    describe_value,
+    text_in_column,
+)
 
 
 def history_messages(row: Row) -> list[dict[str, Any]]:
@@ -27,7 +34,9 @@ def parse(row: Row) -> Sample:
         {"role": "user", "content": text_in_column(row, "query")},
         {"role": "assistant", "content": text_in_column(row, "response")},
     ]
-    return conversation(messages, "query", text_in_column(row, "system", optional=True), row.get("tools"))
+    return checked_conversation_sample(
+        messages, "query", text_in_column(row, "system", optional=True), row.get("tools")
+    )
 
 
 FORMATS.register(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megaswift.config.data import PAIRS
-from megaswift.data.formats import FORMATS, Format, Row, sample_of
+from megaswift.data.formats import FORMATS, Format, Row, parse_sample
 from megaswift.data.preference_rows import (
     ASKING,
     COLUMNS,
@@ -20,17 +20,17 @@ from megaswift.data.preference_rows import (
     make_pair,
     number_in_column,
 )
-from megaswift.data.sample import Sample, conversation, text_in_column, with_system
+from megaswift.data.sample import Sample, checked_conversation_sample, text_in_column, with_system
 
 
-def read_conversation(row: Row) -> Sample:
+def read_sft_conversation(row: Row) -> Sample:
     """The conversation of a row without the columns of preferences, read as a row of SFT."""
     bare = {k: v for k, v in row.items() if k not in COLUMNS}
-    return sample_of(bare, "sft")
+    return parse_sample(bare, "sft")
 
 
 def _chosen(row: Row) -> Sample:
-    sample = read_conversation(row)
+    sample = read_sft_conversation(row)
     if sample.messages[-1]["role"] != "assistant":
         raise PreferenceError(
             EMPTY,
@@ -52,7 +52,7 @@ def parse(row: Row) -> PreferenceExample:
 def parse_messages(row: Row) -> PreferenceExample:
     """Another conversation; one that begins with the assistant follows the last question of the chosen one."""
     chosen = _chosen(row)
-    rejected = conversation(row["rejected_messages"], "rejected_messages")
+    rejected = checked_conversation_sample(row["rejected_messages"], "rejected_messages")
     roles = [m["role"] for m in chosen.messages]
     if rejected.messages[0]["role"] == "assistant" != roles[0]:
         begin = max(i for i, role in enumerate(roles) if role in ASKING) + 1
@@ -64,7 +64,7 @@ def parse_messages(row: Row) -> PreferenceExample:
     )
 
 
-def has_conversation(row: Row) -> bool:
+def has_sft_conversation(row: Row) -> bool:
     """Whether a row holds a conversation of SFT beside the columns of preferences."""
     bare = {k for k, v in row.items() if v is not None and k not in COLUMNS}
     return any(bare.issuperset(f.required) and "sft" in f.tasks for f in FORMATS)
@@ -78,7 +78,7 @@ FORMATS.register(
         parse,
         ("margin", "tools", "system"),
         PAIRS,
-        has_conversation,
+        has_sft_conversation,
         -2,
         ("messages",),
     ),
@@ -91,7 +91,7 @@ FORMATS.register(
         parse_messages,
         ("margin", "tools", "system"),
         PAIRS,
-        has_conversation,
+        has_sft_conversation,
         -1,
         ("messages",),
     ),

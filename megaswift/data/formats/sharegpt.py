@@ -1,11 +1,18 @@
-"""`conversation` (or `conversations`): [{"human", "assistant"}], one object a round."""
+"""`checked_conversation_sample` (or `conversations`): [{"human", "assistant"}], one object a round."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import RowError, Sample, conversation, decode_json_cell, describe_value, text_in_column
+from megaswift.data.sample import (
+    RowError,
+    Sample,
+    checked_conversation_sample,
+    decode_json_cell,
+    describe_value,
+    text_in_column,
+)
 
 
 def _rounds(row: Row, column: str) -> Any:
@@ -35,11 +42,11 @@ def _parse(row: Row, column: str) -> Sample:
             {"loss": item["loss"]} if "loss" in item else {}
         )
         messages += [{"role": "user", "content": item["human"]}, answer]
-    return conversation(messages, column, text_in_column(row, "system", optional=True), row.get("tools"))
+    return checked_conversation_sample(messages, column, text_in_column(row, "system", optional=True), row.get("tools"))
 
 
 def parse(row: Row) -> Sample:
-    """Rounds under `conversation`."""
+    """Rounds under `checked_conversation_sample`."""
     return _parse(row, "conversation")
 
 

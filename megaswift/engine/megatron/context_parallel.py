@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def zigzag_index(length: int, cp: int, rank: int, start: int = 0) -> Tensor:
+def zigzag_positions(length: int, cp: int, rank: int, start: int = 0) -> Tensor:
     """int64 [length / cp]: positions of one document that `rank` holds, in its local order."""
     assert length % (2 * cp) == 0, f"a document of {length} tokens is not a multiple of {2 * cp}"
     chunk = length // (2 * cp)
@@ -23,19 +23,19 @@ def zigzag_index(length: int, cp: int, rank: int, start: int = 0) -> Tensor:
     return torch.cat([first, last]) + start
 
 
-def local_index(length: int, cu_seqlens: Tensor | None, cp: int, rank: int) -> Tensor:
+def local_row_positions(length: int, cu_seqlens: Tensor | None, cp: int, rank: int) -> Tensor:
     """int64 [length / cp]: the positions of a row that `rank` holds. `cu_seqlens` int [documents + 1] when packed."""
     if cp == 1:
         return torch.arange(length)
     if cu_seqlens is None:
-        return zigzag_index(length, cp, rank)
+        return zigzag_positions(length, cp, rank)
     starts = cu_seqlens.tolist()
-    return torch.cat([zigzag_index(b - a, cp, rank, a) for a, b in zip(starts, starts[1:], strict=False)])
+    return torch.cat([zigzag_positions(b - a, cp, rank, a) for a, b in zip(starts, starts[1:], strict=False)])
 
 
 def gather_order(length: int, cu_seqlens: Tensor | None, cp: int) -> Tensor:
     """int64 [length]: where position p of the row lies in the concatenation of all ranks' slices."""
-    joined = torch.cat([local_index(length, cu_seqlens, cp, r) for r in range(cp)])
+    joined = torch.cat([local_row_positions(length, cu_seqlens, cp, r) for r in range(cp)])
     return torch.argsort(joined)
 
 

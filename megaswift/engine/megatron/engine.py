@@ -28,26 +28,26 @@ from megaswift.config.transformer_engine_rules import missing_transformer_engine
 from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.checkpoint import save_load
-from megaswift.engine.megatron.export import export_from_ranks
+from megaswift.engine.megatron.export_hf_from_ranks import export_hf_folder_from_ranks
 from megaswift.engine.megatron.layers.attention_backend import AttentionBackend
-from megaswift.engine.megatron.layers.choice import (
+from megaswift.engine.megatron.layers.layer_implementation import (
     TORCH,
-    choose_layers,
+    choose_layer_implementation,
     fp8_gather_problems,
     fp8_problems,
-    transformer_engine_lack,
+    transformer_engine_unusable_reason,
 )
 from megaswift.engine.megatron.layers.router import AuxLosses
 from megaswift.engine.megatron.lora.rank_adapters import RankAdapters, plan_adapters
-from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap_chunks
-from megaswift.engine.megatron.model_config import transformer_config
+from megaswift.engine.megatron.measure_engine_sizes import measure_engine_sizes
+from megaswift.engine.megatron.megatron_transformer_config import transformer_config
+from megaswift.engine.megatron.model import build_model_chunks, finish_weight_gathers, wrap_chunks
 from megaswift.engine.megatron.offload import EngineOffload
 from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.engine.megatron.sizes import measure_sizes
-from megaswift.engine.megatron.weights import RandomWeightSource, RankWeights, freeze_matching
-from megaswift.engine.objective import Objective, count_global_batch, fields_to_outputs, reduce_report
+from megaswift.engine.megatron.rank_weights import RandomWeightSource, RankWeights, freeze_matching_weights
+from megaswift.engine.objective import Objective, count_global_batch, named_head_outputs, reduce_objective_report
 from megaswift.engine.protocol import ParameterReport, StepResult
-from megaswift.engine.reference import ReferenceWeights
+from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.errors import ConfigError, Problem
 from megaswift.families import family_of, four_bits
 from megaswift.families.model_spec import ModelSpec
@@ -63,9 +63,9 @@ class MegatronEngine:
     def __init__(self, spec: ModelSpec, cfg: SwiftConfig, context: ParallelContext) -> None:
         self.spec, self.cfg, self.context = spec, cfg, context
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
-        self.choice = choose_layers(spec, cfg, self.layout)
+        self.choice = choose_layer_implementation(spec, cfg, self.layout)
         if lacking := missing_transformer_engine_problems(
-            cfg, not transformer_engine_lack(), self.choice.torch_parts()
+            cfg, not transformer_engine_unusable_reason(), self.choice.torch_parts()
         ):
             raise ConfigError(lacking)
         if cfg.model.fp8_format:
@@ -86,7 +86,7 @@ class MegatronEngine:
                 raise ConfigError(four_bits.NO_DORA)
         self.backend = AttentionBackend(self.config.attention_backend != AttnBackend.auto)
         with self.backend.building():
-            self.plain = build_chunks(spec, self.config, context, self.choice)
+            self.plain = build_model_chunks(spec, self.config, context, self.choice)
         self.weights = RankWeights(self.plain, spec, self.plan, context)
         self.freeze(cfg.model.freeze_parameters)
         self.lora = RankAdapters(self.plain, self.weights, adapters) if adapters else None
@@ -131,7 +131,7 @@ class MegatronEngine:
         """Parameters whose Hugging Face names match any pattern do not train. Before the model is wrapped."""
         if not patterns:
             return
-        hits = freeze_matching(self.weights.placed, patterns)
+        hits = freeze_matching_weights(self.weights.placed, patterns)
         matched = {p for own in distributed.all_gather_objects([p for p, names in hits.items() if names]) for p in own}
         missing = [p for p in patterns if p not in matched]
         if missing:
@@ -143,7 +143,7 @@ class MegatronEngine:
     def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
         result = self.accumulate(microbatches, loss, whole_gradients=False)
-        optim.set_group_rates(self.optimizer, lr, self.cfg.optim.weight_decay)
+        optim.set_lr_and_weight_decay(self.optimizer, lr, self.cfg.optim.weight_decay)
         norm, stepped = optim.optimizer_step(self.optimizer, self.cfg.optim.max_grad_norm)
         falling = not stepped and optim.can_lower_loss_scale(self.optimizer)
         return replace(result, grad_norm=norm, skipped=not stepped, loss_scale_falling=falling)
@@ -169,7 +169,7 @@ class MegatronEngine:
         self.aux.begin(counted.microbatches)
         with self.backend.computing():
             passes.forward_backward(self.chunks, microbatches, objective, self.context, settings)
-        total, metrics = reduce_report(objective, self.context)
+        total, metrics = reduce_objective_report(objective, self.context)
         if not settings.forward_only:
             metrics = {**metrics, **self.aux.report()}
         numbers = counted.tokens, counted.label_tokens, counted.counts, objective.local(microbatches)
@@ -200,11 +200,11 @@ class MegatronEngine:
                 ]
             for tensor in outputs:
                 dist.broadcast(tensor, group=self.context.groups.pp, group_src=self.layout.pp - 1)
-        return [fields_to_outputs(fields, needs) for fields in outputs]
+        return [named_head_outputs(fields, needs) for fields in outputs]
 
     def hf_weights(self, dtype: torch.dtype | None = None, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. Adapters are merged in."""
-        gather_weights(self.chunks)
+        finish_weight_gathers(self.chunks)
         if self.lora is not None:
             return ((name, t if dtype is None else t.to(dtype)) for name, t in self.lora.merged(everywhere))
         return self.weights.stream(lambda p: p.data if dtype is None else p.data.to(dtype), everywhere)
@@ -212,7 +212,7 @@ class MegatronEngine:
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name in a PEFT folder without its prefix, full tensor) of what trains in a LoRA run, as `hf_weights` streams
         weights."""
-        gather_weights(self.chunks)
+        finish_weight_gathers(self.chunks)
         return self._adapters().stream(lambda p: p.data)
 
     def _adapters(self) -> RankAdapters:
@@ -228,7 +228,7 @@ class MegatronEngine:
     def keep_reference(self, on_host: bool = False) -> None:
         """From now on `reference` is the model as it is now; adapters that are new need no copy: without them the model
         is the base."""
-        gather_weights(self.chunks)
+        finish_weight_gathers(self.chunks)
         if self.lora is None or self.cfg.lora.adapters is not None:
             self.remembered = ReferenceWeights(self._live, on_host)
 
@@ -241,14 +241,14 @@ class MegatronEngine:
     @contextmanager
     def reference(self) -> Iterator[None]:
         """The reference model for the length of a block. Not around `train_batch`."""
-        gather_weights(self.chunks)
+        finish_weight_gathers(self.chunks)
         with self.remembered.exchanged() if self.remembered is not None else self._adapters().off():
             yield
 
     def move_reference(self, share: float) -> None:
         """reference = share x model + (1 - share) x reference."""
         assert self.remembered is not None, "keep_reference was not called"
-        gather_weights(self.chunks)
+        finish_weight_gathers(self.chunks)
         self.remembered.blend(share)
 
     def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:
@@ -256,8 +256,8 @@ class MegatronEngine:
         weights writes its share, with adapters merged in rank 0 writes all. Collective."""
         options = HfExportOptions(source=source, dtype=dtype, overwrite=True)
         if self.lora is None:
-            gather_weights(self.chunks)
-            export_from_ranks(self.weights, folder, options)
+            finish_weight_gathers(self.chunks)
+            export_hf_folder_from_ranks(self.weights, folder, options)
             return
         weights = self.hf_weights()
         if self.rank == 0:
@@ -305,7 +305,7 @@ class MegatronEngine:
 
     def report(self) -> ParameterReport:
         """Exact sizes, for the first screen."""
-        return measure_sizes(self)
+        return measure_engine_sizes(self)
 
     def save(self, directory: Path) -> None:
         """Weights, optimizer and this rank's random states as a sharded checkpoint. Collective."""

@@ -15,10 +15,10 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megaswift.engine.megatron.lora.layers import reduce_expert_adapter_gradients
-from megaswift.engine.megatron.microbatch import MicrobatchInputs, microbatch_inputs
+from megaswift.engine.megatron.lora.layer_adapters import reduce_expert_adapter_gradients
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
+from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs, microbatch_inputs
 from megaswift.losses.contract import Batch
 
 

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from megaswift.bridge.checkpoint_shard_regions import padded_vocabulary_size
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.context_parallel import join_slices
-from megaswift.engine.megatron.layers.choice import TORCH, LayerChoice
-from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, local_frequencies
+from megaswift.engine.megatron.layers.layer_implementation import TORCH, LayerImplementationChoice
+from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, windowed_layer_inv_freq
 from megaswift.engine.megatron.layers.router import BalancedRouter, pass_padding_mask
-from megaswift.engine.megatron.layers.spec import block_spec
+from megaswift.engine.megatron.layers.transformer_layer_spec import block_spec
 from megaswift.engine.megatron.layers.vocab_head import HeadShard, VocabularyHead
-from megaswift.engine.megatron.microbatch import MicrobatchInputs
-from megaswift.engine.megatron.model_config import distributed_optimizer
+from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
 from megaswift.engine.megatron.parallel_context import ParallelContext
+from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs
 from megaswift.families.model_spec import Features, ModelSpec
 from megaswift.losses.contract import Needs
 
@@ -165,8 +165,8 @@ def frozen_padding_hook(token: int) -> Callable[..., None]:
     return hook
 
 
-def build_chunks(
-    spec: ModelSpec, config: TransformerConfig, context: ParallelContext, choice: LayerChoice
+def build_model_chunks(
+    spec: ModelSpec, config: TransformerConfig, context: ParallelContext, choice: LayerImplementationChoice
 ) -> list[SwiftGPT]:
     """This rank's model chunks, without wrappers and with weights still to be loaded."""
     layout, coords = context.layout, context.coordinates
@@ -189,7 +189,7 @@ def build_chunks(
             vp_stage=stage,
         )
         if choice.attention == TORCH or config.multi_latent_attention:
-            local = local_frequencies(spec)
+            local = windowed_layer_inv_freq(spec)
             local = None if local is None else local.to(context.device)
             pairs = config.rotary_interleaved or spec.features.latent_pairs
             model.rotary_pos_emb = PositionRotary(inv_freq.to(context.device), local, pairs)
@@ -216,7 +216,7 @@ def build_chunks(
     return chunks
 
 
-def overlap_flags(cfg: SwiftConfig, cuda: bool) -> tuple[bool, bool]:
+def ddp_overlap_flags(cfg: SwiftConfig, cuda: bool) -> tuple[bool, bool]:
     """(gradients reduced behind the backward pass, weights gathered behind the forward pass): on a GPU unless the
     options say otherwise.
 
@@ -225,7 +225,9 @@ def overlap_flags(cfg: SwiftConfig, cuda: bool) -> tuple[bool, bool]:
     p = cfg.parallel
     reduce = cuda if p.overlap_grad_reduce is None else p.overlap_grad_reduce
     gather = (
-        (cuda and distributed_optimizer(cfg) and reduce) if p.overlap_param_gather is None else p.overlap_param_gather
+        (cuda and uses_distributed_optimizer(cfg) and reduce)
+        if p.overlap_param_gather is None
+        else p.overlap_param_gather
     )
     return reduce, gather
 
@@ -234,14 +236,14 @@ def wrap_chunks(
     chunks: list[SwiftGPT], config: TransformerConfig, cfg: SwiftConfig, context: ParallelContext
 ) -> list[DistributedDataParallel]:
     """Precision wrapper and Megatron's DDP with float32 gradients."""
-    overlap_reduce, overlap_gather = overlap_flags(cfg, context.device.type == "cuda")
+    overlap_reduce, overlap_gather = ddp_overlap_flags(cfg, context.device.type == "cuda")
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap_reduce,
         overlap_param_gather=overlap_gather,
         # the interleaved schedule starts all gathers of a chunk, so that no bucket has to start the next one's
         align_param_gather=overlap_gather and len(chunks) > 1,
-        use_distributed_optimizer=distributed_optimizer(cfg),
+        use_distributed_optimizer=uses_distributed_optimizer(cfg),
         check_for_nan_in_grad=False,
         average_in_collective=False,
     )
@@ -281,7 +283,7 @@ def _start_reduction(module: DistributedDataParallel, *_: Any) -> None:
         bucket.start_grad_sync(module.force_all_reduce)
 
 
-def gather_weights(chunks: list[DistributedDataParallel]) -> None:
+def finish_weight_gathers(chunks: list[DistributedDataParallel]) -> None:
     """Complete this rank's weights before they are read outside a forward pass. Collective.
 
     With `overlap_param_gather` the parts that other ranks' optimizer shards updated arrive with the next forward pass

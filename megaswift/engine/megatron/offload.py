@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.engine.megatron.model import gather_weights
+from megaswift.engine.megatron.model import finish_weight_gathers
 from megaswift.engine.megatron.optimizer import optimizer_parts
 
 CHUNK = 1 << 26
@@ -26,7 +26,7 @@ def is_host_storage(storage: torch.UntypedStorage) -> bool:
     return storage.device.type == "cpu"
 
 
-def allocate_host(size: int) -> Tensor:
+def allocate_host_memory(size: int) -> Tensor:
     """`size` bytes of host memory, pinned where a GPU copies from and to it."""
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
 
@@ -49,7 +49,7 @@ class HostBuffers:
         while done < len(data):
             number, start = divmod(self._used, CHUNK)
             if number == len(self._chunks):
-                self._chunks.append(allocate_host(CHUNK))
+                self._chunks.append(allocate_host_memory(CHUNK))
             count = min(CHUNK - start, len(data) - done)
             pieces.append(self._chunks[number][start : start + count])
             pieces[-1].copy_(data[done : done + count], non_blocking=True)
@@ -113,7 +113,7 @@ class EngineOffload:
 
     def optimizer_and_gradients(self) -> None:
         """Gradients are dropped: the next step begins with zeros."""
-        gather_weights(list(self.chunks))
+        finish_weight_gathers(list(self.chunks))
         self.parked.park((buffer.grad_data for buffer in self._buffers()), keep=False)
         weights = {p.untyped_storage().data_ptr() for p in self._weights()}
         self.parked.park(t for t in self._states() if t.untyped_storage().data_ptr() not in weights)

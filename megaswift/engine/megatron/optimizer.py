@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.host_adam import HostAdam, init_state
-from megaswift.engine.megatron.model_config import distributed_optimizer
+from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
 
 LOSS_SCALE = 2.0**16
 """At the start of a run in float16, as torch's GradScaler has it; Megatron-Core's 2^32 overflows for some 20 steps."""
@@ -45,7 +45,7 @@ def build_optimizer(
         bf16=config.bf16,
         fp16=config.fp16,
         params_dtype=config.params_dtype,
-        use_distributed_optimizer=distributed_optimizer(cfg),
+        use_distributed_optimizer=uses_distributed_optimizer(cfg),
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         use_precision_aware_optimizer=o.precision_aware_optimizer,
         exp_avg_dtype=torch.float32,  # in bfloat16 FusedAdam makes float32 copies of a whole group: more at its peak
@@ -63,7 +63,7 @@ def build_optimizer(
             part.optimizer, part.init_state_fn = HostAdam.instead_of(part.optimizer), init_state
         else:
             _fuse(part)
-    share_scale(optimizer)
+    share_loss_scaler(optimizer)
     return optimizer
 
 
@@ -75,7 +75,7 @@ def _fuse(part: MegatronOptimizer) -> None:
             group["fused"], group["foreach"] = True, False
 
 
-def set_group_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
+def set_lr_and_weight_decay(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
     """Learning rate and weight decay of every group: biases and norms (1-D parameters) do not decay."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
@@ -102,7 +102,7 @@ def can_lower_loss_scale(optimizer: MegatronOptimizer) -> bool:
     return scaler is not None and float(scaler.scale) > float(getattr(scaler, "min_scale", scaler.scale))
 
 
-class SharedScaler:
+class SharedLossScaler:
     """One loss scale for all parts of an optimizer.
 
     Megatron-Core gives dense and expert parameters a scaler each, lowers only the one whose gradients overflowed, and
@@ -129,11 +129,11 @@ class SharedScaler:
         return anywhere
 
 
-def share_scale(optimizer: MegatronOptimizer) -> None:
+def share_loss_scaler(optimizer: MegatronOptimizer) -> None:
     """Gives all parts the first one's scaler (float16)."""
     scaled = _scaled(optimizer)
     if scaled:
-        shared = SharedScaler(scaled[0].grad_scaler)
+        shared = SharedLossScaler(scaled[0].grad_scaler)
         for part in scaled:
             part.grad_scaler = shared
 
@@ -142,8 +142,8 @@ def _scaled(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [o for o in _chained(optimizer) if getattr(o, "grad_scaler", None) is not None]
 
 
-def _shared_scaler(optimizer: MegatronOptimizer) -> SharedScaler | None:
-    """What `share_scale` has set; None without a loss scale."""
+def _shared_scaler(optimizer: MegatronOptimizer) -> SharedLossScaler | None:
+    """What `share_loss_scaler` has set; None without a loss scale."""
     return next((part.grad_scaler for part in _scaled(optimizer)), None)
 
 

@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megaswift.engine import process_group
-from megaswift.engine.megatron.cpu import device as _device
+from megaswift.engine.megatron.cpu import cpu_patches as _device
 from megaswift.parallel.layout import Layout
 
 
@@ -55,10 +55,10 @@ class ParallelContext:
         self.seed(seed)
 
     def _start(self, timeout_s: float, store: dist.Store | None) -> None:
-        if not _device.on_cpu():
+        if not _device.runs_without_cuda():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         # not "cpu:gloo,cuda:nccl": each of Megatron's groups would connect by gloo too
-        process_group.start_process_group("gloo" if _device.on_cpu() else "nccl", timeout_s, store)
+        process_group.start_process_group("gloo" if _device.runs_without_cuda() else "nccl", timeout_s, store)
 
     def seed(self, seed: int) -> None:
         """Random states for dropout: one for what tensor-parallel ranks share, one each for what they split.

@@ -148,10 +148,10 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
             engine.strategy.put(name, kind, source.slice(f"{kind}.{name}"))
     if engine.allocation is not None:
         engine.allocation.read(directory)
-    if same and rng_state.fits_generators(states[0]):
+    if same and rng_state.rng_state_fits_generators(states[0]):
         rng_state.restore_rng_state(*states)
     else:
-        engine.context.seed(rng_state.fresh_seed(directory))
+        engine.context.seed(rng_state.seed_from_saved_rng_state(directory))
         log.info(
             f"{directory} was saved by {facts['world_size']} processes: weights and optimizer states are restored, "
             "random number generators are reseeded"

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import OptimConfig
-from megaswift.engine.gradient_norm import sum_of_squares
+from megaswift.engine.squared_gradient_norm import sum_of_squares
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.meta_init import allocate_storage
 from megaswift.engine.torch.optimizer_registry import make_torch_optimizer

@@ -28,10 +28,10 @@ from megaswift.bridge.transformers_weights import (
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
-from megaswift.device_copy import to_device
-from megaswift.engine.objective import Objective, count_global_batch, fields_to_outputs, reduce_report
+from megaswift.device_copy import copy_to_device_async
+from megaswift.engine.objective import Objective, count_global_batch, named_head_outputs, reduce_objective_report
 from megaswift.engine.protocol import ParameterReport, StepResult
-from megaswift.engine.reference import ReferenceWeights
+from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.torch import causality_check, checkpoint, peft_wrappers, quantized_weights, weight_loading
 from megaswift.engine.torch.adalora_rank_allocation import find_rank_allocation
 from megaswift.engine.torch.context import TorchContext
@@ -142,7 +142,7 @@ class TorchEngine:
                 self.strategy.backward(value, last)
         if self.noise is not None:
             self.noise.scale = None
-        total, metrics = reduce_report(objective, self.context)
+        total, metrics = reduce_objective_report(objective, self.context)
         if train:
             metrics |= self.routers.report(self.context)
         if train and self.allocation is not None:
@@ -167,7 +167,7 @@ class TorchEngine:
             }
         with self._precision():
             positions = None if batch.cu_seqlens is None else batch.positions
-            columns = to_device(labeled_columns(on_host.loss_weights != 0), self.context.device)
+            columns = copy_to_device_async(labeled_columns(on_host.loss_weights != 0), self.context.device)
             labeled = batch.loss_weights != 0
             return self.strategy.module(batch.input_ids, positions, batch.labels, labeled, columns, extra)
 
@@ -193,7 +193,7 @@ class TorchEngine:
         self.strategy.module.eval()
         self.fields.needs = needs
         outputs = [
-            fields_to_outputs(self._fields(batch.to(self.context.device), batch), needs) for batch in microbatches
+            named_head_outputs(self._fields(batch.to(self.context.device), batch), needs) for batch in microbatches
         ]
         self.strategy.module.train()
         return outputs

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.deepspeed_json import KINDS, deepspeed_kind, deepspeed_offloads
 from megaswift.config.optim import OptimConfig
-from megaswift.engine.gradient_norm import sum_of_squares
+from megaswift.engine.squared_gradient_norm import sum_of_squares
 from megaswift.engine.torch import zero_config
 from megaswift.engine.torch.meta_init import allocate_storage, is_unallocated
 from megaswift.engine.torch.strategy import WEIGHT, clip_gradients, make_adamw_or_sgd, set_rates

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megaswift import distributed
-from megaswift.data.prompts import Prompt
+from megaswift.data.rl_prompts import Prompt
 from megaswift.engine.protocol import Engine
 from megaswift.parallel.layout import Coordinates, Layout
 from megaswift.rollout.sampler import Completion, Sampler, SamplingParams

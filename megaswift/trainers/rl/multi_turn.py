@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.data.prompts import Prompt
+from megaswift.data.rl_prompts import Prompt
 from megaswift.data.template_limits import REFUSED
 from megaswift.errors import Problem, RewardError, first_line
 from megaswift.rollout.sampler import Completion, Sampler, SamplingParams

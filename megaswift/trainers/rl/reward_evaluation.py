@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaswift.data.prompts import Prompt
+from megaswift.data.rl_prompts import Prompt
 from megaswift.trainers.hook import Step
 from megaswift.trainers.metrics import JsonLines
 from megaswift.trainers.rl.reward_scorer import RewardScorer

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megaswift import distributed
-from megaswift.data.prompts import Prompt
+from megaswift.data.rl_prompts import Prompt
 from megaswift.rewards.contract import RewardFunction, RewardInput, score_rewards
 from megaswift.rollout.sampler import Completion
 from megaswift.trainers.rl.multi_turn import Conversation, action_mask

@@ -11,9 +11,9 @@ from megaswift.config import SwiftConfig
 from megaswift.config.byte_size import bytes_text
 from megaswift.config.generation_batch import generation_plan
 from megaswift.config.rl_defaults import estimator_entry_of
-from megaswift.data import build as data
+from megaswift.data import build_batch_sources as data
 from megaswift.data import vocab_check
-from megaswift.data.prompts import Prompt, PromptDataset, PromptSource, load_prompts
+from megaswift.data.rl_prompts import Prompt, PromptDataset, PromptSource, load_prompt_splits
 from megaswift.data.rollout_batches import RolloutCollator
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
@@ -62,7 +62,7 @@ def build_prompts(build: RunBuilder) -> tuple[PromptSource, list[Prompt]]:
     cfg = build.cfg
     build.tokenizer = training_tokenizer(cfg, build.folder)
     plan = generation_plan(cfg, build.layout.dp)
-    source, held_out = load_prompts(cfg, build.tokenizer, plan.prompts, plan.steps)
+    source, held_out = load_prompt_splits(cfg, build.tokenizer, plan.prompts, plan.steps)
     vocab_check.check_vocabulary([source.prompts.docs], build.tokenizer, build.spec.vocab_size)
     if problems := missing_reward_column_problems(reward_functions_of(cfg), common_columns(source.prompts)):
         raise DataError(problems)

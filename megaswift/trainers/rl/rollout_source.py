@@ -18,7 +18,7 @@ import torch
 from megaswift import distributed
 from megaswift.config.estimator_table import advantage_estimator_entry
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.rollout_batches import RolloutCollator, RolloutMicrobatch, RolloutTokens, gather_values
+from megaswift.data.rollout_batches import RolloutCollator, RolloutMicrobatch, RolloutTokens, gather_completion_values
 from megaswift.engine.protocol import Engine
 from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.contract import Batch, Needs
@@ -317,5 +317,5 @@ def score_rollout_tokens(
     batches = layout.batches(micros)
     scores: CompletionScores = {}
     for batch, outputs, micro in zip(batches, engine.score(batches, needs), micros, strict=True):
-        scores |= gather_values(batch, getattr(outputs, name), micro)
+        scores |= gather_completion_values(batch, getattr(outputs, name), micro)
     return distributed.all_gather_dict(scores if first else {})

@@ -12,7 +12,7 @@ from megaswift.config import SwiftConfig
 from megaswift.data.collate import PaddingShape
 from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.prompts import Prompt, PromptSource
+from megaswift.data.rl_prompts import Prompt, PromptSource
 from megaswift.data.rollout_batches import RolloutCollator, RolloutTokens
 from megaswift.losses.contract import Batch, ModelOutputs, Needs
 from megaswift.rewards.functions import PerCompletionReward

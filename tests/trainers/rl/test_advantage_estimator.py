@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.data.prompts import Prompt
+from megaswift.data.rl_prompts import Prompt
 from megaswift.losses.sampler_correction import MODES
 from megaswift.rewards.functions import PerCompletionReward
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator, padded_field, token_mask

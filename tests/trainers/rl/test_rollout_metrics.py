@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.data.prompts import Prompt
+from megaswift.data.rl_prompts import Prompt
 from megaswift.rollout.sampler import Completion
 from megaswift.trainers.rl.reward_scorer import Rollout
 from megaswift.trainers.rl.rollout_metrics import group_rewards_differ, rollout_statistics

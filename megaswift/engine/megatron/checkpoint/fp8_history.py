@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from megaswift.engine.megatron.weights import canonical_name
+from megaswift.engine.megatron.rank_weights import canonical_name
 from megaswift.errors import Problem
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Histories = dict[str, Tensor]
 """`<module>/<direction>/scale` and `.../amax_history`, by the checkpoint's names of modules."""
 
 
-def history_file(directory: Path, rank: int) -> Path:
+def fp8_history_file(directory: Path, rank: int) -> Path:
     """The file of a rank."""
     return directory / f"fp8-{rank:05d}.safetensors"
 
@@ -48,7 +48,7 @@ def _modules(engine: MegatronEngine) -> Iterator[tuple[str, nn.Module]]:
                 yield canonical_name(name + ".", chunk, engine.spec, engine.context).removesuffix("."), module
 
 
-def write_histories(engine: MegatronEngine, directory: Path) -> Path:
+def write_fp8_histories(engine: MegatronEngine, directory: Path) -> Path:
     """This rank's histories; returns the file, not yet flushed."""
     found: Histories = {}
     for name, module in _modules(engine):
@@ -57,15 +57,15 @@ def write_histories(engine: MegatronEngine, directory: Path) -> Path:
             if direction in meta:  # made by the first forward pass
                 found[f"{name}/{direction}/scale"] = meta[direction].scale.cpu()
                 found[f"{name}/{direction}/amax_history"] = meta[direction].amax_history.cpu()
-    file = history_file(directory, engine.rank)
+    file = fp8_history_file(directory, engine.rank)
     file.write_bytes(save(found))
     return file
 
 
-def read_histories(engine: MegatronEngine, directory: Path, same_layout: bool) -> Histories | Problem:
+def read_fp8_histories(engine: MegatronEngine, directory: Path, same_layout: bool) -> Histories | Problem:
     """What this rank's modules take: its own file's, or under another layout those of the first ranks that have them.
     Empty for a checkpoint of a run without delayed scaling."""
-    own = history_file(directory, engine.rank)
+    own = fp8_history_file(directory, engine.rank)
     files = [own] if same_layout and own.is_file() else sorted(directory.glob("fp8-*.safetensors"))
     wanted, found = {name for name, _ in _modules(engine)}, Histories()
     for file in files:
@@ -79,7 +79,7 @@ def read_histories(engine: MegatronEngine, directory: Path, same_layout: bool) -
     return found
 
 
-def restore_histories(engine: MegatronEngine, found: Histories) -> int:
+def restore_fp8_histories(engine: MegatronEngine, found: Histories) -> int:
     """Sets the histories of this rank's modules; returns how many modules start with empty ones."""
     from megatron.core.fp8_utils import get_fp8_recipe
 

@@ -57,12 +57,12 @@ class SplitMainWeights:
     def read(self, first: int, shape: tuple[int, ...]) -> Tensor:
         """Float32 elements from `first` on."""
         end = first + math.prod(shape)
-        flat = join_remainder(self.weight.detach().view(-1)[first:end], self.remainder.view(-1)[first:end])
+        flat = join_bf16_remainder(self.weight.detach().view(-1)[first:end], self.remainder.view(-1)[first:end])
         return flat.view(shape)
 
     def fill(self, main: Tensor) -> None:
         """Both parts from float32 weights, which may be in host memory."""
-        weight, remainder = split_remainder(main.to(self.weight.device), self.weight.detach().view(-1))
+        weight, remainder = split_bf16_remainder(main.to(self.weight.device), self.weight.detach().view(-1))
         self.weight.detach().view(-1).copy_(weight)
         self.remainder.view(-1).copy_(remainder)
 
@@ -158,7 +158,7 @@ def materialize_states(optimizer: MegatronOptimizer) -> None:
 
 
 @torch.no_grad()
-def store_states(optimizer: MegatronOptimizer, filled: list[StateSlice]) -> None:
+def store_filled_states(optimizer: MegatronOptimizer, filled: list[StateSlice]) -> None:
     """After the tensors of `state_slices` were filled: hand over those that were copies (scaled, low-precision
     moments, main
     weights in two parts)."""
@@ -231,14 +231,14 @@ def set_scaler_state(optimizer: MegatronOptimizer, saved: dict[str, float]) -> N
             )
 
 
-def join_remainder(weight: Tensor, remainder: Tensor) -> Tensor:
+def join_bf16_remainder(weight: Tensor, remainder: Tensor) -> Tensor:
     """The float32 weights, of the shape of `weight` bfloat16 and `remainder` int16."""
     assert weight.dtype == torch.bfloat16 and remainder.dtype == REMAINDER
     bits = (weight.contiguous().view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
     return bits.view(torch.float32)
 
 
-def split_remainder(main: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def split_bf16_remainder(main: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(bfloat16 weight, int16 remainder) of float32 weights; `weight`: the bfloat16 weights of now, which stay where
     they are `main` rounded.
 

@@ -26,11 +26,11 @@ from megaswift.bridge import torch_dist_index
 from megaswift.bridge.checkpoint_shard_regions import KEPT, MAIN, STATES
 from megaswift.disk import sync
 from megaswift.engine import rng_state
-from megaswift.engine.megatron.checkpoint import chunks as boxes
 from megaswift.engine.megatron.checkpoint import fp8_history
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
+from megaswift.engine.megatron.checkpoint import rank_chunks as boxes
 from megaswift.engine.megatron.lora import checkpoint
-from megaswift.engine.megatron.model import gather_weights
+from megaswift.engine.megatron.model import finish_weight_gathers
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.errors import ROOM, Problem
 
@@ -47,7 +47,7 @@ def save_engine(engine: MegatronEngine, directory: Path) -> None:
     """Everything into `directory`, on disk when this returns. Collective."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    gather_weights(engine.chunks)
+    finish_weight_gathers(engine.chunks)
     states.materialize_states(engine.optimizer)
     parameters = boxes.parameter_slices(engine) if engine.lora is None else checkpoint.adapter_slices(engine.lora)
     chunks = [
@@ -64,7 +64,7 @@ def _write_small(engine: MegatronEngine, directory: Path, facts: dict[str, Any])
     try:
         written = [write_rank_rng(directory, engine.rank)]
         if fp8_history.uses_delayed_scaling(engine):
-            written.append(fp8_history.write_histories(engine, directory))
+            written.append(fp8_history.write_fp8_histories(engine, directory))
         if engine.rank == 0:
             written += files.write_megatron_loader_files(directory)
             (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -116,20 +116,20 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     problems += [random_states] if isinstance(random_states, Problem) else []
     histories: fp8_history.Histories | Problem = {}
     if fp8_history.uses_delayed_scaling(engine):
-        histories = fp8_history.read_histories(engine, directory, same_layout)
+        histories = fp8_history.read_fp8_histories(engine, directory, same_layout)
         problems += [histories] if isinstance(histories, Problem) else []
     problems += _unused(engine, index, {box.key for box in wanted})
     distributed.raise_on_all_ranks(problems, limit=SHOWN)
     assert not isinstance(random_states, Problem)
     assert not isinstance(histories, Problem)
     files.read_planned_chunks(directory, index, wanted, items)
-    states.store_states(engine.optimizer, slices)
+    states.store_filled_states(engine.optimizer, slices)
     states.set_step_count(engine.optimizer, facts["optimizer"]["step"])
     states.set_scaler_state(engine.optimizer, facts["optimizer"]["scaler"])
     if same_layout and fits_rank_rng(random_states[0]):
         restore_rank_rng(*random_states)
     else:
-        seed = reseed_ranks(engine.context, directory)
+        seed = reseed_rank_generators(engine.context, directory)
         log.info(
             f"{directory} was saved with another layout or device: weights and optimizer states are restored, random "
             f"states are reseeded (seed {seed})"
@@ -140,7 +140,7 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
 
 def _restore_histories(engine: MegatronEngine, histories: fp8_history.Histories) -> None:
     """Sets what was read; says where modules start without."""
-    empty = max(distributed.all_gather_objects(fp8_history.restore_histories(engine, histories)))
+    empty = max(distributed.all_gather_objects(fp8_history.restore_fp8_histories(engine, histories)))
     if empty:
         log.warn(
             f"the FP8 scaling histories of {empty} modules are not in the checkpoint, or are of another number of "
@@ -242,7 +242,7 @@ def write_rank_rng(directory: Path, rank: int) -> Path:
 
 def fits_rank_rng(tensors: dict[str, Tensor]) -> bool:
     """Whether these are states of the generators that this rank has."""
-    return rng_state.fits_generators(tensors, tensor_parallel.get_cuda_rng_tracker().get_states())
+    return rng_state.rng_state_fits_generators(tensors, tensor_parallel.get_cuda_rng_tracker().get_states())
 
 
 def restore_rank_rng(tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
@@ -250,8 +250,8 @@ def restore_rank_rng(tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(rng_state.restore_rng_state(tensors, plain))
 
 
-def reseed_ranks(context: ParallelContext, directory: Path) -> int:
+def reseed_rank_generators(context: ParallelContext, directory: Path) -> int:
     """Fresh states on every rank, from the saved ones of rank 0. Returns the seed."""
-    seed = rng_state.fresh_seed(directory)
+    seed = rng_state.seed_from_saved_rng_state(directory)
     context.seed(seed)
     return seed

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.engine.gradient_norm import sum_of_squares
+from megaswift.engine.squared_gradient_norm import sum_of_squares
 
 
 class Stream:
@@ -71,12 +71,12 @@ def return_self(self: Any, *_: Any, **__: Any) -> Any:
     return self
 
 
-def get_rng(*_: Any, **__: Any) -> torch.Tensor:
+def get_cpu_rng_state(*_: Any, **__: Any) -> torch.Tensor:
     """The CPU generator's state."""
     return torch.get_rng_state()
 
 
-def set_rng(state: torch.Tensor, *_: Any, **__: Any) -> None:
+def set_cpu_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
     """Set the CPU generator's state."""
     torch.set_rng_state(state)
 

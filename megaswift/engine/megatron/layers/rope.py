@@ -28,7 +28,7 @@ def inverse_frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
     return inv_freq.float(), float(factor)
 
 
-def local_frequencies(spec: ModelSpec) -> Tensor | None:
+def windowed_layer_inv_freq(spec: ModelSpec) -> Tensor | None:
     """inv_freq of windowed layers, where it differs."""
     local = spec.features.rope_local
     assert local is None or local.scaling is None, "families with two rotary embeddings scale that of full layers only"

@@ -85,7 +85,7 @@ def choose_experts(logits: Tensor, how: RoutingRule, bias: Tensor | None) -> tup
     return weights * how.scaling, picks
 
 
-def within_capacity(
+def picks_within_capacity(
     weights: Tensor, picks: Tensor, valid: Tensor, factor: float, group: dist.ProcessGroup | None
 ) -> Tensor:
     """bool [t, E]: `picks` without the tokens that exceed their expert's capacity and without padding.
@@ -172,7 +172,7 @@ class BalancedRouter(TopKRouter):
         routed = picks
         if self.capacity_factor is not None:
             known = flat.new_ones(len(flat), dtype=torch.bool) if valid is None else valid
-            picks = within_capacity(weights, picks, known, self.capacity_factor, self.tp_cp_group)
+            picks = picks_within_capacity(weights, picks, known, self.capacity_factor, self.tp_cp_group)
             weights = weights * picks
         if self.training and torch.is_grad_enabled() and (self.scale.aux_coefficient or self.scale.z_coefficient):
             known = flat.new_ones(len(flat), dtype=torch.bool) if valid is None else valid

@@ -16,7 +16,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megaswift.engine.megatron.layers.attention import window_of_layer
+from megaswift.engine.megatron.layers.torch_attention import window_of_layer
 
 
 class _SumOverRanks(torch.autograd.Function):

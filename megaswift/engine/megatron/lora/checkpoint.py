@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megaswift.bridge.adapter_plan import ADAPTER, SAVED, adapter_shard_dim
 from megaswift.bridge.weight_plan import PlanEntry
-from megaswift.engine.megatron.checkpoint.chunks import ParameterSlice
+from megaswift.engine.megatron.checkpoint.rank_chunks import ParameterSlice
 from megaswift.engine.megatron.lora.rank_adapters import RankAdapters
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.families.rules import ShardSpec, shard_dim

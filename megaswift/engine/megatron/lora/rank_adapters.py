@@ -20,10 +20,10 @@ from megaswift.bridge.new_scalar_head import NEW
 from megaswift.bridge.peft_folder import PeftFolder, adapter_value_reader
 from megaswift.bridge.weight_plan import PlanGroup, WeightPlan
 from megaswift.config.lora import LoraConfig
-from megaswift.engine.megatron.lora import layers
-from megaswift.engine.megatron.lora.grouped import GroupedAdapters, attach_grouped_adapters
+from megaswift.engine.megatron.lora import layer_adapters
+from megaswift.engine.megatron.lora.grouped_expert_adapters import GroupedAdapters, attach_grouped_adapters
 from megaswift.engine.megatron.model import SwiftGPT
-from megaswift.engine.megatron.weights import LocalParam, RankWeights
+from megaswift.engine.megatron.rank_weights import LocalParam, RankWeights
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.adapter_projections import WEIGHT, dora_problems, saved_modules, select_projections
 
@@ -60,7 +60,7 @@ class PlacedAdapter:
 
     adapter: Adapter
     half: Half
-    owner: layers.LayerAdapters
+    owner: layer_adapters.LayerAdapters
     number: int
 
     @property
@@ -76,7 +76,7 @@ class RankAdapters:
 
     def __init__(self, chunks: Sequence[SwiftGPT], weights: RankWeights, plan: AdapterPlan) -> None:
         self.chunks, self.weights, self.plan = chunks, weights, plan
-        self.layers: list[layers.LayerAdapters] = []
+        self.layers: list[layer_adapters.LayerAdapters] = []
         self.placed: list[PlacedAdapter] = []
         self._base: dict[str, Tensor] = {}
         self._freeze()
@@ -91,8 +91,10 @@ class RankAdapters:
             if placed.entry.expert is not None and placed.name.startswith("weight") and placed.name != "weight":
                 grouped.setdefault(placed.owner, []).append(adapters)
             elif adapters:
-                wrapper = layers.LayerAdapters(adapters, weights.context, placed.held.dtype, plan.settings.dropout)
-                layers.attach_adapters(placed.owner, wrapper)
+                wrapper = layer_adapters.LayerAdapters(
+                    adapters, weights.context, placed.held.dtype, plan.settings.dropout
+                )
+                layer_adapters.attach_adapters(placed.owner, wrapper)
                 self._place(wrapper)
         for owner, experts in grouped.items():
             if not any(experts):
@@ -103,9 +105,9 @@ class RankAdapters:
         self.by_name = {p.adapter.name(p.half): p for p in self.placed}
         for chunk in chunks:
             if chunk.pre_process:
-                chunk.embedding.register_forward_hook(layers.require_output_grad)
+                chunk.embedding.register_forward_hook(layer_adapters.require_output_grad_hook)
 
-    def _place(self, wrapper: layers.LayerAdapters) -> None:
+    def _place(self, wrapper: layer_adapters.LayerAdapters) -> None:
         self.layers.append(wrapper)
         for number, adapter in enumerate(wrapper.adapters):
             self.placed += [PlacedAdapter(adapter, half, wrapper, number) for half in adapter.halves]
@@ -201,7 +203,9 @@ class RankAdapters:
         Rank 0 gets them, or every rank.
         """
         for group in self.weights.plan.groups:
-            yield from distributed.broadcast_tensors(self._merged(group)) if everywhere else self._merged(group)
+            yield from (
+                distributed.broadcast_tensors_from_rank0(self._merged(group)) if everywhere else self._merged(group)
+            )
 
     def _merged(self, group: PlanGroup) -> Iterator[tuple[str, Tensor]]:
         adapters_of = {name: self.plan.by_weight[name] for name in group.entries[0].hf if name in self.plan.by_weight}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.engine.megatron.layers.attention import RowLayout, TorchAttention
+from megaswift.engine.megatron.layers.torch_attention import RowLayout, TorchAttention
 from megaswift.families.model_spec import Features
 from tests.engine.masks import seen
 

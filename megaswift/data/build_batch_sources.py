@@ -1,0 +1,240 @@
+"""Entry point of the data layer: builds batch sources from options and a tokenizer.
+
+Owns the wiring and the checks of the whole data set (anything to train on? enough for a batch?). Every step has a file
+of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megaswift import log
+from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES, RL
+from megaswift.data import vocab_check
+from megaswift.data.build_token_cache import cache_root
+from megaswift.data.collate import PaddingShape
+from megaswift.data.documents import Documents, gather_documents, hold_out_documents, truncate_documents
+from megaswift.data.encode_preferences import PreferenceEncoder
+from megaswift.data.encode_rows import Encoder, EncodeSpec, encode_spec
+from megaswift.data.epoch_order import EpochOrder
+from megaswift.data.loader import (
+    BatchSource,
+    EvaluationSource,
+    LoaderGeometry,
+    RowData,
+    TokenStoreBatchSource,
+    make_document_rows,
+)
+from megaswift.data.preference_batches import PreferenceCollator, PreferenceDataset
+from megaswift.data.preference_documents import (
+    CUT_CAUSES,
+    Preferences,
+    gather_preferences,
+    hold_out_preferences,
+    truncate_preferences,
+)
+from megaswift.data.stream_batches import StreamContents, StreamOptions, StreamSource
+from megaswift.data.stream_preferences import PreferenceContents
+from megaswift.data.stream_rows import TokenRowContents
+from megaswift.data.tokenization import check_columns, dataset_files, tokenize_datasets
+from megaswift.data.tokenizer import padding_token_of
+from megaswift.data.vision_processor import Processor, tokenizer_of_reader
+from megaswift.errors import DataError, Problem
+
+
+def data_seed(data: Any, train: Any) -> int:
+    """`--data_seed`, or `--seed` where it is not given."""
+    return int(train.seed if data.data_seed is None else data.data_seed)
+
+
+def load_document_splits(
+    data: Any, train: Any, tokenizer: Any, task: str = "sft"
+) -> tuple[Documents, Documents | None]:
+    """(training, evaluation) documents, cut to length; DataError when there is nothing to train on."""
+    check_task_options(data, task)
+    docs = truncate_documents(
+        gather_documents(tokenize_datasets(data, tokenizer, task, seed=data_seed(data, train))),
+        data.max_length,
+        data.truncation_strategy,
+    )
+    _tell(docs, data, data.dataset)
+    if data.val_dataset:
+        return docs, _held_out(data, tokenizer, task)
+    return hold_out_documents(docs, data.split_dataset_ratio, data_seed(data, train))
+
+
+def load_preference_splits(data: Any, train: Any, tokenizer: Any, task: str) -> tuple[Preferences, Preferences | None]:
+    """(training, evaluation) pairs or labeled answers of a task of preferences, cut to length."""
+    check_task_options(data, task)
+    gathered = gather_preferences(tokenize_datasets(data, tokenizer, task, seed=data_seed(data, train)))
+    truncated = truncate_preferences(gathered, data.max_length, data.truncation_strategy)
+    _tell(truncated.docs, data, data.dataset)
+    if data.val_dataset:
+        return truncated, _held_out_units(data, tokenizer, task)
+    return hold_out_preferences(truncated, data.split_dataset_ratio, data_seed(data, train))
+
+
+def global_batch_unit(task: str) -> str:
+    """What a task's global batch counts: `rows`, `pairs`, `examples` or, of reinforcement learning, `completions`."""
+    return "completions" if task in RL else "pairs" if task in PAIRS else "examples" if task in EXAMPLES else "rows"
+
+
+def check_task_options(data: Any, task: str) -> None:
+    """DataError for options that the task's data cannot serve."""
+    if data.truncation_strategy != "split":
+        return
+    if task != "pt":
+        raise DataError(
+            Problem(
+                "--truncation_strategy split",
+                "is only for plain text (pt): conversations cannot be split",
+                "--truncation_strategy delete, left or right",
+            )
+        )
+    if data.streaming and not data.packing:
+        raise DataError(
+            Problem(
+                "--truncation_strategy split",
+                "without packing, streaming would keep only the first piece",
+                "--packing true, or --truncation_strategy right",
+            )
+        )
+
+
+def _tell(docs: Documents, data: Any, names: Sequence[str]) -> None:
+    """Warnings of what happened to the rows of the data sets; DataError when none of them carries loss."""
+    if not docs.labels.any():
+        raise DataError(
+            Problem(
+                ", ".join(names),
+                f"none of {len(docs)} rows has label tokens",
+                "use rows with assistant messages (not all `loss: false`), a larger --max_length, or --loss_scale all",
+            )
+        )
+    where = "" if names == data.dataset else f"{', '.join(names)}: "
+    for what in ("deleted", "truncated", "empty"):
+        if docs.counted.get(what):
+            log.warn(
+                f"{where}{docs.counted[what]} of {docs.counted['rows']} rows {what} "
+                + ("(no tokens)" if what == "empty" else f"(longer than --max_length {data.max_length})")
+            )
+    for what in CUT_CAUSES:
+        if docs.counted.get(what):
+            log.warn(
+                f"{where}{docs.counted[what]} of {docs.counted['rows']} rows skipped with {what} (--max_length "
+                f"{data.max_length})"
+            )
+    silent = int((docs.labels == 0).sum())
+    if silent:
+        log.warn(f"{where}{silent} of {len(docs)} rows have no label tokens")
+
+
+def _held_out(data: Any, tokenizer: Any, task: str) -> Documents:
+    documents = truncate_documents(
+        gather_documents(tokenize_datasets(data, tokenizer, task, val=True)), data.max_length, data.truncation_strategy
+    )
+    _tell(documents, data, data.val_dataset)
+    return documents
+
+
+def _held_out_units(data: Any, tokenizer: Any, task: str) -> Preferences:
+    units = truncate_preferences(
+        gather_preferences(tokenize_datasets(data, tokenizer, task, val=True)),
+        data.max_length,
+        data.truncation_strategy,
+    )
+    _tell(units.docs, data, data.val_dataset)
+    return units
+
+
+def padding_shape_of(tokenizer: Any, geometry: LoaderGeometry) -> PaddingShape:
+    """Padding as the geometry asks for; the padding id is the tokenizer's, or its end of text."""
+    return PaddingShape(geometry.doc_multiple, geometry.row_multiple, padding_token_of(tokenizer, geometry.vocabulary))
+
+
+def build_sources(
+    data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft", prompt_labels: bool = False
+) -> tuple[BatchSource, EvaluationSource | None]:
+    """(training, evaluation) sources. Evaluation takes `per_device_eval_batch_size` rows a micro-batch, one micro-batch
+    at a time.
+
+    `tokenizer`: of a vision-language model its `Processor`; rows may then have images.
+    `prompt_labels`: of preferences, prompts carry labels too (ORPO).
+    """
+    words = tokenizer_of_reader(tokenizer)
+    shape = padding_shape_of(words, geometry)
+    per_device = train.per_device_eval_batch_size or geometry.per_device
+    apart = replace(geometry, per_device=per_device, accumulation=1)
+    check_task_options(data, task)
+    if data.streaming:
+        assert not isinstance(tokenizer, Processor), "rows with images cannot be streamed"
+        evaluation: RowData | None = None
+        if data.val_dataset and task in PREFERENCES:
+            evaluation = PreferenceDataset(
+                _held_out_units(data, tokenizer, task), data.packing is not False, prompt_labels
+            )
+        elif data.val_dataset:
+            evaluation = make_document_rows(_held_out(data, tokenizer, task), data.packing, data.max_length, shape)
+        vocab_check.check_vocabulary([] if evaluation is None else [evaluation.docs], words, geometry.vocabulary)
+        stream = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, shape), prompt_labels)
+        stream.watched = vocab_check.tokenizer_exceeds_embedding(words, geometry.vocabulary)
+        source: BatchSource = stream
+    else:
+        if task in PREFERENCES:
+            some, others = load_preference_splits(data, train, tokenizer, task)
+            rows: list[RowData] = [
+                PreferenceDataset(u, data.packing is not False, prompt_labels) for u in (some, others) if u is not None
+            ]
+        else:
+            docs, apart_docs = load_document_splits(data, train, tokenizer, task)
+            processor = tokenizer if isinstance(tokenizer, Processor) else None
+            rows = [
+                make_document_rows(d, data.packing, data.max_length, shape, processor)
+                for d in (docs, apart_docs)
+                if d is not None
+            ]
+        vocab_check.check_vocabulary([r.docs for r in rows], words, geometry.vocabulary)
+        source, evaluation = _stored(rows[0], data, train, (geometry, shape)), rows[1] if len(rows) > 1 else None
+    return source, None if evaluation is None else EvaluationSource(evaluation, apart, shape)
+
+
+def _stored(rows: RowData, data: Any, train: Any, where: tuple[LoaderGeometry, PaddingShape]) -> TokenStoreBatchSource:
+    geometry, shape = where
+    if len(rows) < geometry.global_batch:
+        count, unit = len(rows.docs), "row"
+        if isinstance(rows, PreferenceDataset):
+            count, unit = len(rows), "pair" if rows.units.width == 2 else "example"
+        packed = f", packed into {len(rows)}" if count != len(rows) else ""
+        fits = "1" if len(rows) == 1 else f"{len(rows)} or less"
+        enough = (
+            -(-geometry.global_batch * count * 21 // (20 * len(rows))) if packed else geometry.global_batch
+        )  # rows may lie closer
+        raise DataError(
+            Problem(
+                ", ".join(data.dataset),
+                f"{log.count_text(count, unit)}{packed}, fewer than one global batch of {geometry.global_batch}",
+                f"--global_batch_size {fits}, use more data, or give {data.dataset[0]}#{enough} to repeat rows",
+            )
+        )
+    return TokenStoreBatchSource(
+        rows, geometry, shape, EpochOrder(len(rows), data.shuffle, data_seed(data, train)), data.dataloader_num_workers
+    )
+
+
+def _stream(
+    data: Any, train: Any, spec: EncodeSpec, where: tuple[LoaderGeometry, PaddingShape], prompt_labels: bool
+) -> StreamSource:
+    (geometry, shape), units = where, spec.task in PREFERENCES
+    datasets = [dataset_files(name, cache_root(data.dataset_cache_dir)) for name in data.dataset]
+    sources = [replace(source, sample_by=data.sample_by) for source in datasets]
+    packs = bool(data.packing) and not units  # which units are in a micro-batch does not depend on how they lie there
+    options = StreamOptions(data.max_length, data.truncation_strategy, packs, data.shuffle, data_seed(data, train))
+    contents: StreamContents = TokenRowContents(Encoder(spec), options, shape)
+    if units:
+        layout = PreferenceCollator(2 if spec.task in PAIRS else 1, data.packing is not False, False, prompt_labels)
+        contents = PreferenceContents(PreferenceEncoder(spec), options, layout, shape)
+    check_columns(data, spec.task)
+    contents.check(sources)
+    return StreamSource(sources, contents, options, geometry)

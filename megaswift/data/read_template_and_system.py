@@ -1,0 +1,88 @@
+"""Reads `--chat_template` and `--system`: text, or a file that contains it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+
+from megaswift.errors import DataError, Problem, first_line, missing_path_hint
+
+TEXT_SUFFIXES = (".txt", ".md", ".text")
+"""A system message of one word that ends so is a file's name."""
+MARKS = ("{%", "{{")
+"""A template has one of them; a path has none."""
+
+
+def read_template(value: str) -> str:
+    """The template that `value` is, or that the file of this name holds; DataError when neither, or when it is no valid
+    Jinja."""
+    if _is_template(value):
+        _parse(value, "--chat_template")
+        return value
+    flag, fix = f"--chat_template {value}", "give --chat_template FILE.jinja, or the template itself"
+    try:
+        path = Path(value).expanduser()
+        text = path.read_text(encoding="utf-8-sig") if path.is_file() else None
+    except (OSError, RuntimeError) as error:  # a name that is too long, no permission; ~name of nobody
+        raise DataError(Problem(flag, f"cannot be read ({error})", fix)) from None
+    except UnicodeDecodeError:
+        raise DataError(Problem(flag, "is not UTF-8", "save it in UTF-8")) from None
+    if text is None:
+        raise DataError(Problem(flag, "is neither a file nor a template (it contains neither {{ nor {%)", fix))
+    if not _is_template(text):
+        raise DataError(Problem(flag, "does not contain a template (neither {{ nor {%)", fix))
+    _parse(text, flag)
+    return text
+
+
+class _Generation(Extension):
+    """transformers' own tag around what the assistant wrote."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _parse(text: str, flag: str) -> None:
+    """DataError on a syntax error. The tags are those that transformers' templates may use."""
+    try:
+        Environment(extensions=[_Generation, loopcontrols]).parse(text)
+    except TemplateSyntaxError as error:
+        rule = f"is not valid Jinja: line {error.lineno}: {first_line(error)}"
+        raise DataError(Problem(flag, rule, "correct it, or use another template (--chat_template FILE)")) from None
+    except RecursionError:
+        raise DataError(Problem(flag, "is nested too deeply", "use a simpler template")) from None
+
+
+def _is_template(text: str) -> bool:
+    return any(mark in text for mark in MARKS)
+
+
+def read_system_message(value: str | None) -> str | None:
+    """The system message that `value` is, or that the file of this name holds (its last line end left out)."""
+    if value is None or "\n" in value:
+        return value
+    fix = "give --system FILE, or the message text"
+    try:
+        path = Path(value).expanduser()
+        if not path.is_file():
+            if path.suffix.lower() in TEXT_SUFFIXES and " " not in value:
+                raise DataError(
+                    Problem(f"--system {value}", "no such file", f"{missing_path_hint(path)}, or give the message text")
+                )
+            return value
+        text = path.read_text(encoding="utf-8-sig").rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise DataError(Problem(f"--system {value}", "is not UTF-8", "save it in UTF-8")) from None
+    except (OSError, RuntimeError) as error:  # no permission; ~name of nobody; a text too long for a name is no file
+        if isinstance(error, PermissionError):
+            raise DataError(Problem(f"--system {value}", f"cannot be read ({error.strerror})", fix)) from None
+        return value
+    if not text.strip():
+        raise DataError(Problem(f"--system {value}", "is an empty file", fix))
+    return text

@@ -1,0 +1,219 @@
+"""Renders conversations with the tokenizer's chat template and determines which characters are trained on.
+
+Owns rendering (always transformers' own, so that the text is what `apply_chat_template` gives) and the choice of turns
+by `loss_scale` and the rows' `loss` flags. Finding turns in templates without `{% generation %}` belongs to
+`assistant_turns.py`; tokens belong to `encode_rows.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megaswift.data.assistant_turns import TurnFinder
+from megaswift.data.read_template_and_system import read_template
+from megaswift.data.sample import RowError, Sample
+from megaswift.data.template_limits import REFUSED, TemplateLimit, install_template_limits
+from megaswift.data.template_probe import TemplateProbe
+from megaswift.errors import DataError, Problem, first_line
+
+install_template_limits()
+_Span = tuple[int, int]
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+@dataclass(frozen=True)
+class RenderedConversation:
+    """A conversation's text and the character ranges that carry loss, in order, not overlapping."""
+
+    text: str
+    spans: tuple[_Span, ...]
+    notes: tuple[str, ...] = ()
+    """What is counted of the row (`counts.NOTES`)."""
+    plain: bool = False
+    """Without a chat template: what the tokenizer puts before a text is missing."""
+
+
+@dataclass(frozen=True)
+class ChatTemplates:
+    """The chat template(s) of a tokenizer with what they need to render; plain values, so that it can go to workers."""
+
+    named: dict[str, str]
+    """`default` and whatever else the tokenizer has (`tool_use`)."""
+    special_tokens: dict[str, Any] = field(default_factory=dict)
+    """bos_token, eos_token, ... by name, as transformers hands them to templates."""
+    end_tokens: tuple[str, ...] = ()
+    """Texts of the special tokens, any of which may end a turn."""
+
+    def pick(self, tools: Any) -> str:
+        """The template for a conversation with or without tools, as transformers chooses."""
+        if tools is not None and "tool_use" in self.named:
+            return self.named["tool_use"]
+        return self.named.get("default") or next(iter(self.named.values()))
+
+
+def load_chat_templates(tokenizer: Any, chat_template: str | None) -> ChatTemplates:
+    """The templates of `tokenizer`, or `chat_template` (a file or the template itself) in their place."""
+    if chat_template is not None:
+        named = {"default": read_template(chat_template)}
+    else:
+        own = tokenizer.chat_template
+        named = dict(own) if isinstance(own, dict) else {"default": own} if own else {}
+    if not named:
+        raise DataError(
+            Problem(
+                f"the tokenizer of {tokenizer.name_or_path or 'the model'}",
+                "has no chat template",
+                "give --chat_template FILE.jinja (or the template text)",
+            )
+        )
+    added = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+    return ChatTemplates(
+        named, dict(tokenizer.special_tokens_map), tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
+    )
+
+
+def trained_turn_flags(sample: Sample, loss_scale: str) -> list[bool]:
+    """For each assistant message in order: does it carry loss?"""
+    roles = [m["role"] for m in sample.messages]
+    turns = [(i, flag) for i, (role, flag) in enumerate(zip(roles, sample.loss, strict=True)) if role == "assistant"]
+    if not turns or loss_scale != "last_round":
+        return [flag is not False for _, flag in turns]
+    last = turns[-1][0]
+    opening = max((i for i in range(last) if roles[i] == "user"), default=-1)
+    return [i > opening if flag is None else flag for i, flag in turns]
+
+
+class ChatRenderer:
+    """Renders conversations and finds the characters that carry loss."""
+
+    def __init__(self, templates: ChatTemplates, loss_scale: str = "default", parts: bool = False) -> None:
+        """`parts`: a vision-language model's, whose template may read lists of parts and no strings."""
+        self.templates, self.loss_scale = templates, loss_scale
+        self._finders: dict[str, TurnFinder] = {}
+        self._probes: dict[str, TemplateProbe] = {}
+        self._parts: dict[str, bool] = {}
+        self._asks = parts
+
+    def _text(self, template: str, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool = False) -> str:
+        return self._render(template, messages, tools, prompt, False)[0]
+
+    def _render(
+        self, template: str, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool, track: bool
+    ) -> tuple[str, list[_Span]]:
+        if self._asks and template not in self._parts:
+            self._parts[template] = False
+            self._parts[template] = self._reads_no_strings(template)
+        if self._parts.get(template):
+            messages = [_in_parts(m) for m in messages]
+        try:
+            rendered: Any = render_jinja_template(
+                [list(messages)],
+                tools=None if tools is None else list(tools),
+                chat_template=template,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=track,
+                **self.templates.special_tokens,
+            )
+        except TemplateLimit as e:
+            raise DataError(
+                Problem("the chat template", f"is not allowed: {e}", "use another template (--chat_template FILE)")
+            ) from None
+        except TemplateSyntaxError as e:
+            raise DataError(
+                Problem(
+                    "the chat template",
+                    f"is not valid Jinja: line {e.lineno}: {first_line(e)}",
+                    "correct it, or use another template (--chat_template FILE)",
+                )
+            ) from None
+        except REFUSED as e:
+            raise RowError(
+                "messages",
+                f"the chat template rejects this conversation ({first_line(e)})",
+                "a conversation that the template can render",
+            ) from None
+        texts, spans = rendered
+        return texts[0], spans[0] if track else []
+
+    def _reads_no_strings(self, template: str) -> bool:
+        """Whether contents must be lists of parts: strings do not come out."""
+        try:
+            text = self._text(
+                template, [{"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}], None
+            )
+        except RowError:
+            return True
+        return "\ue000" not in text or "\ue001" not in text
+
+    def _finder(self, template: str) -> TurnFinder:
+        if template not in self._finders:
+
+            def render(messages: Sequence[dict[str, Any]], tools: Any, prompt: bool) -> str:
+                return self._text(template, messages, tools, prompt)
+
+            self._finders[template] = TurnFinder(render, self.templates.end_tokens)
+        return self._finders[template]
+
+    def _probe(self, template: str) -> TemplateProbe:
+        if template not in self._probes:
+
+            def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str | None:
+                try:
+                    return self._text(template, [dict(m) for m in messages], tools)
+                except RowError:
+                    return None
+
+            self._probes[template] = TemplateProbe(render)
+        return self._probes[template]
+
+    def prompt_notes(self, sample: Sample) -> tuple[str, ...]:
+        """What is counted of a prompt; RowError for parts that the template leaves out."""
+        return self._probe(self.templates.pick(sample.tools)).notes(sample, ())
+
+    def prompt(self, sample: Sample) -> str:
+        """The text of a conversation up to where the assistant's answer begins; RowError when the template refuses
+        it."""
+        return self._text(self.templates.pick(sample.tools), sample.messages, sample.tools, prompt=True)
+
+    def render(self, sample: Sample) -> RenderedConversation:
+        """The text of the whole conversation and its loss spans; RowError when the template refuses it."""
+        template = self.templates.pick(sample.tools)
+        wanted = trained_turn_flags(sample, self.loss_scale)
+        notes = self._probe(template).notes(sample, wanted)
+        marked = GENERATION.search(template) is not None
+        text, spans = self._render(template, sample.messages, sample.tools, False, marked)
+        everything = self.loss_scale == "all"
+        if everything and all(wanted):
+            return RenderedConversation(text, ((0, len(text)),), notes)
+        if not marked:
+            turns = self._finder(template).find(sample.messages, sample.tools, text)
+        elif len(spans) == len(wanted):
+            turns = list(spans)
+        elif all(wanted) and not everything:
+            return RenderedConversation(text, tuple(spans), notes)
+        else:
+            raise RowError(
+                "messages",
+                f"the template marks {len(spans)} generation blocks for {len(wanted)} assistant messages",
+                "one per message if some messages have `loss: false`",
+            )
+        if everything:
+            holes = [t for t, keep in zip(turns, wanted, strict=True) if not keep]
+            return RenderedConversation(text, _without(holes, len(text)), notes)
+        return RenderedConversation(text, tuple(t for t, keep in zip(turns, wanted, strict=True) if keep), notes)
+
+
+def _without(holes: Sequence[_Span], length: int) -> tuple[_Span, ...]:
+    edges = [0, *(edge for hole in holes for edge in hole), length]
+    return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message

@@ -1,0 +1,148 @@
+"""The choice between Transformer Engine's modules and torch's for a run, with its reasons.
+
+Products (with norms and experts) and attention are chosen apart: Transformer Engine multiplies for every family, and
+attention is ours only where its own does not compute what the model or the layout needs. Building the layers is
+spec.py's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import megatron.core
+import torch
+
+from megaswift.config import SwiftConfig
+from megaswift.config.transformer_engine_rules import ATTENTION, PRODUCTS
+from megaswift.errors import ConfigError, Problem
+from megaswift.families.model_spec import ModelSpec
+from megaswift.parallel.layout import Layout
+
+TRANSFORMER_ENGINE, TORCH = "transformer_engine", "torch"
+
+FP8_NEEDS = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+"""Recipe -> the least compute capability with which Transformer Engine computes it (`check_fp8_support` and its
+neighbours)."""
+FP8_NAMES = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
+
+
+def fp8_problems(recipe: str, capability: tuple[int, int]) -> list[Problem]:
+    """Why a GPU of this compute capability cannot run an FP8 recipe; Transformer Engine itself would say so in the
+    first step."""
+    least = FP8_NEEDS[recipe]
+    if capability >= least:
+        return []
+    fits = [name for name, needed in FP8_NEEDS.items() if capability >= needed]
+    rule = (
+        f"needs compute capability {least[0]}.{least[1]} ({FP8_NAMES[least]}) or newer; this GPU has "
+        f"{capability[0]}.{capability[1]}"
+    )
+    return [
+        Problem(
+            f"--fp8_recipe {recipe}",
+            rule,
+            " or ".join(f"--fp8_recipe {name}" for name in reversed(fits)) or "--fp8_format none",
+        )
+    ]
+
+
+def fp8_gather_problems(recipe: str, hidden_size: int, layout: Layout) -> list[Problem]:
+    """Sequence-parallel ranks gather quantized blocks of 128 x 128, whole ones only (Transformer Engine's
+    `Float8BlockQuantizer.is_quantizable`)."""
+    if recipe != "blockwise" or not layout.sequence_parallel or hidden_size % 128 == 0:
+        return []
+    rule = f"needs a hidden size divisible by 128 with sequence parallelism; this model's is {hidden_size}"
+    return [Problem("--fp8_recipe blockwise", rule, "--fp8_recipe tensorwise")]
+
+
+@dataclass(frozen=True)
+class LayerImplementationChoice:
+    """Whose modules a run takes, `transformer_engine` or `torch`, and why."""
+
+    linear: str
+    """Products, norms, experts."""
+    attention: str
+    reason: str
+    """Of `linear`."""
+    own: tuple[str, ...] = ()
+    """Why attention is torch's where products are Transformer Engine's."""
+
+    def torch_parts(self) -> dict[str, str]:
+        """What of a run uses torch's modules, with the reason: `products`, `attention`."""
+        parts = {PRODUCTS: self.reason} if self.linear == TORCH else {}
+        if self.attention == TORCH:
+            parts[ATTENTION] = ", ".join(self.own) or self.reason
+        return parts
+
+    def __str__(self) -> str:
+        """For the first screen."""
+        if self.linear == self.attention:
+            return f"{self.linear} ({self.reason})"
+        return f"{self.linear} ({self.reason}), attention: {self.attention} ({', '.join(self.own)})"
+
+
+def te_unsupported_attention_features(
+    spec: ModelSpec, cp_comm_type: str | None = None, packing: bool = False
+) -> list[str]:
+    """What of a model's attention Transformer Engine's kernels do not compute, under this layout; `cp_comm_type` None
+    is no context parallelism.
+
+    Source: the combinations that Transformer Engine's own attention tests leave out, and Megatron-Core 0.16's latent
+    attention, which has no packed rows of unequal key and value widths.
+    """
+    cp, found = cp_comm_type is not None, []
+    if spec.features.attention_softcap is not None:
+        found.append("soft caps on attention scores")
+    if spec.features.rope_local is not None:
+        found.append("a second rotary embedding")
+    if spec.transformer.get("softmax_type", "vanilla") != "vanilla" and (cp or packing):
+        found.append(f"attention sinks with {'context parallelism' if cp else 'packed rows'}")
+    latent = bool(spec.transformer.get("multi_latent_attention"))
+    if cp and spec.transformer.get("window_size") and cp_comm_type != "a2a":
+        found.append(f"sliding windows with --cp_comm_type {cp_comm_type} (supported with a2a)")
+    if cp and packing and cp_comm_type in ("all_gather", "a2a+p2p"):
+        found.append(f"packed rows with --cp_comm_type {cp_comm_type} (supported with p2p)")
+    if cp and latent and cp_comm_type != "p2p":
+        found.append(f"latent attention with --cp_comm_type {cp_comm_type} (supported with p2p)")
+    if latent and packing and not megatron_version_at_least("0.17"):
+        found.append("packed latent attention in this version of Megatron-Core")
+    return found
+
+
+def megatron_version_at_least(version: str) -> bool:
+    """Whether Megatron-Core is of this release, `major.minor`, or newer."""
+    have, wanted = (tuple(map(int, v.split(".")[:2])) for v in (megatron.core.__version__, version))
+    return have >= wanted
+
+
+def transformer_engine_unusable_reason() -> str:
+    """Why Transformer Engine's kernels cannot run in this process; empty where they can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    return "" if installed else "Transformer Engine is not installed"
+
+
+def choose_layer_implementation(spec: ModelSpec, cfg: SwiftConfig, layout: Layout) -> LayerImplementationChoice:
+    """The choice for `--transformer_impl` and `--attn_impl`, this model and this layout.
+
+    Raises:
+        ConfigError: Transformer Engine was asked for and cannot run.
+    """
+    asked, lack = cfg.model.transformer_impl, transformer_engine_unusable_reason()
+    if asked == TORCH:
+        return LayerImplementationChoice(TORCH, TORCH, "asked for")
+    if lack:
+        if asked == TRANSFORMER_ENGINE:
+            raise ConfigError(Problem("--transformer_impl transformer_engine", lack, "--transformer_impl torch"))
+        return LayerImplementationChoice(TORCH, TORCH, lack)
+    reason = "asked for" if asked == TRANSFORMER_ENGINE else "CUDA and Transformer Engine are available"
+    comm = cfg.parallel.cp_exchange if layout.cp > 1 else None
+    own = te_unsupported_attention_features(spec, comm, bool(cfg.data.packing))
+    if cfg.model.attn_impl == "sdpa":
+        own.append("--attn_impl sdpa")
+    attention = TORCH if own else TRANSFORMER_ENGINE
+    if cfg.model.train_type == "qlora":
+        return LayerImplementationChoice(TORCH, attention, "weights in NF4", tuple(own))
+    return LayerImplementationChoice(TRANSFORMER_ENGINE, attention, reason, tuple(own))

@@ -1,0 +1,114 @@
+"""The classes that a transformer layer is built of: Transformer Engine's, as Megatron-Core wraps them, or torch's.
+
+One row each; spec.py puts them together. Both rows have the same parameter names, so a checkpoint of one loads into the
+other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import nn
+
+from megaswift.engine.megatron.layers.activation import GATED
+from megaswift.engine.megatron.layers.latent_attention import ReplicatedLinear, TELatentAttention, TorchLatentAttention
+from megaswift.engine.megatron.layers.layer_implementation import TORCH
+from megaswift.engine.megatron.layers.norm import NormColumnParallelLinear, QKNorm, TorchNorm
+from megaswift.engine.megatron.layers.residual_projection import ResidualLinear, residual_projection_class
+from megaswift.engine.megatron.layers.torch_attention import TorchAttention
+
+
+@dataclass(frozen=True)
+class LayerModuleClasses:
+    """Classes by what they compute."""
+
+    column: type
+    """x W^T, W split by rows over tensor-parallel ranks."""
+    row: type
+    """x W^T, W split by columns, the sum over ranks."""
+    norm_column: type
+    """A norm, then `column`."""
+    residual_row: type
+    """`row`, then a norm or a factor, before the residual addition."""
+    replicated: type
+    """x W^T, the whole W on every rank."""
+    norm: type
+    qk_norm: type
+    experts: type
+    """All local experts."""
+    expert_column: type
+    expert_row: type
+    latent_attention: type
+
+
+class ExpertRowParallelLinear(RowParallelLinear):
+    """x W^T [t, h] of this rank's columns, bias handed on; the token dispatcher sums over expert-tensor-parallel ranks.
+
+    Megatron-Core's layer, with EP 1 and ETP 1, reduces its product over one rank, and autograd then refuses the
+    addition of an expert's bias in place.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.explicit_expert_comm = True
+
+
+TORCH_MODULES = LayerModuleClasses(
+    column=ColumnParallelLinear,
+    row=RowParallelLinear,
+    norm_column=NormColumnParallelLinear,
+    residual_row=ResidualLinear,
+    replicated=ReplicatedLinear,
+    norm=TorchNorm,
+    qk_norm=QKNorm,
+    experts=SequentialMLP,
+    expert_column=ColumnParallelLinear,
+    expert_row=ExpertRowParallelLinear,
+    latent_attention=TorchLatentAttention,
+)
+
+
+def layer_module_classes(linear: str, grouped: bool) -> LayerModuleClasses:
+    """The row of `transformer_engine` or `torch`; `grouped`: experts in one grouped product (Transformer Engine's
+    only)."""
+    if linear == TORCH:
+        return TORCH_MODULES
+    from megatron.core.extensions import transformer_engine as te
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    return LayerModuleClasses(
+        column=te.TEColumnParallelLinear,
+        row=te.TERowParallelLinear,
+        norm_column=te.TELayerNormColumnParallelLinear,
+        residual_row=residual_projection_class(te.TERowParallelLinear, te.TENorm),
+        replicated=te.TELinear,
+        norm=te.TENorm,
+        qk_norm=te.TENorm,
+        experts=TEGroupedMLP if grouped else SequentialMLP,
+        expert_column=te.TEColumnParallelGroupedLinear if grouped else te.TEColumnParallelLinear,
+        expert_row=te.TERowParallelGroupedLinear if grouped else te.TERowParallelLinear,
+        latent_attention=TELatentAttention,
+    )
+
+
+def attention_core_class(attention: str) -> type:
+    """Attention itself, between the products."""
+    if attention == TORCH:
+        return TorchAttention
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return TEDotProductAttention
+
+
+def gated_activation_class(activation: Any, linear: str) -> type[nn.Module] | None:
+    """The module of a gated MLP's activation, or None: Megatron's own function.
+
+    Megatron has a fused function for SwiGLU, of which its grouped experts take the routing weights too; for GeGLU it
+    has none.
+    """
+    unit = GATED.get(activation)
+    return unit if linear == TORCH or activation is not F.silu else None

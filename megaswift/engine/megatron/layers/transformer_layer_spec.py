@@ -1,0 +1,134 @@
+"""The layer spec: one transformer layer from the classes of modules.py.
+
+choice.py says whose classes a run takes, for products and for attention. Parameter names are the same for all, so they
+share one checkpoint format.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from megaswift.engine.megatron.layers.layer_implementation import LayerImplementationChoice
+from megaswift.engine.megatron.layers.layer_module_classes import (
+    LayerModuleClasses,
+    attention_core_class,
+    gated_activation_class,
+    layer_module_classes,
+)
+from megaswift.engine.megatron.layers.nf4 import nf4_layer_spec
+from megaswift.engine.megatron.layers.router import BalancedRouter
+from megaswift.engine.megatron.layers.self_attention import ExtendedSelfAttention, WideKeyNorm, WideQueryNorm
+from megaswift.families.model_spec import Features
+
+
+def _outer(features: Features, modules: LayerModuleClasses) -> tuple[type, type]:
+    """(product into a block, product out of it) of attention and dense MLP."""
+    own_layer = features.post_norm or features.residual_scale != 1.0
+    return (
+        modules.norm_column if features.pre_norm else modules.column,
+        modules.residual_row if own_layer else modules.row,
+    )
+
+
+def _mlp(
+    config: TransformerConfig, choice: LayerImplementationChoice, modules: LayerModuleClasses, moe: bool
+) -> ModuleSpec:
+    features = config.features
+    unit = gated_activation_class(config.activation_func, choice.linear) if config.gated_linear_unit else None
+    if not moe:
+        into, out = _outer(features, modules)
+        dense = MLPSubmodules(linear_fc1=into, linear_fc2=out, activation_func=unit)
+        return ModuleSpec(module=MLP, submodules=dense)
+    assert features.pre_norm and not features.post_norm and features.residual_scale == 1.0, "no such MoE layers"
+    expert = MLPSubmodules(linear_fc1=modules.expert_column, linear_fc2=modules.expert_row, activation_func=unit)
+    experts = ModuleSpec(module=modules.experts, submodules=expert)
+    every = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row, activation_func=unit)
+    # built only where the configuration has a width for it
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=every)
+    return ModuleSpec(
+        module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=BalancedRouter)
+    )
+
+
+def _attention(
+    config: TransformerConfig, choice: LayerImplementationChoice, modules: LayerModuleClasses
+) -> tuple[type, Any]:
+    """(module, its parts)."""
+    features, core = config.features, attention_core_class(choice.attention)
+    if config.multi_latent_attention:
+        assert features.pre_norm and not features.post_norm and features.residual_scale == 1.0, "no such attention"
+        # the norms of compressed queries, keys and values begin the second projections
+        return modules.latent_attention, MLASelfAttentionSubmodules(
+            linear_q_proj=modules.column,
+            linear_q_down_proj=modules.replicated,
+            linear_q_up_proj=modules.norm_column,
+            linear_kv_down_proj=modules.replicated,
+            linear_kv_up_proj=modules.norm_column,
+            core_attention=core,
+            linear_proj=modules.row,
+            q_layernorm=IdentityOp,
+            kv_layernorm=IdentityOp,
+        )
+    into, out = _outer(features, modules)
+    wide = features.qk_norm_width == "all"
+    norms = (WideQueryNorm, WideKeyNorm) if wide else (modules.qk_norm, modules.qk_norm)
+    if not config.qk_layernorm:
+        norms = (IdentityOp, IdentityOp)
+    parts = SelfAttentionSubmodules(
+        linear_qkv=into, core_attention=core, linear_proj=out, q_layernorm=norms[0], k_layernorm=norms[1]
+    )
+    return (ExtendedSelfAttention if wide or features.rope_local is not None else SelfAttention), parts
+
+
+def layer_spec(config: TransformerConfig, choice: LayerImplementationChoice, moe: bool) -> ModuleSpec:
+    """One layer, dense or MoE."""
+    modules = layer_module_classes(choice.linear, config.moe_grouped_gemm)
+    module, attention = _attention(config, choice, modules)
+    norms: dict[str, type] = {"pre_mlp_layernorm": modules.norm} if moe else {}
+    if config.multi_latent_attention:
+        norms["input_layernorm"] = modules.norm  # stands alone, because several products read it
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=ModuleSpec(
+                module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            mlp=_mlp(config, choice, modules, moe),
+            mlp_bda=get_bias_dropout_add,
+            **norms,
+        ),
+    )
+
+
+def block_spec(
+    config: TransformerConfig, choice: LayerImplementationChoice, vp_stage: int | None, pp_rank: int
+) -> TransformerBlockSubmodules:
+    """The layers of one pipeline chunk, dense or MoE as `moe_layer_freq` says, and the final norm."""
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    freq = config.moe_layer_freq
+    layers = []
+    for layer in range(offset, offset + count):
+        moe = config.num_moe_experts is not None and (layer % freq == 0 if isinstance(freq, int) else bool(freq[layer]))
+        spec = layer_spec(config, choice, moe)
+        layers.append(nf4_layer_spec(spec) if config.quantized else spec)
+    norm = layer_module_classes(choice.linear, config.moe_grouped_gemm).norm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)

@@ -1,0 +1,79 @@
+"""Exact sizes of what an engine holds, counted from its own buffers, for the first screen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from megaswift import distributed
+from megaswift.bridge.weight_plan import WeightPlan
+from megaswift.engine.megatron import optimizer as optim
+from megaswift.engine.megatron.host_adam import HostAdam
+from megaswift.engine.megatron.layers.nf4 import NF4Matrix
+from megaswift.engine.protocol import ParameterReport
+from megaswift.families.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from megaswift.engine.megatron.engine import MegatronEngine
+
+MOMENTS = {"adam": 2, "sgd": 1}
+
+
+def _optimizer_bytes(engine: MegatronEngine) -> tuple[int, int]:
+    """Moments and float32 main weights of this rank's part, on its device and, offloaded, on the host.
+
+    Moments exist from the first step on; they are counted before it.
+    """
+    moments = MOMENTS[engine.cfg.optim.optimizer]
+    if engine.cfg.optim.optimizer == "sgd" and engine.cfg.optim.sgd_momentum == 0:
+        moments = 0
+    half = engine.config.bf16 or engine.config.fp16
+    device = host = 0
+    for part in optim.optimizer_parts(engine.optimizer):
+        compact = engine.config.bf16 and part.config.store_param_remainders and optim.holds_main_weights(part)
+        main = 2 if compact else 4
+        offloaded = isinstance(part.optimizer, HostAdam)
+        host += part.optimizer.host_bytes() if offloaded else 0
+        for group in part.optimizer.param_groups:
+            for p in group["params"]:
+                device += p.numel() * ((0 if offloaded else 4 * moments) + (main if half else 0))
+    return device, host
+
+
+def flop_parameter_count(plan: WeightPlan, spec: ModelSpec) -> int:
+    """Parameters in the FLOP rule: those active for a token (of E experts k), without the input embedding unless it is
+    also the output."""
+    experts = sum(math.prod(e.full_shape()) for e in plan.entries if e.expert is not None)
+    idle = experts - experts * spec.topk // spec.experts if experts else 0
+    return plan.parameters - idle - (0 if spec.tied else spec.vocab_size * spec.hidden_size)
+
+
+def _weights(chunk: nn.Module) -> Iterator[nn.Parameter | NF4Matrix]:
+    """All that a chunk holds as weights, each once."""
+    yield from chunk.parameters()
+    yield from (m for m in chunk.modules() if isinstance(m, NF4Matrix))
+
+
+def measure_engine_sizes(engine: MegatronEngine) -> ParameterReport:
+    """Sizes of the largest rank, parameters in all. Collective."""
+    elements, weights = (
+        sum(column) for column in zip(*((p.numel(), p.nbytes) for c in engine.plain for p in _weights(c)), strict=True)
+    )
+    gradients = sum(
+        b.grad_data.numel() * b.grad_data.element_size()
+        for c in engine.chunks
+        for b in c.buffers + c.expert_parallel_buffers
+    )
+    sizes = distributed.all_max([elements, weights, gradients, *_optimizer_bytes(engine)])
+    elements, weights, gradients, optimizer, host = map(int, sizes)
+    total, flops = engine.plan.parameters, flop_parameter_count(engine.plan, engine.spec)
+    if engine.lora is None:
+        return ParameterReport(total, elements, weights, gradients, optimizer, flops, host_bytes=host)
+    adapters, trained = engine.lora.plan.added, engine.lora.plan.parameters
+    active = adapters * flops // total  # of experts' adapters as many as of experts
+    return ParameterReport(
+        total + adapters, elements, weights, gradients, optimizer, flops * 2 // 3 + active, trained, flops, host
+    )

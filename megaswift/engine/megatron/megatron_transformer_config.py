@@ -1,0 +1,178 @@
+"""From a model and a run's options to Megatron-Core's TransformerConfig.
+
+Owns every field that the engine sets; the model's own fields come from its family (`ModelSpec.transformer`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megaswift.config import SwiftConfig
+from megaswift.engine.megatron.layers.activation import gelu_tanh
+from megaswift.engine.megatron.layers.layer_implementation import (
+    TRANSFORMER_ENGINE,
+    LayerImplementationChoice,
+    megatron_version_at_least,
+)
+from megaswift.engine.megatron.layers.layer_module_classes import gated_activation_class
+from megaswift.engine.megatron.layers.rope import inverse_frequencies
+from megaswift.errors import ConfigError, Problem
+from megaswift.families.model_spec import ModelSpec
+from megaswift.parallel.layout import Layout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu}
+
+
+def compute_dtype(cfg: SwiftConfig, spec: ModelSpec, cuda: bool) -> torch.dtype:
+    """The dtype of weights and activations: the asked one; `auto` is the checkpoint's on CUDA, float32 on a CPU."""
+    name = cfg.model.torch_dtype
+    if name == "auto":
+        name = spec.dtype if cuda else "float32"
+    if name == "float16" and not cuda:
+        raise ConfigError(
+            Problem("--torch_dtype float16", "float16 training needs a CUDA device", "--torch_dtype bfloat16")
+        )
+    return DTYPES[name]
+
+
+def uses_distributed_optimizer(cfg: SwiftConfig) -> bool:
+    """Whether the optimizer's state is split over data-parallel ranks: Megatron-Core does it for adam only."""
+    return cfg.parallel.distributed_optimizer and cfg.optim.optimizer == "adam"
+
+
+def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+    p = cfg.parallel
+    interleaved = layout.vpp > 1
+    overlap_p2p = interleaved if p.overlap_p2p_comm is None else p.overlap_p2p_comm
+    if interleaved and layout.pp == 2:
+        overlap_p2p = (
+            True  # batched p2p crosses two messages between two ranks in silence (megatron_on_cpu: wrong loss)
+        )
+    fields: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if interleaved and p.pipeline_layout is None else None,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.sequence_parallel,
+        "pipeline_dtype": dtype,
+        "overlap_p2p_comm": overlap_p2p,
+        "batch_p2p_comm": not overlap_p2p,
+        "num_layers_in_first_pipeline_stage": p.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": p.last_stage_layers,
+        "pipeline_model_parallel_layout": p.pipeline_layout,
+        "tp_comm_overlap": p.tp_comm_overlap,
+    }
+    if layout.cp > 1:
+        fields["cp_comm_type"] = p.cp_exchange
+        if p.cp_exchange == "a2a+p2p":
+            fields["hierarchical_context_parallel_sizes"] = list(p.hierarchical_context_parallel_sizes)
+    return fields
+
+
+def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerImplementationChoice, cuda: bool) -> dict[str, Any]:
+    m = cfg.model
+    full = m.recompute_granularity == "full"
+    fused, attention = (whose == TRANSFORMER_ENGINE for whose in (choice.linear, choice.attention))
+    fields: dict[str, Any] = {
+        "use_cpu_initialization": not cuda,
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": cuda,
+        "bias_activation_fusion": fused,
+        "apply_rope_fusion": attention,
+        "recompute_granularity": m.recompute_granularity,
+        "recompute_method": (m.recompute_method or "uniform") if full else None,
+        "recompute_num_layers": (m.recompute_num_layers or 1) if full else None,
+        "fp8": m.fp8_format,
+        "deterministic_mode": cfg.train.deterministic,
+        "moe_token_dispatcher_type": m.moe_token_dispatcher_type,
+        "moe_grouped_gemm": (fused and not cfg.lora.use_dora) if m.moe_grouped_gemm is None else m.moe_grouped_gemm,
+    }
+    if spec.experts:
+        fields["moe_permute_fusion"] = fused if m.moe_permute_fusion is None else m.moe_permute_fusion
+        fields["moe_router_fusion"] = m.moe_router_fusion
+        fields["moe_shared_expert_overlap"] = m.moe_shared_expert_overlap
+        fields["moe_expert_capacity_factor"] = m.moe_expert_capacity_factor
+    if m.recompute_modules:
+        fields["recompute_modules"] = list(m.recompute_modules)
+    if m.fp8_format:
+        fields["fp8_recipe"] = m.fp8_recipe
+    if attention and m.attn_impl in ("flash", "fused", "unfused"):
+        fields["attention_backend"] = AttnBackend[m.attn_impl]
+    return fields
+
+
+def _yarn(config: TransformerConfig, factor: float) -> None:
+    """Make Megatron multiply cosine and sine by `factor`, any number.
+
+    It knows it as m(mscale) / m(mscale_all_dim) with m(x) = 0.1 x ln(scale) + 1 (YaRN, arXiv:2309.00071), and 1 for a
+    scale up to 1.
+    """
+    if factor != 1.0:
+        config.yarn_rotary_scaling_factor, config.yarn_mscale, config.yarn_mscale_all_dim = (
+            math.e,
+            10 * (factor - 1),
+            0.0,
+        )
+
+
+def transformer_config(
+    spec: ModelSpec, cfg: SwiftConfig, layout: Layout, choice: LayerImplementationChoice
+) -> TransformerConfig:
+    """Megatron-Core's configuration of this model in this run."""
+    cuda = torch.cuda.is_available()
+    dtype = compute_dtype(cfg, spec, cuda)
+    fields = dict(spec.transformer)
+    fields["activation_func"] = ACTIVATIONS[fields.get("activation_func", "silu")]
+    fields.pop("moe_aux_loss_coeff", None)  # ours: see router.py
+    fields.update(_parallel(cfg, layout, dtype))
+    fields.update(_kernels(spec, cfg, choice, cuda))
+    fields["bias_activation_fusion"] &= fields["activation_func"] in (F.silu, F.gelu)
+    if not spec.experts:
+        fields = {k: v for k, v in fields.items() if not k.startswith("moe_")}
+    fields.update(
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        autocast_dtype=dtype,
+        calculate_per_token_loss=True,  # before DDP is built: set later, gradients are divided by DP x CP in silence
+        # gloo still sends from the storage it frees: wrong numbers with VPP, in silence
+        deallocate_pipeline_outputs=cuda,
+        hidden_dropout=fields.get("hidden_dropout", 0.0),
+        attention_dropout=fields.get("attention_dropout", 0.0),
+    )
+    if spec.experts:
+        fields["moe_router_dtype"] = "fp32"
+        fields["bias_dropout_fusion"] &= not spec.linear_bias  # Megatron's grouped experts refuse it beside biases
+    latent, rope_factor = bool(fields.get("multi_latent_attention")), inverse_frequencies(spec)[1]
+    # latent_attention.py rotates by position; Megatron's fused rotation of packed rows leaves out the factor on cosine
+    # and sine
+    fields["apply_rope_fusion"] &= not latent and rope_factor == 1.0
+    if fields.get("rotary_interleaved") and cfg.data.packing and not megatron_version_at_least("0.17"):
+        fields["apply_rope_fusion"] = False  # 0.16's fused rotation of packed rows takes neighbours for halves
+    kind = MLATransformerConfig if latent else TransformerConfig
+    parameters = inspect.signature(kind).parameters
+    unknown = sorted(set(fields) - set(parameters))
+    assert not unknown, f"this Megatron-Core's TransformerConfig has no {unknown}"
+    config = kind(**fields)
+    # Megatron's name for "the layer spec brings the activation"; set late, for it only lets Transformer Engine's own
+    # pass
+    unit = gated_activation_class(config.activation_func, choice.linear)
+    config.use_te_activation_func = config.gated_linear_unit and unit is not None
+    config.features = spec.features
+    config.quantized = cfg.model.train_type == "qlora"
+    config.rope_factor = rope_factor
+    _yarn(config, rope_factor)
+    return config
