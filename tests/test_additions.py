@@ -124,7 +124,7 @@ def test_an_estimator_takes_two_source_files(package: Copy) -> None:
     )
     package.insert(
         "losses/advantage_estimators.py",
-        "def estimate_fields",
+        "def estimate_advantage_fields",
         '@ESTIMATORS.add("median")\ndef _median(x: EstimatorInput) -> Tensor:\n'
         "    groups = x.rewards.view(-1, x.group)\n"
         "    return (groups - groups.median(1, keepdim=True).values).flatten()\n\n\n",
@@ -205,8 +205,9 @@ print(refused("sft", *words, "--num_workers", "2"))
 print(refused("sft", "--launcher", "echo", "--master_addr", "h"))
 print("[torchrun | echo | ray]" in " ".join(task_help("sft", 120).split()), "torch" in sys.modules)
 cfg = load_config("sft", words, environ={})
-print(starts_processes(cfg.launch), launcher_of(cfg.launch).start(cfg, words, {}), *launcher_mismatch_problems("echo",
-{})) import megaswift.entry as entry
+started = launcher_of(cfg.launch).start(cfg, words, {})
+print(starts_processes(cfg.launch), started, *launcher_mismatch_problems("echo", {}))
+import megaswift.entry as entry
 print(entry.main("sft", ["--launcher", "echo", "--max_restarts", "9", "--model", "m", "--dataset", "d"]))
 """,
         exit_code=2,

@@ -137,7 +137,7 @@ def job(rank: int, world: int, run: Run) -> Any:
             return real(*args)
 
     with (
-        patch.object(engine, "missing_transformer_engine", lambda *_: []),
+        patch.object(engine, "missing_transformer_engine_problems", lambda *_: []),
         patch.object(optimizer, "build_optimizer", build),
         patch.object(checkpoint_worker, "snapshot", snapshot),
     ):

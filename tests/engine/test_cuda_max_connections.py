@@ -95,7 +95,7 @@ def test_a_run_sets_it_first(engine: str, sharded: bool, monkeypatch: pytest.Mon
         seen.append(sharded_weights)
         raise Stop
 
-    monkeypatch.setattr(engines, "limit_connections", record)
+    monkeypatch.setattr(engines, "set_max_connections", record)
     with pytest.raises(Stop):
         engines.start_context(SwiftConfig(task="sft", model="m", engine=engine), Layout(world_size=1))
     assert seen == [sharded]

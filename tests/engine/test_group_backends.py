@@ -55,7 +55,7 @@ def recorded(rank: int, world: int, ranks: int) -> dict[str, Any]:
     with (
         patch.object(dist, "init_process_group", start_fake),
         patch.object(dist, "new_group", make_fake),
-        patch.object(parallel_context._device, "on_cpu", lambda: False),
+        patch.object(parallel_context._device, "runs_without_cuda", lambda: False),
         patch.object(parallel_context._device, "compute_device", lambda: torch.device("cpu")),
     ):
         layout = Layout(world_size=ranks, tp=2, pp=2, cp=2, ep=2, etp=1)

@@ -274,7 +274,7 @@ ELSEWHERE = {
     "clip_cov_ratio": "rl/test_rollout_source",
     "clip_cov_lb": "rl/test_rollout_source",
     "clip_cov_ub": "rl/test_rollout_source",
-    "pass_at_k": "../losses/test_estimators",
+    "pass_at_k": "../losses/test_advantage_estimators",
     "scale_rewards": "rl/test_advantage_estimator",
     "kl_controller": "rl/test_advantage_estimator",
     "target_kl": "rl/test_advantage_estimator",
