@@ -41,15 +41,13 @@ def install(impl: str) -> None:
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     from megaswift.engine.megatron import engine
-    from megaswift.engine.megatron.cpu import cpu_patches, cuda_stubs
+    from megaswift.engine.megatron.cpu import cuda_stubs, device
     from megaswift.engine.torch import context
 
-    functions = [
-        cpu_patches.unwrap_decorators(cpu_patches.resolve_symbol(row.symbol)[2]) for row in cpu_patches.CONSTANTS
-    ]
+    functions = [device.unwrap_decorators(device.resolve_symbol(row.symbol)[2]) for row in device.CONSTANTS]
     for function in [*functions, MoEAlltoAllTokenDispatcher.__init__]:
         function.__code__ = _with_constants(function.__code__)
-    cpu_patches.compute_device = lambda: DEVICE
+    device.compute_device = lambda: DEVICE
     torch.cuda.current_device = lambda: DEVICE  # type: ignore[assignment,return-value]
     torch_context = context.TorchContext.__init__
 

@@ -3,6 +3,6 @@
 Importing it makes Megatron-Core run on a machine without CUDA: its decorators run at import, so this has to come first.
 """
 
-from megaswift.engine.megatron.cpu import cpu_patches
+from megaswift.engine.megatron.cpu import device
 
-cpu_patches.install_cpu_patches()
+device.install_cpu_patches()

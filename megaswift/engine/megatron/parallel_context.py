@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megaswift.engine import process_group
-from megaswift.engine.megatron.cpu import cpu_patches as _device
+from megaswift.engine.megatron.cpu import device as _device
 from megaswift.parallel.layout import Layout
 
 

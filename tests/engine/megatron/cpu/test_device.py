@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from megaswift.engine.megatron.cpu import cpu_patches
+from megaswift.engine.megatron.cpu import device
 
 
 def strings(code) -> set[str]:
@@ -21,9 +21,9 @@ def strings(code) -> set[str]:
 
 
 def test_every_symbol_exists_and_is_changed():
-    cpu_patches.install_cpu_patches()
-    for row in cpu_patches.CONSTANTS:
-        function = cpu_patches.unwrap_decorators(cpu_patches.resolve_symbol(row.symbol)[2])
+    device.install_cpu_patches()
+    for row in device.CONSTANTS:
+        function = device.unwrap_decorators(device.resolve_symbol(row.symbol)[2])
         names = strings(function.__code__)
         assert not {n for n in names if n == "cuda" or (n.startswith("torch.cuda.") and n.endswith("Tensor"))}, (
             row.symbol
@@ -32,14 +32,14 @@ def test_every_symbol_exists_and_is_changed():
             f"{row.symbol} is no longer needed"
         )
         assert row.reason and row.versions
-    for row in cpu_patches.REPLACEMENTS:
-        assert cpu_patches.resolve_symbol(row.symbol)[2] is row.value, row.symbol
-    for row in cpu_patches.DURING_IMPORT:  # taken back, but bound by Megatron-Core
-        assert cpu_patches.resolve_symbol(row.symbol)[2] is not row.value, row.symbol
-    assert cpu_patches.resolve_symbol("megatron.core.jit:jit_fuser")[2] is cpu_patches.DURING_IMPORT[0].value
-    for row in cpu_patches.UNDEFINED_NAMES:
-        assert cpu_patches.resolve_symbol(row.symbol)[2] is row.value or row.missing_only, row.symbol
-    for row in cpu_patches.MUTED_WARNINGS:
+    for row in device.REPLACEMENTS:
+        assert device.resolve_symbol(row.symbol)[2] is row.value, row.symbol
+    for row in device.DURING_IMPORT:  # taken back, but bound by Megatron-Core
+        assert device.resolve_symbol(row.symbol)[2] is not row.value, row.symbol
+    assert device.resolve_symbol("megatron.core.jit:jit_fuser")[2] is device.DURING_IMPORT[0].value
+    for row in device.UNDEFINED_NAMES:
+        assert device.resolve_symbol(row.symbol)[2] is row.value or row.missing_only, row.symbol
+    for row in device.MUTED_WARNINGS:
         logger = logging.getLogger(row.logger)
         record = logger.makeRecord(row.logger, logging.WARNING, "", 0, f"... {row.text} ...", (), None)
         assert not logger.filter(record)
@@ -47,8 +47,8 @@ def test_every_symbol_exists_and_is_changed():
 
 
 def test_every_row_has_a_reason_and_no_symbol_has_two():
-    rows = [*cpu_patches.CONSTANTS, *cpu_patches.REPLACEMENTS, *cpu_patches.DURING_IMPORT, *cpu_patches.UNDEFINED_NAMES]
-    assert all(row.reason and row.versions for row in [*rows, *cpu_patches.MUTED_WARNINGS])
+    rows = [*device.CONSTANTS, *device.REPLACEMENTS, *device.DURING_IMPORT, *device.UNDEFINED_NAMES]
+    assert all(row.reason and row.versions for row in [*rows, *device.MUTED_WARNINGS])
     assert len({row.symbol for row in rows}) == len(rows)
 
 
@@ -59,6 +59,6 @@ def test_constants_are_replaced_deeply():
 
         return inner
 
-    code = cpu_patches._cpu_constant(function.__code__)
+    code = device._cpu_constant(function.__code__)
     assert strings(code) >= {"cpu", "torch.FloatTensor", "cudagraph"}
     assert "cuda" not in strings(code)
