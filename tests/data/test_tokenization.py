@@ -370,9 +370,9 @@ def test_the_cache_key_covers_the_modules_that_tokenize() -> None:
     assert set(run.stdout.split()) <= keyed
     assert {Path(path).name for path in keyed} >= {
         ENTRY,
-        "chat.py",
+        "render_chat.py",
         "template_limits.py",
         "split_points.py",
         "alpaca.py",
     }
-    assert not any(path.endswith(("/packing.py", "/loader.py", "/order.py")) for path in keyed)
+    assert not any(path.endswith(("/packing.py", "/loader.py", "/epoch_order.py")) for path in keyed)

@@ -310,7 +310,7 @@ def test_going_on_is_the_same_run(step: int, folder: Path, whole: Path, tmp_path
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("name", "told"), [("SIGTERM", "HardInterrupt: 143"), pytest.param("SIGKILL", "exit status -9", marks=SLOW)]
+    ("name", "told"), [("SIGTERM", "InterruptedBySignal: 143"), pytest.param("SIGKILL", "exit status -9", marks=SLOW)]
 )
 def test_a_signal_while_a_generation_is_judged(name: str, told: str, folder: Path, whole: Path, tmp_path: Path) -> None:
     """SIGTERM: the step is finished and the generation saved with what is left of it. SIGKILL: back to the checkpoint
