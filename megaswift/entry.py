@@ -1,8 +1,8 @@
 """Entry point of every training command: parses and checks the options, then starts processes (torchrun, Ray) or trains
 in this one.
 
-Owns the order of these and the exit codes. Workers of any launcher come through here too; how a mistake is told is
-`error_exit.py`.
+Owns the order of these steps and the exit codes. Workers of every launcher start here too. `error_exit.py` prints
+errors.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def process_count(cfg: SwiftConfig) -> int:
 
 
 def refused_config_problems(refused: SwiftConfig) -> list[Problem]:
-    """What layout and files say of a configuration that is refused already, so that this is not told on the next
+    """Layout and file problems of a configuration that is already refused, so that the user sees them in the same
     attempt."""
     from megaswift.trainers.preflight import layout_data_output_problems
 

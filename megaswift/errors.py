@@ -1,6 +1,6 @@
 """Errors shown to users: one clear message with a fix, exit code 2.
 
-Owns the exception classes and how several mistakes are told together. Printing and exiting belong to
+Owns the exception classes and the text of several mistakes in one error. Printing and exiting belong to
 `megaswift.error_exit`; an `assert` elsewhere marks an invariant of ours, not a user's mistake.
 """
 

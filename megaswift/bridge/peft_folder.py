@@ -184,7 +184,7 @@ class PeftFolder:
             raise WeightsError(Problem(what, f"cannot be read: {error}")) from None
 
     def read(self, plan: AdapterPlan) -> Mapping[str, Tensor]:
-        """All tensors of the plan by name, and of the modules that are saved whole; each is read when it is asked
+        """All tensors of the plan by name, and of the modules that are saved whole; each is read when it is needed
         for."""
         return LazyTensors(self._tensors({a.module: a.projection for a in plan.adapters}))
 

@@ -1,8 +1,8 @@
 """One tensor as `torch.save` writes it: a zip archive whose record `data/0` is the tensor's bytes.
 
-Owns the frame around these bytes, so that they can be written and read without the archive in memory. Written are the
-records that `torch.load` asks for; the tensor's checksum is left zero (torch never checks it, and may be told to write
-none: `torch.serialization.set_crc32_options`).
+Owns the frame around these bytes, so that they can be written and read without the archive in memory. It writes the
+records that `torch.load` requires. The tensor's checksum stays zero: torch never checks it, and can omit it itself
+(`torch.serialization.set_crc32_options`).
 Reading unpickles the tensor's description only, by an Unpickler that calls nothing, after a look at its opcodes.
 """
 

@@ -42,7 +42,7 @@ def accumulation_steps(train: TrainConfig, dp: int) -> int:
 
 
 def batch_problems(train: TrainConfig, dp: int | None, labels: Mapping[str, str]) -> Iterator[Problem]:
-    """What disagrees, as far as it can be told; `dp` None: not known yet. `labels`: how the user wrote the options."""
+    """Contradictions among the batch options; `dp` None: not known yet. `labels`: how the user wrote the options."""
     total, rows, passes = train.global_batch_size, train.per_device_train_batch_size, train.gradient_accumulation_steps
     if total is None:
         return

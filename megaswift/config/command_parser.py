@@ -1,5 +1,5 @@
-"""Commands beside training: their sections of options, read from a command line with every mistake at once, and their
-help page.
+"""The commands other than training: their option sections, parsed from a command line with all mistakes in one error,
+and their help page.
 
 Owns reading and help; what the options mean together is each command's own `check`. Training's configuration, which
 also comes from files and Python, is `swift_config.py`'s.

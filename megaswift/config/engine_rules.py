@@ -60,7 +60,7 @@ READS = ("engine", "deepspeed", "use_fsdp", "fsdp", "fsdp_config")
 
 
 def engine_name_of(c: Sections) -> str:
-    """The engine that is asked for, by its name or by an option that means one."""
+    """The requested engine, by name or by an option that implies one."""
     if "engine" in c.given:
         return c.engine.engine
     if c.engine.deepspeed is not None:
@@ -133,7 +133,7 @@ def capabilities_of(c: Sections) -> EngineCapabilities:
 
 
 def uses_model_parallelism(c: Sections) -> bool:
-    """Whether any axis but data parallelism is asked for."""
+    """Whether any parallelism other than data parallelism is requested."""
     return any(c.value(name) > 1 for name in AXES)
 
 

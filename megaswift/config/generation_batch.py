@@ -62,7 +62,7 @@ class DefaultAccumulation:
 
     number: int
     text: str
-    """What the user is told."""
+    """The notice shown to the user."""
 
 
 def default_accumulation_passes(task: str | None, values: Mapping[str, Any]) -> DefaultAccumulation | None:

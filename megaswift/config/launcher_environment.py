@@ -1,7 +1,7 @@
 """Environment variables and arguments set by the launcher of a process: torchrun, `accelerate launch` (torchrun
 inside), `deepspeed` or Ray.
 
-Owns the names of their variables and the word that some add to the command line. What accelerate says beside:
+Owns the names of their variables and the argument that some add to the command line. accelerate's other settings:
 `accelerate_options.py`.
 """
 

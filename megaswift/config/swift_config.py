@@ -115,8 +115,8 @@ def load_config(
     """A configuration from a command line: file, then environment (launch options only), then flags; later
     sources override earlier ones. Settings of `accelerate launch` have the lowest priority.
 
-    `complete`: it must name a model and a data set. `task` None: the file says. `beyond`: what else is wrong with a
-    configuration that is refused for what its options say together, told with that.
+    `complete`: it must name a model and a data set. `task` None: the file names it. `beyond` finds further problems in
+    a configuration whose options contradict each other, so that one error lists everything.
     """
     environ = os.environ if environ is None else environ
     line = read_command_line(list(argv))

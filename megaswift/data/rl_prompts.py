@@ -49,7 +49,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """Prompts in file order, read when they are asked for."""
+    """Prompts in file order, read on access."""
 
     docs: Documents
 

@@ -1,7 +1,7 @@
 """`megaswift data show`: samples as tokens with their loss mask, lengths and packing. The first thing to look at when
 training goes wrong.
 
-Owns this command's text. It reads with the very same code as training, so what it shows is what is trained; the
+Owns this command's text. It reads with the same code as training, so it shows what a run trains on; the
 tokenizer comes from the caller, who knows where models lie.
 """
 

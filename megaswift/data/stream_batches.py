@@ -78,7 +78,7 @@ class StreamCounts:
             )
 
     def long(self, what: str, number: int, max_length: int) -> None:
-        """A row that is too long, of which the first of its kind is told."""
+        """Counts a row that is too long; warns at the first of each kind."""
         self.counted[what] += 1
         if not self.quiet and what not in self._told:
             self._told.add(what)
@@ -87,7 +87,7 @@ class StreamCounts:
             )
 
     def note(self, notes: Sequence[str]) -> None:
-        """What is counted of a row that is kept, of which the first of its kind is told."""
+        """Counts notes on a row that is kept; warns at the first of each kind."""
         for note in notes:
             self.counted[note] += 1
             if not self.quiet and note not in self._told:

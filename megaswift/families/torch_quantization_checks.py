@@ -1,7 +1,7 @@
 """Quantized checkpoints under adapters on the engines of torch: which ones transformers loads, and with which packages.
 No torch.
 
-Owns what a run is told before it starts. The native engine reads its own few formats: `quantization_schemes.py`.
+Owns the checks before a run starts. `quantization_schemes.py` has the formats that the native engine reads.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class ChatInputs:
         return ChatInput(self._checked(model_inputs["input_ids"][0].tolist()), prompt.text, prompt.images, seen)
 
     def image(self, path: str) -> dict[str, Any]:
-        """The part of a message that shows this file; it is opened, so that a wrong one is told at once."""
+        """The message part for this image file, which is opened here so that a bad file is reported at once."""
         if self.blind:
             raise ChatInputError(f"images are not supported: {self.blind}")
         message = {"role": "user", "content": [{"type": "image", "image": path}]}

@@ -1,8 +1,8 @@
 """Generation: one call of transformers' `generate` per batch of prompts, each with its own length limit, stop strings
 and listener.
 
-Owns what goes into that call and what is told while it runs; drawing tokens is transformers'. Who asks (terminal, file,
-server) knows requests and completions only.
+Owns the arguments of that call and the progress reported while it runs; transformers samples the tokens. Callers
+(terminal, file, server) see requests and completions only.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class AnswerRequest:
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
-    """How many of the likeliest tokens to tell beside the chosen one's log-probability; None: tell nothing."""
+    """How many of the most likely tokens to return with the chosen token's log-probability; None: return neither."""
     listener: Listener | None = None
     pictures: ImageFeatures | None = None
     cancelled: bool = False

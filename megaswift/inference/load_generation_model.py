@@ -92,7 +92,7 @@ def _told(what: str) -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """transformers' bars and notes to developers stay off the screen; what is wrong is told by us."""
+    """Hides transformers' progress bars and developer notes; megaswift reports what is wrong."""
     from transformers.utils import logging
 
     log.quiet_libraries()

@@ -129,7 +129,7 @@ def run_torchrun_with_restarts(words: Sequence[str], environ: Mapping[str, str],
 
 
 def _once(words: Sequence[str], environ: Mapping[str, str]) -> tuple[int, bool]:
-    """The command's exit code, 128 + n when signal n ended it, and whether this process was told to end.
+    """The command's exit code, 128 + n when signal n ended it, and whether this process received a request to stop.
 
     The child has a session of its own, so that a signal of the terminal reaches it once, through here.
     """

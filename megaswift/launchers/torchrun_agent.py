@@ -66,7 +66,7 @@ def failures_from_error(error: Any) -> list[WorkerFailure]:
 
 
 def quiet_torchrun(environ: Mapping[str, str]) -> None:
-    """Turns torchrun's log off: its lines repeat what is told at the end."""
+    """Turns torchrun's log off: its lines repeat the final error message."""
     if "LOGLEVEL" not in environ:
         logging.disable(logging.CRITICAL)
 

@@ -62,7 +62,7 @@ def nearest_layout(shape: ModelShape, request: LayoutRequest) -> LayoutRequest |
 
 
 def describe_layout(near: LayoutRequest, request: LayoutRequest) -> str:
-    """The flags of a layout: those that are not 1, and those that differ from what was asked."""
+    """The flags of a layout: those that are not 1, and those that differ from the request."""
     parts = [f"{FLAGS[axis]} {size}" for axis, size in near.axes.items() if size > 1 or size != request.axes[axis]]
     if near.split != PipelineSplit():
         ends = {

@@ -1,7 +1,7 @@
 """The rules that a layout must satisfy for a given model and batch, each with its numbers and a valid value.
 
-Owns the rules, which are those of Megatron-Core 0.16 to 0.19 (named where they are not plain division). Leaves out how
-several mistakes are told and the search for a layout that works (`layout_checks.py`).
+Owns the rules, which are those of Megatron-Core 0.16 to 0.19 (named where they are not plain division). Formatting
+several problems and the search for a layout that works are in `layout_checks.py`.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class AnswerJournal:
 
 
 def open_journal(cfg: InferConfig, folder: Path) -> AnswerJournal:
-    """The journal of this run, beside its result."""
+    """The journal of this run, next to its result file."""
     assert cfg.file.dataset is not None and cfg.file.result_path is not None
     with Path(cfg.file.dataset).open("rb") as file:
         data = hashlib.file_digest(file, "sha256").hexdigest()

@@ -45,7 +45,7 @@ def _sample(row: Mapping[str, Any]) -> Sample:
 
 
 def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: ChatInputs) -> tuple[ChatInput, str | None]:
-    """(what is asked, the answer that the row brings)."""
+    """(the prompt, the row's reference answer)."""
     named = {columns.get(k, k): v for k, v in row.items()}
     sample = _sample(named)
     if has_images(named, sample) and (prompts.blind or sample.text is not None):
@@ -68,7 +68,7 @@ def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: ChatInp
 
 
 def read_prompt_file(path: str, columns: Mapping[str, str], prompts: ChatInputs) -> list[PromptFileRow]:
-    """All rows in order; DataError with file and line of those that cannot be asked."""
+    """All rows in order; DataError with file and line of rows without a usable prompt."""
     prompt_rows: list[PromptFileRow] = []
     problems: list[Problem] = []
     for line, row in _located(path):

@@ -1,6 +1,6 @@
 """Inputs of preference losses computed before a step: reference log-probabilities, KTO's and BCO's reference points.
 
-Owns when the reference is asked and what is added to a batch's `fields`. The formulas are in `megaswift.losses`, the
+Owns when the reference runs and what is added to a batch's `fields`. The formulas are in `megaswift.losses`, the
 reference's weights are the engine's. As hooks they move the reference (TR-DPO) and keep what must outlive a restart.
 """
 

@@ -277,12 +277,12 @@ def data_problems(cfg: SwiftConfig) -> list[Problem]:
 
 
 def _later(name: str, subset: str | None) -> tuple[Path, ...]:
-    """Ids of a hub are asked for when the data are read."""
+    """Hub ids are resolved when the data are read."""
     return ()
 
 
 def tracker_problems(report_to: Sequence[str]) -> list[Problem]:
-    """Trackers that are asked for and not installed."""
+    """Trackers that are requested and not installed."""
     return [
         Problem(
             f"--report_to {name}",

@@ -95,7 +95,7 @@ tr.given td{background:var(--given)}.bar{background:var(--blue);height:9px;borde
 
 @dataclass
 class RunReport:
-    """What the page tells besides the files."""
+    """What the page shows besides the files' contents."""
 
     title: str
     status: str

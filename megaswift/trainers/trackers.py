@@ -1,6 +1,6 @@
 """`--report_to`: TensorBoard events in OUT/runs, and Weights & Biases.
 
-A tracker that is asked for and not installed is refused by `preflight`, never left out in silence.
+`preflight` refuses a requested tracker that is not installed; none is skipped silently.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def _thd(cu_seqlens: Tensor | None, cp: int, device: torch.device) -> PackedSeqP
 
 
 def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, attention: str) -> MicrobatchInputs:
-    """The slice of `batch` that context-parallel `rank` of `cp` computes. What can be told from the batch in host
-    memory is told there, and each tensor goes to the device once: the host never waits for the device."""
+    """The slice of `batch` that context-parallel `rank` of `cp` computes. Indices are
+    computed on the host, and each tensor is copied to the device once: the host never waits for the device."""
     length = batch.input_ids.shape[1]
     index = order = None
     weights = batch.loss_weights

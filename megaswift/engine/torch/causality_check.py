@@ -1,11 +1,11 @@
 """Checks two assumptions of training on the model itself: it is causal, and packed documents do not see each other.
 
-Rows go in without an attention mask (`loss_fields.py`). An encoder that was not told to decode would see the very
-tokens that it is asked for. Many models do not tell packed documents apart by their positions: state spaces and linear
-attention carry a state from one into the next, older ones make a mask without looking at positions, or count these from
-elsewhere. All that trains, and the loss falls. The families are held to Hugging Face by tests; any other model is
-asked, once, before its first step, by rows of a few tokens, and so is a family whose class in transformers has lost its
-documents.
+Rows have no attention mask (`loss_fields.py`). An encoder that is not configured as a decoder would see the tokens that
+it predicts. Many models do not separate packed documents by their positions: state space models and linear attention
+carry a state from one document into the next; older models build their mask without the positions, or compute the
+positions themselves. Training then runs, and the loss falls, but the model learns something else. Tests hold the
+families to Hugging Face. Any other model is checked once, before its first step, on rows of a few tokens; so is a
+family whose class in transformers does not separate documents.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from megaswift.engine.torch.engine import TorchEngine
 
 BEFORE, DOCUMENT, END = 10, 14, 4
-"""Tokens of another document in the same row, of the one that is looked at, and of its end that is exchanged."""
+"""Tokens of the other document in the same row, of the document under test, and of its end, which is replaced."""
 LOSES_DOCUMENTS = ("gpt_oss",)
-"""Families that transformers 5.23 gives masks without a look at positions, so that packed documents see one another."""
+"""Families whose mask in transformers 5.23 ignores the positions, so that packed documents attend to each other."""
 EXACT, ROUNDED = 1e-3, 0.1
 """The share of a change that counts as rounding, in float32 and in half precision; what leaks is of the size of the
 change."""

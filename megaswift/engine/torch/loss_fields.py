@@ -38,8 +38,8 @@ def compute_loss_fields(logits: Tensor, labels: Tensor, needs: Needs) -> Tensor:
 
 
 def labeled_columns(labeled: Tensor) -> Tensor:
-    """int64 [n], n at least 1: the columns of bool [b, s] that hold a label. To be asked of a batch in host memory: of
-    a tensor on a GPU the host would have to wait for the answer."""
+    """int64 [n], n at least 1: the columns of bool [b, s] that hold a label. Call it on a batch in host
+    memory: for a tensor on a GPU the host would wait for the device."""
     columns = labeled.any(0).nonzero().squeeze(1)
     return columns if columns.numel() else columns.new_zeros(1)  # every rank goes through every layer
 

@@ -1,6 +1,6 @@
 """Weights with PEFT adapters merged in, for rollouts, while training of the adapters continues.
 
-The model itself is not touched. Its adapted layers exist a second time without memory; when weights are asked for, one
+The model itself is not touched. Its adapted layers exist a second time without memory; when weights are read, one
 layer after the other gets its whole tensors, and PEFT merges it. bitsandbytes would quantize the sum again, so a layer
 in few bits is made plain here.
 """

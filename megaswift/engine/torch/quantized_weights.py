@@ -22,7 +22,7 @@ from megaswift.families.torch_quantization_checks import DEQUANTIZED, quant_meth
 
 
 def loading_arguments(folder: Path, cfg: SwiftConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What `from_pretrained` is told beside the precision of plain weights; `dtype`: of the run's products."""
+    """Arguments of `from_pretrained` for quantized weights; `dtype`: the run's compute precision."""
     config, bits = read_config(folder), frozen_weight_bits(cfg)
     method = quant_method(config)
     if method in DEQUANTIZED:

@@ -78,7 +78,7 @@ class ZeroStrategy:
             self.put(name, WEIGHT, tensor)
 
     def _check(self) -> None:
-        """DeepSpeed falls back in silence in places: what was asked for must be what runs."""
+        """DeepSpeed falls back silently in places: check that what runs is what was requested."""
         name, stage = type(self._zero).__name__, int(self.module.zero_optimization_stage())
         assert stage == self.stage, f"ZeRO stage {stage} runs, {self.stage} was requested"
         assert self._zero is self._inner if stage == 0 else name in _OPTIMIZERS[stage], f"{name} at stage {stage}"

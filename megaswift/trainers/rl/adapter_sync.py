@@ -36,7 +36,7 @@ def syncs_adapters_only(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> bool
 
 
 def adapter_sync_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> Iterator[Problem]:
-    """Adapters that are asked to go alone and cannot."""
+    """Problems of adapters that should be synchronized without the base and cannot be."""
     if cfg.rl.rollout_lora and (why := merged_sync_reason(cfg, spec, folder)):
         yield Problem("--rollout_lora true", why, "leave it out: megaswift then sends merged weights")
 

@@ -53,7 +53,7 @@ def load_environment_class(text: str) -> Callable[[], Environment]:
 
 
 class CheckedEnvironment:
-    """An environment whose mistakes are told with its name."""
+    """An environment whose errors carry its name."""
 
     def __init__(self, flag: str, inner: Environment) -> None:
         self.flag, self.inner = flag, inner

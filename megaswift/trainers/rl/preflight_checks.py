@@ -24,7 +24,7 @@ CONFIG, EXPORT = "config.json", "hf"
 
 
 def policy_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
-    """All of them, on `world_size` processes. What the layout itself breaks is told elsewhere."""
+    """All problems of an RL run on `world_size` processes, except those of the layout itself (`layout_checks.py`)."""
     return [
         *_found([lambda: batch_problems_of(cfg, world_size)]),
         *named_rewards_and_models_problems(cfg),

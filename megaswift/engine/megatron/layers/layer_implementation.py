@@ -128,7 +128,7 @@ def choose_layer_implementation(spec: ModelSpec, cfg: SwiftConfig, layout: Layou
     """The choice for `--transformer_impl` and `--attn_impl`, this model and this layout.
 
     Raises:
-        ConfigError: Transformer Engine was asked for and cannot run.
+        ConfigError: Transformer Engine was requested and cannot run.
     """
     asked, lack = cfg.model.transformer_impl, transformer_engine_unusable_reason()
     if asked == TORCH:

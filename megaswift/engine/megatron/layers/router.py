@@ -168,15 +168,17 @@ class BalancedRouter(TopKRouter):
             weights, picks = choose_experts(flat.float(), self.choice, self.expert_bias)
             weights = weights.to(logits.dtype)
             self._apply_expert_bias(picks, padding_mask)
-        valid = None if padding_mask is None else ~padding_mask.reshape(-1)
+        scale = self.scale
+        balanced = self.training and torch.is_grad_enabled() and (scale.aux_coefficient or scale.z_coefficient)
+        if self.capacity_factor is None and not balanced:
+            return weights, picks
+        valid = flat.new_ones(len(flat), dtype=torch.bool) if padding_mask is None else ~padding_mask.reshape(-1)
         routed = picks
         if self.capacity_factor is not None:
-            known = flat.new_ones(len(flat), dtype=torch.bool) if valid is None else valid
-            picks = picks_within_capacity(weights, picks, known, self.capacity_factor, self.tp_cp_group)
+            picks = picks_within_capacity(weights, picks, valid, self.capacity_factor, self.tp_cp_group)
             weights = weights * picks
-        if self.training and torch.is_grad_enabled() and (self.scale.aux_coefficient or self.scale.z_coefficient):
-            known = flat.new_ones(len(flat), dtype=torch.bool) if valid is None else valid
-            weights = self._attach(weights, flat.float(), routed, known)
+        if balanced:
+            weights = self._attach(weights, flat.float(), routed, valid)
         return weights, picks
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
