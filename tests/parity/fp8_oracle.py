@@ -6,6 +6,7 @@ another: their operands are quantized together, so the oracle joins them too. Th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,10 @@ class Joined:
         return self.parts[index]
 
 
-def quantize(model: torch.nn.Module, name: str, hybrid: bool) -> None:
-    """The decoder's linear layers, in place."""
+def quantize(model: torch.nn.Module, name: str, hybrid: bool) -> list[fp8_reference.Recipe]:
+    """The decoder's linear layers, in place; returns each product's recipe. Megatron-Core's default of delayed scaling:
+    a scale follows the pass before alone."""
+    recipes = []
     for layer in model.model.layers:  # type: ignore[union-attr]
         attention, mlp = layer.self_attn, layer.mlp  # type: ignore[union-attr]
         sets: list[tuple[list[Any], int]] = [
@@ -46,27 +49,40 @@ def quantize(model: torch.nn.Module, name: str, hybrid: bool) -> None:
             ([mlp.down_proj], 1),
         ]
         for linears, groups in sets:
-            joined = Joined(linears, groups, fp8_reference.Recipe(name, hybrid))
+            recipes.append(fp8_reference.Recipe(name, hybrid, length=1))
+            joined = Joined(linears, groups, recipes[-1])
             for index, linear in enumerate(linears):
                 linear.forward = lambda x, joined=joined, index=index: joined.part(x, index)
+    return recipes
 
 
-def reference(folder: Path, batch: Batch, recipe: str, form: str) -> Reference:
-    """Loss and gradients of one micro-batch without padding, packed or not; recipe "" leaves the layers as they are."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    if recipe:
-        quantize(model, recipe, form == "hybrid")
-    weights = batch.loss_weights
+def inputs_of(batch: Batch) -> dict[str, Any]:
+    """Arguments of the model; padding at a row's end is computed as any token."""
     inputs: dict[str, Any] = {"input_ids": batch.input_ids}
     if batch.cu_seqlens is not None:
         document = torch.bucketize(torch.arange(batch.input_ids.shape[1]), batch.cu_seqlens[1:], right=True)
         seen = (document[:, None] == document[None]).tril()
         hidden = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
         inputs |= {"position_ids": batch.positions, "attention_mask": hidden[None, None]}
-    losses = cross_entropy(model(**inputs).logits, batch.labels)
-    loss = (losses * weights).sum() / weights.sum()
-    loss.backward()
+    return inputs
+
+
+def reference(folder: Path, passes: Sequence[Sequence[Batch]], recipe: str, form: str) -> Reference:
+    """Loss and gradients of the last of several passes over unchanged weights, each of one row a data-parallel rank;
+    recipe "" leaves the layers as they are."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    recipes = quantize(model, recipe, form == "hybrid") if recipe else []
+    for batches in passes:
+        model.zero_grad()
+        total, loss = sum(float(b.loss_weights.sum()) for b in batches), 0.0
+        for batch in batches:
+            losses = cross_entropy(model(**inputs_of(batch)).logits, batch.labels)
+            part = (losses * batch.loss_weights).sum() / total
+            part.backward()
+            loss += part.item()
+        for product in recipes:
+            product.end_step()
     grads = {n: g.clone() for n, g in by_disk_name(model, lambda p: p.grad if p.grad is not None else p)}
-    return Reference(loss=loss.item(), gradients=grads)
+    return Reference(loss=loss, gradients=grads)

@@ -6,7 +6,7 @@ Covers: tests/parity/fp8_oracle.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from torch import Tensor
 from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
 from tests.parity import fp8_oracle
-from tests.parity.cases import Case, parse
+from tests.parity.cases import Case, own, parse
 from tests.parity.measure import Task, build, full
 from tests.parity.models import VOCAB
 from tests.parity.models import build as build_model
@@ -25,7 +25,7 @@ from tests.parity.pool import Pool
 from tests.parity.references import References
 
 RECIPES = ("delayed", *(pytest.param(r, marks=pytest.mark.slow) for r in ("tensorwise", "blockwise")))
-ROWS, LIMIT = 6, 1e-5
+ROWS, LIMIT = 12, 1e-5
 TRAIN = "tests.parity.measure:train"
 
 
@@ -50,14 +50,34 @@ def packed_batch(seed: int) -> Batch:
     return replace(row, positions=positions, loss_weights=weights, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
 
 
-def gradients(rank: int, world: int, task: Task) -> Reference:
-    """Loss and gradients of the task's micro-batches."""
-    engine, context = build(task.case, task.folder, world, **task.options)
-    loss = engine.accumulate(list(task.batches), CrossEntropy()).loss
-    out = Reference(loss=loss, gradients=full(engine.hf_gradients()))
+@dataclass(frozen=True)
+class Passes:
+    """Rows of each pass, one a data-parallel rank."""
+
+    task: Task
+    batches: list[list[Batch]]
+
+
+def gradients(rank: int, world: int, job: Passes) -> Reference:
+    """Loss and gradients of the last pass; the weights do not change."""
+    engine, context = build(job.task.case, job.task.folder, world, **job.task.options)
+    out = Reference()
+    for batches in job.batches:
+        mine = own(batches, job.task.case.dp, context.layout.coordinates(rank).dp)
+        out.loss = engine.accumulate(mine, CrossEntropy()).loss
+        out.gradients = full(engine.hf_gradients())
     torch.distributed.barrier()
     context.close()
     return out
+
+
+def without_end(row: Batch, padding: int) -> Batch:
+    """The row with its last tokens turned into padding."""
+    if not padding:
+        return row
+    ids, weights, valid = row.input_ids.clone(), row.loss_weights.clone(), row.valid.clone()
+    ids[:, -padding:], weights[:, -padding - 1 :], valid[:, -padding:] = 0, 0.0, False
+    return replace(row, input_ids=ids, loss_weights=weights, valid=valid)
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -66,21 +86,26 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[n] - b[n]).norm() / b[n].norm()) for n in b)
 
 
-def nearest(case: Case, recipe: str, pool: Pool, folder: Path) -> float:
+def nearest(case: Case, recipe: str, pool: Pool, folder: Path, passes: int = 1, padding: int = 0) -> float:
     """The smallest difference of loss and gradients from the oracle over a few rows; float32's are far away.
 
     A value between two FP8 values rounds either way with the last bit of float32, and from there on all numbers differ
-    by as much as FP8's noise: of a few short rows one has no such value.
+    by a part of FP8's noise: of a few short rows one has no such value. `passes`: the last is compared, whose scales
+    come from the one before. `padding`: tokens at each row's end.
     """
     seen = []
+    make = packed_batch if case.packed else batch
     for seed in range(ROWS):
-        rows = packed_batch(seed) if case.packed else batch(seed)
+        rows = [
+            [without_end(make(ROWS * (k * case.dp + i) + seed), padding) for i in range(case.dp)] for k in range(passes)
+        ]
         options = {"fp8_format": "hybrid", "fp8_recipe": recipe}
-        task = Task(case, folder, Recipe(), options=options, batches=[rows])
-        got = pool.run("tests.parity.test_fp8:gradients", task, case.world)[0]
+        job = Passes(Task(case, folder, Recipe(), options=options), rows)
+        got = pool.run("tests.parity.test_fp8:gradients", job, case.world)[0]
         want, plain = (fp8_oracle.reference(folder, rows, name, "hybrid") for name in (recipe, ""))
-        assert distance(got.gradients, plain.gradients) > 0.05
-        seen.append(max(abs(got.loss - want.loss), distance(got.gradients, want.gradients)))
+        noise, off = distance(got.gradients, plain.gradients), distance(got.gradients, want.gradients)
+        assert noise > 0.05
+        seen.append(max(abs(got.loss - want.loss), off))
         if seen[-1] < LIMIT:
             return seen[-1]
     return min(seen)
@@ -109,6 +134,28 @@ def test_quantized_model_on_layouts(layout: str, te_pool: Pool, models: Path) ->
     folder = build_model("llama", models / "llama")
     case = replace(parse(layout, model="llama"), te=True)
     assert nearest(case, "delayed", te_pool, folder) < LIMIT
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "layout",
+    ["tp2 sp dp2", *(pytest.param(w, marks=pytest.mark.slow) for w in ("dp2", "tp2", "cp2", "pp2", "cp2 tp2 sp"))],
+)
+def test_scales_of_the_pass_before(layout: str, te_pool: Pool, models: Path) -> None:
+    """Delayed scaling's second pass: its scales are of all ranks' largest magnitudes."""
+    folder = build_model("llama", models / "llama")
+    case = replace(parse(layout, model="llama"), te=True)
+    assert nearest(case, "delayed", te_pool, folder, passes=2) < LIMIT
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_padding(recipe: str, te_pool: Pool, models: Path) -> None:
+    """Rows that end in padding."""
+    folder = build_model("llama", models / "llama")
+    case = replace(parse("single", model="llama"), te=True)
+    assert nearest(case, recipe, te_pool, folder, padding=5) < LIMIT
 
 
 @pytest.mark.process
