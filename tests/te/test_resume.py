@@ -125,6 +125,16 @@ def test_histories_under_another_layout(before: str, after: str, te_pool: Pool, 
     assert all(float(t.max()) > 1 for name, t in want.items() if name.endswith("scale")), "scales follow the amaxes"
 
 
+@pytest.mark.slow
+def test_a_missing_history_file(te_pool: Pool, tmp_path: Path) -> None:
+    """Under the same layout a rank's own file is required; another rank's histories never stand in for it."""
+    fp8 = {"torch_dtype": "bfloat16", "fp8_format": "hybrid", "fp8_recipe": "delayed"}
+    go(te_pool, "adam", "bfloat16", "dense tp2", tmp_path, last=2, save=tmp_path / "step", options=fp8)
+    (tmp_path / "step" / "fp8-00001.safetensors").unlink()
+    read = go(te_pool, "adam", "bfloat16", "dense tp2", tmp_path, load=tmp_path / "step", options=fp8)
+    assert "fp8-00001.safetensors" in read.error and "is missing" in read.error
+
+
 ACROSS = [
     ((a, x), (b, y))
     for (a, x), (b, y) in product(product(OPTIMIZERS, DTYPES), repeat=2)

@@ -65,8 +65,11 @@ def write_fp8_histories(engine: MegatronEngine, directory: Path) -> Path:
 def read_fp8_histories(engine: MegatronEngine, directory: Path, same_layout: bool) -> Histories | Problem:
     """What this rank's modules take: its own file's, or under another layout those of the first ranks that have them.
     Empty for a checkpoint of a run without delayed scaling."""
-    own = fp8_history_file(directory, engine.rank)
-    files = [own] if same_layout and own.is_file() else sorted(directory.glob("fp8-*.safetensors"))
+    own, files = fp8_history_file(directory, engine.rank), sorted(directory.glob("fp8-*.safetensors"))
+    if same_layout and files:
+        if own not in files:
+            return Problem(str(own), "is missing: the checkpoint is incomplete")
+        files = [own]
     wanted, found = {name for name, _ in _modules(engine)}, Histories()
     for file in files:
         try:

@@ -135,12 +135,14 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
             f"states are reseeded (seed {seed})"
         )
     if fp8_history.uses_delayed_scaling(engine):
-        _restore_histories(engine, histories)
+        _restore_histories(engine, histories, same_layout)
 
 
-def _restore_histories(engine: MegatronEngine, histories: fp8_history.Histories) -> None:
-    """Sets what was read; says where modules start without."""
+def _restore_histories(engine: MegatronEngine, histories: fp8_history.Histories, same_layout: bool) -> None:
+    """Sets what was read; says where the histories come from if not from this rank's own file."""
     empty = max(distributed.all_gather_objects(fp8_history.restore_fp8_histories(engine, histories)))
+    if not same_layout and histories:
+        log.info("FP8 scaling histories: each module takes that of the first rank which had this module")
     if empty:
         log.warn(
             f"the FP8 scaling histories of {empty} modules are not in the checkpoint, or are of another number of "
