@@ -36,21 +36,48 @@ class Joined:
         return self.parts[index]
 
 
+class Experts:
+    """The experts of Qwen3-MoE one by one; every product of every expert has its own scales. Megatron-Core applies the
+    router's weights before the second product."""
+
+    def __init__(self, experts: Any, recipes: tuple[fp8_reference.Recipe, fp8_reference.Recipe]) -> None:
+        self.experts, self.recipes = experts, recipes
+
+    def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """[t, h] of hidden [t, h], chosen experts [t, k] and their weights [t, k]."""
+        out = torch.zeros_like(hidden)
+        for e in range(self.experts.num_experts):
+            token, place = (chosen == e).nonzero(as_tuple=True)
+            first = fp8_reference.linear(hidden[token], self.experts.gate_up_proj[e], self.recipes[0], str(e))
+            gate, up = first.chunk(2, -1)
+            inner = torch.nn.functional.silu(gate) * up * weights[token, place, None]
+            out = out.index_add(
+                0, token, fp8_reference.linear(inner, self.experts.down_proj[e], self.recipes[1], str(e))
+            )
+        return out
+
+
 def quantize(model: torch.nn.Module, name: str, hybrid: bool) -> list[fp8_reference.Recipe]:
     """The decoder's linear layers, in place; returns each product's recipe. Megatron-Core's default of delayed scaling:
     a scale follows the pass before alone."""
     recipes = []
+
+    def recipe() -> fp8_reference.Recipe:
+        recipes.append(fp8_reference.Recipe(name, hybrid, length=1))
+        return recipes[-1]
+
     for layer in model.model.layers:  # type: ignore[union-attr]
         attention, mlp = layer.self_attn, layer.mlp  # type: ignore[union-attr]
         sets: list[tuple[list[Any], int]] = [
             ([attention.q_proj, attention.k_proj, attention.v_proj], model.config.num_key_value_heads),  # type: ignore[union-attr]
             ([attention.o_proj], 1),
-            ([mlp.gate_proj, mlp.up_proj], 1),
-            ([mlp.down_proj], 1),
         ]
+        if hasattr(mlp, "experts"):
+            mlp.experts.forward = Experts(mlp.experts, (recipe(), recipe()))
+        else:
+            sets += [([mlp.gate_proj, mlp.up_proj], 1), ([mlp.down_proj], 1)]
         for linears, groups in sets:
-            recipes.append(fp8_reference.Recipe(name, hybrid, length=1))
-            joined = Joined(linears, groups, recipes[-1])
+            joined = Joined(linears, groups, recipe())
             for index, linear in enumerate(linears):
                 linear.forward = lambda x, joined=joined, index=index: joined.part(x, index)
     return recipes

@@ -17,7 +17,7 @@ from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
 from tests.parity import fp8_oracle
 from tests.parity.cases import Case, own, parse
-from tests.parity.measure import Task, build, full
+from tests.parity.measure import Task, build, full, recipe_options
 from tests.parity.models import VOCAB
 from tests.parity.models import build as build_model
 from tests.parity.oracle import Recipe, Reference
@@ -93,13 +93,14 @@ def nearest(case: Case, recipe: str, pool: Pool, folder: Path, passes: int = 1, 
     by a part of FP8's noise: of a few short rows one has no such value. `passes`: the last is compared, whose scales
     come from the one before. `padding`: tokens at each row's end.
     """
-    seen = []
+    seen, options = [], {"fp8_format": "hybrid", "fp8_recipe": recipe}
+    if case.moe:
+        options |= recipe_options(Recipe(aux_coeff=0.0, z_coeff=0.0), True)
     make = packed_batch if case.packed else batch
     for seed in range(ROWS):
         rows = [
             [without_end(make(ROWS * (k * case.dp + i) + seed), padding) for i in range(case.dp)] for k in range(passes)
         ]
-        options = {"fp8_format": "hybrid", "fp8_recipe": recipe}
         job = Passes(Task(case, folder, Recipe(), options=options), rows)
         got = pool.run("tests.parity.test_fp8:gradients", job, case.world)[0]
         want, plain = (fp8_oracle.reference(folder, rows, name, "hybrid") for name in (recipe, ""))
@@ -146,6 +147,31 @@ def test_scales_of_the_pass_before(layout: str, te_pool: Pool, models: Path) -> 
     folder = build_model("llama", models / "llama")
     case = replace(parse(layout, model="llama"), te=True)
     assert nearest(case, "delayed", te_pool, folder, passes=2) < LIMIT
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("layout", "recipe"),
+    [
+        ("ep2 dp2", "delayed"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("etp2 tp2 sp", "delayed"),
+                ("ep2 dp2", "blockwise"),
+                ("single", "delayed"),
+                ("single", "tensorwise"),
+                ("single", "blockwise"),
+            ]
+        ),
+    ],
+)
+def test_quantized_experts(layout: str, recipe: str, te_pool: Pool, models: Path) -> None:
+    """Every expert quantizes its own tokens, padded to the multiple that FP8 products need. Tensorwise scales are of the
+    tokens and the shard of a rank, so that only one rank's numbers are the oracle's."""
+    folder = build_model("moe", models / "moe")
+    case = replace(parse(f"moe {layout}"), te=True)
+    assert nearest(case, recipe, te_pool, folder) < LIMIT
 
 
 @pytest.mark.process
