@@ -167,8 +167,8 @@ def test_scales_of_the_pass_before(layout: str, te_pool: Pool, models: Path) -> 
     ],
 )
 def test_quantized_experts(layout: str, recipe: str, te_pool: Pool, models: Path) -> None:
-    """Every expert quantizes its own tokens, padded to the multiple that FP8 products need. Tensorwise scales are of the
-    tokens and the shard of a rank, so that only one rank's numbers are the oracle's."""
+    """Every expert quantizes its own tokens, padded to the multiple that FP8 products need. Tensorwise scales are of
+    the tokens and the shard of a rank, so that only one rank's numbers are the oracle's."""
     folder = build_model("moe", models / "moe")
     case = replace(parse(f"moe {layout}"), te=True)
     assert nearest(case, recipe, te_pool, folder) < LIMIT
