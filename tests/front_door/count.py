@@ -1,0 +1,127 @@
+"""How many of other people's training commands pass everything that happens before processes start.
+
+    python -m tests.front_door.count FOLDER [--list] [--cause TEXT]
+
+FOLDER holds shell scripts, such as the examples of ms-swift. Each command is typed as it stands, with tiny models of the
+same kind and small local data in place of the named ones: options, rules, engine choice and preflight. What depends on
+this machine (a GPU, free memory) is left out. Prints the count and the causes of refusals by the number of commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from unittest import mock
+
+from megaswift import log
+from megaswift.entry import process_count, refused_config_problems
+from megaswift.config import load_config
+from megaswift.config.data import ALIGNMENT
+from megaswift.config.user_spelling import errors_as_typed
+from megaswift.config.sections import NAMES
+from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.trainers.engine_choice import resolve_engine
+from megaswift.trainers import preflight
+from tests.front_door.commands import Command, commands_in_folder
+from tests.front_door.tiny_models import tiny_model_folder
+
+MODELS = ("model", "ref_model", "reward_model", "teacher_model", "value_model")
+DATA = ("dataset", "val_dataset", "cached_dataset", "cached_val_dataset")
+ROWS = (
+    '{"messages": [{"role": "user", "content": "What is the capital of France?"}, '
+    '{"role": "assistant", "content": "Paris."}], "rejected_response": "Rome.", "solution": "Paris", "label": true}\n'
+)
+
+
+def replaced(words: Iterable[str], root: Path) -> list[str]:
+    """The words with local models, data and output in place of the named ones."""
+    out: list[str] = []
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            out.append(f"--{name}={_local(name, value, root)}" if equals else word)
+        else:
+            out.append(_local(name, word, root))
+    return out
+
+
+def _local(name: str, value: str, root: Path) -> str:
+    if name in MODELS:
+        folder = tiny_model_folder(value, root)
+        return str(folder) if folder else value
+    if name in DATA:
+        count = value.partition("#")[2]
+        return str(root / "rows.jsonl") + (f"#{count}" if count else "")
+    return str(root / "out") if name == "output_dir" else value
+
+
+def refusal(command: Command, root: Path) -> list[Problem]:
+    """What is wrong with a command; empty when it would start."""
+    words = replaced(command.words, root)
+    if not any(w.split("=")[0] in ("--output_dir", "--save") for w in words):
+        words += ["--output_dir", str(root / "out")]
+    environ = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")} | command.environ
+    task = None if command.task == "rlhf" else command.task
+    with mock.patch.dict(os.environ, environ, clear=True), mock.patch.object(log, "info"), mock.patch.object(log, "warn"):
+        try:
+            cfg = load_config(task, words, complete=True, beyond=refused_config_problems)
+            if task is None and cfg.task not in ALIGNMENT:
+                return [Problem("--rlhf_type", "is missing", "")]
+            with errors_as_typed(cfg.typed, NAMES):
+                world = process_count(cfg)
+                cfg = resolve_engine(cfg, world, tell=False)
+                checks = [
+                    (lambda: preflight.model_problems(cfg, world), UserError),
+                    (lambda: preflight.policy_problems(cfg, world) if task is None else [], ConfigError),
+                    *preflight.file_checks(cfg),
+                ]
+                errors = preflight.collect_check_errors(checks)
+                return [p for error in errors for p in error.problems]
+        except UserError as error:
+            return list(error.problems)
+
+
+def cause(problem: Problem) -> str:
+    """A problem without what differs from command to command."""
+    words = problem.what.split()
+    name = words[0] if words and words[0].startswith("--") else " ".join(words[:3])
+    return re.sub(r"/\S+", "PATH", f"{name}: {problem.rule}")[:150]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="count", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--list", action="store_true", help="every command with its problems")
+    args = parser.parse_args(argv)
+    commands = commands_in_folder(args.folder)
+    passed, causes, only = 0, Counter[str](), Counter[str]()
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        (root / "rows.jsonl").write_text(ROWS * 64)
+        for command in commands:
+            problems = refusal(command, root)
+            passed += not problems
+            found = {cause(p) for p in problems}
+            causes.update(found)
+            if len(found) == 1:
+                only.update(found)
+            if args.list:
+                print(f"{'ok ' if not problems else 'NO '} {command.file}:{command.line}")
+                for p in problems:
+                    print(f"      {p.what[:100]} | {p.rule[:140]} | {p.fix[:100]}")
+    print(f"{passed} of {len(commands)} commands pass")
+    for text, n in causes.most_common(90):
+        print(f"{n:5} {only[text]:4}  {text}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
