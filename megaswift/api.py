@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.accelerate_options import unread_accelerate_notices
+from megaswift.config.accelerate_options import accelerate_engine_flag_problems
 from megaswift.config.launcher_environment import is_launched_worker
 from megaswift.config.launcher_table import launcher_entry
 from megaswift.config.sections import NAMES
@@ -16,7 +16,7 @@ from megaswift.config.user_spelling import errors_as_typed
 from megaswift.data.write_in_memory_rows import dataset_option_paths
 from megaswift.entry import launch_option_mismatch_problems
 from megaswift.errors import ConfigError, Problem
-from megaswift.launchers import local
+from megaswift.launchers import torchrun_launcher
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Trainer:
         if problems:
             raise ConfigError(problems)
 
-        problems = launch_problems(cfg)
+        problems = unusable_launch_option_problems(cfg)
         if problems:
             raise ConfigError(problems)
 
@@ -87,10 +87,10 @@ class Trainer:
             return TrainOutput.of(run_training(cfg))
 
 
-def launch_problems(cfg: SwiftConfig) -> list[Problem]:
+def unusable_launch_option_problems(cfg: SwiftConfig) -> list[Problem]:
     """Launch options that this process does not follow: the Python API starts no other process."""
     if is_launched_worker(os.environ):
-        return [*unread_accelerate_notices(os.environ), *launch_option_mismatch_problems(cfg)]
+        return [*accelerate_engine_flag_problems(os.environ), *launch_option_mismatch_problems(cfg)]
     if launcher_entry(cfg.launch.launcher).always_starts:
         return [
             Problem(
@@ -99,7 +99,7 @@ def launch_problems(cfg: SwiftConfig) -> list[Problem]:
                 "use the command line: megaswift sft",
             )
         ]
-    wanted = local.launched_processes(cfg.launch)
+    wanted = torchrun_launcher.launched_processes(cfg.launch)
     if wanted == int(os.environ.get("WORLD_SIZE", "1")):
         return []
     given = [f"--{name} {value}" for name in ("nproc_per_node", "nnodes") if (value := cfg.value(name)) is not None]

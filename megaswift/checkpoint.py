@@ -1,7 +1,7 @@
 """`megaswift checkpoint ls | verify | rm`: the saved steps of a run, without loading torch.
 
-Owns the three commands. What a step is and whether it is intact is `families.step_manifest`'s; how one is removed is
-`trainers.checkpoint_store`'s.
+Owns the three commands. What a step is and whether it is intact is `families.saved_step_integrity`'s; how one is
+removed is `trainers.checkpoint_store`'s.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.commands import HELP, UserErrorArgumentParser, unknown_command_error
+from megaswift.command_line_common import HELP, UserErrorArgumentParser, unknown_command_error
 from megaswift.errors import EXIT_USER_ERROR, CheckpointError, Problem, missing_path_hint
-from megaswift.families import step_manifest
+from megaswift.families import saved_step_integrity
 from megaswift.families.checkpoint_folder import ENGINE, FACTS
-from megaswift.families.step_manifest import STEP
+from megaswift.families.saved_step_integrity import STEP
 from megaswift.parallel.layout import Layout
 from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.run_lock import RunLock
@@ -63,17 +63,18 @@ def _list(argv: list[str]) -> int:
 
 
 def _why_not(path: Path) -> str:
-    return f"unusable: {step_manifest.MARKER} is damaged or missing" if STEP.fullmatch(path.name) else "incomplete"
+    damaged = f"unusable: {saved_step_integrity.MARKER} is damaged or missing"
+    return damaged if STEP.fullmatch(path.name) else "incomplete"
 
 
 def _row(store: CheckpointStore, step: Path, verify: bool) -> tuple[str, ...]:
-    manifest = step_manifest.load_manifest(step)
+    manifest = saved_step_integrity.load_manifest(step)
     assert isinstance(manifest, dict), "the store says that it is valid"
     files = manifest["files"]
     absent = sum(not (step / name).is_file() for name in files)
     hashes = "not compared"
     if verify:
-        problems = step_manifest.damaged_file_problems(step)
+        problems = saved_step_integrity.damaged_file_problems(step)
         hashes = f"{len(problems)} of {len(files)} differ" if problems else "intact"
     facts = _engine_facts(step)
     return (
@@ -112,7 +113,7 @@ def _verify(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     problems: list[Problem] = []
     for step in [step for path in given.paths for step in _steps(path)]:
-        damaged = step_manifest.damaged_file_problems(step)
+        damaged = saved_step_integrity.damaged_file_problems(step)
         problems += damaged
         print(f"{step}: {'damaged' if damaged else 'intact'}", flush=True)
     if problems:
@@ -158,10 +159,10 @@ def _remove(argv: list[str]) -> int:
 
 def _leaves_none(store: CheckpointStore, gone: Sequence[Path]) -> Problem | None:
     """What speaks against removing these steps: none that is left is intact, and one of them may be."""
-    left = [p for p in step_manifest.steps_in_resume_order(store.root) if p not in gone]
-    if any(not step_manifest.damaged_file_problems(step) for step in left):
+    left = [p for p in saved_step_integrity.steps_in_resume_order(store.root) if p not in gone]
+    if any(not saved_step_integrity.damaged_file_problems(step) for step in left):
         return None
-    if all(step_manifest.damaged_file_problems(step) for step in gone):
+    if all(saved_step_integrity.damaged_file_problems(step) for step in gone):
         return None
     names = ", ".join(step.name for step in gone)
     return Problem(
@@ -178,10 +179,12 @@ def _store(path: Path) -> CheckpointStore:
 
 def _steps(path: Path) -> list[Path]:
     """The steps that a path means: one, or all of a run."""
-    if STEP.fullmatch(path.name) or (path / step_manifest.MARKER).is_file():
+    if STEP.fullmatch(path.name) or (path / saved_step_integrity.MARKER).is_file():
         return [path]
     store = _store(path)
-    steps = sorted([*(s.path for s in store.complete()), *step_manifest.damaged_steps(store.root)])
+    steps = sorted(
+        [*(s.path for s in store.complete()), *saved_step_integrity.steps_without_valid_manifest(store.root)]
+    )
     if not steps:
         raise CheckpointError(
             Problem(str(path), "has no checkpoints", "give a run's output directory, or OUT/checkpoints/step-N")

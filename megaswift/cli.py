@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from megaswift.commands import HELP, unknown_command_error
+from megaswift.closed_stdout import ignore_closed_stdout
+from megaswift.command_line_common import HELP, unknown_command_error
 from megaswift.config.sections import TASKS
 from megaswift.error_exit import print_error_once
 from megaswift.errors import UserError, storage_error
-from megaswift.stdout import ignore_closed_stdout
 from megaswift.version import __version__
 
 
@@ -44,7 +44,7 @@ def _data(argv: list[str]) -> int:
     """`megaswift data show ...`."""
     if argv[:1] == ["show"]:
         from megaswift.data.show_samples import main as show
-        from megaswift.families.model_source import tokenizer_or_processor_for
+        from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
 
         return show(argv[1:], tokenizer_or_processor_for)
     if argv and argv[0] not in HELP:

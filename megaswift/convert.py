@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megaswift import log
-from megaswift.commands import HELP, UserErrorArgumentParser, unknown_command_error
+from megaswift.closed_stdout import ignore_closed_stdout
+from megaswift.command_line_common import HELP, UserErrorArgumentParser, unknown_command_error
 from megaswift.config.byte_size import parse_byte_size
 from megaswift.error_exit import print_error_once
 from megaswift.errors import UserError
-from megaswift.stdout import ignore_closed_stdout
 
 DTYPES = {
     "bf16": "bfloat16",

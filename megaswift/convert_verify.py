@@ -19,7 +19,7 @@ import torch
 
 from megaswift.bridge import compare_logits as scores
 from megaswift.bridge import compare_weights as tensors
-from megaswift.bridge.compare_weights import ComparedWeights, TensorVerdict
+from megaswift.bridge.compare_weights import TensorVerdict, WeightComparisonSide
 from megaswift.bridge.streaming_folder_job import ProgressMeter
 from megaswift.errors import ConfigError, Problem
 from megaswift.version import __version__
@@ -40,7 +40,7 @@ TOLD = {
 def verify_weights(options: argparse.Namespace) -> int:
     """Compare, print, report; `options` as `megaswift convert verify` reads them, the dtype by torch's name."""
     _check(options)
-    a, b = ComparedWeights.open(options.a), ComparedWeights.open(options.b)
+    a, b = WeightComparisonSide.open(options.a), WeightComparisonSide.open(options.b)
     tensors.check_same_architecture(a, b)
     facts: dict[str, Any] = {
         "megaswift": __version__,
@@ -72,7 +72,9 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def _tensors(a: ComparedWeights, b: ComparedWeights, options: argparse.Namespace, facts: dict[str, Any]) -> bool:
+def _tensors(
+    a: WeightComparisonSide, b: WeightComparisonSide, options: argparse.Namespace, facts: dict[str, Any]
+) -> bool:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     settings = tensors.config_differences(a, b)
     meter = ProgressMeter(tensors.bytes_to_compare(a, b), 0)
@@ -119,7 +121,9 @@ def text_table(rows: Sequence[tuple[str, ...]]) -> str:
     )
 
 
-def _logits(a: ComparedWeights, b: ComparedWeights, options: argparse.Namespace, facts: dict[str, Any]) -> bool:
+def _logits(
+    a: WeightComparisonSide, b: WeightComparisonSide, options: argparse.Namespace, facts: dict[str, Any]
+) -> bool:
     prompts = (
         scores.read_probe_prompts(options.prompts, a.model, options.trust_remote_code)
         if options.prompts is not None

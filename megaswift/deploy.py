@@ -16,10 +16,10 @@ from megaswift.config.command_parser import CommandParser
 from megaswift.config.inference import DeployConfig
 from megaswift.config.inference_rules import deploy_option_problems, server_auth_token
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.model_source import short_name
+from megaswift.families.model_and_tokenizer_source import short_name
 
 if TYPE_CHECKING:
-    from megaswift.serve.auth import AccessRules
+    from megaswift.serve.request_guard import AccessRules
 
 USAGE = """\
 megaswift deploy: serve an OpenAI-compatible API (chat, completions, models) with transformers or vLLM
@@ -45,7 +45,7 @@ def _main(cfg: DeployConfig) -> int:
     return _vllm(cfg) if cfg.server.infer_backend == "vllm" else _transformers(cfg)
 
 
-def client_model_name(cfg: DeployConfig) -> str:
+def resolve_served_model_name(cfg: DeployConfig) -> str:
     """What clients call the model: the last part of its path, where that says something."""
     if cfg.server.served_model_name is not None:
         return cfg.server.served_model_name
@@ -58,7 +58,7 @@ def _also(cfg: DeployConfig) -> tuple[str, ...]:
 
 
 def _rules(cfg: DeployConfig, secret: str | None, blind: bool) -> AccessRules:
-    from megaswift.serve.auth import AccessRules
+    from megaswift.serve.request_guard import AccessRules
 
     size = parse_byte_size(cfg.server.max_body_size) if cfg.server.max_body_size is not None else None
     body = size if size is not None else TEXT_BODY if blind else IMAGES_BODY
@@ -95,27 +95,27 @@ def _transformers(cfg: DeployConfig) -> int:
         require_package(package, "megaswift deploy")
     precheck_model(cfg)  # before what follows imports torch
     listener = _listening(cfg.server.host, cfg.server.port)
-    from megaswift.inference.chat_inputs import ChatInputs
+    from megaswift.inference.chat_inputs import ChatInputRenderer
     from megaswift.inference.generator import Generator, generation_params
-    from megaswift.inference.load_generation_model import load_model, prepare_model_load
+    from megaswift.inference.load_generation_model import load_model_and_prompt_device, prepare_model_load
 
     prepared = prepare_model_load(cfg.weights, cfg.conversation.chat_template)
     generation_params(cfg.generation, prepared.generation)  # tells at once what would be ignored
-    model, device = load_model(prepared, cfg.placement)
+    model, device = load_model_and_prompt_device(prepared, cfg.placement)
     # The tokenizers library refuses to encode and decode with one tokenizer in two threads at a time.
     generator = Generator(model, copy.deepcopy(prepared.tokenizer), device)
     import uvicorn
 
     from megaswift.serve.app import ServerState, build_app
-    from megaswift.serve.auth import AuthMiddleware, limited_protocol
+    from megaswift.serve.request_guard import RequestGuardMiddleware, http_protocol_with_limits
     from megaswift.serve.request_queue import RequestQueue
 
     line = RequestQueue.before(generator, cfg.server.max_batch_size, cfg.server.max_waiting)
-    prompts, name = ChatInputs(prepared, cfg.conversation.system), client_model_name(cfg)
+    prompts, name = ChatInputRenderer(prepared, cfg.conversation.system), resolve_served_model_name(cfg)
     writer = copy.deepcopy(prepared.tokenizer)
     served = ServerState(name, prompts, line, cfg.generation, prepared.generation, int(time.time()), writer, _also(cfg))
     secret = server_auth_token(cfg.server)
-    application = AuthMiddleware(build_app(served), _rules(cfg, secret, bool(prompts.blind)))
+    application = RequestGuardMiddleware(build_app(served), _rules(cfg, secret, bool(prompts.blind)))
     host, port = listener.getsockname()[:2]
     log.info(
         f"serving {served.name} at {_address(host, port)}"
@@ -123,7 +123,7 @@ def _transformers(cfg: DeployConfig) -> int:
     )
     try:
         settings = uvicorn.Config(
-            application, http=limited_protocol(), ws="none", log_level="warning", access_log=False
+            application, http=http_protocol_with_limits(), ws="none", log_level="warning", access_log=False
         )
         uvicorn.Server(settings).run(sockets=[listener])
     except KeyboardInterrupt:  # how a server is ended
@@ -136,7 +136,7 @@ def _transformers(cfg: DeployConfig) -> int:
 
 def _vllm(cfg: DeployConfig) -> int:
     from megaswift.families.checkpoint_folder import find_checkpoint
-    from megaswift.families.model_source import locate_model
+    from megaswift.families.model_and_tokenizer_source import locate_model
     from megaswift.serve import vllm_server
 
     if unfit := vllm_server.missing_vllm_problems() or [*vllm_server.unsupported_option_problems(cfg)]:
@@ -153,8 +153,8 @@ def _vllm(cfg: DeployConfig) -> int:
     # a port in use is told now; 0 is any free one here too
     with _listening(cfg.server.host, cfg.server.port) as listener:
         host, port = listener.getsockname()[:2]
-    words = vllm_server.server_command(cfg, folder, client_model_name(cfg), port)
-    log.info(f"vLLM will serve {client_model_name(cfg)} at {_address(host, port)} once the model is loaded")
+    words = vllm_server.server_command(cfg, folder, resolve_served_model_name(cfg), port)
+    log.info(f"vLLM will serve {resolve_served_model_name(cfg)} at {_address(host, port)} once the model is loaded")
     sys.stderr.flush()
     # in this one's place: signals reach it
     os.execve(words[0], words, vllm_server.server_environment(os.environ, server_auth_token(cfg.server)))

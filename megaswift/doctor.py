@@ -8,7 +8,7 @@ import platform
 from collections.abc import Iterator
 from importlib import metadata
 
-from megaswift.commands import HELP
+from megaswift.command_line_common import HELP
 from megaswift.config.transformer_engine_rules import has_transformer_engine
 from megaswift.errors import Problem, UserError
 from megaswift.version import __version__

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaswift import log
-from megaswift.commands import HELP
+from megaswift.closed_stdout import ignore_closed_stdout
+from megaswift.command_line_common import HELP
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.accelerate_options import accelerate_notices
 from megaswift.config.data import ALIGNMENT
@@ -22,7 +23,7 @@ from megaswift.config.launcher_environment import (
     COUNTS,
     is_launched_worker,
     launched_process_count,
-    launcher_mismatch_problems,
+    nested_launcher_problems,
     restart_count,
     without_local_rank,
 )
@@ -30,10 +31,9 @@ from megaswift.config.sections import NAMES
 from megaswift.config.user_spelling import errors_as_typed
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
-from megaswift.launchers import local
+from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.launcher import launcher_of
 from megaswift.launchers.parent_death import PARENT, end_with_parent
-from megaswift.stdout import ignore_closed_stdout
 
 INTERRUPTED = 128 + signal.SIGINT
 RAY_FIX = "use --num_workers N on any nodes, or --placement_strategy strict_pack for a single node"
@@ -69,7 +69,7 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
 
 
 def _go(task: str, words: list[str]) -> int:
-    cfg = load_config(None if task == RLHF else task, words, complete=True, beyond=refused_config_problems)
+    cfg = load_config(None if task == RLHF else task, words, complete=True, beyond=further_problems_of_refused_config)
     with errors_as_typed(cfg.typed, NAMES):
         return _start(task, words, cfg)
 
@@ -87,7 +87,7 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
         raise ConfigError(other)
     first = not worker or "MEGASWIFT_CHECKED" not in os.environ
     if first:
-        alone = not worker and not local.starts_processes(cfg.launch)
+        alone = not worker and not torchrun_launcher.requests_worker_processes(cfg.launch)
         for notice in (*cfg.notices, *accelerate_notices(os.environ, cfg, alone)):
             log.info(notice)
 
@@ -96,7 +96,7 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
 
     cfg = resolve_engine(cfg, world, tell=first)
     preflight(cfg, world)
-    if not worker and local.starts_processes(cfg.launch):
+    if not worker and torchrun_launcher.requests_worker_processes(cfg.launch):
         return launcher_of(cfg.launch).start(cfg, words, os.environ)
     run_training(cfg)
     return 0
@@ -104,10 +104,14 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
 
 def process_count(cfg: SwiftConfig) -> int:
     """Of the run: as many as its launcher started, or will."""
-    return int(os.environ["WORLD_SIZE"]) if is_launched_worker(os.environ) else local.launched_processes(cfg.launch)
+    return (
+        int(os.environ["WORLD_SIZE"])
+        if is_launched_worker(os.environ)
+        else torchrun_launcher.launched_processes(cfg.launch)
+    )
 
 
-def refused_config_problems(refused: SwiftConfig) -> list[Problem]:
+def further_problems_of_refused_config(refused: SwiftConfig) -> list[Problem]:
     """Layout and file problems of a configuration that is already refused, so that the user sees them in the same
     attempt."""
     from megaswift.trainers.preflight import layout_data_output_problems
@@ -132,7 +136,7 @@ def resumed_config(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
 
 def launch_option_mismatch_problems(cfg: SwiftConfig) -> list[Problem]:
     """Options that say otherwise than the launcher that started this worker."""
-    problems = launcher_mismatch_problems(cfg.launch.launcher, os.environ)
+    problems = nested_launcher_problems(cfg.launch.launcher, os.environ)
     for name in COUNTS:
         wanted, real = cfg.value(name), launched_process_count(name, os.environ)
         if wanted is not None and real is not None and wanted != real:

@@ -10,7 +10,7 @@ from pathlib import Path
 from megaswift import log
 from megaswift.config.byte_size import parse_byte_size
 from megaswift.config.command_parser import CommandParser
-from megaswift.config.inference import ExportConfig, WeightsOptions
+from megaswift.config.inference import ExportConfig, ModelLoadingOptions
 from megaswift.config.inference_rules import export_option_problems
 
 USAGE = """\
@@ -54,7 +54,7 @@ def _both(cfg: ExportConfig, target: Path) -> Path:
 
 
 def _merge(cfg: ExportConfig, target: Path) -> Path:
-    from megaswift.families.model_source import locate_model
+    from megaswift.families.model_and_tokenizer_source import locate_model
 
     folder = locate_model(cfg.source)  # before what follows imports torch
     from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
@@ -69,13 +69,13 @@ def _quantize(cfg: ExportConfig, target: Path) -> Path:
 
     source, bits = cfg.source, cfg.export.quantization_bit
     assert bits is not None, "the command line was checked"
-    weights = WeightsOptions(
+    weights = ModelLoadingOptions(
         model=source.model,
         use_hf=source.use_hf,
         model_revision=source.model_revision,
         trust_remote_code=source.trust_remote_code,
     )
     locate_generation_model(weights)  # before what follows imports torch
-    from megaswift.inference.quantize import quantize_and_save_model
+    from megaswift.inference.bitsandbytes_export import quantize_and_save_model
 
     return quantize_and_save_model(weights, bits, target, cfg.export.max_shard_size)

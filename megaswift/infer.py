@@ -47,9 +47,9 @@ def _run(cfg: InferConfig) -> int:
 
     precheck_model(cfg)  # before what follows imports torch
     from megaswift.data.images import ImageRoot
-    from megaswift.inference.chat_inputs import ChatInputs
+    from megaswift.inference.chat_inputs import ChatInputRenderer
     from megaswift.inference.generator import Generator, generation_params
-    from megaswift.inference.load_generation_model import load_model, prepare_model_load
+    from megaswift.inference.load_generation_model import load_model_and_prompt_device, prepare_model_load
     from megaswift.serve.answer_prompt_file import PromptFileRun, open_journal
     from megaswift.serve.prompt_file_rows import read_prompt_file
     from megaswift.serve.terminal import Terminal
@@ -57,12 +57,12 @@ def _run(cfg: InferConfig) -> int:
     prepared = prepare_model_load(cfg.weights, cfg.conversation.chat_template)
     home = ImageRoot(Path(cfg.file.dataset).parent if cfg.file.dataset is not None else Path.cwd())
     prompts, sampling = (
-        ChatInputs(prepared, cfg.conversation.system, home),
+        ChatInputRenderer(prepared, cfg.conversation.system, home),
         generation_params(cfg.generation, prepared.generation),
     )
 
     def load() -> Generator:
-        model, device = load_model(prepared, cfg.placement)
+        model, device = load_model_and_prompt_device(prepared, cfg.placement)
         return Generator(model, prepared.tokenizer, device)
 
     if cfg.file.dataset is not None:

@@ -76,7 +76,7 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
     from megaswift.data.collate import Document, PaddingShape
     from megaswift.data.preference_batches import collate_preferences
     from megaswift.losses.dpo import DPO
-    from megaswift.losses.dpo_types import DpoSettings
+    from megaswift.losses.dpo_loss_types import DpoSettings
     from megaswift.trainers.batch_transforms import ReferenceLogprobs, with_field
 
     def document(prompt: list[int], answer: list[int]) -> Document:

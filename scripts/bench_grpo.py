@@ -75,11 +75,11 @@ def prompts(args: argparse.Namespace) -> list[dict[str, str]]:
 def megaswift(args: argparse.Namespace, folder: Path) -> Work:
     """A whole run on one process, without checkpoints."""
     from megaswift.config import SwiftConfig
-    from megaswift.families.model_source import locate_model
+    from megaswift.families.model_and_tokenizer_source import locate_model
     from megaswift.parallel.layout_checks import layout_for
     from megaswift.parallel.model_shape import ModelShape
-    from megaswift.trainers.engines import start_context
-    from megaswift.trainers.hook import Hook, Step
+    from megaswift.trainers.engine_factory import start_context
+    from megaswift.trainers.hook import Hook, StepRecord
     from megaswift.trainers.loop import Loop
     from megaswift.trainers.model_spec import model_spec_for_task
     from megaswift.trainers.session import Session
@@ -91,7 +91,7 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Work:
         def on_start(self, loop: Loop) -> None:
             self.pause(loop)
 
-        def on_step(self, loop: Loop, step: Step) -> None:
+        def on_step(self, loop: Loop, step: StepRecord) -> None:
             self.turn.lengths.append(step.result.metrics["completions/mean_length"])
             self.turn.parts.append(
                 {name: loop.seconds[name] - self.before.get(name, 0.0) for name in PARTS if name in loop.seconds}

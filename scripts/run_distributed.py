@@ -25,7 +25,7 @@ from megaswift.config.launcher_environment import is_launched_worker  # noqa: E4
 from megaswift.config.sections import TASKS  # noqa: E402
 from megaswift.error_exit import print_error_once  # noqa: E402
 from megaswift.errors import ConfigError, Problem, UserError, did_you_mean_hint  # noqa: E402
-from megaswift.launchers import local  # noqa: E402
+from megaswift.launchers import torchrun_launcher  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 Problem("--use_torchrun", f"the launcher is {cfg.launch.launcher}", "keep one of the two")
             )
-        return local.start_torchrun(cfg, words, os.environ)
+        return torchrun_launcher.start_torchrun(cfg, words, os.environ)
     except UserError as error:
         return print_error_once(error, os.environ)
 

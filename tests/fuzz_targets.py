@@ -27,8 +27,8 @@ from megaswift.data.encode_preferences import row_encoder_for_task
 from megaswift.data.encode_rows import encode_spec
 from megaswift.data.render_chat import ChatRenderer, ChatTemplates
 from megaswift.data.resolve_dataset_files import resolve_dataset_files, split_into_parts
-from megaswift.data.sample import RowError, checked_conversation_sample
 from megaswift.data.tokenizer import load_tokenizer
+from megaswift.data.training_sample import RowError, checked_conversation_sample
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import load_spec
 from tests.data.makers import chat, config, tokenizer

@@ -1,8 +1,8 @@
 """What it takes to add a loss, an estimator or a launcher: each is added to a copy of the package by its few lines, and
 then accepted, listed, refused with the wrong options and computed.
 
-Covers: megaswift/config/loss_table.py, megaswift/config/loss_option_rules.py, megaswift/config/estimator_table.py,
-megaswift/config/launcher_table.py.
+Covers: megaswift/config/loss_table.py, megaswift/config/loss_option_rules.py,
+megaswift/config/advantage_estimator_table.py, megaswift/config/launcher_table.py.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def test_a_preference_loss_takes_two_source_files(package: Copy) -> None:
         '    _entry("dpo", "cubic", "arXiv:0000.00000", "label_smoothing", _BELOW_HALF),\n',
     )
     package.insert(
-        "losses/dpo_types.py",
+        "losses/dpo_loss_types.py",
         "LOSS_TYPES: dict",
-        "def _cubic(x: PairStats) -> Tensor:\n"
+        "def _cubic(x: PairLogprobsAndRatios) -> Tensor:\n"
         '    """By hand: (1 - margin)^3, smoothed."""\n'
         "    return (1 - x.settings.label_smoothing) * (1 - x.margin) ** 3\n\n\n",
     )
-    package.insert("losses/dpo_types.py", '"sigmoid": _sigmoid,', '    "cubic": _cubic,\n')
+    package.insert("losses/dpo_loss_types.py", '"sigmoid": _sigmoid,', '    "cubic": _cubic,\n')
     told = package.run(
         REFUSED
         + """
@@ -93,7 +93,7 @@ print("torch" in sys.modules)
 import torch
 from megaswift.losses.contract import Batch, ModelOutputs
 from megaswift.losses.dpo import DPO
-from megaswift.losses.dpo_types import DpoSettings
+from megaswift.losses.dpo_loss_types import DpoSettings
 ids = torch.zeros(2, 3, dtype=torch.long)
 rows = torch.arange(3).expand(2, 3)
 batch = Batch(ids, ids, torch.ones(2, 3), rows, torch.ones(2, 3, dtype=torch.bool),
@@ -117,10 +117,10 @@ print(terms[0].name, round(float(terms[0].sum), 6))
 def test_an_estimator_takes_two_source_files(package: Copy) -> None:
     """And a line in docs/rl.md: three files. The wiring is that of every estimator: tests/trainers/rl."""
     package.insert(
-        "config/estimator_table.py",
+        "config/advantage_estimator_table.py",
         '        "gae",',
         '        "median", "grpo", "arXiv:0000.00000", _reads("whiten_advantages"), kl_in_reward=False\n'
-        "    ),\n    EstimatorEntry(\n",
+        "    ),\n    AdvantageEstimatorEntry(\n",
     )
     package.insert(
         "losses/advantage_estimators.py",
@@ -196,9 +196,9 @@ LAUNCHER = EchoLauncher()
 import sys
 from megaswift.config import load_config
 from megaswift.config.help_page import task_help
-from megaswift.config.launcher_environment import launcher_mismatch_problems
+from megaswift.config.launcher_environment import nested_launcher_problems
 from megaswift.launchers.launcher import launcher_of
-from megaswift.launchers.local import starts_processes
+from megaswift.launchers.torchrun_launcher import requests_worker_processes
 words = ["--launcher", "echo", "--max_restarts", "2"]
 print(refused("sft", *words))
 print(refused("sft", *words, "--num_workers", "2"))
@@ -206,7 +206,7 @@ print(refused("sft", "--launcher", "echo", "--master_addr", "h"))
 print("[torchrun | echo | ray]" in " ".join(task_help("sft", 120).split()), "torch" in sys.modules)
 cfg = load_config("sft", words, environ={})
 started = launcher_of(cfg.launch).start(cfg, words, {})
-print(starts_processes(cfg.launch), started, *launcher_mismatch_problems("echo", {}))
+print(requests_worker_processes(cfg.launch), started, *nested_launcher_problems("echo", {}))
 import megaswift.entry as entry
 print(entry.main("sft", ["--launcher", "echo", "--max_restarts", "9", "--model", "m", "--dataset", "d"]))
 """,

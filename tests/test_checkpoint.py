@@ -1,6 +1,6 @@
 """`megaswift checkpoint`: what it lists, verifies and deletes.
 
-Covers: megaswift/commands.py.
+Covers: megaswift/command_line_common.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 from megaswift import deploy, export, infer
 from megaswift.config import load_config
 from megaswift.config.option import Option
-from megaswift.config.parse_option_values import FALSE, TRUE, InvalidValue, is_unset, parse_option_value
+from megaswift.config.parse_option_values import FALSE, TRUE, InvalidValue, parse_option_value, resets_number_to_default
 from megaswift.config.peft_methods import VARIANTS
 from megaswift.config.sections import NAMES, TASKS, TRAINING
 from megaswift.data.formats import FORMATS, recognize_format
@@ -109,7 +109,7 @@ def takes(option: Option, words: list[str]) -> bool:
     """Whether the words, or the first of them, are a value of the option. A switch may stand before other text."""
     if (
         option.kind == "map"
-        or is_unset(option, words[0])
+        or resets_number_to_default(option, words[0])
         or words[0] in VARIANTS
         or (option.kind == "bool" and words[0] not in TRUE + FALSE)
     ):

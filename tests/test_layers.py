@@ -13,12 +13,12 @@ from tests.sources import ROOT, Source, sources
 
 LAYERS = {
     "errors": 0,
-    "commands": 0,
+    "command_line_common": 0,
     "redaction": 0,
     "registry": 0,
     "log": 0,
-    "disk": 0,
-    "stdout": 0,
+    "atomic_disk_writes": 0,
+    "closed_stdout": 0,
     "version": 0,
     "device_copy": 0,
     "config": 1,
@@ -43,7 +43,17 @@ OWNERS = {
     "transformer_engine": "megaswift.engine.megatron",
     "deepspeed": "megaswift.engine.torch",
 }
-NO_TORCH = ("errors", "registry", "log", "disk", "stdout", "version", "config", "parallel", "launchers")
+NO_TORCH = (
+    "errors",
+    "registry",
+    "log",
+    "atomic_disk_writes",
+    "closed_stdout",
+    "version",
+    "config",
+    "parallel",
+    "launchers",
+)
 AGENT = "megaswift.launchers.torchrun_agent"
 """A program of its own around torchrun; nothing imports it."""
 

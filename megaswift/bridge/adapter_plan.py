@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megaswift.bridge.weight_plan import PlanEntry, WeightPlan
 from megaswift.families.adapter_projections import WEIGHT, Projection
-from megaswift.families.rules import ShardSpec, shard_dim
+from megaswift.families.weight_rules import TensorParallelShard, shard_dim
 
 Half = Literal["A", "B", "M"]
 """A tensor of an adapter; M: DoRA's magnitudes."""
@@ -37,7 +37,7 @@ ADAPTER, SAVED = "adapter.", "saved."
 
 
 @dataclass(frozen=True)
-class AdapterSettings:
+class AdapterHyperparameters:
     """What `adapter_config.json` says beyond names."""
 
     rank: int = 8
@@ -67,7 +67,7 @@ def pattern_value_for_module(patterns: Mapping[str, Any], module: str, default: 
 
 
 @dataclass(frozen=True)
-class Adapter:
+class ModuleAdapterSpec:
     """A and B of one Hugging Face module, with DoRA its magnitudes too."""
 
     projection: Projection
@@ -107,7 +107,9 @@ class Adapter:
         size = self.shape(half)[adapter_shard_dim(half)]
         if not self.sharded(half):
             return [(0, size)]
-        rank_pieces = [p for p in self.entry.pieces(ShardSpec(tp, rank)) if p.source == self.projection.source]
+        rank_pieces = [
+            p for p in self.entry.pieces(TensorParallelShard(tp, rank)) if p.source == self.projection.source
+        ]
         # alternating rows, one kind after the other
         first = [p.start % p.stride * (size // p.stride) + p.start // p.stride for p in rank_pieces]
         return [(start, start + p.length) for start, p in zip(first, rank_pieces, strict=True)]
@@ -158,7 +160,7 @@ def deinterleave_gate_up(rows: Tensor, kinds: int) -> Tensor:
 
 
 def merge_adapters_into_weight(
-    adapters: Sequence[Adapter], weight: Tensor, halves: Sequence[Sequence[Tensor]]
+    adapters: Sequence[ModuleAdapterSpec], weight: Tensor, halves: Sequence[Sequence[Tensor]]
 ) -> Tensor:
     """A Hugging Face tensor with its adapters in it, float32: one, or one for each expert of a stack [experts, in,
     out]."""
@@ -180,14 +182,14 @@ def adapter_shard_dim(half: Half) -> int:
     return 1 if half == "A" else 0
 
 
-def adapter_output_row_runs(adapters: Sequence[Adapter], tp: int, rank: int) -> list[tuple[int | None, int]]:
+def adapter_output_row_runs(adapters: Sequence[ModuleAdapterSpec], tp: int, rank: int) -> list[tuple[int | None, int]]:
     """(number of the adapter, or None; rows) of each run of rows in a rank's output of the layer that these adapters
     share."""
     entry = adapters[0].entry
     if shard_dim(entry.rule) == 1:
         return [(0, adapters[0].projection.shape[0])]
     by_source = {a.projection.source: i for i, a in enumerate(adapters)}
-    return [(by_source.get(p.source), p.length) for p in entry.pieces(ShardSpec(tp, rank))]
+    return [(by_source.get(p.source), p.length) for p in entry.pieces(TensorParallelShard(tp, rank))]
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ class StoredAdapterTensor:
 
     name: str
     half: Half
-    adapters: tuple[Adapter, ...]
+    adapters: tuple[ModuleAdapterSpec, ...]
     """One, or every expert's in order."""
 
     @property
@@ -216,9 +218,9 @@ class StoredAdapterTensor:
         return rows[0] if len(rows) == 1 else torch.stack(rows, -1).flatten(1)
 
 
-def _stored(adapters: Sequence[Adapter]) -> Iterator[StoredAdapterTensor]:
+def _stored(adapters: Sequence[ModuleAdapterSpec]) -> Iterator[StoredAdapterTensor]:
     """PEFT wraps the module of stacks once for each, the first one innermost, and names it by that."""
-    stacks: dict[str, list[Adapter]] = {}
+    stacks: dict[str, list[ModuleAdapterSpec]] = {}
     for a in adapters:
         stacks.setdefault(a.projection.weight, []).append(a)
     for stack, members in stacks.items():
@@ -236,13 +238,17 @@ class AdapterPlan:
     """All adapters of a model, in the order of the weight table."""
 
     def __init__(
-        self, plan: WeightPlan, chosen: Iterable[Projection], settings: AdapterSettings, saved: Iterable[str] = ()
+        self,
+        plan: WeightPlan,
+        chosen: Iterable[Projection],
+        settings: AdapterHyperparameters,
+        saved: Iterable[str] = (),
     ) -> None:
         self.plan, self.settings = plan, settings
         self.saved: tuple[str, ...] = tuple(saved)
         """Hugging Face tensors that train fully beside them."""
-        self.adapters: tuple[Adapter, ...] = tuple(
-            Adapter(
+        self.adapters: tuple[ModuleAdapterSpec, ...] = tuple(
+            ModuleAdapterSpec(
                 p,
                 plan.by_megatron[p.megatron + WEIGHT],
                 settings.rank_of(p.module),
@@ -251,14 +257,14 @@ class AdapterPlan:
             )
             for p in chosen
         )
-        self.by_layer: dict[str, list[Adapter]] = {}
+        self.by_layer: dict[str, list[ModuleAdapterSpec]] = {}
         for adapter in self.adapters:
-            pieces = adapter.entry.pieces(ShardSpec())
+            pieces = adapter.entry.pieces(TensorParallelShard())
             plain = all(not p.at and not p.transposed and p.stride == 1 for p in pieces)
             assert plain or adapter.projection.stack, f"{adapter.module} is not a plain matrix"
             self.by_layer.setdefault(adapter.projection.megatron, []).append(adapter)
-        self.by_module: dict[str, Adapter] = {a.module: a for a in self.adapters}
-        self.by_weight: dict[str, list[Adapter]] = {}
+        self.by_module: dict[str, ModuleAdapterSpec] = {a.module: a for a in self.adapters}
+        self.by_weight: dict[str, list[ModuleAdapterSpec]] = {}
         """Hugging Face tensor -> its adapter, or those of the experts in it."""
         for adapter in self.adapters:
             self.by_weight.setdefault(adapter.projection.weight, []).append(adapter)

@@ -25,22 +25,22 @@ def all_values_finite(tensor: Tensor) -> bool:
 
 def check_weights_finite(weights: Iterable[tuple[str, Tensor]], what: str = "--model") -> None:
     """WeightsError that names the tensors with a value that is not finite. `what`: the option that gave them."""
-    non_finite_problem([name for name, tensor in weights if not all_values_finite(tensor)], what)
+    raise_for_non_finite_tensors([name for name, tensor in weights if not all_values_finite(tensor)], what)
 
 
-def tensor_names_text(names: Sequence[str]) -> str:
+def abbreviated_tensor_names(names: Sequence[str]) -> str:
     """The first of these names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
 
 
-def non_finite_problem(names: Sequence[str], what: str = "--model") -> None:
+def raise_for_non_finite_tensors(names: Sequence[str], what: str = "--model") -> None:
     """The message about these tensors; none where there is no name."""
     if names:
         raise WeightsError(
             Problem(
                 what,
-                f"has values that are not finite (NaN or infinity) in {tensor_names_text(names)}",
+                f"has values that are not finite (NaN or infinity) in {abbreviated_tensor_names(names)}",
                 "use a folder with the model's original weights, or a checkpoint from before training diverged",
             )
         )
@@ -58,6 +58,7 @@ def warn_non_finite_written(target: Path, names: Sequence[str]) -> None:
     """Says that a folder was written from such tensors."""
     if names:
         log.warn(
-            f"{target} has values that are not finite (NaN or infinity) in {tensor_names_text(names)}. They were "
+            f"{target} has values that are not finite (NaN or infinity) in {abbreviated_tensor_names(names)}. They "
+            f"were "
             "written unchanged; training and inference reject them"
         )

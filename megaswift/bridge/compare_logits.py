@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.bitsandbytes_config import disable_4bit_cpu_repacking
-from megaswift.bridge.compare_weights import ComparedWeights
+from megaswift.bridge.compare_weights import WeightComparisonSide
 from megaswift.bridge.hf_source import HfSource
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.errors import ConfigError, Problem, WeightsError, first_line
@@ -96,7 +96,7 @@ def _token_ids(line: str) -> tuple[int, ...] | None:
     return tuple(ids) if isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) else None
 
 
-def load_float32_model(side: ComparedWeights, trust: bool) -> Any:
+def load_float32_model(side: WeightComparisonSide, trust: bool) -> Any:
     """transformers' model in float32 with the weights of `side`; folders that it can read itself it reads itself."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -174,7 +174,7 @@ def logits_numerical_noise(
 
 
 def compare_logits(
-    a: ComparedWeights, b: ComparedWeights, prompts: Sequence[ProbePrompt] | None, trust: bool
+    a: WeightComparisonSide, b: WeightComparisonSide, prompts: Sequence[ProbePrompt] | None, trust: bool
 ) -> tuple[list[LogitsVerdict], float, str]:
     """(a verdict on each prompt, the tolerance, what the spread is between). One model is in memory at a time."""
     model = load_float32_model(a, trust)

@@ -23,7 +23,7 @@ from megaswift.bridge.streaming_folder_job import read_tensor_blocks, split_regi
 from megaswift.bridge.weight_plan import INV_FREQ, TIED_HEAD
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import FAMILIES, family_of, read_config
-from megaswift.families.checkpoint_folder import verified_checkpoint
+from megaswift.families.checkpoint_folder import find_intact_checkpoint
 from megaswift.families.quantization_schemes import config_without_quantization
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,7 +32,7 @@ GOOD = ("equal", "ignored")
 
 
 @dataclass(frozen=True)
-class ComparedWeights:
+class WeightComparisonSide:
     """One of the two."""
 
     path: Path
@@ -43,10 +43,10 @@ class ComparedWeights:
     """Its config.json without quantization; None where the folder has none."""
 
     @classmethod
-    def open(cls, path: Path | str) -> ComparedWeights:
+    def open(cls, path: Path | str) -> WeightComparisonSide:
         """A Hugging Face folder or a checkpoint. Headers only are read."""
         folder = Path(path)
-        weights, checkpoint = open_weights(folder), verified_checkpoint(folder)
+        weights, checkpoint = open_weights(folder), find_intact_checkpoint(folder)
         model = checkpoint.model if checkpoint is not None else folder
         return cls(
             folder,
@@ -81,7 +81,7 @@ class TensorVerdict:
         return self.status in GOOD
 
 
-def check_same_architecture(a: ComparedWeights, b: ComparedWeights) -> None:
+def check_same_architecture(a: WeightComparisonSide, b: WeightComparisonSide) -> None:
     """A comparison of two different kinds of model is an error, raised before any tensor is read."""
     for key in ("model_type", "architectures"):
         value_a, value_b = ((side.config or {}).get(key) for side in (a, b))
@@ -95,7 +95,7 @@ def check_same_architecture(a: ComparedWeights, b: ComparedWeights) -> None:
             )
 
 
-def config_differences(a: ComparedWeights, b: ComparedWeights) -> list[tuple[str, Any, Any]] | None:
+def config_differences(a: WeightComparisonSide, b: WeightComparisonSide) -> list[tuple[str, Any, Any]] | None:
     """(setting, of A, of B) where the two config.json describe different models; None where they cannot be read as
     models."""
     sides = []
@@ -122,19 +122,19 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + str(key), value
 
 
-def bytes_to_compare(a: ComparedWeights, b: ComparedWeights) -> int:
+def bytes_to_compare(a: WeightComparisonSide, b: WeightComparisonSide) -> int:
     """What `compare_weights` reads of A, and of B alone."""
     names = set(a.weights.names())
     return sum(_nbytes(a, n) for n in names) + sum(_nbytes(b, n) for n in b.weights.names() if n not in names)
 
 
-def _nbytes(side: ComparedWeights, name: str) -> int:
+def _nbytes(side: WeightComparisonSide, name: str) -> int:
     return int(torch.Size(side.weights.shape(name)).numel()) * side.weights.dtype(name).itemsize
 
 
 def compare_weights(
-    a: ComparedWeights,
-    b: ComparedWeights,
+    a: WeightComparisonSide,
+    b: WeightComparisonSide,
     dtype: torch.dtype | None = None,
     done: Callable[[int], None] = lambda _: None,
 ) -> Iterator[TensorVerdict]:
@@ -149,7 +149,7 @@ def compare_weights(
             yield _one(b, name, "extra", dtype, done)
 
 
-def _facts(side: ComparedWeights, name: str, end: str) -> dict[str, Any]:
+def _facts(side: WeightComparisonSide, name: str, end: str) -> dict[str, Any]:
     return {
         f"shape_{end}": side.weights.shape(name),
         f"dtype_{end}": str(side.weights.dtype(name)).removeprefix("torch."),
@@ -157,7 +157,7 @@ def _facts(side: ComparedWeights, name: str, end: str) -> dict[str, Any]:
 
 
 def _one(
-    side: ComparedWeights, name: str, status: str, dtype: torch.dtype | None, done: Callable[[int], None]
+    side: WeightComparisonSide, name: str, status: str, dtype: torch.dtype | None, done: Callable[[int], None]
 ) -> TensorVerdict:
     """A tensor that the other side lacks."""
     digest, end, why = hashlib.sha256(), "a" if status == "missing" else "b", extra_tensor_ignore_reason(side, name)
@@ -168,7 +168,7 @@ def _one(
     return TensorVerdict(name, "ignored" if why else status, why=why, **facts)
 
 
-def extra_tensor_ignore_reason(side: ComparedWeights, name: str) -> str:
+def extra_tensor_ignore_reason(side: WeightComparisonSide, name: str) -> str:
     """Why a tensor of one side alone carries nothing of its own; the empty string when it does."""
     if INV_FREQ.matches(name):
         return INV_FREQ.why
@@ -196,7 +196,7 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 def _both(
-    a: ComparedWeights, b: ComparedWeights, name: str, dtype: torch.dtype | None, done: Callable[[int], None]
+    a: WeightComparisonSide, b: WeightComparisonSide, name: str, dtype: torch.dtype | None, done: Callable[[int], None]
 ) -> TensorVerdict:
     """A tensor of both sides. While the bits are the same, one digest serves both."""
     facts = {**_facts(a, name, "a"), **_facts(b, name, "b")}

@@ -22,7 +22,7 @@ from megaswift.bridge.hf_source import HfSource, Slices, Span, WeightSource, sli
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import read_config
-from megaswift.families.quantization_schemes import FIELD, Fp8Scheme, Scheme, quantization_problem, scheme_of
+from megaswift.families.quantization_schemes import FIELD, Fp8Scheme, Scheme, scheme_of, unreadable_quantization_problem
 
 BAND = 1 << 22
 """Values dequantized at a time: 16 MiB in float32."""
@@ -291,7 +291,7 @@ def open_hf_weights(directory: Path | str) -> WeightSource:
     """The weights of a Hugging Face folder, whatever form they are stored in: the one way in."""
     folder = Path(directory)
     config = read_config(folder) if (folder / "config.json").exists() else {}
-    if problem := quantization_problem(config):
+    if problem := unreadable_quantization_problem(config):
         raise WeightsError(Problem(f"{folder / 'config.json'}, {FIELD}", *problem))
     scheme, stored = scheme_of(config), HfSource(folder)
     if scheme is None:

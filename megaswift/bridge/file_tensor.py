@@ -82,7 +82,7 @@ def mapped_tensor(stored: FileTensor) -> Tensor:
     return flat.view(stored.shape)
 
 
-class OpenFileDescriptors:
+class OpenFileReader:
     """Descriptors of files that are read again and again; `bytes_read` counts what was taken."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ Owns the layout of the files, what lies beside the tensors, and the commit of a 
 a time (`hf_folder_job` makes one from blocks). A safetensors file is the header's length in 8 bytes, a JSON header, and
 raw bytes; as all names, shapes and dtypes are known beforehand, headers are written first and each tensor goes straight
 to its place, in any order: no more than one tensor is held. The folder appears under its name by rename when all is on
-disk, or not at all. Several processes may write it, each its own files (`HfWriterPart`).
+disk, or not at all. Several processes may write it, each its own files (`HfPartialFolderWriter`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge.checkpoint_model_folder import copy_tokenizer_and_template_files
+from megaswift.atomic_disk_writes import fsync_tree, replace_folder
+from megaswift.bridge.checkpoint_hf_metadata import copy_tokenizer_and_template_files
 from megaswift.bridge.file_tensor import bytes_view
 from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta
 from megaswift.bridge.resumable_folder import check_disk_space, recover_and_check_target
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
-from megaswift.disk import replace_folder, sync_tree
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.quantization_schemes import config_without_quantization
 
@@ -140,7 +140,7 @@ def _write_tensor(descriptor: int, place: int, tensor: Tensor, meta: TensorMeta,
         written += os.pwrite(descriptor, data[written : written + CHUNK], place + written)
 
 
-class HfWriterPart:
+class HfPartialFolderWriter:
     """Some files of a folder that an `HfWriter` on another process has begun."""
 
     def __init__(
@@ -220,7 +220,7 @@ class HfWriter:
         self._written.add(name)
 
     def added_elsewhere(self, names: Iterable[str]) -> None:
-        """Other processes have written these (`HfWriterPart`)."""
+        """Other processes have written these (`HfPartialFolderWriter`)."""
         self._written.update(names)
 
     def close(self, source: Path | str | None = None, config: Mapping[str, object] | None = None) -> Path:
@@ -237,7 +237,7 @@ class HfWriter:
                 config = json.loads((source_folder / "config.json").read_text(encoding="utf-8"))
             write_non_tensor_files(self._temporary, self._files, self.tensors, config, source_folder)
             self._close()
-            sync_tree(self._temporary)
+            fsync_tree(self._temporary)
             replace_folder(self._temporary, self.directory)
         except OSError as error:
             self.abort()

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megaswift.bridge.file_tensor import FileTensor, OpenFileDescriptors
+from megaswift.bridge.file_tensor import FileTensor, OpenFileReader
 from megaswift.bridge.safetensors_header import (
     DTYPES,
     DamagedHeader,
@@ -97,7 +97,7 @@ class HfSource:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        self._files = OpenFileDescriptors()
+        self._files = OpenFileReader()
         self._stored: dict[str, HeaderEntry] = {}
         self._file_of: dict[str, Path] = {}
         problems: list[Problem] = []

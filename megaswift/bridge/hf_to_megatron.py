@@ -4,7 +4,7 @@ Owns which tensor lies where in the checkpoint's files and what else the folder 
 
     .metadata, __0_K.distcp     the weights, one item a parameter (an expert's slice of the stacked tensor)
     metadata.json, common.pt    what Megatron-Core's own loader looks for
-    model/                      what turns it back into a Hugging Face folder (`checkpoint_model_folder`)
+    model/                      what turns it back into a Hugging Face folder (`checkpoint_hf_metadata`)
     conversion.json             vocabulary padding, layout it was checked for
 """
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import streaming_folder_job, torch_dist_files, torch_save_record
-from megaswift.bridge.checkpoint_model_folder import write_model_folder
+from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.checkpoint_shard_regions import KEPT, padded_vocabulary_size, shard_region
 from megaswift.bridge.dequantized_hf_source import open_hf_weights
 from megaswift.bridge.hf_source import WeightSource
@@ -33,7 +33,7 @@ from megaswift.errors import CheckpointError, LayoutError, Problem
 from megaswift.families import family_of, load_spec
 from megaswift.families.checkpoint_folder import MODEL, find_checkpoint
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.rules import ShardSpec, shard_dim
+from megaswift.families.weight_rules import TensorParallelShard, shard_dim
 from megaswift.parallel.layout_checks import layout_problems
 from megaswift.parallel.layout_rules import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
@@ -82,7 +82,7 @@ def hf_to_megatron(
 
     def finish(stage: Path) -> None:
         torch_dist_files.write_checkpoint_metadata(stage, saved)
-        write_model_folder(stage / MODEL, spec.hf_config, dtypes, folder)
+        write_checkpoint_hf_metadata(stage / MODEL, spec.hf_config, dtypes, folder)
         facts = {
             "megaswift": __version__,
             "family": spec.family,
@@ -164,7 +164,7 @@ def _cast(blocks: functools.partial[Iterator[Tensor]], dtype: torch.dtype) -> It
 def megatron_parameter_blocks(entry: PlanEntry, weights: WeightSource, padded_vocab: int | None) -> Iterator[Tensor]:
     """A whole parameter in row-major order, in parts; at once where it is no row of ranges of rows (an expert's
     transposed matrix)."""
-    pieces, dim = entry.pieces(ShardSpec(1, 0, padded_vocab)), shard_dim(entry.rule)
+    pieces, dim = entry.pieces(TensorParallelShard(1, 0, padded_vocab)), shard_dim(entry.rule)
     whole = len(pieces) == 1
     if any(p.transposed or p.stride != 1 or (dim and not whole) for p in pieces):
         yield entry.read(weights, 1, 0, padded_vocab)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megaswift.bridge import checkpoint_shard_regions
 from megaswift.bridge.adapter_plan import ADAPTER, SAVED
-from megaswift.bridge.checkpoint_model_folder import read_stored_dtypes
+from megaswift.bridge.checkpoint_hf_metadata import read_original_tensor_dtypes
 from megaswift.bridge.checkpoint_shard_regions import KEPT, MAIN, STATES
 from megaswift.bridge.file_tensor import empty_releasable_tensor
 from megaswift.bridge.hf_source import Slices, Span, slices_to_spans
@@ -26,7 +26,7 @@ from megaswift.bridge.weight_plan import SHOWN, PlanEntry, WeightPlan
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families import family_of, read_config
 from megaswift.families.checkpoint_folder import CheckpointFolder
-from megaswift.families.rules import ShardSpec, SliceMap, shard_dim
+from megaswift.families.weight_rules import SliceMap, TensorParallelShard, shard_dim
 
 
 class MegatronSource:
@@ -38,7 +38,7 @@ class MegatronSource:
         self.plan = WeightPlan(family, family.spec(config))
         self.directory, self.tensors = checkpoint.tensors, TorchDistSource(checkpoint.tensors)
         self._places = checkpoint_shard_regions.shard_regions(self.plan.entries)
-        self._had, self._wanted = read_stored_dtypes(checkpoint.model), dtype
+        self._had, self._wanted = read_original_tensor_dtypes(checkpoint.model), dtype
         self._kept = [key.removeprefix(KEPT) for key in self.tensors.keys() if key.startswith(KEPT)]  # noqa: SIM118 (a method)
         self._check()
 
@@ -130,7 +130,7 @@ class MegatronSource:
         """Every piece of the tensor, with its first row or column in its parameter."""
         for entry in self.plan.by_hf[name].entries:
             begin, source = 0, entry.hf.index(name)
-            for piece in entry.pieces(ShardSpec()):
+            for piece in entry.pieces(TensorParallelShard()):
                 if piece.source == source and all(
                     start <= i < stop for i, (start, stop) in zip(piece.at, spans, strict=False)
                 ):

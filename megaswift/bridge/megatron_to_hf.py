@@ -21,7 +21,7 @@ from megaswift.bridge.open_weight_source import open_checkpoint_weight_source
 from megaswift.bridge.streaming_folder_job import file_change_stamps, read_tensor_blocks
 from megaswift.errors import CheckpointError, Problem, missing_path_hint
 from megaswift.families import read_config
-from megaswift.families.checkpoint_folder import TABLES, verified_checkpoint
+from megaswift.families.checkpoint_folder import TABLES, find_intact_checkpoint
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def megatron_to_hf(
     """Convert `source`: a converted checkpoint, `step-N`, or a run's output directory. `target` appears whole or not at
     all."""
     folder, target = Path(source), Path(target)
-    checkpoint = verified_checkpoint(folder)
+    checkpoint = find_intact_checkpoint(folder)
     if checkpoint is None:
         hf = (
             "is already a Hugging Face folder"

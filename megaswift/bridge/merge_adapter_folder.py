@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import hf_folder_job, merge_by_peft
-from megaswift.bridge.adapter_plan import HALVES, Adapter, AdapterPlan, dora_row_scale
+from megaswift.bridge.adapter_plan import HALVES, AdapterPlan, ModuleAdapterSpec, dora_row_scale
 from megaswift.bridge.hf_folder_job import HfFolderPlan
 from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES
 from megaswift.bridge.hf_source import TensorMeta, WeightSource
@@ -26,8 +26,8 @@ from megaswift.bridge.streaming_folder_job import file_change_stamps, split_regi
 from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.errors import Problem, WeightsError, missing_path_hint
 from megaswift.families import family_of, load_spec
-from megaswift.families.adapter_folder import is_scored
-from megaswift.families.checkpoint_folder import verified_checkpoint
+from megaswift.families.adapter_folder import is_reward_model_adapter
+from megaswift.families.checkpoint_folder import find_intact_checkpoint
 from megaswift.families.scalar_head import with_scalar_head
 
 
@@ -56,7 +56,7 @@ def merged_tensor_blocks(
 
 
 def _stack(
-    source: WeightSource, name: str, adapters: Sequence[Adapter], tensors: Mapping[str, Tensor]
+    source: WeightSource, name: str, adapters: Sequence[ModuleAdapterSpec], tensors: Mapping[str, Tensor]
 ) -> Iterator[Tensor]:
     """Experts that share a parameter [experts, in, out]."""
     for where in split_region_into_blocks([(0, n) for n in source.shape(name)], torch.float32.itemsize):
@@ -68,7 +68,7 @@ def _stack(
         yield block.to(source.dtype(name)).contiguous()
 
 
-def _row_scale(source: WeightSource, name: str, adapter: Adapter, tensors: Mapping[str, Tensor]) -> Tensor:
+def _row_scale(source: WeightSource, name: str, adapter: ModuleAdapterSpec, tensors: Mapping[str, Tensor]) -> Tensor:
     """DoRA's factor of each row [out]: rows may be longer than a block, so their lengths come before."""
     a, b, m = (tensors[adapter.name(half)].float() for half in adapter.halves)
     squares = torch.zeros_like(m)
@@ -93,7 +93,7 @@ def merge_adapter_folder_into_base(
     `target` appears whole or not at all; an interrupted merge goes on when it is asked for again.
     """
     base, adapter, target = Path(base), Path(adapter), Path(target)
-    checkpoint = verified_checkpoint(base)
+    checkpoint = find_intact_checkpoint(base)
     home = checkpoint.model if checkpoint is not None else base
     if not (home / "config.json").is_file():
         if not base.exists():
@@ -109,7 +109,7 @@ def merge_adapter_folder_into_base(
                 )
             )
         return merge_by_peft.merge_with_peft(base, adapter, target, max_shard_bytes, overwrite)
-    scored, spec = is_scored(adapter), load_spec(home)
+    scored, spec = is_reward_model_adapter(adapter), load_spec(home)
     spec = with_scalar_head(spec) if scored else spec
     weights = WeightPlan(family_of(spec.hf_config), spec)
     source = open_weights(base)

@@ -17,10 +17,10 @@ from megaswift.bridge.peft_config_from_options import train_type_for_peft_type
 from megaswift.bridge.transformers_weights import persistent_buffers, tensors_by_disk_name, write_transformers_folder
 from megaswift.data.tokenizer import load_tokenizer, padding_token_of
 from megaswift.errors import Problem, UserError, WeightsError, first_line
-from megaswift.families.adapter_folder import adapter_kind, is_scored
+from megaswift.families.adapter_folder import adapter_peft_type, is_reward_model_adapter
 from megaswift.families.family import FAMILIES, read_config
-from megaswift.families.scalar_head import scored_config, with_pad_token_id
-from megaswift.families.torch_quantization_checks import PLAIN, quant_method
+from megaswift.families.quantized_training_checks import PLAIN, quant_method
+from megaswift.families.scalar_head import config_with_scalar_head, with_pad_token_id
 from megaswift.families.vision_tower_config import has_vision_tower
 
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, NotImplementedError)
@@ -29,13 +29,13 @@ REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeE
 
 def needs_peft_merge(home: Path, adapter: Path) -> bool:
     """Whether the streaming merge does not support these weights or these adapters."""
-    return adapter_kind(adapter) != "lora" or str(read_config(home).get("model_type")) not in FAMILIES
+    return adapter_peft_type(adapter) != "lora" or str(read_config(home).get("model_type")) not in FAMILIES
 
 
 def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwrite: bool) -> Path:
     """`target`: the model in `base`, a Hugging Face folder, with the adapters merged in. It appears whole or not at
     all."""
-    kind, quantized = adapter_kind(adapter), quant_method(read_config(base))
+    kind, quantized = adapter_peft_type(adapter), quant_method(read_config(base))
     if not train_type_for_peft_type(kind):
         raise WeightsError(Problem(str(adapter), f"is a {kind.upper()} adapter, which is not supported"))
     if quantized is not None:
@@ -50,7 +50,11 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
         raise WeightsError(Problem(f"{adapter} on {base}", f"PEFT cannot merge it: {first_line(error)}")) from None
     tensors = {**dict(merged.named_parameters()), **persistent_buffers(merged)}
     stored = tensors_by_disk_name(merged, {n: t.detach() for n, t in tensors.items()})
-    config = with_tokenizer_pad_token(scored_config(read_config(base)), base) if is_scored(adapter) else None
+    config = (
+        with_tokenizer_pad_token(config_with_scalar_head(read_config(base)), base)
+        if is_reward_model_adapter(adapter)
+        else None
+    )
     write_transformers_folder(target, stored, base, max_shard_bytes, overwrite, config)
     warn_non_finite_written(target, [name for name, tensor in stored.items() if not all_values_finite(tensor)])
     return target
@@ -73,6 +77,8 @@ def _merged(base: Path, adapter: Path) -> Any:
 
     logging.disable_progress_bar()
     auto: Any = AutoModelForImageTextToText if has_vision_tower(read_config(base)) else AutoModelForCausalLM
-    auto, how = (AutoModelForSequenceClassification, {"num_labels": 1}) if is_scored(adapter) else (auto, {})
+    auto, how = (
+        (AutoModelForSequenceClassification, {"num_labels": 1}) if is_reward_model_adapter(adapter) else (auto, {})
+    )
     model: Any = auto.from_pretrained(base, dtype=torch.float32, use_safetensors=True, **how)
     return peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()

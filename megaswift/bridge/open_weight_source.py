@@ -12,7 +12,7 @@ from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.megatron_checkpoint_source import MegatronSource
 from megaswift.bridge.torch_engine_step_source import TorchStepSource
 from megaswift.errors import CheckpointError, Problem, missing_path_hint
-from megaswift.families.checkpoint_folder import CheckpointFolder, verified_checkpoint
+from megaswift.families.checkpoint_folder import CheckpointFolder, find_intact_checkpoint
 
 
 def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSource:
@@ -22,7 +22,7 @@ def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSo
     each in the dtype it once had.
     """
     folder = Path(path)
-    checkpoint = verified_checkpoint(folder)
+    checkpoint = find_intact_checkpoint(folder)
     if checkpoint is not None:
         return open_checkpoint_weight_source(checkpoint, dtype)
     if not folder.exists():

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import peft_method_of
+from megaswift.config.adapter_rules import non_lora_peft_method_of
 from megaswift.config.peft_methods import MAPPED, METHODS, PeftMethod
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, first_line
 
@@ -21,7 +21,7 @@ def build_peft_config(cfg: SwiftConfig, task: str = "CAUSAL_LM") -> Any:
     """What `peft.get_peft_model` takes; `task`: PEFT's name of what the model is for."""
     import peft
 
-    method = peft_method_of(cfg)
+    method = non_lora_peft_method_of(cfg)
     if method is None:
         lora, alpha = cfg.lora, cfg.lora.lora_alpha
         return peft.LoraConfig(

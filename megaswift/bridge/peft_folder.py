@@ -18,14 +18,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megaswift.atomic_disk_writes import atomic_file, safetensors_errors_as_oserror
 from megaswift.bridge.adapter_plan import (
     HALVES,
     MAGNITUDE,
     PREFIX,
-    Adapter,
+    AdapterHyperparameters,
     AdapterPlan,
-    AdapterSettings,
     Half,
+    ModuleAdapterSpec,
     pattern_value_for_module,
 )
 from megaswift.bridge.file_tensor import FileTensor, mapped_tensor
@@ -37,18 +38,17 @@ from megaswift.bridge.peft_expert_stacks import (
 )
 from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_safetensors_header
 from megaswift.bridge.weight_plan import SHOWN, WeightPlan
-from megaswift.disk import atomic_file, safetensors_disk_errors
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.families.adapter_folder import CLASSIFIER_TASK, CONFIG, LANGUAGE_TASK, TENSORS
 from megaswift.families.adapter_projections import (
     WEIGHT,
     Projection,
     dora_problems,
-    partly_chosen_module_problems,
+    partly_saved_parameter_problems,
     projections,
     stack_suffix,
 )
-from megaswift.families.step_manifest import refuse_damaged_part
+from megaswift.families.saved_step_integrity import refuse_damaged_part
 
 REFUSED: Mapping[str, str] = {
     "lora_bias": "has biases",
@@ -103,12 +103,14 @@ class PeftFolder:
         return values
 
     @property
-    def settings(self) -> AdapterSettings:
+    def settings(self) -> AdapterHyperparameters:
         """Rank and scale; ranks of single modules come with `plan`."""
         c = self.config
         alphas = {k: float(v) for k, v in (c.get("alpha_pattern") or {}).items()}
         rank, alpha, dropout = int(c.get("r", 8)), float(c.get("lora_alpha", 8)), float(c.get("lora_dropout", 0.0))
-        return AdapterSettings(rank, alpha, bool(c.get("use_rslora")), dropout, bool(c.get("use_dora")), alphas=alphas)
+        return AdapterHyperparameters(
+            rank, alpha, bool(c.get("use_rslora")), dropout, bool(c.get("use_dora")), alphas=alphas
+        )
 
     def plan(self, weights: WeightPlan) -> AdapterPlan:
         """The adapters of the folder on this model; a WeightsError names every tensor that does not fit it."""
@@ -138,7 +140,7 @@ class PeftFolder:
             elif (shape := tuple(read().shape)) != weights.hf_shapes[name]:
                 problems.append(self._wrong(name, shape, weights.hf_shapes[name]))
             saved.append(name)
-        problems += partly_chosen_module_problems(weights.family, weights.spec, saved)
+        problems += partly_saved_parameter_problems(weights.family, weights.spec, saved)
         problems += dora_problems(chosen, f"{self.directory / CONFIG}, use_dora") if self.settings.dora else []
         if problems:
             raise WeightsError(problems[:SHOWN])
@@ -148,7 +150,7 @@ class PeftFolder:
         rule = "is missing" if shape is None else f"has shape {list(shape)}, this model needs {list(expected)}"
         return Problem(f"{self.directory}, tensor {name}", rule)
 
-    def _with_ranks(self, ranks: Mapping[str, int]) -> AdapterSettings:
+    def _with_ranks(self, ranks: Mapping[str, int]) -> AdapterHyperparameters:
         """What differs from module to module. PEFT's patterns name a stack by its parameter, not by the experts in
         it."""
         s = self.settings
@@ -312,17 +314,17 @@ def write_peft_folder(directory: Path, plan: AdapterPlan, tensors: Iterable[tupl
         text = json.dumps(peft_adapter_config_json(plan, base), indent=2, sort_keys=True) + "\n"
         with atomic_file(directory / CONFIG) as config_file, atomic_file(directory / TENSORS) as tensor_file:
             config_file.write_text(text, encoding="utf-8")
-            with safetensors_disk_errors(directory / TENSORS):
+            with safetensors_errors_as_oserror(directory / TENSORS):
                 save_file(stored, tensor_file, metadata={"format": "pt"})
     except OSError as error:
         raise CheckpointError(Problem(str(directory), f"cannot be written: {error}")) from None
     return directory
 
 
-def adapter_value_reader(source: Mapping[str, Tensor]) -> Any:
+def adapter_half_getter(source: Mapping[str, Tensor]) -> Any:
     """What `RankAdapters.fill` asks for, from tensors by name."""
 
-    def value(adapter: Adapter, half: Half) -> Tensor:
+    def value(adapter: ModuleAdapterSpec, half: Half) -> Tensor:
         return source[adapter.name(half)].to(torch.float32)
 
     return value

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from megaswift.disk import replace_folder, restore_replaced_folder, sync_tree
+from megaswift.atomic_disk_writes import fsync_tree, replace_folder, restore_replaced_folder
 from megaswift.errors import CheckpointError, Problem
 
 WAITING, FEW = 1 << 27, 1 << 25
@@ -197,7 +197,7 @@ class ResumableFolder:
         if self._failure is not None:
             raise self._told()
         try:
-            sync_tree(self.folder)
+            fsync_tree(self.folder)
             self._close()
             replace_folder(self.folder, self.target)
             self.journal.unlink()

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megaswift.bridge.pickle_scan import BROKEN, check_pickle_opcodes
+from megaswift.bridge.pickle_opcode_limits import BROKEN, check_pickle_opcode_limits
 from megaswift.errors import Problem
 from megaswift.families.checkpoint_folder import TABLES as INDEX
 
@@ -66,7 +66,7 @@ def read_torch_dist_metadata(directory: Path) -> Metadata | Problem:
     path = directory / INDEX
     try:
         data = path.read_bytes()
-        check_pickle_opcodes(data)
+        check_pickle_opcode_limits(data)
         tables = _Tables(io.BytesIO(data)).load()
     except FileNotFoundError:
         return Problem(str(path), "is missing")

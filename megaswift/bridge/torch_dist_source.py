@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megaswift.bridge import torch_dist_index, torch_save_record
-from megaswift.bridge.file_tensor import FileTensor, OpenFileDescriptors, empty_releasable_tensor
+from megaswift.bridge.file_tensor import FileTensor, OpenFileReader, empty_releasable_tensor
 from megaswift.errors import CheckpointError, Problem
 
 
@@ -60,7 +60,7 @@ class TorchDistSource:
         if problems:
             raise CheckpointError(problems)
         assert isinstance(index, Metadata)
-        self.files = OpenFileDescriptors()
+        self.files = OpenFileReader()
         self._storage: dict[MetadataIndex, Any] = index.storage_data
         self._tables = {k: v for k, v in index.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
         self._boxes: dict[str, _Boxes] = {}

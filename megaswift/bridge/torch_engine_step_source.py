@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift.bridge.checkpoint_model_folder import read_stored_dtypes
+from megaswift.bridge.checkpoint_hf_metadata import read_original_tensor_dtypes
 from megaswift.bridge.hf_source import HfSource, Slices
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import CheckpointError, Problem
@@ -28,7 +28,7 @@ class TorchStepSource:
         self.directory = checkpoint.tensors
         self._check()
         self._stored, self._wanted = HfSource(self.directory / WHOLE), dtype
-        self._had = read_stored_dtypes(checkpoint.model) if dtype is None else None
+        self._had = read_original_tensor_dtypes(checkpoint.model) if dtype is None else None
 
     def _check(self) -> None:
         path = self.directory / FACTS

@@ -22,7 +22,7 @@ import torch
 from torch.storage import UntypedStorage
 
 from megaswift.bridge.file_tensor import FileTensor
-from megaswift.bridge.pickle_scan import BROKEN, check_pickle_opcodes
+from megaswift.bridge.pickle_opcode_limits import BROKEN, check_pickle_opcode_limits
 
 ALIGNMENT = 64
 """Of the tensor's bytes within an item, as torch aligns them."""
@@ -176,7 +176,7 @@ def locate_torch_save_tensor(path: Path, start: int, length: int) -> FileTensor:
                 raise ValueError("is compressed")
             file.seek(_content(file, start + entries["data.pkl"].header_offset))
             description = file.read(min(entries["data.pkl"].file_size, length))
-            check_pickle_opcodes(description)
+            check_pickle_opcode_limits(description)
             storage, offset, shape, strides, dtype = _Facts(io.BytesIO(description)).load()
             first = _content(file, start + record.header_offset)
         kind = next((k for k, v in _TYPED.items() if v is storage[1]), dtype)

@@ -18,7 +18,7 @@ from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.families.family import read_config
-from megaswift.families.quantization_schemes import quantization_problem
+from megaswift.families.quantization_schemes import unreadable_quantization_problem
 
 
 def tensors_by_disk_name(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 def folder_tensor_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """The dtype of each tensor in a Hugging Face folder; empty where it has no weights, or in a form that only
     transformers reads."""
-    if not folder_has_weights(folder) or quantization_problem(read_config(folder)):
+    if not folder_has_weights(folder) or unreadable_quantization_problem(read_config(folder)):
         return {}
     source = open_weights(folder)
     return {name: source.dtype(name) for name in source.names()}

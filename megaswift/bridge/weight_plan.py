@@ -19,9 +19,9 @@ from megaswift.bridge.hf_source import TensorMeta, TensorSource, WeightSource
 from megaswift.errors import Problem, WeightsError
 from megaswift.families.family import Family
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.rules import Rule, Shard, ShardSpec, SliceMap, shard_dim
+from megaswift.families.weight_rules import Shard, SliceMap, TensorParallelShard, WeightRule, shard_dim
 
-Place = tuple[Rule, int | None, int | None]
+Place = tuple[WeightRule, int | None, int | None]
 """(rule, layer, global number of the expert)."""
 
 FLOATS = ("F32", "BF16", "F16", "F64")
@@ -50,7 +50,7 @@ OTHER_HEAD = IgnoredTensors(r"lm_head\.weight", "the vocabulary head, which a sc
 class PlanEntry:
     """One Megatron parameter."""
 
-    rule: Rule
+    rule: WeightRule
     spec: ModelSpec
     layer: int | None = None
     expert: int | None = None
@@ -76,13 +76,13 @@ class PlanEntry:
         """Shape of each HF tensor."""
         return self.rule.shapes(self.spec)
 
-    def pieces(self, shard: ShardSpec) -> list[SliceMap]:
+    def pieces(self, shard: TensorParallelShard) -> list[SliceMap]:
         """What a shard is made of."""
         return self.rule.pieces(self.spec, replace(shard, expert=self.expert))
 
     def shard_shape(self, tp: int = 1, padded_vocab: int | None = None) -> tuple[int, ...]:
         """Shape of one rank's shard."""
-        dim, pieces = shard_dim(self.rule), self.pieces(ShardSpec(tp, 0, padded_vocab))
+        dim, pieces = shard_dim(self.rule), self.pieces(TensorParallelShard(tp, 0, padded_vocab))
         shape = list(pieces[0].shape(self.hf_shapes[pieces[0].source], dim))
         shape[dim] = sum(p.length for p in pieces)
         return tuple(shape)
@@ -96,7 +96,7 @@ class PlanEntry:
         zero."""
         dim, names, shapes = shard_dim(self.rule), self.hf, self.hf_shapes
         parts = []
-        for piece in self.pieces(ShardSpec(tp, rank, padded_vocab)):
+        for piece in self.pieces(TensorParallelShard(tp, rank, padded_vocab)):
             shape, along = shapes[piece.source], piece.hf_dim(dim)
             start, stop = (min(x, shape[along]) for x in (piece.start, piece.stop))
             if stop > start:
@@ -122,7 +122,7 @@ class PlanEntry:
         if (
             len(shapes) == len(shards) == 1
             and tuple(shards[0].shape) == shapes[0]
-            and len(self.pieces(ShardSpec())) == 1
+            and len(self.pieces(TensorParallelShard())) == 1
         ):
             tensors[self.hf[0]] = shards[0]
             return shards[0].numel()
@@ -136,7 +136,7 @@ class PlanEntry:
                 f"{self.megatron}: shard {rank} is {tuple(shard.shape)}, must be {expected}"
             )
             offset = 0
-            for piece in self.pieces(ShardSpec(len(shards), rank, padded)):
+            for piece in self.pieces(TensorParallelShard(len(shards), rank, padded)):
                 into, along = tensors[self.hf[piece.source]][piece.at], piece.hf_dim(dim) - len(piece.at)
                 start, stop = (min(x, into.shape[along]) for x in (piece.start, piece.stop))
                 target = _of_shard(into.narrow(along, start, stop - start), piece, dim)
@@ -278,7 +278,7 @@ class WeightPlan:
             )
 
 
-def weight_rule_applies(rule: Rule, spec: ModelSpec) -> bool:
+def weight_rule_applies(rule: WeightRule, spec: ModelSpec) -> bool:
     """Whether this model has what the rule is about."""
     return not rule.when or bool(getattr(spec, rule.when))
 
@@ -288,7 +288,7 @@ def format_rule_name(pattern: str, layer: int | None, expert: int | None) -> str
     return pattern.replace("{L}", str(layer)).replace("{E}", str(expert))
 
 
-def expand_weight_table(rules: Sequence[Rule], spec: ModelSpec) -> Iterator[Place]:
+def expand_weight_table(rules: Sequence[WeightRule], spec: ModelSpec) -> Iterator[Place]:
     """Every parameter of a model with the rule for it, in export order: layer by layer, and expert by expert within a
     layer."""
     active = [rule for rule in rules if weight_rule_applies(rule, spec)]

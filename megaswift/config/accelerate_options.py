@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megaswift.config.option_sources import ConfigSource, Given
+from megaswift.config.option_sources import ConfigSource, GivenOptionValue
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem
@@ -53,7 +53,7 @@ def options_from_accelerate(environ: Mapping[str, str]) -> ConfigSource:
     givens = [*_precision(environ)]
     problems = [*_refused(environ)]
     if _on(environ, ZERO) and not problems:
-        givens.append(Given("deepspeed", _zero(environ), "accelerate's deepspeed_config"))
+        givens.append(GivenOptionValue("deepspeed", _zero(environ), "accelerate's deepspeed_config"))
     if _on(environ, FSDP) and not problems:
         givens += _fsdp(environ)
     return ConfigSource(tuple(givens), tuple(problems))
@@ -83,7 +83,7 @@ def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> 
         )
 
 
-def unread_accelerate_notices(environ: Mapping[str, str]) -> list[Problem]:
+def accelerate_engine_flag_problems(environ: Mapping[str, str]) -> list[Problem]:
     """For the Python API, whose configuration is made by the user's own code: engines asked of accelerate."""
     settings = {ZERO: ("deepspeed", "zero2"), FSDP: ("fsdp", "fsdp2"), MEGATRON: ("megatron_lm", "megatron")}
     return [
@@ -109,10 +109,10 @@ def _value(environ: Mapping[str, str], name: str) -> str:
     return environ.get(name, "none").lower()
 
 
-def _precision(environ: Mapping[str, str]) -> Iterator[Given]:
+def _precision(environ: Mapping[str, str]) -> Iterator[GivenOptionValue]:
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision in _DTYPES:
-        yield Given("torch_dtype", _DTYPES[precision], f"accelerate's mixed_precision {precision}")
+        yield GivenOptionValue("torch_dtype", _DTYPES[precision], f"accelerate's mixed_precision {precision}")
 
 
 def _zero_key(environ: Mapping[str, str]) -> tuple[str, str, str]:
@@ -124,18 +124,18 @@ def _zero(environ: Mapping[str, str]) -> str:
     return environ.get(f"{_ZERO}CONFIG_FILE") or _KINDS[_zero_key(environ)]
 
 
-def _fsdp(environ: Mapping[str, str]) -> Iterator[Given]:
+def _fsdp(environ: Mapping[str, str]) -> Iterator[GivenOptionValue]:
     words = [_sharding(environ)] + ["offload"] * _on(environ, "FSDP_OFFLOAD_PARAMS")
-    yield Given("fsdp", words, "accelerate's fsdp_config")
+    yield GivenOptionValue("fsdp", words, "accelerate's fsdp_config")
     classes = environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "None")
     if classes != "None":
-        yield Given(
+        yield GivenOptionValue(
             "fsdp_transformer_layer_cls_to_wrap",
             classes.split(","),
             f"accelerate's fsdp_transformer_layer_cls_to_wrap {classes}",
         )
     if _on(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
-        yield Given("recompute_granularity", "full", "accelerate's fsdp_activation_checkpointing")
+        yield GivenOptionValue("recompute_granularity", "full", "accelerate's fsdp_activation_checkpointing")
 
 
 def _sharding(environ: Mapping[str, str]) -> str:

@@ -20,12 +20,12 @@ _TYPE = ("train_type",)
 _BITS = ("quantization_bit", "train_type")
 
 
-def peft_method_of(c: Sections) -> PeftMethod | None:
+def non_lora_peft_method_of(c: Sections) -> PeftMethod | None:
     """PEFT's adapter that trains, where it is not LoRA."""
     return METHODS.get(c.model.train_type)
 
 
-def frozen_weight_bits(c: Sections) -> int | None:
+def base_quantization_bits(c: Sections) -> int | None:
     """Bits of the frozen weights on an engine of torch; None: as they are."""
     return DEFAULT_BITS if c.model.train_type == "qlora" else c.quantization.quantization_bit
 
@@ -39,7 +39,7 @@ def train_type_defaults(train_type: Any) -> dict[str, Any]:
 
 def _takes(name: str) -> Test:
     def unused(c: Sections) -> bool:
-        method = peft_method_of(c)
+        method = non_lora_peft_method_of(c)
         return method is not None and name not in method.takes
 
     return unused
@@ -50,12 +50,12 @@ def _native(c: Sections) -> bool:
 
 
 def _wrong_engine(c: Sections) -> bool:
-    method, engine = peft_method_of(c), engine_name_of(c)
+    method, engine = non_lora_peft_method_of(c), engine_name_of(c)
     return method is not None and not _native(c) and bool(method.engines) and engine not in (*method.engines, "auto")
 
 
 def _split(c: Sections) -> bool:
-    method = peft_method_of(c)
+    method = non_lora_peft_method_of(c)
     return method is not None and bool(method.whole) and engine_name_of(c) in SHARDED
 
 
@@ -80,7 +80,7 @@ ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "peft_config",
         _TYPE,
-        lambda c: peft_method_of(c) is None,
+        lambda c: non_lora_peft_method_of(c) is None,
         "applies only to PEFT adapters other than LoRA (train_type is {train_type})",
         f"--train_type {next(iter(METHODS))}",
         ({},),
@@ -89,7 +89,7 @@ ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
         IgnoredOption(
             name,
             ("adapters", "train_type"),
-            lambda c: peft_method_of(c) is not None and c.lora.adapters is not None,
+            lambda c: non_lora_peft_method_of(c) is not None and c.lora.adapters is not None,
             "the adapter folder {adapters} determines it",
             "omit --adapters to train new adapters",
             (None, {}, OPTIONS[name].default),
@@ -111,7 +111,7 @@ ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
         IgnoredOption(
             name,
             (*_BITS, *READS),
-            lambda c: not _native(c) and frozen_weight_bits(c) != 4,
+            lambda c: not _native(c) and base_quantization_bits(c) != 4,
             "applies only to 4-bit weights",
             "--quantization_bit 4",
             (OPTIONS[name].default,),
@@ -123,7 +123,7 @@ ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
 ADAPTER_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("train_type", *READS),
-        lambda c: peft_method_of(c) is not None and _native(c),
+        lambda c: non_lora_peft_method_of(c) is not None and _native(c),
         ("needs a torch engine (the native engine supports lora, with --use_dora and --use_rslora, and qlora)"),
         "--engine ddp",
     ),
@@ -177,16 +177,16 @@ ADAPTER_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         (*_BITS, *READS),
-        lambda c: frozen_weight_bits(c) is not None and not _native(c) and engine_name_of(c) in SHARDED,
+        lambda c: base_quantization_bits(c) is not None and not _native(c) and engine_name_of(c) in SHARDED,
         "is not supported with sharded weights: bitsandbytes blocks cannot be split",
         "--engine ddp, zero2, or megatron, which shards qlora with --tp",
     ),
     ConflictingOptions(
         (*_BITS,),
         lambda c: (
-            (m := peft_method_of(c)) is not None
-            and frozen_weight_bits(c) is not None
-            and frozen_weight_bits(c) not in m.bits
+            (m := non_lora_peft_method_of(c)) is not None
+            and base_quantization_bits(c) is not None
+            and base_quantization_bits(c) not in m.bits
         ),
         "is not supported by PEFT's {train_type}",
         "--train_type lora",

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar, get_type_hints
 
-from megaswift.commands import HELP
+from megaswift.command_line_common import HELP
 from megaswift.config.help_page import option_lines, section_heading
 from megaswift.config.option import OptionTable, build_option_table
-from megaswift.config.option_sources import Given, read_command_line, secret_values_of
+from megaswift.config.option_sources import GivenOptionValue, read_command_line, secret_values_of
 from megaswift.config.parse_option_values import FALSE
 from megaswift.config.resolve_sections import ResolveState, set_option_value, unknown_option_problem
 from megaswift.config.user_spelling import TypedOption, errors_as_typed, problems_as_typed
@@ -88,7 +88,7 @@ class CommandParser(Generic[Config]):
             Problem(word, f"is an unexpected argument of megaswift {self.name}", f"megaswift {self.name} --help")
             for word in line.files
         ]
-        first: dict[str, Given] = {}
+        first: dict[str, GivenOptionValue] = {}
         for given in line.givens:
             option = self.table.options.get(self.table.names.get(given.name, ""))
             if option is None:
@@ -109,7 +109,7 @@ class CommandParser(Generic[Config]):
             raise ConfigError(redacted(problems, secret_values_of(line.givens)))
         return parsed
 
-    def _unknown(self, given: Given) -> Problem:
+    def _unknown(self, given: GivenOptionValue) -> Problem:
         problem = unknown_option_problem(given, self.table.names, self.name)
         off = str(given.value).strip().lower() in FALSE
         return replace(problem, fix=self.hints[given.name]) if given.name in self.hints and not off else problem

@@ -157,7 +157,7 @@ def deepspeed_preset(kind: str) -> dict[str, Any]:
     return {"zero_optimization": zero, "bf16": {"enabled": "auto"}, **dict.fromkeys(autos, "auto")}
 
 
-def deepspeed_offloads(config: Mapping[str, Any]) -> tuple[bool, bool]:
+def offloads_optimizer_and_weights(config: Mapping[str, Any]) -> tuple[bool, bool]:
     """Whether a configuration keeps (the optimizer, the weights) off the device."""
     zero = config.get("zero_optimization") or {}
     optimizer, weights = (
@@ -166,10 +166,13 @@ def deepspeed_offloads(config: Mapping[str, Any]) -> tuple[bool, bool]:
     return optimizer, weights
 
 
-def deepspeed_kind(config: Mapping[str, Any]) -> str | None:
+def matching_deepspeed_preset(config: Mapping[str, Any]) -> str | None:
     """The kind that a configuration belongs to; None where it belongs to none. At stage 3 either part may be
     offloaded."""
-    stage, (optimizer, weights) = (config.get("zero_optimization") or {}).get("stage", 0), deepspeed_offloads(config)
+    stage, (optimizer, weights) = (
+        (config.get("zero_optimization") or {}).get("stage", 0),
+        offloads_optimizer_and_weights(config),
+    )
     kind = f"zero{stage}" + "_offload" * (optimizer or weights)
     return kind if kind in KINDS and (stage == 3 or not weights) else None
 
@@ -210,7 +213,7 @@ def fill_deepspeed_auto(given: Mapping[str, Any], facts: DeepspeedAutoValues, la
         problems.append(
             Problem(f'{label}: "{path}": "auto"', "the run does not provide this value", "set a value, or leave it out")
         )
-    kind = deepspeed_kind(config)
+    kind = matching_deepspeed_preset(config)
     if kind is None and not problems:
         fix = "see the examples in configs/deepspeed"
         problems.append(

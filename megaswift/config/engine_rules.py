@@ -8,9 +8,9 @@ from pathlib import Path
 from megaswift.config.deepspeed_json import (
     FilledDeepspeedConfig,
     deepspeed_auto_values,
-    deepspeed_kind,
     deepspeed_preset,
     fill_deepspeed_auto,
+    matching_deepspeed_preset,
     read_deepspeed_json,
 )
 from megaswift.config.engine import ZERO
@@ -64,17 +64,17 @@ def engine_name_of(c: Sections) -> str:
     if "engine" in c.given:
         return c.engine.engine
     if c.engine.deepspeed is not None:
-        return deepspeed_kind_of_option(c.engine.deepspeed)
+        return deepspeed_preset_of_option(c.engine.deepspeed)
     return "fsdp2" if c.engine.use_fsdp or c.engine.fsdp or c.engine.fsdp_config else c.engine.engine
 
 
-def deepspeed_kind_of_option(deepspeed: str) -> str:
+def deepspeed_preset_of_option(deepspeed: str) -> str:
     """What `--deepspeed` names: a kind, or a file of that kind. `filled_deepspeed_config` reports the problems of a
     file."""
     if deepspeed in ZERO:
         return deepspeed
     try:
-        return deepspeed_kind(read_deepspeed_json(Path(deepspeed))) or "zero2"
+        return matching_deepspeed_preset(read_deepspeed_json(Path(deepspeed))) or "zero2"
     except ConfigError:
         return "zero2"
 
@@ -178,7 +178,9 @@ ENGINE_IGNORED: tuple[IgnoredOption, ...] = (
 ENGINE_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("deepspeed", "engine"),
-        lambda c: c.engine.deepspeed is not None and engine_name_of(c) != deepspeed_kind_of_option(c.engine.deepspeed),
+        lambda c: (
+            c.engine.deepspeed is not None and engine_name_of(c) != deepspeed_preset_of_option(c.engine.deepspeed)
+        ),
         "conflicts with engine {engine}",
         ONE_OF,
     ),

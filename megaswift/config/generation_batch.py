@@ -19,7 +19,7 @@ from megaswift.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
-class GenerationPlan:
+class GenerationBatchPlan:
     """The numbers of one generation, over all ranks."""
 
     completions: int
@@ -37,14 +37,14 @@ class GenerationPlan:
         return self.batches * self.iterations
 
 
-def generation_plan(c: Sections, dp: int) -> GenerationPlan:
+def generation_batch_plan(c: Sections, dp: int) -> GenerationBatchPlan:
     """The plan on `dp` data-parallel ranks; ConfigError when the numbers do not fit each other."""
     plan = batch_plan(c.train, dp)
     problems = list(_problems(c, plan.global_batch_size, plan.per_device * dp, {}))
     if problems:
         raise ConfigError(problems)
     total, group = _completions(c, plan.global_batch_size, plan.per_device * dp), generations_per_prompt_of(c)
-    return GenerationPlan(total, total // group, group, total // plan.global_batch_size, c.rl.num_iterations)
+    return GenerationBatchPlan(total, total // group, group, total // plan.global_batch_size, c.rl.num_iterations)
 
 
 BATCH_OPTIONS = (
@@ -80,7 +80,7 @@ def default_accumulation_passes(task: str | None, values: Mapping[str, Any]) -> 
     return DefaultAccumulation(passes, text) if passes > 1 else None
 
 
-def generation_problems(c: Sections, labels: Mapping[str, str]) -> Iterator[Problem]:
+def generation_batch_problems(c: Sections, labels: Mapping[str, str]) -> Iterator[Problem]:
     """Problems that can be found before the number of ranks is known."""
     train, dp = c.train, c.parallel.data_parallel_size
     passes, wide = train.gradient_accumulation_steps, train.per_device_train_batch_size * dp if dp else None

@@ -6,9 +6,9 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
+from megaswift.config.advantage_estimator_table import estimators_of_option_help_note
 from megaswift.config.data import ALIGNMENT
-from megaswift.config.estimator_table import estimators_reading_text
-from megaswift.config.loss_table import losses_reading_text
+from megaswift.config.loss_table import losses_of_option_help_note
 from megaswift.config.option import Option
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.sections import OPTIONS, SECTIONS, TASKS
@@ -60,7 +60,7 @@ def option_lines(option: Option, width: int, task: str | None = None) -> Iterato
     if len(choices) > 1:
         text += f" [{' | '.join(choices)}]"
     if task is not None and (
-        readers := losses_reading_text(task, option.name) or estimators_reading_text(task, option.name)
+        readers := losses_of_option_help_note(task, option.name) or estimators_of_option_help_note(task, option.name)
     ):
         text += f"; {readers}"
     body = textwrap.wrap(text, width - column, break_on_hyphens=False)

@@ -21,7 +21,7 @@ ATTENTION = {
 
 
 @dataclass(frozen=True)
-class SourceOptions:
+class ModelPathOptions:
     """Model"""
 
     model: str | None = option(
@@ -37,7 +37,7 @@ class SourceOptions:
 
 
 @dataclass(frozen=True)
-class WeightsOptions(SourceOptions):
+class ModelLoadingOptions(ModelPathOptions):
     """Model"""
 
     torch_dtype: str = option(
@@ -116,7 +116,7 @@ class GenerationOptions:
 
 
 @dataclass(frozen=True)
-class ConversationOptions:
+class ChatTemplateOptions:
     """Conversation"""
 
     chat_template: str | None = option(
@@ -128,7 +128,7 @@ class ConversationOptions:
 
 
 @dataclass(frozen=True)
-class FileOptions:
+class PromptFileOptions:
     """Prompt file, instead of a conversation in the terminal"""
 
     dataset: str | None = option(
@@ -202,24 +202,24 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
-class AnswerConfig:
+class CommonInferenceConfig:
     """What every command has whose model answers."""
 
-    weights: WeightsOptions
+    weights: ModelLoadingOptions
     placement: PlacementOptions
     generation: GenerationOptions
-    conversation: ConversationOptions
+    conversation: ChatTemplateOptions
 
 
 @dataclass(frozen=True)
-class InferConfig(AnswerConfig):
+class InferConfig(CommonInferenceConfig):
     """One `megaswift infer`, checked."""
 
-    file: FileOptions
+    file: PromptFileOptions
 
 
 @dataclass(frozen=True)
-class DeployConfig(AnswerConfig):
+class DeployConfig(CommonInferenceConfig):
     """One `megaswift deploy`, checked."""
 
     server: ServerOptions
@@ -229,5 +229,5 @@ class DeployConfig(AnswerConfig):
 class ExportConfig:
     """One `megaswift export`, checked."""
 
-    source: SourceOptions
+    source: ModelPathOptions
     export: ExportOptions

@@ -16,12 +16,12 @@ from megaswift.config.device_placement import AUTOMATIC, DISK, parse_device_map,
 from megaswift.config.inference import (
     COLD,
     ExportOptions,
-    FileOptions,
     GenerationOptions,
+    ModelLoadingOptions,
+    ModelPathOptions,
     PlacementOptions,
+    PromptFileOptions,
     ServerOptions,
-    SourceOptions,
-    WeightsOptions,
 )
 from megaswift.errors import Problem
 
@@ -47,7 +47,7 @@ def _unused(parsed: ParsedCommand, names: Iterable[str], why: str, fix: str = "l
     return (Problem(parsed.label(name), why, fix) for name in names if parsed.given(name))
 
 
-def _model(options: WeightsOptions | SourceOptions) -> Iterator[Problem]:
+def _model(options: ModelLoadingOptions | ModelPathOptions) -> Iterator[Problem]:
     if options.model is None:
         yield Problem(
             "--model",
@@ -68,7 +68,7 @@ def _bits(bits: int | None) -> Iterator[Problem]:
 
 def _placement(parsed: ParsedCommand) -> Iterator[Problem]:
     options: PlacementOptions = parsed.sections["placement"]
-    weights: WeightsOptions = parsed.sections["weights"]
+    weights: ModelLoadingOptions = parsed.sections["weights"]
     yield from _bits(options.quantization_bit)
     placed = parse_device_map(options.device_map)
     if isinstance(placed, Problem):
@@ -120,7 +120,7 @@ def _beams(options: GenerationOptions, parsed: ParsedCommand, chat: bool) -> Ite
         yield from _unused(parsed, ("stop", "logprobs"), f"conflicts with {parsed.label('num_beams')}", fix)
 
 
-def _file(options: FileOptions, parsed: ParsedCommand) -> Iterator[Problem]:
+def _file(options: PromptFileOptions, parsed: ParsedCommand) -> Iterator[Problem]:
     if options.dataset is None:
         names = ("columns", "result_path", "per_device_eval_batch_size", "logprobs", "top_logprobs")
         yield from _unused(parsed, names, "applies only to a prompt file", "--dataset FILE.jsonl")
@@ -215,7 +215,7 @@ def _no_adapters(model: str | None) -> Problem:
 
 def export_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     """`megaswift export`."""
-    source: SourceOptions = parsed.sections["source"]
+    source: ModelPathOptions = parsed.sections["source"]
     export: ExportOptions = parsed.sections["export"]
     yield from _model(source)
     yield from _bits(export.quantization_bit)

@@ -38,7 +38,7 @@ def launched_process_count(option: str, environ: Mapping[str, str]) -> int | Non
     return next((int(environ[name]) for name in COUNTS[option] if name in environ), None)
 
 
-def launcher_mismatch_problems(launcher: str, environ: Mapping[str, str]) -> list[Problem]:
+def nested_launcher_problems(launcher: str, environ: Mapping[str, str]) -> list[Problem]:
     """A launcher that always starts the processes itself, in a process that another launcher has started."""
     if not launcher_entry(launcher).always_starts or environ.get("MEGASWIFT_LAUNCHER") == launcher:
         return []

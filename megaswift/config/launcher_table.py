@@ -22,7 +22,9 @@ class LauncherEntry:
 
 
 LAUNCHER_TABLE: tuple[LauncherEntry, ...] = (
-    LauncherEntry("torchrun", "megaswift.launchers.local", ("max_restarts", "node_rank", "master_addr", "master_port")),
+    LauncherEntry(
+        "torchrun", "megaswift.launchers.torchrun_launcher", ("max_restarts", "node_rank", "master_addr", "master_port")
+    ),
     LauncherEntry(
         "ray",
         "megaswift.launchers.ray_train",

@@ -208,7 +208,7 @@ def losses_needing(task: str, need: str) -> frozenset[str]:
     return frozenset(e.name for e in loss_entries(task) if need in e.needs)
 
 
-def losses_reading_text(task: str, option: str) -> str:
+def losses_of_option_help_note(task: str, option: str) -> str:
     """For `--help`: which losses read an option that not every loss reads; empty for any other option."""
     if option not in LOSS_OPTIONS:
         return ""

@@ -1,5 +1,5 @@
 """Section `optim`: the optimizer and its learning-rate schedule. The schedules themselves are in
-`megaswift.trainers.schedule`."""
+`megaswift.trainers.learning_rate_schedule`."""
 
 from __future__ import annotations
 

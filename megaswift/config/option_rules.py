@@ -13,7 +13,7 @@ from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.batch_arithmetic import batch_problems
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED, engine_name_of
-from megaswift.config.generation_batch import generation_problems
+from megaswift.config.generation_batch import generation_batch_problems
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.native_engine_rules import MODEL_CLASHES, MODEL_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
@@ -360,7 +360,7 @@ def _batch(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Ite
             and not problems
             and not wrong & {"generation_batch_size", "steps_per_generation", "num_generations"}
         ):
-            yield from generation_problems(c, labels)
+            yield from generation_batch_problems(c, labels)
 
 
 def _fill(text: str, c: Sections) -> str:

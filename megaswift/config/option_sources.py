@@ -1,5 +1,5 @@
 """Sources of option values: a YAML or JSON file, the command line, the environment, Python. Each gives a list of
-`Given`.
+`GivenOptionValue`.
 
 Owns reading and what the user literally wrote; it neither types values nor knows rules.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from megaswift.config.option import OptionTable
 from megaswift.config.parse_option_values import FALSE, TRUE, example_flag_text, option_value_text
-from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TRAINING, opens_section
+from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TRAINING, is_section_entry
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, missing_path_hint
 from megaswift.redaction import MASK, is_secret
 from megaswift.version import __version__
@@ -38,7 +38,7 @@ TOO_MANY = f"contains more than {MOST_VALUES:,} values, with its aliases expande
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenOptionValue:
     """One value from the user, and what to call it when it is wrong."""
 
     name: str
@@ -54,7 +54,7 @@ class Given:
 class ConfigSource:
     """All values of one place. Later places override earlier ones."""
 
-    givens: tuple[Given, ...] = ()
+    givens: tuple[GivenOptionValue, ...] = ()
     problems: tuple[Problem, ...] = ()
     notices: tuple[str, ...] = ()
     """Lines for the user that are not mistakes."""
@@ -64,18 +64,18 @@ class ConfigSource:
 
 
 @dataclass
-class CommandLine:
+class ParsedCommandLine:
     """What stands on a command line."""
 
     files: list[str] = field(default_factory=list)
-    givens: list[Given] = field(default_factory=list)
+    givens: list[GivenOptionValue] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
 def launch_source_from_environment(environ: Mapping[str, str]) -> ConfigSource:
     """The launch section from torchrun-style variables. Not for workers: there torchrun has set some of them itself."""
     givens = [
-        Given(n.lower(), environ[n], f"{n}={environ[n]} (environment)", f"{n} (environment)")
+        GivenOptionValue(n.lower(), environ[n], f"{n}={environ[n]} (environment)", f"{n} (environment)")
         for n in ENVIRONMENT
         if environ.get(n)
     ]
@@ -84,14 +84,16 @@ def launch_source_from_environment(environ: Mapping[str, str]) -> ConfigSource:
 
 def source_from_mapping(options: Mapping[str, Any]) -> ConfigSource:
     """Options of the Python API: flat names, or sections as dicts or section objects."""
-    givens: list[Given] = []
+    givens: list[GivenOptionValue] = []
     for name, value in options.items():
         if name in SECTIONS and isinstance(value, SECTIONS[name]):
             fields = {f: getattr(value, f) for f, o in OPTIONS.items() if o.section == name}
             value = {f: v for f, v in fields.items() if v != OPTIONS[f].default}
-        inner = value if opens_section(name, value) else {name: value}
+        inner = value if is_section_entry(name, value) else {name: value}
         givens += [
-            Given(normalize_name(n), v, f"{n}={MASK if is_secret(normalize_name(n)) else _shown(v)}", f"{n}=")
+            GivenOptionValue(
+                normalize_name(n), v, f"{n}={MASK if is_secret(normalize_name(n)) else _shown(v)}", f"{n}="
+            )
             for n, v in inner.items()
         ]
     return ConfigSource(tuple(givens))
@@ -110,7 +112,7 @@ def normalize_name(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-def secret_values_of(givens: Iterable[Given]) -> list[str]:
+def secret_values_of(givens: Iterable[GivenOptionValue]) -> list[str]:
     """Values that no message may repeat."""
     return [str(g.value) for g in givens if g.value and is_secret(g.name)]
 
@@ -151,12 +153,12 @@ def read_config_file(path: str) -> ConfigSource:
                 f"{path}{error.line}", error.rule, "write one `name: value` per line, optionally grouped in sections"
             )
         ) from None
-    givens: list[Given] = []
+    givens: list[GivenOptionValue] = []
     problems: list[Problem] = []
     seen: set[tuple[str, str]] = set()
     for section, name, value, line in pairs:
         label = f"{path}{line} {name}: {MASK if is_secret(normalize_name(name)) else option_value_text(value)}"
-        if section and not opens_section(normalize_name(section), {}):
+        if section and not is_section_entry(normalize_name(section), {}):
             if (section, "") not in seen:
                 fix = did_you_mean_hint(section, [*SECTIONS, *NAMES])
                 problems.append(
@@ -165,8 +167,8 @@ def read_config_file(path: str) -> ConfigSource:
             seen.add((section, ""))
         elif (section, name) in seen:
             problems.append(Problem(label, "occurs twice in the file", "remove one of the two"))
-        elif section or value is not None or not opens_section(normalize_name(name), {}):  # else an empty section
-            givens.append(Given(normalize_name(name), value, label, f"{path}{line} {name}:"))
+        elif section or value is not None or not is_section_entry(normalize_name(name), {}):  # else an empty section
+            givens.append(GivenOptionValue(normalize_name(name), value, label, f"{path}{line} {name}:"))
         seen.add((section, name))
     return ConfigSource(tuple(givens), tuple(problems), config_version_notices(path, text))
 
@@ -254,7 +256,7 @@ def _walk(loader: Any, node: Any, section: str) -> Iterator[_Pair]:
         opens = (
             isinstance(plain, dict) and not section and OPTIONS.get(NAMES.get(normalize_name(name), ""), None) is None
         )
-        if not section and (opens_section(normalize_name(name), plain) or opens):
+        if not section and (is_section_entry(normalize_name(name), plain) or opens):
             yield from _walk(loader, value, name)
         else:
             yield section, name, plain, line
@@ -272,7 +274,7 @@ def _json_pairs(text: str) -> Iterator[_Pair]:
     if not isinstance(root, _Pairs):
         raise _Malformed("must contain a JSON object of options")
     for name, value in root:
-        known = normalize_name(name) in NAMES and not opens_section(normalize_name(name), {})
+        known = normalize_name(name) in NAMES and not is_section_entry(normalize_name(name), {})
         if isinstance(value, _Pairs) and not known:
             yield from ((name, n, _plain(v), "") for n, v in value)
         else:
@@ -313,10 +315,10 @@ def _with_two_dashes(words: Sequence[str]) -> Problem:
     return Problem(typed, "is not an option: option names begin with two dashes", f"-{typed}")
 
 
-def read_command_line(argv: list[str], table: OptionTable = TRAINING) -> CommandLine:
+def read_command_line(argv: list[str], table: OptionTable = TRAINING) -> ParsedCommandLine:
     """A first word that is no flag, and --config, name files; the rest are `--name value...`, `--name=value`,
     `--switch`."""
-    line = CommandLine()
+    line = ParsedCommandLine()
     words = list(argv)
     if words and not _FLAG.match(words[0]) and not _one_dash(words[0], table):
         line.files.append(words.pop(0))
@@ -351,7 +353,7 @@ def read_command_line(argv: list[str], table: OptionTable = TRAINING) -> Command
     return line
 
 
-def _take(line: CommandLine, flag: str, values: list[str], table: OptionTable) -> None:
+def _take(line: ParsedCommandLine, flag: str, values: list[str], table: OptionTable) -> None:
     name = normalize_name(flag)
     option = table.options.get(table.names.get(name, ""))
     label = " ".join([flag, *(values if option or not is_secret(name) else [MASK])])
@@ -359,24 +361,24 @@ def _take(line: CommandLine, flag: str, values: list[str], table: OptionTable) -
         line.files += values
         line.problems += [] if values else [Problem(flag, "has no value", "--config run.yaml")]
     elif not values and option is not None and option.switches and name != option.name:
-        line.givens.append(Given(name, True, label, flag))
+        line.givens.append(GivenOptionValue(name, True, label, flag))
     elif not values and option is not None and option.kind != "bool":
         line.problems.append(Problem(flag, "has no value", example_flag_text(option)))
     elif option is None:
-        line.givens.append(Given(name, values[0] if values else None, label, flag))
+        line.givens.append(GivenOptionValue(name, values[0] if values else None, label, flag))
     elif option.kind in ("list", "numbers", "integers", "map") and values:
         earlier = next((g for g in line.givens if g.name == name), None)
         if earlier:  # --dataset a --dataset b
             line.givens.remove(earlier)
             values, label = [*earlier.value, *values], f"{earlier.label} {label}"
-        line.givens.append(Given(name, values, label, flag))
+        line.givens.append(GivenOptionValue(name, values, label, flag))
     elif option.kind == "bool" and (not values or values[0].lower() not in TRUE + FALSE) and len(values) != 1:
-        line.givens.append(Given(name, True, label, flag))
+        line.givens.append(GivenOptionValue(name, True, label, flag))
         line.problems += [
             Problem(v, f"is an unexpected argument ({flag} is a boolean flag)", f"{flag} true") for v in values
         ]
     else:
-        line.givens.append(Given(name, values[0] if values else None, " ".join([flag, *values[:1]]), flag))
+        line.givens.append(GivenOptionValue(name, values[0] if values else None, " ".join([flag, *values[:1]]), flag))
         line.problems += [
             _stray(v, f"is an unexpected argument ({flag} takes one value)", f'quote values with spaces: {flag} "a b"')
             for v in values[1:]

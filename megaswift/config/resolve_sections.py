@@ -11,17 +11,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megaswift.config.adapter_rules import train_type_defaults
-from megaswift.config.changed_toolkit_defaults import changed_defaults_notice
 from megaswift.config.data import ALIGNMENT
+from megaswift.config.differing_toolkit_defaults import differing_defaults_notice
 from megaswift.config.foreign_options import foreign_option_advice, foreign_value_advice
 from megaswift.config.generation_batch import BATCH_OPTIONS, DefaultAccumulation, default_accumulation_passes
-from megaswift.config.ms_swift_sampler_correction import translate_correction_options
+from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
 from megaswift.config.option import Option
 from megaswift.config.option_rules import BATCH, broken_option_rules, ignored_option_names, overridden_options
-from megaswift.config.option_sources import ConfigSource, Given, secret_values_of
-from megaswift.config.parse_option_values import TRUE, InvalidValue, is_unset, option_value_text, parse_option_value
+from megaswift.config.option_sources import ConfigSource, GivenOptionValue, secret_values_of
+from megaswift.config.parse_option_values import (
+    TRUE,
+    InvalidValue,
+    option_value_text,
+    parse_option_value,
+    resets_number_to_default,
+)
 from megaswift.config.peft_methods import VARIANTS
-from megaswift.config.rl_conflict_rules import has_no_rewards
+from megaswift.config.rl_conflict_rules import missing_reward_problems
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections
 from megaswift.config.user_spelling import TypedOption, problems_as_typed
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
@@ -94,7 +100,7 @@ def resolve_sections(
     others.
     """
     state = ResolveState(task=task)
-    for weight, source in enumerate(translate_correction_options(list(sources))):
+    for weight, source in enumerate(translate_rollout_correction_options(list(sources))):
         _take(state, source, weight)
     state, sections = _later_wins(state)
     problems = [*state.problems, *_check(sections, state), *(_missing(sections, state) if complete else ())]
@@ -117,7 +123,7 @@ def _refused(problems: Iterable[Problem], state: ResolveState) -> ConfigError:
 def _notices(sections: Sections, state: ResolveState) -> tuple[str, ...]:
     """What was taken otherwise than written, then defaults that depend on other options, then other toolkits'."""
     passes = _passes(state)
-    others = changed_defaults_notice(sections, state.foreign, ignored_option_names(sections))
+    others = differing_defaults_notice(sections, state.foreign, ignored_option_names(sections))
     return (*state.notices, *_learning_rate(sections), *((passes.text,) if passes else ()), *others)
 
 
@@ -192,7 +198,7 @@ def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
     state.problems += source.problems
     state.notices += source.notices
     state.secrets += secret_values_of(source.givens)
-    first: dict[str, Given] = {}
+    first: dict[str, GivenOptionValue] = {}
     for given in _spelled_out(source.givens):
         if given.name in ("task", "rlhf_type") or (
             NAMES.get(given.name) == "train_type" and str(given.value).lower() in TASK_NAMES
@@ -210,7 +216,7 @@ def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
         state.weights[option.name] = weight
 
 
-def _spelled_out(givens: Sequence[Given]) -> Iterator[Given]:
+def _spelled_out(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOptionValue]:
     """`train_type dora` is lora with `use_dora`; of `use_vllm` and `vllm_mode` together the second says which, where
     the first is true. `deepspeed: {config_path: FILE}` is the file."""
     values = {given.name: str(given.value).strip().lower() for given in givens}
@@ -230,9 +236,11 @@ def _spelled_out(givens: Sequence[Given]) -> Iterator[Given]:
             yield replace(given, name=switch, value=True)
 
 
-def set_option_value(state: ResolveState, option: Option, given: Given, earlier: Given | None) -> None:
+def set_option_value(
+    state: ResolveState, option: Option, given: GivenOptionValue, earlier: GivenOptionValue | None
+) -> None:
     """One value; `earlier`: one of the same source for the same option."""
-    if is_unset(option, given.value) and not earlier:
+    if resets_number_to_default(option, given.value) and not earlier:
         state.forget(option.name)
         return
     try:
@@ -264,7 +272,7 @@ def _refusal(option: Option, raw: Any) -> InvalidValue:
     raise AssertionError("the value was parsed before, with more choices")
 
 
-def _take_task(state: ResolveState, given: Given) -> None:
+def _take_task(state: ResolveState, given: GivenOptionValue) -> None:
     name = str(given.value).lower()
     if given.name not in ("task", "rlhf_type"):
         state.notices.append(f"{given.label}: {name} is a task, so it is used as rlhf_type; train_type stays full")
@@ -286,7 +294,7 @@ def _take_task(state: ResolveState, given: Given) -> None:
         )
 
 
-def unknown_option_problem(given: Given, known: Mapping[str, str], command: str | None = None) -> Problem:
+def unknown_option_problem(given: GivenOptionValue, known: Mapping[str, str], command: str | None = None) -> Problem:
     """The mistake of an option that is none of `known`. `command`: whose options these are; None: training's."""
     fix = foreign_option_advice(given.name, given.value, known)
     positive = given.name.removeprefix("no_")
@@ -305,4 +313,4 @@ def _missing(sections: Sections, state: ResolveState) -> Iterable[Problem]:
     if not sections.data.dataset and "dataset" not in state.wrong:
         yield Problem("--dataset", "is missing", "--dataset data.jsonl")
     if not state.wrong & {"reward_funcs", "reward_model", "environment"}:
-        yield from has_no_rewards(sections)
+        yield from missing_reward_problems(sections)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megaswift.config.advantage_estimator_table import advantage_estimator_names
 from megaswift.config.data import GRPO, PPO, RL
-from megaswift.config.estimator_table import estimator_names
 from megaswift.config.loss_table import AGG_MODES
 from megaswift.config.option import option
 
@@ -34,7 +34,7 @@ MODES = (
     "geometric_mask",
 )
 """Weights of samples: of a token, of a completion as the product of its tokens' (TRL's meaning), as their geometric
-mean. What ms-swift's names say is put in these terms by `ms_swift_sampler_correction.py` before it is read here."""
+mean. What ms-swift's names say is put in these terms by `ms_swift_rollout_correction.py` before it is read here."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ class RlConfig:
     advantage_estimator: str | None = option(
         None,
         "Advantage estimator; unset: grpo (ppo: gae)",
-        choices=estimator_names(),
-        choices_of={task: estimator_names(task) for task in ("grpo", "ppo")},
+        choices=advantage_estimator_names(),
+        choices_of={task: advantage_estimator_names(task) for task in ("grpo", "ppo")},
         tasks=RL,
         metavar="NAME",
     )

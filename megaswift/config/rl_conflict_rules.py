@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaswift.config.adapter_rules import frozen_weight_bits, peft_method_of
+from megaswift.config.adapter_rules import base_quantization_bits, non_lora_peft_method_of
 from megaswift.config.data import GRPO, PPO, RL
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.config.loss_option_rules import loss_requirement_rules
 from megaswift.config.preference import beta_of
 from megaswift.config.rl_defaults import (
+    advantage_estimator_entry_of,
     biasing_sampling_options,
     corrects_sampler_mismatch,
-    estimator_entry_of,
     generations_per_prompt_of,
     kl_estimator_of,
     kl_in_reward_of,
@@ -56,7 +56,7 @@ def _tail_is_all(c: Sections) -> bool:
 
 
 def _is_plain_lora(c: Sections) -> bool:
-    return peft_method_of(c) is None and not c.lora.use_dora
+    return non_lora_peft_method_of(c) is None and not c.lora.use_dora
 
 
 def _kl_in_loss(c: Sections) -> bool:
@@ -65,7 +65,7 @@ def _kl_in_loss(c: Sections) -> bool:
 
 def _averaged(c: Sections) -> bool:
     whole = c.rl.importance_sampling_level == "sequence" and policy_loss_of(c) not in (*REINFORCES, "rloo")
-    return estimator_entry_of(c).per_token and whole
+    return advantage_estimator_entry_of(c).per_token and whole
 
 
 def _biased(option: str) -> Test:
@@ -79,29 +79,31 @@ _ASYNC: Test = lambda c: c.rl.async_generation  # noqa: E731
 
 RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
-        _GAE, lambda c: c.task in GRPO and estimator_entry_of(c).critic, "needs a critic", "megaswift ppo"
+        _GAE, lambda c: c.task in GRPO and advantage_estimator_entry_of(c).critic, "needs a critic", "megaswift ppo"
     ),
     ConflictingOptions(
         _GAE,
-        lambda c: c.task in PPO and not estimator_entry_of(c).critic,
+        lambda c: c.task in PPO and not advantage_estimator_entry_of(c).critic,
         "does not use the critic that ppo trains",
         "megaswift grpo",
     ),
     ConflictingOptions(
         ("num_generations", "advantage_estimator"),
-        lambda c: c.task in GRPO and generations_per_prompt_of(c) < ALONE and estimator_entry_of(c).compares,
+        lambda c: c.task in GRPO and generations_per_prompt_of(c) < ALONE and advantage_estimator_entry_of(c).compares,
         "compares the completions of a prompt, but num_generations is 1",
         "--num_generations 8",
     ),
     ConflictingOptions(
         ("pass_at_k", "num_generations", "advantage_estimator"),
-        lambda c: "pass_at_k" in estimator_entry_of(c).reads and c.rl.pass_at_k > generations_per_prompt_of(c),
+        lambda c: (
+            "pass_at_k" in advantage_estimator_entry_of(c).reads and c.rl.pass_at_k > generations_per_prompt_of(c)
+        ),
         "exceeds the number of completions per prompt",
         "--num_generations 8",
     ),
     ConflictingOptions(
         ("advantage_estimator", "kl_in_reward", "beta"),
-        lambda c: estimator_entry_of(c).binary and kl_in_reward_of(c),
+        lambda c: advantage_estimator_entry_of(c).binary and kl_in_reward_of(c),
         "uses only whether a reward is above 0, so a KL penalty cannot be part of the rewards",
         "--kl_in_reward false",
     ),
@@ -171,7 +173,11 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("dynamic_sample", "num_generations", "advantage_estimator"),
-        lambda c: c.rl.dynamic_sample and generations_per_prompt_of(c) < ALONE and not estimator_entry_of(c).compares,
+        lambda c: (
+            c.rl.dynamic_sample
+            and generations_per_prompt_of(c) < ALONE
+            and not advantage_estimator_entry_of(c).compares
+        ),
         "compares the rewards of a prompt's completions, but num_generations is 1",
         "--num_generations 8",
     ),
@@ -196,7 +202,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     *loss_requirement_rules("grpo"),
     ConflictingOptions(
         ("loss_type", "advantage_estimator"),
-        lambda c: policy_loss_of(c) == "rloo" and estimator_entry_of(c).per_token,
+        lambda c: policy_loss_of(c) == "rloo" and advantage_estimator_entry_of(c).per_token,
         "takes one ratio per completion, which averages away the per-token advantages of {advantage_estimator}",
         "--loss_type dapo",
     ),
@@ -256,7 +262,9 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         ("train_type", "quantization_bit"),
         _rl(
             lambda c: (
-                not capabilities_of(c).merges_quantized and frozen_weight_bits(c) is not None and not _is_plain_lora(c)
+                not capabilities_of(c).merges_quantized
+                and base_quantization_bits(c) is not None
+                and not _is_plain_lora(c)
             )
         ),
         "on quantized weights cannot be merged for the sampler without requantizing them",
@@ -277,7 +285,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
 )
 
 
-def has_no_rewards(c: Sections) -> Iterator[Problem]:
+def missing_reward_problems(c: Sections) -> Iterator[Problem]:
     """A run that nothing judges."""
     if c.task in RL and not c.rl.reward_funcs and not c.rl.reward_model and c.rl.environment is None:
         yield Problem(

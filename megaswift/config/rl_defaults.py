@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from megaswift.config.advantage_estimator_table import (
+    AdvantageEstimatorEntry,
+    advantage_estimator_entry,
+    advantage_estimator_names,
+)
 from megaswift.config.data import GRPO, PPO
-from megaswift.config.estimator_table import EstimatorEntry, advantage_estimator_entry, estimator_names
 from megaswift.config.preference import beta_of, loss_types_of
 
 DEFAULT_GENERATIONS = 8
@@ -18,14 +22,14 @@ def generations_per_prompt_of(c: Any) -> int:
     return given if given is not None else 1 if c.task in PPO else DEFAULT_GENERATIONS
 
 
-def estimator_of(c: Any) -> str:
+def advantage_estimator_of(c: Any) -> str:
     """How rewards become advantages."""
-    return c.rl.advantage_estimator or estimator_names("ppo" if c.task in PPO else "grpo")[0]
+    return c.rl.advantage_estimator or advantage_estimator_names("ppo" if c.task in PPO else "grpo")[0]
 
 
-def estimator_entry_of(c: Any) -> EstimatorEntry:
+def advantage_estimator_entry_of(c: Any) -> AdvantageEstimatorEntry:
     """The row of the run's estimator."""
-    return advantage_estimator_entry(estimator_of(c))
+    return advantage_estimator_entry(advantage_estimator_of(c))
 
 
 def policy_loss_of(c: Any) -> str:
@@ -33,14 +37,14 @@ def policy_loss_of(c: Any) -> str:
     batch."""
     if c.task not in GRPO:
         return "bnpo"
-    default = estimator_entry_of(c).loss_type
+    default = advantage_estimator_entry_of(c).loss_type
     return default if default and not c.preference.loss_type else loss_types_of(c)[0]
 
 
 def kl_in_reward_of(c: Any) -> bool:
     """Whether the divergence from the reference is taken off the rewards (and is then no term of the loss)."""
     given: bool | None = c.rl.kl_in_reward
-    return beta_of(c) > 0 and (estimator_entry_of(c).kl_in_reward if given is None else given)
+    return beta_of(c) > 0 and (advantage_estimator_entry_of(c).kl_in_reward if given is None else given)
 
 
 def kl_estimator_of(c: Any) -> str:
@@ -51,7 +55,7 @@ def kl_estimator_of(c: Any) -> str:
 def whitens_advantages(c: Any) -> bool:
     """Whether advantages are whitened over the batch, of estimators without a scale of their own."""
     given: bool | None = c.rl.whiten_advantages
-    return estimator_entry_of(c).whitens if given is None else given
+    return advantage_estimator_entry_of(c).whitens if given is None else given
 
 
 def corrects_sampler_mismatch(c: Any) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megaswift.config.estimator_table import ESTIMATOR_OPTIONS, estimators_reading
+from megaswift.config.advantage_estimator_table import ESTIMATOR_OPTIONS, advantage_estimators_reading
 from megaswift.config.loss_option_rules import ignored_by_loss_rules
 from megaswift.config.preference import beta_of
 from megaswift.config.rl import SERVERS
 from megaswift.config.rl_defaults import (
+    advantage_estimator_entry_of,
     biasing_sampling_options,
     corrects_sampler_mismatch,
-    estimator_entry_of,
     kl_in_reward_of,
     policy_loss_of,
 )
@@ -31,13 +31,13 @@ def _strict(names: Iterable[str], reads: tuple[str, ...], when: Test, why: str, 
 def _ignored_by_estimator() -> Iterator[IgnoredOption]:
     """A rule for each option that only some estimators read."""
     for option, neutral in ESTIMATOR_OPTIONS.items():
-        readers = estimators_reading(option, "grpo")
-        why = f"applies only to advantage_estimator {join_names(estimators_reading(option))}"
+        readers = advantage_estimators_reading(option, "grpo")
+        why = f"applies only to advantage_estimator {join_names(advantage_estimators_reading(option))}"
         yield IgnoredOption(option, _GAE, _unestimated(option), why, f"--advantage_estimator {readers[0]}", neutral)
 
 
 def _unestimated(option: str) -> Test:
-    return lambda c: option not in estimator_entry_of(c).reads
+    return lambda c: option not in advantage_estimator_entry_of(c).reads
 
 
 def _unrewarded(name: str) -> Test:

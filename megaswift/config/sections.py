@@ -77,7 +77,7 @@ NAMES: dict[str, str] = TRAINING.names
 """Any spelling to the canonical name."""
 
 
-def opens_section(name: str, value: Any) -> bool:
+def is_section_entry(name: str, value: Any) -> bool:
     """Whether `name: value` opens a section: `model: {...}` does, `model: DIR` does not."""
     return isinstance(value, dict) and (name in SECTIONS or name in SECTION_ALIASES)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.data.sample import RowError
+from megaswift.data.training_sample import RowError
 
 _Message = dict[str, Any]
 _Render = Callable[[Sequence[_Message], Any, bool], str]

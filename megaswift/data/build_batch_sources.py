@@ -13,34 +13,34 @@ from typing import Any
 from megaswift import log
 from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES, RL
 from megaswift.data import vocab_check
-from megaswift.data.build_token_cache import cache_root
 from megaswift.data.collate import PaddingShape
+from megaswift.data.coordinate_token_cache_build import data_cache_folder
 from megaswift.data.documents import Documents, gather_documents, hold_out_documents, truncate_documents
 from megaswift.data.encode_preferences import PreferenceEncoder
-from megaswift.data.encode_rows import Encoder, EncodeSpec, encode_spec
+from megaswift.data.encode_rows import EncodeSpec, RowEncoder, encode_spec
 from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.loader import (
     BatchSource,
     EvaluationSource,
+    IndexedRows,
     LoaderGeometry,
-    RowData,
     TokenStoreBatchSource,
     make_document_rows,
 )
 from megaswift.data.preference_batches import PreferenceCollator, PreferenceDataset
 from megaswift.data.preference_documents import (
     CUT_CAUSES,
-    Preferences,
+    PreferenceDocuments,
     gather_preferences,
     hold_out_preferences,
     truncate_preferences,
 )
-from megaswift.data.stream_batches import StreamContents, StreamOptions, StreamSource
-from megaswift.data.stream_preferences import PreferenceContents
-from megaswift.data.stream_rows import TokenRowContents
-from megaswift.data.tokenization import check_columns, dataset_files, tokenize_datasets
+from megaswift.data.stream_batches import StreamBatchSource, StreamOptions, StreamRowProcessor
+from megaswift.data.stream_preferences import PreferenceStreamProcessor
+from megaswift.data.stream_rows import TokenRowStreamProcessor
+from megaswift.data.tokenization import check_renamed_columns_exist, dataset_files, tokenize_datasets
 from megaswift.data.tokenizer import padding_token_of
-from megaswift.data.vision_processor import Processor, tokenizer_of_reader
+from megaswift.data.vision_processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem
 
 
@@ -53,7 +53,7 @@ def load_document_splits(
     data: Any, train: Any, tokenizer: Any, task: str = "sft"
 ) -> tuple[Documents, Documents | None]:
     """(training, evaluation) documents, cut to length; DataError when there is nothing to train on."""
-    check_task_options(data, task)
+    check_data_options_for_task(data, task)
     docs = truncate_documents(
         gather_documents(tokenize_datasets(data, tokenizer, task, seed=data_seed(data, train))),
         data.max_length,
@@ -65,9 +65,11 @@ def load_document_splits(
     return hold_out_documents(docs, data.split_dataset_ratio, data_seed(data, train))
 
 
-def load_preference_splits(data: Any, train: Any, tokenizer: Any, task: str) -> tuple[Preferences, Preferences | None]:
+def load_preference_splits(
+    data: Any, train: Any, tokenizer: Any, task: str
+) -> tuple[PreferenceDocuments, PreferenceDocuments | None]:
     """(training, evaluation) pairs or labeled answers of a task of preferences, cut to length."""
-    check_task_options(data, task)
+    check_data_options_for_task(data, task)
     gathered = gather_preferences(tokenize_datasets(data, tokenizer, task, seed=data_seed(data, train)))
     truncated = truncate_preferences(gathered, data.max_length, data.truncation_strategy)
     _tell(truncated.docs, data, data.dataset)
@@ -81,7 +83,7 @@ def global_batch_unit(task: str) -> str:
     return "completions" if task in RL else "pairs" if task in PAIRS else "examples" if task in EXAMPLES else "rows"
 
 
-def check_task_options(data: Any, task: str) -> None:
+def check_data_options_for_task(data: Any, task: str) -> None:
     """DataError for options that the task's data cannot serve."""
     if data.truncation_strategy != "split":
         return
@@ -139,7 +141,7 @@ def _held_out(data: Any, tokenizer: Any, task: str) -> Documents:
     return documents
 
 
-def _held_out_units(data: Any, tokenizer: Any, task: str) -> Preferences:
+def _held_out_units(data: Any, tokenizer: Any, task: str) -> PreferenceDocuments:
     units = truncate_preferences(
         gather_preferences(tokenize_datasets(data, tokenizer, task, val=True)),
         data.max_length,
@@ -154,7 +156,7 @@ def padding_shape_of(tokenizer: Any, geometry: LoaderGeometry) -> PaddingShape:
     return PaddingShape(geometry.doc_multiple, geometry.row_multiple, padding_token_of(tokenizer, geometry.vocabulary))
 
 
-def build_sources(
+def build_train_and_eval_sources(
     data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft", prompt_labels: bool = False
 ) -> tuple[BatchSource, EvaluationSource | None]:
     """(training, evaluation) sources. Evaluation takes `per_device_eval_batch_size` rows a micro-batch, one micro-batch
@@ -163,28 +165,28 @@ def build_sources(
     `tokenizer`: of a vision-language model its `Processor`; rows may then have images.
     `prompt_labels`: of preferences, prompts carry labels too (ORPO).
     """
-    words = tokenizer_of_reader(tokenizer)
+    words = tokenizer_of_tokenizer_or_processor(tokenizer)
     shape = padding_shape_of(words, geometry)
     per_device = train.per_device_eval_batch_size or geometry.per_device
     apart = replace(geometry, per_device=per_device, accumulation=1)
-    check_task_options(data, task)
+    check_data_options_for_task(data, task)
     if data.streaming:
         assert not isinstance(tokenizer, Processor), "rows with images cannot be streamed"
-        evaluation: RowData | None = None
+        evaluation: IndexedRows | None = None
         if data.val_dataset and task in PREFERENCES:
             evaluation = PreferenceDataset(
                 _held_out_units(data, tokenizer, task), data.packing is not False, prompt_labels
             )
         elif data.val_dataset:
             evaluation = make_document_rows(_held_out(data, tokenizer, task), data.packing, data.max_length, shape)
-        vocab_check.check_vocabulary([] if evaluation is None else [evaluation.docs], words, geometry.vocabulary)
+        vocab_check.check_dataset_token_ids([] if evaluation is None else [evaluation.docs], words, geometry.vocabulary)
         stream = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, shape), prompt_labels)
         stream.watched = vocab_check.tokenizer_exceeds_embedding(words, geometry.vocabulary)
         source: BatchSource = stream
     else:
         if task in PREFERENCES:
             some, others = load_preference_splits(data, train, tokenizer, task)
-            rows: list[RowData] = [
+            rows: list[IndexedRows] = [
                 PreferenceDataset(u, data.packing is not False, prompt_labels) for u in (some, others) if u is not None
             ]
         else:
@@ -195,12 +197,14 @@ def build_sources(
                 for d in (docs, apart_docs)
                 if d is not None
             ]
-        vocab_check.check_vocabulary([r.docs for r in rows], words, geometry.vocabulary)
+        vocab_check.check_dataset_token_ids([r.docs for r in rows], words, geometry.vocabulary)
         source, evaluation = _stored(rows[0], data, train, (geometry, shape)), rows[1] if len(rows) > 1 else None
     return source, None if evaluation is None else EvaluationSource(evaluation, apart, shape)
 
 
-def _stored(rows: RowData, data: Any, train: Any, where: tuple[LoaderGeometry, PaddingShape]) -> TokenStoreBatchSource:
+def _stored(
+    rows: IndexedRows, data: Any, train: Any, where: tuple[LoaderGeometry, PaddingShape]
+) -> TokenStoreBatchSource:
     geometry, shape = where
     if len(rows) < geometry.global_batch:
         count, unit = len(rows.docs), "row"
@@ -225,16 +229,16 @@ def _stored(rows: RowData, data: Any, train: Any, where: tuple[LoaderGeometry, P
 
 def _stream(
     data: Any, train: Any, spec: EncodeSpec, where: tuple[LoaderGeometry, PaddingShape], prompt_labels: bool
-) -> StreamSource:
+) -> StreamBatchSource:
     (geometry, shape), units = where, spec.task in PREFERENCES
-    datasets = [dataset_files(name, cache_root(data.dataset_cache_dir)) for name in data.dataset]
+    datasets = [dataset_files(name, data_cache_folder(data.dataset_cache_dir)) for name in data.dataset]
     sources = [replace(source, sample_by=data.sample_by) for source in datasets]
     packs = bool(data.packing) and not units  # which units are in a micro-batch does not depend on how they lie there
     options = StreamOptions(data.max_length, data.truncation_strategy, packs, data.shuffle, data_seed(data, train))
-    contents: StreamContents = TokenRowContents(Encoder(spec), options, shape)
+    contents: StreamRowProcessor = TokenRowStreamProcessor(RowEncoder(spec), options, shape)
     if units:
         layout = PreferenceCollator(2 if spec.task in PAIRS else 1, data.packing is not False, False, prompt_labels)
-        contents = PreferenceContents(PreferenceEncoder(spec), options, layout, shape)
-    check_columns(data, spec.task)
+        contents = PreferenceStreamProcessor(PreferenceEncoder(spec), options, layout, shape)
+    check_renamed_columns_exist(data, spec.task)
     contents.check(sources)
-    return StreamSource(sources, contents, options, geometry)
+    return StreamBatchSource(sources, contents, options, geometry)

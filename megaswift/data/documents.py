@@ -125,7 +125,7 @@ def truncate_documents(docs: Documents, max_length: int, strategy: str) -> Docum
     long = np.flatnonzero(docs.length > max_length)
     counted = dict(docs.counted)
     if len(long) and strategy == "raise":
-        raise too_long_problem(docs, long, max_length)
+        raise too_long_documents_error(docs, long, max_length)
     out = replace(docs, counted=counted)
     if strategy == "delete":
         counted["deleted"] = len(long)
@@ -177,7 +177,7 @@ def cut_tokens(docs: Documents, which: np.ndarray, size: int, strategy: str) -> 
     return replace(out, labels=_relabeled(out, which))
 
 
-def too_long_problem(docs: Documents, long: np.ndarray, max_length: int) -> DataError:
+def too_long_documents_error(docs: Documents, long: np.ndarray, max_length: int) -> DataError:
     """The first of the documents that are longer than allowed, with file and line."""
     return DataError([_too_long(docs, int(i), max_length) for i in long[:10]])
 
@@ -187,16 +187,16 @@ def store_row_of(docs: Documents, i: int) -> int:
     return int(np.searchsorted(docs.stores[docs.store[i]].offsets, docs.start[i], side="right")) - 1
 
 
-def document_place(docs: Documents, i: int) -> str:
+def document_file_and_line(docs: Documents, i: int) -> str:
     """`file:line` of document i."""
     return docs.stores[docs.store[i]].place(store_row_of(docs, i))
 
 
 def _too_long(docs: Documents, i: int, max_length: int) -> Problem:
-    return too_long_message(document_place(docs, i), int(docs.length[i]), max_length)
+    return too_long_document_problem(document_file_and_line(docs, i), int(docs.length[i]), max_length)
 
 
-def too_long_message(where: str, tokens: int, max_length: int) -> Problem:
+def too_long_document_problem(where: str, tokens: int, max_length: int) -> Problem:
     """What is said of a document that is longer than allowed."""
     return Problem(
         where,

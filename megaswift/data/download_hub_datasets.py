@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megaswift.disk import atomic_file
+from megaswift.atomic_disk_writes import atomic_file
 from megaswift.errors import DataError, Problem, first_line
 
 

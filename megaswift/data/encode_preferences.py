@@ -15,15 +15,22 @@ import numpy as np
 
 from megaswift.config.data import PREFERENCES, RL
 from megaswift.data.encode_prompts import PromptEncoder
-from megaswift.data.encode_rows import BATCH, SHOWN, EncodedRows, Encoder, EncodeSpec, malformed_row_problem
+from megaswift.data.encode_rows import BATCH, SHOWN, EncodedRows, EncodeSpec, RowEncoder, malformed_row_problem
 from megaswift.data.encode_vision import VisionEncoder
 from megaswift.data.formats import recognize_format
 from megaswift.data.images import reject_images
-from megaswift.data.preference_rows import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, PreferenceError, PreferenceExample
+from megaswift.data.preference_rows import (
+    EMPTY,
+    IDENTICAL,
+    NO_PROMPT,
+    PROMPTS,
+    PreferenceExample,
+    UnusablePreferenceError,
+)
 from megaswift.data.render_chat import RenderedConversation
 from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.row_readers import LocatedRow
-from megaswift.data.sample import RowError, with_system
+from megaswift.data.training_sample import RowError, with_default_system_message
 from megaswift.errors import Problem
 
 Side = tuple[np.ndarray, np.ndarray]
@@ -41,13 +48,13 @@ class EncodedPreference:
     """What is counted of the row."""
 
 
-def row_encoder_for_task(spec: EncodeSpec) -> Encoder | PreferenceEncoder:
+def row_encoder_for_task(spec: EncodeSpec) -> RowEncoder | PreferenceEncoder:
     """The encoder of a task."""
     if spec.task in RL:
         return PromptEncoder(spec)
     if spec.task in PREFERENCES:
         return PreferenceEncoder(spec)
-    return Encoder(spec) if spec.processor is None else VisionEncoder(spec)
+    return RowEncoder(spec) if spec.processor is None else VisionEncoder(spec)
 
 
 def shared_prefix_length(a: np.ndarray, b: np.ndarray) -> int:
@@ -67,7 +74,7 @@ class PreferenceEncoder:
 
     def __init__(self, spec: EncodeSpec) -> None:
         self.spec = spec
-        self._texts = Encoder(spec)
+        self._texts = RowEncoder(spec)
         self._end = self._texts.token_text(spec.eos_id)
 
     def unit(self, row: Any) -> PreferenceExample:
@@ -83,7 +90,7 @@ class PreferenceEncoder:
                 "plain text, which is trained without a chat template, so --system cannot be applied",
                 "messages, or omit --system",
             )
-        return replace(unit, samples=tuple(with_system(s, self.spec.system) for s in unit.samples))
+        return replace(unit, samples=tuple(with_default_system_message(s, self.spec.system) for s in unit.samples))
 
     def _rendered(self, unit: PreferenceExample) -> list[RenderedConversation]:
         """The text and the loss spans of each document."""
@@ -109,17 +116,19 @@ class PreferenceEncoder:
             for ids, mask in sides
         ]
         if not all(mask.any() for _, mask in sides):
-            raise PreferenceError(EMPTY, "(answer)", "the completion has no label tokens", "a non-empty completion")
+            raise UnusablePreferenceError(
+                EMPTY, "(answer)", "the completion has no label tokens", "a non-empty completion"
+            )
         prompt = min(first_labeled_token(mask) for _, mask in sides)
         if len(sides) == 2:
             (a, _), (b, _) = sides
             shared = shared_prefix_length(a, b)
             if shared == len(a) == len(b):
-                raise PreferenceError(
+                raise UnusablePreferenceError(
                     IDENTICAL, "(tokens)", "both completions have the same tokens", "two different completions"
                 )
             if shared < prompt and not plain:
-                raise PreferenceError(
+                raise UnusablePreferenceError(
                     PROMPTS,
                     "(tokens)",
                     f"the chat template renders the prompt differently for the two completions, from token {shared} on",
@@ -127,7 +136,7 @@ class PreferenceEncoder:
                 )
             prompt = min(prompt, shared)
         if prompt == 0:
-            raise PreferenceError(NO_PROMPT, "(tokens)", "no token before the completion", "a prompt")
+            raise UnusablePreferenceError(NO_PROMPT, "(tokens)", "no token before the completion", "a prompt")
         if plain:
             for _, mask in sides:
                 mask[prompt:] = 1
@@ -153,10 +162,10 @@ class PreferenceEncoder:
                 sides = [next(tokens) for _ in rendered]
                 try:
                     notes = tuple(dict.fromkeys(note for r in rendered for note in r.notes))
-                    checked: EncodedPreference | PreferenceError = EncodedPreference(
+                    checked: EncodedPreference | UnusablePreferenceError = EncodedPreference(
                         self._checked(unit, sides), unit.value, notes
                     )
-                except PreferenceError as e:
+                except UnusablePreferenceError as e:
                     checked = e
                 yield checked
 
@@ -178,7 +187,7 @@ class PreferenceEncoder:
                 notes.update(result.notes)
                 continue
             bad += 1
-            if isinstance(result, PreferenceError):
+            if isinstance(result, UnusablePreferenceError):
                 causes[result.cause] += 1
             if len(problems) < SHOWN:
                 problems.append(malformed_row_problem(path, located.line, result))

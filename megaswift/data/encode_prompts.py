@@ -10,11 +10,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.data.encode_rows import Encoder, EncodeSpec, check_tokenizable_text
+from megaswift.data.encode_rows import EncodeSpec, RowEncoder, reject_lone_surrogates
 from megaswift.data.images import reject_images
 from megaswift.data.prompt_rows import split_prompt_row
 from megaswift.data.render_chat import RenderedConversation
-from megaswift.data.sample import RowError, with_system
+from megaswift.data.training_sample import RowError, with_default_system_message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class PromptText(RenderedConversation):
     """{"said", "columns", "tools"} as JSON."""
 
 
-class PromptEncoder(Encoder):
+class PromptEncoder(RowEncoder):
     """Turns located rows into the tokens of prompts."""
 
     def __init__(self, spec: EncodeSpec) -> None:
@@ -37,7 +37,7 @@ class PromptEncoder(Encoder):
         row = self.named(row)
         question = split_prompt_row(row, self.spec.task, self.spec.columns)
         reject_images(row, question.sample)
-        sample = with_system(question.sample, self.spec.system)
+        sample = with_default_system_message(question.sample, self.spec.system)
         if sample.text is not None and self.spec.system:
             raise RowError(
                 "prompt",
@@ -54,7 +54,7 @@ class PromptEncoder(Encoder):
         if text is None:
             assert self._chat is not None
             content, text, notes = sample.messages, self._chat.prompt(sample), self._chat.prompt_notes(sample)
-            check_tokenizable_text(text)
+            reject_lone_surrogates(text)
         # dates and the like as text
         beside = json.dumps({"said": content, "columns": question.columns, "tools": sample.tools}, default=str)
         return PromptText(text, (), notes, plain=sample.text is not None, beside=beside)

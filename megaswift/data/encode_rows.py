@@ -17,20 +17,20 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
 from megaswift.config.data import CHATS
-from megaswift.data.build_token_cache import cache_root
 from megaswift.data.columns import rename_columns
+from megaswift.data.coordinate_token_cache_build import data_cache_folder
+from megaswift.data.encode_distinct_pieces import DistinctPieceEncoder
 from megaswift.data.formats import parse_sample
 from megaswift.data.images import reject_images
-from megaswift.data.piece_cache import CachedEncoder
 from megaswift.data.read_template_and_system import read_system_message
 from megaswift.data.render_chat import ChatRenderer, ChatTemplates, RenderedConversation, load_chat_templates
 from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.row_counts import EMPTY_ANSWERS
 from megaswift.data.row_readers import LocatedRow
-from megaswift.data.sample import RowError, Sample, with_system
-from megaswift.data.split_points import split_points_of
+from megaswift.data.token_safe_split_points import token_safe_split_patterns
 from megaswift.data.tokenizer import fast_tokenizer_from_json
-from megaswift.data.vision_processor import Processor, ProcessorSpec, tokenizer_of_reader
+from megaswift.data.training_sample import RowError, Sample, with_default_system_message
+from megaswift.data.vision_processor import Processor, ProcessorSpec, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem
 
 BATCH = 256
@@ -82,7 +82,7 @@ class EncodedRows:
 
 def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
     """The spec of a run's options and tokenizer (or processor); DataError when they cannot work together."""
-    tokenizer = tokenizer_of_reader(reader)
+    tokenizer = tokenizer_of_tokenizer_or_processor(reader)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise DataError(
@@ -111,7 +111,7 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         columns=dict(data.columns),
         strict=data.strict,
         processor=reader.spec if isinstance(reader, Processor) else None,
-        image_folder=str(cache_root(data.dataset_cache_dir) / "images") if isinstance(reader, Processor) else "",
+        image_folder=str(data_cache_folder(data.dataset_cache_dir) / "images") if isinstance(reader, Processor) else "",
     )
 
 
@@ -122,7 +122,7 @@ def _before(tokenizer: Any) -> list[int]:
     return list(full[: full.index(bare[0])]) if bare else []
 
 
-def token_range(encoding: Encoding, begin: int, end: int, length: int) -> tuple[int, int]:
+def token_range_of_characters(encoding: Encoding, begin: int, end: int, length: int) -> tuple[int, int]:
     """Tokens that cover any of the characters [begin, end) of a text of `length` characters."""
     count = len(encoding)
     if begin >= end:
@@ -144,7 +144,7 @@ def token_range(encoding: Encoding, begin: int, end: int, length: int) -> tuple[
     return first, count if last is None else last
 
 
-class Encoder:
+class RowEncoder:
     """Turns located rows into tokens and masks."""
 
     def __init__(self, spec: EncodeSpec) -> None:
@@ -158,8 +158,10 @@ class Encoder:
         self._end = spec.eos_id if spec.task == "pt" else None
         self.keeps = spec.processor is not None
         """Whether rows keep something beside their tokens."""
-        cuts = split_points_of(self._tokenizer)
-        self._pieces = CachedEncoder(self._tokenizer, cuts, token_range) if cuts is not None else None
+        cuts = token_safe_split_patterns(self._tokenizer)
+        self._pieces = (
+            DistinctPieceEncoder(self._tokenizer, cuts, token_range_of_characters) if cuts is not None else None
+        )
 
     def token_text(self, token: int | None) -> str:
         """A token as it stands in texts; nothing where there is none."""
@@ -177,7 +179,7 @@ class Encoder:
         if sample.prompt is not None and self.spec.system:
             fault = "plain text, which is trained without a chat template, so --system cannot be applied"
             raise RowError("prompt", fault, "messages, or omit --system")
-        return with_system(sample, self.spec.system)
+        return with_default_system_message(sample, self.spec.system)
 
     def located(self, path: str, row: Any) -> RenderedConversation:
         """`render` for a row of the file `path`."""
@@ -200,7 +202,7 @@ class Encoder:
                 "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja (or the template text)"
             )
         rendered = self._chat.render(sample)
-        check_tokenizable_text(rendered.text)
+        reject_lone_surrogates(rendered.text)
         return rendered
 
     def _completed(self, prompt: str, whole: str) -> RenderedConversation:
@@ -226,7 +228,7 @@ class Encoder:
             yield ids, mask
 
     def _tokenize_pieces(
-        self, pieces: CachedEncoder, rendered: Sequence[RenderedConversation]
+        self, pieces: DistinctPieceEncoder, rendered: Sequence[RenderedConversation]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         encoded = pieces.encode(
             [r.text for r in rendered], [() if self._end is not None else r.spans for r in rendered]
@@ -250,7 +252,7 @@ class Encoder:
                 mask[:] = 1
             else:
                 for a, b in text.spans:
-                    first, last = token_range(encoding, a, b, len(text.text))
+                    first, last = token_range_of_characters(encoding, a, b, len(text.text))
                     mask[first:last] = 1
             yield ids, mask
 
@@ -297,7 +299,7 @@ class Encoder:
         return self.encode((part.path, located) for located in part.rows())
 
 
-def check_tokenizable_text(text: str) -> None:
+def reject_lone_surrogates(text: str) -> None:
     """RowError for a text that no tokenizer takes: a template, or --system, may bring halves of surrogate pairs."""
     if not text.isascii():
         try:

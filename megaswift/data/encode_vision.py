@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.data.encode_rows import Encoder, EncodeSpec, check_tokenizable_text
+from megaswift.data.encode_rows import EncodeSpec, RowEncoder, reject_lone_surrogates
 from megaswift.data.images import ImageRoot, attach_images, open_image
 from megaswift.data.render_chat import ChatRenderer, RenderedConversation
 from megaswift.data.vision_processor import ProcessedConversation, Processor
@@ -24,7 +24,7 @@ from megaswift.errors import DataError, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class RenderedTokens(RenderedConversation):
+class RenderedVisionRow(RenderedConversation):
     """A rendered row with its tokens."""
 
     ids: np.ndarray
@@ -35,7 +35,7 @@ class RenderedTokens(RenderedConversation):
     """What the trainer needs to read its images again, as JSON; empty where there are none."""
 
 
-class VisionEncoder(Encoder):
+class VisionEncoder(RowEncoder):
     """Turns located rows into tokens, masks and references to images."""
 
     def __init__(self, spec: EncodeSpec) -> None:
@@ -51,14 +51,14 @@ class VisionEncoder(Encoder):
         )
         assert self._chat is not None
         plain = self._chat.render(sample)
-        check_tokenizable_text(plain.text)
+        reject_lone_surrogates(plain.text)
         expanded = self._processor.expand(plain.text, [open_image(file) for file in files])
         spans = tuple((expanded.shifted(a), expanded.shifted(b)) for a, b in plain.spans)
         ids, mask, pictured = self._tokens(expanded, spans)
         mask[pictured] = 0
         end = int(pictured.nonzero()[0].max(initial=-1)) + 1
         images = json.dumps({"text": plain.text, "files": files, "end": end}, ensure_ascii=False) if files else ""
-        return RenderedTokens(expanded.text, spans, plain.notes, ids=ids, mask=mask, beside=images)
+        return RenderedVisionRow(expanded.text, spans, plain.notes, ids=ids, mask=mask, beside=images)
 
     def _tokens(
         self, expanded: ProcessedConversation, spans: Sequence[tuple[int, int]]
@@ -87,5 +87,5 @@ class VisionEncoder(Encoder):
     def tokenize(self, rendered: Sequence[RenderedConversation]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(int32 tokens [n], uint8 mask [n]) of each row."""
         for row in rendered:
-            assert isinstance(row, RenderedTokens)
+            assert isinstance(row, RenderedVisionRow)
             yield row.ids, row.mask

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.data.sample import RowError, Sample, decode_json_cell, describe_value
-from megaswift.disk import write_atomically
+from megaswift.atomic_disk_writes import write_atomically
+from megaswift.data.training_sample import RowError, Sample, decode_json_cell, describe_value
 from megaswift.errors import first_line
 
 TAG = "<image>"

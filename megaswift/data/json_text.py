@@ -49,7 +49,7 @@ def parse_json(text: str) -> Any:
     except (ValueError, RecursionError) as e:
         raise json_limit_error(e) from None
     if has_surrogate_escape(text):
-        check_encodable(value)
+        check_no_lone_surrogates(value)
     if text.count("{") + text.count("[") > MOST_NESTED:
         check_depth(value)
     return value
@@ -68,7 +68,7 @@ def json_limit_error(error: ValueError | RecursionError) -> JsonError:
     return JsonError("line", f"an integer of more than {digits:,} digits", "a shorter number, or a string")
 
 
-def check_encodable(value: Any) -> None:
+def check_no_lone_surrogates(value: Any) -> None:
     """JsonError for a string that no encoding can hold."""
     try:
         json.dumps(value, ensure_ascii=False).encode()

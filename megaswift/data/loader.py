@@ -18,7 +18,13 @@ from megaswift.data.collate import Document, PaddingShape, collate_packed, colla
 from megaswift.data.documents import Documents
 from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.packing import Packing, padded_lengths
-from megaswift.data.repack_remaining_rows import LayoutSpan, PackShape, RemainingRows, remaining_rows, spans_from_state
+from megaswift.data.repack_remaining_rows import (
+    PackingParameters,
+    PackingSpan,
+    RemainingRows,
+    packing_spans_from_state,
+    remaining_rows,
+)
 from megaswift.data.resume_data_check import FIX, WHAT, check_same_data, data_fingerprint
 from megaswift.data.vision_batches import VisionCollator
 from megaswift.data.vision_processor import Processor
@@ -89,7 +95,7 @@ class BatchSource(Protocol):
         """Rows, documents and fill."""
 
 
-class RowData(Protocol):
+class IndexedRows(Protocol):
     """Numbered rows that global batches are made of, whatever a row holds."""
 
     @property
@@ -115,7 +121,7 @@ class DocumentRows:
 
     docs: Documents
     packing: Packing | None = None
-    pack_shape: PackShape = PackShape()
+    pack_shape: PackingParameters = PackingParameters()
     """How they are packed."""
     towers: VisionCollator | None = None
     """Of a vision-language model: brings the images."""
@@ -156,7 +162,7 @@ def make_document_rows(
     assert not (packing and processor), "documents with images are not packed"
     if not packing:
         return DocumentRows(docs, towers=None if processor is None else VisionCollator(docs.stores, processor))
-    pack_shape = PackShape(shape.doc_multiple, shape.row_length(max_length))
+    pack_shape = PackingParameters(shape.doc_multiple, shape.row_length(max_length))
     return DocumentRows(docs, pack_shape.pack(docs.length), pack_shape)
 
 
@@ -181,7 +187,7 @@ def collate_step_microbatches(
 class TokenStoreBatchSource:
     """Batches from token stores: endless, in a known order."""
 
-    data: RowData
+    data: IndexedRows
     geometry: LoaderGeometry
     shape: PaddingShape
     order: EpochOrder
@@ -277,17 +283,17 @@ class TokenStoreBatchSource:
 
     def _go_on(self, data: DocumentRows, state: Mapping[str, Any]) -> None:
         """In the middle of an epoch, with the documents that rows of another packing have left."""
-        was, rows = PackShape(**state["packing"]), int(state["rows"])
+        was, rows = PackingParameters(**state["packing"]), int(state["rows"])
         epoch, taken = divmod(self._taken, rows)
-        stages: tuple[LayoutSpan, ...] = ()
+        stages: tuple[PackingSpan, ...] = ()
         if "rest" in state:
-            epoch, stages = int(state["rest"]["epoch"]), spans_from_state(state["rest"])
+            epoch, stages = int(state["rest"]["epoch"]), packing_spans_from_state(state["rest"])
             left = remaining_rows(data.docs.length, stages, was, epoch, self.order)
             taken = self._taken - ((epoch + 1) * rows - len(left))
         if was != data.pack_shape:
             if len(was.pack(data.docs.length)) != rows:
                 raise DataError(Problem(WHAT, "the remaining rows of the checkpoint cannot be repacked", FIX))
-            stages = (*stages, LayoutSpan(was, taken)) if taken or stages else ()
+            stages = (*stages, PackingSpan(was, taken)) if taken or stages else ()
         if not stages:
             self._taken = epoch * self.rows + taken
             return
@@ -319,7 +325,7 @@ class EvaluationSource:
     Which rows these are does not depend on the ranks: a limit counts rows, not batches.
     """
 
-    data: RowData
+    data: IndexedRows
     geometry: LoaderGeometry
     shape: PaddingShape
 

@@ -22,18 +22,18 @@ from megaswift.data.collate import Document, PaddingShape
 from megaswift.data.documents import Documents
 from megaswift.data.encode_preferences import first_labeled_token
 from megaswift.data.loader import collate_step_microbatches
-from megaswift.data.preference_documents import Preferences
+from megaswift.data.preference_documents import PreferenceDocuments
 from megaswift.losses.contract import Batch
 
 
-class PreferenceItem(NamedTuple):
+class PreferenceUnit(NamedTuple):
     """A unit as it is read."""
 
     documents: list[Document]
     value: float
 
 
-PreferenceMicrobatch = Sequence[PreferenceItem | tuple[()]]
+PreferenceMicrobatch = Sequence[PreferenceUnit | tuple[()]]
 """The units of a micro-batch; an empty one is without weight."""
 
 
@@ -95,7 +95,7 @@ class PreferenceCollator:
 class PreferenceDataset:
     """Numbered units for a loader."""
 
-    units: Preferences
+    units: PreferenceDocuments
     packing: bool
     prompt_labels: bool = False
 
@@ -114,11 +114,11 @@ class PreferenceDataset:
             self.units.width, self.packing, not np.isnan(self.units.values).any(), self.prompt_labels
         )
 
-    def read(self, row: int) -> PreferenceItem:
+    def read(self, row: int) -> PreferenceUnit:
         """The documents of a unit and its margin or label."""
         width, docs = self.units.width, self.docs
         which = range(row * width, (row + 1) * width)
-        return PreferenceItem([(*docs.read(i), int(docs.sample[i])) for i in which], float(self.units.values[row]))
+        return PreferenceUnit([(*docs.read(i), int(docs.sample[i])) for i in which], float(self.units.values[row]))
 
     def batches(self, rows: Sequence[PreferenceMicrobatch], shape: PaddingShape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches."""

@@ -15,10 +15,10 @@ import numpy as np
 from megaswift.data.documents import (
     Documents,
     cut_tokens,
-    document_place,
+    document_file_and_line,
     gather_documents,
     held_out_mask,
-    too_long_problem,
+    too_long_documents_error,
 )
 from megaswift.data.encode_preferences import Side, first_labeled_token
 from megaswift.data.preference_rows import IDENTICAL
@@ -32,7 +32,7 @@ CUT_CAUSES = (NO_ANSWER, PROMPT_CUT, IDENTICAL)
 
 
 @dataclass(frozen=True)
-class Preferences:
+class PreferenceDocuments:
     """Pairs (chosen, rejected) or single documents, in file order."""
 
     docs: Documents
@@ -48,13 +48,13 @@ class Preferences:
         """Documents a unit: two, or one."""
         return len(self.docs) // max(1, len(self))
 
-    def take(self, which: np.ndarray) -> Preferences:
+    def take(self, which: np.ndarray) -> PreferenceDocuments:
         """Some of the units, in the order asked for."""
         rows = (which[:, None] * self.width + np.arange(self.width)).ravel()
-        return Preferences(self.docs.take(rows), self.values[which])
+        return PreferenceDocuments(self.docs.take(rows), self.values[which])
 
 
-def gather_preferences(stores: list[tuple[DatasetFiles, TokenStore]]) -> Preferences:
+def gather_preferences(stores: list[tuple[DatasetFiles, TokenStore]]) -> PreferenceDocuments:
     """All units of the data sets in order, each taken as often as its `#rows` says."""
     docs = gather_documents(stores)
     values = []
@@ -62,7 +62,7 @@ def gather_preferences(stores: list[tuple[DatasetFiles, TokenStore]]) -> Prefere
         assert store.values is not None
         count = len(store.values)
         values.append(store.values if source.rows is None else store.values[source.taken(count)])
-    units = Preferences(docs, np.concatenate(values))
+    units = PreferenceDocuments(docs, np.concatenate(values))
     missing = np.isnan(units.values)
     if missing.any() and not missing.all():
         i = int(np.flatnonzero(missing)[0])
@@ -76,12 +76,12 @@ def gather_preferences(stores: list[tuple[DatasetFiles, TokenStore]]) -> Prefere
     return units
 
 
-def _place(units: Preferences, i: int) -> str:
+def _place(units: PreferenceDocuments, i: int) -> str:
     """`file:line` of unit i."""
-    return document_place(units.docs, i * units.width)
+    return document_file_and_line(units.docs, i * units.width)
 
 
-def truncate_preferences(units: Preferences, max_length: int, strategy: str) -> Preferences:
+def truncate_preferences(units: PreferenceDocuments, max_length: int, strategy: str) -> PreferenceDocuments:
     """Units of which each document has at most `max_length` tokens, and whatever is no pair or answer any more left
     out; counted.
 
@@ -91,14 +91,14 @@ def truncate_preferences(units: Preferences, max_length: int, strategy: str) -> 
     docs = units.docs
     long = np.flatnonzero(docs.length > max_length)
     if len(long) and strategy == "raise":
-        raise too_long_problem(docs, long, max_length)
+        raise too_long_documents_error(docs, long, max_length)
     touched = (docs.length > max_length).reshape(-1, units.width).any(axis=1)
     counted: Counter[str] = Counter(docs.counted)
     if strategy == "delete":
         usable, out = ~touched, units
         counted["deleted"] += int(touched.sum())
     else:
-        out = Preferences(cut_tokens(docs, long, max_length, strategy), units.values)
+        out = PreferenceDocuments(cut_tokens(docs, long, max_length, strategy), units.values)
         why = {int(i): _useless(out, units, int(i)) for i in np.flatnonzero(touched)}
         usable = np.array([why.get(i) is None for i in range(len(units))], dtype=bool)
         counted["truncated"] += len(why)
@@ -117,15 +117,15 @@ def truncate_preferences(units: Preferences, max_length: int, strategy: str) -> 
     return replace(out, docs=replace(out.docs, counted={k: v for k, v in counted.items() if v}))
 
 
-def _useless(units: Preferences, whole: Preferences, i: int) -> str | None:
-    """`unusable_reason` for a unit that was cut, and was `whole`."""
+def _useless(units: PreferenceDocuments, whole: PreferenceDocuments, i: int) -> str | None:
+    """`unusable_preference_reason` for a unit that was cut, and was `whole`."""
     numbers = range(i * units.width, (i + 1) * units.width)
     before = [int(units.docs.start[k] - whole.docs.start[k]) for k in numbers]
     parts = [slice(first, first + int(units.docs.length[k])) for first, k in zip(before, numbers, strict=True)]
-    return unusable_reason([whole.docs.read(k) for k in numbers], parts)
+    return unusable_preference_reason([whole.docs.read(k) for k in numbers], parts)
 
 
-def unusable_reason(sides: Sequence[Side], parts: Sequence[slice]) -> str | None:
+def unusable_preference_reason(sides: Sequence[Side], parts: Sequence[slice]) -> str | None:
     """Why a unit of which these parts of its documents are left teaches nothing; None where it does."""
     for (_, mask), part in zip(sides, parts, strict=True):
         if not mask[part][1:].any():
@@ -136,7 +136,9 @@ def unusable_reason(sides: Sequence[Side], parts: Sequence[slice]) -> str | None
     return IDENTICAL if len(tokens) == 2 and np.array_equal(tokens[0], tokens[1]) else None
 
 
-def hold_out_preferences(units: Preferences, ratio: float, seed: int) -> tuple[Preferences, Preferences | None]:
+def hold_out_preferences(
+    units: PreferenceDocuments, ratio: float, seed: int
+) -> tuple[PreferenceDocuments, PreferenceDocuments | None]:
     """(training, evaluation) units, chosen as rows are."""
     if ratio <= 0:
         return units, None

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megaswift.data.sample import RowError, Sample, describe_value
+from megaswift.data.training_sample import RowError, Sample, describe_value
 
 IDENTICAL, EMPTY, NO_PROMPT, PROMPTS = "identical completions", "an empty completion", "no prompt", "two prompts"
 """Why a unit is of no use, as it is counted."""
@@ -24,7 +24,7 @@ COLUMNS = ("rejected_response", "rejected_messages", "chosen", "rejected", "labe
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
-class PreferenceError(RowError):
+class UnusablePreferenceError(RowError):
     """A row that could be read and is of no use for preferences; counted by its cause."""
 
     def __init__(self, cause: str, column: str, found: str, expected: str) -> None:
@@ -92,12 +92,16 @@ def make_pair(chosen: Sample, rejected: Sample, margin: float, columns: tuple[st
     a, b = chosen.messages, rejected.messages
     shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     if shared == len(a) == len(b):
-        raise PreferenceError(IDENTICAL, columns[1], "identical to the chosen completion", "a different completion")
+        raise UnusablePreferenceError(
+            IDENTICAL, columns[1], "identical to the chosen completion", "a different completion"
+        )
     for messages, column in ((a, columns[0]), (b, columns[1])):
         if shared == len(messages):
-            raise PreferenceError(EMPTY, column, "no completion after the shared prompt", "an assistant message")
+            raise UnusablePreferenceError(
+                EMPTY, column, "no completion after the shared prompt", "an assistant message"
+            )
         if messages[shared]["role"] in ASKING:
-            raise PreferenceError(
+            raise UnusablePreferenceError(
                 PROMPTS,
                 column,
                 f"the conversations part at message {shared}, which is the {messages[shared]['role']}'s: "
@@ -105,7 +109,7 @@ def make_pair(chosen: Sample, rejected: Sample, margin: float, columns: tuple[st
                 "two completions of the same prompt",
             )
         if _silent(messages[shared:]):
-            raise PreferenceError(EMPTY, column, "an empty completion", "a non-empty completion")
+            raise UnusablePreferenceError(EMPTY, column, "an empty completion", "a non-empty completion")
     _need_prompt(a[:shared], columns[0])
     return PreferenceExample((_only(chosen, shared), _only(rejected, shared)), margin)
 
@@ -116,7 +120,7 @@ def make_labeled_example(sample: Sample, label: float, column: str, begin: int |
     prompt_end = max((i for i, m in enumerate(messages) if m["role"] in ASKING), default=-1) + 1
     begin = prompt_end if begin is None else begin
     if _silent(messages[begin:]):
-        raise PreferenceError(
+        raise UnusablePreferenceError(
             EMPTY,
             column,
             "no answer after the last question" if begin == len(messages) else "an empty completion",
@@ -128,19 +132,21 @@ def make_labeled_example(sample: Sample, label: float, column: str, begin: int |
 
 def _need_prompt(messages: Sequence[Mapping[str, Any]], column: str) -> None:
     if not messages:
-        raise PreferenceError(NO_PROMPT, column, "no message before the completion", "a prompt: a user message first")
+        raise UnusablePreferenceError(
+            NO_PROMPT, column, "no message before the completion", "a prompt: a user message first"
+        )
 
 
-def plain_texts(prompt: str, completions: Mapping[str, str], value: float) -> PreferenceExample:
+def make_plain_text_example(prompt: str, completions: Mapping[str, str], value: float) -> PreferenceExample:
     """A plain prompt, followed by each of `completions` (column -> text) without a chat template."""
     if not prompt:
-        raise PreferenceError(NO_PROMPT, "prompt", "an empty prompt", "text that the completions continue")
+        raise UnusablePreferenceError(NO_PROMPT, "prompt", "an empty prompt", "text that the completions continue")
     for column, text in completions.items():
         if not text.strip():
-            raise PreferenceError(EMPTY, column, "an empty completion", "a non-empty completion")
+            raise UnusablePreferenceError(EMPTY, column, "an empty completion", "a non-empty completion")
     texts = list(completions.values())
     if len(texts) == 2 and texts[0] == texts[1]:
-        raise PreferenceError(
+        raise UnusablePreferenceError(
             IDENTICAL, list(completions)[1], "identical to the chosen completion", "a different completion"
         )
     return PreferenceExample(tuple(Sample(text=prompt + text) for text in texts), value, len(prompt))

@@ -11,7 +11,7 @@ from typing import Any
 
 from megaswift.data.formats import FORMATS, Row, recognize_format
 from megaswift.data.preference_rows import COLUMNS
-from megaswift.data.sample import RowError, Sample
+from megaswift.data.training_sample import RowError, Sample
 
 ANSWERS = ("response", "output")
 """Columns that formats of training need and a question does not have."""
@@ -35,7 +35,7 @@ def lacks_only_answer(row: Row, task: str) -> bool:
     return any(missing and there and missing <= set(ANSWERS) for missing, there in lacking)
 
 
-def with_empty_answer(row: Row, task: str) -> Row:
+def row_readable_as_prompt(row: Row, task: str) -> Row:
     """The row without columns of preferences, and with an empty answer where it needs one to be read."""
     row = {k: v for k, v in row.items() if k not in COLUMNS}
     present = {k for k, v in row.items() if v is not None}
@@ -52,7 +52,7 @@ def split_prompt_row(row: Row, task: str, names: Mapping[str, str]) -> PromptRow
     """
     # whatever else the row might be
     prompt_columns = row if row.get("prompt") is None else {k: v for k, v in row.items() if k in PROMPT}
-    filled = with_empty_answer(prompt_columns, task)
+    filled = row_readable_as_prompt(prompt_columns, task)
     form = recognize_format(filled, task)
     sample = form.parse(filled)
     assert isinstance(sample, Sample)

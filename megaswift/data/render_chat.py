@@ -17,9 +17,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megaswift.data.assistant_turns import TurnFinder
 from megaswift.data.read_template_and_system import read_template
-from megaswift.data.sample import RowError, Sample
-from megaswift.data.template_limits import REFUSED, TemplateLimit, install_template_limits
+from megaswift.data.template_limits import REFUSED, TemplateLimitExceeded, install_template_limits
 from megaswift.data.template_probe import TemplateProbe
+from megaswift.data.training_sample import RowError, Sample
 from megaswift.errors import DataError, Problem, first_line
 
 install_template_limits()
@@ -120,7 +120,7 @@ class ChatRenderer:
                 return_assistant_tokens_mask=track,
                 **self.templates.special_tokens,
             )
-        except TemplateLimit as e:
+        except TemplateLimitExceeded as e:
             raise DataError(
                 Problem("the chat template", f"is not allowed: {e}", "use another template (--chat_template FILE)")
             ) from None

@@ -3,7 +3,7 @@
 Packing depends on the layout: with context parallelism each document is padded. When a run goes on with other padding,
 rows are other rows, and a position in the old ones says nothing about the new. So the old rows are packed again, which
 is deterministic, the documents of those already taken are left out, and the others are packed for the layout of now.
-The next epoch has the rows of now. `LayoutSpan` is one such change; an epoch may have several.
+The next epoch has the rows of now. `PackingSpan` is one such change; an epoch may have several.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megaswift.data.packing import Packing, pack_best_fit, padded_lengths
 
 
 @dataclass(frozen=True)
-class PackShape:
+class PackingParameters:
     """What packing depends on beside the documents' lengths; capacity 0: not packed, each document is a row."""
 
     multiple: int = 1
@@ -35,10 +35,10 @@ class PackShape:
 
 
 @dataclass(frozen=True)
-class LayoutSpan:
+class PackingSpan:
     """The rows that an epoch's documents had for a while, and how many of them were taken."""
 
-    shape: PackShape
+    shape: PackingParameters
     taken: int
 
 
@@ -47,7 +47,7 @@ class RemainingRows:
     """The rows that an epoch still has."""
 
     epoch: int
-    stages: tuple[LayoutSpan, ...]
+    stages: tuple[PackingSpan, ...]
     """Before now."""
     packing: Packing
     """Of the documents that no stage took; numbers of all documents."""
@@ -66,13 +66,13 @@ class RemainingRows:
         return {"epoch": self.epoch, "stages": [asdict(stage) for stage in self.stages]}
 
 
-def spans_from_state(state: Mapping[str, Any]) -> tuple[LayoutSpan, ...]:
+def packing_spans_from_state(state: Mapping[str, Any]) -> tuple[PackingSpan, ...]:
     """The inverse of `Rest.state`."""
-    return tuple(LayoutSpan(PackShape(**one["shape"]), int(one["taken"])) for one in state["stages"])
+    return tuple(PackingSpan(PackingParameters(**one["shape"]), int(one["taken"])) for one in state["stages"])
 
 
 def remaining_rows(
-    lengths: np.ndarray, stages: Sequence[LayoutSpan], now: PackShape, epoch: int, order: EpochOrder
+    lengths: np.ndarray, stages: Sequence[PackingSpan], now: PackingParameters, epoch: int, order: EpochOrder
 ) -> RemainingRows:
     """What `stages` left of an epoch, in rows of now."""
     left = np.arange(len(lengths))

@@ -22,7 +22,7 @@ from megaswift.data.build_batch_sources import data_seed
 from megaswift.data.documents import (
     Documents,
     cut_tokens,
-    document_place,
+    document_file_and_line,
     gather_documents,
     hold_out_documents,
     store_row_of,
@@ -207,7 +207,7 @@ def limit_prompt_lengths(docs: Documents, longest: int, completion: int, strateg
         raise DataError(
             [
                 Problem(
-                    document_place(docs, int(i)),
+                    document_file_and_line(docs, int(i)),
                     f"{docs.length[i]} tokens; {_room(longest, completion)}",
                     "use a larger --max_length, or --truncation_strategy delete or left",
                 )

@@ -35,7 +35,7 @@ TURN_ROLE_OF: Mapping[str, str] = {**ROLE_OF, "observation": "tool"}
 KNOWN = ", ".join([*ROLES, TOOL_CALL, *OTHER_NAMES])
 
 
-def role_of(name: Any, roles: Mapping[str, str] = ROLE_OF) -> str | None:
+def canonical_role(name: Any, roles: Mapping[str, str] = ROLE_OF) -> str | None:
     """The role of this name; None where there is none."""
     return roles.get(name.lower()) if isinstance(name, str) else None
 
@@ -44,7 +44,7 @@ Checked = tuple[dict[str, Any], bool | None]
 """A message and its `loss` flag."""
 
 
-def attach_tool_calls(messages: Iterable[Checked]) -> list[Checked]:
+def merge_tool_calls_into_turns(messages: Iterable[Checked]) -> list[Checked]:
     """Messages in which tool calls belong to the assistant's turn before them, or to one of their own."""
     out: list[Checked] = []
     for message, loss in messages:

@@ -28,11 +28,11 @@ WORDS = NOTES | {
 """Of all rows, as short as the first screen and the report need them."""
 
 
-def skipped_key(cause: str) -> str:
+def skipped_rows_counter_name(cause: str) -> str:
     """The name of a count of rows that were read and are of no use."""
     return f"skipped ({cause})"
 
 
-def counts_text(counted: Mapping[str, float]) -> list[str]:
+def row_count_texts(counted: Mapping[str, float]) -> list[str]:
     """Each count but that of all rows, in words."""
     return [f"{int(count):,} {WORDS.get(name, name)}" for name, count in counted.items() if count and name != "rows"]

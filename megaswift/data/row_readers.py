@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megaswift.data import json_text
-from megaswift.data.sample import LineError, RowError, describe_value
+from megaswift.data.training_sample import LineError, RowError, describe_value
 from megaswift.errors import DataError, Problem
 from megaswift.errors import first_line as reason
 
@@ -128,7 +128,7 @@ def _json_item(row: Any, halves: bool) -> Any:
     try:
         json_text.check_depth(row)
         if halves:
-            json_text.check_encodable(row)
+            json_text.check_no_lone_surrogates(row)
     except json_text.JsonError as e:
         fault = e.found.replace("is an unpaired surrogate", "is a byte that is not UTF-8, or an unpaired surrogate")
         return LineError(e.where, fault, e.expected)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.option_sources import normalize_name, read_command_line
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS
-from megaswift.data.row_counts import counts_text
+from megaswift.data.row_counts import row_count_texts
 from megaswift.errors import DataError, Problem, did_you_mean_hint
 from megaswift.log import count_text, info
 
@@ -173,7 +173,7 @@ def fold_repeats(texts: Sequence[str], mask: Sequence[int]) -> tuple[list[str], 
     return out, folded_mask
 
 
-def sample_text(texts: Sequence[str], mask: Sequence[int], color: bool) -> str:
+def loss_highlighted_text(texts: Sequence[str], mask: Sequence[int], color: bool) -> str:
     """The tokens of one sample; runs with loss in green, or in brackets."""
     out, position = [], 0
     while position < len(texts):
@@ -214,7 +214,7 @@ def histogram(values: np.ndarray, title: str, width: int = 40) -> list[str]:
 def data_summary(docs: Documents, evaluation: Documents | None, max_length: int, packing: bool = True) -> list[str]:
     """Counts, lengths, and how rows would be packed."""
     tokens, labels = int(docs.length.sum()), int(docs.labels.sum())
-    happened = ", ".join(counts_text(docs.counted))
+    happened = ", ".join(row_count_texts(docs.counted))
     lines = [
         f"{docs.counted['rows']:,} rows{f' ({happened})' if happened else ''}, {tokens:,} tokens, {labels:,} label "
         f"tokens ({100 * labels / tokens:.1f}%)"
@@ -271,7 +271,9 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
         global_batch_unit,  # brings torch; help and mistakes are answered without
     )
 
-    show = {"rows": show_rows, "completions": show_prompts}.get(global_batch_unit(cfg.task), show_preferences)
+    show = {"rows": sample_report_lines, "completions": prompt_report_lines}.get(
+        global_batch_unit(cfg.task), preference_report_lines
+    )
     print("\n".join(show(cfg, cfg.task, reader, range(first, first + count))))
     return 0
 
@@ -288,7 +290,7 @@ def _shown(which: range, count: int, of: str) -> range:
     return range(which.start, min(which.stop, count))
 
 
-def show_rows(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[str]:
+def sample_report_lines(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[str]:
     """Some samples of SFT or pretraining, then statistics of all."""
     from megaswift.data.build_batch_sources import load_document_splits
     from megaswift.data.vision_processor import Processor
@@ -302,7 +304,7 @@ def show_rows(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[st
     return lines + data_summary(docs, evaluation, cfg.data.max_length, show_packing)
 
 
-def show_preferences(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
+def preference_report_lines(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
     """Some pairs or labeled answers, each of their documents, then statistics of all documents."""
     from megaswift.data.build_batch_sources import global_batch_unit, load_preference_splits
 
@@ -327,7 +329,7 @@ def show_preferences(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) 
     return lines + data_summary(docs, None, cfg.data.max_length, packing=False)
 
 
-def show_prompts(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
+def prompt_report_lines(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
     """Some prompts with the columns that rewards see, then their lengths."""
     from megaswift.data.rl_prompts import load_prompt_splits
 
@@ -340,7 +342,7 @@ def show_prompts(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> l
             _document(prompts.docs, i, tokenizer),
         ]
         lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in prompt.columns.items()] + [""]
-    happened = ", ".join(counts_text(prompts.docs.counted))
+    happened = ", ".join(row_count_texts(prompts.docs.counted))
     lines.append(
         f"{len(prompts):,} prompts{f' ({happened})' if happened else ''}"
         + ("" if evaluation is None else f", evaluation: {len(evaluation):,}")
@@ -353,10 +355,10 @@ def _counts(docs: Documents, i: int) -> str:
 
 
 def _document(docs: Documents, i: int, reader: Any) -> str:
-    from megaswift.data.vision_processor import tokenizer_of_reader
+    from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
 
     ids, loss = docs.read(i)
-    texts, mask = token_texts(tokenizer_of_reader(reader), ids.tolist()), loss.tolist()
+    texts, mask = token_texts(tokenizer_of_tokenizer_or_processor(reader), ids.tolist()), loss.tolist()
     if docs.image_end[i]:
         texts, mask = fold_repeats(texts, mask)
-    return sample_text(texts, mask, use_color(sys.stdout))
+    return loss_highlighted_text(texts, mask, use_color(sys.stdout))

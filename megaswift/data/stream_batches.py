@@ -22,7 +22,7 @@ from megaswift.data.loader import LoaderGeometry
 from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.row_counts import NOTES
 from megaswift.data.row_readers import LocatedRow
-from megaswift.data.stream_cursor import Cursor, StreamPasses, read_from_cursor
+from megaswift.data.stream_cursor import Cursor, StreamPassProgress, read_from_cursor
 from megaswift.data.vocab_check import check_batch_token_ids
 from megaswift.errors import DataError, Problem
 from megaswift.log import warn
@@ -95,7 +95,7 @@ class StreamCounts:
                 warn(f"a row {NOTES[note]}; further ones are counted without a message")
 
 
-class StreamContents(Protocol):
+class StreamRowProcessor(Protocol):
     """What rows become."""
 
     tally: StreamCounts
@@ -144,11 +144,11 @@ class _Block:
 
 
 @dataclass
-class StreamSource:
+class StreamBatchSource:
     """Batches from files that are read along the way."""
 
     sources: Sequence[DatasetFiles]
-    contents: StreamContents
+    contents: StreamRowProcessor
     options: StreamOptions
     geometry: LoaderGeometry
     rows: None = None
@@ -206,8 +206,8 @@ class StreamSource:
         return taken
 
     @cached_property
-    def _passes(self) -> StreamPasses:
-        return StreamPasses(self.sources)
+    def _passes(self) -> StreamPassProgress:
+        return StreamPassProgress(self.sources)
 
     @property
     def epoch(self) -> float:

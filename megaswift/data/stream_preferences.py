@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megaswift.data.collate import PaddingShape
-from megaswift.data.documents import too_long_message
+from megaswift.data.documents import too_long_document_problem
 from megaswift.data.encode_preferences import EncodedPreference, PreferenceEncoder
 from megaswift.data.encode_rows import malformed_row_problem
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.preference_batches import PreferenceCollator, PreferenceItem
-from megaswift.data.preference_documents import unusable_reason
-from megaswift.data.preference_rows import PreferenceError
+from megaswift.data.preference_batches import PreferenceCollator, PreferenceUnit
+from megaswift.data.preference_documents import unusable_preference_reason
+from megaswift.data.preference_rows import UnusablePreferenceError
 from megaswift.data.resolve_dataset_files import DatasetFiles
-from megaswift.data.sample import RowError
 from megaswift.data.stream_batches import (
     AHEAD,
     NumberedRow,
@@ -31,14 +30,15 @@ from megaswift.data.stream_batches import (
     source_names,
 )
 from megaswift.data.stream_cursor import Cursor, read_from_cursor
+from megaswift.data.training_sample import RowError
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 
-Item = PreferenceItem | Problem
+Item = PreferenceUnit | Problem
 
 
 @dataclass
-class PreferenceContents:
+class PreferenceStreamProcessor:
     """Units, or what stops the run at one."""
 
     encoder: PreferenceEncoder
@@ -66,7 +66,7 @@ class PreferenceContents:
             problem = malformed_row_problem(path, located.line, found)
             if self.encoder.spec.strict:
                 return problem
-            tally.malformed(problem, found.cause if isinstance(found, PreferenceError) else "malformed")
+            tally.malformed(problem, found.cause if isinstance(found, UnusablePreferenceError) else "malformed")
             return None
         tally.note(found.notes)
         return self._cut(found, f"{path}:{located.line}", number, tally)
@@ -76,20 +76,20 @@ class PreferenceContents:
         size, strategy = self.options.max_length, self.options.truncation_strategy
         long = [len(ids) for ids, _ in unit.sides if len(ids) > size]
         if long and strategy == "raise":
-            return too_long_message(place, long[0], size)
+            return too_long_document_problem(place, long[0], size)
         if long:
             tally.long("deleted" if strategy == "delete" else "truncated", number, size)
         if long and strategy == "delete":
             return None
         parts = [slice(max(0, len(ids) - size) if strategy == "left" else 0, None) for ids, _ in unit.sides]
         parts = [slice(part.start, part.start + size) for part in parts]
-        if long and (cause := unusable_reason(unit.sides, parts)):
+        if long and (cause := unusable_preference_reason(unit.sides, parts)):
             tally.counted[cause] += 1
             return None
         documents = [(ids[part], mask[part], number) for (ids, mask), part in zip(unit.sides, parts, strict=True)]
-        return self._with_margin(PreferenceItem(documents, unit.value), place)
+        return self._with_margin(PreferenceUnit(documents, unit.value), place)
 
-    def _with_margin(self, item: PreferenceItem, place: str) -> Item:
+    def _with_margin(self, item: PreferenceUnit, place: str) -> Item:
         """Margins are for all pairs or none: the first one says which."""
         has = self.layout.width == 2 and not math.isnan(item.value)
         if not self._sure:

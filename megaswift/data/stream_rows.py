@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 
 from megaswift.data.collate import Document, PaddingShape
-from megaswift.data.encode_rows import Encoder, malformed_row_problem
+from megaswift.data.encode_rows import RowEncoder, malformed_row_problem
 from megaswift.data.loader import LoaderGeometry, collate_step_microbatches
 from megaswift.data.packing import pack_best_fit, padded_lengths
 from megaswift.data.render_chat import RenderedConversation
 from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.row_counts import WITHOUT_LABELS
 from megaswift.data.row_readers import LocatedRow
-from megaswift.data.sample import RowError
 from megaswift.data.stream_batches import (
     AHEAD,
     NumberedRow,
@@ -31,6 +30,7 @@ from megaswift.data.stream_batches import (
     source_names,
 )
 from megaswift.data.stream_cursor import Cursor, read_from_cursor
+from megaswift.data.training_sample import RowError
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 
@@ -43,10 +43,10 @@ _RowResult = Tokens | Problem | None
 
 
 @dataclass
-class TokenRowContents:
+class TokenRowStreamProcessor:
     """Rows of tokens with their numbers, or packed rows of documents."""
 
-    encoder: Encoder
+    encoder: RowEncoder
     options: StreamOptions
     shape: PaddingShape
     tally: StreamCounts = field(default_factory=StreamCounts)

@@ -44,7 +44,7 @@ NUMBERED = ("center", "indent", "wordwrap", "batch", "slice", "truncate", "tojso
 METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join", "format", "format_map")
 
 
-class TemplateLimit(SecurityError):
+class TemplateLimitExceeded(SecurityError):
     """A template that exceeds a limit: it is broken, or meant to do harm."""
 
 
@@ -71,9 +71,9 @@ class _Budget(threading.local):
     def _look(self, since: int) -> None:
         self.steps += since
         if self.steps > MOST_STEPS:
-            raise TemplateLimit(f"more than {MOST_STEPS:,} loop iterations and calls")
+            raise TemplateLimitExceeded(f"more than {MOST_STEPS:,} loop iterations and calls")
         if time.monotonic() > self.end:
-            raise TemplateLimit(f"more than {MOST_SECONDS:.0f} seconds for one conversation")
+            raise TemplateLimitExceeded(f"more than {MOST_SECONDS:.0f} seconds for one conversation")
 
 
 BUDGET = _Budget()
@@ -81,7 +81,7 @@ BUDGET = _Budget()
 
 def _size(size: int, most: int = MOST_NUMBER) -> None:
     if size > most:
-        raise TemplateLimit(f"a text or list of more than {most:,} characters or items")
+        raise TemplateLimitExceeded(f"a text or list of more than {most:,} characters or items")
 
 
 def _steps(items: Any) -> Iterable[Any]:
@@ -114,7 +114,7 @@ def _written(value: Any) -> Any:
 
 
 def _made(name: str, first: Any, rest: tuple[Any, ...]) -> None:
-    """TemplateLimit where the filter or method `name` of `first` makes too much of its arguments."""
+    """TemplateLimitExceeded where the filter or method `name` of `first` makes too much of its arguments."""
     for value in rest if name not in FORMATS else ():
         if isinstance(value, int):
             _size(abs(value))
@@ -124,7 +124,7 @@ def _made(name: str, first: Any, rest: tuple[Any, ...]) -> None:
             _size(len(items) * max((len(v) for v in rest if isinstance(v, str)), default=0), MOST_TEXT)
         return
     if name in FORMATS and _WIDTH.search(first):
-        raise TemplateLimit("a format with a width of millions")
+        raise TemplateLimitExceeded("a format with a width of millions")
     if name == "replace" and len(rest) > 1 and isinstance(rest[0], str) and isinstance(rest[1], str):
         _size(len(first) + first.count(rest[0]) * len(rest[1]), MOST_TEXT)
     if name == "join" and rest and isinstance(rest[0], (list, tuple)):
@@ -195,12 +195,12 @@ class LimitedTemplate(Template):
     """Counts anew for each rendering."""
 
     def render(self, *args: Any, **kwargs: Any) -> str:
-        """The text; TemplateLimit for one without end."""
+        """The text; TemplateLimitExceeded for one without end."""
         BUDGET.begin()
         return super().render(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Iterator[str]:
-        """The text in pieces; TemplateLimit for one without end."""
+        """The text in pieces; TemplateLimitExceeded for one without end."""
         BUDGET.begin()
         size = 0
         for piece in super().generate(*args, **kwargs):
@@ -225,9 +225,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters = filters
 
     def from_string(self, source: Any, *args: Any, **kwargs: Any) -> Template:
-        """The template; TemplateLimit for one of more than a megabyte."""
+        """The template; TemplateLimitExceeded for one of more than a megabyte."""
         if isinstance(source, str) and len(source) > MOST_SOURCE:
-            raise TemplateLimit(f"a template of {len(source):,} characters; at most {MOST_SOURCE:,}")
+            raise TemplateLimitExceeded(f"a template of {len(source):,} characters; at most {MOST_SOURCE:,}")
         return super().from_string(source, *args, **kwargs)
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
@@ -237,7 +237,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:  # type: ignore[override]
-        """The pieces as one text; TemplateLimit when it grows too long."""
+        """The pieces as one text; TemplateLimitExceeded when it grows too long."""
         if isinstance(pieces, list):
             _size(sum(map(len, pieces)), MOST_TEXT)
             return "".join(pieces)
@@ -276,7 +276,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """A product, power or format of bounded size."""
         if operator == "%":
             if isinstance(left, str) and _WIDTH.search(left):
-                raise TemplateLimit("a format with a width of millions")
+                raise TemplateLimitExceeded("a format with a width of millions")
         elif operator == "*" and isinstance(left, (str, list, tuple)) and isinstance(right, int):
             _size(len(left) * right)
         elif operator == "*" and isinstance(right, (str, list, tuple)) and isinstance(left, int):

@@ -12,7 +12,7 @@ from typing import Any
 
 from megaswift.data.assistant_turns import REASONING
 from megaswift.data.row_counts import EMPTY_ANSWERS, UNUSED_SYSTEM, UNUSED_TOOLS
-from megaswift.data.sample import RowError, Sample
+from megaswift.data.training_sample import RowError, Sample
 
 _Message = Mapping[str, Any]
 _Render = Callable[[Sequence[_Message], Any], str | None]

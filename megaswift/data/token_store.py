@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaswift.data.row_counts import MALFORMED, skipped_key
+from megaswift.data.row_counts import MALFORMED, skipped_rows_counter_name
 from megaswift.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class TokenStore:
         """Rows that were left out while reading, by cause, and what is counted of the others."""
         causes: dict[str, int] = self.manifest["causes"]
         malformed = self.manifest["bad"] - sum(causes.values())
-        left_out = {MALFORMED: malformed} | {skipped_key(cause): count for cause, count in causes.items()}
+        left_out = {MALFORMED: malformed} | {skipped_rows_counter_name(cause): count for cause, count in causes.items()}
         return {name: count for name, count in (left_out | self.manifest["notes"]).items() if count}
 
     def row(self, i: int) -> tuple[np.ndarray, np.ndarray]:

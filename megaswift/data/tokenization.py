@@ -24,9 +24,9 @@ from typing import Any
 from megaswift import log
 from megaswift.config.data import RL
 from megaswift.data import columns, download_hub_datasets
-from megaswift.data.build_token_cache import (
+from megaswift.data.coordinate_token_cache_build import (
     build_once,
-    cache_root,
+    data_cache_folder,
     is_cache_builder_process,
     publish_content_hash,
     wait_for_build,
@@ -121,13 +121,13 @@ def tokenize_datasets(
     Raises DataError for anything that cannot be read, before any model exists.
     """
     spec = encode_spec(data, tokenizer, task)
-    root = cache_root(data.dataset_cache_dir)
+    root = data_cache_folder(data.dataset_cache_dir)
     names = data.val_dataset if val else data.dataset
     if not names:
         raise DataError(Problem("--dataset", "is missing", "--dataset data.jsonl"))
     stores = []
     if not val:
-        check_columns(data, task)
+        check_renamed_columns_exist(data, task)
     for place, name in enumerate(names):
         source = dataset_files(name, root, "--val_dataset" if val else "--dataset")
         source = replace(source, sample_by=data.sample_by)
@@ -144,12 +144,12 @@ def tokenize_datasets(
     return stores
 
 
-def check_columns(data: Any, task: str) -> None:
+def check_renamed_columns_exist(data: Any, task: str) -> None:
     """DataError for columns of --columns that no row of the run's data sets has. `response` may be made
     (questions.py)."""
     renamed = {old: new for old, new in data.columns.items() if old != ANSWER or task not in RL}
     if renamed:
-        root = cache_root(data.dataset_cache_dir)
+        root = data_cache_folder(data.dataset_cache_dir)
         files = [dataset_files(name, root) for name in data.dataset]
         columns.check_columns_exist(
             [*files, *(dataset_files(name, root, "--val_dataset") for name in data.val_dataset)], renamed

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megaswift.data.collate import Document, PaddingShape, collate_rows
 from megaswift.data.images import open_image
-from megaswift.data.sample import RowError
 from megaswift.data.token_store import TokenStore
+from megaswift.data.training_sample import RowError
 from megaswift.data.vision_processor import ROW, TOKEN, Processor
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch

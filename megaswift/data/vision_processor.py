@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaswift.data.sample import RowError
+from megaswift.data.training_sample import RowError
 from megaswift.errors import Problem, WeightsError, first_line
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ProcessedConversation:
 
 
 @dataclass(frozen=True)
-class DummyConversation:
+class BlankImageConversation:
     """A conversation about a blank image, for a micro-batch that has none."""
 
     ids: list[int]
@@ -178,10 +178,10 @@ class Processor:
         return text, self.inputs(text, [picture] * images)
 
     @cached_property
-    def dummy(self) -> DummyConversation:
+    def dummy(self) -> BlankImageConversation:
         """The same on every rank."""
         inputs = self._blank(1)[1]
-        return DummyConversation(inputs["input_ids"][0].tolist(), inputs)
+        return BlankImageConversation(inputs["input_ids"][0].tolist(), inputs)
 
     @cached_property
     def kinds(self) -> dict[str, str]:
@@ -196,7 +196,7 @@ class Processor:
         }
 
 
-def tokenizer_of_reader(reader: Any) -> Any:
+def tokenizer_of_tokenizer_or_processor(reader: Any) -> Any:
     """The tokenizer of what a model's texts are read with: it is one, or a `Processor` has it."""
     return reader.tokenizer if isinstance(reader, Processor) else reader
 

@@ -30,7 +30,7 @@ def tokenizer_exceeds_embedding(tokenizer: Any, rows: int) -> bool:
     return rows > 0 and largest_token_id(tokenizer) >= rows
 
 
-def check_vocabulary(data: Sequence[Documents], tokenizer: Any, rows: int) -> None:
+def check_dataset_token_ids(data: Sequence[Documents], tokenizer: Any, rows: int) -> None:
     """DataError for the first row with such a token."""
     stores = {store.folder: store for docs in data for store in docs.stores}
     for store in stores.values() if tokenizer_exceeds_embedding(tokenizer, rows) else ():

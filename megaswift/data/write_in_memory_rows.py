@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from megaswift.data.build_token_cache import cache_root
+from megaswift.data.coordinate_token_cache_build import data_cache_folder
 from megaswift.errors import ConfigError, DataError, Problem
 
 FIX = "give a path, a list of paths, a list of dictionaries or a datasets.Dataset"
@@ -56,7 +56,7 @@ def _refusal(given: Any) -> tuple[str, str]:
 
 
 def _stored(rows: Iterable[Mapping[str, Any]], option: str, cache: str | None) -> str:
-    folder = cache_root(cache) / "rows"
+    folder = data_cache_folder(cache) / "rows"
     fresh = folder / f".{os.getpid()}.jsonl"
     digest = hashlib.sha256()
     try:

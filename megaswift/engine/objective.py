@@ -26,7 +26,7 @@ from megaswift.losses.contract import (
     Metric,
     MinMetric,
     ModelOutputs,
-    Needs,
+    RequestedModelOutputs,
     SumMetric,
 )
 from megaswift.parallel.layout import Coordinates, Layout
@@ -43,7 +43,7 @@ class ObjectiveContext(Protocol):
 
 
 @dataclass(frozen=True)
-class GlobalCounts:
+class GlobalBatchCounts:
     """Sums over data-parallel ranks and micro-batches, context-parallel replicas once."""
 
     counts: dict[str, float]
@@ -53,7 +53,7 @@ class GlobalCounts:
     """Those with any token: fillers of uneven ends do not count."""
 
 
-def count_global_batch(microbatches: Sequence[Batch], loss: Loss, context: ObjectiveContext) -> GlobalCounts:
+def count_global_batch(microbatches: Sequence[Batch], loss: Loss, context: ObjectiveContext) -> GlobalBatchCounts:
     """Count the global batch. Every rank needs the same names, so they come from the first micro-batch."""
     names = sorted(loss.counts(microbatches[0]))
     sums = torch.zeros(len(names) + 3, dtype=torch.float64)
@@ -65,10 +65,12 @@ def count_global_batch(microbatches: Sequence[Batch], loss: Loss, context: Objec
         sums = sums.to(context.device)
         dist.all_reduce(sums, group=context.groups.dp)
     values = sums.tolist()
-    return GlobalCounts(dict(zip(names, values, strict=False)), round(values[-3]), round(values[-2]), round(values[-1]))
+    return GlobalBatchCounts(
+        dict(zip(names, values, strict=False)), round(values[-3]), round(values[-2]), round(values[-1])
+    )
 
 
-def named_head_outputs(fields: Tensor, needs: Needs) -> ModelOutputs:
+def named_head_outputs(fields: Tensor, needs: RequestedModelOutputs) -> ModelOutputs:
     """[f, b, s] as the head returns them to named fields."""
     return ModelOutputs(
         **{name: fields[i].detach() if name == "correct" else fields[i] for i, name in enumerate(needs.names)}
@@ -78,7 +80,7 @@ def named_head_outputs(fields: Tensor, needs: Needs) -> ModelOutputs:
 class Objective:
     """The loss callback of one global batch; collects what is reported, per micro-batch, on the last pipeline stage."""
 
-    def __init__(self, loss: Loss, counted: GlobalCounts) -> None:
+    def __init__(self, loss: Loss, counted: GlobalBatchCounts) -> None:
         self.loss, self.counts = loss, counted.counts
         self.parts: list[tuple[dict[str, Tensor], dict[str, Metric]]] = []
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Loss, ModelOutputs, Needs
+from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
 from megaswift.parallel.layout import Layout
 
 
@@ -49,7 +49,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class ParameterReport:
+class EngineSizeReport:
     """Exact numbers for the first screen. Bytes are of the largest rank."""
 
     parameters_total: int
@@ -91,7 +91,7 @@ class Engine(Protocol):
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
         """The same numbers, no gradient, no state touched."""
 
-    def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[ModelOutputs]:
+    def score(self, microbatches: Sequence[Batch], needs: RequestedModelOutputs) -> list[ModelOutputs]:
         """Evaluation mode, no RNG use, input order, on every model-parallel rank."""
 
     def keep_reference(self, on_host: bool = False) -> None:
@@ -143,5 +143,5 @@ class Engine(Protocol):
     def onload(self) -> None:
         """Everything is back, bit by bit."""
 
-    def report(self) -> ParameterReport:
+    def report(self) -> EngineSizeReport:
         """Exact sizes for the first screen."""

@@ -24,13 +24,13 @@ def _said(adapter: Path, name: str) -> str:
         return ""
 
 
-def adapter_kind(adapter: Path) -> str:
+def adapter_peft_type(adapter: Path) -> str:
     """peft_type of an adapter folder in small letters; LoRA where it cannot be told, whose reader says what is
     wrong."""
     return _said(adapter, "peft_type").lower() or "lora"
 
 
-def is_scored(adapter: Path) -> bool:
+def is_reward_model_adapter(adapter: Path) -> bool:
     """Whether its adapters are a reward model's, which have its head beside them."""
     return _said(adapter, "task_type") == CLASSIFIER_TASK
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.families.family import Family
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.rules import Rule, ShardSpec
+from megaswift.families.weight_rules import TensorParallelShard, WeightRule
 
 ALL = "all-linear"
 WEIGHT = ".weight"
@@ -58,7 +58,7 @@ class Projection:
         return (self.stack,) if self.stack else (self.module, self.megatron)
 
 
-def _expand(family: Family, spec: ModelSpec) -> Iterator[tuple[Rule, int | None, int | None]]:
+def _expand(family: Family, spec: ModelSpec) -> Iterator[tuple[WeightRule, int | None, int | None]]:
     """(rule, layer, expert) of every Megatron parameter, layer by layer."""
     active = [rule for rule in family.weights if not rule.when or getattr(spec, rule.when)]
     yield from ((rule, None, None) for rule in active if rule.scope == "model")
@@ -74,7 +74,7 @@ def _name(pattern: str, layer: int | None, expert: int | None) -> str:
     return pattern.replace("{L}", str(layer)).replace("{E}", str(expert))
 
 
-def takes_adapter(rule: Rule) -> bool:
+def takes_adapter(rule: WeightRule) -> bool:
     """Whether the rule is about a linear layer: no norm, router, bias or embedding."""
     leaf = rule.megatron.removesuffix(WEIGHT).rsplit(".", 1)[-1]
     return rule.megatron.endswith(WEIGHT) and leaf.startswith("linear_")
@@ -95,10 +95,10 @@ def projections(family: Family, spec: ModelSpec) -> Iterator[Projection]:
                 )
 
 
-def _of_stack(rule: Rule, spec: ModelSpec, stack: str, where: tuple[str, int | None]) -> Projection:
+def _of_stack(rule: WeightRule, spec: ModelSpec, stack: str, where: tuple[str, int | None]) -> Projection:
     """One expert's matrix in a parameter [experts, in, out]."""
     megatron, expert = where
-    [(_, width, out)], piece = rule.shapes(spec), rule.pieces(spec, ShardSpec(expert=expert))[0]
+    [(_, width, out)], piece = rule.shapes(spec), rule.pieces(spec, TensorParallelShard(expert=expert))[0]
     assert piece.transposed and expert is not None, f"{stack}: experts as [in, out] are what is known of stacks"
     home, _, leaf = stack.rpartition(".")
     return Projection(f"{home}.{expert}.{leaf}", megatron, 0, (out, width), stack, piece.stride)
@@ -210,7 +210,7 @@ OF_MEGATRON = {
 """Hugging Face's names of modules that Megatron-Core calls otherwise."""
 
 
-def saved_modules(family: Family, spec: ModelSpec, names: Sequence[str]) -> list[str]:
+def modules_to_save_tensor_names(family: Family, spec: ModelSpec, names: Sequence[str]) -> list[str]:
     """Hugging Face tensors of the modules that `names` (whole names or their ends) mean; a ConfigError for each that
     means none."""
     chosen: dict[str, None] = {}
@@ -239,13 +239,13 @@ def saved_modules(family: Family, spec: ModelSpec, names: Sequence[str]) -> list
                     "leave it out",
                 )
             )
-    problems += partly_chosen_module_problems(family, spec, chosen)
+    problems += partly_saved_parameter_problems(family, spec, chosen)
     if problems:
         raise ConfigError(problems)
     return list(chosen)
 
 
-def partly_chosen_module_problems(family: Family, spec: ModelSpec, chosen: Collection[str]) -> Iterator[Problem]:
+def partly_saved_parameter_problems(family: Family, spec: ModelSpec, chosen: Collection[str]) -> Iterator[Problem]:
     """Modules that Megatron joins with others which are not chosen: one parameter trains whole or not at all."""
     for rule, layer, expert in _expand(family, spec):
         names = [_name(hf, layer, expert) for hf in rule.hf]

@@ -6,7 +6,7 @@ STEP/engine/state/, STEP/model/      saved by a run on the torch engine
 STEP/manifest.json                   written last: the step is whole
 OUT/checkpoints/latest.json          names a run's latest
 
-`find_checkpoint` looks at names and manifests. `verified_checkpoint` also compares the files of a step with their
+`find_checkpoint` looks at names and manifests. `find_intact_checkpoint` also compares the files of a step with their
 SHA-256, and is what everything that reads weights goes through.
 """
 
@@ -18,12 +18,12 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families.step_manifest import (
+from megaswift.families.saved_step_integrity import (
+    damage_problems_with_other_steps,
     damaged_file_problems,
     find_step_folder,
     missing_step_problem,
     skipped_step_notice,
-    step_damage_problems,
     steps_in_resume_order,
 )
 
@@ -62,7 +62,7 @@ def find_checkpoint(path: Path | str) -> CheckpointFolder | None:
     return _find(path, lambda step, parts: [])
 
 
-def verified_checkpoint(path: Path | str) -> CheckpointFolder | None:
+def find_intact_checkpoint(path: Path | str) -> CheckpointFolder | None:
     """The same, with files as they were saved: of an output directory the newest step that is intact.
 
     CheckpointError for a damaged step that was named, and where no step is intact.
@@ -79,7 +79,7 @@ def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Pr
         if step is not None:
             within = owner.absolute().relative_to(step).parts[:1]
             if problems := problems_of(step, within or WEIGHTS):
-                raise CheckpointError(step_damage_problems(step, problems))
+                raise CheckpointError(damage_problems_with_other_steps(step, problems))
         return parts
     for store in (folder / "checkpoints", folder):
         problems = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megaswift.families.config_rows import ConfigReading, RowGroup
+from megaswift.families.config_rows import ConfigReading, ConvertedFields
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 WindowedLayer = Callable[[ConfigReading, int], bool]
@@ -22,7 +22,7 @@ def is_even_layer(_: ConfigReading, layer: int) -> bool:
 
 def alternating_windows(
     windowed: WindowedLayer, default: int | None, *, switched: bool = False, keys: tuple[str, ...] = ()
-) -> RowGroup:
+) -> ConvertedFields:
     """Windows of `sliding_window` keys (`default` where the field is absent) by `layer_types`, else by `windowed`.
 
     With `switched` there are none unless `use_sliding_window`. `keys` are further fields that `windowed` reads.
@@ -53,7 +53,9 @@ def alternating_windows(
             if not all(windows):
                 reading.values["window_attn_skip_freq"] = windows
 
-    return RowGroup(("sliding_window", "layer_types", *(("use_sliding_window",) if switched else ()), *keys), read)
+    return ConvertedFields(
+        ("sliding_window", "layer_types", *(("use_sliding_window",) if switched else ()), *keys), read
+    )
 
 
 def _from_layer(reading: ConfigReading, layer: int) -> bool:

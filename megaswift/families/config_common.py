@@ -11,7 +11,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RequiredValue, RowGroup, UnusedField
+from megaswift.families.config_rows import (
+    ConfigReading,
+    ConfigRow,
+    ConvertedFields,
+    MappedField,
+    RequiredValue,
+    UnusedField,
+)
 from megaswift.families.model_spec import RopeSpec
 from megaswift.families.quantization_schemes import QUANTIZATION
 
@@ -50,7 +57,7 @@ def _dtype(reading: ConfigReading) -> None:
     reading.values["dtype"] = name
 
 
-def head_dim_row(default: int | None = None) -> RowGroup:
+def head_dim_row(default: int | None = None) -> ConvertedFields:
     """`head_dim_row`, else `default`, else hidden size / heads."""
 
     def read(reading: ConfigReading) -> None:
@@ -66,10 +73,10 @@ def head_dim_row(default: int | None = None) -> RowGroup:
             reading.problem("head_dim", f"must be even for rotary embedding, not {width}")
         reading.values["kv_channels"] = width
 
-    return RowGroup(("head_dim",), read)
+    return ConvertedFields(("head_dim",), read)
 
 
-def kv_heads_row(required: bool = True) -> RowGroup:
+def kv_heads_row(required: bool = True) -> ConvertedFields:
     """`num_key_value_heads`; null means as many as attention heads. Where transformers' default is a number, it must be
     there."""
 
@@ -82,10 +89,10 @@ def kv_heads_row(required: bool = True) -> RowGroup:
             reading.problem("num_key_value_heads", f"does not divide num_attention_heads {heads}")
         reading.values["num_query_groups"] = groups
 
-    return RowGroup(("num_key_value_heads",), read)
+    return ConvertedFields(("num_key_value_heads",), read)
 
 
-def rope_row(theta: float = 10000.0, partial: float | None = None) -> RowGroup:
+def rope_row(theta: float = 10000.0, partial: float | None = None) -> ConvertedFields:
     """Rotary embedding; `theta` is transformers' default base for the family, `partial` its default share of a head
     (None: whole heads)."""
 
@@ -120,7 +127,7 @@ def rope_row(theta: float = 10000.0, partial: float | None = None) -> RowGroup:
             return
         reading.values["rope"] = RopeSpec(float(base), _scaling(reading, key, scaling), float(share))
 
-    return RowGroup(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"), read)
+    return ConvertedFields(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"), read)
 
 
 def _scaling(reading: ConfigReading, key: str, scaling: dict[str, Any]) -> dict[str, Any] | None:
@@ -155,7 +162,7 @@ def _scaling(reading: ConfigReading, key: str, scaling: dict[str, Any]) -> dict[
     return {"rope_type": kind, **parameters}
 
 
-def window_row(default: int | None) -> RowGroup:
+def window_row(default: int | None) -> ConvertedFields:
     """One `sliding_window` for all layers; transformers' default where the field is absent. A token sees itself and w -
     1 before it."""
 
@@ -164,7 +171,7 @@ def window_row(default: int | None) -> RowGroup:
         if width is not None:
             reading.values["window_size"] = (width - 1, 0)
 
-    return RowGroup(("sliding_window",), read)
+    return ConvertedFields(("sliding_window",), read)
 
 
 def _window_switched(reading: ConfigReading) -> None:
@@ -184,7 +191,7 @@ def _biases(reading: ConfigReading) -> None:
     reading.values["add_bias_linear"] = bool(attention and mlp)
 
 
-def architecture_row(name: str) -> RowGroup:
+def architecture_row(name: str) -> ConvertedFields:
     """`architectures` must hold the causal language model, whose tensor names the weight table has."""
 
     def read(reading: ConfigReading) -> None:
@@ -192,10 +199,10 @@ def architecture_row(name: str) -> RowGroup:
         if architectures and not (isinstance(architectures, list) and name in architectures):
             reading.problem("architectures", f"must contain {name}: this table maps its tensors")
 
-    return RowGroup(("architectures",), read)
+    return ConvertedFields(("architectures",), read)
 
 
-def check_remote_code(name: str) -> RowGroup:
+def remote_code_row(name: str) -> ConvertedFields:
     """`auto_map` of folders that came with their authors' code before transformers had the model: modules called after
     `name` only.
 
@@ -217,10 +224,12 @@ def check_remote_code(name: str) -> RowGroup:
                 "remove auto_map if transformers' built-in model gives the same results",
             )
 
-    return RowGroup(("auto_map",), read)
+    return ConvertedFields(("auto_map",), read)
 
 
-def moe_layers_row(pattern: Callable[[ConfigReading, int], list[int] | None], keys: tuple[str, ...] = ()) -> RowGroup:
+def moe_layers_row(
+    pattern: Callable[[ConfigReading, int], list[int] | None], keys: tuple[str, ...] = ()
+) -> ConvertedFields:
     """Experts and which layers have them; `pattern` gives 1 for each MoE layer. Without any the model is dense."""
 
     def read(reading: ConfigReading) -> None:
@@ -251,7 +260,7 @@ def moe_layers_row(pattern: Callable[[ConfigReading, int], list[int] | None], ke
             moe_router_load_balancing_type="aux_loss",
         )
 
-    return RowGroup(("num_experts", "num_local_experts", "num_experts_per_tok", *keys), read)
+    return ConvertedFields(("num_experts", "num_local_experts", "num_experts_per_tok", *keys), read)
 
 
 def _auxiliary_if_asked(reading: ConfigReading) -> None:
@@ -288,40 +297,48 @@ def _padding_token(reading: ConfigReading) -> None:
 
 
 WINDOW = window_row(4096)
-WINDOW_SWITCHED = RowGroup(("use_sliding_window", "sliding_window"), _window_switched)
-BIASES = RowGroup(("attention_bias", "mlp_bias"), _biases)
+WINDOW_SWITCHED = ConvertedFields(("use_sliding_window", "sliding_window"), _window_switched)
+BIASES = ConvertedFields(("attention_bias", "mlp_bias"), _biases)
 NO_ATTENTION_BIAS = RequiredValue(
     "attention_bias", (False,), "Megatron has a single switch for the biases of the attention output and the MLP"
 )
-NORM_TOPK = RowGroup(("norm_topk_prob",), _norm_topk)
+NORM_TOPK = ConvertedFields(("norm_topk_prob",), _norm_topk)
 SPARSE_STEP = (NORM_TOPK, moe_layers_row(_sparse_step, ("decoder_sparse_step", "mlp_only_layers")))
 EXPERTS_EVERYWHERE = moe_layers_row(lambda _, layers: [1] * layers)
 ROUTER: tuple[ConfigRow, ...] = (
-    AnyRow("router_aux_loss_coef", "moe_aux_loss_coeff", float, 0.001),
+    MappedField("router_aux_loss_coef", "moe_aux_loss_coeff", float, 0.001),
     UnusedField(
         ("output_router_logits",), "whether transformers returns them; the auxiliary loss follows its coefficient here"
     ),
 )
 
-AUXILIARY_IF_ASKED = RowGroup(("router_aux_loss_coef", "output_router_logits"), _auxiliary_if_asked)
+AUXILIARY_IF_ASKED = ConvertedFields(("router_aux_loss_coef", "output_router_logits"), _auxiliary_if_asked)
 """As transformers does, where the published coefficient is no training recipe (gpt-oss: 0.9): only with router logits
 asked for."""
 
 SIZES: tuple[ConfigRow, ...] = (
-    AnyRow("vocab_size", "vocab_size", int),
-    RowGroup(("pad_token_id",), _padding_token),
-    AnyRow("max_position_embeddings", "max_positions", int),
-    AnyRow("tie_word_embeddings", "tied", bool, False),
-    AnyRow("num_hidden_layers", "num_layers", int),
-    AnyRow("hidden_size", "hidden_size", int),
-    AnyRow("num_attention_heads", "num_attention_heads", int),
-    AnyRow("rms_norm_eps", "layernorm_epsilon", float),
-    AnyRow("initializer_range", "init_method_std", float, 0.02),
-    AnyRow("attention_dropout", "attention_dropout", float, 0.0),
+    MappedField("vocab_size", "vocab_size", int),
+    ConvertedFields(("pad_token_id",), _padding_token),
+    MappedField("max_position_embeddings", "max_positions", int),
+    MappedField("tie_word_embeddings", "tied", bool, False),
+    MappedField("num_hidden_layers", "num_layers", int),
+    MappedField("hidden_size", "hidden_size", int),
+    MappedField("num_attention_heads", "num_attention_heads", int),
+    MappedField("rms_norm_eps", "layernorm_epsilon", float),
+    MappedField("initializer_range", "init_method_std", float, 0.02),
+    MappedField("attention_dropout", "attention_dropout", float, 0.0),
     RequiredValue("hidden_act", ("silu", "swish"), "the gated MLP's activation"),
-    RowGroup(("dtype", "torch_dtype"), _dtype),
+    ConvertedFields(("dtype", "torch_dtype"), _dtype),
 )
-FFN = AnyRow("intermediate_size", "ffn_hidden_size", int)
+FFN = MappedField("intermediate_size", "ffn_hidden_size", int)
+
+_GENERATION = (
+    "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams",
+    "num_beam_groups", "num_return_sequences", "early_stopping", "repetition_penalty", "length_penalty",
+    "diversity_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens",
+    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
+    "exponential_decay_length_penalty", "return_dict_in_generate",
+)  # fmt: skip
 
 IRRELEVANT: tuple[ConfigRow, ...] = (
     UnusedField(
@@ -354,35 +371,7 @@ IRRELEVANT: tuple[ConfigRow, ...] = (
         ("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
         "of classifiers",
     ),
-    UnusedField(
-        (
-            "max_length",
-            "min_length",
-            "do_sample",
-            "temperature",
-            "top_k",
-            "top_p",
-            "typical_p",
-            "num_beams",
-            "num_beam_groups",
-            "num_return_sequences",
-            "early_stopping",
-            "repetition_penalty",
-            "length_penalty",
-            "diversity_penalty",
-            "no_repeat_ngram_size",
-            "encoder_no_repeat_ngram_size",
-            "bad_words_ids",
-            "suppress_tokens",
-            "begin_suppress_tokens",
-            "forced_bos_token_id",
-            "forced_eos_token_id",
-            "remove_invalid_values",
-            "exponential_decay_length_penalty",
-            "return_dict_in_generate",
-        ),
-        "of generation",
-    ),
+    UnusedField(_GENERATION, "of generation"),
     RequiredValue("is_encoder_decoder", (False,), "decoders only"),
     RequiredValue("add_cross_attention", (False,), "decoders only"),
     RequiredValue("pruned_heads", ({},), "all heads must be present"),

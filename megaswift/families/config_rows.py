@@ -94,7 +94,7 @@ class ConfigRow(ABC):
 
 
 @dataclass(frozen=True)
-class AnyRow(ConfigRow):
+class MappedField(ConfigRow):
     """A field that maps to one of ours: `hf` holds its spellings, the first present one counts."""
 
     hf: str | tuple[str, ...]
@@ -147,7 +147,7 @@ class UnusedField(ConfigRow):
 
 
 @dataclass(frozen=True)
-class RowGroup(ConfigRow):
+class ConvertedFields(ConfigRow):
     """Fields that have a meaning only together."""
 
     keys: tuple[str, ...]

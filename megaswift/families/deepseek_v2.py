@@ -3,9 +3,9 @@ https://arxiv.org/abs/2405.04434."""
 
 from __future__ import annotations
 
-from megaswift.families.config_common import FFN, check_remote_code, rope_row
+from megaswift.families.config_common import FFN, remote_code_row, rope_row
+from megaswift.families.config_deepseek_experts import PRETRAINING, RouterDefaults, routed_experts_row
 from megaswift.families.config_latent_attention import LATENT
-from megaswift.families.config_routed_experts import PRETRAINING, RouterDefaults, routed_experts_row
 from megaswift.families.config_rows import RequiredValue
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.latent_attention_weight_table import LATENT_ATTENTION
@@ -40,7 +40,7 @@ FAMILIES.register(
                 "Megatron has a single switch for the biases of attention and MLP, and its latent attention has none",
             ),
             *PRETRAINING,
-            check_remote_code("deepseek"),
+            remote_code_row("deepseek"),
         ),
         weights=(
             *EMBEDDING,

@@ -3,10 +3,15 @@ https://arxiv.org/abs/2412.19437."""
 
 from __future__ import annotations
 
-from megaswift.families.config_common import FFN, check_remote_code, rope_row
+from megaswift.families.config_common import FFN, remote_code_row, rope_row
+from megaswift.families.config_deepseek_experts import (
+    PRETRAINING,
+    RouterDefaults,
+    mtp_tensor_name_regex,
+    routed_experts_row,
+)
 from megaswift.families.config_latent_attention import LATENT
-from megaswift.families.config_routed_experts import PRETRAINING, RouterDefaults, mtp_tensor_names, routed_experts_row
-from megaswift.families.config_rows import AnyRow, RequiredValue
+from megaswift.families.config_rows import MappedField, RequiredValue
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.latent_attention_weight_table import LATENT_ATTENTION
 from megaswift.families.weight_table_blocks import EMBEDDING, EXPERT_BIAS, HEAD, dense_mlp, moe_block, shared_experts
@@ -20,7 +25,7 @@ FAMILIES.register(
             FFN,
             rope_row(),
             *LATENT,
-            AnyRow("rope_interleave", "latent_pairs", bool, True),
+            MappedField("rope_interleave", "latent_pairs", bool, True),
             routed_experts_row(
                 RouterDefaults(
                     "sigmoid",
@@ -37,7 +42,7 @@ FAMILIES.register(
             RequiredValue("scoring_func", ("sigmoid",), "the router's scores"),
             RequiredValue("topk_method", ("noaux_tc",), "experts are chosen by biased scores, in groups"),
             *PRETRAINING,
-            check_remote_code("deepseek"),
+            remote_code_row("deepseek"),
         ),
         weights=(
             *EMBEDDING,
@@ -49,6 +54,6 @@ FAMILIES.register(
             *HEAD,
         ),
         fixed={"multi_latent_attention": True, "qk_layernorm": True},
-        kept=mtp_tensor_names,
+        kept=mtp_tensor_name_regex,
     ),
 )

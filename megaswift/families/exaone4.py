@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megaswift.families.config_alternating_windows import alternating_windows
 from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_rows import ConfigReading, RowGroup
+from megaswift.families.config_rows import ConfigReading, ConvertedFields
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM, dense_mlp, post_norms
 
@@ -28,7 +28,7 @@ def _exaone_layers(reading: ConfigReading) -> None:
             reading.values["no_rope_freq"] = [1 - sliding for sliding in windowed]
 
 
-EXAONE_LAYERS = RowGroup(("sliding_window", "layer_types", "sliding_window_pattern"), _exaone_layers)
+EXAONE_LAYERS = ConvertedFields(("sliding_window", "layer_types", "sliding_window_pattern"), _exaone_layers)
 
 
 FAMILIES.register(

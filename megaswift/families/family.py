@@ -19,9 +19,9 @@ from megaswift.families.config_common import IRRELEVANT, SIZES, architecture_row
 from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.model_spec import Features, ModelSpec
 from megaswift.families.quantization_schemes import config_without_quantization
-from megaswift.families.rules import Rule
-from megaswift.families.scalar_head import has_scalar_head, language_model_config, with_scalar_head
+from megaswift.families.scalar_head import config_without_scalar_head, has_scalar_head, with_scalar_head
 from megaswift.families.vision_tower_config import TEXT_ONLY, has_vision_tower
+from megaswift.families.weight_rules import WeightRule
 from megaswift.registry import Registry
 
 ROPE_BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "global_rope_theta", "local_rope_theta")
@@ -58,7 +58,7 @@ class Family:
     architecture: str
     config: tuple[ConfigRow, ...]
     """Rows beyond the ones that all families share."""
-    weights: tuple[Rule, ...]
+    weights: tuple[WeightRule, ...]
     """In the order of export."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Megatron's TransformerConfig or of `Features` that no config.json field sets."""
@@ -77,7 +77,7 @@ class Family:
         """The model that `hf_config` describes; a WeightsError names every field that is wrong or not known."""
         if has_scalar_head(hf_config):
             return replace(
-                with_scalar_head(self.spec(language_model_config(hf_config, self.architecture))),
+                with_scalar_head(self.spec(config_without_scalar_head(hf_config, self.architecture))),
                 hf_config=config_without_quantization(hf_config),
             )
         values = read_rows(self.name, self.rows, hf_config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megaswift.families.config_alternating_windows import alternating_windows, is_even_layer
 from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_dense import GEMMA, softcaps_row
+from megaswift.families.config_gemma_olmo3 import GEMMA, softcaps_row
 from megaswift.families.config_rows import UnusedField
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms

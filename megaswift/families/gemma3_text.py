@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from megaswift.families.config_alternating_windows import alternating_windows
 from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row
-from megaswift.families.config_dense import GEMMA, softcaps_row, two_ropes_row
-from megaswift.families.config_rows import ConfigReading, RowGroup
+from megaswift.families.config_gemma_olmo3 import GEMMA, softcaps_row, two_ropes_row
+from megaswift.families.config_rows import ConfigReading, ConvertedFields
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, post_norms
 
@@ -33,7 +33,7 @@ def _gemma3_layers(reading: ConfigReading) -> None:
     alternating_windows(lambda _, layer: bool((layer + 1) % (every or 6)), 4096).read(reading)
 
 
-GEMMA3_LAYERS = RowGroup(
+GEMMA3_LAYERS = ConvertedFields(
     ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"), _gemma3_layers
 )
 

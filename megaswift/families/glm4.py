@@ -6,7 +6,7 @@ https://arxiv.org/abs/2406.12793.
 from __future__ import annotations
 
 from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_rows import AnyRow
+from megaswift.families.config_rows import MappedField
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
 
@@ -20,7 +20,7 @@ FAMILIES.register(
             head_dim_row(128),
             kv_heads_row(),
             rope_row(partial=0.5),
-            AnyRow("attention_bias", "add_qkv_bias", bool, True),
+            MappedField("attention_bias", "add_qkv_bias", bool, True),
         ),
         weights=(
             *EMBEDDING,

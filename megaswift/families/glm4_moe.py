@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_routed_experts import PRETRAINING, RouterDefaults, mtp_tensor_names, routed_experts_row
-from megaswift.families.config_rows import AnyRow
+from megaswift.families.config_deepseek_experts import (
+    PRETRAINING,
+    RouterDefaults,
+    mtp_tensor_name_regex,
+    routed_experts_row,
+)
+from megaswift.families.config_rows import MappedField
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import (
     ATTENTION,
@@ -27,8 +32,8 @@ FAMILIES.register(
             head_dim_row(),
             kv_heads_row(),
             rope_row(partial=0.5),
-            AnyRow("attention_bias", "add_qkv_bias", bool, False),
-            AnyRow("use_qk_norm", "qk_layernorm", bool, False),
+            MappedField("attention_bias", "add_qkv_bias", bool, False),
+            MappedField("use_qk_norm", "qk_layernorm", bool, False),
             routed_experts_row(
                 RouterDefaults("sigmoid", best=2, bias=True, first_dense=1, shared=1, scaling=1.0, normalized=True)
             ),
@@ -44,6 +49,6 @@ FAMILIES.register(
             *shared_experts("shared_experts"),
             *HEAD,
         ),
-        kept=mtp_tensor_names,
+        kept=mtp_tensor_name_regex,
     ),
 )

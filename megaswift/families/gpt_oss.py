@@ -11,10 +11,10 @@ from megaswift.families.config_common import (
     kv_heads_row,
     rope_row,
 )
-from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup, UnusedField
+from megaswift.families.config_rows import ConfigReading, ConvertedFields, MappedField, RequiredValue, UnusedField
 from megaswift.families.family import FAMILIES, Family
-from megaswift.families.rules import ColumnParallel, Copy
-from megaswift.families.stacked_expert_weight_rules import InterleavedGateUp, StackedCopy, StackedDown
+from megaswift.families.gpt_oss_expert_weight_rules import InterleavedGateUp, StackedDown, StackedReplicatedRule
+from megaswift.families.weight_rules import ColumnParallelRule, ReplicatedRule
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, A, H, M
 
 ROPE = rope_row(150000.0)
@@ -40,12 +40,12 @@ FAMILIES.register(
         name="gpt_oss",
         architecture="GptOssForCausalLM",
         config=(
-            AnyRow("intermediate_size", "moe_ffn_hidden_size", int),
+            MappedField("intermediate_size", "moe_ffn_hidden_size", int),
             head_dim_row(64),
             kv_heads_row(),
-            RowGroup(ROPE.keys, _rope),
+            ConvertedFields(ROPE.keys, _rope),
             alternating_windows(is_even_layer, 128),
-            AnyRow("swiglu_limit", "activation_func_clamp_value", float, 7.0),
+            MappedField("swiglu_limit", "activation_func_clamp_value", float, 7.0),
             RequiredValue("swiglu_alpha", (1.702,), "the constant of Megatron's quick_gelu"),
             RequiredValue(
                 "attention_bias",
@@ -60,16 +60,18 @@ FAMILIES.register(
         weights=(
             *EMBEDDING,
             *ATTENTION,
-            ColumnParallel(M + "self_attention.core_attention.softmax_offset", (A + "sinks",), ("heads",)),
-            Copy(M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",), "moe"),
-            Copy(M + "mlp.router.weight", (MLP + "router.weight",), ("experts", "hidden_size"), "moe"),
-            Copy(M + "mlp.router.bias", (MLP + "router.bias",), ("experts",), "moe"),
+            ColumnParallelRule(M + "self_attention.core_attention.softmax_offset", (A + "sinks",), ("heads",)),
+            ReplicatedRule(
+                M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",), "moe"
+            ),
+            ReplicatedRule(M + "mlp.router.weight", (MLP + "router.weight",), ("experts", "hidden_size"), "moe"),
+            ReplicatedRule(M + "mlp.router.bias", (MLP + "router.bias",), ("experts",), "moe"),
             InterleavedGateUp(M + "mlp.experts.{E}.linear_fc1.weight", (MLP + "experts.gate_up_proj",)),
             InterleavedGateUp(
                 M + "mlp.experts.{E}.linear_fc1.bias", (MLP + "experts.gate_up_proj_bias",), matrix=False
             ),
             StackedDown(M + "mlp.experts.{E}.linear_fc2.weight", (MLP + "experts.down_proj",)),
-            StackedCopy(M + "mlp.experts.{E}.linear_fc2.bias", (MLP + "experts.down_proj_bias",)),
+            StackedReplicatedRule(M + "mlp.experts.{E}.linear_fc2.bias", (MLP + "experts.down_proj_bias",)),
             *HEAD,
         ),
         fixed={

@@ -3,23 +3,25 @@ order."""
 
 from __future__ import annotations
 
-from megaswift.families.rules import ColumnParallel, Copy, RowParallel, Rule
+from megaswift.families.weight_rules import ColumnParallelRule, ReplicatedRule, RowParallelRule, WeightRule
 from megaswift.families.weight_table_blocks import A, H, M
 
 S = M + "self_attention."
 
-LATENT_ATTENTION: tuple[Rule, ...] = (
-    Copy(M + "input_layernorm.weight", (H + "input_layernorm.weight",), ("hidden_size",)),
-    ColumnParallel(
+LATENT_ATTENTION: tuple[WeightRule, ...] = (
+    ReplicatedRule(M + "input_layernorm.weight", (H + "input_layernorm.weight",), ("hidden_size",)),
+    ColumnParallelRule(
         S + "linear_q_proj.weight", (A + "q_proj.weight",), ("latent_queries", "hidden_size"), when="whole_queries"
     ),
-    Copy(S + "linear_q_down_proj.weight", (A + "q_a_proj.weight",), ("q_rank", "hidden_size"), when="q_rank"),
-    Copy(S + "linear_q_up_proj.layer_norm_weight", (A + "q_a_layernorm.weight",), ("q_rank",), when="q_rank"),
-    ColumnParallel(
+    ReplicatedRule(S + "linear_q_down_proj.weight", (A + "q_a_proj.weight",), ("q_rank", "hidden_size"), when="q_rank"),
+    ReplicatedRule(S + "linear_q_up_proj.layer_norm_weight", (A + "q_a_layernorm.weight",), ("q_rank",), when="q_rank"),
+    ColumnParallelRule(
         S + "linear_q_up_proj.weight", (A + "q_b_proj.weight",), ("latent_queries", "q_rank"), when="q_rank"
     ),
-    Copy(S + "linear_kv_down_proj.weight", (A + "kv_a_proj_with_mqa.weight",), ("latent_width", "hidden_size")),
-    Copy(S + "linear_kv_up_proj.layer_norm_weight", (A + "kv_a_layernorm.weight",), ("kv_rank",)),
-    ColumnParallel(S + "linear_kv_up_proj.weight", (A + "kv_b_proj.weight",), ("latent_keys_values", "kv_rank")),
-    RowParallel(S + "linear_proj.weight", (A + "o_proj.weight",), ("hidden_size", "attention_width")),
+    ReplicatedRule(
+        S + "linear_kv_down_proj.weight", (A + "kv_a_proj_with_mqa.weight",), ("latent_width", "hidden_size")
+    ),
+    ReplicatedRule(S + "linear_kv_up_proj.layer_norm_weight", (A + "kv_a_layernorm.weight",), ("kv_rank",)),
+    ColumnParallelRule(S + "linear_kv_up_proj.weight", (A + "kv_b_proj.weight",), ("latent_keys_values", "kv_rank")),
+    RowParallelRule(S + "linear_proj.weight", (A + "o_proj.weight",), ("hidden_size", "attention_width")),
 )

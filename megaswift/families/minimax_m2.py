@@ -6,14 +6,14 @@ from __future__ import annotations
 from megaswift.families.config_common import (
     AUXILIARY_IF_ASKED,
     EXPERTS_EVERYWHERE,
-    check_remote_code,
     head_dim_row,
     kv_heads_row,
+    remote_code_row,
     rope_row,
 )
-from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup, UnusedField
+from megaswift.families.config_rows import ConfigReading, ConvertedFields, MappedField, RequiredValue, UnusedField
 from megaswift.families.family import FAMILIES, Family
-from megaswift.families.rules import Copy
+from megaswift.families.weight_rules import ReplicatedRule
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe_block
 
 ROPE = rope_row(5e6, partial=1.0)
@@ -49,15 +49,15 @@ FAMILIES.register(
         name="minimax_m2",
         architecture="MiniMaxM2ForCausalLM",
         config=(
-            AnyRow("intermediate_size", "moe_ffn_hidden_size", int),
+            MappedField("intermediate_size", "moe_ffn_hidden_size", int),
             head_dim_row(128),
             kv_heads_row(),
-            RowGroup((*ROPE.keys, "rotary_dim"), _rope),
+            ConvertedFields((*ROPE.keys, "rotary_dim"), _rope),
             AUXILIARY_IF_ASKED,
             EXPERTS_EVERYWHERE,
-            check_remote_code("minimax_m2"),
-            RowGroup(("scoring_func",), _router),
-            RowGroup(("attn_type_list",), _all_full),
+            remote_code_row("minimax_m2"),
+            ConvertedFields(("scoring_func",), _router),
+            ConvertedFields(("attn_type_list",), _all_full),
             RequiredValue("use_routing_bias", (True,), "transformers' model has the bias"),
             RequiredValue("use_qk_norm", (True,), "transformers' model has the norms"),
             RequiredValue("qk_norm_type", ("per_layer",), "transformers' model normalizes all heads together"),
@@ -82,7 +82,7 @@ FAMILIES.register(
             *ATTENTION,
             *QK_NORM_WIDE,
             *moe_block("block_sparse_moe", "w1", "w3", "w2"),
-            Copy(
+            ReplicatedRule(
                 M + "mlp.router.expert_bias",
                 (H + "block_sparse_moe.e_score_correction_bias",),
                 ("experts",),

@@ -10,7 +10,7 @@ from megaswift.families.config_common import (
     rope_row,
     window_row,
 )
-from megaswift.families.config_rows import AnyRow, RequiredValue
+from megaswift.families.config_rows import MappedField, RequiredValue
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, moe_block
 
@@ -20,7 +20,7 @@ FAMILIES.register(
         name="mixtral",
         architecture="MixtralForCausalLM",
         config=(
-            AnyRow("intermediate_size", "moe_ffn_hidden_size", int),
+            MappedField("intermediate_size", "moe_ffn_hidden_size", int),
             head_dim_row(),
             kv_heads_row(),
             rope_row(1e6),

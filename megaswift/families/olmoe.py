@@ -11,7 +11,7 @@ from megaswift.families.config_common import (
     kv_heads_row,
     rope_row,
 )
-from megaswift.families.config_rows import AnyRow, RequiredValue, UnusedField
+from megaswift.families.config_rows import MappedField, RequiredValue, UnusedField
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, moe_block
 
@@ -21,12 +21,12 @@ FAMILIES.register(
         name="olmoe",
         architecture="OlmoeForCausalLM",
         config=(
-            AnyRow("intermediate_size", "moe_ffn_hidden_size", int),
+            MappedField("intermediate_size", "moe_ffn_hidden_size", int),
             head_dim_row(),
             kv_heads_row(required=False),
             rope_row(),
             NO_ATTENTION_BIAS,
-            AnyRow("router_aux_loss_coef", "moe_aux_loss_coeff", float, 0.01),
+            MappedField("router_aux_loss_coef", "moe_aux_loss_coeff", float, 0.01),
             NORM_TOPK,
             EXPERTS_EVERYWHERE,
             UnusedField(

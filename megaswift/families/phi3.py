@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaswift.families.config_common import FFN, check_remote_code, head_dim_row, kv_heads_row, rope_row, window_row
-from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup
+from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, remote_code_row, rope_row, window_row
+from megaswift.families.config_rows import ConfigReading, ConvertedFields, MappedField, RequiredValue
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.model_spec import RopeSpec
 from megaswift.families.weight_table_blocks import EMBEDDING, FUSED_ATTENTION, HEAD, dense_mlp
@@ -67,7 +67,7 @@ def _longrope(reading: ConfigReading) -> None:
         reading.values.update(rope=RopeSpec(rope.base, scaling, rope.partial), longest=original)
 
 
-LONGROPE = RowGroup((*_PARTIAL.keys, "original_max_position_embeddings"), _longrope)
+LONGROPE = ConvertedFields((*_PARTIAL.keys, "original_max_position_embeddings"), _longrope)
 
 FAMILIES.register(
     "phi3",
@@ -80,8 +80,8 @@ FAMILIES.register(
             kv_heads_row(required=False),
             LONGROPE,
             window_row(None),
-            check_remote_code("phi3"),
-            AnyRow("resid_pdrop", "hidden_dropout", float, 0.0),
+            remote_code_row("phi3"),
+            MappedField("resid_pdrop", "hidden_dropout", float, 0.0),
             RequiredValue("embd_pdrop", (0,), "transformers' model does not apply it"),
             RequiredValue("attention_bias", (False,), NO_BIAS),
             RequiredValue("mlp_bias", (False,), NO_BIAS),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.families.config_rows import ConfigReading, RowGroup
+from megaswift.families.config_rows import ConfigReading, ConvertedFields
 
 FIELD = "quantization_config"
 UNQUANTIZED = (
@@ -65,10 +65,10 @@ Scheme = Fp8Scheme | Mxfp4Scheme
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
-    """How the weights of this config.json are quantized; None for unquantized ones, and where `quantization_problem`
-    reports one."""
+    """How the weights of this config.json are quantized; None for unquantized ones, and where
+    `unreadable_quantization_problem` reports one."""
     section = config.get(FIELD)
-    if section is None or quantization_problem(config):
+    if section is None or unreadable_quantization_problem(config):
         return None
     if section["quant_method"] == "mxfp4":
         return Mxfp4Scheme()
@@ -76,7 +76,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     return Fp8Scheme(None if block is None else (block[0], block[1]))
 
 
-def quantization_problem(config: Mapping[str, Any]) -> tuple[str, str] | None:
+def unreadable_quantization_problem(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Why these quantized weights cannot be read, and what to do; None when they can, or are not quantized."""
     section = config.get(FIELD)
     if section is None:
@@ -124,9 +124,9 @@ def config_without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(reading: ConfigReading) -> None:
-    problem = quantization_problem(reading.raw)
+    problem = unreadable_quantization_problem(reading.raw)
     if problem:
         reading.problem(FIELD, *problem)
 
 
-QUANTIZATION = RowGroup((FIELD,), _read)
+QUANTIZATION = ConvertedFields((FIELD,), _read)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from megaswift.families.config_alternating_windows import alternating_windows, is_even_layer
 from megaswift.families.config_common import FFN, ROUTER, SPARSE_STEP, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_rows import AnyRow, ConfigReading
+from megaswift.families.config_rows import ConfigReading, MappedField
 from megaswift.families.family import FAMILIES, Family
-from megaswift.families.rules import Copy
+from megaswift.families.weight_rules import ReplicatedRule
 from megaswift.families.weight_table_blocks import (
     ATTENTION,
     EMBEDDING,
@@ -35,9 +35,9 @@ FAMILIES.register(
             kv_heads_row(),
             rope_row(),
             alternating_windows(_windowed, 4096, switched=True, keys=("max_window_layers",)),
-            AnyRow("qkv_bias", "add_qkv_bias", bool, True),
-            AnyRow("moe_intermediate_size", "moe_ffn_hidden_size", int),
-            AnyRow("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", int),
+            MappedField("qkv_bias", "add_qkv_bias", bool, True),
+            MappedField("moe_intermediate_size", "moe_ffn_hidden_size", int),
+            MappedField("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", int),
             *ROUTER,
             *SPARSE_STEP,
         ),
@@ -47,7 +47,7 @@ FAMILIES.register(
             *dense_mlp("dense"),
             *moe_block("mlp", "gate_proj", "up_proj", "down_proj"),
             *shared_experts("shared_expert"),
-            Copy(
+            ReplicatedRule(
                 M + "mlp.shared_experts.gate_weight",
                 (H + "mlp.shared_expert_gate.weight",),
                 ("one", "hidden_size"),

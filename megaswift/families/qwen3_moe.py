@@ -12,7 +12,7 @@ from megaswift.families.config_common import (
     kv_heads_row,
     rope_row,
 )
-from megaswift.families.config_rows import AnyRow, UnusedField
+from megaswift.families.config_rows import MappedField, UnusedField
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, moe_block
 
@@ -28,7 +28,7 @@ FAMILIES.register(
             rope_row(),
             WINDOW_SWITCHED,
             NO_ATTENTION_BIAS,
-            AnyRow("moe_intermediate_size", "moe_ffn_hidden_size", int),
+            MappedField("moe_intermediate_size", "moe_ffn_hidden_size", int),
             *ROUTER,
             *SPARSE_STEP,
             UnusedField(("max_window_layers",), "transformers' model uses windows in all layers or in none"),

@@ -46,17 +46,21 @@ def scalar_head_problems(flag: str, config: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
-def language_model_config(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+def config_without_scalar_head(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """The config.json of the language model under the head."""
     return {**config, "architectures": [architecture]}
 
 
 def with_scalar_head(spec: ModelSpec) -> ModelSpec:
     """The same model with a scalar head in place of the vocabulary's; one that has it stays as it is."""
-    return spec if spec.scored else replace(spec, head=SCORE, tied=False, hf_config=scored_config(spec.hf_config))
+    return (
+        spec
+        if spec.scored
+        else replace(spec, head=SCORE, tied=False, hf_config=config_with_scalar_head(spec.hf_config))
+    )
 
 
-def scored_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def config_with_scalar_head(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a language model as that of its classifier with one label."""
     names = [str(a).replace(LANGUAGE, CLASSIFIER) for a in config.get("architectures") or []]
     return {**config, "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -4,7 +4,7 @@ https://huggingface.co/ByteDance-Seed."""
 from __future__ import annotations
 
 from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup
+from megaswift.families.config_rows import ConfigReading, ConvertedFields, MappedField, RequiredValue
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
 
@@ -25,7 +25,7 @@ def _seed_biases(reading: ConfigReading) -> None:
     reading.values.update(add_qkv_bias=bool(inner), add_bias_linear=bool(out and mlp))
 
 
-SEED_BIASES = RowGroup(("attention_bias", "attention_out_bias", "mlp_bias"), _seed_biases)
+SEED_BIASES = ConvertedFields(("attention_bias", "attention_out_bias", "mlp_bias"), _seed_biases)
 
 
 FAMILIES.register(
@@ -39,8 +39,8 @@ FAMILIES.register(
             kv_heads_row(),
             rope_row(),
             SEED_BIASES,
-            AnyRow("residual_dropout", "hidden_dropout", float, 0.1),
-            AnyRow("attention_dropout", "attention_dropout", float, 0.1),
+            MappedField("residual_dropout", "hidden_dropout", float, 0.1),
+            MappedField("attention_dropout", "attention_dropout", float, 0.1),
             RequiredValue("pretraining_tp", (1,), "other values change the order of summation"),
         ),
         weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaswift.families.config_alternating_windows import alternating_windows
 from megaswift.families.config_common import BIASES, FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RowGroup, UnusedField
+from megaswift.families.config_rows import ConfigReading, ConfigRow, ConvertedFields, MappedField, UnusedField
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
 
@@ -31,8 +31,8 @@ def _smollm3_windowed(reading: ConfigReading, layer: int) -> bool:
 
 
 SMOLLM3: tuple[ConfigRow, ...] = (
-    AnyRow("tie_word_embeddings", "tied", bool, True),
-    RowGroup(("no_rope_layers", "no_rope_layer_interval"), _without_rotation),
+    MappedField("tie_word_embeddings", "tied", bool, True),
+    ConvertedFields(("no_rope_layers", "no_rope_layer_interval"), _without_rotation),
     alternating_windows(_smollm3_windowed, None, switched=True),
     UnusedField(("pretraining_tp", "max_window_layers"), "transformers' model does not read them"),
 )

@@ -15,12 +15,12 @@ from typing import Any
 from megaswift.data.images import ImageRoot, Source, attach_images, open_image
 from megaswift.data.read_template_and_system import read_system_message
 from megaswift.data.render_chat import ChatRenderer, load_chat_templates
-from megaswift.data.sample import RowError, Sample, checked_conversation_sample
 from megaswift.data.template_limits import REFUSED
+from megaswift.data.training_sample import RowError, Sample, checked_conversation_sample
 from megaswift.data.vision_processor import Processor
 from megaswift.errors import ConfigError, Problem, first_line
-from megaswift.inference.generator import AnswerRequest, ImageFeatures, Listener
-from megaswift.inference.load_generation_model import PreparedModel
+from megaswift.inference.generator import AnswerRequest, Listener, ProcessedImageInputs
+from megaswift.inference.load_generation_model import ModelWithoutWeights
 
 IMAGES = ("image", "image_url")
 """Types of a content's parts that are images."""
@@ -34,21 +34,21 @@ class ChatInputError(Exception):
 
 
 @dataclass(frozen=True)
-class ChatInput:
+class TokenizedChat:
     """What is to be answered."""
 
     ids: tuple[int, ...]
     text: str = ""
     """Of a conversation with images, as it was rendered."""
     images: tuple[Source, ...] = ()
-    pictures: ImageFeatures | None = None
+    pictures: ProcessedImageInputs | None = None
     """What the towers read of them; None: they are opened when the answer's turn comes."""
 
 
-class ChatInputs:
+class ChatInputRenderer:
     """Renders with the tokenizer's chat template, and with the processor of a vision-language model."""
 
-    def __init__(self, prepared: PreparedModel, system: str | None, home: ImageRoot = STRANGERS) -> None:
+    def __init__(self, prepared: ModelWithoutWeights, system: str | None, home: ImageRoot = STRANGERS) -> None:
         self.tokenizer, self.context, self.home = prepared.tokenizer, prepared.context, home
         self.system = read_system_message(system)
         self._reader, self._name = prepared.reader, str(prepared.options.model)
@@ -75,7 +75,7 @@ class ChatInputs:
 
     def of_chat(
         self, messages: Sequence[_Message], tools: Sequence[_Message] | None = None, row: _Message | None = None
-    ) -> ChatInput:
+    ) -> TokenizedChat:
         """The conversation up to where the assistant speaks; `row` may have a column of its images."""
         turns = [dict(m) for m in messages]
         if self.system and turns[:1] and turns[0]["role"] not in ("system", "developer"):
@@ -91,7 +91,7 @@ class ChatInputs:
             )["input_ids"]
         except REFUSED as error:
             raise ChatInputError(f"the chat template rejects this conversation ({first_line(error)})") from None
-        return ChatInput(self._checked(ids))
+        return TokenizedChat(self._checked(ids))
 
     def _text(self, parts: Sequence[Any]) -> str:
         """Text parts of a content joined; other parts are for models of another kind."""
@@ -102,28 +102,28 @@ class ChatInputs:
             raise ChatInputError(f"parts of type {', '.join(other)} are not supported; only text parts are")
         return "".join(str(p.get("text", "")) for p in parts)
 
-    def _of_images(self, reader: Processor, turns: list[dict[str, Any]], tools: Any, row: _Message) -> ChatInput:
+    def _of_images(self, reader: Processor, turns: list[dict[str, Any]], tools: Any, row: _Message) -> TokenizedChat:
         """The same for a vision-language model, whatever images there are."""
         if not self.tokenizer.chat_template:
             raise ChatInputError("the model has no chat template")
         try:
             sample, images = attach_images(row, checked_conversation_sample(turns, "messages", tools=tools), self.home)
             text = self._chat.prompt(sample)
-            return self._looked(reader, ChatInput((), text, tuple(images)))
+            return self._looked(reader, TokenizedChat((), text, tuple(images)))
         except RowError as error:
             raise _told(error) from None
 
-    def _looked(self, reader: Processor, prompt: ChatInput) -> ChatInput:
+    def _looked(self, reader: Processor, prompt: TokenizedChat) -> TokenizedChat:
         """The prompt with its tokens and what its towers read."""
         model_inputs = reader.inputs(
             prompt.text, [open_image(image, sent=self.home.data is None) for image in prompt.images]
         )
         seen = (
-            ImageFeatures({k: v for k, v in model_inputs.items() if k in reader.kinds}, reader.kinds)
+            ProcessedImageInputs({k: v for k, v in model_inputs.items() if k in reader.kinds}, reader.kinds)
             if prompt.images
             else None
         )
-        return ChatInput(self._checked(model_inputs["input_ids"][0].tolist()), prompt.text, prompt.images, seen)
+        return TokenizedChat(self._checked(model_inputs["input_ids"][0].tolist()), prompt.text, prompt.images, seen)
 
     def image(self, path: str) -> dict[str, Any]:
         """The message part for this image file, which is opened here so that a bad file is reported at once."""
@@ -137,7 +137,7 @@ class ChatInputs:
             raise _told(error) from None
         return sample.messages[0]["content"][0]
 
-    def of_any(self, prompt: str | Sequence[int]) -> ChatInput:
+    def of_any(self, prompt: str | Sequence[int]) -> TokenizedChat:
         """Tokens of a text, or tokens as they are."""
         if isinstance(prompt, str):
             return self.of_text(prompt)
@@ -145,11 +145,11 @@ class ChatInputs:
         wrong = next((t for t in ids if not 0 <= t < count), None)
         if wrong is not None:
             raise ChatInputError(f"{wrong} is not a token id of this model (0 to {count - 1})")
-        return ChatInput(ids)
+        return TokenizedChat(ids)
 
-    def of_text(self, text: str) -> ChatInput:
+    def of_text(self, text: str) -> TokenizedChat:
         """Tokens of a text that goes on."""
-        return ChatInput(self._checked(self.tokenizer(text)["input_ids"]))
+        return TokenizedChat(self._checked(self.tokenizer(text)["input_ids"]))
 
     def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
         if not ids:
@@ -162,7 +162,7 @@ class ChatInputs:
 
     def request(
         self,
-        prompt: ChatInput,
+        prompt: TokenizedChat,
         most: int,
         stop: tuple[str, ...],
         logprobs: int | None = None,

@@ -57,7 +57,7 @@ class ModuleSizes:
             yield name, tensor.numel(), tensor.numel() * each
 
 
-def stored_bits(config: Any) -> int | None:
+def quantized_checkpoint_bits(config: Any) -> int | None:
     """Bits of the linear layers of a checkpoint that is quantized already; None: as its dtype says."""
     stored = getattr(config, "quantization_config", None) or {}
     quantization = stored if isinstance(stored, dict) else stored.to_dict()
@@ -94,7 +94,7 @@ def decide_device_map(sizes: ModuleSizes, how: str, limits: Mapping[Device, int]
         ) from None
 
 
-def check_device_map(sizes: ModuleSizes, given: Mapping[str, Device], flag: str) -> DeviceMap:
+def expand_user_device_map(sizes: ModuleSizes, given: Mapping[str, Device], flag: str) -> DeviceMap:
     """A map of the user's as one that names every module once; ConfigError for names it gets wrong and modules it
     leaves out."""
     model = sizes.model
@@ -164,7 +164,7 @@ def _check_devices(devices: Sequence[Device], flag: str) -> None:
         raise ConfigError(Problem(f"{flag}, GPU {missing[0]}", f"this machine {has}", "use cpu, or an existing GPU"))
 
 
-def main_device(placed: Mapping[str, Device]) -> torch.device:
+def execution_device(placed: Mapping[str, Device]) -> torch.device:
     """Where offloaded layers are computed and prompts go: the first device of the map that is not only a store."""
     for device in placed.values():
         if device not in ("cpu", DISK):
@@ -172,7 +172,7 @@ def main_device(placed: Mapping[str, Device]) -> torch.device:
     return torch.device("cpu")
 
 
-def check_offloaded_model(model: Any, device: torch.device, flag: str) -> None:
+def run_token_through_offloaded_model(model: Any, device: torch.device, flag: str) -> None:
     """One token, with weights elsewhere: accelerate brings a module's when it is called, which JetMoe's experts never
     are."""
     try:

@@ -19,7 +19,7 @@ from megaswift.config.inference import GenerationOptions
 from megaswift.data.vision_batches import ImageInputs, join_image_inputs
 from megaswift.errors import ConfigError, Problem, UserError, first_line
 from megaswift.families import FAMILIES
-from megaswift.inference.text_stream import TextStream, decode_tokens
+from megaswift.inference.incremental_detokenizer import IncrementalDetokenizer, decode_tokens
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ Listener = Callable[[str, Sequence[TokenLogprob]], None]
 
 
 @dataclass(frozen=True)
-class ImageFeatures:
+class ProcessedImageInputs:
     """What a model reads of a prompt's images beside its tokens, as its processor gives it, and of what kind each of it
     is."""
 
@@ -69,7 +69,7 @@ class AnswerRequest:
     logprobs: int | None = None
     """How many of the most likely tokens to return with the chosen token's log-probability; None: return neither."""
     listener: Listener | None = None
-    pictures: ImageFeatures | None = None
+    pictures: ProcessedImageInputs | None = None
     cancelled: bool = False
     """Set from any thread: the answer ends with the next token."""
     begun: bool = False
@@ -127,7 +127,7 @@ class _Row:
     """An answer that grows."""
 
     request: AnswerRequest
-    stream: TextStream | None
+    stream: IncrementalDetokenizer | None
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -281,7 +281,8 @@ class Generator:
             return [completion for request in requests for completion in self.generate([request], sampling)]
         live = any(r.listener is not None or r.stop for r in requests)
         rows = [
-            _Row(r, TextStream(self.tokenizer, r.stop) if live or r.logprobs is not None else None) for r in requests
+            _Row(r, IncrementalDetokenizer(self.tokenizer, r.stop) if live or r.logprobs is not None else None)
+            for r in requests
         ]
         watch = _Watch(rows, self.ends)
         inputs = self._inputs(requests)

@@ -1,8 +1,9 @@
 """Loads `--model` for generation: locates, places and loads it, with its adapters. Checks come first, so that errors
 cost no time.
 
-`prepare_model_load` reads configuration and tokenizer; `load_model` reads weights. transformers loads and accelerate
-dispatches; what is ours is the way from a checkpoint of training to transformers' model, and saying what is wrong.
+`prepare_model_load` reads configuration and tokenizer; `load_model_and_prompt_device` reads weights. transformers loads
+and accelerate dispatches; what is ours is the way from a checkpoint of training to transformers' model, and saying what
+is wrong.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.open_weight_source import open_checkpoint_weight_source
 from megaswift.config import device_placement as devices
 from megaswift.config.device_placement import DISK
-from megaswift.config.inference import PlacementOptions, WeightsOptions
-from megaswift.data.sample import RowError
+from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
+from megaswift.data.training_sample import RowError
 from megaswift.data.vision_processor import Processor, image_support_problems
 from megaswift.errors import ConfigError, Problem, UserError, WeightsError, first_line
 from megaswift.families import FAMILIES
 from megaswift.families.adapter_folder import adapter_shapes, base_model_name
-from megaswift.families.checkpoint_folder import find_checkpoint, verified_checkpoint
+from megaswift.families.checkpoint_folder import find_checkpoint, find_intact_checkpoint
 from megaswift.families.family import read_config
-from megaswift.families.model_source import read_processor, read_tokenizer
+from megaswift.families.model_and_tokenizer_source import read_processor, read_tokenizer
 from megaswift.families.vision_tower_config import has_vision_tower
 from megaswift.inference import device_placement
 from megaswift.inference.device_placement import DeviceMap, ModuleSizes
@@ -51,12 +52,12 @@ ADAPTER = "default"
 
 
 @dataclass(frozen=True)
-class PreparedModel:
+class ModelWithoutWeights:
     """All of a model but its weights."""
 
     folder: Path
     """config.json and tokenizer lie here; of a checkpoint, not the weights."""
-    options: WeightsOptions
+    options: ModelLoadingOptions
     config: Any
     tokenizer: Any
     reader: Processor | str = TEXT_ONLY
@@ -102,7 +103,7 @@ def quiet_transformers() -> None:
     getLogger("accelerate.big_modeling").setLevel(ERROR)  # says what the device map has said
 
 
-def prepare_model_load(options: WeightsOptions, chat_template: str | None) -> PreparedModel:
+def prepare_model_load(options: ModelLoadingOptions, chat_template: str | None) -> ModelWithoutWeights:
     """Configuration and tokenizer, and everything that can be wrong without reading a weight."""
     folder = locate_generation_model(options)
     quiet_transformers()
@@ -117,10 +118,10 @@ def prepare_model_load(options: WeightsOptions, chat_template: str | None) -> Pr
     reader = _reader(folder, options, chat_template)
     if isinstance(reader, Processor) and not tokenizer.chat_template:  # older models have it beside their processor
         tokenizer.chat_template = reader.tokenizer.chat_template
-    return PreparedModel(folder, options, config, tokenizer, reader)
+    return ModelWithoutWeights(folder, options, config, tokenizer, reader)
 
 
-def _reader(folder: Path, options: WeightsOptions, chat_template: str | None) -> Processor | str:
+def _reader(folder: Path, options: ModelLoadingOptions, chat_template: str | None) -> Processor | str:
     """A vision-language model's processor, tried on blank images; a reason where there is none, and text alone is
     answered."""
     if not has_vision_tower(read_config(folder)):
@@ -155,7 +156,7 @@ def _writes(config: Any, flag: str) -> None:
         )
 
 
-def _dtype(prepared: PreparedModel) -> torch.dtype:
+def _dtype(prepared: ModelWithoutWeights) -> torch.dtype:
     wanted = prepared.options.torch_dtype
     own = getattr(prepared.config, "dtype", None) or getattr(prepared.config.get_text_config(), "dtype", None)
     if wanted != "auto":
@@ -163,7 +164,7 @@ def _dtype(prepared: PreparedModel) -> torch.dtype:
     return own if isinstance(own, torch.dtype) else torch.float32
 
 
-def _auto(prepared: PreparedModel) -> Any:
+def _auto(prepared: ModelWithoutWeights) -> Any:
     """transformers' class of models that answer; a vision-language model is asked by text alone."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -172,7 +173,7 @@ def _auto(prepared: PreparedModel) -> Any:
     )
 
 
-def _skeleton(prepared: PreparedModel, how: Mapping[str, Any]) -> Any:
+def _skeleton(prepared: ModelWithoutWeights, how: Mapping[str, Any]) -> Any:
     """transformers' model without weights."""
     trust = prepared.options.trust_remote_code
     with _told(str(prepared.folder)), torch.device("meta"):
@@ -181,9 +182,9 @@ def _skeleton(prepared: PreparedModel, how: Mapping[str, Any]) -> Any:
     return model
 
 
-def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any) -> DeviceMap:
+def place_modules(prepared: ModelWithoutWeights, options: PlacementOptions, model: Any) -> DeviceMap:
     """Each module's device; the table of them goes to the user."""
-    sizes = ModuleSizes(model, options.quantization_bit or device_placement.stored_bits(prepared.config))
+    sizes = ModuleSizes(model, options.quantization_bit or device_placement.quantized_checkpoint_bits(prepared.config))
     requested = devices.parse_device_map(options.device_map)
     limits = devices.parse_max_memory(options.max_memory) if options.max_memory is not None else None
     assert not isinstance(requested, Problem) and not isinstance(limits, Problem), "the command line was checked"
@@ -191,7 +192,7 @@ def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any
     placed = (
         device_placement.decide_device_map(sizes, requested, limits)
         if isinstance(requested, str)
-        else device_placement.check_device_map(sizes, requested, flag)
+        else device_placement.expand_user_device_map(sizes, requested, flag)
     )
     log.info(f"device map\n{device_placement.placement_table(sizes, placed)}")
     on_disk = [name or "the model" for name, device in placed.items() if device == DISK]
@@ -234,7 +235,7 @@ def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any
     return placed
 
 
-def _quantization(prepared: PreparedModel, bits: int | None, dtype: torch.dtype) -> dict[str, Any]:
+def _quantization(prepared: ModelWithoutWeights, bits: int | None, dtype: torch.dtype) -> dict[str, Any]:
     if bits is None:
         return {}
     stored = getattr(prepared.config, "quantization_config", None)
@@ -274,7 +275,7 @@ class _Lazy:
         return self.source.dtype_name(self.name)
 
 
-def load_model(prepared: PreparedModel, options: PlacementOptions) -> tuple[Any, torch.device]:
+def load_model_and_prompt_device(prepared: ModelWithoutWeights, options: PlacementOptions) -> tuple[Any, torch.device]:
     """(the model with its weights and adapters, where its prompts go)."""
     dtype = _dtype(prepared)
     attention = prepared.options.attn_impl
@@ -289,7 +290,7 @@ def load_model(prepared: PreparedModel, options: PlacementOptions) -> tuple[Any,
         "trust_remote_code": prepared.options.trust_remote_code,
         "output_loading_info": True,
     }
-    checkpoint = verified_checkpoint(prepared.folder)
+    checkpoint = find_intact_checkpoint(prepared.folder)
     if quantized and checkpoint is None:  # NaN does not survive in quantized weights
         check_finite_weights.check_folder_weights_finite(prepared.folder)
     if DISK in placed.values():
@@ -312,13 +313,13 @@ def load_model(prepared: PreparedModel, options: PlacementOptions) -> tuple[Any,
         )
     check_finite_weights.check_weights_finite(model.named_parameters())
     if any(p.is_meta for p in model.parameters()) and prepared.config.model_type not in FAMILIES:
-        device_placement.check_offloaded_model(
-            model, device_placement.main_device(placed), f"--device_map {options.device_map}"
+        device_placement.run_token_through_offloaded_model(
+            model, device_placement.execution_device(placed), f"--device_map {options.device_map}"
         )
-    return _adapted(model, prepared, placed).eval(), device_placement.main_device(placed)
+    return _adapted(model, prepared, placed).eval(), device_placement.execution_device(placed)
 
 
-def _fitting(skeleton: Any, options: WeightsOptions) -> None:
+def _fitting(skeleton: Any, options: ModelLoadingOptions) -> None:
     """WeightsError for LoRA adapters that were trained on a model of other sizes, before a weight is read."""
     if options.adapters is None:
         return
@@ -345,7 +346,7 @@ def _fitting(skeleton: Any, options: WeightsOptions) -> None:
             )
 
 
-def _adapted(model: Any, prepared: PreparedModel, placed: DeviceMap) -> Any:
+def _adapted(model: Any, prepared: ModelWithoutWeights, placed: DeviceMap) -> Any:
     """The model with the adapters beside its weights, or in them.
 
     PEFT would take a dispatched model apart and dispatch it again by a map of its own, and write a copy of the weights
@@ -361,7 +362,7 @@ def _adapted(model: Any, prepared: PreparedModel, placed: DeviceMap) -> Any:
     with _told(f"--adapters {folder}"):
         adapted: Any = PeftModel.from_pretrained(model, folder, low_cpu_mem_usage=True, torch_device="cpu")
     model.hf_device_map = placed
-    _onto_devices(adapted, folder, device_placement.main_device(placed))
+    _onto_devices(adapted, folder, device_placement.execution_device(placed))
     added = ((name, p) for name, p in adapted.named_parameters() if f".{ADAPTER}" in name)
     check_finite_weights.check_weights_finite(added, f"--adapters {folder}")
     return adapted.merge_and_unload() if prepared.options.merge_adapters else adapted

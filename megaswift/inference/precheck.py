@@ -10,16 +10,16 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from megaswift.config.inference import AnswerConfig, WeightsOptions
+from megaswift.config.inference import CommonInferenceConfig, ModelLoadingOptions
 from megaswift.data.read_template_and_system import read_system_message, read_template
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.families.adapter_folder import is_scored
+from megaswift.families.adapter_folder import is_reward_model_adapter
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config
-from megaswift.families.model_source import locate_model, missing_model_file_problems
+from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems
+from megaswift.families.quantized_training_checks import quantization_package_problems
+from megaswift.families.saved_step_integrity import refuse_damaged_part
 from megaswift.families.scalar_head import has_scalar_head
-from megaswift.families.step_manifest import refuse_damaged_part
-from megaswift.families.torch_quantization_checks import quantization_package_problems
 
 
 def require_package(package: str, why: str) -> None:
@@ -28,7 +28,7 @@ def require_package(package: str, why: str) -> None:
         raise ConfigError(Problem(why, f"requires the package {package}", f"run pip install {package}"))
 
 
-def precheck_model(cfg: AnswerConfig) -> None:
+def precheck_model(cfg: CommonInferenceConfig) -> None:
     """The model's folder, adapters, chat template and system message, as far as they can be judged at once."""
     locate_generation_model(cfg.weights)
     if cfg.conversation.chat_template is not None:
@@ -36,7 +36,7 @@ def precheck_model(cfg: AnswerConfig) -> None:
     read_system_message(cfg.conversation.system)
 
 
-def locate_generation_model(options: WeightsOptions) -> Path:
+def locate_generation_model(options: ModelLoadingOptions) -> Path:
     """The folder of the model, fetched where it is a hub's; an error where it cannot be one that answers."""
     require_package("accelerate", "inference")
     if options.adapters is not None:
@@ -51,11 +51,11 @@ def locate_generation_model(options: WeightsOptions) -> Path:
     return folder
 
 
-def _judges(folder: Path, options: WeightsOptions) -> list[Problem]:
+def _judges(folder: Path, options: ModelLoadingOptions) -> list[Problem]:
     """Reward models, which transformers would give an untrained or the base model's vocabulary head, and let write."""
     rule, fix = "is a reward model, which does not generate text", "use it as --reward_model of megaswift grpo"
     problems = [Problem(f"--model {options.model}", rule, fix)] if has_scalar_head(read_config(folder)) else []
-    if options.adapters is not None and is_scored(Path(options.adapters)):
+    if options.adapters is not None and is_reward_model_adapter(Path(options.adapters)):
         problems.append(
             Problem(
                 f"--adapters {options.adapters}",

@@ -29,6 +29,6 @@ def end_with_parent(environ: Mapping[str, str], number: int = signal.SIGTERM) ->
         os.kill(os.getpid(), number)
 
 
-def parent_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def environment_with_parent_pid(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for a child that calls `end_with_parent`."""
     return {**environ, PARENT: str(os.getpid())}

@@ -27,8 +27,8 @@ from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
 from megaswift.errors import EXPLAINED, ConfigError, Problem, first_line
-from megaswift.launchers import local, ray_worker
-from megaswift.launchers.ray_exchange import Exchange
+from megaswift.launchers import ray_worker, torchrun_launcher
+from megaswift.launchers.ray_run_messages import RunMessageActor
 
 LOCAL = "local"
 OLDEST = (2, 51)
@@ -91,7 +91,7 @@ def _connect(address: str, launch: LaunchConfig) -> None:
     if address == LOCAL:
         root = str(Path(__file__).resolve().parents[2])
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        cores = max(os.cpu_count() or 1, local.launched_processes(launch) * launch.cpus_per_worker)
+        cores = max(os.cpu_count() or 1, torchrun_launcher.launched_processes(launch) * launch.cpus_per_worker)
         options |= {"num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     try:
         _knock(address)
@@ -119,7 +119,7 @@ def _exchange() -> Any:
     import ray
     from ray.exceptions import RayError
 
-    exchange = ray.remote(num_cpus=0)(Exchange).remote()
+    exchange = ray.remote(num_cpus=0)(RunMessageActor).remote()
     try:
         ray.get(exchange.news.remote())
     except RayError as error:
@@ -138,7 +138,7 @@ def _reserves_gpu(launch: LaunchConfig) -> bool:
     """Whether each worker has a GPU. ConfigError when the cluster is smaller than the run."""
     import ray
 
-    there, world = ray.cluster_resources(), local.launched_processes(launch)
+    there, world = ray.cluster_resources(), torchrun_launcher.launched_processes(launch)
     gpus, cores = int(there.get("GPU", 0)), int(there.get("CPU", 0))
     gpu = gpus > 0 if launch.use_gpu is None else launch.use_gpu
     problems = []
@@ -170,7 +170,7 @@ def _reserves_gpu(launch: LaunchConfig) -> bool:
 
 def _workers(launch: LaunchConfig, gpu: bool) -> str:
     each = log.count_text(launch.cpus_per_worker, "core") + (" and a GPU" if gpu else "")
-    return f"{log.count_text(local.launched_processes(launch), 'process')} with {each} each"
+    return f"{log.count_text(torchrun_launcher.launched_processes(launch), 'process')} with {each} each"
 
 
 def _trainer(launch: LaunchConfig, plan: dict[str, Any], gpu: bool, folder: str) -> Any:
@@ -188,7 +188,7 @@ def _trainer(launch: LaunchConfig, plan: dict[str, Any], gpu: bool, folder: str)
         train_func_context = property(lambda self: contextlib.nullcontext)
 
     scaling = ScalingConfig(
-        num_workers=local.launched_processes(launch),
+        num_workers=torchrun_launcher.launched_processes(launch),
         use_gpu=gpu,
         placement_strategy=launch.placement_strategy.upper(),
         resources_per_worker={"CPU": launch.cpus_per_worker} | ({"GPU": 1} if gpu else {}),
@@ -272,7 +272,7 @@ class _Run:
             if not self.signals:
                 since = time.monotonic()
                 self.signals.append(number)
-            elif time.monotonic() - since > local.SAME_SIGNAL_SECONDS:
+            elif time.monotonic() - since > torchrun_launcher.SAME_SIGNAL_SECONDS:
                 raise KeyboardInterrupt
 
         before = {n: signal.signal(n, received) for n in (signal.SIGINT, signal.SIGTERM)}

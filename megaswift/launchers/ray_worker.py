@@ -45,7 +45,9 @@ def run_worker(plan: dict[str, Any]) -> None:
         raise FileNotFoundError(
             f"{plan['folder']} does not exist on {socket.gethostname()}: all nodes of a run must share its folders"
         )
-    process = popen([sys.executable, "-P", "-m", __name__, plan["task"], *plan["argv"]], environ, plan["folder"])
+    process = start_training_process(
+        [sys.executable, "-P", "-m", __name__, plan["task"], *plan["argv"]], environ, plan["folder"]
+    )
     ray.get(exchange.begin.remote(rank))
     reader = threading.Thread(target=lambda: [exchange.say.remote(line) for line in process.stdout or ()])
     reader.start()
@@ -75,7 +77,7 @@ def worker_environment(given: dict[str, str], address: tuple[str, int]) -> dict[
     }
 
 
-def popen(words: list[str], environ: dict[str, str], folder: str) -> subprocess.Popen[str]:
+def start_training_process(words: list[str], environ: dict[str, str], folder: str) -> subprocess.Popen[str]:
     """The process. Ray blocks SIGINT in its workers; the run's process takes it."""
     before = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     try:

@@ -1,7 +1,7 @@
 """Advantage estimators by name: from the rewards of a generation to advantages and value targets.
 
-Owns which formula an estimator is, over tensors alone; the rows of `config/estimator_table.py` have the same names. The
-formulas that have other uses are in `advantages.py`. Completions of one prompt follow one another.
+Owns which formula an estimator is, over tensors alone; the rows of `config/advantage_estimator_table.py` have the same
+names. The formulas that have other uses are in `advantages.py`. Completions of one prompt follow one another.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _grpo(x: EstimatorInput) -> Tensor:
     """Rewards less the mean of their group, scaled (arXiv 2402.03300; GDPO, arXiv 2601.05242)."""
     how = x.options.multi_objective_aggregation
     if how == "normalize_then_sum":
-        return formulas.aggregate_advantages(x.per_function, x.weights, x.group, how)
+        return formulas.multi_reward_group_advantages(x.per_function, x.weights, x.group, how)
     return formulas.group_advantages(x.rewards, x.group, x.options.scale_rewards)
 
 

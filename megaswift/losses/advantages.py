@@ -93,7 +93,9 @@ def weighted_sum(per_function: Tensor, weights: Tensor) -> Tensor:
     return (per_function * weights).nansum(1).masked_fill(per_function.isnan().all(1), torch.nan)
 
 
-def aggregate_advantages(per_function: Tensor, weights: Tensor, group: int, how: str, scale: str = "group") -> Tensor:
+def multi_reward_group_advantages(
+    per_function: Tensor, weights: Tensor, group: int, how: str, scale: str = "group"
+) -> Tensor:
     """[n]: group advantages of several rewards [n, functions], with a weight each.
 
     `how`: `sum_then_normalize`, or `normalize_then_sum` (GDPO, arXiv 2601.05242), which normalizes each function within

@@ -67,7 +67,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Needs:
+class RequestedModelOutputs:
     """What a task asks of the model for each label position."""
 
     fields: frozenset[str] = frozenset({"logprobs"})
@@ -162,7 +162,7 @@ class Loss(Protocol):
     """An objective. Pure: no state, no logits, no groups."""
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> RequestedModelOutputs:
         """What it asks of the model."""
 
     def counts(self, batch: Batch) -> Mapping[str, float]:

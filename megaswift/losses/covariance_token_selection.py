@@ -1,7 +1,7 @@
 """Token selection of Clip-Cov and KL-Cov (arXiv 2505.22617), by the covariance of log-probability and advantage.
 
 Owns pure functions of all N learned tokens of an optimizer step, over all ranks: which tokens are selected then depends
-on no layout. What the loss does with them is in `policy_types.py`.
+on no layout. What the loss does with them is in `policy_loss_types.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def ratio_clipped_token_mask(log_ratios: Tensor, advantages: Tensor, epsilon: fl
     return ratios.clamp(1 - epsilon, 1 + epsilon_high) * advantages < ratios * advantages
 
 
-def clip_cov_tokens(covariances: Tensor, ratio: float, bounds: tuple[float, float], seed: int) -> Tensor:
+def clip_cov_token_mask(covariances: Tensor, ratio: float, bounds: tuple[float, float], seed: int) -> Tensor:
     """bool [N]: of the tokens whose covariance is between `bounds`, max(1, floor(ratio x N)) at random."""
     low, high = bounds
     candidates = ((covariances > low) & (covariances < high)).nonzero().squeeze(1)
@@ -30,7 +30,7 @@ def clip_cov_tokens(covariances: Tensor, ratio: float, bounds: tuple[float, floa
     return _selected(covariances, candidates[order[: _share(ratio, len(covariances))]])
 
 
-def kl_cov_tokens(covariances: Tensor, ratio: float) -> Tensor:
+def kl_cov_token_mask(covariances: Tensor, ratio: float) -> Tensor:
     """bool [N]: the max(1, floor(ratio x N)) tokens of the largest covariance."""
     order = covariances.argsort(descending=True, stable=True)
     return _selected(covariances, order[: _share(ratio, len(covariances))])

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.contract import Batch, Metric, ModelOutputs, RequestedModelOutputs, Term
 from megaswift.losses.document_segments import completion_mask, document_counts, document_sums
-from megaswift.losses.dpo_types import label_smoothed
+from megaswift.losses.dpo_loss_types import label_smoothed_sigmoid_loss
 from megaswift.losses.preference_pairs import (
     PairTensors,
     implicit_reward_metrics,
-    pair_counts,
+    pair_and_chosen_token_counts,
     preference_logp_metrics,
     side_masks,
     split_pairs,
@@ -49,14 +49,14 @@ class CPO:
     """SimPO's margin."""
     alpha: float = 0.0
     """AlphaPO (arXiv 2501.03884): the reward is (1 - p^-alpha) / alpha; at 0 its limit, log p."""
-    needs: Needs = Needs(fields=frozenset({"logprobs", "mean_logit"}))
+    needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset({"logprobs", "mean_logit"}))
 
     def __post_init__(self) -> None:
         assert self.loss_type in LOSS_TYPES, f"unknown loss type {self.loss_type}"
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""
-        return pair_counts(batch)
+        return pair_and_chosen_token_counts(batch)
 
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
         """The preference, the cross-entropy where it has a weight, and TRL's metrics."""
@@ -84,12 +84,12 @@ class CPO:
 
 def _sigmoid(difference: Tensor, s: CPO) -> Tensor:
     """CPO eq. 3, with label smoothing."""
-    return label_smoothed(s.beta * difference, s.label_smoothing)
+    return label_smoothed_sigmoid_loss(s.beta * difference, s.label_smoothing)
 
 
 def _simpo(difference: Tensor, s: CPO) -> Tensor:
     """SimPO, arXiv 2405.14734 eq. 6, with label smoothing."""
-    return label_smoothed(s.beta * difference - s.simpo_gamma, s.label_smoothing)
+    return label_smoothed_sigmoid_loss(s.beta * difference - s.simpo_gamma, s.label_smoothing)
 
 
 def _hinge(difference: Tensor, s: CPO) -> Tensor:

@@ -50,7 +50,7 @@ def token_numbers_in_documents(batch: Batch, mask: Tensor) -> Tensor:
     return mask.flatten().cumsum(0).view_as(mask) - before[document_index(batch)]
 
 
-def tokens_of(batch: Batch, documents: Tensor) -> Tensor:
+def document_token_mask(batch: Batch, documents: Tensor) -> Tensor:
     """bool [b, s]: tokens that belong to one of `documents` (int64 [n])."""
     member = torch.zeros(document_count(batch), dtype=torch.bool, device=documents.device)
     return member.index_fill(0, documents, True)[document_index(batch)]

@@ -1,7 +1,7 @@
 """DPO and variants: a weighted sum of loss types over pairs that share one packed forward pass.
 
-Owns what goes into the formulas of `dpo_types.py`: sums over documents, the reference, LD-DPO's and WPO's weights, the
-SFT term. Every term is divided once by its global count: pairs, or tokens of chosen answers.
+Owns what goes into the formulas of `dpo_loss_types.py`: sums over documents, the reference, LD-DPO's and WPO's weights,
+the SFT term. Every term is divided once by its global count: pairs, or tokens of chosen answers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.contract import Batch, Metric, ModelOutputs, RequestedModelOutputs, Term
 from megaswift.losses.document_segments import (
     completion_mask,
     document_counts,
@@ -20,12 +20,19 @@ from megaswift.losses.document_segments import (
     document_sums,
     token_numbers_in_documents,
 )
-from megaswift.losses.dpo_types import ALIASES, LOSS_TYPES, SFT, DpoSettings, PairStats, divergence_scores
+from megaswift.losses.dpo_loss_types import (
+    ALIASES,
+    LOSS_TYPES,
+    SFT,
+    DpoSettings,
+    PairLogprobsAndRatios,
+    divergence_scores,
+)
 from megaswift.losses.preference_pairs import (
     PairTensors,
     implicit_reward_metrics,
+    pair_and_chosen_token_counts,
     pair_count,
-    pair_counts,
     preference_logp_metrics,
     side_masks,
     split_pairs,
@@ -70,9 +77,9 @@ class DPO:
         return weights
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> RequestedModelOutputs:
         """Log-probabilities; the rest is for metrics and for WPO."""
-        return Needs(
+        return RequestedModelOutputs(
             fields=frozenset(
                 {"logprobs", "entropy", "correct", "mean_logit"} | ({"log_sum_sq"} if self.use_weighting else set())
             )
@@ -80,7 +87,7 @@ class DPO:
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""
-        return pair_counts(batch)
+        return pair_and_chosen_token_counts(batch)
 
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
         """A term for each loss type, and TRL's metrics."""
@@ -105,7 +112,7 @@ class DPO:
                 terms.append(Term(f"loss/{name}", (LOSS_TYPES[name](compared) * weight).sum(), "pairs", factor))
         return terms, metrics
 
-    def compare(self, logprobs: Tensor, batch: Batch) -> PairStats:
+    def compare(self, logprobs: Tensor, batch: Batch) -> PairLogprobsAndRatios:
         """Sums over the answers of each pair."""
         mask = completion_mask(batch)
         weights = mask.to(logprobs.dtype) if self.ld_alpha is None else self._verbosity_weights(batch, mask)
@@ -113,7 +120,7 @@ class DPO:
         policy, base = (split_pairs(batch, document_sums(batch, x * weights)) for x in (logprobs, reference))
         ratios = split_pairs(batch, document_sums(batch, (logprobs - reference) * weights))
         lengths = split_pairs(batch, document_counts(batch, mask).clamp(min=1))
-        return PairStats(
+        return PairLogprobsAndRatios(
             policy, base, ratios, divergence_scores(ratios, self.f_divergence, self.f_alpha), lengths, self.settings
         )
 

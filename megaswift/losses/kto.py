@@ -15,8 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaswift.config.loss_table import KL_PAIRS, RUNNING_MEAN, losses_needing
-from megaswift.losses.contract import Batch, DifferenceMetric, MeanMetric, Metric, ModelOutputs, Needs, Term
-from megaswift.losses.document_segments import completion_mask, document_sums, tokens_of
+from megaswift.losses.contract import (
+    Batch,
+    DifferenceMetric,
+    MeanMetric,
+    Metric,
+    ModelOutputs,
+    RequestedModelOutputs,
+    Term,
+)
+from megaswift.losses.document_segments import completion_mask, document_sums, document_token_mask
 from megaswift.losses.preference_pairs import token_mean
 
 
@@ -68,7 +76,7 @@ class KTO:
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
-    needs: Needs = Needs(fields=frozenset({"logprobs", "entropy", "mean_logit"}))
+    needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset({"logprobs", "entropy", "mean_logit"}))
 
     def __post_init__(self) -> None:
         assert self.loss_type in LOSS_TYPES, f"unknown loss type {self.loss_type}"
@@ -107,7 +115,7 @@ class KTO:
         for side, of in (("chosen", good), ("rejected", ~good)):
             metrics[f"rewards/{side}"] = MeanMetric(rewards.detach()[of].sum(), of.sum())
             metrics[f"logps/{side}"] = MeanMetric(answers.detach()[of].sum(), of.sum())
-            metrics[f"logits/{side}"] = token_mean(outputs.mean_logit, mask & tokens_of(batch, examples[of]))
+            metrics[f"logits/{side}"] = token_mean(outputs.mean_logit, mask & document_token_mask(batch, examples[of]))
         metrics["rewards/margins"] = DifferenceMetric("rewards/chosen", "rewards/rejected")
         for name, used in (("kl", USES_KL), ("delta", USES_DELTA)):
             if self.loss_type in used:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.contract import Batch, Metric, ModelOutputs, RequestedModelOutputs, Term
 from megaswift.losses.document_segments import completion_mask, document_counts, document_sums
 from megaswift.losses.preference_pairs import (
     PairTensors,
@@ -34,7 +34,7 @@ class ORPO:
 
     beta: float = 0.1
     """Weight of the odds ratio: lambda of the paper."""
-    needs: Needs = Needs(fields=frozenset({"logprobs", "mean_logit"}))
+    needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset({"logprobs", "mean_logit"}))
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`, and `chosen_tokens`: labels of chosen documents, prompts included."""

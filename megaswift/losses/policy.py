@@ -1,10 +1,10 @@
 """Policy losses: GRPO and variants, RLOO, and PPO's policy loss, over completions with given advantages.
 
-Owns what goes into the formulas of `policy_types.py`: weights of tokens or completions, masks, the KL to the reference,
-the bonus for entropy. Of `batch.fields` it reads `completions` (int64 [n], document numbers; fillers left out) and, [b,
-s] each, `advantages`; `old` (log-probabilities of the policy that counts as the old one; absent where that is this
-policy), `sampled` (the sampler's own), `ratio` (weights against the sampler's mismatch), `reference`, `keep` (bool:
-tokens that the policy learns from), `selected` (bool: tokens of high covariance), where they are.
+Owns what goes into the formulas of `policy_loss_types.py`: weights of tokens or completions, masks, the KL to the
+reference, the bonus for entropy. Of `batch.fields` it reads `completions` (int64 [n], document numbers; fillers left
+out) and, [b, s] each, `advantages`; `old` (log-probabilities of the policy that counts as the old one; absent where
+that is this policy), `sampled` (the sampler's own), `ratio` (weights against the sampler's mismatch), `reference`,
+`keep` (bool: tokens that the policy learns from), `selected` (bool: tokens of high covariance), where they are.
 """
 
 from __future__ import annotations
@@ -23,10 +23,17 @@ from megaswift.config.loss_table import (
     loss_entries,
 )
 from megaswift.losses.advantages import LARGEST_LOG_RATIO, kl_estimate
-from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.contract import Batch, Metric, ModelOutputs, RequestedModelOutputs, Term
 from megaswift.losses.document_segments import document_counts, document_index, document_sums
+from megaswift.losses.policy_loss_types import (
+    HIGHEST,
+    LOSS_TYPES,
+    LOWEST,
+    PolicyLossInputs,
+    PolicyLossType,
+    PolicySettings,
+)
 from megaswift.losses.policy_metrics import cispo_clip_metrics, clip_metrics, completion_means, vespo_metrics
-from megaswift.losses.policy_types import HIGHEST, LOSS_TYPES, LOWEST, PolicyLossType, PolicySettings, RatioStats
 from megaswift.losses.preference_pairs import token_mean
 from megaswift.losses.sampler_correction import correction_weight_metrics, logprob_gap_metrics
 
@@ -83,9 +90,9 @@ class PolicyLoss:
         return self.loss_agg_mode or str(loss_entries("grpo", (self.loss_type,))[0].loss_agg_mode)
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> RequestedModelOutputs:
         """Log-probabilities at the sampling temperature, and the entropy."""
-        return Needs(fields=frozenset({"logprobs", "entropy"}), temperature=self.temperature)
+        return RequestedModelOutputs(fields=frozenset({"logprobs", "entropy"}), temperature=self.temperature)
 
     @property
     def has_kl(self) -> bool:
@@ -126,7 +133,7 @@ class PolicyLoss:
             terms.append(Term("loss/entropy", -(outputs.entropy * trained).sum(), "kept_tokens", self.entropy_coef))
         return terms, metrics
 
-    def weigh(self, logprobs: Tensor, old: Tensor, batch: Batch) -> RatioStats:
+    def weigh(self, logprobs: Tensor, old: Tensor, batch: Batch) -> PolicyLossInputs:
         """What the formulas read, from log-probabilities [b, s] of the policy and of the old one."""
         mask = batch.loss_weights != 0
         log_ratio = torch.where(mask, logprobs - old, 0.0)
@@ -139,7 +146,7 @@ class PolicyLoss:
             log_ratio = self._completion_mean(log_ratio.detach(), batch) + (log_ratio - log_ratio.detach())
         bounded = torch.where(mask, log_ratio, 0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         advantages = batch.fields["advantages"].to(old.dtype)
-        return RatioStats(logprobs, advantages, bounded.exp(), whole, self.settings, batch.fields.get("selected"))
+        return PolicyLossInputs(logprobs, advantages, bounded.exp(), whole, self.settings, batch.fields.get("selected"))
 
     def _completion_mean(self, x: Tensor, batch: Batch) -> Tensor:
         """[b, s]: the mean over the labeled tokens of each token's completion of x, which is 0 elsewhere."""
@@ -160,7 +167,7 @@ class PolicyLoss:
                 total = total + document_sums(batch, log_correction)[document_index(batch)]
         return total.clamp(LOWEST, HIGHEST)
 
-    def _close_enough(self, x: RatioStats, old: Tensor, batch: Batch) -> Tensor:
+    def _close_enough(self, x: PolicyLossInputs, old: Tensor, batch: Batch) -> Tensor:
         """[b, s] or 0-d: 0 for tokens of completions that are dropped. Both the sampler and earlier steps may have led
         away."""
         if self.off_policy_mask_threshold is None:
@@ -178,7 +185,7 @@ class PolicyLoss:
         fixed = mode == SEQ_MEAN_TOKEN_SUM_NORM
         return Term(name, total, denominator, weight / (self.max_completion_length or 1) if fixed else weight)
 
-    def _metrics(self, x: RatioStats, old: Tensor, batch: Batch) -> dict[str, Metric]:
+    def _metrics(self, x: PolicyLossInputs, old: Tensor, batch: Batch) -> dict[str, Metric]:
         metrics: dict[str, Metric] = {}
         if self.kind.clips:
             metrics |= clip_metrics(x, batch, self.by_completion)

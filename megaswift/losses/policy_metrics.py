@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric
 from megaswift.losses.document_segments import document_counts, document_sums
-from megaswift.losses.policy_types import RatioStats, vespo_weights
+from megaswift.losses.policy_loss_types import PolicyLossInputs, vespo_weights
 from megaswift.losses.preference_pairs import pair_mean, token_mean
 
 
@@ -28,13 +28,13 @@ def completion_means(batch: Batch, x: Tensor, mask: Tensor, empty: float = 0.0) 
     return means + empty * (lengths == 0)
 
 
-def reported_mean(batch: Batch, x: Tensor, by_completion: bool, empty: float = 0.0) -> MeanMetric:
+def token_or_completion_mean(batch: Batch, x: Tensor, by_completion: bool, empty: float = 0.0) -> MeanMetric:
     """The mean over labeled tokens, or over completions."""
     mask = batch.loss_weights != 0
     return pair_mean(completion_means(batch, x, mask, empty)) if by_completion else token_mean(x, mask)
 
 
-def clip_metrics(x: RatioStats, batch: Batch, by_completion: bool) -> dict[str, Metric]:
+def clip_metrics(x: PolicyLossInputs, batch: Batch, by_completion: bool) -> dict[str, Metric]:
     """The share of weights that a bound holds back, below, above and both; the smallest and largest share of a
     completion."""
     s, mask = x.settings, batch.loss_weights != 0
@@ -44,21 +44,21 @@ def clip_metrics(x: RatioStats, batch: Batch, by_completion: bool) -> dict[str, 
     lowest = torch.where(seen, completion_means(batch, low, mask), 1.0)
     highest = torch.where(seen, completion_means(batch, high, mask), 0.0)
     return {
-        "clip_ratio/low_mean": reported_mean(batch, low, by_completion),
-        "clip_ratio/high_mean": reported_mean(batch, high, by_completion),
-        "clip_ratio/region_mean": reported_mean(batch, low + high, by_completion),
+        "clip_ratio/low_mean": token_or_completion_mean(batch, low, by_completion),
+        "clip_ratio/high_mean": token_or_completion_mean(batch, high, by_completion),
+        "clip_ratio/region_mean": token_or_completion_mean(batch, low + high, by_completion),
         # Shares lie between 0 and 1, so these change nothing where a micro-batch has no completion.
         "clip_ratio/low_min": MinMetric(lowest.min() if lowest.numel() else 1.0),
         "clip_ratio/high_max": MaxMetric(highest.max() if highest.numel() else 0.0),
     }
 
 
-def cispo_clip_metrics(x: RatioStats, batch: Batch, by_completion: bool) -> dict[str, Metric]:
+def cispo_clip_metrics(x: PolicyLossInputs, batch: Batch, by_completion: bool) -> dict[str, Metric]:
     """The share of weights that CISPO truncates where the advantage is positive."""
     clipped = (x.weights > x.settings.cap) & (x.advantages > 0)
-    return {"cispo_clip_ratio": reported_mean(batch, clipped.to(x.weights.dtype), by_completion)}
+    return {"cispo_clip_ratio": token_or_completion_mean(batch, clipped.to(x.weights.dtype), by_completion)}
 
 
-def vespo_metrics(x: RatioStats, batch: Batch) -> dict[str, Metric]:
+def vespo_metrics(x: PolicyLossInputs, batch: Batch) -> dict[str, Metric]:
     """The mean weight of a completion; 1 for one without labels, whose log-ratio is 0."""
-    return {"vespo/phi_seq_mean": reported_mean(batch, vespo_weights(x), by_completion=True, empty=1.0)}
+    return {"vespo/phi_seq_mean": token_or_completion_mean(batch, vespo_weights(x), by_completion=True, empty=1.0)}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, MeanMetric, Metric, ModelOutputs
-from megaswift.losses.document_segments import completion_mask, tokens_of
+from megaswift.losses.document_segments import completion_mask, document_token_mask
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def pair_count(batch: Batch) -> int:
     return batch.fields["pairs"].shape[0]
 
 
-def pair_counts(batch: Batch, mask: Tensor | None = None) -> dict[str, float]:
+def pair_and_chosen_token_counts(batch: Batch, mask: Tensor | None = None) -> dict[str, float]:
     """`pairs`, and `chosen_tokens`: those in `mask` (None: the answers') of the chosen documents."""
     chosen, _ = side_masks(batch, completion_mask(batch) if mask is None else mask)
     return {"pairs": float(pair_count(batch)), "chosen_tokens": float(chosen.sum())}
@@ -63,7 +63,7 @@ def pair_counts(batch: Batch, mask: Tensor | None = None) -> dict[str, float]:
 def side_masks(batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
     """bool [b, s] each: the tokens in `mask` of chosen, and of rejected documents."""
     pairs = batch.fields["pairs"]
-    return mask & tokens_of(batch, pairs[:, 0]), mask & tokens_of(batch, pairs[:, 1])
+    return mask & document_token_mask(batch, pairs[:, 0]), mask & document_token_mask(batch, pairs[:, 1])
 
 
 def pair_mean(values: Tensor) -> MeanMetric:

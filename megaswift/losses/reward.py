@@ -1,7 +1,7 @@
 """The reward model's loss: Bradley-Terry on scalar scores of whole documents.
 
 Owns the loss, its metrics and where a document's score is read: at its last token, as `...ForSequenceClassification`
-models do. That is the one position that `scored_at_last_token` marks, and so the only one at which the head works.
+models do. That is the one position that `weight_last_tokens_only` marks, and so the only one at which the head works.
 """
 
 from __future__ import annotations
@@ -13,12 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric, ModelOutputs, Needs, Term
+from megaswift.losses.contract import (
+    Batch,
+    MaxMetric,
+    MeanMetric,
+    Metric,
+    MinMetric,
+    ModelOutputs,
+    RequestedModelOutputs,
+    Term,
+)
 from megaswift.losses.document_segments import document_index, document_sums
 from megaswift.losses.preference_pairs import pair_count, pair_mean, split_pairs
 
 
-def scored_at_last_token(batch: Batch) -> Batch:
+def weight_last_tokens_only(batch: Batch) -> Batch:
     """The batch with a weight of 1 at the last token of each document and none elsewhere; fillers have none."""
     documents, valid = document_index(batch).flatten(), batch.valid.flatten()
     goes_on = torch.zeros_like(valid)
@@ -32,7 +41,7 @@ class RewardLoss:
 
     center_rewards_coefficient: float | None = None
     """Weight of the squared sum of a pair's scores (arXiv 2312.09244)."""
-    needs: Needs = Needs(fields=frozenset(), head="score")
+    needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset(), head="score")
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`."""

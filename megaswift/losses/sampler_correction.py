@@ -18,7 +18,7 @@ from torch import Tensor
 from megaswift.config.rl import MODES
 from megaswift.losses.advantages import LARGEST_LOG_RATIO
 from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric
-from megaswift.losses.policy_metrics import completion_means, reported_mean
+from megaswift.losses.policy_metrics import completion_means, token_or_completion_mean
 from megaswift.losses.preference_pairs import token_mean
 
 
@@ -96,7 +96,7 @@ def correction_weight_metrics(batch: Batch, level: str) -> dict[str, Metric]:
     ratio, mask = batch.fields["ratio"], batch.loss_weights != 0
     by_completion = level == "sequence"
     ratios = completion_means(batch, ratio, mask, empty=1.0) if by_completion else ratio[mask]
-    mean: MeanMetric = reported_mean(batch, ratio, by_completion, empty=1.0)
+    mean: MeanMetric = token_or_completion_mean(batch, ratio, by_completion, empty=1.0)
     return {
         "sampling/importance_sampling_ratio/min": MinMetric(ratios.min() if ratios.numel() else float("inf")),
         "sampling/importance_sampling_ratio/mean": mean,

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megaswift.losses.contract import Batch, MeanMetric, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.contract import Batch, MeanMetric, Metric, ModelOutputs, RequestedModelOutputs, Term
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
     """Weighted token cross-entropy."""
 
-    needs: Needs = Needs(fields=frozenset({"logprobs", "correct"}))
+    needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset({"logprobs", "correct"}))
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`label_weight`: the sum of the loss weights."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.contract import Batch, Metric, ModelOutputs, RequestedModelOutputs, Term
 from megaswift.losses.preference_pairs import token_mean
 
 PARTS = ("value/returns", "value/returns_squared", "value/error", "value/error_squared")
@@ -26,7 +26,7 @@ class ValueLoss:
     """How far a value may move from the one before the update; None: any way."""
     vf_coef: float = 1.0
     """Weight of the term; it only matters where the trunk is the policy's too."""
-    needs: Needs = Needs(fields=frozenset(), head="score")
+    needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset(), head="score")
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`completion_tokens`."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from megaswift.errors import LayoutError, Problem
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.layout_string import parse_layout_string
+from megaswift.parallel.pipeline_layout_string import parse_layout_string
 
 
 class SplitOptions(Protocol):
@@ -82,12 +82,12 @@ def _letters(num_layers: int, pp: int, vpp: int, split: PipelineSplit) -> list[s
     """The split as the stages of a layout string, whatever it was given by."""
     if split.custom is not None:
         return parse_layout_string(split.custom)
-    counts = [count // vpp for count in stage_counts(num_layers, pp, split)] * vpp
+    counts = [count // vpp for count in layers_per_stage(num_layers, pp, split)] * vpp
     last = len(counts) - 1
     return ["E" * (i == 0) + "t" * count + "L" * (i == last) for i, count in enumerate(counts)]
 
 
-def stage_counts(num_layers: int, pp: int, split: PipelineSplit) -> list[int]:
+def layers_per_stage(num_layers: int, pp: int, split: PipelineSplit) -> list[int]:
     """Layers of each stage when spread evenly between the given ends."""
     ends = (split.first or 0) + (split.last or 0)
     middle = pp - (split.first is not None) - (split.last is not None)
@@ -127,7 +127,7 @@ def _even_problem(num_layers: int, pp: int, vpp: int) -> Problem:
     if not fixes:
         fixes += [f"--pp {p}" + (" without --vpp" if vpp > 1 else "") for p in nearest_values(divisors(num_layers), pp)]
     if pp * vpp <= num_layers and pp > 1:
-        fixes.append(f"--pipeline_layout '{balanced_layout(num_layers, pp * vpp)}'")
+        fixes.append(f"--pipeline_layout '{balanced_pipeline_layout_string(num_layers, pp * vpp)}'")
     return Problem(what, rule, ", or ".join(fixes))
 
 
@@ -147,7 +147,7 @@ def _ends_problems(num_layers: int, pp: int, vpp: int, end_layers: dict[str, int
         rule = f"leaves {middle_layers} of {num_layers} layers for the other {stages} of {pp} stages"
         enough = num_layers >= pp * vpp
         fix = (
-            f"--pipeline_layout '{balanced_layout(num_layers, pp * vpp)}', or neither"
+            f"--pipeline_layout '{balanced_pipeline_layout_string(num_layers, pp * vpp)}', or neither"
             if enough
             else f"--pp {num_layers}"
         )
@@ -180,7 +180,9 @@ def _custom_problems(num_layers: int, pp: int, vpp: int, custom: str) -> list[Pr
     except LayoutError as error:
         return error.problems
     flat = "".join(stages)
-    model = balanced_layout(num_layers, len(stages) if len(stages) <= num_layers else min(num_layers, pp))
+    model = balanced_pipeline_layout_string(
+        num_layers, len(stages) if len(stages) <= num_layers else min(num_layers, pp)
+    )
     problems = []
     if len(stages) % pp:
         fits = ", or ".join(f"--pp {p}" for p in nearest_values(divisors(len(stages)), pp))
@@ -202,7 +204,7 @@ def _custom_problems(num_layers: int, pp: int, vpp: int, custom: str) -> list[Pr
     return problems
 
 
-def balanced_layout(num_layers: int, stages: int) -> str:
+def balanced_pipeline_layout_string(num_layers: int, stages: int) -> str:
     """A layout string with counts that differ by one at most; the ends, which have embedding and loss besides, get the
     fewer."""
     base, extra = divmod(num_layers, stages)

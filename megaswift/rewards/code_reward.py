@@ -15,7 +15,7 @@ from megaswift import log
 from megaswift.errors import Problem, RewardError
 from megaswift.rewards.code_tests import CodeTest, read_tests
 from megaswift.rewards.contract import RewardInput, RewardOptions, reward_function_flag
-from megaswift.rewards.sandbox import JobLimits, JobOutcome, Sandbox, check_sandbox
+from megaswift.rewards.sandbox import JobLimits, JobOutcome, Sandbox, self_test_sandbox
 
 TESTS = "tests"
 CHUNK = 64
@@ -95,7 +95,7 @@ def _built(name: str, options: RewardOptions, all_or_nothing: bool) -> CodeRewar
     if options.allow_unsafe_code:
         log.warn("--allow_unsafe_code true: generated programs run here with resource limits, but without a sandbox")
     else:
-        check_sandbox(sandbox, f"--reward_funcs {name}")
+        self_test_sandbox(sandbox, f"--reward_funcs {name}")
     return CodeReward(name, sandbox, all_or_nothing)
 
 

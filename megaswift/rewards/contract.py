@@ -14,7 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from megaswift.errors import Problem, did_you_mean_hint
-from megaswift.rewards.reward_value_validation import Value, checked_rewards, reward_function_error, user_code_error
+from megaswift.rewards.reward_value_validation import (
+    Value,
+    checked_rewards,
+    convert_user_code_errors,
+    reward_function_error,
+)
 
 _Message = Mapping[str, Any]
 PromptOrCompletion = str | Sequence[_Message]
@@ -118,7 +123,7 @@ or 0 for what tools wrote."""
 
 
 @dataclass(frozen=True)
-class Rewards:
+class RewardScores:
     """Of samples in their order."""
 
     per_function: dict[str, list[float]]
@@ -163,7 +168,7 @@ def _loop() -> asyncio.Runner:
 
 def score_rewards(
     functions: Sequence[RewardFunction], weights: Sequence[float], samples: Sequence[RewardInput]
-) -> Rewards:
+) -> RewardScores:
     """Every function's values and their weighted sum; RewardError where a function fails or returns what is no
     reward."""
     assert len(functions) == len(weights), "checked with the configuration"
@@ -173,7 +178,7 @@ def score_rewards(
     )
     for f in functions if samples else ():
         if f.name not in awaited:
-            with user_code_error(reward_function_error(reward_function_flag(f), samples)):
+            with convert_user_code_errors(reward_function_error(reward_function_flag(f), samples)):
                 returned = f(samples)
             awaited[f.name] = checked_rewards(reward_function_flag(f), returned, samples)
     values = {f.name: awaited.get(f.name, []) for f in functions}
@@ -181,7 +186,7 @@ def score_rewards(
     total = [_weighted(weights, each) for each in zip(*sums.values(), strict=True)]
     every = list(zip(*values.values(), strict=True))
     of_tokens = any(isinstance(value, tuple) for each in every for value in each)
-    return Rewards(
+    return RewardScores(
         sums,
         total,
         [_by_token(weights, each, s.written) for each, s in zip(every, samples, strict=True)] if of_tokens else [],
@@ -207,7 +212,7 @@ def _by_token(weights: Sequence[float], each: Sequence[Value], count: int) -> tu
 
 async def _all(functions: Sequence[Any], samples: Sequence[RewardInput]) -> list[list[Value]]:
     async def one(function: Any) -> list[Value]:
-        with user_code_error(reward_function_error(reward_function_flag(function), samples)):
+        with convert_user_code_errors(reward_function_error(reward_function_flag(function), samples)):
             returned = await function.wait(samples)
         return checked_rewards(reward_function_flag(function), returned, samples)
 

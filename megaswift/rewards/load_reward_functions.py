@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megaswift.errors import ConfigError, Problem
 from megaswift.registry import Registry
-from megaswift.rewards import accuracy, code_reward, functions
+from megaswift.rewards import accuracy, code_reward, format_and_length_rewards
 from megaswift.rewards.contract import RewardFunction, RewardOptions
 from megaswift.rewards.user_function import UserFunction, load_user_reward_function
 
@@ -20,10 +20,10 @@ NAMED.register("cosine", accuracy.cosine_reward)
 NAMED.register("length", accuracy.length_reward)
 NAMED.register("code", code_reward.code_reward)
 NAMED.register("code_all", code_reward.code_all_reward)
-NAMED.register("format", functions.answer_format)
-NAMED.register("think_format", functions.think_format)
-NAMED.register("repetition", functions.repetition)
-NAMED.register("soft_overlong", functions.soft_overlong)
+NAMED.register("format", format_and_length_rewards.answer_format)
+NAMED.register("think_format", format_and_length_rewards.think_format)
+NAMED.register("repetition", format_and_length_rewards.repetition)
+NAMED.register("soft_overlong", format_and_length_rewards.soft_overlong)
 SPELLINGS = {
     "accuracy_reward": "accuracy",
     "reasoning_accuracy_reward": "reasoning_accuracy",

@@ -45,7 +45,7 @@ def answer_verdict(solution: str, completion: str) -> float | None:
     return float(verify(gold, answer, timeout_seconds=None))
 
 
-def warm_imports() -> None:
+def preload_lazy_imports() -> None:
     """Imports what the libraries import late, so that children find it there."""
     for name in ("math_verify.parser", "math_verify.grader"):
         getLogger(name).setLevel(ERROR)  # notes that their clocks are off

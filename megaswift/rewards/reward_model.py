@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megaswift.bridge import check_finite_weights
 from megaswift.bridge.bitsandbytes_config import disable_4bit_cpu_repacking
-from megaswift.config.inference import WeightsOptions
+from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import Problem, RewardError, WeightsError, first_line
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config
-from megaswift.families.model_source import locate_model, missing_model_file_problems, read_tokenizer
+from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems, read_tokenizer
 from megaswift.families.scalar_head import scalar_head_problems
 from megaswift.inference.load_generation_model import REFUSALS, quiet_transformers
 from megaswift.rewards.contract import RewardInput
@@ -35,7 +35,7 @@ class RewardModel:
 
     name: str
     folder: Path
-    options: WeightsOptions
+    options: ModelLoadingOptions
     tokenizer: Any
     columns: frozenset[str] = frozenset()
     whole_groups: bool = False
@@ -142,7 +142,7 @@ def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
         yield batch
 
 
-def _made(options: WeightsOptions, name: str) -> RewardModel:
+def _made(options: ModelLoadingOptions, name: str) -> RewardModel:
     flag = f"--reward_model {options.model}"
     folder = locate_model(options)
     if find_checkpoint(folder) is not None:
@@ -155,7 +155,7 @@ def _made(options: WeightsOptions, name: str) -> RewardModel:
 
 
 def load_reward_models(
-    folders: Sequence[str], options: WeightsOptions, taken: Collection[str] = ()
+    folders: Sequence[str], options: ModelLoadingOptions, taken: Collection[str] = ()
 ) -> list[RewardModel]:
     """The models in their order, each under a name of its own; WeightsError with all that is wrong. `taken`: names of
     other rewards."""

@@ -102,7 +102,7 @@ def _kind(value: Any) -> str:
 
 
 @contextmanager
-def user_code_error(say: Callable[[str], UserError]) -> Iterator[None]:
+def convert_user_code_errors(say: Callable[[str], UserError]) -> Iterator[None]:
     """What code of the user's raises as the error that `say` makes of its traceback."""
     try:
         yield

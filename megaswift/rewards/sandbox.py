@@ -1,7 +1,7 @@
 """The trainer's side of the sandbox: starts the runner, writes each job into in-memory files for one child, reads the
 child's results. docs/rewards.md describes its limits.
 
-A sandbox that does not hold runs nothing: `check_sandbox` tries it out, and refuses, before anything is built.
+A sandbox that does not hold runs nothing: `self_test_sandbox` tries it out, and refuses, before anything is built.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class Sandbox:
         self.close()
 
 
-def check_sandbox(sandbox: Sandbox, flag: str) -> None:
+def self_test_sandbox(sandbox: Sandbox, flag: str) -> None:
     """ConfigError unless a good program runs and attacks are held; costs a fraction of a second."""
     problem = _doubt(sandbox)
     if problem:

@@ -80,14 +80,14 @@ COMMON = (
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class NotLocked(OSError):
+class SandboxSetupError(OSError):
     """The kernel refused a part of the sandbox."""
 
 
 def _prctl(option: int, value: int, more: Any = 0) -> None:
     if _LIBC.prctl(option, ctypes.c_ulong(value), more, ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
         number = ctypes.get_errno()
-        raise NotLocked(number, f"prctl({option}, {value}): {os.strerror(number)}")
+        raise SandboxSetupError(number, f"prctl({option}, {value}): {os.strerror(number)}")
 
 
 def set_limits(cpu: int, memory: int, output: int) -> None:
@@ -137,10 +137,10 @@ class _Filter(ctypes.Structure):
 
 
 def lock_syscalls(reading: bool = False) -> None:
-    """From here on the process can only compute; NotLocked where the kernel has no filters."""
+    """From here on the process can only compute; SandboxSetupError where the kernel has no filters."""
     machine = platform.machine()
     if machine not in seccomp.ARCHITECTURES or sys.byteorder != "little" or sys.maxsize < 2**32:
-        raise NotLocked(0, f"no filter for {machine}")
+        raise SandboxSetupError(0, f"no filter for {machine}")
     code = seccomp.filter_program(machine, reading)
     _prctl(_DUMPABLE, 0)
     _prctl(_NO_NEW_PRIVS, 1)

@@ -54,7 +54,7 @@ class ChildLimits:
 
 
 @dataclass
-class JudgedChild:
+class RunningChild:
     """One that runs."""
 
     number: int
@@ -108,7 +108,9 @@ def _fork(order: ChildLimits, files: list[int], kind: str) -> int:
         code = 1
         try:
             code = _child(order, files, kind, runner)
-        except sandbox_child.NotLocked as error:  # STATE is still open: a program that raises this finds it closed
+        except (
+            sandbox_child.SandboxSetupError
+        ) as error:  # STATE is still open: a program that raises this finds it closed
             os.write(sandbox_child.STATE, sandbox_child.REFUSED + str(error).encode())
         except (OSError, ValueError, ImportError, MemoryError):  # before the lock: of a module that the program imports
             traceback.print_exc()
@@ -119,7 +121,7 @@ def _fork(order: ChildLimits, files: list[int], kind: str) -> int:
     return pid
 
 
-def _reports(running: dict[int, JudgedChild]) -> list[dict[str, Any]]:
+def _reports(running: dict[int, RunningChild]) -> list[dict[str, Any]]:
     """What became of the children that have ended; those that are overdue are killed."""
     exited = []
     for pid, child in list(running.items()):
@@ -134,7 +136,7 @@ def _reports(running: dict[int, JudgedChild]) -> list[dict[str, Any]]:
     return exited
 
 
-def _patience(running: Mapping[int, JudgedChild]) -> int:
+def _patience(running: Mapping[int, RunningChild]) -> int:
     """Milliseconds until a child is overdue, or it is time to look after the trainer."""
     deadlines = [c.deadline for c in running.values() if not c.overdue]
     left = min(deadlines) - time.monotonic() if deadlines else LOOK_SECONDS
@@ -147,7 +149,7 @@ def serve_jobs(control: socket.socket, kind: str, workers: int) -> None:
     ended, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only signals with a handler reach the pipe
     signal.set_wakeup_fd(wake)
-    running: dict[int, JudgedChild] = {}
+    running: dict[int, RunningChild] = {}
     trainer, poll = os.getppid(), select.poll()
     poll.register(control, select.POLLIN)
     poll.register(ended, select.POLLIN)
@@ -162,7 +164,7 @@ def serve_jobs(control: socket.socket, kind: str, workers: int) -> None:
             message, files, _, _ = socket.recv_fds(control, MESSAGE, FILES)
             order = ChildLimits(**json.loads(message))
             deadline = time.monotonic() + order.clock
-            running[_fork(order, files, kind)] = JudgedChild(order.number, deadline)
+            running[_fork(order, files, kind)] = RunningChild(order.number, deadline)
         if ended in ready:
             os.read(ended, MESSAGE)
         for report in _reports(running):
@@ -178,7 +180,7 @@ def main() -> None:
     while os.open(os.devnull, os.O_RDWR) < FILES:  # so that what is passed lies above the child's own descriptors
         pass
     if kind == "maths":
-        importlib.import_module("megaswift.rewards.math_answers").warm_imports()
+        importlib.import_module("megaswift.rewards.math_answers").preload_lazy_imports()
     else:
         sys.path.remove(os.environ["PYTHONPATH"])  # the standard library alone
         sandbox_child.import_all(sandbox_child.COMMON)

@@ -15,7 +15,7 @@ from typing import Any
 
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, missing_path_hint
 from megaswift.rewards.contract import ALWAYS_PASSED, RewardInput
-from megaswift.rewards.reward_value_validation import user_code_error
+from megaswift.rewards.reward_value_validation import convert_user_code_errors
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def import_user_file(path: Path, flag: str) -> Mapping[str, Any]:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    with user_code_error(lambda trace: ConfigError(Problem(flag, f"importing the file failed\n{trace}"))):
+    with convert_user_code_errors(lambda trace: ConfigError(Problem(flag, f"importing the file failed\n{trace}"))):
         spec.loader.exec_module(module)
     return vars(module)
 

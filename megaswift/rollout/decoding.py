@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaswift.errors import Problem, UserError
-from megaswift.rollout.kv_cache import STEP, keep_rows, row_cache
+from megaswift.rollout.kv_cache import STEP, build_preallocated_cache, keep_rows
 from megaswift.rollout.sampler import Completion, SamplingParams
 from megaswift.rollout.token_sampling import RowGenerators, choose_tokens
 
@@ -30,7 +30,7 @@ class DecodingBatch:
         unique = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
         self.origin = torch.tensor([unique[p] for p in prompts], device=self.device)
         self.width = max(map(len, unique))
-        self.cache = row_cache(model.config, self.origin, self.width + min(sampling.max_tokens, STEP))
+        self.cache = build_preallocated_cache(model.config, self.origin, self.width + min(sampling.max_tokens, STEP))
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=self.device)
         self.lengths = torch.tensor([len(p) for p in prompts], device=self.device)
         """[rows]: length of each row's prompt, also the position of its first completion token."""

@@ -18,7 +18,7 @@ STEP = 256
 """Smallest number of columns by which a full cache grows."""
 
 
-class RowLayer(DynamicLayer):
+class PreallocatedCacheLayer(DynamicLayer):
     """One layer's keys and values [rows, heads, columns, dim], of which `length` columns are in use."""
 
     def __init__(self, origin: Tensor, columns: int, window: int | None) -> None:
@@ -73,15 +73,15 @@ class RowLayer(DynamicLayer):
         self.keys, self.values = self.keys[: len(rows)], self.values[: len(rows)]
 
 
-def row_cache(config: Any, origin: Tensor, columns: int) -> Cache:
+def build_preallocated_cache(config: Any, origin: Tensor, columns: int) -> Cache:
     """A cache of len(origin) rows; row i continues prompt `origin[i]` of the first call. `columns`: initial
     capacity."""
     layers: list[Any] = []
     for layer in DynamicCache(config=config).layers:
         if type(layer) is DynamicLayer:
-            layers.append(RowLayer(origin, columns, None))
+            layers.append(PreallocatedCacheLayer(origin, columns, None))
         elif type(layer) is DynamicSlidingWindowLayer:
-            layers.append(RowLayer(origin, columns, int(layer.sliding_window)))
+            layers.append(PreallocatedCacheLayer(origin, columns, int(layer.sliding_window)))
         else:
             raise ConfigError(
                 Problem(
@@ -96,10 +96,10 @@ def row_cache(config: Any, origin: Tensor, columns: int) -> Cache:
 def keep_rows(cache: Cache, rows: Tensor) -> None:
     """Drops all rows but these from every layer."""
     for layer in cache.layers:
-        assert isinstance(layer, RowLayer)
+        assert isinstance(layer, PreallocatedCacheLayer)
         layer.keep(rows)
 
 
 def check_layers(config: Any) -> None:
     """ConfigError for a model whose cache has layers other than full or sliding-window attention."""
-    row_cache(config, torch.zeros(1, dtype=torch.long), 1)
+    build_preallocated_cache(config, torch.zeros(1, dtype=torch.long), 1)

@@ -37,7 +37,7 @@ TOO_LARGE = 413
 
 
 @dataclass(frozen=True)
-class Server:
+class SamplingServer:
     """Address and timeout of one sampling server."""
 
     base_url: str
@@ -164,7 +164,7 @@ def server_option_problems(options: SamplerOptions, name: str) -> list[Problem]:
     return problems
 
 
-def check_server_version(text: object, oldest: tuple[int, ...], server: Server) -> None:
+def check_server_version(text: object, oldest: tuple[int, ...], server: SamplingServer) -> None:
     """ConfigError for a server version that is older than `oldest` or cannot be parsed."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", str(text))[: len(oldest)])
     if len(numbers) < len(oldest) or numbers < oldest:
@@ -175,19 +175,19 @@ def check_server_version(text: object, oldest: tuple[int, ...], server: Server) 
 
 
 @dataclass
-class Servers:
+class SamplingServerPool:
     """Several servers of one kind, used in parallel."""
 
-    servers: Sequence[Server]
+    servers: Sequence[SamplingServer]
     at_once: int
     """Maximum concurrent requests per server."""
 
-    def each(self, call: Callable[[Server], Any]) -> list[Any]:
+    def each(self, call: Callable[[SamplingServer], Any]) -> list[Any]:
         """Calls `ask` for all servers in parallel; results in the servers' order."""
         with ThreadPoolExecutor(len(self.servers)) as pool:
             return list(pool.map(call, self.servers))
 
-    def complete(self, call: Callable[[Server, int], Completion], count: int) -> list[Completion]:
+    def complete(self, call: Callable[[SamplingServer, int], Completion], count: int) -> list[Completion]:
         """`ask` for each of `count` prompts, spread evenly: prompt i goes to server i mod n."""
         with ThreadPoolExecutor(max(1, min(count, self.at_once * len(self.servers)))) as pool:
             return list(pool.map(lambda i: call(self.servers[i % len(self.servers)], i), range(count)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
-from megaswift.rollout.server_client import Server, ServerError, Servers, default_server_urls
+from megaswift.rollout.server_client import SamplingServer, SamplingServerPool, ServerError, default_server_urls
 from megaswift.rollout.sync_folder import WeightFolder
 
 ADAPTER = "megaswift-policy"
@@ -34,12 +34,14 @@ class ServerSampler(ABC):
         self.folder, self.options = folder, options
         self.adapts = options.lora_rank > 0
         start = self.command()
-        servers = [Server(url, options.timeout, self.kind, start) for url in default_server_urls(options, self.port)]
-        self.servers = Servers(servers, options.batch_size)
+        servers = [
+            SamplingServer(url, options.timeout, self.kind, start) for url in default_server_urls(options, self.port)
+        ]
+        self.servers = SamplingServerPool(servers, options.batch_size)
         self.weights = None if options.sync_folder is None else WeightFolder(options.sync_folder, folder)
         self.names = dict(zip(servers, self.servers.each(self._fit), strict=True))
 
-    def _fit(self, server: Server) -> str:
+    def _fit(self, server: SamplingServer) -> str:
         """`fit`; ServerError where a response does not have the expected structure."""
         try:
             return self.fit(server)
@@ -52,7 +54,7 @@ class ServerSampler(ABC):
         """The command that starts such a server, for messages."""
 
     @abstractmethod
-    def fit(self, server: Server) -> str:
+    def fit(self, server: SamplingServer) -> str:
         """Checks a server and returns the name of its model; ConfigError or ServerError for one that cannot be used."""
 
     @abstractmethod
@@ -60,7 +62,7 @@ class ServerSampler(ABC):
         """The sampling fields that all requests of a call share."""
 
     @abstractmethod
-    def ask(self, server: Server, common: Mapping[str, Any], prompt: list[int], seed: int) -> Any:
+    def ask(self, server: SamplingServer, common: Mapping[str, Any], prompt: list[int], seed: int) -> Any:
         """The server's response to one prompt."""
 
     @abstractmethod
@@ -68,14 +70,14 @@ class ServerSampler(ABC):
         """The completion in a response; ServerError for one that cannot be used for training."""
 
     @abstractmethod
-    def load(self, server: Server, folder: Path) -> None:
+    def load(self, server: SamplingServer, folder: Path) -> None:
         """Loads the weights in `folder` into a server and resets its prefix cache."""
 
     @abstractmethod
-    def load_adapter(self, server: Server, folder: Path) -> None:
+    def load_adapter(self, server: SamplingServer, folder: Path) -> None:
         """Loads the adapter in `folder` in place of the previous one and resets the prefix cache."""
 
-    def check_adapters(self, server: Server, widest: int, load_format: object) -> None:
+    def check_adapters(self, server: SamplingServer, widest: int, load_format: object) -> None:
         """ConfigError for a server whose maximum LoRA rank (`widest`; 0: LoRA is off) is too small, or which has dummy
         base weights."""
         rank = self.options.lora_rank

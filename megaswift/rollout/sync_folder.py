@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megaswift.disk import safetensors_disk_errors
+from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
 from megaswift.errors import Problem, UserError, first_line
 
 SHARD_BYTES = 1 << 30
@@ -86,7 +86,7 @@ class WeightFolder(SyncRounds):
 
         def close() -> None:
             name = f"model-{number:05d}.safetensors"
-            with safetensors_disk_errors(folder / name):
+            with safetensors_errors_as_oserror(folder / name):
                 save_file(shard, folder / name, metadata={"format": "pt"})
             weight_map.update(dict.fromkeys(shard, name))
             shard.clear()

@@ -1,8 +1,9 @@
 """In-place weight sync into a transformers model, tensor by tensor: checkpoint names to parameters. Adapters too.
 
 Names and conversions (stacked experts, fused projections) are transformers' own, grouped by
-`engine/torch/conversions.py`. Tensors that form one parameter together are buffered until all have arrived; others are
-copied at once. Adapters are separate PEFT layers and never merged, so the base weights do not change with them.
+`engine/torch/transformers_conversions.py`. Tensors that form one parameter together are buffered until all have
+arrived; others are copied at once. Adapters are separate PEFT layers and never merged, so the base weights do not
+change with them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from megaswift.bridge.adapter_plan import PREFIX
 from megaswift.bridge.peft_folder import TENSORS
 from megaswift.bridge.transformers_weights import persistent_buffers, tensors_by_disk_name
-from megaswift.engine.torch.conversions import ConversionGroup, conversion_groups, tied_name_map
 from megaswift.engine.torch.peft_wrappers import name_without_adapters
+from megaswift.engine.torch.transformers_conversions import ConversionGroup, conversion_groups, tied_name_map
 from megaswift.errors import Problem, WeightsError
 
 SHOWN = 4
@@ -43,7 +44,7 @@ def _problem(rule: str, names: Sequence[str], fix: str = "") -> WeightsError:
     return WeightsError(Problem("weights for the sampler", f"{rule} {', '.join(names[:SHOWN])}{more}", fix))
 
 
-class WeightUpdate:
+class InPlaceWeightLoader:
     """Maps checkpoint tensors to parameters. Built once per model; `fill` loads one round of weights."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -104,7 +105,7 @@ class WeightUpdate:
         filled.add(name)
 
 
-class AdapterUpdate:
+class InPlaceAdapterLoader:
     """Maps the tensors of a PEFT LoRA folder to the model's adapter parameters."""
 
     def __init__(self, model: nn.Module) -> None:

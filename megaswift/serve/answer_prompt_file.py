@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megaswift import log
+from megaswift.atomic_disk_writes import atomic_file
 from megaswift.config.inference import InferConfig
-from megaswift.disk import atomic_file
 from megaswift.errors import ConfigError, DataError, Problem
-from megaswift.inference.chat_inputs import ChatInputError, ChatInputs
+from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams, Generator
 from megaswift.serve.logprobs import logprob_json
 from megaswift.serve.prompt_file_rows import PromptFileRow
@@ -112,7 +112,7 @@ class PromptFileRun:
     rows: Sequence[PromptFileRow]
     journal: AnswerJournal
     sampling: GenerationParams
-    prompts: ChatInputs
+    prompts: ChatInputRenderer
 
     def run(self, make: Callable[[], Generator]) -> Path:
         """Answers all rows that have none yet; the result file. `make` loads the model, if a row is left."""

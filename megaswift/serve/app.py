@@ -2,7 +2,7 @@
 model.
 
 Owns routes and what errors look like. Access and the size of requests are checked before, by `auth`; fields are checked
-by `openai_requests`, responses built by `openai_responses`. The event loop does none of it: parsing, tokenizing,
+by `openai_requests`, responses built by `openai_response_bodies`. The event loop does none of it: parsing, tokenizing,
 opening images and writing answers happen in two threads, so that /health answers at once.
 """
 
@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from megaswift.config.inference import GenerationOptions
 from megaswift.data.images import KEYS
 from megaswift.errors import UserError
-from megaswift.inference.chat_inputs import ChatInput, ChatInputError, ChatInputs
+from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer, TokenizedChat
 from megaswift.inference.generator import Answer, TokenLogprob
 from megaswift.serve.openai_requests import (
     IMAGES,
@@ -31,9 +31,9 @@ from megaswift.serve.openai_requests import (
     parse_request,
     shorten,
 )
-from megaswift.serve.openai_responses import (
-    ChatResponses,
-    CompletionResponses,
+from megaswift.serve.openai_response_bodies import (
+    ChatResponseWriter,
+    CompletionResponseWriter,
     error_json,
     server_sent_event,
     token_usage,
@@ -64,7 +64,7 @@ class ServerState:
     """State shared by the routes."""
 
     name: str
-    prompts: ChatInputs
+    prompts: ChatInputRenderer
     line: RequestQueue
     defaults: GenerationOptions
     own: Any
@@ -105,14 +105,14 @@ class ParsedRequest:
     """A parsed and tokenized request."""
 
     request: ChatRequest | CompletionRequest
-    prompts: Sequence[ChatInput]
+    prompts: Sequence[TokenizedChat]
     told: int | None
     """How many likeliest tokens to tell; None: no log-probabilities."""
-    form: ChatResponses
+    form: ChatResponseWriter
 
 
 def build_app(served: ServerState) -> FastAPI:
-    """The application; `auth.AuthMiddleware` wraps it."""
+    """The application; `auth.RequestGuardMiddleware` wraps it."""
     app = FastAPI(title="megaswift", docs_url=None, redoc_url=None, openapi_url=None)
     _errors(app)
 
@@ -149,7 +149,7 @@ def _chat(served: ServerState, body: bytes) -> ParsedRequest:
         raise RequestRefused(400, "top_logprobs requires logprobs: true", "top_logprobs")
     prompt = _prompt(served, served.prompts.of_chat, parsed.messages, "messages")
     return ParsedRequest(
-        parsed, [prompt], parsed.told(), ChatResponses(served.name, served.tokenizer, bool(parsed.logprobs))
+        parsed, [prompt], parsed.told(), ChatResponseWriter(served.name, served.tokenizer, bool(parsed.logprobs))
     )
 
 
@@ -161,7 +161,7 @@ def _text(served: ServerState, body: bytes) -> ParsedRequest:
         parsed,
         prompts,
         parsed.logprobs,
-        CompletionResponses(served.name, served.tokenizer, parsed.logprobs is not None),
+        CompletionResponseWriter(served.name, served.tokenizer, parsed.logprobs is not None),
     )
 
 
@@ -171,7 +171,7 @@ def _same_model(served: ServerState, name: str) -> None:
         raise RequestRefused(404, what, "model", "model_not_found")
 
 
-def _prompt(served: ServerState, make: Callable[[Any], ChatInput], what: Any, param: str) -> ChatInput:
+def _prompt(served: ServerState, make: Callable[[Any], TokenizedChat], what: Any, param: str) -> TokenizedChat:
     context, count = served.prompts.context, _characters(what)
     most = MOST_CHARACTERS if context is None else context * CHARACTERS_A_TOKEN
     if count > most:
@@ -241,7 +241,7 @@ async def _stream(
     served: ServerState,
     ticket: QueuedRequest,
     pieces: asyncio.Queue[Piece | None],
-    form: ChatResponses,
+    form: ChatResponseWriter,
     read: int | None,
 ) -> AsyncIterator[str]:
     """Server-sent events; a disconnected client cancels its answers."""

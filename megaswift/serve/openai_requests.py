@@ -73,7 +73,7 @@ class StreamField(BaseModel):
     include_obfuscation: bool | None = None
 
 
-class RequestFields(BaseModel):
+class CommonRequestFields(BaseModel):
     """Fields of both APIs."""
 
     model_config = ConfigDict(extra="forbid")
@@ -142,7 +142,7 @@ class RequestFields(BaseModel):
         return generation_params(GenerationOptions(num_beams=1, seed=self.seed, **known), own)
 
 
-class ChatRequest(RequestFields):
+class ChatRequest(CommonRequestFields):
     """POST /v1/chat/completions."""
 
     messages: Any
@@ -192,7 +192,7 @@ class ChatRequest(RequestFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionRequest(RequestFields):
+class CompletionRequest(CommonRequestFields):
     """POST /v1/completions."""
 
     prompt: Any
@@ -225,7 +225,7 @@ def _tokens(value: Any) -> bool:
     return isinstance(value, list) and all(type(token) is int for token in value)
 
 
-Kind = TypeVar("Kind", bound=RequestFields)
+Kind = TypeVar("Kind", bound=CommonRequestFields)
 
 
 def parse_request(kind: type[Kind], body: bytes) -> Kind:

@@ -13,11 +13,11 @@ from typing import Any
 from megaswift.data.encode_rows import malformed_row_problem
 from megaswift.data.formats import parse_sample
 from megaswift.data.images import has_images
-from megaswift.data.prompt_rows import lacks_only_answer, with_empty_answer
+from megaswift.data.prompt_rows import lacks_only_answer, row_readable_as_prompt
 from megaswift.data.resolve_dataset_files import resolve_dataset_files, split_into_parts
-from megaswift.data.sample import RowError, Sample
+from megaswift.data.training_sample import RowError, Sample
 from megaswift.errors import DataError, Problem, merge_similar_problems
-from megaswift.inference.chat_inputs import ChatInput, ChatInputError, ChatInputs
+from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer, TokenizedChat
 
 SHOWN = 10
 
@@ -29,7 +29,7 @@ class PromptFileRow:
     line: int
     columns: dict[str, Any]
     """As they were read, an answer under `labels`."""
-    prompt: ChatInput
+    prompt: TokenizedChat
     """Without its images' pixels, which are read again when the row's turn comes."""
 
 
@@ -39,12 +39,14 @@ def _no_hub(name: str, subset: str | None) -> tuple[Path, ...]:
 
 def _sample(row: Mapping[str, Any]) -> Sample:
     """The conversation or text of a row; an answer that is not there is an empty one."""
-    filled = with_empty_answer(row, "sft")
+    filled = row_readable_as_prompt(row, "sft")
     plain = row.get("text") is not None and not lacks_only_answer(row, "sft")
     return parse_sample(filled, "pt" if plain else "sft")
 
 
-def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: ChatInputs) -> tuple[ChatInput, str | None]:
+def _prompt(
+    row: Mapping[str, Any], columns: Mapping[str, str], prompts: ChatInputRenderer
+) -> tuple[TokenizedChat, str | None]:
     """(the prompt, the row's reference answer)."""
     named = {columns.get(k, k): v for k, v in row.items()}
     sample = _sample(named)
@@ -67,7 +69,7 @@ def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: ChatInp
     return replace(prompts.of_chat(messages, sample.tools, named), pictures=None), answer
 
 
-def read_prompt_file(path: str, columns: Mapping[str, str], prompts: ChatInputs) -> list[PromptFileRow]:
+def read_prompt_file(path: str, columns: Mapping[str, str], prompts: ChatInputRenderer) -> list[PromptFileRow]:
     """All rows in order; DataError with file and line of rows without a usable prompt."""
     prompt_rows: list[PromptFileRow] = []
     problems: list[Problem] = []

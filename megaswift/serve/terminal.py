@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from megaswift.errors import did_you_mean_hint
-from megaswift.inference.chat_inputs import ChatInputError, ChatInputs
+from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer
 from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator
 
 HELP = """\
@@ -30,7 +30,7 @@ class Terminal:
     """One conversation."""
 
     generator: Generator
-    prompts: ChatInputs
+    prompts: ChatInputRenderer
     sampling: GenerationParams
     max_new_tokens: int
     stop: tuple[str, ...] = ()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import SHARDED, frozen_weight_bits, peft_method_of
+from megaswift.config.adapter_rules import SHARDED, base_quantization_bits, non_lora_peft_method_of
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import engine_name_of
 from megaswift.errors import Problem, UserError
-from megaswift.families import torch_quantization_checks
-from megaswift.families.adapter_folder import adapter_kind, is_scored
+from megaswift.families import quantized_training_checks
+from megaswift.families.adapter_folder import adapter_peft_type, is_reward_model_adapter
 from megaswift.families.family import read_config
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -26,11 +26,11 @@ def adapter_folder_problems(adapters: str) -> list[Problem]:
     return [Problem(f"--adapters {folder}", rule, "give a folder written by PEFT or by a megaswift run (OUT/adapter)")]
 
 
-def head_problems(cfg: SwiftConfig) -> list[Problem]:
+def adapter_task_type_problems(cfg: SwiftConfig) -> list[Problem]:
     """A folder of a reward model's adapters for another task, or of a language model's for task rm."""
     if cfg.lora.adapters is None or adapter_folder_problems(cfg.lora.adapters):
         return []
-    label, scored = f"--adapters {cfg.lora.adapters}", is_scored(Path(cfg.lora.adapters))
+    label, scored = f"--adapters {cfg.lora.adapters}", is_reward_model_adapter(Path(cfg.lora.adapters))
     if scored == (cfg.task == "rm"):
         return []
     if scored:
@@ -53,12 +53,12 @@ def head_problems(cfg: SwiftConfig) -> list[Problem]:
     ]
 
 
-def torch_train_type_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
+def quantized_or_peft_run_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     """Of a run on an engine of torch, with the model in `folder`."""
-    kind, bits = cfg.model.train_type, frozen_weight_bits(cfg)
+    kind, bits = cfg.model.train_type, base_quantization_bits(cfg)
     config, label = read_config(folder), f"--model {cfg.model.model}"
-    problems = torch_quantization_checks.quantized_training_problems(config, label, kind, bits, cfg.lora.merge_lora)
-    if torch_quantization_checks.stays_quantized(config) and engine_name_of(cfg) in SHARDED:
+    problems = quantized_training_checks.quantized_training_problems(config, label, kind, bits, cfg.lora.merge_lora)
+    if quantized_training_checks.stays_quantized(config) and engine_name_of(cfg) in SHARDED:
         problems.append(
             Problem(
                 f"{label}, whose weights are quantized",
@@ -68,33 +68,33 @@ def torch_train_type_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
         )
     if kind == "full":
         return problems
-    if cfg.task in RL and torch_quantization_checks.quant_method(config) in torch_quantization_checks.KERNELS:
+    if cfg.task in RL and quantized_training_checks.quant_method(config) in quantized_training_checks.KERNELS:
         problems.append(
             Problem(
                 f"{label}, whose weights are quantized",
                 "has no unquantized weights into which adapters could be merged for the sampler",
-                torch_quantization_checks.PLAIN,
+                quantized_training_checks.PLAIN,
             )
         )
-    lacking = torch_quantization_checks.missing_package_problems(("peft",), f"--train_type {kind}")
+    lacking = quantized_training_checks.missing_package_problems(("peft",), f"--train_type {kind}")
     if bits is not None:
         given = "--train_type qlora" if kind == "qlora" else f"--quantization_bit {bits}"
-        problems += torch_quantization_checks.missing_package_problems(("bitsandbytes", "accelerate"), given)
+        problems += quantized_training_checks.missing_package_problems(("bitsandbytes", "accelerate"), given)
     if cfg.lora.adapters is not None:
         return (
             problems
             + lacking
             + (
                 adapter_folder_problems(cfg.lora.adapters)
-                or adapter_kind_problems(cfg, Path(cfg.lora.adapters)) + head_problems(cfg)
+                or adapter_train_type_problems(cfg, Path(cfg.lora.adapters)) + adapter_task_type_problems(cfg)
             )
         )
     return problems + (lacking or peft_config_problems(cfg))
 
 
-def adapter_kind_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
+def adapter_train_type_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     """A folder of another kind than `train_type`, or of one that cannot go on."""
-    kind, label = adapter_kind(folder), f"--adapters {folder}"
+    kind, label = adapter_peft_type(folder), f"--adapters {folder}"
     if kind == "adalora":
         return [
             Problem(
@@ -112,7 +112,7 @@ def adapter_kind_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
 def peft_config_problems(cfg: SwiftConfig) -> list[Problem]:
     """What PEFT says of an adapter's settings; asked (which loads torch) only for adapters whose rules are PEFT's
     alone."""
-    if peft_method_of(cfg) is None:
+    if non_lora_peft_method_of(cfg) is None:
         return []
     from megaswift.bridge import peft_config_from_options
 

@@ -18,10 +18,10 @@ from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.preference import beta_of, loss_types_of, needs_reference
 from megaswift.engine.protocol import Engine
-from megaswift.losses.contract import Batch, Needs
+from megaswift.losses.contract import Batch, RequestedModelOutputs
 from megaswift.losses.kto import USES_DELTA, USES_KL, log_ratios
-from megaswift.losses.reward import scored_at_last_token
-from megaswift.trainers.hook import Hook, Step
+from megaswift.losses.reward import weight_last_tokens_only
+from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.precomputed_reference import PrecomputedReferenceLogprobs
 from megaswift.trainers.rl.settings import rl_settings
 
@@ -33,7 +33,7 @@ Mismatched = Callable[[Sequence[Batch]], list[Batch]]
 
 def batch_logprobs(engine: Engine, batches: Sequence[Batch]) -> list[torch.Tensor]:
     """Log-probabilities [b, s] of each micro-batch under the weights that the engine has."""
-    scored = [outputs.logprobs for outputs in engine.score(batches, Needs())]
+    scored = [outputs.logprobs for outputs in engine.score(batches, RequestedModelOutputs())]
     return [logprobs for logprobs in scored if logprobs is not None]
 
 
@@ -66,7 +66,7 @@ class ReferenceLogprobs(BatchTransform):
         with engine.reference():
             return with_field(batches, "reference", batch_logprobs(engine, batches))
 
-    def on_step(self, loop: Loop, step: Step) -> None:
+    def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Moves the reference towards the model."""
         if self.move_every and step.number % self.move_every == 0:
             loop.engine.move_reference(self.share)
@@ -134,7 +134,7 @@ class LastTokens(BatchTransform):
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
         """The micro-batches with those positions marked."""
-        return [scored_at_last_token(b) for b in batches]
+        return [weight_last_tokens_only(b) for b in batches]
 
 
 def forward_pass_count_before_step(cfg: SwiftConfig, dp: int = 1) -> float:

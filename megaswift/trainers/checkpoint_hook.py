@@ -16,10 +16,10 @@ from megaswift import distributed
 from megaswift.config.batch_arithmetic import BatchPlan
 from megaswift.config.byte_size import bytes_text
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families import step_manifest
+from megaswift.families import saved_step_integrity
 from megaswift.families.checkpoint_folder import ENGINE
 from megaswift.trainers import checkpoint_store
-from megaswift.trainers.hook import Hook, Step
+from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.progress import print_line
 from megaswift.trainers.verify_checkpoint_files import damaged_file_problems_all_ranks
 
@@ -49,7 +49,7 @@ class CheckpointHook(Hook):
         """What was restored needs no saving."""
         self.saved = loop.step
 
-    def on_step(self, loop: Loop, step: Step) -> None:
+    def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Saves when it is due."""
         if self.every and step.number % self.every == 0:
             self.save(loop)
@@ -116,7 +116,7 @@ def restore_run(
     `on_manifest` is called with the manifest before anything is loaded, so that a notice of changed options comes
     before a refusal that they cause.
     """
-    manifest = distributed.run_on_rank0(lambda: step_manifest.load_manifest(folder))
+    manifest = distributed.run_on_rank0(lambda: saved_step_integrity.load_manifest(folder))
     if isinstance(manifest, Problem):
         raise CheckpointError(manifest)
     problems = [*checkpoint_mismatch_problems(manifest, model), *damaged_file_problems_all_ranks(folder)]

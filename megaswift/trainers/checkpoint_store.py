@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.disk import sync, write_atomically
+from megaswift.atomic_disk_writes import fsync_path, write_atomically
 from megaswift.errors import CheckpointError, Problem, did_you_mean_hint
-from megaswift.families import step_manifest
-from megaswift.families.step_manifest import MARKER, POINTER, STEP, SavedStep, manifest_seal, read_manifest
+from megaswift.families import saved_step_integrity
+from megaswift.families.saved_step_integrity import MARKER, POINTER, STEP, SavedStep, manifest_seal, read_manifest
 
 FORMAT = 1
 SAVING, DELETING, REPLACED = ".saving", ".deleting", ".replaced"
@@ -40,8 +40,8 @@ def hash_share(folder: Path, rank: int, ranks: int) -> dict[str, dict[str, Any]]
     """Size and SHA-256 of every `ranks`-th file, flushed to disk: the ranks share the reading."""
     entries = {}
     for path in step_files(folder)[rank::ranks]:
-        sync(path)
-        digest = step_manifest.hash_file(path)
+        fsync_path(path)
+        digest = saved_step_integrity.hash_file(path)
         entries[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
     return entries
 
@@ -81,13 +81,13 @@ class CheckpointStore:
         }
         manifest = json.loads(json.dumps(manifest, allow_nan=False))
         for directory in {p.parent for p in step_files(saving)}:
-            sync(directory)
+            fsync_path(directory)
         write_json_durably(saving / MARKER, manifest | {"sha256": manifest_seal(manifest)})
         replaced = folder.with_name(folder.name + REPLACED)
         if folder.exists():
             folder.rename(replaced)
         saving.rename(folder)
-        sync(self.root)
+        fsync_path(self.root)
         write_json_durably(self.root / POINTER, {"step": step, "directory": folder.name})
         if replaced.exists():
             shutil.rmtree(replaced)
@@ -95,7 +95,7 @@ class CheckpointStore:
 
     def complete(self) -> list[SavedStep]:
         """Every checkpoint with a valid manifest, oldest save first."""
-        return step_manifest.complete_steps(self.root)
+        return saved_step_integrity.steps_with_valid_manifest(self.root)
 
     def incomplete(self) -> list[Path]:
         """Folders without a valid manifest, and those being written or deleted: ignored, and worth a notice."""
@@ -104,11 +104,11 @@ class CheckpointStore:
 
     def pointed(self) -> Path | None:
         """The folder that the pointer names, if its manifest is valid."""
-        return step_manifest.latest_step(self.root)
+        return saved_step_integrity.latest_step(self.root)
 
     def latest(self) -> Path | None:
         """The pointed-at checkpoint; the one saved last where the pointer is missing or names nothing complete."""
-        return next(iter(step_manifest.steps_in_resume_order(self.root)), None)
+        return next(iter(saved_step_integrity.steps_in_resume_order(self.root)), None)
 
     def recover(self) -> None:
         """Ends a replacement that a crash cut between its two renames: both folders are whole there. Rank 0 only."""
@@ -125,7 +125,7 @@ class CheckpointStore:
 
         Steps that were found to be damaged are not counted, and stay.
         """
-        whole = [s for s in self.complete() if not step_manifest.known_damaged(s)]
+        whole = [s for s in self.complete() if not saved_step_integrity.known_damaged(s)]
         pointed = self.pointed()
         surplus = whole[: max(len(whole) - limit, 0)] if limit else []
         gone = []
@@ -141,7 +141,7 @@ class CheckpointStore:
 
     def remove(self, steps: Sequence[Path]) -> list[Path]:
         """Deletes steps. The pointer moves first, to the newest step that is left, or goes with the last one."""
-        left = [p for p in step_manifest.steps_in_resume_order(self.root) if p not in steps]
+        left = [p for p in saved_step_integrity.steps_in_resume_order(self.root) if p not in steps]
         if self.pointed() not in left:
             if left:
                 number = STEP.fullmatch(left[0].name)
@@ -152,12 +152,12 @@ class CheckpointStore:
         for step in steps:
             leaving = step.with_name(step.name + DELETING)
             step.rename(leaving)
-            sync(self.root)
+            fsync_path(self.root)
             shutil.rmtree(leaving)
         return list(steps)
 
 
-def select_step(wanted: str, output: Path) -> tuple[Path | None, list[str]]:
+def select_resume_step(wanted: str, output: Path) -> tuple[Path | None, list[str]]:
     """The checkpoint to go on from by its manifest, and notices: `latest` (None when none was saved yet) or a
     folder."""
     steps, notes = resume_step_candidates(wanted, output)
@@ -180,7 +180,7 @@ def resume_step_candidates(wanted: str, output: Path) -> tuple[list[Path], list[
     for root in (path, path / "checkpoints"):
         if not STEP.fullmatch(root.name) and (steps := _steps(root)):
             return steps, []
-    manifest = step_manifest.load_manifest(path)
+    manifest = saved_step_integrity.load_manifest(path)
     if isinstance(manifest, Problem):
         rule = f"has no complete {MARKER}: not a megaswift checkpoint, or an interrupted save"
         if (path / MARKER).exists():
@@ -190,8 +190,8 @@ def resume_step_candidates(wanted: str, output: Path) -> tuple[list[Path], list[
 
 
 def _steps(root: Path) -> list[Path]:
-    steps = step_manifest.steps_in_resume_order(root)
-    if not steps and (lost := step_manifest.missing_step_problem(root)) is not None:
+    steps = saved_step_integrity.steps_in_resume_order(root)
+    if not steps and (lost := saved_step_integrity.missing_step_problem(root)) is not None:
         raise CheckpointError(lost)
     return steps
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from megaswift import log
 from megaswift.config import SwiftConfig, fsdp_json
-from megaswift.config.adapter_rules import SHARDED, frozen_weight_bits, peft_method_of
+from megaswift.config.adapter_rules import SHARDED, base_quantization_bits, non_lora_peft_method_of
 from megaswift.config.engine_rules import AUTO, NATIVE, engine_name_of, uses_model_parallelism
 from megaswift.config.optim import EVERYWHERE, ON_PARTS
 from megaswift.families import FAMILIES
-from megaswift.families.model_source import locate_model
+from megaswift.families.model_and_tokenizer_source import locate_model
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.unlisted_model_spec import spec_of_any_model
+from megaswift.families.model_spec_of_any_model import spec_of_any_model
 
 SMALL, MIDDLE = 1e9, 7e9
 """Parameters up to which a model is replicated, and up to which only gradients and optimizer states are worth
@@ -54,7 +54,7 @@ class MachineFacts:
         return self.need(kind, size) <= SHARE * self.memory
 
 
-def memory_of_a_process(processes: int) -> float:
+def memory_bytes_per_process(processes: int) -> float:
     """Bytes: a GPU's, or the processes' share of this machine's."""
     import torch
 
@@ -74,7 +74,7 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
         cfg = cfg.replace(**fsdp_json.fsdp_file_options(cfg).options)
     if requested != AUTO:
         return cfg if cfg.engine.engine == requested else cfg.replace(engine=requested)
-    machine = MachineFacts(world_size, memory_of_a_process(world_size), cfg.model.train_type == "full")
+    machine = MachineFacts(world_size, memory_bytes_per_process(world_size), cfg.model.train_type == "full")
     kind, why = choose_engine(
         spec_of_any_model(locate_model(cfg.model, weights=False)), uses_model_parallelism(cfg), machine
     )
@@ -83,7 +83,7 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
         kind, why = "fsdp2", f"only fsdp2 and ddp support the optimizer {optimizer}"
     elif kind != "ddp" and optimizer not in EVERYWHERE:
         kind, why = "ddp", f"the optimizer {optimizer} needs whole matrices"
-    if peft_method_of(cfg) is not None or frozen_weight_bits(cfg) is not None:
+    if non_lora_peft_method_of(cfg) is not None or base_quantization_bits(cfg) is not None:
         kind, why = resolve_for_adapters(cfg, kind, why)
     if tell:
         log.info(f"engine {kind}: {why}")
@@ -92,12 +92,12 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
 
 def resolve_for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, str]:
     """The same where the adapters, or the weights under them, leave the choice to fewer engines."""
-    name, method = f"train_type {cfg.model.train_type}", peft_method_of(cfg)
+    name, method = f"train_type {cfg.model.train_type}", non_lora_peft_method_of(cfg)
     if kind == NATIVE and cfg.model.train_type != "qlora" and not uses_model_parallelism(cfg):
         return "ddp", f"the native engine does not support {name}"
     if method is not None and method.engines and kind not in (NATIVE, *method.engines):
         return method.engines[0], f"{name} requires it"
-    if kind in SHARDED and frozen_weight_bits(cfg) is not None:
+    if kind in SHARDED and base_quantization_bits(cfg) is not None:
         return "ddp", "quantized weights cannot be sharded"
     return (
         ("zero2", f"{name} cannot be sharded")
@@ -108,7 +108,7 @@ def resolve_for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, st
 
 def choose_engine(spec: ModelSpec, axes: bool, machine: MachineFacts) -> tuple[str, str]:
     """(engine, reason)."""
-    size = parameter_count(spec)
+    size = approximate_parameter_count(spec)
     text = f"{size / 1e9:.3g} B parameters" if size >= 1e8 else f"{size / 1e6:.2f} M parameters"
     if axes:
         return NATIVE, "a model-parallel axis is set"
@@ -129,7 +129,7 @@ def choose_engine(spec: ModelSpec, axes: bool, machine: MachineFacts) -> tuple[s
     return kind, f"{text}: {later[0]} would need about {machine.need(later[0], size) / 2**30:.0f} GiB of {room}"
 
 
-def parameter_count(spec: ModelSpec) -> int:
+def approximate_parameter_count(spec: ModelSpec) -> int:
     """Of the matrices of a gated transformer of these sizes: near enough to choose by."""
     attention = 2 * spec.hidden_size * (spec.attention_width + spec.kv_width)
     total = 0

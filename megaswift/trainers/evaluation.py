@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaswift.losses.contract import Batch
-from megaswift.trainers.hook import Step
-from megaswift.trainers.metrics import JsonLines, MetricsWindow, step_mean_weight
+from megaswift.trainers.hook import StepRecord
+from megaswift.trainers.metrics import JsonLinesHook, MetricsWindow, step_mean_weight
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
 
 
-class Evaluation(JsonLines):
+class EvaluationHook(JsonLinesHook):
     """Runs the validation batches through the engine."""
 
     part = "evaluation"
@@ -32,7 +32,7 @@ class Evaluation(JsonLines):
         self.last = 0
         """The step of the last evaluation."""
 
-    def on_step(self, loop: Loop, step: Step) -> None:
+    def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Evaluates when it is due."""
         due = bool(self.every) and step.number % int(self.every or 1) == 0
         if due or step.number == loop.total_steps:
@@ -44,7 +44,7 @@ class Evaluation(JsonLines):
         window = MetricsWindow()
         for microbatches in self.batches():
             result = loop.engine.evaluate(loop.prepare(loop.engine, microbatches, False), loop.loss)
-            step = Step(loop.step, epoch, 0.0, result)
+            step = StepRecord(loop.step, epoch, 0.0, result)
             window.add(step, step_mean_weight(step, self.count))
         self.last = loop.step
         line: dict[str, Any] = {

@@ -39,7 +39,7 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 
 
 @dataclass(frozen=True)
-class FlopRule:
+class StepFlopFormula:
     """The rule's two constants for one model."""
 
     parameters: int
@@ -57,11 +57,11 @@ class FlopRule:
         return 6.0 * self.parameters * tokens + 6.0 * self.attention * squares + beside
 
 
-def flop_rule(engine: Engine, spec: ModelSpec, passes: float) -> FlopRule:
+def step_flop_formula(engine: Engine, spec: ModelSpec, passes: float) -> StepFlopFormula:
     """Of the model that an engine trains; a critic has the policy's layers. Collective."""
     sizes = engine.report()
     forward = sizes.flops_per_token_parameters if sizes.forward_parameters is None else sizes.forward_parameters
-    return FlopRule(sizes.flops_per_token_parameters, spec.num_layers * spec.product_width, passes, forward)
+    return StepFlopFormula(sizes.flops_per_token_parameters, spec.num_layers * spec.product_width, passes, forward)
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:

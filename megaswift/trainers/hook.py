@@ -32,7 +32,7 @@ class StepExtras:
 
 
 @dataclass
-class Step:
+class StepRecord:
     """The record of one optimizer step. `StepTimer`, the first hook, completes it with times."""
 
     number: int
@@ -64,7 +64,7 @@ class Hook:
     def on_batch(self, loop: Loop) -> None:
         """The batch is there."""
 
-    def on_step(self, loop: Loop, step: Step) -> None:
+    def on_step(self, loop: Loop, step: StepRecord) -> None:
         """After each optimizer step."""
 
     def on_log(self, loop: Loop, line: Line) -> None:

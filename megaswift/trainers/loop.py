@@ -15,7 +15,7 @@ from megaswift.engine.protocol import Engine, StepResult
 from megaswift.errors import DataError, Problem, UserError, first_line
 from megaswift.losses.contract import Batch, Loss
 from megaswift.trainers import interrupt
-from megaswift.trainers.hook import Hook, Step, StepExtras
+from megaswift.trainers.hook import Hook, StepExtras, StepRecord
 from megaswift.trainers.progress import print_warning
 from megaswift.trainers.timers import timed
 
@@ -101,12 +101,12 @@ class Loop:
                 except OSError as error:  # what hooks write late must not hide the run's own error
                     print_warning(f"{type(hook).__name__} could not write its last output: {first_line(error)}")
 
-    def record(self, rate: float, result: StepResult, microbatches: Sequence[Batch]) -> Step:
+    def record(self, rate: float, result: StepResult, microbatches: Sequence[Batch]) -> StepRecord:
         """What hooks see of the step that was taken."""
         extras = self.step_extras()
         result = replace(result, metrics={**result.metrics, **extras.metrics})
         squares = sum(length_squares(b) for b in microbatches)
-        return Step(self.step, self.source.epoch, rate, result, squares=squares, extras=extras)
+        return StepRecord(self.step, self.source.epoch, rate, result, squares=squares, extras=extras)
 
     def take(self, signal: int) -> list[Batch] | None:
         """The next global batch, or None on every rank when any has a signal or met a row that cannot be used.

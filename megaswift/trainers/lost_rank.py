@@ -41,7 +41,7 @@ LATE = ("Timed out", "timed out", "timeout")
 _files: dict[str, IO[str]] = {}
 
 
-class LostRank(UserError):
+class LostRankError(UserError):
     """Another rank ended, or did not come to a collective."""
 
     title = "training was stopped"
@@ -74,7 +74,7 @@ def is_lost_rank_error(error: RuntimeError) -> bool:
     )
 
 
-def explain_lost_rank(error: RuntimeError, root: Path, timeout_s: float) -> LostRank:
+def explain_lost_rank(error: RuntimeError, root: Path, timeout_s: float) -> LostRankError:
     """The message, after the stacks of this rank and of missing ones of this machine were written below `root`."""
     rank, world = distributed.global_rank(), distributed.global_world_size()
     if file := _files.get("stacks"):
@@ -94,7 +94,7 @@ def explain_lost_rank(error: RuntimeError, root: Path, timeout_s: float) -> Lost
         what, rule = _ranks(missing), f"did not join a collective within {timeout_s:.0f} s (--ddp_timeout)"
     else:
         what, rule = f"rank {rank}", f"lost the connection to another rank: {str(error).splitlines()[0][:160]}"
-    return LostRank(
+    return LostRankError(
         Problem(what, f"{rule}; {where}", "--resume_from_checkpoint latest resumes from the last checkpoint")
     )
 

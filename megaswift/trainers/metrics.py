@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megaswift import distributed
-from megaswift.disk import write_atomically
+from megaswift.atomic_disk_writes import write_atomically
 from megaswift.errors import storage_error
 from megaswift.trainers import out_of_memory
-from megaswift.trainers.flops import FlopRule
-from megaswift.trainers.hook import Hook, Step
+from megaswift.trainers.flops import StepFlopFormula
+from megaswift.trainers.hook import Hook, StepRecord
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -50,7 +50,7 @@ class MetricsWindow:
     squares: float = 0.0
     skipped: int = 0
 
-    def add(self, step: Step, weight: float) -> None:
+    def add(self, step: StepRecord, weight: float) -> None:
         """One step more. `weight` is the count by which the step's loss was divided."""
         result = step.result
         self.steps += 1
@@ -69,10 +69,10 @@ class MetricsWindow:
 
 
 @dataclass(frozen=True)
-class SpeedRule:
+class ThroughputFormula:
     """What turns tokens and seconds into TFLOP/s."""
 
-    rules: Sequence[FlopRule]
+    rules: Sequence[StepFlopFormula]
     """Of each model that trains on a step's tokens."""
     devices: int
     replicas: int
@@ -80,7 +80,7 @@ class SpeedRule:
     peak_tflops: float | None = None
 
 
-class JsonLines(Hook):
+class JsonLinesHook(Hook):
     """A file of lines by step, written by rank 0."""
 
     def __init__(self, path: Path) -> None:
@@ -98,10 +98,10 @@ class JsonLines(Hook):
                 file.writelines(strict_json_text(line) + "\n" for line in lines)
 
 
-class Metrics(Hook):
+class MetricsHook(Hook):
     """Adds steps up and writes the lines."""
 
-    def __init__(self, path: Path, every: int, speed: SpeedRule, count: str) -> None:
+    def __init__(self, path: Path, every: int, speed: ThroughputFormula, count: str) -> None:
         self.path, self.every, self.speed, self.count = path, every, speed, count
         self.window = MetricsWindow()
         self._file: IO[str] | None = None
@@ -113,7 +113,7 @@ class Metrics(Hook):
                 truncate_lines_after(self.path, loop.step)
             self._file = self.path.open("a", encoding="utf-8")
 
-    def on_step(self, loop: Loop, step: Step) -> None:
+    def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Adds the step; writes a line when it is due, and at the last step."""
         self.window.add(step, step_mean_weight(step, self.count))
         if step.number % self.every == 0 or step.number == loop.total_steps:
@@ -125,7 +125,7 @@ class Metrics(Hook):
                     self._file.flush()
             loop.emit("on_log", line)
 
-    def line(self, step: Step) -> dict[str, Any]:
+    def line(self, step: StepRecord) -> dict[str, Any]:
         """The line of this window. step_time and what is divided by it are this rank's; the file has rank 0's."""
         w, speed = self.window, self.speed
         (squares,) = distributed.all_sum([w.squares])
@@ -170,7 +170,7 @@ class Metrics(Hook):
         self.window.squares *= self.speed.replicas / distributed.global_world_size()
 
 
-def step_mean_weight(step: Step, count: str) -> float:
+def step_mean_weight(step: StepRecord, count: str) -> float:
     """The count that weighs a step's means; a step without one (no label at all) weighs nothing."""
     return float(step.result.counts.get(count, step.result.label_tokens))
 

@@ -9,8 +9,8 @@ from megaswift.config.engine_rules import capabilities_of
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families import ModelSpec, load_spec
 from megaswift.families.family import read_config, rope_and_epsilon_problems
+from megaswift.families.model_spec_of_any_model import spec_of_any_model
 from megaswift.families.scalar_head import with_scalar_head
-from megaswift.families.unlisted_model_spec import spec_of_any_model
 
 
 def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaswift import log
+from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths import with_absolute_paths
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.config.option_sources import CONFIG_HEADER
 from megaswift.config.swift_config import config_yaml_text
-from megaswift.disk import write_atomically
 from megaswift.errors import Problem, UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.trainers import checkpoint_store
@@ -118,7 +118,7 @@ def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
     resume = None
     if train.resume_from_checkpoint is not None:
         try:
-            resume, _ = checkpoint_store.select_step(train.resume_from_checkpoint, outputs.root)
+            resume, _ = checkpoint_store.select_resume_step(train.resume_from_checkpoint, outputs.root)
         except UserError as error:
             problems += error.problems
     problems += [] if resume is None else _other_engine(cfg, resume)

@@ -78,7 +78,7 @@ def documents_per_row(batch: Batch) -> int:
     return 2 if "pairs" in batch.fields else 1
 
 
-def score_dataset(source: EvaluationSource, score: Score, what: str) -> PrecomputedReferenceLogprobs:
+def compute_reference_logprobs(source: EvaluationSource, score: Score, what: str) -> PrecomputedReferenceLogprobs:
     """Every row once, spread over data-parallel ranks. Collective; the same on every rank."""
     rows = source.data
     assert isinstance(rows, PreferenceDataset)

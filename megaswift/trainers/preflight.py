@@ -24,19 +24,28 @@ from megaswift.data.resolve_dataset_files import resolve_dataset_files
 from megaswift.data.vision_processor import image_support_problems
 from megaswift.engine.determinism import determinism_environment_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
-from megaswift.families import ModelSpec, family_of, four_bits
-from megaswift.families.adapter_projections import Projection, dora_problems, saved_modules, select_projections
-from megaswift.families.model_source import locate_model, missing_model_file_problems
+from megaswift.families import ModelSpec, family_of, four_bit_weights
+from megaswift.families.adapter_projections import (
+    Projection,
+    dora_problems,
+    modules_to_save_tensor_names,
+    select_projections,
+)
+from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems
 from megaswift.families.vision_tower_config import has_vision_tower
 from megaswift.parallel.layout_checks import layout_problems
 from megaswift.parallel.layout_rules import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.trainers import output_folder
-from megaswift.trainers.adapter_checks import adapter_folder_problems, head_problems, torch_train_type_problems
+from megaswift.trainers.adapter_checks import (
+    adapter_folder_problems,
+    adapter_task_type_problems,
+    quantized_or_peft_run_problems,
+)
 from megaswift.trainers.model_spec import model_spec_for_task
 from megaswift.trainers.rl.adapter_sync import adapter_sync_problems
-from megaswift.trainers.rl.preflight_checks import named_rewards_and_models_problems, policy_problems
-from megaswift.trainers.torch_checks import torch_engine_machine_problems
+from megaswift.trainers.rl.preflight_checks import named_rewards_and_models_problems, rl_run_problems
+from megaswift.trainers.torch_engine_checks import torch_engine_machine_problems
 
 EXPERT_OPTIONS = (
     "moe_aux_loss_coeff",
@@ -67,7 +76,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
             (lambda: device_problems(cfg), ConfigError),
             (lambda: determinism_environment_problems(cfg, os.environ), ConfigError),
             (lambda: model_problems(cfg, world_size), UserError),
-            (lambda: policy_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
+            (lambda: rl_run_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
             *file_checks(cfg),
         ]
     )
@@ -143,18 +152,18 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     if not capabilities_of(cfg).model_parallel:
         return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)
     idle = (
-        dense_option_problems(cfg)
+        dense_recompute_problems(cfg)
         if spec.experts and all(spec.moe_layers)
         else []
         if spec.experts
         else expert_option_problems(cfg)
     )
     adapters = adapter_problems(cfg, spec) if cfg.model.train_type != "full" else []
-    idle += length_problems(cfg, spec)
+    idle += rope_length_problems(cfg, spec)
     request = LayoutRequest.from_config(cfg, world_size)
     unfit = layout_problems(ModelShape.of(spec), request)
     if cfg.model.train_type == "qlora" and not unfit:
-        unfit = four_bits.four_bit_problems(family_of(spec.hf_config), spec, request.tp, request.etp)
+        unfit = four_bit_weights.four_bit_block_size_problems(family_of(spec.hf_config), spec, request.tp, request.etp)
     return problems + idle + adapters + unfit
 
 
@@ -179,7 +188,7 @@ def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world
             for p in filled_deepspeed_config(cfg, world_size, dtype, spec.hidden_size).problems
             if dtype != "auto" or "bf16" not in p.what
         ]
-    problems += torch_train_type_problems(cfg, folder)
+    problems += quantized_or_peft_run_problems(cfg, folder)
     return problems
 
 
@@ -187,7 +196,7 @@ def adapter_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     """Targets that match nothing; an adapter folder that is none (what is in it, the bridge reads)."""
     lora, problems = cfg.lora, []
     if lora.adapters is not None:
-        return adapter_folder_problems(lora.adapters) + head_problems(cfg)
+        return adapter_folder_problems(lora.adapters) + adapter_task_type_problems(cfg)
     family = family_of(spec.hf_config)
     targets: list[Projection] = []
     try:
@@ -195,18 +204,20 @@ def adapter_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     except UserError as error:
         problems += error.problems
     try:
-        whole = saved_modules(family, spec, lora.modules_to_save)
-        problems += four_bits.four_bit_trainable_problems(family, whole) if cfg.model.train_type == "qlora" else []
+        whole = modules_to_save_tensor_names(family, spec, lora.modules_to_save)
+        problems += (
+            four_bit_weights.four_bit_trainable_problems(family, whole) if cfg.model.train_type == "qlora" else []
+        )
     except UserError as error:
         problems += error.problems
     if lora.use_dora:
         problems += dora_problems(targets, "--use_dora true")
     if lora.use_dora and cfg.model.train_type == "qlora":
-        problems.append(four_bits.NO_DORA)
+        problems.append(four_bit_weights.NO_DORA)
     return problems
 
 
-def length_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
+def rope_length_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     """Sequences for which the model would have other rotary frequencies than it is built with."""
     longest = spec.features.longest
     if longest is None or cfg.data.max_length <= longest:
@@ -240,7 +251,7 @@ def expert_option_problems(cfg: SwiftConfig) -> list[Problem]:
     return given
 
 
-def dense_option_problems(cfg: SwiftConfig) -> list[Problem]:
+def dense_recompute_problems(cfg: SwiftConfig) -> list[Problem]:
     """Recomputing dense MLPs, asked for a model that has none."""
     idle = "mlp" in cfg.model.recompute_modules
     return (

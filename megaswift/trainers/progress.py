@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from tqdm import tqdm
 
 from megaswift import distributed, log
-from megaswift.trainers.hook import Hook, Line, Step
+from megaswift.trainers.hook import Hook, Line, StepRecord
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -81,7 +81,7 @@ class Progress(Hook):
                 total=loop.total_steps, initial=loop.step, bar_format=BAR, dynamic_ncols=True, file=self.stream
             )
 
-    def on_step(self, loop: Loop, step: Step) -> None:
+    def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Moves the bar."""
         if self.bar is not None:
             self.bar.update(1)

@@ -18,14 +18,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config import SwiftConfig
-from megaswift.disk import write_atomically
 from megaswift.log import count_text
-from megaswift.trainers.charts import ChartSeries, Points, line_chart_svg
 from megaswift.trainers.loss_png import median_smooth, metric_column, plot_limits, primary_metric, smoothing_window
 from megaswift.trainers.metrics import read_lines
 from megaswift.trainers.progress import duration_text
 from megaswift.trainers.summary import Rows
+from megaswift.trainers.svg_line_charts import ChartSeries, Points, line_chart_svg
 
 PACKAGES = (
     "megaswift",
@@ -94,7 +94,7 @@ tr.given td{background:var(--given)}.bar{background:var(--blue);height:9px;borde
 
 
 @dataclass
-class RunReport:
+class RunReportExtras:
     """What the page shows besides the files' contents."""
 
     title: str
@@ -274,7 +274,11 @@ def configuration_table_html(cfg: SwiftConfig) -> str:
 
 
 def report_page_html(
-    cfg: SwiftConfig, story: RunReport, lines: list[dict[str, Any]], evals: list[dict[str, Any]], answers: str = ""
+    cfg: SwiftConfig,
+    story: RunReportExtras,
+    lines: list[dict[str, Any]],
+    evals: list[dict[str, Any]],
+    answers: str = "",
 ) -> str:
     """The page's text; `answers`: a section of its own, HTML."""
     figures = "".join(
@@ -298,7 +302,7 @@ def report_page_html(
     )
 
 
-def write_report(path: Path, cfg: SwiftConfig, story: RunReport, logs: tuple[Path, Path, Path]) -> None:
+def write_report(path: Path, cfg: SwiftConfig, story: RunReportExtras, logs: tuple[Path, Path, Path]) -> None:
     """The page on disk, whole or not at all. `logs`: metrics.jsonl, eval.jsonl and completions.jsonl."""
     lines, evals, answers = (read_lines(log) for log in logs)
     write_atomically(path, report_page_html(cfg, story, lines, evals, sample_table_html(answers)))

@@ -16,7 +16,7 @@ from pathlib import Path
 from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.engine.determinism import enable_determinism
-from megaswift.families.model_source import locate_model
+from megaswift.families.model_and_tokenizer_source import locate_model
 from megaswift.parallel.layout_checks import layout_for
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.trainers.model_spec import model_spec_for_task
@@ -31,7 +31,7 @@ def run_training(cfg: SwiftConfig) -> Path:
     log.quiet_libraries()
     enable_determinism(cfg, os.environ)
     with gc_paused():
-        from megaswift.trainers.engines import start_context
+        from megaswift.trainers.engine_factory import start_context
         from megaswift.trainers.session import Session
         from megaswift.trainers.verify_checkpoint_files import verified_model_folder
 

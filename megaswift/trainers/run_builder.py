@@ -25,12 +25,12 @@ from megaswift.config.preference import needs_reference
 from megaswift.data import build_batch_sources as data
 from megaswift.data.loader import BatchSource, EvaluationSource, LoaderGeometry, TokenStoreBatchSource
 from megaswift.data.preference_batches import kto_kl_batches
-from megaswift.data.stream_batches import StreamSource
+from megaswift.data.stream_batches import StreamBatchSource
 from megaswift.data.tokenizer import padding_token_of
-from megaswift.data.vision_processor import tokenizer_of_reader
+from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine
 from megaswift.families.checkpoint_folder import MODEL
-from megaswift.families.model_source import training_processor, training_tokenizer
+from megaswift.families.model_and_tokenizer_source import training_processor, training_tokenizer
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.scalar_head import with_pad_token_id
 from megaswift.families.vision_tower_config import has_vision_tower
@@ -45,13 +45,13 @@ from megaswift.trainers.batch_transforms import (
     make_batch_transform,
 )
 from megaswift.trainers.checkpoint_hook import CheckpointHook
-from megaswift.trainers.engines import EngineContext, make_engine
-from megaswift.trainers.evaluation import Evaluation
-from megaswift.trainers.flops import FlopRule, flop_rule, peak_tflops
+from megaswift.trainers.engine_factory import EngineContext, make_engine
+from megaswift.trainers.evaluation import EvaluationHook
+from megaswift.trainers.flops import StepFlopFormula, peak_tflops, step_flop_formula
 from megaswift.trainers.hook import Hook
-from megaswift.trainers.metrics import Metrics, SpeedRule
+from megaswift.trainers.metrics import MetricsHook, ThroughputFormula
 from megaswift.trainers.output_folder import OutputFolder
-from megaswift.trainers.precomputed_reference import PrecomputedReferenceLogprobs, score_dataset
+from megaswift.trainers.precomputed_reference import PrecomputedReferenceLogprobs, compute_reference_logprobs
 from megaswift.trainers.progress import Progress
 from megaswift.trainers.rl.critic import critic_start_folder
 from megaswift.trainers.step_monitor import StepMonitor
@@ -97,7 +97,7 @@ class RunBuilder:
     """Every row once, by whether it is trained on: what a reference that is asked before training is to score."""
     known: dict[bool, PrecomputedReferenceLogprobs] = field(default_factory=dict)
     """What it said."""
-    rules: list[FlopRule] = field(default_factory=list)
+    rules: list[StepFlopFormula] = field(default_factory=list)
     """Of each model that trains."""
 
     @property
@@ -142,7 +142,7 @@ class RunBuilder:
         reader = (training_processor if has_vision_tower(self.spec.hf_config) else training_tokenizer)(
             self.cfg, self.folder
         )
-        self.tokenizer = tokenizer_of_reader(reader)
+        self.tokenizer = tokenizer_of_tokenizer_or_processor(reader)
         if self.spec.scored:
             self.spec = replace(
                 self.spec,
@@ -150,12 +150,12 @@ class RunBuilder:
                     self.spec.hf_config, padding_token_of(self.tokenizer, self.spec.vocab_size)
                 ),
             )
-        source, evaluation = data.build_sources(
+        source, evaluation = data.build_train_and_eval_sources(
             self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task, self.task.prompt_labels
         )
         if evaluation is not None and self.layout.pp > 1:
             evaluation = replace(evaluation, geometry=replace(evaluation.geometry, accumulation=self.layout.pp))
-        if isinstance(source, StreamSource):
+        if isinstance(source, StreamBatchSource):
             source.spread = distributed.map_over_ranks
         if isinstance(source, TokenStoreBatchSource):
             once = EvaluationSource(source.data, replace(source.geometry, accumulation=self.layout.pp), source.shape)
@@ -202,7 +202,7 @@ class RunBuilder:
             engine.keep_reference()
         with engine.reference() if self.adapts else nullcontext():
             return {
-                training: score_dataset(
+                training: compute_reference_logprobs(
                     once,
                     partial(batch_logprobs, engine),
                     "the training data" if training else "the evaluation data",
@@ -225,7 +225,7 @@ class RunBuilder:
         """In the order of their work within a step: lines first, the checkpoint last."""
         train, outputs, task = self.cfg.train, self.outputs, self.task
         hooks: list[Hook] = [
-            Metrics(outputs.metrics, train.logging_steps, self.speed(engine), task.count),
+            MetricsHook(outputs.metrics, train.logging_steps, self.speed(engine), task.count),
             StepMonitor(),
             Progress(),
         ]
@@ -237,7 +237,9 @@ class RunBuilder:
                 else train.eval_iters * batch_plan(train, self.layout.dp).global_batch_size
             )
             hooks.append(
-                Evaluation(outputs.evaluation, partial(evaluation.eval_batches, limit), train.eval_steps, task.count)
+                EvaluationHook(
+                    outputs.evaluation, partial(evaluation.eval_batches, limit), train.eval_steps, task.count
+                )
             )
         facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}
         facts |= {
@@ -285,13 +287,15 @@ class RunBuilder:
             for name, folder in based.items()
         }
 
-    def speed(self, engine: Engine) -> SpeedRule:
+    def speed(self, engine: Engine) -> ThroughputFormula:
         """The FLOP rule of this model on these devices; others that train beside it add theirs to `rules`."""
-        self.rules.append(flop_rule(engine, self.spec, forward_pass_count_before_step(self.cfg, self.layout.dp)))
+        self.rules.append(
+            step_flop_formula(engine, self.spec, forward_pass_count_before_step(self.cfg, self.layout.dp))
+        )
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         peak = peak_tflops(device, str(engine.dtype).removeprefix("torch."))
         layout = self.layout
-        return SpeedRule(self.rules, layout.world_size, layout.tp * layout.pp * layout.cp, peak)
+        return ThroughputFormula(self.rules, layout.world_size, layout.tp * layout.pp * layout.cp, peak)
 
     def facts(
         self, engine: Engine, source: Any, evaluation: EvaluationSource | None, total_steps: int, start: int
@@ -323,11 +327,11 @@ class RunBuilder:
             rows_per_epoch=source.rows,
             start=start,
             unit=self.task.unit,
-            reference=reference_text(self.cfg, self.adapts),
+            reference=reference_model_summary_text(self.cfg, self.adapts),
         )
 
 
-def reference_text(cfg: SwiftConfig, adapts: bool) -> str:
+def reference_model_summary_text(cfg: SwiftConfig, adapts: bool) -> str:
     """For the first screen; nothing where the task has no reference."""
     if not needs_reference(cfg):
         return ""

@@ -14,11 +14,11 @@ from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths import with_absolute_paths
 from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.data.loader import TokenStoreBatchSource
-from megaswift.data.stream_batches import StreamSource
+from megaswift.data.stream_batches import StreamBatchSource
 from megaswift.engine.determinism import nondeterministic_op_error
 from megaswift.engine.protocol import Engine
 from megaswift.errors import UserError, first_line
-from megaswift.families.model_source import short_name
+from megaswift.families.model_and_tokenizer_source import short_name
 from megaswift.families.model_spec import ModelSpec
 from megaswift.trainers import (
     checkpoint_store,
@@ -192,7 +192,7 @@ class Session:
     def tell_rows(self, source: object) -> None:
         """What was left out of a stream since this start, on the screen and in the report."""
         if (
-            isinstance(source, StreamSource)
+            isinstance(source, StreamBatchSource)
             and (text := summary.streamed_rows_text(source.stats))
             and distributed.global_rank() == 0
         ):
@@ -205,7 +205,7 @@ class Session:
         title = f"{self.build.task.title}: {short_name(str(self.cfg.model.model))}"
         try:
             loss_png.draw_loss_png(out.metrics, out.evaluation, out.curves, title)
-            story = report.RunReport(title, self.status, self.rows, {k: v for k, v in self.seconds.items() if v})
+            story = report.RunReportExtras(title, self.status, self.rows, {k: v for k, v in self.seconds.items() if v})
             report.write_report(out.report, self.cfg, story, (out.metrics, out.evaluation, out.completions))
         except REPORT_ERRORS as error:
             log.warn(f"{out.report} could not be written: {first_line(error)}")

@@ -16,7 +16,7 @@ from megaswift import distributed
 from megaswift.engine.protocol import MicrobatchLoss, StepResult
 from megaswift.errors import EXIT_NO_PROGRESS, Problem, UserError
 from megaswift.log import count_text
-from megaswift.trainers.hook import Hook, Step
+from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.progress import print_warning
 
 if TYPE_CHECKING:
@@ -51,15 +51,16 @@ class StepMonitor(Hook):
         self.in_a_row = self.at_the_end = self.skipped = self.steps = 0
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
-    def on_step(self, loop: Loop, step: Step) -> None:
+    def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Warns of a skipped step or a spike; `TrainingDiverged` after `most` skipped steps in a row."""
         self.steps += 1
         loss = step.result.loss
         if not self.skips(step.number, step.result):
-            if is_spike(loss, self.losses):  # the same on every rank, as rows_text needs
+            if is_spike(loss, self.losses):  # the same on every rank, as worst_microbatches_text needs
                 print_warning(
                     f"step {step.number}: loss {loss:.4g} is far above the median {statistics.median(self.losses):.4g} "
-                    f"of the {len(self.losses)} steps before; the step was taken{rows_text(step.result.parts)}"
+                    f"of the {len(self.losses)} steps before; the step was "
+                    f"taken{worst_microbatches_text(step.result.parts)}"
                 )
             if math.isfinite(loss):
                 self.losses.append(loss)
@@ -78,7 +79,7 @@ class StepMonitor(Hook):
         self.in_a_row += 1
         print_warning(
             f"{step} was skipped: its gradient is not finite (loss {result.loss:.4g}); {self.in_a_row} in a row"
-            f"{rows_text(result.parts)}"
+            f"{worst_microbatches_text(result.parts)}"
         )
         if self.in_a_row >= self.most:
             raise TrainingDiverged(
@@ -144,7 +145,7 @@ def is_spike(loss: float, before: Sequence[float]) -> bool:
     return not loss <= median + max(SPREADS * deviation, SHARE * abs(median), LEAST)
 
 
-def rows_text(parts: Sequence[MicrobatchLoss]) -> str:
+def worst_microbatches_text(parts: Sequence[MicrobatchLoss]) -> str:
     """`; rank 1, rows 7, 12`: micro-batches whose loss is not finite, else the one with the largest. Collective."""
     worst = worst_microbatches(
         [(rank, part) for rank, own in enumerate(distributed.all_gather_objects(list(parts))) for part in own]

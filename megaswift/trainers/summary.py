@@ -13,10 +13,10 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.config.byte_size import bytes_text
 from megaswift.config.engine_rules import NATIVE, engine_name_of
-from megaswift.data.row_counts import WORDS, counts_text
-from megaswift.engine.protocol import ParameterReport
+from megaswift.data.row_counts import WORDS, row_count_texts
+from megaswift.engine.protocol import EngineSizeReport
 from megaswift.log import count_text
-from megaswift.trainers.schedule import warmup_steps
+from megaswift.trainers.learning_rate_schedule import warmup_steps
 
 Rows = list[tuple[str, str]]
 
@@ -29,7 +29,7 @@ class SummaryFacts:
     """`supervised fine-tuning`."""
     model: str
     """One line: family, size, folder."""
-    parameters: ParameterReport
+    parameters: EngineSizeReport
     layout: str
     """`TP2 SP PP2 DP1 on 4 processes`."""
     picture: str
@@ -93,7 +93,7 @@ def engine_suffix(cfg: SwiftConfig) -> str:
     return "" if engine_name_of(cfg) == NATIVE else f", {cfg.engine.engine}{how}"
 
 
-def trained_text(p: ParameterReport) -> str:
+def trained_text(p: EngineSizeReport) -> str:
     """`; 1,234 trained (0.12%)`, nothing where all do."""
     if p.parameters_trained is None:
         return ""
@@ -157,7 +157,7 @@ def data_text(stats: Mapping[str, Any], evaluation_rows: int = 0, scored: bool =
         if name in ("fill", "padded_fill"):
             words.append(f"{label} {value:.1%}")
         elif name in WORDS:
-            words += counts_text({name: value})
+            words += row_count_texts({name: value})
         elif value and name not in ("global_batch", "documents") and float(value).is_integer():
             words.append(
                 count_text(int(value), label.removesuffix("s")) if label.endswith("s") else f"{int(value):,} {label}"
@@ -171,5 +171,5 @@ def data_text(stats: Mapping[str, Any], evaluation_rows: int = 0, scored: bool =
 
 def streamed_rows_text(stats: Mapping[str, float]) -> str:
     """At the end of a stream: how many rows were read, and what happened to some; empty where all were used."""
-    counted = counts_text({name: count for name, count in stats.items() if name != "rows_read"})
+    counted = row_count_texts({name: count for name, count in stats.items() if name != "rows_read"})
     return f"of {count_text(int(stats['rows_read']), 'row')} read: {', '.join(counted)}" if counted else ""

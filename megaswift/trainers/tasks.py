@@ -12,17 +12,17 @@ from megaswift.config.rl_defaults import kl_estimator_of, kl_in_reward_of, polic
 from megaswift.losses.contract import Loss
 from megaswift.losses.cpo import CPO
 from megaswift.losses.dpo import DPO
-from megaswift.losses.dpo_types import DpoSettings
+from megaswift.losses.dpo_loss_types import DpoSettings
 from megaswift.losses.kto import KTO
 from megaswift.losses.orpo import ORPO
 from megaswift.losses.policy import PolicyLoss
-from megaswift.losses.policy_types import PolicySettings as Formulas
+from megaswift.losses.policy_loss_types import PolicySettings as Formulas
 from megaswift.losses.reward import RewardLoss
 from megaswift.losses.sft import CrossEntropy
 from megaswift.registry import Registry
 from megaswift.trainers.rl.rollout_loop_builder import build_rollout_loop
 from megaswift.trainers.rl.settings import correction_of
-from megaswift.trainers.supervised import BuiltLoop, build_supervised_loop
+from megaswift.trainers.supervised_loop_builder import BuiltLoop, build_supervised_loop
 
 if TYPE_CHECKING:
     from megaswift.trainers.session import Session

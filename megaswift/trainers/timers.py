@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megaswift.trainers.hook import Hook, Step
+from megaswift.trainers.hook import Hook, StepRecord
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -39,7 +39,7 @@ class StepTimer(Hook):
         """The wait ends."""
         self.waited = time.perf_counter() - self.began
 
-    def on_step(self, loop: Loop, step: Step) -> None:
+    def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Seconds of the step, and of each part of the run."""
         extras = step.extras
         step.seconds, step.data_wait = time.perf_counter() - self.began, self.waited - extras.waiting

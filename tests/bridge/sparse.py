@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megaswift.bridge.adapter_plan import PREFIX, AdapterPlan, AdapterSettings
+from megaswift.bridge.adapter_plan import PREFIX, AdapterHyperparameters, AdapterPlan
 from megaswift.bridge.hf_safetensors_writer import (
     PlannedSafetensorsFile,
     plan_safetensors_file,
@@ -47,7 +47,7 @@ def write_sparse_adapter(folder: Path, base: Path, rank: int) -> int:
     fields = read_config(base)
     family = family_of(fields)
     weights = WeightPlan(family, family.spec(fields))
-    plan = AdapterPlan(weights, projections(family, weights.spec), AdapterSettings(rank), ["lm_head.weight"])
+    plan = AdapterPlan(weights, projections(family, weights.spec), AdapterHyperparameters(rank), ["lm_head.weight"])
     file = plan_safetensors_file(
         TENSORS, {PREFIX + name: TensorMeta(shape, torch.float32) for name, shape in plan.shapes().items()}
     )

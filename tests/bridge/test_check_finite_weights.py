@@ -1,7 +1,7 @@
 """Weights that are not finite are refused, and named, by either engine.
 
 Covers: megaswift/bridge/hf_to_megatron.py, megaswift/bridge/megatron_to_hf.py,
-megaswift/families/decoder_layer_classes.py, megaswift/families/torch_quantization_checks.py.
+megaswift/families/decoder_layer_classes.py, megaswift/families/quantized_training_checks.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megaswift.bridge import check_finite_weights
 from megaswift.bridge.hf_to_megatron import HfToMegatronOptions, hf_to_megatron
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
 from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
-from megaswift.config.inference import PlacementOptions, WeightsOptions
+from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
 from megaswift.errors import WeightsError
-from megaswift.inference.load_generation_model import load_model, prepare_model_load
+from megaswift.inference.load_generation_model import load_model_and_prompt_device, prepare_model_load
 from tests.inference.models import adapters
 from tests.trainers.inputs import write_inputs, write_model
 
@@ -79,8 +79,8 @@ def damaged(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_inference_and_quantization_refuse_the_folder(damaged: Path, bits: int | None) -> None:
     with pytest.raises(WeightsError, match=f"--model: has values that are not finite .* in {NAME}") as error:
-        load_model(
-            prepare_model_load(WeightsOptions(model=str(damaged)), None), PlacementOptions(quantization_bit=bits)
+        load_model_and_prompt_device(
+            prepare_model_load(ModelLoadingOptions(model=str(damaged)), None), PlacementOptions(quantization_bit=bits)
         )
     assert len(error.value.problems) == 1 and error.value.exit_code == 2
 
@@ -88,7 +88,9 @@ def test_inference_and_quantization_refuse_the_folder(damaged: Path, bits: int |
 def test_inference_refuses_a_checkpoint_and_adapters(damaged: Path, tmp_path: Path) -> None:
     hf_to_megatron(damaged, tmp_path / "checkpoint")
     with pytest.raises(WeightsError, match=f"not finite .* in {NAME}"):
-        load_model(prepare_model_load(WeightsOptions(model=str(tmp_path / "checkpoint")), None), PlacementOptions())
+        load_model_and_prompt_device(
+            prepare_model_load(ModelLoadingOptions(model=str(tmp_path / "checkpoint")), None), PlacementOptions()
+        )
     write_model(tmp_path / "whole")
     folder = adapters(tmp_path / "adapter", tmp_path / "whole")
     path = folder / "adapter_model.safetensors"
@@ -96,8 +98,8 @@ def test_inference_refuses_a_checkpoint_and_adapters(damaged: Path, tmp_path: Pa
     next(iter(tensors.values()))[0, 0] = math.inf
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(WeightsError, match=f"--adapters {folder}: has values that are not finite"):
-        load_model(
-            prepare_model_load(WeightsOptions(model=str(tmp_path / "whole"), adapters=str(folder)), None),
+        load_model_and_prompt_device(
+            prepare_model_load(ModelLoadingOptions(model=str(tmp_path / "whole"), adapters=str(folder)), None),
             PlacementOptions(),
         )
 

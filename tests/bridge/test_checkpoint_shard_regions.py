@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import checkpoint_shard_regions
-from megaswift.bridge.checkpoint_model_folder import write_model_folder
+from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.megatron_checkpoint_source import MegatronSource
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.torch_dist_source import TorchDistSource
@@ -46,7 +46,9 @@ def save(
     folder = build_model(case.variant, models / case.variant)
     result = pool.run(JOB, Run(case, folder, save=target / "engine", last=steps, options=options), case.world)[0]
     plan = plan_of(folder)
-    write_model_folder(target / "model", plan.spec.hf_config, dict.fromkeys(plan.hf_shapes, torch.float32), folder)
+    write_checkpoint_hf_metadata(
+        target / "model", plan.spec.hf_config, dict.fromkeys(plan.hf_shapes, torch.float32), folder
+    )
     return folder, result.weights
 
 
@@ -100,7 +102,7 @@ def test_what_a_checkpoint_lacks_is_named(pool: Pool, models: Path, tmp_path: Pa
     (tmp_path / "mixed").mkdir()
     shutil.copytree(tmp_path / "dense" / "engine", tmp_path / "mixed" / "engine")
     plan = plan_of(other)
-    write_model_folder(
+    write_checkpoint_hf_metadata(
         tmp_path / "mixed" / "model", plan.spec.hf_config, dict.fromkeys(plan.hf_shapes, torch.float32), other
     )
     with pytest.raises(CheckpointError) as caught:

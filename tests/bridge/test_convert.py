@@ -2,7 +2,7 @@
 folders.
 
 Covers: megaswift/bridge/resumable_folder.py, megaswift/bridge/streaming_folder_job.py,
-megaswift/bridge/torch_dist_source.py, megaswift/bridge/open_weight_source.py, megaswift/bridge/pickle_scan.py,
+megaswift/bridge/torch_dist_source.py, megaswift/bridge/open_weight_source.py, megaswift/bridge/pickle_opcode_limits.py,
 megaswift/bridge/safetensors_header.py.
 """
 

@@ -1,7 +1,7 @@
 """Converted checkpoints on real ranks: Megatron's own loader and our engine, on layouts that nobody named when
 converting.
 
-Covers: megaswift/bridge/checkpoint_model_folder.py, megaswift/bridge/saved_dtype_compatibility.py.
+Covers: megaswift/bridge/checkpoint_hf_metadata.py, megaswift/bridge/saved_dtype_compatibility.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import hf_to_megatron, megatron_to_hf
-from megaswift.bridge.checkpoint_model_folder import write_model_folder
+from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
 from tests.bridge.folders import plan_of
 from tests.bridge.test_convert import assert_same, with_prediction_layer
 from tests.engine.checkpoint_worker import Run, build
@@ -116,7 +116,7 @@ def test_runs_carry_prediction_layers(pool: Pool, tmp_path: Path) -> None:
     want = with_prediction_layer(folder)
     pool.run(f"{__name__}:save_and_load", Run(case, folder, save=tmp_path / "step" / "engine"), case.world)
     plan = plan_of(folder)
-    write_model_folder(
+    write_checkpoint_hf_metadata(
         tmp_path / "step" / "model", plan.spec.hf_config, {n: want[n].dtype for n in plan.hf_shapes}, folder
     )
     megatron_to_hf.megatron_to_hf(tmp_path / "step", tmp_path / "hf")

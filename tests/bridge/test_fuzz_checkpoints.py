@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megaswift.bridge.torch_dist_index import read_torch_dist_metadata
 from megaswift.errors import Problem, UserError, WeightsError
-from megaswift.families.model_source import missing_model_file_problems
+from megaswift.families.model_and_tokenizer_source import missing_model_file_problems
 from tests import fuzz_checkpoints as fuzz
 
 COUNT = 120
@@ -120,6 +120,8 @@ def test_an_index_of_another_form_is_refused_by_check_and_reader(text: str, tmp_
 def test_a_resealed_manifest_with_wrong_types(change: dict[str, Any], said: str) -> None:
     good = json.loads(fuzz.SEEDS["manifest"])
     made = good | change
-    (fuzz.step() / "manifest.json").write_text(json.dumps(made | {"sha256": fuzz.step_manifest.manifest_seal(made)}))
-    found = fuzz.step_manifest.load_manifest(fuzz.step())
+    (fuzz.step() / "manifest.json").write_text(
+        json.dumps(made | {"sha256": fuzz.saved_step_integrity.manifest_seal(made)})
+    )
+    found = fuzz.saved_step_integrity.load_manifest(fuzz.step())
     assert isinstance(found, Problem) and found.rule == f"has a wrong value for {said}"

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megaswift.bridge.adapter_plan import HALVES, AdapterPlan, AdapterSettings, adapter_output_row_runs
+from megaswift.bridge.adapter_plan import HALVES, AdapterHyperparameters, AdapterPlan, adapter_output_row_runs
 from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.bridge.peft_folder import PeftFolder, write_peft_folder
 from megaswift.convert import convert_command
 from megaswift.errors import UserError, WeightsError
 from megaswift.families.adapter_projections import ALL, select_projections
-from megaswift.families.rules import shard_dim
+from megaswift.families.weight_rules import shard_dim
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
 from tests.parity.lora import ALPHA, ATTENTION, MLP, RANK, Adapted, made_by_peft, make_adapter, read_adapter
 from tests.sources import ROOT
@@ -82,7 +82,7 @@ def test_peft_loads_what_we_write(
     folder = make(variant, folders)
     weights = plan_of(folder)
     plan = AdapterPlan(
-        weights, select_projections(weights.family, weights.spec, targets), AdapterSettings(RANK, ALPHA), saved
+        weights, select_projections(weights.family, weights.spec, targets), AdapterHyperparameters(RANK, ALPHA), saved
     )
     values = random_values(plan)
     write_peft_folder(tmp_path / "adapter", plan, values.items(), str(folder))
@@ -192,7 +192,7 @@ def test_stacks_of_experts_are_written_as_peft_does(
     folder = make("gpt_oss", folders)
     weights = plan_of(folder)
     chosen = select_projections(weights.family, weights.spec, targets, parameters)
-    plan = AdapterPlan(weights, chosen, AdapterSettings(RANK, ALPHA, dropout=0.1))
+    plan = AdapterPlan(weights, chosen, AdapterHyperparameters(RANK, ALPHA, dropout=0.1))
     stacks = sorted({p.stack for p in chosen if p.stack})
     theirs = made_by_peft(
         folder,
@@ -218,7 +218,7 @@ def test_dropout_on_experts_does_not_keep_peft_from_loading(folders: Path, tmp_p
     plan = AdapterPlan(
         weights,
         select_projections(weights.family, weights.spec, ("w1", "w2", "w3")),
-        AdapterSettings(RANK, ALPHA, dropout=0.1),
+        AdapterHyperparameters(RANK, ALPHA, dropout=0.1),
     )
     write_peft_folder(tmp_path / "a", plan, random_values(plan).items(), str(folder))
     loaded = peft.PeftModel.from_pretrained(base(folder), tmp_path / "a")
@@ -254,7 +254,7 @@ def test_shards_of_the_product_are_products_of_shards(variant: str, ranks: int, 
     leaves = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "w1", "w2")
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if variant == "gpt_oss" else []
     chosen = select_projections(weights.family, weights.spec, [x for x in leaves if _has(weights, x)], stacks)
-    plan = AdapterPlan(weights, chosen, AdapterSettings(RANK, ALPHA))
+    plan = AdapterPlan(weights, chosen, AdapterHyperparameters(RANK, ALPHA))
     write_peft_folder(tmp_path / "a", plan, random_values(plan).items(), "base")
     values = PeftFolder(tmp_path / "a").read(plan)
     merge_adapter_folder_into_base(folder, tmp_path / "a", tmp_path / "merged")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megaswift.bridge.weight_plan import PlanEntry, PlanGroup
 from megaswift.families import ModelSpec, family_of
-from megaswift.families.rules import Shard, ShardSpec, SliceMap
+from megaswift.families.weight_rules import Shard, SliceMap, TensorParallelShard
 from tests.families.published import QWEN3_30B_A3B
 
 E, H, F = 3, 4, 6
@@ -33,7 +33,7 @@ class Interleaved:
         """One tensor."""
         return [(E, H, 2 * F)]
 
-    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
+    def pieces(self, spec: ModelSpec, cut: TensorParallelShard) -> list[SliceMap]:
         """This rank's gates, then its ups."""
         assert cut.expert is not None
         n = F // cut.tp

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaswift.bridge.file_tensor import OpenFileDescriptors, bytes_view
+from megaswift.bridge.file_tensor import OpenFileReader, bytes_view
 from megaswift.bridge.torch_save_record import ALIGNMENT, locate_torch_save_tensor, torch_save_zip_frame
 
 DTYPES = [
@@ -50,9 +50,7 @@ def test_both_ways(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -
         path.write_bytes(b"abc" + item + b"more")
         found = locate_torch_save_tensor(path, 3, len(item))
         assert found.shape == shape and found.dtype == dtype
-        assert bytes(bytes_view(OpenFileDescriptors().region(found, [0] * len(shape), shape))) == bytes(
-            bytes_view(tensor)
-        )
+        assert bytes(bytes_view(OpenFileReader().region(found, [0] * len(shape), shape))) == bytes(bytes_view(tensor))
 
 
 def test_beyond_four_gigabytes(tmp_path: Path) -> None:
@@ -66,7 +64,7 @@ def test_beyond_four_gigabytes(tmp_path: Path) -> None:
     mapped = torch.load(path, mmap=True, weights_only=True)
     assert mapped.shape == shape and mapped[2, -2:].tolist() == [0, 1]
     found = locate_torch_save_tensor(path, 0, path.stat().st_size)
-    assert OpenFileDescriptors().region(found, (2, (1 << 30) - 2), (1, 2)).tolist() == [[0, 1]]
+    assert OpenFileReader().region(found, (2, (1 << 30) - 2), (1, 2)).tolist() == [[0, 1]]
 
 
 def test_every_region_of_a_tensor(tmp_path: Path) -> None:
@@ -75,7 +73,7 @@ def test_every_region_of_a_tensor(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"head" + parts.head + bytes(bytes_view(tensor)) + parts.tail)
     found, files = (
         locate_torch_save_tensor(tmp_path / "x", 4, (tmp_path / "x").stat().st_size - 4),
-        OpenFileDescriptors(),
+        OpenFileReader(),
     )
     spans = [[(a, b) for a in range(n) for b in range(a + 1, n + 1)] for n in tensor.shape]
     for where in itertools.product(*spans):
@@ -103,7 +101,7 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes((tmp_path / "x").read_bytes()[:2000])
     for corner, extent in (([0], [1000]), ([900], [50])):
         with pytest.raises(OSError, match="ends at byte"):
-            OpenFileDescriptors().region(found, corner, extent)
+            OpenFileReader().region(found, corner, extent)
 
 
 def test_a_damaged_description_takes_no_time_and_memory(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megaswift.config.changed_toolkit_defaults import MEGATRON_SWIFT, PAGE, SWIFT, TRL, changed_default_rows
+from megaswift.config.differing_toolkit_defaults import MEGATRON_SWIFT, PAGE, SWIFT, TRL, differing_default_table_rows
 from megaswift.config.foreign_options import NAMES_ELSEWHERE, PRECISIONS, VALUES_ELSEWHERE, foreign_option_advice
 from megaswift.config.sections import NAMES
 from tests.sources import ROOT
@@ -24,7 +24,7 @@ def tables() -> dict[str, str]:
     names = [(f"`{name}`", advice) for name, advice in sorted(NAMES_ELSEWHERE.items())]
     names += [(f"`{name}: true`", foreign_option_advice(name, "true", NAMES)) for name in PRECISIONS]
     values = [(f"`{option}: {value}`", advice) for (option, value), advice in sorted(VALUES_ELSEWHERE.items())]
-    found = {toolkit: rows(DEFAULTS, changed_default_rows(toolkit)) for toolkit in (SWIFT, MEGATRON_SWIFT, TRL)}
+    found = {toolkit: rows(DEFAULTS, differing_default_table_rows(toolkit)) for toolkit in (SWIFT, MEGATRON_SWIFT, TRL)}
     return found | {"names": rows(NAMES_HEAD, [*names, *values])}
 
 

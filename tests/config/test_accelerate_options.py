@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.accelerate_options import accelerate_notices, unread_accelerate_notices
+from megaswift.config.accelerate_options import accelerate_engine_flag_problems, accelerate_notices
 from megaswift.config.engine_rules import engine_name_of
 from megaswift.errors import ConfigError
 from tests.config.test_launcher_environment import ACCELERATE, ALONE
@@ -140,5 +140,5 @@ def test_one_process_that_was_not_meant() -> None:
 
 @pytest.mark.parametrize("environ, engine", [(ZERO2, "zero2"), (FSDP1, "fsdp2")])
 def test_the_python_api_does_not_read_them(environ: dict[str, str], engine: str) -> None:
-    (problem,) = unread_accelerate_notices(environ)
-    assert f"SwiftConfig(engine='{engine}')" in problem.fix and not unread_accelerate_notices(ACCELERATE)
+    (problem,) = accelerate_engine_flag_problems(environ)
+    assert f"SwiftConfig(engine='{engine}')" in problem.fix and not accelerate_engine_flag_problems(ACCELERATE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED, frozen_weight_bits
+from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED, base_quantization_bits
 from megaswift.config.peft_methods import METHODS, OWNERS
 from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
@@ -69,11 +69,11 @@ def test_variants_of_lora_are_switches() -> None:
 
 def test_four_and_eight_bits() -> None:
     assert (
-        frozen_weight_bits(SwiftConfig(train_type="qlora", engine="ddp"))
+        base_quantization_bits(SwiftConfig(train_type="qlora", engine="ddp"))
         == 4
-        == frozen_weight_bits(SwiftConfig(train_type="qlora", quantization_bit=4))
+        == base_quantization_bits(SwiftConfig(train_type="qlora", quantization_bit=4))
     )
-    assert frozen_weight_bits(SwiftConfig(train_type="ia3", engine="ddp", quantization_bit=8)) == 8
+    assert base_quantization_bits(SwiftConfig(train_type="ia3", engine="ddp", quantization_bit=8)) == 8
     assert problems("--train_type qlora --bnb_4bit_quant_type fp4")[0].startswith(
         "--bnb_4bit_quant_type fp4: would be ignored"
     )

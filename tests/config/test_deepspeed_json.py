@@ -15,10 +15,10 @@ from megaswift.config.deepspeed_json import (
     KINDS,
     DeepspeedAutoValues,
     deepspeed_auto_values,
-    deepspeed_kind,
-    deepspeed_offloads,
     deepspeed_preset,
     fill_deepspeed_auto,
+    matching_deepspeed_preset,
+    offloads_optimizer_and_weights,
     read_deepspeed_json,
 )
 from megaswift.errors import ConfigError
@@ -62,7 +62,7 @@ def test_presets(kind: str) -> None:
     filled = fill_deepspeed_auto(deepspeed_preset(kind), FACTS, LABEL)
     assert (filled.kind, filled.problems) == (kind, ())
     assert "auto" not in json.dumps(filled.config)
-    assert deepspeed_kind(filled.config) == kind
+    assert matching_deepspeed_preset(filled.config) == kind
 
 
 def test_auto_is_filled() -> None:
@@ -140,7 +140,7 @@ def test_stage_3_may_offload_one_part(part: str) -> None:
     filled = fill_deepspeed_auto(
         {"zero_optimization": {"stage": 3, f"offload_{part}": {"device": "cpu"}}}, FACTS, LABEL
     )
-    assert (filled.kind, filled.problems, deepspeed_offloads(filled.config)) == (
+    assert (filled.kind, filled.problems, offloads_optimizer_and_weights(filled.config)) == (
         "zero3_offload",
         (),
         (part == "optimizer", part == "param"),

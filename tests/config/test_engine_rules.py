@@ -24,8 +24,8 @@ from megaswift.config.engine_rules import (
 from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES, ModelSpec, family_of
-from megaswift.families.unlisted_model_spec import spec_from_size_fields
-from megaswift.trainers.engine_choice import MachineFacts, choose_engine, parameter_count, resolve_engine
+from megaswift.families.model_spec_of_any_model import spec_from_size_fields
+from megaswift.trainers.engine_choice import MachineFacts, approximate_parameter_count, choose_engine, resolve_engine
 from tests.config.refusals import problems
 from tests.config.test_sections import NEEDS, other_value
 from tests.parity.models import VARIANTS, config
@@ -144,7 +144,7 @@ def dense(name: str) -> ModelSpec:
             "intermediate_size": inner,
         }
     )
-    assert parameter_count(spec) / 1e9 == pytest.approx(float(name), rel=0.25)
+    assert approximate_parameter_count(spec) / 1e9 == pytest.approx(float(name), rel=0.25)
     return spec
 
 
@@ -228,7 +228,7 @@ def test_sizes_are_near(variant: str) -> None:
     raw = json.loads(config(variant).to_json_string(use_diff=False))
     assert raw["model_type"] in FAMILIES
     spec = family_of(raw).spec(raw)
-    assert parameter_count(spec) == pytest.approx(WeightPlan(family_of(raw), spec).parameters, rel=0.35)
+    assert approximate_parameter_count(spec) == pytest.approx(WeightPlan(family_of(raw), spec).parameters, rel=0.35)
 
 
 def test_capabilities_follow_the_engine() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.generation_batch import GenerationPlan, generation_plan
+from megaswift.config.generation_batch import GenerationBatchPlan, generation_batch_plan
 from megaswift.errors import ConfigError
 
 
@@ -27,8 +27,8 @@ from megaswift.errors import ConfigError
     ],
 )
 def test_plan(task: str, options: dict, dp: int, plan: tuple[int, ...]) -> None:
-    made = generation_plan(SwiftConfig(task=task, **options), dp)
-    assert made == GenerationPlan(*plan) and made.steps == plan[3] * plan[4]
+    made = generation_batch_plan(SwiftConfig(task=task, **options), dp)
+    assert made == GenerationBatchPlan(*plan) and made.steps == plan[3] * plan[4]
     assert made.prompts * made.generations == made.completions
 
 
@@ -53,7 +53,7 @@ def test_plan(task: str, options: dict, dp: int, plan: tuple[int, ...]) -> None:
 )
 def test_what_only_the_number_of_ranks_tells(options: dict, dp: int, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        generation_plan(SwiftConfig(task="grpo", **options), dp)
+        generation_batch_plan(SwiftConfig(task="grpo", **options), dp)
     assert part in str(caught.value)
 
 
@@ -82,9 +82,11 @@ def test_what_is_not_known_yet_is_no_mistake() -> None:
     made = SwiftConfig(**options)
     assert (made.rl.steps_per_generation, made.train.per_device_train_batch_size) == (3, 4)
     assert (
-        generation_plan(made, 2) == generation_plan(SwiftConfig(**options, dp=2), 2) == GenerationPlan(24, 3, 8, 3, 1)
+        generation_batch_plan(made, 2)
+        == generation_batch_plan(SwiftConfig(**options, dp=2), 2)
+        == GenerationBatchPlan(24, 3, 8, 3, 1)
     )
-    for told in (lambda: generation_plan(made, 1), lambda: SwiftConfig(**options, dp=1)):
+    for told in (lambda: generation_batch_plan(made, 1), lambda: SwiftConfig(**options, dp=1)):
         with pytest.raises(
             ConfigError, match="3 passes of 4 completions are 12, which is not a multiple of num_generations 8"
         ):
@@ -110,7 +112,7 @@ def test_a_run_without_batch_options_fills_its_groups_on_any_number_of_ranks(opt
     assert len(said) == (passes is not None)
     if made.task != "sft" and "gbs" not in options:
         for dp in (1, 2, 3, 8):
-            assert generation_plan(made, dp).batches == 1
+            assert generation_batch_plan(made, dp).batches == 1
 
 
 def test_other_batch_options_replace_the_default_passes() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from megaswift import deploy, export, infer
 from megaswift.cli import COMMANDS
-from megaswift.commands import ELSEWHERE, unknown_command_error
+from megaswift.command_line_common import ELSEWHERE, unknown_command_error
 from megaswift.config import load_config
 from megaswift.config.foreign_options import NAMES_ELSEWHERE, PATTERNS, VALUES_ELSEWHERE, foreign_option_advice
 from megaswift.config.sections import NAMES, OPTIONS

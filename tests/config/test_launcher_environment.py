@@ -9,7 +9,7 @@ from megaswift.config.accelerate_options import options_from_accelerate
 from megaswift.config.launcher_environment import (
     is_launched_worker,
     launched_process_count,
-    launcher_mismatch_problems,
+    nested_launcher_problems,
     without_local_rank,
 )
 from megaswift.errors import ConfigError
@@ -44,9 +44,9 @@ def test_workers_of_three_launchers(environ: dict[str, str]) -> None:
     assert (
         not options_from_accelerate(environ).givens
         and not options_from_accelerate(environ).problems
-        and not launcher_mismatch_problems("torchrun", environ)
+        and not nested_launcher_problems("torchrun", environ)
     )
-    assert launcher_mismatch_problems("ray", environ) and not launcher_mismatch_problems(
+    assert nested_launcher_problems("ray", environ) and not nested_launcher_problems(
         "ray", environ | {"MEGASWIFT_LAUNCHER": "ray"}
     )
 

@@ -15,7 +15,7 @@ import pytest
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import engine_name_of
-from megaswift.config.generation_batch import generation_plan
+from megaswift.config.generation_batch import generation_batch_plan
 from megaswift.errors import ConfigError
 from megaswift.version import __version__
 
@@ -308,7 +308,7 @@ def test_the_examples_run_as_pasted(path: Path) -> None:
     assert path.parent.name in (task, "fallback", "ray") and f"configs/{path.parent.name}/{path.name}" == argv[0]
     assert dp is None or dp * p.tensor_parallel_size * p.pipeline_parallel_size * p.context_parallel_size == world
     if task in RL:
-        assert generation_plan(cfg, dp or world).steps >= 1
+        assert generation_batch_plan(cfg, dp or world).steps >= 1
     if path.parent.name == "ray":
         assert cfg.launch.launcher == "ray" and cfg.launch.num_workers
     for each, billions, parts, said in SIZE.findall(text):

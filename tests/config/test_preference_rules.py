@@ -13,7 +13,7 @@ from megaswift.config.loss_table import ALPHAPO, loss_names
 from megaswift.config.preference import beta_of, cpo_alpha_of, loss_types_of, needs_reference
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
 from megaswift.config.sections import NAMES
-from megaswift.losses import cpo, dpo_types, kto
+from megaswift.losses import cpo, dpo_loss_types, kto
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 IDLE = [
@@ -82,7 +82,7 @@ def test_every_row_is_tried() -> None:
 
 
 def test_each_loss_of_the_table_has_its_formula() -> None:
-    assert {*loss_names("dpo")} == {*dpo_types.LOSS_TYPES, dpo_types.SFT}
+    assert {*loss_names("dpo")} == {*dpo_loss_types.LOSS_TYPES, dpo_loss_types.SFT}
     assert {*loss_names("kto")} == {*kto.LOSS_TYPES} and {*loss_names("cpo")} == {*cpo.LOSS_TYPES, ALPHAPO}
 
 

@@ -2,7 +2,7 @@
 met.
 
 Covers: megaswift/config/rl_conflict_rules.py, megaswift/config/rl_defaults.py,
-megaswift/config/ms_swift_sampler_correction.py.
+megaswift/config/ms_swift_rollout_correction.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megaswift.config.preference import beta_of, needs_reference
 from megaswift.config.rl import BACKENDS, MODES, RlConfig
 from megaswift.config.rl_conflict_rules import RL_CLASHES
 from megaswift.config.rl_defaults import (
+    advantage_estimator_of,
     corrects_sampler_mismatch,
-    estimator_of,
     generations_per_prompt_of,
     kl_estimator_of,
     kl_in_reward_of,
@@ -173,7 +173,7 @@ def settled(task: str, **options: object) -> tuple[object, ...]:
     c = SwiftConfig(task=task, **options)
     return (
         generations_per_prompt_of(c),
-        estimator_of(c),
+        advantage_estimator_of(c),
         policy_loss_of(c),
         beta_of(c),
         needs_reference(c),
@@ -321,7 +321,7 @@ def test_a_whole_run_needs_something_that_judges() -> None:
 
 
 def test_the_rules_know_the_losses_samplers_and_rewards_that_there_are() -> None:
-    from megaswift.losses.policy_types import LOSS_TYPES
+    from megaswift.losses.policy_loss_types import LOSS_TYPES
     from megaswift.rewards.contract import RewardOptions
     from megaswift.rollout.sampler import sampler_backend_names
 

@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from megaswift.data import row_readers
-from megaswift.data.build_batch_sources import build_sources, load_document_splits
+from megaswift.data.build_batch_sources import build_train_and_eval_sources, load_document_splits
 from megaswift.data.json_text import MOST_NESTED
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.sample import RowError
+from megaswift.data.training_sample import RowError
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 
@@ -80,12 +80,14 @@ def test_broken_lines_are_skipped_and_counted_in_files_and_streams(tmp_path: Pat
     assert counted(tmp_path, path) == (2, {"rows": 2, "malformed": len(BROKEN)})
     assert f"{len(BROKEN)} malformed rows skipped (--strict false)" in capsys.readouterr().err
     cfg = config(tmp_path, path, strict=False, streaming=True)
-    source, _ = build_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry(per_device=12))
+    source, _ = build_train_and_eval_sources(
+        cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry(per_device=12)
+    )
     source.next()
     assert source.stats["malformed"] == len(BROKEN)
     strict = config(tmp_path, lines(tmp_path / "e.jsonl", BROKEN[0][0], good()), streaming=True)
     with pytest.raises(DataError, match=r"e.jsonl:1: messages\[1\].content: .* unpaired surrogate"):
-        build_sources(strict.data, strict.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry())
+        build_train_and_eval_sources(strict.data, strict.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry())
 
 
 @pytest.mark.process

@@ -1,7 +1,7 @@
 """Every format against the messages that a person would write down for it; malformed rows with their column.
 
 Covers: megaswift/data/formats/conversations.py, megaswift/data/formats/prompt_completion.py,
-megaswift/data/formats/sharegpt.py, megaswift/data/roles.py.
+megaswift/data/formats/human_assistant_rounds.py, megaswift/data/roles.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from megaswift.data.formats import FORMATS, recognize_format
 from megaswift.data.roles import OTHER_NAMES, ROLES, TOOL_CALL
-from megaswift.data.sample import RowError, Sample
+from megaswift.data.training_sample import RowError, Sample
 
 U, V = {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}
 A, B = {"role": "assistant", "content": "a1"}, {"role": "assistant", "content": "a2"}

@@ -16,7 +16,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.data import build_batch_sources
-from megaswift.data.encode_rows import Encoder, encode_spec
+from megaswift.data.encode_rows import RowEncoder, encode_spec
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.vision_processor import Processor, processor_spec
 from megaswift.errors import DataError
@@ -59,7 +59,7 @@ def sources(processor: Processor, folder: Path, *rows: dict[str, Any], per_devic
     } | options
     cfg = SwiftConfig(task="sft", model="unused", **given)
     geometry = LoaderGeometry(per_device=per_device)
-    return build_batch_sources.build_sources(cfg.data, cfg.train, processor, geometry, "sft")[0]
+    return build_batch_sources.build_train_and_eval_sources(cfg.data, cfg.train, processor, geometry, "sft")[0]
 
 
 FORMS: list[dict[str, Any]] = [
@@ -162,8 +162,8 @@ def test_a_broken_image_can_be_skipped_and_is_counted(processor: Processor, fold
 def test_text_models_refuse_images() -> None:
     tokens = vision.tokenizer("llava")
     data = SimpleNamespace(chat_template=None, loss_scale="default", system=None, columns={}, strict=True)
-    encoder = Encoder(encode_spec(data, tokens, "sft"))
-    from megaswift.data.sample import RowError
+    encoder = RowEncoder(encode_spec(data, tokens, "sft"))
+    from megaswift.data.training_sample import RowError
 
     for row in FORMS:
         with pytest.raises(RowError, match="accepts only text"):

@@ -1,7 +1,7 @@
 """What a chat template leaves out of a row, and answers that say nothing: refused, or counted and told everywhere.
 
 Covers: megaswift/data/build_batch_sources.py, megaswift/data/encode_preferences.py, megaswift/data/encode_prompts.py,
-megaswift/data/formats/prompt.py, megaswift/data/prompt_rows.py, megaswift/data/sample.py.
+megaswift/data/formats/prompt.py, megaswift/data/prompt_rows.py, megaswift/data/training_sample.py.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaswift.data.build_batch_sources import build_sources, load_document_splits, load_preference_splits
+from megaswift.data.build_batch_sources import (
+    build_train_and_eval_sources,
+    load_document_splits,
+    load_preference_splits,
+)
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.render_chat import ChatRenderer, load_chat_templates
 from megaswift.data.rl_prompts import load_prompt_splits
-from megaswift.data.sample import RowError, checked_conversation_sample
 from megaswift.data.show_samples import data_summary
+from megaswift.data.training_sample import RowError, checked_conversation_sample
 from megaswift.errors import DataError
 from megaswift.trainers.summary import data_text
 from tests.data.makers import chat, config, jsonl, tokenizer
@@ -120,7 +124,7 @@ def test_every_reason_is_counted_and_told(tmp_path: Path, capsys: pytest.Capture
         "1 of 6 rows have no label tokens",
     ):
         assert part in said
-    source, _ = build_sources(cfg.data, cfg.train, tok, LoaderGeometry())
+    source, _ = build_train_and_eval_sources(cfg.data, cfg.train, tok, LoaderGeometry())
     for text in (data_text(source.stats), data_summary(docs, None, 300)[0]):
         for part in (
             "1 malformed and skipped",
@@ -135,7 +139,7 @@ def test_every_reason_is_counted_and_told(tmp_path: Path, capsys: pytest.Capture
 
 def test_streams_count_the_same(tmp_path: Path) -> None:
     cfg, tok = made(tmp_path, NOTED, max_length=300, streaming=True)
-    source, _ = build_sources(cfg.data, cfg.train, tok, LoaderGeometry(per_device=8))
+    source, _ = build_train_and_eval_sources(cfg.data, cfg.train, tok, LoaderGeometry(per_device=8))
     source.next()
     assert source.stats == {"rows_read": 8.0} | {k: float(v) for k, v in COUNTS.items() if k != "rows"}
 
@@ -184,7 +188,7 @@ def test_a_text_completion_is_trained_as_trl_does(tmp_path: Path, kind: str) -> 
         assert tok.decode(ids[kept]).lstrip() == row["completion"].removesuffix(tok.eos_token) + tok.eos_token
         assert kept.tolist() == list(range(int(kept[0]), len(ids)))
     stream = config(tmp_path, path, streaming=True, shuffle=False)
-    source, _ = build_sources(stream.data, stream.train, tok, LoaderGeometry(per_device=2))
+    source, _ = build_train_and_eval_sources(stream.data, stream.train, tok, LoaderGeometry(per_device=2))
     batch = source.next()[0]
     assert batch.input_ids[0][: len(docs.read(0)[0])].tolist() == docs.read(0)[0].tolist()
     with pytest.raises(DataError, match="--system cannot be applied"):
@@ -213,7 +217,7 @@ def test_text_files_as_whole_documents(tmp_path: Path) -> None:
     assert texts() == ["one", "two", "# three"]
     assert texts(sample_by="document") == ["one\n\ntwo\n", "# three"]
     cfg = config(tmp_path, str(folder), "pt", sample_by="document", streaming=True, shuffle=False)
-    source, _ = build_sources(cfg.data, cfg.train, tok, LoaderGeometry(per_device=2), "pt")
+    source, _ = build_train_and_eval_sources(cfg.data, cfg.train, tok, LoaderGeometry(per_device=2), "pt")
     rows = source.next()[0].input_ids
     assert tok.decode(rows[0][rows[0] != tok.pad_token_id]).startswith("one\n\ntwo\n")
     assert source.epoch == pytest.approx(1.0, abs=0.15)  # the blank file counts by its bytes

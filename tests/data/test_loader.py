@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.data.build_batch_sources import build_sources
+from megaswift.data.build_batch_sources import build_train_and_eval_sources
 from megaswift.data.collate import PaddingShape, collate_packed, collate_rows
 from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.loader import LoaderGeometry
@@ -36,7 +36,7 @@ def source(tmp_path: Path, rows: int, geometry: LoaderGeometry, **options: Any) 
     if not path.exists():
         jsonl(path, [chat(f"hello {i}", "answer " * (1 + i * 7 % 11)) for i in range(rows)])
     cfg = config(tmp_path, str(path), **options)
-    return build_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), geometry)
+    return build_train_and_eval_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), geometry)
 
 
 def ids_of(batches: list[Any]) -> list[int]:
@@ -228,7 +228,9 @@ def test_what_is_said_of_too_few_packed_rows_is_enough(tmp_path: Path) -> None:
     )
     assert rows is not None and int(rows[1]) < 40 < int(rows[2])
     cfg = config(tmp_path, f"{tmp_path / 'd.jsonl'}#{rows[2]}", packing=True, max_length=256)
-    made = build_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry(per_device=50))[0]
+    made = build_train_and_eval_sources(
+        cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry(per_device=50)
+    )[0]
     assert made.rows is not None and 50 <= made.rows < 60
 
 

@@ -14,7 +14,7 @@ import pytest
 from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from megaswift.data.build_batch_sources import build_sources, load_preference_splits
+from megaswift.data.build_batch_sources import build_train_and_eval_sources, load_preference_splits
 from megaswift.data.loader import LoaderGeometry
 from megaswift.errors import DataError
 from tests.data.makers import config, jsonl, tokenizer
@@ -66,7 +66,7 @@ def source(
 ) -> Any:
     prompt_labels = options.pop("prompt_labels", False)
     cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", rows), **{"shuffle": False, **options})
-    return build_sources(cfg.data, cfg.train, tokenizer("qwen", "bare"), geometry, task, prompt_labels)
+    return build_train_and_eval_sources(cfg.data, cfg.train, tokenizer("qwen", "bare"), geometry, task, prompt_labels)
 
 
 def theirs(trainer: Any, rows: list[dict[str, Any]], tok: Any, batch: int = 1) -> list[dict[str, Any]]:
@@ -291,4 +291,4 @@ def test_stores_of_tasks_are_apart_and_know_their_labels(tmp_path: Path) -> None
     assert [s.values.tolist() for s in stores[:2]] == [[1.0], [0.0]] and np.isnan(stores[2].values).all()
     cfg = config(tmp_path, str(tmp_path / "d.jsonl"))
     with pytest.raises(DataError, match="is for megaswift dpo.*not for sft"):
-        build_sources(cfg.data, cfg.train, tokenizer("qwen", "bare"), LoaderGeometry())
+        build_train_and_eval_sources(cfg.data, cfg.train, tokenizer("qwen", "bare"), LoaderGeometry())

@@ -15,8 +15,8 @@ import pytest
 
 from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES
 from megaswift.data.formats import FORMATS, recognize_format
-from megaswift.data.preference_rows import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, PreferenceError
-from megaswift.data.sample import RowError, Sample
+from megaswift.data.preference_rows import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, UnusablePreferenceError
+from megaswift.data.training_sample import RowError, Sample
 
 S, U, V = {"role": "system", "content": "s"}, {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}
 A, B, C = ({"role": "assistant", "content": c} for c in ("a1", "a2", "bad"))
@@ -237,7 +237,7 @@ def test_a_row_of_no_use_names_its_column_and_cause(
     with pytest.raises(RowError) as e:
         recognize_format(row, task).parse(row)
     assert e.value.column == column and said in str(e.value)
-    assert (e.value.cause if isinstance(e.value, PreferenceError) else None) == cause
+    assert (e.value.cause if isinstance(e.value, UnusablePreferenceError) else None) == cause
 
 
 WRONG = [

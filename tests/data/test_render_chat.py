@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from megaswift.data.encode_rows import Encoder, encode_spec, token_range
+from megaswift.data.encode_rows import RowEncoder, encode_spec, token_range_of_characters
 from megaswift.data.render_chat import ChatRenderer, load_chat_templates
-from megaswift.data.sample import RowError
+from megaswift.data.training_sample import RowError
 from megaswift.errors import DataError
 from tests.data.makers import TEXT, config, template, tokenizer
 
@@ -50,7 +50,7 @@ def answer(text: str, **more: Any) -> dict[str, Any]:
 def encoded(kind: str, name: str, row: dict[str, Any], **options: Any) -> tuple[Any, list[int], list[int], list[str]]:
     """(tokenizer, ids, mask, the loss spans as text) of one row."""
     tok = tokenizer(kind, name)
-    encoder = Encoder(encode_spec(config(Path("/tmp"), "x", **options).data, tok, "sft"))
+    encoder = RowEncoder(encode_spec(config(Path("/tmp"), "x", **options).data, tok, "sft"))
     rendered = encoder.render(row)
     ids, mask = next(encoder.tokenize([rendered]))
     return tok, ids.tolist(), mask.tolist(), [rendered.text[a:b] for a, b in rendered.spans]
@@ -202,11 +202,11 @@ def test_a_token_over_an_edge_belongs_to_the_span_on_either_side() -> None:
     backend.post_processor = processors.Sequence([])
     encoding = backend.encode("the capital of", add_special_tokens=False)
     assert encoding.offsets == [(0, 1), (1, 3), (3, 11), (11, 14)]
-    assert token_range(encoding, 5, 9, 14) == (2, 3)
-    assert token_range(encoding, 0, 3, 14) == (0, 2)
-    assert token_range(encoding, 2, 12, 14) == (1, 4)
-    assert token_range(encoding, 3, 14, 14) == (2, 4)
-    assert token_range(encoding, 3, 3, 14) == (0, 0)
+    assert token_range_of_characters(encoding, 5, 9, 14) == (2, 3)
+    assert token_range_of_characters(encoding, 0, 3, 14) == (0, 2)
+    assert token_range_of_characters(encoding, 2, 12, 14) == (1, 4)
+    assert token_range_of_characters(encoding, 3, 14, 14) == (2, 4)
+    assert token_range_of_characters(encoding, 3, 3, 14) == (0, 0)
 
 
 def test_white_space_tokens_within_an_answer_carry_loss() -> None:
@@ -251,7 +251,7 @@ def test_text_is_byte_identical_over_random_conversations() -> None:
     ]
     for kind, name in (("qwen", "qwen3"), ("qwen", "qwen2_5"), ("llama", "llama3_1"), ("mistral", "mistral")):
         tok = tokenizer(kind, name)
-        encoder = Encoder(encode_spec(config(Path("/tmp"), "x").data, tok, "sft"))
+        encoder = RowEncoder(encode_spec(config(Path("/tmp"), "x").data, tok, "sft"))
         for _ in range(40):
             messages = [SYSTEM] * rng.randint(0, 1)
             for _ in range(rng.randint(1, 3)):

@@ -140,12 +140,12 @@ def test_what_differs_in_the_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"d.jsonl has other content: 240 rows in the checkpoint, now 239, "):
         made(tmp_path, CP1).load_state_dict(state)
     jsonl(tmp_path / "e.jsonl", [chat("a", "b")] * 300)
-    from megaswift.data.build_batch_sources import build_sources
+    from megaswift.data.build_batch_sources import build_train_and_eval_sources
     from tests.data.makers import tokenizer
 
     cfg = config(tmp_path, str(tmp_path / "d.jsonl"), packing=True, max_length=512)
     cfg = cfg.replace(dataset=(str(tmp_path / "d.jsonl"), str(tmp_path / "e.jsonl")))
-    two = build_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), CP1)[0]
+    two = build_train_and_eval_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), CP1)[0]
     with pytest.raises(
         DataError, match=r"the data sets were .*d.jsonl in the checkpoint, but are .*d.jsonl, .*e.jsonl now"
     ):

@@ -11,14 +11,14 @@ import pytest
 
 from megaswift.data import show_samples
 from megaswift.errors import DataError, UserError
-from megaswift.families.model_source import tokenizer_or_processor_for
+from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
 from tests.data.makers import chat, config, jsonl, tokenizer
 
 
 def test_masks_in_brackets_and_in_colour() -> None:
     texts, mask = ["user", "⏎", "Par", "is", "<|im_end|>", "⏎"], [0, 0, 1, 1, 1, 0]
-    assert show_samples.sample_text(texts, mask, color=False) == "user|⏎\n [Par|is|<|im_end|>] ⏎\n"
-    assert f"{show_samples.GREEN}Par|is|<|im_end|>{show_samples.OFF}" in show_samples.sample_text(
+    assert show_samples.loss_highlighted_text(texts, mask, color=False) == "user|⏎\n [Par|is|<|im_end|>] ⏎\n"
+    assert f"{show_samples.GREEN}Par|is|<|im_end|>{show_samples.OFF}" in show_samples.loss_highlighted_text(
         texts, mask, color=True
     )
 
@@ -189,8 +189,8 @@ def test_pairs_and_labeled_answers(tmp_path: Path, capsys: pytest.CaptureFixture
     labeled = ("--- example 1 (row 1)", "undesirable: ", "is|<|im_end|>]", "3 examples, 0 of them desirable")
     for task, row, parts in (("dpo", pair, paired), ("kto", {**chat("hello", "Paris"), "label": False}, labeled)):
         cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [row] * 3))
-        text = "\n".join(show_samples.show_preferences(cfg, task, tokenizer("qwen", "qwen2_5"), range(1, 2)))
+        text = "\n".join(show_samples.preference_report_lines(cfg, task, tokenizer("qwen", "qwen2_5"), range(1, 2)))
         for part in parts:
             assert part in text
         with pytest.raises(DataError, match="there are 3 (pairs|examples), numbered from 0"):
-            show_samples.show_preferences(cfg, task, tokenizer("qwen", "qwen2_5"), range(3, 4))
+            show_samples.preference_report_lines(cfg, task, tokenizer("qwen", "qwen2_5"), range(3, 4))

@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megaswift.data.build_batch_sources import build_sources
+from megaswift.data.build_batch_sources import build_train_and_eval_sources
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.resolve_dataset_files import DatasetFiles
-from megaswift.data.stream_cursor import Cursor, StreamPasses, read_from_cursor
+from megaswift.data.stream_cursor import Cursor, StreamPassProgress, read_from_cursor
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 from tests.data.test_loader import ids_of, source
@@ -74,7 +74,7 @@ def test_the_part_of_a_pass_by_rows_bytes_and_files(tmp_path: Path) -> None:
 
     def parts(*sources: DatasetFiles) -> list[float]:
         cursors = (cursor for _, _, cursor in read_from_cursor(sources, Cursor()))
-        return [StreamPasses(sources).at(cursor) for cursor in islice(cursors, 8)]
+        return [StreamPassProgress(sources).at(cursor) for cursor in islice(cursors, 8)]
 
     quarters = pytest.approx([0.25 * n for n in range(1, 9)])
     assert parts(DatasetFiles("", (lines,))) == quarters and parts(DatasetFiles("", (columns,))) == quarters
@@ -175,4 +175,4 @@ def test_a_stream_splits_only_into_packed_rows(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "t.jsonl", [{"text": "a b c"}])
     cfg = config(tmp_path, path, "pt", streaming=True, truncation_strategy="split", packing=False)
     with pytest.raises(DataError, match="only the first piece"):
-        build_sources(cfg.data, cfg.train, tokenizer("qwen"), LoaderGeometry(), "pt")
+        build_train_and_eval_sources(cfg.data, cfg.train, tokenizer("qwen"), LoaderGeometry(), "pt")

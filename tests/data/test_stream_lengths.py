@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.data.build_batch_sources import build_sources, load_document_splits
+from megaswift.data.build_batch_sources import build_train_and_eval_sources, load_document_splits
 from megaswift.data.loader import LoaderGeometry
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
@@ -23,7 +23,7 @@ def written(tmp_path: Path, task: str) -> str:
 
 def streamed(tmp_path: Path, task: str, **options: Any) -> Any:
     cfg = config(tmp_path, written(tmp_path, task), task, streaming=True, shuffle=False, **options)
-    return build_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry(), task)[0]
+    return build_train_and_eval_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry(), task)[0]
 
 
 def stored(tmp_path: Path, task: str, **options: Any) -> list[tuple[list[int], list[int]]]:

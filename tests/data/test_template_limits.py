@@ -12,8 +12,8 @@ from transformers.utils import chat_template_utils
 
 from megaswift.data import template_limits
 from megaswift.data.render_chat import ChatRenderer, ChatTemplates
-from megaswift.data.sample import RowError, Sample, checked_conversation_sample
 from megaswift.data.tokenizer import load_tokenizer
+from megaswift.data.training_sample import RowError, Sample, checked_conversation_sample
 from megaswift.errors import DataError, WeightsError
 from tests.data.makers import chat, tokenizer
 

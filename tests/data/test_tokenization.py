@@ -1,6 +1,6 @@
 """Files to stores: every kind of file, sampling, errors with file and line, the cache and who builds it.
 
-Covers: megaswift/data/build_token_cache.py, megaswift/data/columns.py, megaswift/data/documents.py,
+Covers: megaswift/data/coordinate_token_cache_build.py, megaswift/data/columns.py, megaswift/data/documents.py,
 megaswift/data/download_hub_datasets.py.
 """
 
@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megaswift.data import build_token_cache, encode_rows
-from megaswift.data.build_batch_sources import build_sources, load_document_splits
+from megaswift.data import coordinate_token_cache_build, encode_rows
+from megaswift.data.build_batch_sources import build_train_and_eval_sources, load_document_splits
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.tokenization import ENTRY, tokenization_code_files, tokenize_datasets
 from megaswift.errors import DataError
@@ -105,7 +105,7 @@ def test_a_column_that_no_row_has_is_named(
             match=r"--columns presona=system: no row has a column presona; columns are query, response, persona",
         ):
             cfg = config(tmp_path, [path, other], columns=wrong, streaming=streaming)
-            build_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry())
+            build_train_and_eval_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry())
     jsonl(tmp_path / "v.jsonl", [{"query": "q", "response": "a", "presona": "s"}])
     assert len(texts(tmp_path, path, columns=wrong, val_dataset=[str(tmp_path / "v.jsonl")])) == 3
     monkeypatch.setattr("megaswift.data.columns.LOOKED_AT", 2)
@@ -302,9 +302,9 @@ def test_an_interrupted_build_leaves_nothing_that_counts(tmp_path: Path) -> None
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_token_cache.build_once(target, broken)
+        coordinate_token_cache_build.build_once(target, broken)
     assert [p.name for p in tmp_path.iterdir()] == ["key.lock"]
-    build_token_cache.build_once(
+    coordinate_token_cache_build.build_once(
         target, lambda scratch: (scratch / "x").mkdir() or (scratch / "x").rename(target) and None
     )
     assert target.is_dir()
@@ -315,38 +315,38 @@ def test_waiting_ends_with_the_build_its_failure_or_its_silence(
 ) -> None:
     target = tmp_path / "key"
     threading.Thread(target=lambda: (time.sleep(0.3), target.mkdir())).start()
-    build_token_cache.wait_for_build(target)
+    coordinate_token_cache_build.wait_for_build(target)
     other = tmp_path / "bad"
 
     def fails(scratch: Path) -> None:
         raise DataError("row 7 is bad")
 
     with pytest.raises(DataError):
-        build_token_cache.build_once(other, fails)
+        coordinate_token_cache_build.build_once(other, fails)
     with pytest.raises(DataError, match="row 7 is bad"):
-        build_token_cache.wait_for_build(other)
+        coordinate_token_cache_build.wait_for_build(other)
     full = tmp_path / "full"
 
     def no_room(scratch: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(DataError, match="No space left"):
-        build_token_cache.build_once(full, no_room)
+        coordinate_token_cache_build.build_once(full, no_room)
     with pytest.raises(DataError, match="No space left"):
-        build_token_cache.wait_for_build(full)
-    monkeypatch.setattr(build_token_cache, "SILENCE_S", 0.3)
+        coordinate_token_cache_build.wait_for_build(full)
+    monkeypatch.setattr(coordinate_token_cache_build, "SILENCE_S", 0.3)
     os.utime(tmp_path / "full.failed", (1, 1))  # an earlier run's
     with pytest.raises(DataError, match="no heartbeat"):
-        build_token_cache.wait_for_build(full)
+        coordinate_token_cache_build.wait_for_build(full)
     with pytest.raises(DataError, match="no heartbeat"):
-        build_token_cache.wait_for_build(tmp_path / "never")
+        coordinate_token_cache_build.wait_for_build(tmp_path / "never")
 
 
 def building(rank: int, world: int, where: tuple[Path, str]) -> tuple[str, int]:
     """The store's folder, and how many parts this rank encoded (on the ranks)."""
-    parts, plain = [], encode_rows.Encoder.encode_part
+    parts, plain = [], encode_rows.RowEncoder.encode_part
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encode_rows.Encoder, "encode_part", lambda *a: (parts.append(1), plain(*a))[1])
+        patch.setattr(encode_rows.RowEncoder, "encode_part", lambda *a: (parts.append(1), plain(*a))[1])
         return stores(*where).name, len(parts)
 
 
@@ -372,7 +372,7 @@ def test_the_cache_key_covers_the_modules_that_tokenize() -> None:
         ENTRY,
         "render_chat.py",
         "template_limits.py",
-        "split_points.py",
+        "token_safe_split_points.py",
         "alpaca.py",
     }
     assert not any(path.endswith(("/packing.py", "/loader.py", "/epoch_order.py")) for path in keyed)

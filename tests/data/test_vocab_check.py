@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.data.build_batch_sources import build_sources, padding_shape_of
+from megaswift.data.build_batch_sources import build_train_and_eval_sources, padding_shape_of
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.tokenizer import padding_token_of
 from megaswift.errors import DataError
@@ -30,7 +30,7 @@ def source(tmp_path: Path, answers: list[str], **options: Any) -> Any:
     path = jsonl(tmp_path / "d.jsonl", [chat("q", answer) for answer in answers])
     cfg = config(tmp_path, options.pop("dataset", path), **options)
     made, rows = grown("<extra>")
-    return build_sources(cfg.data, cfg.train, made, LoaderGeometry(vocabulary=rows))[0]
+    return build_train_and_eval_sources(cfg.data, cfg.train, made, LoaderGeometry(vocabulary=rows))[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"packing": True}, {"split_dataset_ratio": 0.5}], ids=str)

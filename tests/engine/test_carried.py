@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.bridge.checkpoint_model_folder import write_model_folder
+from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.hf_export import source_tensor_dtypes
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
 from megaswift.errors import WeightsError
@@ -70,7 +70,7 @@ def test_come_through_training(words: str, pool: Pool, tmp_path: Path) -> None:
     options = {"torch_dtype": "bfloat16"}
     first: list[Result] = pool.run(JOB, Run(case, folder, save=tmp_path / "c", last=2, options=options), case.world)
     plan = plan_of(folder)
-    write_model_folder(
+    write_checkpoint_hf_metadata(
         tmp_path / "c" / "model", plan.spec.hf_config, source_tensor_dtypes(plan, folder), folder
     )  # as training does
     megatron_to_hf(tmp_path / "c", tmp_path / "hf")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.bridge.checkpoint_model_folder import write_model_folder
+from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.open_weight_source import open_weights
 from tests.bridge.folders import plan_of
 from tests.engine import checkpoint_worker, fused_adam
@@ -125,7 +125,9 @@ def test_without_the_distributed_optimizer(optimizer: str, saved: str, loaded: s
     run = Run(case, folder, options={"torch_dtype": saved, "optimizer": optimizer}, last=2, save=tmp_path / "engine")
     pool.run(JOB, run, case.world)
     plan = plan_of(folder)
-    write_model_folder(tmp_path / "model", plan.spec.hf_config, dict.fromkeys(plan.hf_shapes, torch.bfloat16), folder)
+    write_checkpoint_hf_metadata(
+        tmp_path / "model", plan.spec.hf_config, dict.fromkeys(plan.hf_shapes, torch.bfloat16), folder
+    )
     main = open_weights(tmp_path, torch.float32)
     options = {"torch_dtype": loaded, "optimizer": optimizer}
     read = pool.run(JOB, Run(case, folder, options=options, load=tmp_path / "engine"), case.world)[0]

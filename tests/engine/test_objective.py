@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.engine.objective import GlobalCounts, Objective, reduce_objective_report
+from megaswift.engine.objective import GlobalBatchCounts, Objective, reduce_objective_report
 from megaswift.losses.contract import DifferenceMetric, MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 from megaswift.losses.sft import CrossEntropy
 
@@ -18,7 +18,7 @@ ALONE: Any = SimpleNamespace(
 
 
 def reported(*parts: dict[str, Metric]) -> dict[str, float]:
-    objective = Objective(CrossEntropy(), GlobalCounts({}, 0, 0, len(parts)))
+    objective = Objective(CrossEntropy(), GlobalBatchCounts({}, 0, 0, len(parts)))
     objective.parts = [({}, part) for part in parts]
     return reduce_objective_report(objective, ALONE)[1]
 
@@ -55,7 +55,7 @@ def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         "gap": DifferenceMetric("mean", "mean"),
         "low": MinMetric(1.0),
     }
-    objective = Objective(CrossEntropy(), GlobalCounts({}, 0, 0, 2))
+    objective = Objective(CrossEntropy(), GlobalBatchCounts({}, 0, 0, 2))
     objective.parts = [({"loss": torch.tensor(share)}, part) for share in (0.5, 1.5)]
     reads: list[str] = []
     for name in ("tolist", "__float__", "item"):

@@ -1,7 +1,7 @@
 """Memory that is given back for a while: storages are empty meanwhile, views stay views, and the order on a shared
 device.
 
-Covers: megaswift/engine/megatron/offload.py.
+Covers: megaswift/engine/megatron/offload_for_sampling.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.engine.megatron import offload
-from megaswift.engine.megatron.offload import OffloadedStorage
-from megaswift.trainers.rl.scheduler import RolloutScheduler
+from megaswift.engine.megatron import offload_for_sampling
+from megaswift.engine.megatron.offload_for_sampling import OffloadedStorage
+from megaswift.trainers.rl.rollout_scheduler import RolloutScheduler
 
 
 def test_dropped_storages_are_empty_and_come_back_as_zeros() -> None:
@@ -52,9 +52,9 @@ def test_host_memory_is_kept_and_device_memory_returned(megatron: Any, monkeypat
         allocated.append(size)
         return torch.empty(size, dtype=torch.uint8)
 
-    monkeypatch.setattr(offload, "CHUNK", 512)
-    monkeypatch.setattr(offload, "is_host_storage", lambda storage: False)
-    monkeypatch.setattr(offload, "allocate_host_memory", allocate)
+    monkeypatch.setattr(offload_for_sampling, "CHUNK", 512)
+    monkeypatch.setattr(offload_for_sampling, "is_host_storage", lambda storage: False)
+    monkeypatch.setattr(offload_for_sampling, "allocate_host_memory", allocate)
     monkeypatch.setattr(torch.cuda, "synchronize", device_call("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", device_call("empty"))
     parked = OffloadedStorage()

@@ -128,11 +128,13 @@ def test_remainders_are_not_read_as_main_weights(pool: Pool, tmp_path: Path) -> 
     folder, step = build_model("dense", tmp_path / "hf"), tmp_path / "engine"
     go = runs(pool, "dense dp2 do", folder)
     saved = go(PLAIN, last=1, save=step)
-    from megaswift.bridge.checkpoint_model_folder import write_model_folder
+    from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
     from tests.bridge.folders import plan_of
 
     plan = plan_of(folder)
-    write_model_folder(tmp_path / "model", plan.spec.hf_config, dict.fromkeys(plan.hf_shapes, torch.bfloat16), folder)
+    write_checkpoint_hf_metadata(
+        tmp_path / "model", plan.spec.hf_config, dict.fromkeys(plan.hf_shapes, torch.bfloat16), folder
+    )
     key = "optimizer.state.param.decoder.final_layernorm.weight"
     index = read_torch_dist_metadata(step)
     table = index.state_dict_metadata[key]

@@ -2,9 +2,9 @@
 
     python -m tests.front_door.count FOLDER [--list] [--cause TEXT]
 
-FOLDER holds shell scripts, such as the examples of ms-swift. Each command is typed as it stands, with tiny models of the
-same kind and small local data in place of the named ones: options, rules, engine choice and preflight. What depends on
-this machine (a GPU, free memory) is left out. Prints the count and the causes of refusals by the number of commands.
+FOLDER holds shell scripts, such as the examples of ms-swift. Each command is typed as it stands, with tiny models of
+the same kind and small local data in place of the named ones: options, rules, engine choice and preflight. What depends
+on this machine (a GPU, free memory) is left out. Prints the count and the causes of refusals by the number of commands.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from unittest import mock
 
 from megaswift import log
-from megaswift.entry import process_count, refused_config_problems
 from megaswift.config import load_config
 from megaswift.config.data import ALIGNMENT
-from megaswift.config.user_spelling import errors_as_typed
 from megaswift.config.sections import NAMES
+from megaswift.config.user_spelling import errors_as_typed
+from megaswift.entry import further_problems_of_refused_config, process_count
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.trainers.engine_choice import resolve_engine
 from megaswift.trainers import preflight
+from megaswift.trainers.engine_choice import resolve_engine
 from tests.front_door.commands import Command, commands_in_folder
 from tests.front_door.tiny_models import tiny_model_folder
 
@@ -70,9 +70,13 @@ def refusal(command: Command, root: Path) -> list[Problem]:
         words += ["--output_dir", str(root / "out")]
     environ = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")} | command.environ
     task = None if command.task == "rlhf" else command.task
-    with mock.patch.dict(os.environ, environ, clear=True), mock.patch.object(log, "info"), mock.patch.object(log, "warn"):
+    with (
+        mock.patch.dict(os.environ, environ, clear=True),
+        mock.patch.object(log, "info"),
+        mock.patch.object(log, "warn"),
+    ):
         try:
-            cfg = load_config(task, words, complete=True, beyond=refused_config_problems)
+            cfg = load_config(task, words, complete=True, beyond=further_problems_of_refused_config)
             if task is None and cfg.task not in ALIGNMENT:
                 return [Problem("--rlhf_type", "is missing", "")]
             with errors_as_typed(cfg.typed, NAMES):
@@ -80,7 +84,7 @@ def refusal(command: Command, root: Path) -> list[Problem]:
                 cfg = resolve_engine(cfg, world, tell=False)
                 checks = [
                     (lambda: preflight.model_problems(cfg, world), UserError),
-                    (lambda: preflight.policy_problems(cfg, world) if task is None else [], ConfigError),
+                    (lambda: preflight.rl_run_problems(cfg, world) if task is None else [], ConfigError),
                     *preflight.file_checks(cfg),
                 ]
                 errors = preflight.collect_check_errors(checks)

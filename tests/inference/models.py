@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 
-from megaswift.config.inference import PlacementOptions, WeightsOptions
+from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
 from megaswift.inference.generator import Generator
-from megaswift.inference.load_generation_model import PreparedModel, load_model, prepare_model_load
+from megaswift.inference.load_generation_model import (
+    ModelWithoutWeights,
+    load_model_and_prompt_device,
+    prepare_model_load,
+)
 from tests.trainers.inputs import write_model
 
 PROMPTS = ("ab", "1+2?", "what is 3+4? say it", "x", "0123456789 abc", "z+z")
@@ -45,11 +49,13 @@ def adapters(path: Path, model: Path, seed: int = 5) -> Path:
 
 def opened(
     model: Path, adapter: Path | None = None, merge: bool = False, **placement: Any
-) -> tuple[PreparedModel, Generator]:
+) -> tuple[ModelWithoutWeights, Generator]:
     """As `infer` opens a model."""
-    options = WeightsOptions(model=str(model), adapters=None if adapter is None else str(adapter), merge_adapters=merge)
+    options = ModelLoadingOptions(
+        model=str(model), adapters=None if adapter is None else str(adapter), merge_adapters=merge
+    )
     prepared = prepare_model_load(options, None)
-    loaded, device = load_model(prepared, PlacementOptions(**placement))
+    loaded, device = load_model_and_prompt_device(prepared, PlacementOptions(**placement))
     return prepared, Generator(loaded, prepared.tokenizer, device)
 
 

@@ -12,11 +12,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from megaswift.errors import ConfigError
 from megaswift.inference.device_placement import (
     ModuleSizes,
-    check_device_map,
     decide_device_map,
-    main_device,
+    execution_device,
+    expand_user_device_map,
     placement_table,
-    stored_bits,
+    quantized_checkpoint_bits,
 )
 
 FLAG = "--device_map map.json"
@@ -40,13 +40,13 @@ def model() -> Any:
 
 def refused(model: Any, given: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_device_map(ModuleSizes(model), given, FLAG)
+        expand_user_device_map(ModuleSizes(model), given, FLAG)
     return str(caught.value)
 
 
 def test_a_file_s_map_names_every_module_once(model: Any) -> None:
     given = {"": "cpu", "model.layers.1": "disk", "model.layers.10": "disk"}
-    full = check_device_map(ModuleSizes(model), given, FLAG)
+    full = expand_user_device_map(ModuleSizes(model), given, FLAG)
     assert (
         full["model.layers.1"] == full["model.layers.10"] == "disk"
         and full["model.layers.11"] == full["lm_head"] == "cpu"
@@ -114,12 +114,12 @@ def test_two_gpus_are_shared_as_accelerate_shares_them(how: str, model: Any, mon
 )
 def test_bits_of_a_quantized_checkpoint(stored: dict[str, Any] | None, bits: int | None) -> None:
     config = Qwen3Config(**({} if stored is None else {"quantization_config": stored}))
-    assert stored_bits(config) == bits
+    assert quantized_checkpoint_bits(config) == bits
 
 
 def test_the_table_joins_layers_and_adds_up(model: Any) -> None:
     given = {"": "cpu"} | {f"model.layers.{i}": "disk" for i in range(4, 12)}
-    placed = check_device_map(ModuleSizes(model), given, FLAG)
+    placed = expand_user_device_map(ModuleSizes(model), given, FLAG)
     lines = [line.split() for line in placement_table(ModuleSizes(model), placed).splitlines()]
     assert lines[0] == ["module", "device", "parameters", "bytes"]
     rows = {line[0]: line for line in lines[1:]}
@@ -132,8 +132,8 @@ def test_the_table_joins_layers_and_adds_up(model: Any) -> None:
 
 
 def test_prompts_go_where_layers_are_computed() -> None:
-    assert main_device({"a": "disk", "b": "cpu"}) == torch.device("cpu")
-    assert main_device({"a": "cpu", "b": 1}) == torch.device("cuda:1")
+    assert execution_device({"a": "disk", "b": "cpu"}) == torch.device("cpu")
+    assert execution_device({"a": "cpu", "b": 1}) == torch.device("cuda:1")
 
 
 def test_one_device_is_one_row(model: Any, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.bridge.hf_to_megatron import hf_to_megatron
-from megaswift.config.inference import WeightsOptions
+from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import UserError
 from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator
 from megaswift.inference.load_generation_model import prepare_model_load
@@ -147,6 +147,6 @@ def test_what_is_wrong_is_told_before_weights_are_read(model: Path, tmp_path: Pa
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "code.py").write_text("raise SystemExit('ran code of the folder')\n")
     with pytest.raises(UserError, match="--trust_remote_code true"):
-        prepare_model_load(WeightsOptions(model=str(tmp_path)), None)
+        prepare_model_load(ModelLoadingOptions(model=str(tmp_path)), None)
     with pytest.raises(UserError, match="no such folder"):
-        prepare_model_load(WeightsOptions(model="/nowhere/model"), None)
+        prepare_model_load(ModelLoadingOptions(model="/nowhere/model"), None)

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megaswift.cli import main
-from megaswift.config.inference import WeightsOptions
+from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import UserError
-from megaswift.families import torch_quantization_checks
+from megaswift.families import quantized_training_checks
 from megaswift.inference.load_generation_model import prepare_model_load
 from tests.bridge.folders import set_config
 from tests.inference.models import folder, opened
@@ -76,12 +76,12 @@ def test_answers_are_pefts_own(name: str, model: Path, tmp_path: Path) -> None:
 
 
 def test_a_package_that_quantized_weights_need_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = torch_quantization_checks.importlib.util.find_spec
+    real = quantized_training_checks.importlib.util.find_spec
     monkeypatch.setattr(
-        torch_quantization_checks.importlib.util,
+        quantized_training_checks.importlib.util,
         "find_spec",
         lambda name: None if name in ("gptqmodel", "optimum") else real(name),
     )
     set_config(folder(tmp_path / "model"), quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(UserError, match="pip install gptqmodel optimum"):
-        prepare_model_load(WeightsOptions(model=str(tmp_path / "model")), None)
+        prepare_model_load(ModelLoadingOptions(model=str(tmp_path / "model")), None)

@@ -1,6 +1,6 @@
 """Runs under Ray: real local Rays of two workers on a CPU, against the same runs under torchrun; and how they end.
 
-Covers: megaswift/launchers/ray_exchange.py, megaswift/launchers/ray_train.py, megaswift/launchers/ray_worker.py.
+Covers: megaswift/launchers/ray_run_messages.py, megaswift/launchers/ray_train.py, megaswift/launchers/ray_worker.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from megaswift import entry
 from megaswift.config import load_config
-from megaswift.launchers.ray_exchange import Exchange, ExchangeEvents
+from megaswift.launchers.ray_run_messages import ExchangeEvents, RunMessageActor
 from megaswift.launchers.ray_train import _Run, missing_ray_problems
 from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.metrics import read_lines
@@ -181,7 +181,7 @@ def test_mistakes_end_with_2_before_ray_starts(
 
 
 def test_what_is_said_and_when() -> None:
-    exchange = Exchange()
+    exchange = RunMessageActor()
     assert exchange.where() is None
     exchange.meet("h", 7)
     exchange.begin(1)

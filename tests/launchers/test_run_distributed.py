@@ -12,7 +12,7 @@ import pytest
 from megaswift import entry
 from megaswift.config.data import RL
 from megaswift.config.sections import TASKS
-from megaswift.launchers import local
+from megaswift.launchers import torchrun_launcher
 from scripts import run_distributed
 
 KNOWN = f"tasks are {', '.join(TASKS)}"
@@ -72,7 +72,9 @@ def test_without_use_torchrun_it_is_the_command(monkeypatch: pytest.MonkeyPatch)
 def test_with_use_torchrun_one_process_is_torchrun_s_too(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(
-        local, "run_torchrun_with_restarts", lambda command, environ, restarts: seen.append((command, environ)) or 1
+        torchrun_launcher,
+        "run_torchrun_with_restarts",
+        lambda command, environ, restarts: seen.append((command, environ)) or 1,
     )
     assert run_distributed.main(["--use_torchrun", "--config", "run.yaml", "--algorithm", "sft", "--lr", "1e-5"]) == 1
     ((command, environ),) = seen
@@ -85,7 +87,7 @@ def test_with_use_torchrun_one_process_is_torchrun_s_too(monkeypatch: pytest.Mon
 def test_every_task_has_what_launchers_start(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun takes the file, Ray's workers the module of that name."""
     seen = []
-    monkeypatch.setattr(local, "run_torchrun_with_restarts", lambda command, *_: seen.append(command) or 0)
+    monkeypatch.setattr(torchrun_launcher, "run_torchrun_with_restarts", lambda command, *_: seen.append(command) or 0)
     words = [
         "--use_torchrun",
         "--nproc_per_node",

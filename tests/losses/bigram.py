@@ -26,7 +26,7 @@ from megaswift.losses.contract import (
     Metric,
     MinMetric,
     ModelOutputs,
-    Needs,
+    RequestedModelOutputs,
 )
 
 SHAPE = PaddingShape(doc_multiple=4, row_multiple=3)
@@ -96,7 +96,7 @@ NAMES = {
 }
 
 
-def outputs(model: Bigram, batch: Batch, needs: Needs) -> ModelOutputs:
+def outputs(model: Bigram, batch: Batch, needs: RequestedModelOutputs) -> ModelOutputs:
     """What an engine gives a loss: the needed fields, 0 where there is no label."""
     found = fields(model.weight[batch.input_ids], batch.labels.clamp(min=0))
     labeled = batch.loss_weights != 0
@@ -117,7 +117,7 @@ def batch(docs: Sequence[Doc], packed: bool, every: bool = False) -> Batch:
 def reference_of(model: Bigram, b: Batch) -> Batch:
     """The batch with the reference's log-probabilities."""
     with torch.no_grad():
-        return replace(b, fields={**b.fields, "reference": outputs(model, b, Needs()).logprobs})
+        return replace(b, fields={**b.fields, "reference": outputs(model, b, RequestedModelOutputs()).logprobs})
 
 
 def pairs(docs: Sequence[Doc], packed: bool, every: bool = False) -> Batch:

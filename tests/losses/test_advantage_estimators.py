@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megaswift.config import SwiftConfig
-from megaswift.config.estimator_table import estimator_names
+from megaswift.config.advantage_estimator_table import advantage_estimator_names
 from megaswift.losses.advantage_estimators import ESTIMATORS, EstimatorInput, estimate_advantage_fields
 
 LENGTHS = [2, 5, 3, 1, 4, 4, 0, 2]
@@ -40,7 +40,7 @@ def inputs(totals: list[float], group: int, lengths: list[int] | None = None, **
 
 
 def test_each_estimator_of_the_table_is_registered() -> None:
-    assert {*estimator_names()} == {*ESTIMATORS.names()}
+    assert {*advantage_estimator_names()} == {*ESTIMATORS.names()}
 
 
 def test_opo_s_baseline_is_the_mean_reward_weighted_by_length() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from megaswift.config import SwiftConfig
 from megaswift.config.rl_defaults import weighs_kl_by_ratio
 from megaswift.losses.advantages import (
-    aggregate_advantages,
     entropy_threshold,
     gae,
     group_advantages,
@@ -21,6 +20,7 @@ from megaswift.losses.advantages import (
     kl_estimate,
     kl_penalized_token_rewards,
     masked_moments,
+    multi_reward_group_advantages,
     next_kl_coefficient,
     reinforce_plus_plus,
     rloo_advantages,
@@ -65,7 +65,7 @@ def test_group_advantages_are_trl_s(grpo: Any, case: str, scale: str) -> None:
     expected = scored(grpo, r, scale_rewards=scale, multi_objective_aggregation="sum_then_normalize")["advantages"]
     noted = trainers.metrics(grpo)
     weights = WEIGHTS[: r.shape[1]]
-    assert_equal(aggregate_advantages(r, weights, GROUP, "sum_then_normalize", scale), expected)
+    assert_equal(multi_reward_group_advantages(r, weights, GROUP, "sum_then_normalize", scale), expected)
     total = weighted_sum(r, weights)
     assert_equal(group_advantages(total, GROUP, scale), expected)
     assert noted["reward"] == pytest.approx(total.nanmean().item())
@@ -77,7 +77,7 @@ def test_group_advantages_are_trl_s(grpo: Any, case: str, scale: str) -> None:
 def test_normalize_then_sum_is_trl_s(grpo: Any, case: str) -> None:
     r = REWARDS[case]
     expected = scored(grpo, r, multi_objective_aggregation="normalize_then_sum")["advantages"]
-    assert_equal(aggregate_advantages(r, WEIGHTS[: r.shape[1]], GROUP, "normalize_then_sum"), expected)
+    assert_equal(multi_reward_group_advantages(r, WEIGHTS[: r.shape[1]], GROUP, "normalize_then_sum"), expected)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -268,7 +268,7 @@ def test_the_controller_of_the_kl() -> None:
 def test_unknown_names_are_ours_to_prevent() -> None:
     for call in (
         lambda: group_advantages(torch.ones(2), 2, "all"),
-        lambda: aggregate_advantages(torch.ones(2, 1), torch.ones(1), 2, "sum"),
+        lambda: multi_reward_group_advantages(torch.ones(2, 1), torch.ones(1), 2, "sum"),
         lambda: kl_estimate(torch.ones(1), torch.ones(1), "k4"),
     ):
         with pytest.raises(AssertionError):

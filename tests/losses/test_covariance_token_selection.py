@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megaswift.losses.covariance_token_selection import (
-    clip_cov_tokens,
-    kl_cov_tokens,
+    clip_cov_token_mask,
+    kl_cov_token_mask,
     ratio_clipped_token_mask,
     token_covariances,
 )
 from megaswift.losses.policy import PolicyLoss
-from megaswift.losses.policy_types import PolicySettings
+from megaswift.losses.policy_loss_types import PolicySettings
 from tests.losses.bigram import run
 from tests.losses.rollouts import label_fields, models, rollouts
 
@@ -40,20 +40,22 @@ def test_covariances_by_hand() -> None:
 @pytest.mark.parametrize(("ratio", "count"), [(0.0002, 1), (0.3, 2), (0.43, 3), (1.0, 7)])
 def test_kl_cov_selects_the_largest(ratio: float, count: int) -> None:
     largest = sorted(range(7), key=lambda i: -by_hand()[i])[:count]
-    assert kl_cov_tokens(covariances(), ratio).nonzero().flatten().tolist() == sorted(largest)
+    assert kl_cov_token_mask(covariances(), ratio).nonzero().flatten().tolist() == sorted(largest)
 
 
 def test_clip_cov_draws_evenly_between_the_bounds() -> None:
     """Each candidate alike: over 3000 seeds a share of 1 / candidates within four standard deviations."""
     candidates = [i for i, c in enumerate(by_hand()) if 0.2 < c < 1.9]
     assert 2 < len(candidates) < 7
-    drawn = [clip_cov_tokens(covariances(), 0.2, (0.2, 1.9), seed).nonzero().flatten().tolist() for seed in range(3000)]
+    drawn = [
+        clip_cov_token_mask(covariances(), 0.2, (0.2, 1.9), seed).nonzero().flatten().tolist() for seed in range(3000)
+    ]
     assert {len(d) for d in drawn} == {1} and {d[0] for d in drawn} == {*candidates}
     share = 1 / len(candidates)
     for i in candidates:
         assert abs(sum(d == [i] for d in drawn) / 3000 - share) < 4 * math.sqrt(share * (1 - share) / 3000)
-    assert clip_cov_tokens(covariances(), 1.0, (0.2, 1.9), 0).nonzero().flatten().tolist() == candidates
-    assert not clip_cov_tokens(covariances(), 0.5, (50.0, 60.0), 0).any()
+    assert clip_cov_token_mask(covariances(), 1.0, (0.2, 1.9), 0).nonzero().flatten().tolist() == candidates
+    assert not clip_cov_token_mask(covariances(), 0.5, (50.0, 60.0), 0).any()
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])

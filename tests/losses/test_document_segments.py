@@ -11,8 +11,8 @@ from megaswift.losses.document_segments import (
     document_counts,
     document_index,
     document_sums,
+    document_token_mask,
     token_numbers_in_documents,
-    tokens_of,
 )
 from tests.losses.bigram import batch, documents
 
@@ -42,9 +42,9 @@ def test_against_slices(packed: bool) -> None:
     assert document_counts(b, mask).tolist() == [5, 1, 2, 7]
     for p, n in zip(at, (5, 1, 2, 7), strict=True):
         assert token_numbers_in_documents(b, mask)[p][mask[p]].tolist() == list(range(1, n + 1))
-    member = tokens_of(b, torch.tensor([3, 1]))
+    member = document_token_mask(b, torch.tensor([3, 1]))
     assert [bool(member[p].all()) and bool(member[p].any()) for p in at] == [False, True, False, True]
-    assert not member[at[0]].any() and not tokens_of(b, torch.tensor([], dtype=torch.int64)).any()
+    assert not member[at[0]].any() and not document_token_mask(b, torch.tensor([], dtype=torch.int64)).any()
 
 
 def test_long_sums_keep_their_small_differences() -> None:

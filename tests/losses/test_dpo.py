@@ -1,7 +1,7 @@
 """DPO's losses against TRL's own: value, gradient of every label, metrics; every type and option, packed, padded, in
 micro-batches.
 
-Covers: megaswift/losses/dpo_types.py, megaswift/losses/preference_pairs.py.
+Covers: megaswift/losses/dpo_loss_types.py, megaswift/losses/preference_pairs.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import torch
 
 from megaswift.config.loss_table import losses_reading
 from megaswift.losses.dpo import DPO
-from megaswift.losses.dpo_types import DIVERGENCES, LOSS_TYPES, SFT, DpoSettings, PairStats, divergence_scores
+from megaswift.losses.dpo_loss_types import (
+    DIVERGENCES,
+    LOSS_TYPES,
+    SFT,
+    DpoSettings,
+    PairLogprobsAndRatios,
+    divergence_scores,
+)
 from megaswift.losses.preference_pairs import PairTensors
 from tests.losses import trainers
 from tests.losses.bigram import (
@@ -227,7 +234,9 @@ def test_a_pair_far_from_its_reference_has_a_finite_loss(name: str, away: float)
     )
     reference = PairTensors(torch.tensor([-5000.0]), torch.tensor([-5000.0]))
     ratios, lengths = logps - reference, PairTensors(torch.tensor([500.0]), torch.tensor([500.0]))
-    found = LOSS_TYPES[name](PairStats(logps, reference, ratios, ratios, lengths, DpoSettings(label_smoothing=0.1)))
+    found = LOSS_TYPES[name](
+        PairLogprobsAndRatios(logps, reference, ratios, ratios, lengths, DpoSettings(label_smoothing=0.1))
+    )
     gradients = torch.autograd.grad(found.sum(), [logps.chosen, logps.rejected], allow_unused=True)
     assert found.isfinite().all() and all(g is None or g.isfinite().all() for g in gradients)
 

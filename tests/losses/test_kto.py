@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megaswift.data.preference_batches import kto_kl_batches
-from megaswift.losses.contract import Batch, Needs
+from megaswift.losses.contract import Batch, RequestedModelOutputs
 from megaswift.losses.kto import KTO, log_ratios
 from tests.losses import bigram, trainers
 from tests.losses.bigram import SHAPE, Bigram, Doc, assert_same, assert_same_metrics, documents, reference_of, run
@@ -73,7 +73,9 @@ def prepared(microbatches: list[Batch], models: tuple[Bigram, Bigram]) -> list[B
     made = []
     for b, turned in zip(microbatches, kto_kl_batches(microbatches, SHAPE, max_length=64), strict=True):
         with torch.no_grad():
-            found = log_ratios(bigram.outputs(policy, turned, Needs()).logprobs, reference_of(reference, turned))
+            found = log_ratios(
+                bigram.outputs(policy, turned, RequestedModelOutputs()).logprobs, reference_of(reference, turned)
+            )
         kl = found.mean().clamp(min=0) if found.numel() else torch.zeros(())
         made.append(replace(reference_of(reference, b), fields={**reference_of(reference, b).fields, "kl": kl}))
     return made

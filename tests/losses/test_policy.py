@@ -14,7 +14,7 @@ import torch
 
 from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.policy import PolicyLoss
-from megaswift.losses.policy_types import LOSS_TYPES, PolicySettings
+from megaswift.losses.policy_loss_types import LOSS_TYPES, PolicySettings
 from megaswift.losses.sampler_correction import SamplerCorrection
 from tests.losses import trainers
 from tests.losses.bigram import Bigram, assert_same, assert_same_metrics, run

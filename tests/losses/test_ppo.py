@@ -19,7 +19,7 @@ from megaswift.losses.advantages import gae, kl_estimate, kl_penalized_token_rew
 from megaswift.losses.contract import Batch, ModelOutputs
 from megaswift.losses.document_segments import document_index
 from megaswift.losses.policy import PolicyLoss
-from megaswift.losses.policy_types import PolicySettings
+from megaswift.losses.policy_loss_types import PolicySettings
 from megaswift.losses.value import ValueLoss
 from tests.losses import bigram
 from tests.losses.bigram import Bigram

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.losses.contract import Batch, Metric, ModelOutputs
-from megaswift.losses.reward import RewardLoss, scored_at_last_token
+from megaswift.losses.reward import RewardLoss, weight_last_tokens_only
 from tests.losses import trainers
 from tests.losses.bigram import assert_same, assert_same_metrics, documents, padded, pairs, reduced
 
@@ -42,7 +42,7 @@ def trl(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def batch(numbers: list[int], packed: bool, margin: bool) -> Batch:
     docs = [DOCS[i] for n in numbers for i in (2 * n, 2 * n + 1)]
-    made = scored_at_last_token(pairs(docs, packed))
+    made = weight_last_tokens_only(pairs(docs, packed))
     marked = made.input_ids[made.loss_weights != 0]
     assert marked.tolist() == [d.ids[-1] for d in docs]
     return replace(

@@ -1,7 +1,7 @@
 """The layers of stages and chunks against Megatron-Core: its layout class, its counts and offsets, and what its config
 refuses.
 
-Covers: megaswift/parallel/layout_string.py.
+Covers: megaswift/parallel/pipeline_layout_string.py.
 """
 
 import itertools
@@ -11,8 +11,13 @@ import pytest
 
 from megaswift.errors import LayoutError
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.layout_string import parse_layout_string
-from megaswift.parallel.pipeline_split import PipelineSplit, balanced_layout, split_problems, stage_chunks
+from megaswift.parallel.pipeline_layout_string import parse_layout_string
+from megaswift.parallel.pipeline_split import (
+    PipelineSplit,
+    balanced_pipeline_layout_string,
+    split_problems,
+    stage_chunks,
+)
 
 
 def pipeline(pp, vpp=1):
@@ -165,7 +170,7 @@ def test_refusals_have_numbers_and_a_way_out():
 
 @pytest.mark.parametrize(("layers", "stages"), [(10, 4), (7, 3), (61, 16), (5, 5), (9, 2), (48, 8)])
 def test_the_layout_offered_instead_works(layers, stages):
-    text = balanced_layout(layers, stages)
+    text = balanced_pipeline_layout_string(layers, stages)
     assert split_problems(layers, stages, 1, PipelineSplit(custom=text)) == []
     counts = [len(row[0].layers) for row in stage_chunks(layers, pipeline(stages), PipelineSplit(custom=text))]
     assert max(counts) - min(counts) <= 1

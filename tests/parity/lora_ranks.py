@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.engine.protocol import ParameterReport
-from megaswift.losses.contract import Needs
+from megaswift.engine.protocol import EngineSizeReport
+from megaswift.losses.contract import RequestedModelOutputs
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import Case, global_batch, own
 from tests.parity.measure import Task, build, full
@@ -21,7 +21,7 @@ class Adapted:
     """Facts of one rank. Elements in Megatron's gradient buffers, and in this rank's adapters; sums of
     log-probabilities."""
 
-    report: ParameterReport
+    report: EngineSizeReport
     trained: int
     expected: int
     whole: int
@@ -34,11 +34,11 @@ class Adapted:
 
 def _total(engine: Any, case: Case, dp: int) -> float:
     """Sum of the log-probabilities of this rank's micro-batches."""
-    outputs = engine.score(own(global_batch(case, 2), case.dp, dp), Needs())
+    outputs = engine.score(own(global_batch(case, 2), case.dp, dp), RequestedModelOutputs())
     return sum(float(o.logprobs.double().sum()) for o in outputs)
 
 
-def plain(rank: int, world: int, task: Task) -> tuple[ParameterReport, float]:
+def plain(rank: int, world: int, task: Task) -> tuple[EngineSizeReport, float]:
     """Report and log-probabilities of an engine without adapters."""
     engine, context = build(task.case, task.folder, world)
     found = engine.report(), _total(engine, task.case, context.layout.coordinates(rank).dp)

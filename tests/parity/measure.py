@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import FIELDS, Batch, Loss, ModelOutputs, Needs, Term
+from megaswift.losses.contract import FIELDS, Batch, Loss, ModelOutputs, RequestedModelOutputs, Term
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import Case, global_batch, own
 from tests.parity.oracle import Recipe, Reference
@@ -45,7 +45,7 @@ class ScaledLoss:
     """Cross-entropy with its sum scaled: a wrong objective that the comparison has to notice."""
 
     factor: float
-    needs: Needs = CrossEntropy().needs
+    needs: RequestedModelOutputs = CrossEntropy().needs
 
     def counts(self, batch: Batch) -> Any:
         """Those of cross-entropy."""
@@ -66,7 +66,7 @@ TEMPERATURE = 0.7
 class MixedLoss:
     """A weighted sum of every differentiable output, at a temperature."""
 
-    needs: Needs = Needs(fields=frozenset(FIELDS), temperature=TEMPERATURE)
+    needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset(FIELDS), temperature=TEMPERATURE)
 
     def counts(self, batch: Batch) -> Any:
         """Those of cross-entropy."""
@@ -83,7 +83,7 @@ def build(case: Case, folder: Path, world: int, **options: Any) -> tuple[Any, An
     from megaswift.config import SwiftConfig
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.engines import make_engine, start_context
+    from megaswift.trainers.engine_factory import make_engine, start_context
 
     cfg = SwiftConfig(task="sft", model=str(folder), **case.config(**options))
     hf_config = json.loads((folder / "config.json").read_text())
@@ -168,7 +168,7 @@ def score(rank: int, world: int, task: Task) -> Scored:
     engine, context = build(task.case, task.folder, world, **task.options)
     dp = context.layout.coordinates(rank).dp
     mine = own(task.batches, task.case.dp, dp)
-    needs = Needs(fields=frozenset(FIELDS))
+    needs = RequestedModelOutputs(fields=frozenset(FIELDS))
     first = engine.score(mine, needs)
     result = engine.evaluate(mine, CrossEntropy())
     second = engine.score(mine, needs)

@@ -1,7 +1,7 @@
 """QLoRA under every kind of layout against bitsandbytes and PEFT: loss, adapters' gradients, gradient norm, three
 steps; bytes held.
 
-Covers: megaswift/engine/megatron/layers/nf4.py.
+Covers: megaswift/engine/megatron/layers/nf4_linear.py.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaswift.config.engine import ZERO
-from megaswift.losses.contract import ModelOutputs, Needs
+from megaswift.losses.contract import ModelOutputs, RequestedModelOutputs
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import global_batch, own, parse
 from tests.parity.measure import Task, build, full
@@ -49,7 +49,7 @@ def use(rank: int, world: int, task: Task) -> Seen | None:
     engine, context = build(task.case, task.folder, world, **task.options)
     dp = context.layout.coordinates(rank).dp
     mine = [own(global_batch(task.case, k), task.case.dp, dp) for k in range(3)]
-    needs, full_run = Needs(), task.options.get("train_type") is None
+    needs, full_run = RequestedModelOutputs(), task.options.get("train_type") is None
 
     def weights() -> dict[str, Tensor]:
         return full(engine.hf_weights()) if full_run else {}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.new_scalar_head import new_scalar_head_weight
-from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.contract import Batch, Metric, ModelOutputs, RequestedModelOutputs, Term
 from tests.parity.cases import global_batch, own, parse
 from tests.parity.compare import GRADIENT, LOSS, number, table, tensors
 from tests.parity.measure import Task, full
@@ -33,7 +33,7 @@ SEED = 11
 class Squares:
     """The weighted mean of (value - 1)^2 over labeled positions."""
 
-    needs: Needs = Needs(fields=frozenset(), head="score")
+    needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset(), head="score")
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """The sum of the weights."""
@@ -51,7 +51,7 @@ def measure(rank: int, world: int, task: Task) -> tuple[float, dict[str, Tensor]
     from megaswift.families import load_spec
     from megaswift.families.scalar_head import with_scalar_head
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.engines import make_engine, start_context
+    from megaswift.trainers.engine_factory import make_engine, start_context
 
     cfg = SwiftConfig(task="sft", model=str(task.folder), seed=SEED, **task.case.config(**task.options))
     context = start_context(cfg.replace(ddp_timeout=60), Layout.from_config(cfg.parallel, world))

@@ -2,7 +2,8 @@
 place of its kernels (tests/te).
 
 Covers: megaswift/engine/megatron/layers/layer_module_classes.py,
-megaswift/engine/megatron/layers/residual_projection.py, megaswift/engine/megatron/layers/transformer_layer_spec.py.
+megaswift/engine/megatron/layers/scaled_post_norm_projection.py,
+megaswift/engine/megatron/layers/transformer_layer_spec.py.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def test_modules_are_transformer_engines(te_pool: Pool, models: Path) -> None:
     for name in names:
         raw = json.loads((models / name / "config.json").read_text())
         assert not found[name] & {"ColumnParallelLinear", "RowParallelLinear", "NormColumnParallelLinear"}, name
-        assert not found[name] & {"TorchNorm", "QKNorm", "ReplicatedLinear", "ResidualLinear"}, name
+        assert not found[name] & {"TorchNorm", "QKNorm", "ReplicatedLinear", "ScaledPostNormLinear"}, name
         attention = (
             "TorchAttention" if te_unsupported_attention_features(family_of(raw).spec(raw)) else "TEDotProductAttention"
         )

@@ -2,7 +2,7 @@
 native engine.
 
 Covers: megaswift/engine/torch/ddp.py, megaswift/engine/torch/engine.py, megaswift/engine/torch/fsdp.py,
-megaswift/engine/torch/router_losses.py, megaswift/engine/torch/strategies.py.
+megaswift/engine/torch/router_losses.py, megaswift/engine/torch/strategy_registry.py.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ FULL = {"gradient_checkpointing": True}
 
 def evaluated(rank: int, world: int, run: Run) -> tuple[float, float, float]:
     """On a rank: loss of evaluation, of scoring again, and of a training step (rank by rank its own noise)."""
-    from megaswift.losses.contract import Needs
+    from megaswift.losses.contract import RequestedModelOutputs
     from megaswift.losses.sft import CrossEntropy
     from tests.parity.cases import global_batch, own
     from tests.parity.measure import build
@@ -34,7 +34,7 @@ def evaluated(rank: int, world: int, run: Run) -> tuple[float, float, float]:
     engine, context = build(run.case, run.folder, world, **run.options)
     mine = own(global_batch(run.case, 2), run.case.dp, rank)
     first = engine.evaluate(mine, CrossEntropy()).loss
-    scored = float(sum(o.logprobs.double().sum() for o in engine.score(mine, Needs())))
+    scored = float(sum(o.logprobs.double().sum() for o in engine.score(mine, RequestedModelOutputs())))
     trained = engine.accumulate(mine, CrossEntropy()).loss
     torch.distributed.barrier()
     context.close()

@@ -42,20 +42,20 @@ def install(impl: str) -> None:
 
     from megaswift.engine.megatron import engine
     from megaswift.engine.megatron.cpu import cuda_stubs, device
-    from megaswift.engine.torch import context
+    from megaswift.engine.torch import data_parallel_context
 
     functions = [device.unwrap_decorators(device.resolve_symbol(row.symbol)[2]) for row in device.CONSTANTS]
     for function in [*functions, MoEAlltoAllTokenDispatcher.__init__]:
         function.__code__ = _with_constants(function.__code__)
     device.compute_device = lambda: DEVICE
     torch.cuda.current_device = lambda: DEVICE  # type: ignore[assignment,return-value]
-    torch_context = context.TorchContext.__init__
+    torch_context = data_parallel_context.TorchContext.__init__
 
     def on_the_stand_in(self: Any, *args: Any, **kwargs: Any) -> None:
         torch_context(self, *args, **kwargs)
         self.device = DEVICE
 
-    context.TorchContext.__init__ = on_the_stand_in  # type: ignore[method-assign]
+    data_parallel_context.TorchContext.__init__ = on_the_stand_in  # type: ignore[method-assign]
     configure, norm = engine.transformer_config, cuda_stubs.sum_of_squares
 
     def on_the_device(*args: Any) -> Any:

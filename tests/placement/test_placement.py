@@ -40,7 +40,7 @@ SAMPLING = {
     "copy megaswift.rollout.decoding:DecodingBatch.__init__": 3,
     "copy megaswift.rollout.decoding:DecodingBatch.read": 2,
     "copy megaswift.rollout.token_sampling:RowGenerators.at": 1,
-    "copy megaswift.rollout.transformers_weight_update:WeightUpdate._copy": 25,
+    "copy megaswift.rollout.transformers_weight_update:InPlaceWeightLoader._copy": 25,
     "read megaswift.data.rollout_batches:gather_completion_values": 2,
     "read megaswift.engine.megatron.rank_weights:RankWeights.collect": 19,
     "read megaswift.rollout.decoding:_completions": 3,

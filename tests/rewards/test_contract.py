@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megaswift.errors import RewardError
-from megaswift.rewards.contract import RewardInput, Rewards, missing_reward_column_problems, score_rewards
-from megaswift.rewards.functions import PerCompletionReward
+from megaswift.rewards.contract import RewardInput, RewardScores, missing_reward_column_problems, score_rewards
+from megaswift.rewards.format_and_length_rewards import PerCompletionReward
 from megaswift.rewards.user_function import AsyncUserFunction, UserFunction
 from tests.rewards.samples import judged, said
 
@@ -27,7 +27,7 @@ def returning(values: Any, name: str = "mine") -> UserFunction:
     return UserFunction(name, lambda **_: values, None, frozenset())
 
 
-def score(*functions: Any, weights: tuple[float, ...] = (), samples: list[RewardInput] = THREE) -> Rewards:
+def score(*functions: Any, weights: tuple[float, ...] = (), samples: list[RewardInput] = THREE) -> RewardScores:
     return score_rewards(functions, weights or (1.0,) * len(functions), samples)
 
 
@@ -35,7 +35,7 @@ def test_the_total_is_the_weighted_sum() -> None:
     rewards = score(
         PerCompletionReward("length", lambda s: float(len(s.text))), returning([1, 0, -1]), weights=(0.5, 3.0)
     )
-    assert rewards == Rewards({"length": [1.0, 2.0, 3.0], "mine": [1.0, 0.0, -1.0]}, [3.5, 1.0, -1.5])
+    assert rewards == RewardScores({"length": [1.0, 2.0, 3.0], "mine": [1.0, 0.0, -1.0]}, [3.5, 1.0, -1.5])
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_async_functions_wait_together_and_keep_one_loop() -> None:
 def test_rewards_of_tokens_add_up_and_keep_their_places(values: Any) -> None:
     """What another function says of the whole completion stands at its last token."""
     rewards = score(returning(values), returning([10, 20, 30], "whole"), weights=(0.5, 2.0))
-    assert rewards == Rewards(
+    assert rewards == RewardScores(
         {"mine": [1.0, 5.0, 4.0], "whole": [10.0, 20.0, 30.0]}, [20.5, 42.5, 62.0], [None, (1.0, 41.5), None]
     )
 
@@ -205,7 +205,7 @@ def test_rewards_of_tokens_are_of_those_that_the_model_wrote() -> None:
 
 
 def test_no_samples_call_nobody() -> None:
-    assert score(returning(None), samples=[]) == Rewards({"mine": []}, [])
+    assert score(returning(None), samples=[]) == RewardScores({"mine": []}, [])
 
 
 def test_a_missing_column_is_told_before_the_run() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.config.inference import WeightsOptions
+from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import RewardError, WeightsError
 from megaswift.rewards import reward_model as rewards
 from megaswift.rewards.contract import RewardInput, reward_function_flag, score_rewards
@@ -66,7 +66,7 @@ def test_scores_are_those_of_each_text_alone(
         {"none": None, "own": 0, "of a text": tokenizer("b", add_special_tokens=False)["input_ids"][-1]}[padding],
     )
     monkeypatch.setattr(rewards, "TOKENS", tokens)
-    (model,) = load_reward_models([str(folder)], WeightsOptions())
+    (model,) = load_reward_models([str(folder)], ModelLoadingOptions())
     assert model.name == folder.parent.name and model._model is None
     assert reward_function_flag(model) == f"--reward_model {folder}"
     scores = score_rewards([model], [2.0], [judged(text) for text in TEXTS])
@@ -80,7 +80,7 @@ def test_a_text_may_end_in_any_token(folder: Path) -> None:
     """transformers, asked about one row without padding, reads it at its end; so does a batch, whatever token fills it
     up."""
     with_padding(folder, None)
-    (model,) = load_reward_models([str(folder)], WeightsOptions())
+    (model,) = load_reward_models([str(folder)], ModelLoadingOptions())
     rows = [[5, 0], [7, 3, 4, 1], [9, 2], [8]]
     with torch.no_grad():
         wanted = [model.load()(input_ids=torch.tensor([row])).logits[0, 0].item() for row in rows]
@@ -89,7 +89,7 @@ def test_a_text_may_end_in_any_token(folder: Path) -> None:
 
 def test_messages_are_rendered_by_the_models_own_template(folder: Path) -> None:
     with_padding(folder, None)
-    (model,) = load_reward_models([str(folder)], WeightsOptions())
+    (model,) = load_reward_models([str(folder)], ModelLoadingOptions())
     model.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     assert model([said("hi"), said("ho")]) == pytest.approx(
         alone(folder, ["<user>Q<assistant>hi", "<user>Q<assistant>ho"]), abs=1e-5
@@ -102,7 +102,7 @@ def test_messages_are_rendered_by_the_models_own_template(folder: Path) -> None:
 
 def test_several_models_have_names_of_their_own(folder: Path) -> None:
     name = folder.parent.name
-    assert [m.name for m in load_reward_models([str(folder)] * 2, WeightsOptions(), taken=[name])] == [
+    assert [m.name for m in load_reward_models([str(folder)] * 2, ModelLoadingOptions(), taken=[name])] == [
         f"{name}-2",
         f"{name}-3",
     ]
@@ -111,7 +111,7 @@ def test_several_models_have_names_of_their_own(folder: Path) -> None:
 def test_mistakes_are_told_before_weights_are_read(folder: Path, tmp_path: Path) -> None:
     write_model(tmp_path / "language")
     with pytest.raises(WeightsError) as error:
-        load_reward_models([str(tmp_path / "language"), str(tmp_path / "nowhere"), str(folder)], WeightsOptions())
+        load_reward_models([str(tmp_path / "language"), str(tmp_path / "nowhere"), str(folder)], ModelLoadingOptions())
     assert (
         "is not a reward model" in str(error.value)
         and "no such folder" in str(error.value)

@@ -25,7 +25,7 @@ import pytest
 from megaswift.errors import ConfigError, RewardError
 from megaswift.rewards import code_reward, sandbox, sandbox_child, seccomp
 from megaswift.rewards.contract import RewardOptions
-from megaswift.rewards.sandbox import ROOT, JobLimits, JobOutcome, Sandbox, check_sandbox
+from megaswift.rewards.sandbox import ROOT, JobLimits, JobOutcome, Sandbox, self_test_sandbox
 from tests.rewards.samples import judged
 
 pytestmark = pytest.mark.wide
@@ -339,7 +339,7 @@ def test_without_a_sandbox_nothing_runs() -> None:
         "import ctypes; ctypes.CDLL(None).personality(8)\n"
         "box = Sandbox('program', JobLimits())\n"
         "try: box.run([{'source': 'print(1)'}])\nexcept RewardError as e: print(e)\n"
-        "try: check_sandbox(box, '--reward_funcs code')\nexcept ConfigError as e: print(e)\n"
+        "try: self_test_sandbox(box, '--reward_funcs code')\nexcept ConfigError as e: print(e)\n"
         "box.close(); box.locked = False; print(box.run([{'source': 'print(1)'}])[0].out)"
     )
     done = run_python(program)
@@ -353,11 +353,11 @@ def test_without_a_sandbox_nothing_runs() -> None:
 def test_a_sandbox_that_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loose = Sandbox("program", JobLimits(seconds=2.0), locked=False)
     with pytest.raises(ConfigError, match=r"a trial program .* ended with 'ended', not"):
-        check_sandbox(loose, "--reward_funcs code")
+        self_test_sandbox(loose, "--reward_funcs code")
     loose.close()
     monkeypatch.setattr(sandbox.sys, "platform", "darwin")
     with pytest.raises(ConfigError, match="it is darwin, not Linux"):
-        check_sandbox(Sandbox("program", JobLimits()), "--reward_funcs code")
+        self_test_sandbox(Sandbox("program", JobLimits()), "--reward_funcs code")
 
 
 def test_no_part_of_it_needs_privileges() -> None:
@@ -366,7 +366,7 @@ def test_no_part_of_it_needs_privileges() -> None:
         "import ctypes; [ctypes.CDLL(None).prctl(24, number, 0, 0, 0) for number in range(64)]\n"
         "print(subprocess.run(['grep', 'CapEff', '/proc/self/status'], capture_output=True, "
         "text=True).stdout.split()[1])\n"
-        "box = Sandbox('program', JobLimits()); check_sandbox(box, ''); print('holds')"
+        "box = Sandbox('program', JobLimits()); self_test_sandbox(box, ''); print('holds')"
     )
     assert run_python(program).stdout == "0000000000000000\nholds\n"
 

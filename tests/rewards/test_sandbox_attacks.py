@@ -99,7 +99,7 @@ ENDS = {
     "a text that misleads": ("raise OSError(1, 'could not be locked, nothing was run')", 1),
     "our own error": (
         "import sys, traceback\njail = sys.modules['megaswift.rewards.sandbox_child']\n"
-        "def refuse(*words): raise jail.NotLocked(1, 'refused')\ntraceback.print_exc = refuse\n1 / 0",
+        "def refuse(*words): raise jail.SandboxSetupError(1, 'refused')\ntraceback.print_exc = refuse\n1 / 0",
         1,
     ),
     "the closed descriptors": (

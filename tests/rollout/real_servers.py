@@ -20,7 +20,7 @@ import torch
 
 from megaswift.rollout.backends.transformers_sampler import build
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
-from megaswift.rollout.server_client import Server, ServerError
+from megaswift.rollout.server_client import SamplingServer, ServerError
 from megaswift.trainers.metrics import read_lines
 from tests.rollout.test_transformers import weights
 from tests.sources import ROOT
@@ -81,7 +81,7 @@ def running(words: Sequence[str], port: int, log: Path, **environ: str) -> Itera
 
 def well(url: str) -> bool:
     try:
-        Server(url, 10, "test", "").get("/health")
+        SamplingServer(url, 10, "test", "").get("/health")
     except ServerError:
         return False
     return True

@@ -21,7 +21,7 @@ from megaswift.errors import ConfigError
 from megaswift.rollout.backends.transformers_sampler import build
 from megaswift.rollout.sampler import SamplerOptions as Options
 from megaswift.rollout.sampler import SamplingParams, make_sampler
-from megaswift.rollout.server_client import KEY, Server, ServerError
+from megaswift.rollout.server_client import KEY, SamplingServer, ServerError
 from tests.inference.models import adapters
 from tests.rollout.real_servers import (
     PROMPTS,
@@ -128,7 +128,7 @@ def test_what_would_harm_a_server_is_not_asked(plain_server: str, model: Path, t
     with pytest.raises(ConfigError, match=r"--min_p 0.1: ends .* deterministic"):
         made.generate(PROMPTS, SamplingParams(4, min_p=0.1), range(3))
     with pytest.raises(ServerError, match="has to be the same folder on its machine"):
-        made.load(Server(plain_server, 60, "SGLang", ""), tmp_path / "nowhere")  # type: ignore[attr-defined]
+        made.load(SamplingServer(plain_server, 60, "SGLang", ""), tmp_path / "nowhere")  # type: ignore[attr-defined]
 
 
 def test_a_run_is_sampled_with_all_weights(plain_server: str, model: Path, tmp_path: Path) -> None:

@@ -318,11 +318,11 @@ class Odd(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def odd() -> Iterator[server_client.Server]:
+def odd() -> Iterator[server_client.SamplingServer]:
     http = ThreadingHTTPServer(("127.0.0.1", 0), Odd)
     threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
     try:
-        yield server_client.Server(f"http://127.0.0.1:{http.server_port}", 20, "vLLM", "vllm serve")
+        yield server_client.SamplingServer(f"http://127.0.0.1:{http.server_port}", 20, "vLLM", "vllm serve")
     finally:
         http.shutdown()
         http.server_close()

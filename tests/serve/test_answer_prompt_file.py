@@ -116,7 +116,7 @@ def test_a_run_that_was_stopped_goes_on(
 def test_rows_that_cannot_be_asked_are_told_with_their_lines_and_no_model_is_loaded(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megaswift.inference.load_generation_model.load_model", None)
+    monkeypatch.setattr("megaswift.inference.load_generation_model.load_model_and_prompt_device", None)
     data = write(
         tmp_path / "d.jsonl",
         [

@@ -2,7 +2,7 @@
 own.
 
 Covers: megaswift/deploy.py, megaswift/rollout/vllm_package.py, megaswift/serve/openai_requests.py,
-megaswift/serve/openai_responses.py, megaswift/serve/vllm_server.py.
+megaswift/serve/openai_response_bodies.py, megaswift/serve/vllm_server.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megaswift.config.inference import DeployConfig, GenerationOptions
-from megaswift.deploy import COMMAND, _also, client_model_name
+from megaswift.deploy import COMMAND, _also, resolve_served_model_name
 from megaswift.deploy import main as deploy
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.rollout import vllm_package
@@ -326,7 +326,7 @@ def test_vllm_is_started_with_its_own_words() -> None:
         ]
     )
     cfg = DeployConfig(**parsed.sections)
-    words = " ".join(vllm_server.server_command(cfg, Path("m/out/hf"), client_model_name(cfg), 8000))
+    words = " ".join(vllm_server.server_command(cfg, Path("m/out/hf"), resolve_served_model_name(cfg), 8000))
     for part in (
         "-m vllm.entrypoints.openai.api_server --model m/out/hf --served-model-name out --host 127.0.0.1 --port 8000",
         "--dtype bfloat16",

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megaswift.inference.chat_inputs import ChatInputs
+from megaswift.inference.chat_inputs import ChatInputRenderer
 from megaswift.inference.generator import GenerationParams, Generator
-from megaswift.inference.load_generation_model import PreparedModel
+from megaswift.inference.load_generation_model import ModelWithoutWeights
 from megaswift.serve.terminal import Terminal
 from tests.inference.models import opened, plain
 from tests.sources import ROOT
@@ -26,17 +26,17 @@ NEW = 6
 
 
 @pytest.fixture(scope="module")
-def open_model(model: Path) -> tuple[PreparedModel, Generator]:
+def open_model(model: Path) -> tuple[ModelWithoutWeights, Generator]:
     return opened(model)
 
 
 def conversation(
-    open_model: tuple[PreparedModel, Generator], lines: list[str], monkeypatch: pytest.MonkeyPatch, **how: Any
+    open_model: tuple[ModelWithoutWeights, Generator], lines: list[str], monkeypatch: pytest.MonkeyPatch, **how: Any
 ) -> tuple[str, Terminal]:
     prepared, generator = open_model
     out = io.StringIO()
     terminal = Terminal(
-        generator, ChatInputs(prepared, how.get("system")), GenerationParams(), how.get("new", NEW), out=out
+        generator, ChatInputRenderer(prepared, how.get("system")), GenerationParams(), how.get("new", NEW), out=out
     )
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
     terminal.run()
@@ -55,7 +55,7 @@ def expected(model: Path, turns: list[str], system: str = "") -> list[str]:
 
 
 def test_turns_build_on_one_another_until_they_are_cleared(
-    model: Path, open_model: tuple[PreparedModel, Generator], monkeypatch: pytest.MonkeyPatch
+    model: Path, open_model: tuple[ModelWithoutWeights, Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, terminal = conversation(
         open_model, ["1+2?", "and \\", "x", "/clear", "1+2?", "", "/quit", "never"], monkeypatch, system="be"
@@ -67,7 +67,7 @@ def test_turns_build_on_one_another_until_they_are_cleared(
 
 
 def test_what_looks_like_a_command_is_not_sent(
-    open_model: tuple[PreparedModel, Generator], monkeypatch: pytest.MonkeyPatch
+    open_model: tuple[ModelWithoutWeights, Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, terminal = conversation(open_model, ["/clera", "/save a.txt", "/usr/bin", "//ab"], monkeypatch)
     assert [m["content"] for m in terminal.messages[::2]] == ["/ab"]
@@ -80,7 +80,7 @@ def test_what_looks_like_a_command_is_not_sent(
 
 
 def test_a_conversation_that_grows_too_long_is_told(
-    open_model: tuple[PreparedModel, Generator], monkeypatch: pytest.MonkeyPatch
+    open_model: tuple[ModelWithoutWeights, Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, terminal = conversation(open_model, ["a" * 130, "b"], monkeypatch)
     assert (
@@ -90,7 +90,7 @@ def test_a_conversation_that_grows_too_long_is_told(
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_it(
-    open_model: tuple[PreparedModel, Generator], monkeypatch: pytest.MonkeyPatch
+    open_model: tuple[ModelWithoutWeights, Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))

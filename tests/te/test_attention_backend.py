@@ -1,6 +1,6 @@
 """Two engines of different `--attn_impl` in one process each take their own kernels.
 
-Covers: megaswift/engine/megatron/layers/attention_backend.py.
+Covers: megaswift/engine/megatron/layers/te_attention_backend_env.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.engine.megatron.layers.attention_backend import VARIABLES, AttentionBackend
+from megaswift.engine.megatron.layers.te_attention_backend_env import VARIABLES, TEAttentionBackendEnv
 from tests.parity.cases import parse
 from tests.parity.models import build as build_model
 from tests.parity.pool import Pool
@@ -65,7 +65,7 @@ def test_variables_of_the_user_are_restored(monkeypatch: pytest.MonkeyPatch) -> 
     """Also after an error; without a choice of `--attn_impl` they hold."""
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     monkeypatch.delenv("NVTE_FLASH_ATTN", raising=False)
-    chosen, left = AttentionBackend(True), AttentionBackend(False)
+    chosen, left = TEAttentionBackendEnv(True), TEAttentionBackendEnv(False)
     for backend in (chosen, left):
         with pytest.raises(ValueError), backend.building():  # noqa: PT011
             assert not any(name in os.environ for name in VARIABLES)

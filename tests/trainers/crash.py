@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from megaswift.families.step_manifest import damaged_file_problems
+from megaswift.families.saved_step_integrity import damaged_file_problems
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.checkpoint_store import CheckpointStore
 

@@ -16,10 +16,10 @@ from megaswift.errors import CheckpointError
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.checkpoint_hook import CheckpointHook, batch_size_notice, restore_run
 from megaswift.trainers.checkpoint_store import CheckpointStore
-from megaswift.trainers.flops import FlopRule
+from megaswift.trainers.flops import StepFlopFormula
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.loop import Loop
-from megaswift.trainers.metrics import Metrics, SpeedRule, read_lines
+from megaswift.trainers.metrics import MetricsHook, ThroughputFormula, read_lines
 from tests.trainers.tiny import tiny_loop
 
 MODEL = {"family": "tiny", "num_layers": 2}
@@ -35,7 +35,7 @@ CLOCK = {
 
 def loop_in(folder: Path, steps: int, *extra: Hook, every: int | None = 3, seed: int = 0) -> Loop:
     hooks = [
-        Metrics(folder / "metrics.jsonl", 2, SpeedRule([FlopRule(1, 1)], 1, 1), "label_weight"),
+        MetricsHook(folder / "metrics.jsonl", 2, ThroughputFormula([StepFlopFormula(1, 1)], 1, 1), "label_weight"),
         *extra,
         CheckpointHook(CheckpointStore(folder / "checkpoints"), every, None, {"model": MODEL, "config": {}}),
     ]

@@ -1,6 +1,6 @@
 """The folder of checkpoints: what counts as one, which is the latest, what rotation may delete.
 
-Covers: megaswift/families/step_manifest.py.
+Covers: megaswift/families/saved_step_integrity.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.errors import CheckpointError
-from megaswift.families.step_manifest import damaged_file_problems
+from megaswift.families.saved_step_integrity import damaged_file_problems
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.checkpoint_store import CheckpointStore
 
@@ -61,7 +61,7 @@ def test_folders_without_a_whole_marker_are_ignored(tmp_path: Path) -> None:
     store.begin(10)
     assert store.latest() == tmp_path / "step-2"
     assert [p.name for p in store.incomplete()] == ["step-10.saving", "step-4", "step-6", "step-8"]
-    found, notes = checkpoint_store.select_step("latest", tmp_path.parent)
+    found, notes = checkpoint_store.select_resume_step("latest", tmp_path.parent)
     assert found is None and notes == []  # tmp_path is the folder of checkpoints, not an output directory
 
 
@@ -128,26 +128,26 @@ def test_a_file_that_changed_since_is_named(tmp_path: Path, harm, message: str) 
 def test_a_checkpoint_is_found_by_its_folder_its_run_or_latest(tmp_path: Path) -> None:
     folder = save(CheckpointStore(tmp_path / "run" / "checkpoints"), 3)
     for wanted in (folder, tmp_path / "run", tmp_path / "run" / "checkpoints"):
-        assert checkpoint_store.select_step(str(wanted), tmp_path / "other") == (folder, [])
-    assert checkpoint_store.select_step("latest", tmp_path / "run") == (folder, [])
-    assert checkpoint_store.select_step("latest", tmp_path / "other") == (None, [])
+        assert checkpoint_store.select_resume_step(str(wanted), tmp_path / "other") == (folder, [])
+    assert checkpoint_store.select_resume_step("latest", tmp_path / "run") == (folder, [])
+    assert checkpoint_store.select_resume_step("latest", tmp_path / "other") == (None, [])
     for named in (tmp_path / "run/checkpoints/latest", tmp_path / "run/latest"):
-        assert checkpoint_store.select_step(str(named), tmp_path / "other") == (folder, [])
+        assert checkpoint_store.select_resume_step(str(named), tmp_path / "other") == (folder, [])
     with pytest.raises(CheckpointError, match="try: use --resume_from_checkpoint latest, the newest"):
-        checkpoint_store.select_step(str(tmp_path / "nowhere/checkpoints/latest"), tmp_path)
+        checkpoint_store.select_resume_step(str(tmp_path / "nowhere/checkpoints/latest"), tmp_path)
 
 
 def test_an_interrupted_save_is_told(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     folder = save(store, 3)
     store.begin(5)
-    found, notes = checkpoint_store.select_step("latest", tmp_path)
+    found, notes = checkpoint_store.select_resume_step("latest", tmp_path)
     assert found == folder and len(notes) == 1 and "step-5.saving" in notes[0]
     with pytest.raises(CheckpointError, match=r"no complete manifest(.|\n)*one of .*step-3"):
-        checkpoint_store.select_step(str(store.saving(5)), tmp_path)
+        checkpoint_store.select_resume_step(str(store.saving(5)), tmp_path)
     with pytest.raises(CheckpointError, match=r"is not a folder(.|\n)*step-3"):
-        checkpoint_store.select_step(str(tmp_path / "nowhere"), tmp_path)
+        checkpoint_store.select_resume_step(str(tmp_path / "nowhere"), tmp_path)
     with pytest.raises(CheckpointError, match=r"is not a folder(.|\n)*one of .*step-3"):  # of the run that was named
-        checkpoint_store.select_step(str(tmp_path / "checkpoints/step-2"), tmp_path / "new")
+        checkpoint_store.select_resume_step(str(tmp_path / "checkpoints/step-2"), tmp_path / "new")
     with pytest.raises(CheckpointError, match=r"did you mean latest\?"):
-        checkpoint_store.select_step("lastest", tmp_path)
+        checkpoint_store.select_resume_step("lastest", tmp_path)

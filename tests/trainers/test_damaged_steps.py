@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from megaswift.bridge import megatron_to_hf
-from megaswift.bridge.compare_weights import ComparedWeights
+from megaswift.bridge.compare_weights import WeightComparisonSide
 from megaswift.bridge.hf_to_megatron import HfToMegatronOptions, hf_to_megatron
 from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
 from megaswift.cli import main
 from megaswift.config import load_config
-from megaswift.config.inference import WeightsOptions
+from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import CheckpointError
-from megaswift.families import step_manifest
-from megaswift.families.model_source import locate_model
+from megaswift.families import saved_step_integrity
+from megaswift.families.model_and_tokenizer_source import locate_model
 from megaswift.inference.precheck import locate_generation_model
 from megaswift.trainers import checkpoint_store, output_folder
 from megaswift.trainers.verify_checkpoint_files import first_intact_step, verified_model_folder
@@ -73,7 +73,7 @@ def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path)
     bad = step(out, 8)
     flip(bad / FILE)
     flip(bad / "adapter" / "adapter_config.json")
-    options = WeightsOptions(model=str(bad))
+    options = ModelLoadingOptions(model=str(bad))
     readers = [
         lambda: open_weights(bad),
         lambda: open_weights(bad / "model"),
@@ -89,7 +89,7 @@ def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path)
     good, words = str(step(out, 4)), ["--model", str(step(out, 4)), "--dataset", "d.jsonl", "--train_type", "lora"]
     for read in (
         lambda: PeftFolder(bad / "adapter"),
-        lambda: locate_generation_model(WeightsOptions(model=good, adapters=added)),
+        lambda: locate_generation_model(ModelLoadingOptions(model=good, adapters=added)),
         lambda: verified_model_folder(load_config("sft", [*words, "--adapters", added]), step(out, 4) / "model"),
         lambda: merge_adapter_folder_into_base(good, added, tmp_path / "hf"),
     ):
@@ -98,14 +98,14 @@ def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: its content changed"):
         merge_adapter_folder_into_base(bad, step(out, 4) / "adapter", tmp_path / "hf")
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: its content changed"):
-        ComparedWeights.open(bad)
+        WeightComparisonSide.open(bad)
     assert not (tmp_path / "hf").exists()
     assert locate_model(options, weights=False) == bad / "model"  # names alone: before the ranks share the reading
 
 
 def test_of_a_run_the_newest_intact_step_is_taken(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     flip(step(out, 8) / FILE)
-    assert locate_model(WeightsOptions(model=str(out))) == step(out, 4) / "model"
+    assert locate_model(ModelLoadingOptions(model=str(out))) == step(out, 4) / "model"
     assert "step-8 is damaged and is not used" in capsys.readouterr().err
     cfg = load_config("sft", ["--model", str(out), "--dataset", "d.jsonl"])
     assert verified_model_folder(cfg, locate_model(cfg.model, verify=False)) == step(out, 4) / "model"
@@ -126,7 +126,7 @@ def test_without_a_manifest_an_older_step_is_taken(out: Path) -> None:
     (step(out, 8) / "manifest.json").write_text("{")
     steps, notes = checkpoint_store.resume_step_candidates("latest", out)
     assert steps == [step(out, 4)] and "step-8: its manifest.json is damaged" in notes[0]
-    assert locate_model(WeightsOptions(model=str(out))) == step(out, 4) / "model"
+    assert locate_model(ModelLoadingOptions(model=str(out))) == step(out, 4) / "model"
     with pytest.raises(CheckpointError, match=r"manifest.json: cannot be read"):
         open_weights(step(out, 8))
     (step(out, 8) / "manifest.json").unlink()
@@ -161,12 +161,12 @@ def test_a_run_killed_before_its_first_step_was_saved_starts_over(tmp_path: Path
 
 def test_a_file_is_read_once_until_it_changes(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    real = checkpoint_store.step_manifest.hash_file
+    real = checkpoint_store.saved_step_integrity.hash_file
     monkeypatch.setattr(
-        checkpoint_store.step_manifest, "hash_file", lambda path: (read.append(path.name), real(path))[1]
+        checkpoint_store.saved_step_integrity, "hash_file", lambda path: (read.append(path.name), real(path))[1]
     )
     for _ in range(2):
-        locate_model(WeightsOptions(model=str(out)))
+        locate_model(ModelLoadingOptions(model=str(out)))
         open_weights(step(out, 8))
     assert len(read) == len(set(read)) > 3
     flip(step(out, 8) / FILE)
@@ -193,10 +193,12 @@ def test_a_run_goes_on_from_the_step_before_a_damaged_one(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["engine/" + "x" * 300, "engine/a\ud83d", "engine", FILE + "/x"])
 def test_a_manifest_with_names_that_no_file_has(out: Path, name: str) -> None:
     step = out / "checkpoints" / "step-8"
-    manifest = step_manifest.load_manifest(step)
+    manifest = saved_step_integrity.load_manifest(step)
     assert isinstance(manifest, dict)
     manifest["files"][name] = manifest["files"][FILE]
-    (step / step_manifest.MARKER).write_text(json.dumps(manifest | {"sha256": step_manifest.manifest_seal(manifest)}))
-    assert [p.what for p in step_manifest.damaged_file_problems(step)] == [str(step / name)]
-    (saved,) = (s for s in step_manifest.complete_steps(step.parent) if s.path == step)
-    assert step_manifest.known_damaged(saved)
+    (step / saved_step_integrity.MARKER).write_text(
+        json.dumps(manifest | {"sha256": saved_step_integrity.manifest_seal(manifest)})
+    )
+    assert [p.what for p in saved_step_integrity.damaged_file_problems(step)] == [str(step / name)]
+    (saved,) = (s for s in saved_step_integrity.steps_with_valid_manifest(step.parent) if s.path == step)
+    assert saved_step_integrity.known_damaged(saved)

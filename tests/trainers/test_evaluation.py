@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.trainers.evaluation import Evaluation
+from megaswift.trainers.evaluation import EvaluationHook
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.metrics import read_lines
 from tests.trainers.tiny import TinyEngine, batch, tiny_loop
@@ -16,8 +16,8 @@ from tests.trainers.tiny import TinyEngine, batch, tiny_loop
 HELD = [[batch(8, 5, 91)], [batch(9, 2, 92)], [batch(7, 6, 93)]]
 
 
-def hook(folder: Path, every: int | None) -> Evaluation:
-    return Evaluation(folder / "eval.jsonl", lambda: HELD, every, "label_weight")
+def hook(folder: Path, every: int | None) -> EvaluationHook:
+    return EvaluationHook(folder / "eval.jsonl", lambda: HELD, every, "label_weight")
 
 
 @pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 7]), (None, [7]), (7, [7])])

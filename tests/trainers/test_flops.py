@@ -6,7 +6,7 @@ import pytest
 
 from megaswift.config import load_config
 from megaswift.trainers.batch_transforms import forward_pass_count_before_step
-from megaswift.trainers.flops import FlopRule, peak_tflops
+from megaswift.trainers.flops import StepFlopFormula, peak_tflops
 
 
 def test_the_rule_equals_counting_the_products_of_a_small_transformer() -> None:
@@ -19,7 +19,7 @@ def test_the_rule_equals_counting_the_products_of_a_small_transformer() -> None:
     pairs = length * length / 2  # causal
     attention = layers * heads * 2 * (2 * pairs * head_dim)  # queries x keys, weights x values
     forward = products + attention
-    rule = FlopRule(parameters=weights, attention=layers * heads * head_dim)
+    rule = StepFlopFormula(parameters=weights, attention=layers * heads * head_dim)
     assert rule.step(length, length * length) == pytest.approx(3 * forward)
 
 
@@ -59,7 +59,7 @@ def test_a_reference_s_pass_is_a_third_of_a_step(words: str, passes: float) -> N
     task, *options = words.split()
     counted = forward_pass_count_before_step(load_config(task, options, environ={}))
     assert counted == passes
-    assert FlopRule(parameters=6, attention=5, passes=counted, forward=7).step(10, 100) == 3360 + 1140 * passes
+    assert StepFlopFormula(parameters=6, attention=5, passes=counted, forward=7).step(10, 100) == 3360 + 1140 * passes
 
 
 @pytest.mark.parametrize(

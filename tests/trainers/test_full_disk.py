@@ -1,6 +1,6 @@
 """Files that cannot be written or read: one message and exit code 2, and the report hides no error.
 
-Covers: megaswift/disk.py.
+Covers: megaswift/atomic_disk_writes.py.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 
 from megaswift import entry
-from megaswift.disk import safetensors_disk_errors
+from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
 from megaswift.errors import CheckpointError, StorageError, storage_error
 from megaswift.trainers import checkpoint_hook
-from megaswift.trainers.metrics import JsonLines
+from megaswift.trainers.metrics import JsonLinesHook
 from tests.parity.pool import shared
 from tests.trainers.inputs import write_inputs
 
@@ -68,7 +68,7 @@ def test_a_full_disk_under_safetensors(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
-        with pytest.raises(OSError) as raised, safetensors_disk_errors(tmp_path / "x"):
+        with pytest.raises(OSError) as raised, safetensors_errors_as_oserror(tmp_path / "x"):
             save_file({"a": torch.zeros(5000)}, tmp_path / "x")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -78,7 +78,7 @@ def test_a_full_disk_under_safetensors(tmp_path: Path) -> None:
 
 def test_a_full_disk_under_metrics(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: the system refuses the same write."""
-    lines, (soft, hard) = JsonLines(tmp_path / "eval.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    lines, (soft, hard) = JsonLinesHook(tmp_path / "eval.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
     lines.write({"step": 1})
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
     try:

@@ -1,7 +1,7 @@
 """A LoRA run as users start one: its folder, what PEFT and transformers make of it, going on from it, and what is
 refused.
 
-Covers: megaswift/engine/megatron/lora/checkpoint.py.
+Covers: megaswift/engine/megatron/lora/adapter_checkpoint_slices.py.
 """
 
 from __future__ import annotations

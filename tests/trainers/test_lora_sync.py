@@ -54,10 +54,10 @@ def work(rank: int, world: int, command: tuple[list[str], str]) -> None:
     """The life of a worker (on the ranks): a run that lists the files of each round, and each stream of all weights."""
     from megaswift.entry import main
     from megaswift.rollout.sync_folder import SyncRounds
-    from megaswift.trainers.rl.generation import Generation
+    from megaswift.trainers.rl.generation import CompletionGenerator
 
     words, sent = command
-    taken, synchronize = SyncRounds.taken, Generation.synchronize
+    taken, synchronize = SyncRounds.taken, CompletionGenerator.synchronize
 
     def tell(line: object) -> None:
         with Path(sent).open("a") as file:
@@ -72,12 +72,12 @@ def work(rank: int, world: int, command: tuple[list[str], str]) -> None:
             }
         )
 
-    def streamed(self: Generation) -> None:
+    def streamed(self: CompletionGenerator) -> None:
         if rank == 0 and self.adapters is None:
             tell({"files": "all weights"})
         synchronize(self)
 
-    SyncRounds.taken, Generation.synchronize = told, streamed  # type: ignore[method-assign]
+    SyncRounds.taken, CompletionGenerator.synchronize = told, streamed  # type: ignore[method-assign]
     sys.argv = ["megaswift/grpo.py", *words]
     code = main("grpo", words)
     assert code == 0, f"exit code {code}"

@@ -9,10 +9,17 @@ from pathlib import Path
 import pytest
 
 from megaswift.engine.protocol import StepResult
-from megaswift.trainers.flops import FlopRule
-from megaswift.trainers.hook import Hook, Step
+from megaswift.trainers.flops import StepFlopFormula
+from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.loop import length_squares
-from megaswift.trainers.metrics import JsonLines, Metrics, SpeedRule, read_lines, strict_json_text, truncate_lines_after
+from megaswift.trainers.metrics import (
+    JsonLinesHook,
+    MetricsHook,
+    ThroughputFormula,
+    read_lines,
+    strict_json_text,
+    truncate_lines_after,
+)
 from tests.trainers.tiny import batch, tiny_loop
 
 FIELDS = [
@@ -33,7 +40,7 @@ FIELDS = [
 ]
 
 
-def step(number: int, loss: float, weight: float, **result: object) -> Step:
+def step(number: int, loss: float, weight: float, **result: object) -> StepRecord:
     made = StepResult(
         loss,
         {"token_accuracy": loss / 10},
@@ -43,17 +50,19 @@ def step(number: int, loss: float, weight: float, **result: object) -> Step:
         counts={"label_weight": weight},
         **result,
     )  # type: ignore[arg-type]
-    return Step(number, number / 4, 0.1 / number, made, seconds=0.5 * number, data_wait=0.1, squares=1000)
+    return StepRecord(number, number / 4, 0.1 / number, made, seconds=0.5 * number, data_wait=0.1, squares=1000)
 
 
-RULE = FlopRule(parameters=7_000_000_000, attention=1_000_000)
+RULE = StepFlopFormula(parameters=7_000_000_000, attention=1_000_000)
 
 
-def metrics(path: Path, every: int, peak: float | None = None, beside: tuple[FlopRule, ...] = ()) -> Metrics:
-    return Metrics(path, every, SpeedRule([RULE, *beside], devices=4, replicas=2, peak_tflops=peak), "label_weight")
+def metrics(path: Path, every: int, peak: float | None = None, beside: tuple[StepFlopFormula, ...] = ()) -> MetricsHook:
+    return MetricsHook(
+        path, every, ThroughputFormula([RULE, *beside], devices=4, replicas=2, peak_tflops=peak), "label_weight"
+    )
 
 
-def feed(hook: Metrics, *steps: Step, total: int = 99) -> list[dict]:
+def feed(hook: MetricsHook, *steps: StepRecord, total: int = 99) -> list[dict]:
     loop = tiny_loop(total)
     hook.on_start(loop)
     for s in steps:
@@ -85,7 +94,7 @@ def test_one_line_holds_the_means_and_sums_of_its_steps(tmp_path: Path) -> None:
 def test_models_that_train_on_the_same_tokens_add_up(tmp_path: Path) -> None:
     """A critic of 2 parameters and 5 of attention with half a pass beside: 6 x 2 x 200 + 6 x 5 x 1000 + 2 x 0.5 x (2 x
     200 + 5 x 1000)."""
-    critic = FlopRule(2_000_000_000, 5_000_000_000, 0.5, 2_000_000_000)
+    critic = StepFlopFormula(2_000_000_000, 5_000_000_000, 0.5, 2_000_000_000)
     alone, both = (
         feed(metrics(tmp_path / f"{len(some)}.jsonl", 2, beside=some), step(1, 3.0, 10), step(2, 5.0, 30))[0]
         for some in ((), (critic,))
@@ -153,13 +162,13 @@ def test_lines_past_the_checkpoint_are_dropped(tmp_path: Path) -> None:
 
 def test_a_resumed_run_leaves_earlier_lines_as_they_were(tmp_path: Path) -> None:
     """Words of any alphabet, a line separator among them, and what is no number."""
-    first = JsonLines(tmp_path / "c.jsonl")
+    first = JsonLinesHook(tmp_path / "c.jsonl")
     first.write({"step": 1, "completion": "żółw \u2028 四"}, {"step": 1, "reward": math.nan})
     before = first.path.read_bytes()
     first.write({"step": 2, "completion": "x"})
     loop = tiny_loop(9)
     loop.step = 1
-    JsonLines(first.path).on_start(loop)
+    JsonLinesHook(first.path).on_start(loop)
     assert (
         first.path.read_bytes()
         == before

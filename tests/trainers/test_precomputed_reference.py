@@ -21,11 +21,11 @@ from megaswift.config import load_config
 from megaswift.data.documents import Documents
 from megaswift.data.loader import EvaluationSource, LoaderGeometry
 from megaswift.data.preference_batches import PreferenceDataset
-from megaswift.data.preference_documents import Preferences
-from megaswift.losses.contract import Batch, ModelOutputs, Needs
+from megaswift.data.preference_documents import PreferenceDocuments
+from megaswift.losses.contract import Batch, ModelOutputs, RequestedModelOutputs
 from megaswift.trainers.batch_transforms import forward_pass_count_before_step, make_batch_transform
 from megaswift.trainers.metrics import read_lines
-from megaswift.trainers.precomputed_reference import score_dataset
+from megaswift.trainers.precomputed_reference import compute_reference_logprobs
 from tests.trainers.inputs import preference_inputs, write_preferences
 from tests.trainers.runs import run
 
@@ -57,7 +57,7 @@ class Store:
         self.manifest = {"content": "x"}
 
 
-def units(pairs: int) -> Preferences:
+def units(pairs: int) -> PreferenceDocuments:
     """Pairs of documents of random lengths, the tokens all different; row i of the file twice where i is even."""
     draw, made, sample = random.Random(1), [], []
     rows = [i for i in range(pairs) for _ in range(2 - i % 2)]
@@ -79,7 +79,7 @@ def units(pairs: int) -> Preferences:
         np.array(sample),
         np.zeros(len(made), dtype=np.int64),
     )
-    return Preferences(docs, np.full(len(rows), np.nan, dtype=np.float32))
+    return PreferenceDocuments(docs, np.full(len(rows), np.nan, dtype=np.float32))
 
 
 def by_token(batches: Any) -> list[torch.Tensor]:
@@ -91,7 +91,7 @@ def by_token(batches: Any) -> list[torch.Tensor]:
 def test_numbers_find_their_rows(packing: bool) -> None:
     rows = PreferenceDataset(units(9), packing)
     once = EvaluationSource(rows, LoaderGeometry(per_device=2, accumulation=2), shape=shape())
-    known = score_dataset(once, by_token, "tests")
+    known = compute_reference_logprobs(once, by_token, "tests")
     assert len(known.samples) == 9 and len(known.values) < int(rows.docs.labels.sum())
     for numbers in ([[3, 0], [13, 5]], [[7], [1, 2, 9]]):  # other micro-batches than were scored
         made = [rows.batches([[rows.read(i) for i in micro]], shape(), False)[0] for micro in numbers]
@@ -115,7 +115,7 @@ class Asked:
         yield
         self.away = False
 
-    def score(self, batches: list[Batch], needs: Needs) -> list[ModelOutputs]:
+    def score(self, batches: list[Batch], needs: RequestedModelOutputs) -> list[ModelOutputs]:
         assert all(len(batch.input_ids) == 1 and batch.cu_seqlens is not None for batch in batches)
         self.passes.append((self.away, sum(batch.cu_seqlens.numel() - 1 for batch in batches)))  # type: ignore[union-attr]
         return [ModelOutputs(logprobs=torch.zeros(batch.labels.shape)) for batch in batches]
@@ -147,15 +147,15 @@ def test_a_reference_is_asked_once_about_both_sides_of_all_pairs(words: str, pas
     assert len(made) == 1 and made[0].fields["reference"].shape == batches[0].labels.shape
 
 
-def judged(count: int) -> Preferences:
+def judged(count: int) -> PreferenceDocuments:
     """Examples in place of pairs."""
     pairs = units(count)
-    return Preferences(pairs.docs.take(np.arange(0, 2 * count, 2)), np.arange(count, dtype=np.float32) % 2)
+    return PreferenceDocuments(pairs.docs.take(np.arange(0, 2 * count, 2)), np.arange(count, dtype=np.float32) % 2)
 
 
 def test_other_data_are_noticed() -> None:
     rows = PreferenceDataset(units(4), True)
-    known = score_dataset(EvaluationSource(rows, LoaderGeometry(per_device=2), shape()), by_token, "tests")
+    known = compute_reference_logprobs(EvaluationSource(rows, LoaderGeometry(per_device=2), shape()), by_token, "tests")
     batch = rows.batches([[rows.read(0)]], shape(), False)[0]
     assert batch.sample_ids is not None
     with pytest.raises(AssertionError, match="other data"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.entry import refused_config_problems
+from megaswift.entry import further_problems_of_refused_config
 from megaswift.errors import CheckpointError, ConfigError, UserError
 from megaswift.trainers import preflight as module
 from megaswift.trainers.preflight import preflight
@@ -196,7 +196,7 @@ def test_a_path_that_is_no_model(model: Path, monkeypatch: pytest.MonkeyPatch, n
 def test_an_output_directory_is_its_export_and_a_checkpoint_has_its_model_beside_it(
     model: Path, tmp_path: Path
 ) -> None:
-    from megaswift.families.model_source import locate_model
+    from megaswift.families.model_and_tokenizer_source import locate_model
 
     run = tmp_path / "run"
     write_model(run / "hf")
@@ -288,7 +288,7 @@ def test_what_options_say_together_is_told_with_layout_and_files(
 
     def told(*more: str) -> list[str]:
         with pytest.raises(ConfigError) as refused:
-            load_config("sft", [*words, *more], complete=True, environ={}, beyond=refused_config_problems)
+            load_config("sft", [*words, *more], complete=True, environ={}, beyond=further_problems_of_refused_config)
         return [p.what for p in refused.value.problems]
 
     data = f"--dataset {tmp_path / 'none.jsonl'}"

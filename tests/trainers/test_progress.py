@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megaswift.trainers.flops import FlopRule
-from megaswift.trainers.metrics import Metrics, SpeedRule
+from megaswift.trainers.flops import StepFlopFormula
+from megaswift.trainers.metrics import MetricsHook, ThroughputFormula
 from megaswift.trainers.progress import Progress, duration_text, print_line, progress_figures
 from tests.trainers.tiny import tiny_loop
 
@@ -20,7 +20,11 @@ class Terminal(io.StringIO):
 
 
 def shown(stream: io.StringIO, path, steps: int = 5, every: float = 0.0) -> str:  # noqa: ANN001
-    tiny_loop(steps, Metrics(path, 1, SpeedRule([FlopRule(1, 1)], 1, 1), "label_weight"), Progress(stream, every)).run()
+    tiny_loop(
+        steps,
+        MetricsHook(path, 1, ThroughputFormula([StepFlopFormula(1, 1)], 1, 1), "label_weight"),
+        Progress(stream, every),
+    ).run()
     return stream.getvalue()
 
 

@@ -1,6 +1,6 @@
 """report.html: one well-formed file that needs nothing from outside and tells what the run's files say.
 
-Covers: megaswift/trainers/charts.py.
+Covers: megaswift/trainers/svg_line_charts.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.trainers import charts, report
+from megaswift.trainers import report, svg_line_charts
 from megaswift.trainers.metrics import strict_json_text
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -76,7 +76,7 @@ def run(tmp_path: Path) -> tuple[Path, Path, Path, SwiftConfig]:
 def parsed(run: tuple[Path, Path, Path, SwiftConfig], **story: object) -> tuple[str, Strict]:
     path, metrics, evaluation, cfg = run
     rows = [("model", "qwen3"), ("layout", "TP2 PP2 on 4 processes\n  ranks 0-1   ranks 2-3")]
-    made = report.RunReport(
+    made = report.RunReportExtras(
         title="sft: tiny & <small>", status="finished", rows=rows, seconds={"data": 1.25, "metrics": 3.0}, **story
     )
     report.write_report(path, cfg, made, (metrics, evaluation, metrics.with_name("completions.jsonl")))
@@ -196,8 +196,8 @@ def test_nan_lines_do_not_reach_the_drawing(run: tuple[Path, Path, Path, SwiftCo
 def test_a_long_curve_is_thinned_without_losing_its_spike() -> None:
     points = [(float(i), 1.0) for i in range(100_000)]
     points[54_321] = (54_321.0, 9.0)
-    kept = charts.thin_points(points)
-    assert len(kept) <= charts.MOST_POINTS + 2 and (54_321.0, 9.0) in kept
+    kept = svg_line_charts.thin_points(points)
+    assert len(kept) <= svg_line_charts.MOST_POINTS + 2 and (54_321.0, 9.0) in kept
     assert kept == sorted(kept) and kept[0] == points[0] and kept[-1] == points[-1]
 
 
@@ -206,15 +206,15 @@ def test_a_long_curve_is_thinned_without_losing_its_spike() -> None:
     [(0, 10, [0, 5, 10]), (0.13, 0.47, [0.2, 0.3, 0.4]), (1, 600, [200, 400, 600]), (-1, 1, [-1, -0.5, 0, 0.5, 1])],
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    assert charts.axis_ticks(low, high, 4) == pytest.approx(expected)
+    assert svg_line_charts.axis_ticks(low, high, 4) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("low", "high"), [(0.6531, 0.6535), (9.99e-6, 1e-5), (5.0001, 5.0003), (12345, 12347), (1e6, 1.0004e6)]
 )
 def test_a_narrow_range_has_no_two_labels_alike(low: float, high: float) -> None:
-    values = charts.axis_ticks(low, high, 4)
-    texts = charts.axis_labels(values)
+    values = svg_line_charts.axis_ticks(low, high, 4)
+    texts = svg_line_charts.axis_labels(values)
     assert len(set(texts)) == len(values) >= 3
     for value, text in zip(values, texts, strict=True):
         read = float(text.rstrip("kM")) * {"k": 1e3, "M": 1e6}.get(text[-1], 1.0)
@@ -222,21 +222,21 @@ def test_a_narrow_range_has_no_two_labels_alike(low: float, high: float) -> None
 
 
 def test_labels_of_a_wide_range_stay_short() -> None:
-    assert charts.axis_labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
-    assert charts.axis_labels([0.0, 1e-5, 2e-5]) == ["0", "1e-05", "2e-05"]
-    assert charts.axis_labels([10000.0, 20000.0]) == ["10k", "20k"]
+    assert svg_line_charts.axis_labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
+    assert svg_line_charts.axis_labels([0.0, 1e-5, 2e-5]) == ["0", "1e-05", "2e-05"]
+    assert svg_line_charts.axis_labels([10000.0, 20000.0]) == ["10k", "20k"]
 
 
 def test_a_gap_does_not_move_the_axis() -> None:
     """Steps without a finite value: the chart has the range of steps of the others."""
     points = [(1.0, 2.0), *((float(step), math.nan) for step in range(2, 12))]
-    svg = charts.line_chart_svg("norm", [charts.ChartSeries("norm", points, "mean")], (1.0, 3.0))
-    assert f'cx="{charts.LEFT:.1f}"' in svg, "step 1 is at the left end"
+    svg = svg_line_charts.line_chart_svg("norm", [svg_line_charts.ChartSeries("norm", points, "mean")], (1.0, 3.0))
+    assert f'cx="{svg_line_charts.LEFT:.1f}"' in svg, "step 1 is at the left end"
     assert ">10</text>" in svg and ">0</text>" not in svg
 
 
 def test_huge_numbers_have_short_labels() -> None:
-    assert charts.axis_label(1e30) == "1e+30" and charts.axis_label(2.5e12) == "2500G"
+    assert svg_line_charts.axis_label(1e30) == "1e+30" and svg_line_charts.axis_label(2.5e12) == "2500G"
 
 
 def test_skipped_steps_are_a_figure(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
@@ -248,7 +248,7 @@ def test_skipped_steps_are_a_figure(run: tuple[Path, Path, Path, SwiftConfig]) -
 
 
 def test_points_are_placed_by_their_values() -> None:
-    svg = charts.line_chart_svg(
-        "t", [charts.ChartSeries("a", [(0, 0), (10, 1)], "mean")], (0, 1), width=176, height=138
+    svg = svg_line_charts.line_chart_svg(
+        "t", [svg_line_charts.ChartSeries("a", [(0, 0), (10, 1)], "mean")], (0, 1), width=176, height=138
     )
     assert 'points="62.0,112.0 162.0,12.0"' in svg and "<title>a, step 10: 1</title>" in svg

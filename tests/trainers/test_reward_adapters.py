@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from megaswift.bridge.new_scalar_head import new_scalar_head_weight
 from megaswift.config import SwiftConfig
-from megaswift.config.inference import WeightsOptions
+from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import WeightsError
 from megaswift.families import load_spec
 from megaswift.inference.load_generation_model import prepare_model_load
@@ -131,7 +131,7 @@ def assert_scored_alike(folder: Path, out: Path) -> None:
         and merged.config.num_labels == 1
     )
     assert torch.allclose(scores(merged, folder, written), adapted, atol=1e-5) and adapted.std() > 1e-2
-    judge = load_reward_models([str(out / "hf")], WeightsOptions(model="", torch_dtype="float32"))[0]
+    judge = load_reward_models([str(out / "hf")], ModelLoadingOptions(model="", torch_dtype="float32"))[0]
     judged = judge([RewardInput(prompt="", completion=text, token_ids=(), finished=True) for text in written[:6]])
     assert judged == pytest.approx(adapted[:6].tolist(), abs=1e-5)
 
@@ -228,4 +228,4 @@ def test_adapters_of_the_other_kind_are_refused(tmp_path: Path) -> None:
             )
             assert len(found) == 1 and said in found[0]
     with pytest.raises(WeightsError, match="is of a reward model, which does not generate text"):
-        prepare_model_load(WeightsOptions(model=str(model), adapters=str(tmp_path / "adapter")), None)
+        prepare_model_load(ModelLoadingOptions(model=str(model), adapters=str(tmp_path / "adapter")), None)

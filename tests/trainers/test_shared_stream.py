@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from megaswift import distributed
-from megaswift.data.build_batch_sources import build_sources
+from megaswift.data.build_batch_sources import build_train_and_eval_sources
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.stream_batches import StreamSource
+from megaswift.data.stream_batches import StreamBatchSource
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 from tests.parity.pool import Pool
@@ -30,7 +30,7 @@ def row(i: int, task: str) -> dict[str, Any]:
     )
 
 
-def stream(path: Path, geometry: LoaderGeometry, task: str, packing: bool) -> tuple[StreamSource, list[int]]:
+def stream(path: Path, geometry: LoaderGeometry, task: str, packing: bool) -> tuple[StreamBatchSource, list[int]]:
     """A stream, and how many texts were tokenized in each piece of work."""
     options = {
         "streaming": True,
@@ -40,14 +40,14 @@ def stream(path: Path, geometry: LoaderGeometry, task: str, packing: bool) -> tu
         "strict": task == "sft",
     }
     cfg = config(path, str(path / "rows.jsonl"), task, **options)
-    made: Any = build_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), geometry, task)[0]
+    made: Any = build_train_and_eval_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), geometry, task)[0]
     encoder = made.contents.encoder if task == "sft" else made.contents.encoder._texts
     sizes, tokenize = list[int](), encoder.tokenize
     encoder.tokenize = lambda rendered: sizes.append(len(rendered)) or tokenize(rendered)
     return made, sizes
 
 
-def steps(made: StreamSource, count: int) -> list[Any]:
+def steps(made: StreamBatchSource, count: int) -> list[Any]:
     """Tokens and weights of that many steps."""
     return [[(b.input_ids.tolist(), b.loss_weights.tolist()) for b in made.next()] for _ in range(count)]
 

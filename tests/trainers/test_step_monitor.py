@@ -13,8 +13,14 @@ import pytest
 from megaswift.engine.protocol import MicrobatchLoss, StepResult
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.trainers import session
-from megaswift.trainers.hook import Step
-from megaswift.trainers.step_monitor import StepMonitor, TrainingDiverged, is_spike, rows_text, worst_microbatches
+from megaswift.trainers.hook import StepRecord
+from megaswift.trainers.step_monitor import (
+    StepMonitor,
+    TrainingDiverged,
+    is_spike,
+    worst_microbatches,
+    worst_microbatches_text,
+)
 from tests.trainers.test_loop import Stumbling
 from tests.trainers.tiny import tiny_loop
 
@@ -67,7 +73,7 @@ def test_steps_skipped_while_the_loss_scale_falls_are_no_success(
     for number in range(1, steps + 1):
         bad = number >= first
         result = StepResult(math.nan if bad else 1.0, skipped=bad, loss_scale_falling=bad)
-        watch.on_step(loop, Step(number, 0.0, 0.1, result, 1.0, 0.0, 0))
+        watch.on_step(loop, StepRecord(number, 0.0, 0.1, result, 1.0, 0.0, 0))
     resumed = StepMonitor()
     resumed.load_state_dict(watch.state_dict())
     loop.step, count = steps, steps + 1 - first
@@ -83,20 +89,21 @@ def test_steps_skipped_while_the_loss_scale_falls_are_no_success(
 
 def test_the_rows_of_a_loss_that_is_not_finite_are_named() -> None:
     parts = [MicrobatchLoss(0.3, (0, 1)), MicrobatchLoss(math.nan, (6, 11)), MicrobatchLoss(0.9, (2, 3))]
-    assert rows_text(parts) == "; rank 0, rows 7, 12"
-    assert rows_text([parts[0], parts[2]]) == "; rank 0, rows 3, 4", "else those of the largest loss"
+    assert worst_microbatches_text(parts) == "; rank 0, rows 7, 12"
+    assert worst_microbatches_text([parts[0], parts[2]]) == "; rank 0, rows 3, 4", "else those of the largest loss"
     assert (
-        rows_text([MicrobatchLoss(math.inf, tuple(range(20)))]) == "; rank 0, rows 1, 2, 3, 4, 5, 6, 7, 8 and 12 more"
+        worst_microbatches_text([MicrobatchLoss(math.inf, tuple(range(20)))])
+        == "; rank 0, rows 1, 2, 3, 4, 5, 6, 7, 8 and 12 more"
     )
-    assert rows_text([]) == rows_text([MicrobatchLoss(math.nan, ())]) == ""
+    assert worst_microbatches_text([]) == worst_microbatches_text([MicrobatchLoss(math.nan, ())]) == ""
     assert worst_microbatches([(0, parts[1]), (1, parts[1]), (2, parts[2])]) == [(0, parts[1])], (
         "tensor-parallel ranks share rows"
     )
 
 
-def step(number: int, loss: float, skipped: bool = False) -> Step:
+def step(number: int, loss: float, skipped: bool = False) -> StepRecord:
     result = StepResult(loss, skipped=skipped, parts=(MicrobatchLoss(loss, (number,)),))
-    return Step(number, 0.0, 0.1, result, 1.0, 0.0, 0)
+    return StepRecord(number, 0.0, 0.1, result, 1.0, 0.0, 0)
 
 
 def test_a_spike_is_told_with_its_step_and_rows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +143,7 @@ def test_engines_name_the_samples_of_their_parts() -> None:
     """A real objective: two micro-batches, their shares add up to the loss."""
     import torch
 
-    from megaswift.engine.objective import GlobalCounts, Objective
+    from megaswift.engine.objective import GlobalBatchCounts, Objective
     from megaswift.losses.contract import Batch
     from megaswift.losses.sft import CrossEntropy
 
@@ -145,7 +152,7 @@ def test_engines_name_the_samples_of_their_parts() -> None:
         Batch(ones, ones, torch.ones(2, 3), ones, ones.bool(), sample_ids=torch.tensor(ids))
         for ids in ([4, 9], [7, -1])
     ]
-    objective: Any = Objective(CrossEntropy(), GlobalCounts({"labels": 12.0}, 12, 12, 2))
+    objective: Any = Objective(CrossEntropy(), GlobalBatchCounts({"labels": 12.0}, 12, 12, 2))
     names = list(CrossEntropy().counts(batches[0]))
     objective.counts = dict.fromkeys(names, 12.0)
     fields = [torch.full((len(CrossEntropy().needs.names), 2, 3), -value) for value in (1.0, 3.0)]

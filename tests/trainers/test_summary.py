@@ -8,9 +8,9 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.config.byte_size import bytes_text
-from megaswift.data.stream_batches import StreamCounts, StreamSource
+from megaswift.data.stream_batches import StreamBatchSource, StreamCounts
 from megaswift.data.stream_cursor import Cursor
-from megaswift.engine.protocol import ParameterReport
+from megaswift.engine.protocol import EngineSizeReport
 from megaswift.errors import Problem
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.rank_grid import rank_grid_text
@@ -72,7 +72,7 @@ def test_the_screen() -> None:
         "deleted": 0.0,
         "fill": 0.9921,
     }
-    sizes = ParameterReport(1234567, 345678, 1382712, 1382712, 2765424, 1)
+    sizes = EngineSizeReport(1234567, 345678, 1382712, 1382712, 2765424, 1)
     facts = SummaryFacts(
         "supervised fine-tuning",
         "qwen3, 4 layers x 64: DIR",
@@ -95,7 +95,7 @@ def test_host_memory_is_told_apart() -> None:
     facts = SummaryFacts(
         "t",
         "m",
-        ParameterReport(100, 100, 2**20, 2**20, 2**19, 1, host_bytes=3 * 2**20),
+        EngineSizeReport(100, 100, 2**20, 2**20, 2**19, 1, host_bytes=3 * 2**20),
         "l",
         "",
         "k",
@@ -126,7 +126,7 @@ def test_the_engine_is_named(engine: dict[str, str], text: str) -> None:
 
 def test_one_is_said_in_the_singular() -> None:
     data = data_text({"rows": 1.0, "documents": 3.0, "tokens": 9.0}, 1)
-    facts = SummaryFacts("t", "m", ParameterReport(1, 1, 1, 1, 1, 1), "l", "", "k", data, 1, 1, 1, 1)
+    facts = SummaryFacts("t", "m", EngineSizeReport(1, 1, 1, 1, 1, 1), "l", "", "k", data, 1, 1, 1, 1)
     said = dict(summary_rows(SwiftConfig(task="sft", max_length=8), facts))
     assert said["data"] == "1 row, 3 documents, 9 tokens; 1 row for evaluation"
     assert said["steps"] == "1 = 1 epoch of 1 row" and "= 1 row a step" in said["batch"]
@@ -159,14 +159,14 @@ def test_bytes() -> None:
 
 
 def test_a_deterministic_run_says_so() -> None:
-    facts = SummaryFacts("t", "m", ParameterReport(1, 1, 1, 1, 1, 1), "DP1", "", "torch, float32", "d", 1, 1, 1, None)
+    facts = SummaryFacts("t", "m", EngineSizeReport(1, 1, 1, 1, 1, 1), "DP1", "", "torch, float32", "d", 1, 1, 1, None)
     for wanted, text in ((True, "torch, float32, deterministic"), (False, "torch, float32")):
         cfg = SwiftConfig(task="sft", model="m", dataset="d.jsonl", deterministic=wanted)
         assert dict(summary_rows(cfg, facts))["kernels"] == text
 
 
 def test_a_stream_ends_with_the_counts_of_what_was_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    source = object.__new__(StreamSource)
+    source = object.__new__(StreamBatchSource)
     tally = StreamCounts(quiet=True)
     source.sources, source._after = [SimpleNamespace(name="d.jsonl")], Cursor(rows=1234)
     source.contents = SimpleNamespace(tally=tally)

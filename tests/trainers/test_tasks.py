@@ -14,7 +14,7 @@ from megaswift.trainers import session as session_module
 from megaswift.trainers.loop import Loop
 from megaswift.trainers.rl.rollout_loop_builder import build_rollout_loop
 from megaswift.trainers.session import Session
-from megaswift.trainers.supervised import BuiltLoop, build_supervised_loop
+from megaswift.trainers.supervised_loop_builder import BuiltLoop, build_supervised_loop
 from megaswift.trainers.tasks import TASKS, Task
 from tests.trainers.tiny import tiny_loop
 

@@ -7,7 +7,7 @@ import pytest
 
 from megaswift.engine.protocol import StepResult
 from megaswift.trainers import timers
-from megaswift.trainers.hook import Step, StepExtras
+from megaswift.trainers.hook import StepExtras, StepRecord
 
 
 def test_blocks_add_up_also_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +31,7 @@ def test_a_step_is_waiting_the_source_s_work_and_training(monkeypatch: pytest.Mo
     timer = timers.StepTimer()
 
     def step(extras: StepExtras) -> tuple[Any, ...]:
-        record = Step(1, 0.0, 0.1, StepResult(0.5), extras=extras)
+        record = StepRecord(1, 0.0, 0.1, StepResult(0.5), extras=extras)
         timer.on_step_begin(loop)
         timer.on_batch(loop)
         timer.on_step(loop, record)

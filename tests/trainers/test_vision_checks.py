@@ -11,7 +11,7 @@ import pytest
 from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
-from megaswift.families.unlisted_model_spec import spec_of_any_model
+from megaswift.families.model_spec_of_any_model import spec_of_any_model
 from megaswift.trainers.preflight import vision_problems
 
 TEXT = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32}

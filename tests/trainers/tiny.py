@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.engine.protocol import ParameterReport, StepResult
-from megaswift.losses.contract import Batch, Loss, MeanMetric, ModelOutputs, Needs
+from megaswift.engine.protocol import EngineSizeReport, StepResult
+from megaswift.losses.contract import Batch, Loss, MeanMetric, ModelOutputs, RequestedModelOutputs
 from megaswift.losses.sft import CrossEntropy
 from megaswift.trainers.loop import Loop
 
@@ -88,7 +88,7 @@ class TinyEngine:
         self.model.eval()
         return self._total(microbatches, loss)[1]
 
-    def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[ModelOutputs]:
+    def score(self, microbatches: Sequence[Batch], needs: RequestedModelOutputs) -> list[ModelOutputs]:
         self.model.eval()
         return [self._outputs(b) for b in microbatches]
 
@@ -122,9 +122,9 @@ class TinyEngine:
 
     def freeze(self, patterns: Sequence[str]) -> None: ...
 
-    def report(self) -> ParameterReport:
+    def report(self) -> EngineSizeReport:
         n = sum(p.numel() for p in self.model.parameters())
-        return ParameterReport(n, n, 4 * n, 4 * n, 8 * n, n - VOCAB * 16)
+        return EngineSizeReport(n, n, 4 * n, 4 * n, 8 * n, n - VOCAB * 16)
 
 
 def batch(length: int, labeled: int, seed: int = 0, width: int | None = None) -> Batch:

@@ -1,7 +1,7 @@
 """The data formats: each module of this package parses the rows of one format into a `Sample`, or for preferences into
 a `PreferenceExample`.
 
-To add one: a file here that registers a `Format`. A row's format is the first, in order of `rank`, whose columns the
+To add one: a file here that registers a `RowFormat`. A row's format is the first, in order of `rank`, whose columns the
 row has and whose `detect` agrees; nothing else is to be touched.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from megaswift.config.data import RL, SFT
 from megaswift.data.preference_rows import PreferenceExample
-from megaswift.data.sample import RowError, Sample
+from megaswift.data.training_sample import RowError, Sample
 from megaswift.registry import Registry
 
 Row = Mapping[str, Any]
@@ -48,7 +48,7 @@ def _any_row(row: Row) -> bool:
 
 
 @dataclass(frozen=True)
-class Format:
+class RowFormat:
     """How to know a format by its columns, and how to read it."""
 
     name: str
@@ -73,19 +73,19 @@ class Format:
         return ", ".join((*self.beside, *self.required)) + (f" [{', '.join(self.optional)}]" if self.optional else "")
 
 
-FORMATS: Registry[Format] = Registry("data format", __name__)
+FORMATS: Registry[RowFormat] = Registry("data format", __name__)
 
 
-def _ordered(formats: Iterable[Format]) -> list[Format]:
+def _ordered(formats: Iterable[RowFormat]) -> list[RowFormat]:
     return sorted(formats, key=lambda f: (f.rank, f.name))
 
 
-def known_formats(task: str) -> str:
+def known_formats_text(task: str) -> str:
     """The formats of a task with their columns, for a message."""
     return "; ".join(f"{f.name}: {f.columns()}" for f in _ordered(FORMATS) if task in f.tasks)
 
 
-def recognize_format(row: Row, task: str) -> Format:
+def recognize_format(row: Row, task: str) -> RowFormat:
     """The format of a row; RowError that lists the known ones when its columns fit none."""
     present = {k for k, v in row.items() if v is not None}
     fitting = _ordered(
@@ -109,9 +109,9 @@ class UnknownFormat(RowError):
     """A row whose columns fit no format of the task."""
 
     def __init__(self, row: Row, task: str) -> None:
-        known = f"one of {known_formats(task)} (rename columns with --columns)"
+        known = f"one of {known_formats_text(task)} (rename columns with --columns)"
         super().__init__(", ".join(row) or "(none)", "no format has these columns", known)
-        self.fix = columns_suggestion(row, task)
+        self.fix = columns_option_suggestion(row, task)
 
     @property
     def where(self) -> str:
@@ -129,7 +129,7 @@ def _again(column: str, found: str, expected: str, fix: str) -> RowError:
     return error
 
 
-def columns_suggestion(row: Row, task: str) -> str:
+def columns_option_suggestion(row: Row, task: str) -> str:
     """`--columns question=query answer=response` where the row's columns are known by other names; else nothing."""
     lower = {name.lower().replace(" ", "_"): name for name, value in reversed(list(row.items())) if value is not None}
     for wanted in SUGGESTED.get(task, SUGGESTED["rl" if task in RL else "preference"]):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megaswift.data.formats import FORMATS, Format, Row
+from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.formats.query_response import history_messages
-from megaswift.data.sample import Sample, checked_conversation_sample, text_in_column
+from megaswift.data.training_sample import Sample, checked_conversation_sample, text_in_column
 
 
 def parse(row: Row) -> Sample:
@@ -21,4 +21,6 @@ def parse(row: Row) -> Sample:
     )
 
 
-FORMATS.register("alpaca", Format("alpaca", ("instruction", "output"), parse, ("input", "history", "system"), rank=4))
+FORMATS.register(
+    "alpaca", RowFormat("alpaca", ("instruction", "output"), parse, ("input", "history", "system"), rank=4)
+)

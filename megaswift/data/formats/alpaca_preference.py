@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.config.data import PAIRS
-from megaswift.data.formats import FORMATS, Format, Row
+from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.formats.alpaca import parse as parse_alpaca
 from megaswift.data.preference_rows import PreferenceExample, make_pair, number_in_column
-from megaswift.data.sample import RowError, Sample, describe_value, text_in_column
+from megaswift.data.training_sample import RowError, Sample, describe_value, text_in_column
 
 OPTIONAL = ("input", "history", "system", "tools", "margin")
 
@@ -39,9 +39,9 @@ def _list(row: Row) -> bool:
 
 FORMATS.register(
     "alpaca preference",
-    Format("alpaca preference", ("instruction", "chosen", "rejected"), parse, OPTIONAL, PAIRS, rank=-4),
+    RowFormat("alpaca preference", ("instruction", "chosen", "rejected"), parse, OPTIONAL, PAIRS, rank=-4),
 )
 FORMATS.register(
     "alpaca preference (list)",
-    Format("alpaca preference", ("instruction", "output"), parse_output_pair, OPTIONAL, PAIRS, _list, rank=-4),
+    RowFormat("alpaca preference", ("instruction", "output"), parse_output_pair, OPTIONAL, PAIRS, _list, rank=-4),
 )

@@ -10,22 +10,22 @@ from __future__ import annotations
 from os.path import commonprefix
 
 from megaswift.config.data import EXAMPLES, PAIRS
-from megaswift.data.formats import FORMATS, Format, Row
+from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.preference_rows import (
     PreferenceExample,
     label_in_column,
     make_labeled_example,
     make_pair,
+    make_plain_text_example,
     number_in_column,
-    plain_texts,
 )
-from megaswift.data.sample import (
+from megaswift.data.training_sample import (
     Sample,
     checked_conversation_sample,
     reject_chat_only_columns,
     text_in_column,
     text_or_messages,
-    with_system,
+    with_default_system_message,
 )
 
 
@@ -40,7 +40,9 @@ def _joined(row: Row, prompt: str | Sample | None, answer: str | Sample) -> Samp
         before = _said(prompt, "user")
         sample = Sample(before.messages + sample.messages, before.loss + sample.loss)
     tools = checked_conversation_sample([{"role": "user", "content": ""}], "tools", None, row.get("tools")).tools
-    return with_system(Sample(sample.messages, sample.loss, tools), text_in_column(row, "system", optional=True))
+    return with_default_system_message(
+        Sample(sample.messages, sample.loss, tools), text_in_column(row, "system", optional=True)
+    )
 
 
 def _whole(answer: str | Sample) -> bool:
@@ -59,7 +61,7 @@ def parse(row: Row) -> PreferenceExample:
                 prompt = prompt.removesuffix(" ")
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         reject_chat_only_columns(row)
-        return plain_texts(prompt, {"chosen": chosen, "rejected": rejected}, number_in_column(row))
+        return make_plain_text_example(prompt, {"chosen": chosen, "rejected": rejected}, number_in_column(row))
     return make_pair(
         _joined(row, prompt, chosen), _joined(row, prompt, rejected), number_in_column(row), ("chosen", "rejected")
     )
@@ -70,7 +72,7 @@ def parse_labeled(row: Row) -> PreferenceExample:
     prompt, answer = text_or_messages(row, "prompt"), text_or_messages(row, "completion")
     if isinstance(prompt, str) and isinstance(answer, str):
         reject_chat_only_columns(row)
-        return plain_texts(prompt, {"completion": answer}, label_in_column(row))
+        return make_plain_text_example(prompt, {"completion": answer}, label_in_column(row))
     sample = _joined(row, prompt, answer)
     begin = None if _whole(answer) else len(sample.messages) - len(_said(answer, "assistant").messages)
     return make_labeled_example(sample, label_in_column(row), "completion", begin)
@@ -78,7 +80,7 @@ def parse_labeled(row: Row) -> PreferenceExample:
 
 FORMATS.register(
     "prompt, chosen, rejected",
-    Format(
+    RowFormat(
         "prompt, chosen, rejected",
         ("chosen", "rejected"),
         parse,
@@ -89,7 +91,7 @@ FORMATS.register(
 )
 FORMATS.register(
     "prompt, completion, label",
-    Format(
+    RowFormat(
         "prompt, completion, label",
         ("prompt", "completion", "label"),
         parse_labeled,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import Sample, checked_conversation_sample, text_in_column
+from megaswift.data.formats import FORMATS, Row, RowFormat
+from megaswift.data.training_sample import Sample, checked_conversation_sample, text_in_column
 
 
 def parse(row: Row) -> Sample:
@@ -13,4 +13,4 @@ def parse(row: Row) -> Sample:
     )
 
 
-FORMATS.register("messages", Format("messages", ("messages",), parse, ("tools", "system")))
+FORMATS.register("messages", RowFormat("messages", ("messages",), parse, ("tools", "system")))

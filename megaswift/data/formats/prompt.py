@@ -4,8 +4,8 @@ As TRL has it."""
 from __future__ import annotations
 
 from megaswift.config.data import RL
-from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import (
+from megaswift.data.formats import FORMATS, Row, RowFormat
+from megaswift.data.training_sample import (
     RowError,
     Sample,
     checked_conversation_sample,
@@ -34,4 +34,4 @@ def parse(row: Row) -> Sample:
     )
 
 
-FORMATS.register("prompt", Format("prompt", ("prompt",), parse, ("tools", "system"), RL, rank=7, common=True))
+FORMATS.register("prompt", RowFormat("prompt", ("prompt",), parse, ("tools", "system"), RL, rank=7, common=True))

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megaswift.config.data import SFT
-from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import (
+from megaswift.data.formats import FORMATS, Row, RowFormat
+from megaswift.data.training_sample import (
     RowError,
     Sample,
     checked_conversation_sample,
@@ -48,5 +48,5 @@ def parse(row: Row) -> Sample:
 
 FORMATS.register(
     "prompt, completion",
-    Format("prompt, completion", ("prompt", "completion"), parse, ("system", "tools"), SFT, rank=6, common=True),
+    RowFormat("prompt, completion", ("prompt", "completion"), parse, ("system", "tools"), SFT, rank=6, common=True),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import (
+from megaswift.data.formats import FORMATS, Row, RowFormat
+from megaswift.data.training_sample import (
     RowError,
     Sample,
     checked_conversation_sample,
@@ -40,5 +40,5 @@ def parse(row: Row) -> Sample:
 
 
 FORMATS.register(
-    "query_response", Format("query_response", ("query", "response"), parse, ("history", "system", "tools"), rank=3)
+    "query_response", RowFormat("query_response", ("query", "response"), parse, ("history", "system", "tools"), rank=3)
 )

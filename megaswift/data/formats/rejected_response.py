@@ -10,17 +10,22 @@ from dataclasses import replace
 from typing import Any
 
 from megaswift.config.data import PAIRS
-from megaswift.data.formats import FORMATS, Format, Row, parse_sample
+from megaswift.data.formats import FORMATS, Row, RowFormat, parse_sample
 from megaswift.data.preference_rows import (
     ASKING,
     COLUMNS,
     EMPTY,
-    PreferenceError,
     PreferenceExample,
+    UnusablePreferenceError,
     make_pair,
     number_in_column,
 )
-from megaswift.data.sample import Sample, checked_conversation_sample, text_in_column, with_system
+from megaswift.data.training_sample import (
+    Sample,
+    checked_conversation_sample,
+    text_in_column,
+    with_default_system_message,
+)
 
 
 def read_sft_conversation(row: Row) -> Sample:
@@ -32,7 +37,7 @@ def read_sft_conversation(row: Row) -> Sample:
 def _chosen(row: Row) -> Sample:
     sample = read_sft_conversation(row)
     if sample.messages[-1]["role"] != "assistant":
-        raise PreferenceError(
+        raise UnusablePreferenceError(
             EMPTY,
             "messages",
             f"the last message is the {sample.messages[-1]['role']}'s",
@@ -49,7 +54,7 @@ def parse(row: Row) -> PreferenceExample:
     return make_pair(chosen, rejected, number_in_column(row), ("messages", "rejected_response"))
 
 
-def parse_messages(row: Row) -> PreferenceExample:
+def parse_rejected_messages(row: Row) -> PreferenceExample:
     """Another conversation; one that begins with the assistant follows the last question of the chosen one."""
     chosen = _chosen(row)
     rejected = checked_conversation_sample(row["rejected_messages"], "rejected_messages")
@@ -58,7 +63,7 @@ def parse_messages(row: Row) -> PreferenceExample:
         begin = max(i for i, role in enumerate(roles) if role in ASKING) + 1
         rejected = Sample(chosen.messages[:begin] + rejected.messages, chosen.loss[:begin] + rejected.loss)
     else:
-        rejected = with_system(rejected, text_in_column(row, "system", optional=True))
+        rejected = with_default_system_message(rejected, text_in_column(row, "system", optional=True))
     return make_pair(
         chosen, replace(rejected, tools=chosen.tools), number_in_column(row), ("messages", "rejected_messages")
     )
@@ -72,7 +77,7 @@ def has_sft_conversation(row: Row) -> bool:
 
 FORMATS.register(
     "messages + rejected_response",
-    Format(
+    RowFormat(
         "messages + rejected_response",
         ("rejected_response",),
         parse,
@@ -85,10 +90,10 @@ FORMATS.register(
 )
 FORMATS.register(
     "messages + rejected_messages",
-    Format(
+    RowFormat(
         "messages + rejected_messages",
         ("rejected_messages",),
-        parse_messages,
+        parse_rejected_messages,
         ("margin", "tools", "system"),
         PAIRS,
         has_sft_conversation,

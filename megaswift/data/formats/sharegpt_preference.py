@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.config.data import PAIRS
-from megaswift.data.formats import FORMATS, Format, Row
+from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.formats.conversations import parse as parse_conversations
 from megaswift.data.preference_rows import PreferenceExample, make_pair, number_in_column
-from megaswift.data.sample import RowError, Sample, decode_json_cell, describe_value
+from megaswift.data.training_sample import RowError, Sample, decode_json_cell, describe_value
 
 TURN = 'an object {"from": "gpt", "value": ...}, or a list of such'
 
@@ -39,7 +39,7 @@ def parse(row: Row) -> PreferenceExample:
 
 FORMATS.register(
     "sharegpt preference",
-    Format(
+    RowFormat(
         "sharegpt preference",
         ("conversations", "chosen", "rejected"),
         parse,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import Sample, text_in_column
+from megaswift.data.formats import FORMATS, Row, RowFormat
+from megaswift.data.training_sample import Sample, text_in_column
 
 
 def parse(row: Row) -> Sample:
@@ -11,4 +11,4 @@ def parse(row: Row) -> Sample:
     return Sample(text=text_in_column(row, "text"))
 
 
-FORMATS.register("text", Format("text", ("text",), parse, tasks=("pt",), rank=5))
+FORMATS.register("text", RowFormat("text", ("text",), parse, tasks=("pt",), rank=5))

@@ -55,7 +55,7 @@ class _Join(torch.autograd.Function):
         return grad.index_select(-1, index), None, None, None
 
 
-def join_slices(local: Tensor, order: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_sequence_for_loss(local: Tensor, order: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[..., s / cp] on each rank to [..., s] on all. Every rank then computes the same loss of whole sequences."""
     return _Join.apply(local, order, index, group)
 
@@ -79,6 +79,6 @@ class _GatherKV(torch.autograd.Function):
         return grad.index_select(0, index), None, None, None
 
 
-def gather_sequence(local: Tensor, order: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_key_value_sequence(local: Tensor, order: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[s / cp, ...] on each rank to [s, ...] on all, for keys and values."""
     return _GatherKV.apply(local, order, index, group)

@@ -16,7 +16,7 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from megaswift import distributed
-from megaswift.bridge.checkpoint_model_folder import write_model_folder
+from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.hf_export import HfExportOptions, source_tensor_dtypes, write_hf_export
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
@@ -29,29 +29,29 @@ from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.checkpoint import save_load
 from megaswift.engine.megatron.export_hf_from_ranks import export_hf_folder_from_ranks
-from megaswift.engine.megatron.layers.attention_backend import AttentionBackend
 from megaswift.engine.megatron.layers.layer_implementation import (
     TORCH,
     choose_layer_implementation,
+    fp8_compute_capability_problems,
     fp8_gather_problems,
-    fp8_problems,
     transformer_engine_unusable_reason,
 )
 from megaswift.engine.megatron.layers.router import AuxLosses
+from megaswift.engine.megatron.layers.te_attention_backend_env import TEAttentionBackendEnv
 from megaswift.engine.megatron.lora.rank_adapters import RankAdapters, plan_adapters
 from megaswift.engine.megatron.measure_engine_sizes import measure_engine_sizes
 from megaswift.engine.megatron.megatron_transformer_config import transformer_config
 from megaswift.engine.megatron.model import build_model_chunks, finish_weight_gathers, wrap_chunks
-from megaswift.engine.megatron.offload import EngineOffload
+from megaswift.engine.megatron.offload_for_sampling import EngineOffload
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.rank_weights import RandomWeightSource, RankWeights, freeze_matching_weights
 from megaswift.engine.objective import Objective, count_global_batch, named_head_outputs, reduce_objective_report
-from megaswift.engine.protocol import ParameterReport, StepResult
+from megaswift.engine.protocol import EngineSizeReport, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.errors import ConfigError, Problem
-from megaswift.families import family_of, four_bits
+from megaswift.families import family_of, four_bit_weights
 from megaswift.families.model_spec import ModelSpec
-from megaswift.losses.contract import Batch, Loss, ModelOutputs, Needs
+from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
 
 
 class MegatronEngine:
@@ -70,7 +70,7 @@ class MegatronEngine:
             raise ConfigError(lacking)
         if cfg.model.fp8_format:
             recipe = cfg.model.fp8_recipe
-            unfit = fp8_problems(recipe, torch.cuda.get_device_capability())
+            unfit = fp8_compute_capability_problems(recipe, torch.cuda.get_device_capability())
             if unfit := unfit + fp8_gather_problems(recipe, spec.hidden_size, self.layout):
                 raise ConfigError(unfit)
         self.config = transformer_config(spec, cfg, self.layout, self.choice)
@@ -78,13 +78,13 @@ class MegatronEngine:
         adapters = plan_adapters(cfg.lora, self.plan) if cfg.model.train_type != "full" else None
         if adapters and self.config.quantized:
             family, layout = self.plan.family, self.layout
-            if unfit := four_bits.four_bit_problems(
+            if unfit := four_bit_weights.four_bit_block_size_problems(
                 family, spec, layout.tp, layout.etp
-            ) + four_bits.four_bit_trainable_problems(family, adapters.saved):
+            ) + four_bit_weights.four_bit_trainable_problems(family, adapters.saved):
                 raise ConfigError(unfit)
             if adapters.settings.dora:
-                raise ConfigError(four_bits.NO_DORA)
-        self.backend = AttentionBackend(self.config.attention_backend != AttnBackend.auto)
+                raise ConfigError(four_bit_weights.NO_DORA)
+        self.backend = TEAttentionBackendEnv(self.config.attention_backend != AttnBackend.auto)
         with self.backend.building():
             self.plain = build_model_chunks(spec, self.config, context, self.choice)
         self.weights = RankWeights(self.plain, spec, self.plan, context)
@@ -154,15 +154,17 @@ class MegatronEngine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._run(microbatches, loss, passes.ScheduleSettings(self.choice.attention, False, whole_gradients))
+        return self._run(
+            microbatches, loss, passes.ForwardBackwardSettings(self.choice.attention, False, whole_gradients)
+        )
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
         """The numbers of `train_batch` without dropout, gradient or change of state."""
         with _evaluating(self):
-            return self._run(microbatches, loss, passes.ScheduleSettings(self.choice.attention, True))
+            return self._run(microbatches, loss, passes.ForwardBackwardSettings(self.choice.attention, True))
 
-    def _run(self, microbatches: Sequence[Batch], loss: Loss, settings: passes.ScheduleSettings) -> StepResult:
+    def _run(self, microbatches: Sequence[Batch], loss: Loss, settings: passes.ForwardBackwardSettings) -> StepResult:
         counted = count_global_batch(microbatches, loss, self.context)
         objective = Objective(loss, counted)
         self._need(loss.needs)
@@ -175,12 +177,12 @@ class MegatronEngine:
         numbers = counted.tokens, counted.label_tokens, counted.counts, objective.local(microbatches)
         return StepResult(total, metrics, None, False, *numbers)
 
-    def _need(self, needs: Needs) -> None:
+    def _need(self, needs: RequestedModelOutputs) -> None:
         for chunk in self.plain:
             chunk.needs = needs
 
     @torch.no_grad()
-    def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[ModelOutputs]:
+    def score(self, microbatches: Sequence[Batch], needs: RequestedModelOutputs) -> list[ModelOutputs]:
         """What `needs` asks for, per micro-batch in input order, on every model-parallel rank."""
         outputs: list[Tensor] = []
 
@@ -191,7 +193,11 @@ class MegatronEngine:
         self._need(needs)
         with _evaluating(self), self.backend.computing():
             passes.forward_backward(
-                self.chunks, microbatches, keep, self.context, passes.ScheduleSettings(self.choice.attention, True)
+                self.chunks,
+                microbatches,
+                keep,
+                self.context,
+                passes.ForwardBackwardSettings(self.choice.attention, True),
             )
         if self.layout.pp > 1:
             if not outputs:
@@ -278,7 +284,7 @@ class MegatronEngine:
     def describe(self, target: Path, folder: Path) -> None:
         """config.json, the tokenizer and each tensor's dtype. On one rank."""
         source = None if self.cfg.model.random_init else folder
-        write_model_folder(target, self.spec.hf_config, source_tensor_dtypes(self.plan, source), folder)
+        write_checkpoint_hf_metadata(target, self.spec.hf_config, source_tensor_dtypes(self.plan, source), folder)
 
     def offload(self, what: frozenset[str]) -> None:
         """Parts of the engine leave the device; gradients are dropped."""
@@ -303,7 +309,7 @@ class MegatronEngine:
         """Of the matrix products."""
         return self.config.params_dtype
 
-    def report(self) -> ParameterReport:
+    def report(self) -> EngineSizeReport:
         """Exact sizes, for the first screen."""
         return measure_engine_sizes(self)
 

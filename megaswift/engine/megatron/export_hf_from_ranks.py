@@ -20,13 +20,13 @@ from torch import Tensor
 from megaswift import distributed
 from megaswift.bridge.hf_export import ExportContents, HfExportOptions, export_contents, finish_export
 from megaswift.bridge.hf_safetensors_writer import (
+    HfPartialFolderWriter,
     HfWriter,
-    HfWriterPart,
     PlannedSafetensorsFile,
     plan_safetensors_shards,
 )
 from megaswift.bridge.weight_plan import PlanGroup
-from megaswift.engine.megatron.rank_weights import GatherRoute, RankWeights
+from megaswift.engine.megatron.rank_weights import GatherDestination, RankWeights
 from megaswift.errors import ROOM, Problem, UserError
 
 
@@ -85,7 +85,7 @@ def export_hf_folder_from_ranks(weights: RankWeights, directory: Path, options: 
     with ExitStack() as stack:
         for writer in begun:
             stack.enter_context(writer)
-        part = HfWriterPart(directory, files, contents.tensors)
+        part = HfPartialFolderWriter(directory, files, contents.tensors)
         failures = _write_rounds(weights, part, contents, export_rounds(files, writers, weights.plan.by_hf))
         distributed.untimed_barrier(distributed.PATIENCE)
         distributed.raise_on_all_ranks(failures)
@@ -106,14 +106,14 @@ def _holders(weights: RankWeights) -> dict[str, list[int]]:
 
 
 def _write_rounds(
-    weights: RankWeights, part: HfWriterPart, contents: ExportContents, rounds: Iterable[Sequence[ExportTask]]
+    weights: RankWeights, part: HfPartialFolderWriter, contents: ExportContents, rounds: Iterable[Sequence[ExportTask]]
 ) -> list[Problem]:
     """Every task of every rank; what this rank could not write. After a failure it goes on to send what others need."""
     failures: list[Problem] = []
     for tasks in rounds:
         own: list[tuple[ExportTask, dict[str, Tensor]]] = []
         for task in tasks:
-            route = GatherRoute(task.writer, distributed.PATIENCE)
+            route = GatherDestination(task.writer, distributed.PATIENCE)
             made = {} if task.group is None else dict(weights.stream_group(task.group, lambda p: p.data, route))
             if task.writer == weights.context.rank:
                 own.append((task, made))
@@ -122,7 +122,7 @@ def _write_rounds(
     return failures + _attempt(part, part.close)
 
 
-def _write(part: HfWriterPart, contents: ExportContents, task: ExportTask, made: Mapping[str, Tensor]) -> None:
+def _write(part: HfPartialFolderWriter, contents: ExportContents, task: ExportTask, made: Mapping[str, Tensor]) -> None:
     for name in task.names:
         if name in made:
             part.add(name, made[name])
@@ -131,7 +131,7 @@ def _write(part: HfWriterPart, contents: ExportContents, task: ExportTask, made:
             part.add(name, contents.stored.slice(name))
 
 
-def _attempt(part: HfWriterPart, work: Callable[[], None]) -> list[Problem]:
+def _attempt(part: HfPartialFolderWriter, work: Callable[[], None]) -> list[Problem]:
     try:
         work()
     except UserError as error:

@@ -23,7 +23,7 @@ from megaswift.losses.contract import Batch
 
 
 @dataclass(frozen=True)
-class ScheduleSettings:
+class ForwardBackwardSettings:
     """How a run over micro-batches is made."""
 
     attention: str
@@ -43,7 +43,7 @@ def forward_backward(
     microbatches: Sequence[Batch],
     callback: Callback,
     context: ParallelContext,
-    settings: ScheduleSettings,
+    settings: ForwardBackwardSettings,
 ) -> None:
     """All micro-batches through the pipeline; gradients are left in DDP's buffers, reduced, divided by nothing."""
     layout, coords = context.layout, context.coordinates

@@ -112,7 +112,7 @@ class HostAdam(torch.optim.AdamW):
             state.update({name: value.to("cpu") for name, value in state.items() if isinstance(value, Tensor)})
 
 
-def init_state(optimizer: HostAdam, config: Any = None) -> None:
+def materialize_host_adam_state(optimizer: HostAdam, config: Any = None) -> None:
     """Every parameter's state exists afterwards. Megatron-Core's own function for it makes the moments beside the
     weights."""
     for group in optimizer.param_groups:

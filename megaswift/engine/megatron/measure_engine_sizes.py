@@ -12,8 +12,8 @@ from megaswift import distributed
 from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.host_adam import HostAdam
-from megaswift.engine.megatron.layers.nf4 import NF4Matrix
-from megaswift.engine.protocol import ParameterReport
+from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
+from megaswift.engine.protocol import EngineSizeReport
 from megaswift.families.model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _weights(chunk: nn.Module) -> Iterator[nn.Parameter | NF4Matrix]:
     yield from (m for m in chunk.modules() if isinstance(m, NF4Matrix))
 
 
-def measure_engine_sizes(engine: MegatronEngine) -> ParameterReport:
+def measure_engine_sizes(engine: MegatronEngine) -> EngineSizeReport:
     """Sizes of the largest rank, parameters in all. Collective."""
     elements, weights = (
         sum(column) for column in zip(*((p.numel(), p.nbytes) for c in engine.plain for p in _weights(c)), strict=True)
@@ -71,9 +71,9 @@ def measure_engine_sizes(engine: MegatronEngine) -> ParameterReport:
     elements, weights, gradients, optimizer, host = map(int, sizes)
     total, flops = engine.plan.parameters, flop_parameter_count(engine.plan, engine.spec)
     if engine.lora is None:
-        return ParameterReport(total, elements, weights, gradients, optimizer, flops, host_bytes=host)
+        return EngineSizeReport(total, elements, weights, gradients, optimizer, flops, host_bytes=host)
     adapters, trained = engine.lora.plan.added, engine.lora.plan.parameters
     active = adapters * flops // total  # of experts' adapters as many as of experts
-    return ParameterReport(
+    return EngineSizeReport(
         total + adapters, elements, weights, gradients, optimizer, flops * 2 // 3 + active, trained, flops, host
     )

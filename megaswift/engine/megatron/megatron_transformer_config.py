@@ -16,7 +16,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.megatron.layers.activation import gelu_tanh
+from megaswift.engine.megatron.layers.gated_activations import gelu_tanh
 from megaswift.engine.megatron.layers.layer_implementation import (
     TRANSFORMER_ENGINE,
     LayerImplementationChoice,

@@ -20,17 +20,17 @@ from torch import Tensor, nn
 
 from megaswift.bridge.checkpoint_shard_regions import padded_vocabulary_size
 from megaswift.config import SwiftConfig
-from megaswift.engine.megatron.context_parallel import join_slices
+from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
 from megaswift.engine.megatron.layers.layer_implementation import TORCH, LayerImplementationChoice
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, windowed_layer_inv_freq
-from megaswift.engine.megatron.layers.router import BalancedRouter, pass_padding_mask
+from megaswift.engine.megatron.layers.router import BalancedRouter, install_padding_mask_hooks
 from megaswift.engine.megatron.layers.transformer_layer_spec import block_spec
-from megaswift.engine.megatron.layers.vocab_head import HeadShard, VocabularyHead
+from megaswift.engine.megatron.layers.vocab_head import VocabularyHeadFunction, VocabularyHeadShard
 from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs
 from megaswift.families.model_spec import Features, ModelSpec
-from megaswift.losses.contract import Needs
+from megaswift.losses.contract import RequestedModelOutputs
 
 
 class ScalarHead(nn.Module):
@@ -49,7 +49,7 @@ class ScalarHead(nn.Module):
 class SwiftGPT(GPTModel):
     """GPTModel whose last stage returns what the loss needs, float32 [fields, b, s], never logits."""
 
-    needs: Needs
+    needs: RequestedModelOutputs
     step: MicrobatchInputs
     real_vocabulary: int
     wait_for_weight: Callable[[Tensor], None]
@@ -104,7 +104,7 @@ class SwiftGPT(GPTModel):
         full = full.view(len(values), s, b).transpose(1, 2)
         if step.order is None or step.index is None:
             return full.contiguous()
-        return join_slices(full, step.order, step.index, self.pg_collection.cp)
+        return gather_sequence_for_loss(full, step.order, step.index, self.pg_collection.cp)
 
     def _whole(self, hidden: Tensor, shared: bool) -> Tensor:
         """The hidden states of this rank's positions. `shared`: each tensor-parallel rank has a part of the head, so
@@ -125,7 +125,7 @@ class SwiftGPT(GPTModel):
         self.wait_for_weight(weight)
         first = group.rank() * weight.shape[0]
         features: Features = self.config.features
-        shard = HeadShard(
+        shard = VocabularyHeadShard(
             first,
             self.real_vocabulary - first,
             group,
@@ -134,7 +134,7 @@ class SwiftGPT(GPTModel):
             features.logit_scale,
             features.logit_softcap,
         )
-        return VocabularyHead.apply(picked, weight, labels, shard)
+        return VocabularyHeadFunction.apply(picked, weight, labels, shard)
 
 
 def embedding_scale_hook(features: Features) -> Callable[..., Tensor]:
@@ -149,7 +149,7 @@ def embedding_scale_hook(features: Features) -> Callable[..., Tensor]:
     return hook
 
 
-def frozen_padding_hook(token: int) -> Callable[..., None]:
+def frozen_padding_embedding_hook(token: int) -> Callable[..., None]:
     """A hook on Megatron's token embedding: a padding token's vector gets no gradient where it is looked up, as in
     torch's Embedding(padding_idx), of which transformers builds every model whose config.json has a `pad_token_id`.
     (Some models end their turns with that token. A tied head learns from it all the same.)"""
@@ -197,15 +197,17 @@ def build_model_chunks(
             model.rotary_pos_emb.inv_freq = inv_freq.to(context.device)
         model.real_vocabulary = spec.vocab_size
         if spec.experts:
-            pass_padding_mask(model.decoder)
+            install_padding_mask_hooks(model.decoder)
         if spec.scored and model.post_process:
             del model.output_layer
             model.score = ScalarHead(spec.hidden_size, config.params_dtype)
-        model.needs = Needs()
+        model.needs = RequestedModelOutputs()
         if model.pre_process:
             model.embedding.embedding_dropout.p = 0.0  # transformers drops what attention and MLP add, never embeddings
         if model.pre_process and spec.features.padding_token is not None:
-            model.embedding.word_embeddings.register_forward_hook(frozen_padding_hook(spec.features.padding_token))
+            model.embedding.word_embeddings.register_forward_hook(
+                frozen_padding_embedding_hook(spec.features.padding_token)
+            )
         if model.pre_process and spec.features.embedding_scale != 1.0:
             model.embedding.register_forward_hook(embedding_scale_hook(spec.features))
         chunks.append(model.to(context.device))

@@ -20,7 +20,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.megatron.host_adam import HostAdam, init_state
+from megaswift.engine.megatron.host_adam import HostAdam, materialize_host_adam_state
 from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
 
 LOSS_SCALE = 2.0**16
@@ -60,7 +60,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(options, chunks, **extra)
     for part in optimizer_parts(optimizer):
         if o.optimizer_cpu_offload:
-            part.optimizer, part.init_state_fn = HostAdam.instead_of(part.optimizer), init_state
+            part.optimizer, part.init_state_fn = HostAdam.instead_of(part.optimizer), materialize_host_adam_state
         else:
             _fuse(part)
     share_loss_scaler(optimizer)

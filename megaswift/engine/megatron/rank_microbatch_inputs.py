@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megaswift.device_copy import copy_to_device_async
 from megaswift.engine.megatron.context_parallel import gather_order, local_row_positions
-from megaswift.engine.megatron.layers.torch_attention import RowLayout
+from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams
 from megaswift.losses.contract import Batch
 
 
@@ -72,7 +72,7 @@ def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, at
         index, order = (copy_to_device_async(t, device) for t in (local, gather_order(length, batch.cu_seqlens, cp)))
     rows: PackedSeqParams | None
     if attention == "torch":
-        rows = RowLayout(length, batch.cu_seqlens, cp, rank, index, order)
+        rows = RowPackedSeqParams(length, batch.cu_seqlens, cp, rank, index, order)
     else:
         rows = _thd(batch.cu_seqlens, cp, device)
     same_positions = bool((batch.positions == batch.positions[:1]).all())

@@ -22,10 +22,10 @@ from megaswift.bridge import check_finite_weights
 from megaswift.bridge.checkpoint_shard_regions import padded_vocabulary_size
 from megaswift.bridge.new_scalar_head import seeded_normal
 from megaswift.bridge.weight_plan import PlanEntry, PlanGroup, WeightPlan
-from megaswift.engine.megatron.layers.nf4 import NF4Matrix
+from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.families import four_bits
+from megaswift.families import four_bit_weights
 from megaswift.families.model_spec import ModelSpec
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -33,7 +33,7 @@ _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 
-def canonical_name(name: str, chunk: SwiftGPT, spec: ModelSpec, context: ParallelContext) -> str:
+def canonical_parameter_name(name: str, chunk: SwiftGPT, spec: ModelSpec, context: ParallelContext) -> str:
     """The checkpoint's name of a chunk's parameter: global layer and expert numbers, tied output as the embedding."""
     if name == "output_layer.weight" and spec.tied:
         return "embedding.word_embeddings.weight"
@@ -88,7 +88,7 @@ class LocalParam:
 
 
 @dataclass(frozen=True)
-class GatherRoute:
+class GatherDestination:
     """Where gathered shards go."""
 
     to: int = 0
@@ -98,7 +98,7 @@ class GatherRoute:
     has ended is noticed at once."""
 
 
-TO_RANK0 = GatherRoute()
+TO_RANK0 = GatherDestination()
 
 
 class RankWeights:
@@ -110,21 +110,21 @@ class RankWeights:
         self.placed: list[LocalParam] = []
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
-                canonical = canonical_name(name, chunk, spec, context)
+                canonical = canonical_parameter_name(name, chunk, spec, context)
                 entry = plan.by_megatron.get(canonical)
                 assert entry is not None, f"{canonical} has no entry in the weight plan of {spec.family}"
                 _mark(parameter, entry)
                 self._place(entry, chunk, name)
             for name, _ in chunk.named_buffers():
-                entry = plan.by_megatron.get(canonical_name(name, chunk, spec, context))
+                entry = plan.by_megatron.get(canonical_parameter_name(name, chunk, spec, context))
                 if entry is not None:
                     assert entry.rule.buffer, f"{name} is a buffer"
                     self._place(entry, chunk, name)
             for name, module in chunk.named_modules():
                 if isinstance(module, NF4Matrix):
-                    self._place(plan.by_megatron[canonical_name(name, chunk, spec, context)], chunk, name)
+                    self._place(plan.by_megatron[canonical_parameter_name(name, chunk, spec, context)], chunk, name)
             for p in self.placed if chunk.config.quantized else ():
-                assert isinstance(p.held, NF4Matrix) == four_bits.is_four_bit_weight(p.entry.rule), (
+                assert isinstance(p.held, NF4Matrix) == four_bit_weights.is_four_bit_weight(p.entry.rule), (
                     f"{p.entry.megatron} is stored in four bits in only one of the model and the weight plan"
                 )
         self.by_name = {p.entry.megatron: p for p in self.placed}
@@ -154,7 +154,7 @@ class RankWeights:
             if not check_finite_weights.all_values_finite(value):
                 bad.extend(placed.entry.hf)
             placed.held.copy_(value)
-        check_finite_weights.non_finite_problem(bad)
+        check_finite_weights.raise_for_non_finite_tensors(bad)
 
     def stream(
         self, value: Callable[[Tensor], Tensor | None], everywhere: bool = False
@@ -172,7 +172,7 @@ class RankWeights:
             )
 
     def stream_group(
-        self, group: PlanGroup, value: Callable[[Tensor], Tensor | None], route: GatherRoute = TO_RANK0
+        self, group: PlanGroup, value: Callable[[Tensor], Tensor | None], route: GatherDestination = TO_RANK0
     ) -> Iterator[tuple[str, Tensor]]:
         """The part of `stream` that is about one group of entries; yields where `route` leads."""
         shards = (self._gather(entry, value, route) for entry in group.entries)
@@ -183,7 +183,7 @@ class RankWeights:
                 pass
 
     def _gather(
-        self, entry: PlanEntry, value: Callable[[Tensor], Tensor | None], route: GatherRoute
+        self, entry: PlanEntry, value: Callable[[Tensor], Tensor | None], route: GatherDestination
     ) -> list[Tensor] | None:
         """The entry's shards in order, where `route` leads; None elsewhere."""
         holders = self.holders(entry)
@@ -195,7 +195,7 @@ class RankWeights:
         holders: Sequence[int],
         shapes: Sequence[tuple[int, ...]],
         get_own: Callable[[], Tensor | None],
-        route: GatherRoute = TO_RANK0,
+        route: GatherDestination = TO_RANK0,
     ) -> list[Tensor] | None:
         """`get_own()` of each holder (None: zeros), of these shapes, where `route` leads; None elsewhere. CPU tensors
         travel, whatever the device."""
@@ -281,12 +281,12 @@ class RandomWeightSource:
 _WIRE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def _send(tensor: Tensor, route: GatherRoute) -> None:
+def _send(tensor: Tensor, route: GatherDestination) -> None:
     for sent in (torch.tensor([_WIRE.index(tensor.dtype)]), tensor):
         _wait(dist.isend(sent, route.to, group=distributed.cpu_group()), route)
 
 
-def _receive(shape: tuple[int, ...], source: int, route: GatherRoute) -> Tensor:
+def _receive(shape: tuple[int, ...], source: int, route: GatherDestination) -> Tensor:
     code = torch.zeros(1, dtype=torch.int64)
     _wait(dist.irecv(code, source, group=distributed.cpu_group()), route)
     tensor = torch.empty(shape, dtype=_WIRE[int(code)])
@@ -294,7 +294,7 @@ def _receive(shape: tuple[int, ...], source: int, route: GatherRoute) -> Tensor:
     return tensor
 
 
-def _wait(work: dist.Work | None, route: GatherRoute) -> None:
+def _wait(work: dist.Work | None, route: GatherDestination) -> None:
     assert work is not None, "no member of the group"
     if route.hours is None:
         work.wait()

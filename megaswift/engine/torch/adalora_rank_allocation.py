@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megaswift.disk import safetensors_disk_errors, sync
+from megaswift.atomic_disk_writes import fsync_path, safetensors_errors_as_oserror
 
 FILE = "ranks.safetensors"
 AVERAGES = ("exp_avg_ipt", "exp_avg_unc")
@@ -26,7 +26,7 @@ _MASK = "rank_pattern"
 ADAPTER = "default"
 
 
-class RankAllocation:
+class AdaLoraRankAllocator:
     """The allocator of one model's adapters. All ranks hold the same whole parameters and gradients, so they agree
     without a word."""
 
@@ -60,9 +60,9 @@ class RankAllocation:
         }
         pattern = {self._full(name): mask for name, mask in (self.settings.rank_pattern or {}).items()}
         tensors |= {f"{_MASK}.{name}": torch.tensor(mask, dtype=torch.bool) for name, mask in pattern.items()}
-        with safetensors_disk_errors(directory / FILE):
+        with safetensors_errors_as_oserror(directory / FILE):
             save_file(tensors, directory / FILE)
-        sync(directory / FILE)
+        fsync_path(directory / FILE)
 
     def _full(self, name: str) -> str:
         """PEFT drops the adapter's name from the pattern when it saves."""
@@ -83,7 +83,7 @@ class RankAllocation:
         self.settings.rank_pattern = pattern or None
 
 
-def find_rank_allocation(model: nn.Module) -> RankAllocation | None:
+def find_adalora_rank_allocator(model: nn.Module) -> AdaLoraRankAllocator | None:
     """Of a model with AdaLoRA's adapters; None for others."""
     settings = getattr(model, "peft_config", {}).get(ADAPTER)
-    return RankAllocation(model) if settings is not None and settings.peft_type == "ADALORA" else None
+    return AdaLoraRankAllocator(model) if settings is not None and settings.peft_type == "ADALORA" else None

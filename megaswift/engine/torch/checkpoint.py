@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from megaswift import distributed, log
+from megaswift.atomic_disk_writes import fsync_path
 from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.hf_source import HfSource, TensorMeta
 from megaswift.bridge.saved_dtype_compatibility import saved_dtype_problem
 from megaswift.bridge.torch_engine_step_source import TorchStepSource
 from megaswift.bridge.transformers_weights import persistent_buffers, tensors_by_disk_name
-from megaswift.disk import sync
 from megaswift.engine import rng_state
 from megaswift.engine.torch import weight_loading
-from megaswift.engine.torch.conversions import conversion_groups, jointly_written_parameters
-from megaswift.engine.torch.host_memory import return_freed_memory
+from megaswift.engine.torch.host_memory_release import return_freed_memory
 from megaswift.engine.torch.peft_wrappers import PREFIX, unwrap_peft_model
 from megaswift.engine.torch.strategy import WEIGHT
+from megaswift.engine.torch.transformers_conversions import conversion_groups, jointly_written_parameters
 from megaswift.errors import ROOM, Problem, UserError
 from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointFolder
 
@@ -43,7 +43,7 @@ FORMAT = "torch-2"
 def save_step(engine: TorchEngine, directory: Path) -> None:
     """Everything into `directory`, on disk when this returns. Collective."""
     directory.mkdir(parents=True, exist_ok=True)
-    problems = streamed_file_write_problems(
+    problems = write_tensor_stream_to_folder(
         engine, directory / WHOLE, _tensors(engine), _stream_all(engine), lambda writer: writer.close()
     )
     try:
@@ -54,13 +54,13 @@ def save_step(engine: TorchEngine, directory: Path) -> None:
             (directory / FACTS).write_text(json.dumps(_facts(engine), indent=1) + "\n", encoding="utf-8")
             small.append(directory / FACTS)
         for path in [*small, directory]:
-            sync(path)
+            fsync_path(path)
     except OSError as error:
         problems = [Problem(str(directory), f"could not be written ({error})", ROOM)]
     distributed.raise_on_all_ranks(problems)
 
 
-def streamed_file_write_problems(
+def write_tensor_stream_to_folder(
     engine: TorchEngine,
     folder: Path,
     metas: Mapping[str, TensorMeta],
@@ -113,7 +113,7 @@ def stream_weights(engine: TorchEngine, kind: str, everywhere: bool = False) -> 
         yield from tensors_by_disk_name(bare, {name: tensor.cpu() for name, tensor in model_buffers.items()}).items()
 
 
-def disk_metas(engine: TorchEngine) -> dict[str, Tensor]:
+def meta_tensors_by_disk_name(engine: TorchEngine) -> dict[str, Tensor]:
     """What `stream_weights` gives of the weights, in shape and dtype."""
     bare = unwrap_peft_model(engine.fields.model)
     metas = {name.removeprefix(PREFIX): torch.empty(shape, device="meta") for name, shape in engine.shapes.items()}
@@ -172,7 +172,9 @@ def _tensors(engine: TorchEngine) -> dict[str, TensorMeta]:
     weights = (
         {}
         if engine.adapts
-        else {f"{WEIGHT}.{n}": TensorMeta(tuple(t.shape), t.dtype) for n, t in disk_metas(engine).items()}
+        else {
+            f"{WEIGHT}.{n}": TensorMeta(tuple(t.shape), t.dtype) for n, t in meta_tensors_by_disk_name(engine).items()
+        }
     )
     return weights | {f"{kind}.{name}": meta for (name, kind), meta in _entries(engine).items()}
 

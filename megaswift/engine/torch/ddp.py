@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.squared_gradient_norm import sum_of_squares
-from megaswift.engine.torch.context import TorchContext
+from megaswift.engine.torch.data_parallel_context import TorchContext
 from megaswift.engine.torch.meta_init import allocate_storage
 from megaswift.engine.torch.optimizer_registry import make_torch_optimizer
 from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
 from megaswift.engine.torch.quantized_weights import scale_bytes, unpacked_numel
 from megaswift.engine.torch.strategy import GRADIENT, WEIGHT, clip_gradients, set_rates
-from megaswift.engine.torch.vision_model_parts import trains_tower
+from megaswift.engine.torch.vision_model_parts import trains_encoder_or_aligner
 
 
 class DdpStrategy:
@@ -53,7 +53,7 @@ class DdpStrategy:
             "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False
         }
         # the last layers of some towers have no effect, and so no gradient
-        idle = trains_tower(unwrap_peft_model(getattr(module, "model", module)))
+        idle = trains_encoder_or_aligner(unwrap_peft_model(getattr(module, "model", module)))
         return DistributedDataParallel(
             module, device_ids=devices, gradient_as_bucket_view=True, find_unused_parameters=idle, **no_sync_of_buffers
         )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megaswift import distributed
 from megaswift.bridge import check_finite_weights
-from megaswift.bridge.checkpoint_model_folder import write_model_folder
+from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.transformers_weights import (
     folder_config_dtype,
     folder_tensor_dtypes,
@@ -30,21 +30,27 @@ from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
 from megaswift.device_copy import copy_to_device_async
 from megaswift.engine.objective import Objective, count_global_batch, named_head_outputs, reduce_objective_report
-from megaswift.engine.protocol import ParameterReport, StepResult
+from megaswift.engine.protocol import EngineSizeReport, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
-from megaswift.engine.torch import causality_check, checkpoint, peft_wrappers, quantized_weights, weight_loading
-from megaswift.engine.torch.adalora_rank_allocation import find_rank_allocation
-from megaswift.engine.torch.context import TorchContext
+from megaswift.engine.torch import (
+    causality_and_packing_check,
+    checkpoint,
+    peft_wrappers,
+    quantized_weights,
+    weight_loading,
+)
+from megaswift.engine.torch.adalora_rank_allocation import find_adalora_rank_allocator
+from megaswift.engine.torch.data_parallel_context import TorchContext
 from megaswift.engine.torch.ddp import DdpStrategy
-from megaswift.engine.torch.host_memory import return_freed_memory
+from megaswift.engine.torch.host_memory_release import return_freed_memory
 from megaswift.engine.torch.loss_fields import labeled_columns
-from megaswift.engine.torch.merged_adapters import build_adapter_merging
+from megaswift.engine.torch.merged_adapters import collect_merged_adapter_weights
 from megaswift.engine.torch.router_losses import RouterLosses
-from megaswift.engine.torch.strategies import wrap_model
 from megaswift.engine.torch.strategy import GRADIENT, WEIGHT
+from megaswift.engine.torch.strategy_registry import build_strategy
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_spec import ModelSpec
-from megaswift.losses.contract import Batch, Loss, ModelOutputs, Needs
+from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
 
 
 class TorchEngine:
@@ -63,13 +69,13 @@ class TorchEngine:
         with return_freed_memory():
             self._build(weight_loading.prepare_weights_from_files(directory, self))
         check_finite_weights.check_weights_finite((name, _local(p)) for name, p in self.fields.model.named_parameters())
-        causality_check.check_causality_and_packing(self)
+        causality_and_packing_check.check_causality_and_packing(self)
 
     def random_init(self, seed: int) -> None:
         """Weights from the configured seed."""
         with return_freed_memory():
             self._build(weight_loading.prepare_random_weights(self.folder, self))
-        causality_check.check_causality_and_packing(self)
+        causality_and_packing_check.check_causality_and_packing(self)
 
     def keep(self, directory: Path) -> None:
         """The model without its weights, which a checkpoint brings."""
@@ -78,7 +84,7 @@ class TorchEngine:
 
     def _build(self, start: weight_loading.ModelWithWeightFiller) -> None:
         self.fields = start.fields
-        self.merging = build_adapter_merging(self.fields) if self.adapts and self.cfg.task in RL else None
+        self.merging = collect_merged_adapter_weights(self.fields) if self.adapts and self.cfg.task in RL else None
         self.elements = sum(quantized_weights.unpacked_numel(p) for p in self.fields.parameters())
         self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
         self.noise, self.routers = (
@@ -86,9 +92,9 @@ class TorchEngine:
             RouterLosses(peft_wrappers.unwrap_peft_model(self.fields.model), self.spec, self.cfg),
         )
         self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
-        self.strategy = wrap_model(self.kind, self.fields, self.cfg, self.context, self.dtype)
+        self.strategy = build_strategy(self.kind, self.fields, self.cfg, self.context, self.dtype)
         start.fill(self)
-        self.allocation = find_rank_allocation(self.fields.model)
+        self.allocation = find_adalora_rank_allocator(self.fields.model)
         if self.allocation is not None:
             assert isinstance(self.strategy, DdpStrategy), "config.adapter_rules says so"
             self.strategy.stepped = self.allocation.stepped
@@ -188,7 +194,7 @@ class TorchEngine:
             self.dtype = chosen
 
     @torch.no_grad()
-    def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[ModelOutputs]:
+    def score(self, microbatches: Sequence[Batch], needs: RequestedModelOutputs) -> list[ModelOutputs]:
         """What `needs` asks for, per micro-batch in input order."""
         self.strategy.module.eval()
         self.fields.needs = needs
@@ -238,12 +244,12 @@ class TorchEngine:
         config.json is the source's, but for a model with a scalar head.
         """
         metas, config = (
-            metas_like(checkpoint.disk_metas(self), source),
+            metas_like(checkpoint.meta_tensors_by_disk_name(self), source),
             self.spec.hf_config if self.spec.scored else None,
         )
         metas = metas if dtype is None else {name: meta._replace(dtype=dtype) for name, meta in metas.items()}
         distributed.raise_on_all_ranks(
-            checkpoint.streamed_file_write_problems(
+            checkpoint.write_tensor_stream_to_folder(
                 self, folder, metas, self.hf_weights(), lambda writer: writer.close(source, config)
             ),
         )
@@ -268,7 +274,7 @@ class TorchEngine:
 
     def describe(self, target: Path, folder: Path) -> None:
         """config.json, the tokenizer and each tensor's dtype. On one rank."""
-        write_model_folder(
+        write_checkpoint_hf_metadata(
             target, self.spec.hf_config, folder_tensor_dtypes(folder) or {"all": folder_config_dtype(folder)}, folder
         )
 
@@ -284,14 +290,14 @@ class TorchEngine:
         ] * chosen.use_liger
         return ", ".join(["transformers", f"{attention} attention", str(self.dtype).removeprefix("torch."), *extra])
 
-    def report(self) -> ParameterReport:
+    def report(self) -> EngineSizeReport:
         """Exact sizes, for the first screen. Collective."""
         elements, weights, gradients, optimizer = map(int, distributed.all_max(self.strategy.sizes()))
         total = self.elements
         flops = total - (0 if self.spec.tied else self.spec.vocab_size * self.spec.hidden_size)
         if not self.adapts:
-            return ParameterReport(total, elements, weights, gradients, optimizer, flops)
-        return ParameterReport(total, elements, weights, gradients, optimizer, flops * 2 // 3, self.trained, flops)
+            return EngineSizeReport(total, elements, weights, gradients, optimizer, flops)
+        return EngineSizeReport(total, elements, weights, gradients, optimizer, flops * 2 // 3, self.trained, flops)
 
     def save(self, directory: Path) -> None:
         """Weights, optimizer and this rank's random states. Collective."""
@@ -300,7 +306,7 @@ class TorchEngine:
     def load(self, directory: Path) -> None:
         """The inverse of `save`, under this or another strategy and number of ranks. Collective."""
         checkpoint.load_step(self, directory)
-        causality_check.check_causality_and_packing(self)
+        causality_and_packing_check.check_causality_and_packing(self)
 
 
 def _local(parameter: Any) -> Tensor:
@@ -326,7 +332,7 @@ def _compute_dtype(cfg: SwiftConfig, folder: Path, device: torch.device) -> torc
     return dtype
 
 
-def document_lengths(batch: Batch) -> Tensor:
+def document_length_per_token(batch: Batch) -> Tensor:
     """int64 [b, s]: the number of tokens in each token's document; 0 on padding."""
     valid = batch.valid.long()
     if batch.cu_seqlens is None:
@@ -348,7 +354,7 @@ class NeftuneNoise:
 
     def of(self, batch: Batch) -> Tensor:
         """Its scale: 0 on padding."""
-        tokens = document_lengths(batch)
+        tokens = document_length_per_token(batch)
         return self.alpha * (tokens > 0) * tokens.clamp(min=1).rsqrt()
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from megaswift import log
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.squared_gradient_norm import sum_of_squares
-from megaswift.engine.torch.context import TorchContext
+from megaswift.engine.torch.data_parallel_context import TorchContext
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.meta_init import allocate_storage
 
@@ -56,7 +56,9 @@ class FsdpStrategy(DdpStrategy):
         offload: OffloadPolicy = (
             CPUOffloadPolicy(pin_memory=kind == "cuda") if self.options.offload else OffloadPolicy()
         )
-        units = unshared_units([m for m in module.modules() if type(m).__name__ in self.options.layers], module)
+        units = units_without_tied_weights(
+            [m for m in module.modules() if type(m).__name__ in self.options.layers], module
+        )
         for unit in (*reversed(units), module):  # inner units first; one at a time is whole, and on the device
             allocate_storage(unit.parameters(), self.context.device)
             fully_shard(
@@ -117,7 +119,7 @@ class FsdpStrategy(DdpStrategy):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def unshared_units(units: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
+def units_without_tied_weights(units: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
     """Those that share no weight with a module outside: embeddings tied to the head, say, stay in the unit around
     both."""
     everywhere = _uses(model)

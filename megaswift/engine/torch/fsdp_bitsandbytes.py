@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megaswift.config.optim import OptimConfig
-from megaswift.engine.torch.optimizers import BitsAndBytesOptimizer, ElementwiseOptimizer, Metas, NamedParameters
+from megaswift.engine.torch.optimizers import BitsAndBytesOptimizer, Metas, NamedParameters, TorchEngineOptimizer
 
 
 def local_tensor(tensor: Any) -> Tensor:
@@ -18,7 +18,7 @@ def local_tensor(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class LocalShardOptimizer(ElementwiseOptimizer):
+class LocalShardOptimizer(TorchEngineOptimizer):
     """Each parameter's part as a parameter of the optimizer. States are whole to the outside, as the weights are."""
 
     def __init__(self, named: NamedParameters, optim: OptimConfig) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import OptimConfig
-from megaswift.engine.torch.optimizers import ElementwiseOptimizer, Metas, NamedParameters, elementwise_optimizer_class
+from megaswift.engine.torch.optimizers import Metas, NamedParameters, TorchEngineOptimizer, elementwise_optimizer_class
 from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
 
@@ -77,7 +77,7 @@ class GaloreTarget:
         return update @ self.sides[RIGHT] if RIGHT in self.sides else update
 
 
-class GaLore(ElementwiseOptimizer):
+class GaloreOptimizer(TorchEngineOptimizer):
     """Stand-ins for the projected matrices, and all other parameters as they are, under one optimizer."""
 
     def __init__(self, named: NamedParameters, optim: OptimConfig, module: nn.Module) -> None:

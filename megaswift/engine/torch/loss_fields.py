@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
 from megaswift.engine.torch.vision_model_parts import model_has_tower
-from megaswift.losses.contract import Needs
+from megaswift.losses.contract import RequestedModelOutputs
 
 
-def compute_loss_fields(logits: Tensor, labels: Tensor, needs: Needs) -> Tensor:
+def compute_loss_fields(logits: Tensor, labels: Tensor, needs: RequestedModelOutputs) -> Tensor:
     """float32 [f, ...] from logits [..., v] and labels [...], in the order of `needs.names`."""
     scaled = logits.float()
     if needs.temperature != 1.0:
@@ -44,13 +44,13 @@ def labeled_columns(labeled: Tensor) -> Tensor:
     return columns if columns.numel() else columns.new_zeros(1)  # every rank goes through every layer
 
 
-class FieldsModel(nn.Module):
+class LossFieldsModel(nn.Module):
     """A causal language model whose forward pass ends in fields, so that a wrapper's hooks see the head too."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.needs = Needs()
+        self.needs = RequestedModelOutputs()
         self.places = model_has_tower(unwrap_peft_model(model))
         """The model gives its tokens positions itself: those of images may be those of a grid."""
         parameters = inspect.signature(unwrap_peft_model(model).forward).parameters

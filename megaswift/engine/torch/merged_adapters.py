@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from megaswift.bridge.transformers_weights import persistent_buffers
 from megaswift.engine.torch import quantized_weights
-from megaswift.engine.torch.loss_fields import FieldsModel
-from megaswift.engine.torch.peft_wrappers import PREFIX, base_parameter_name, name_without_adapters
+from megaswift.engine.torch.loss_fields import LossFieldsModel
+from megaswift.engine.torch.peft_wrappers import PREFIX, name_without_adapters, wrapped_name_without_adapters
 from megaswift.errors import ConfigError, Problem
 
 OWN, KEPT = f"{PREFIX}base_model.model.", ".original_module."
@@ -53,7 +53,7 @@ class AdaptedLayer:
 
 
 @dataclass(frozen=True)
-class PackedWeight:
+class QuantizedWeightWithAdapter:
     """A weight in few bits, whole on every rank, with the adapter around it where there is one."""
 
     module: Any
@@ -68,13 +68,13 @@ class PackedWeight:
 
 
 @dataclass
-class AdapterMerging:
+class MergedAdapterWeights:
     """The merged weights of a model, by the names that its parameters have without adapters."""
 
     plain: dict[str, str] = field(default_factory=dict)
     """Those that no adapter changes -> where the engine has them."""
     adapted: dict[str, AdaptedLayer] = field(default_factory=dict)
-    packed: dict[str, PackedWeight] = field(default_factory=dict)
+    packed: dict[str, QuantizedWeightWithAdapter] = field(default_factory=dict)
     layers: dict[str, Any] = field(default_factory=dict)
     """PEFT's, outermost ones only, by their names in the module that is wrapped."""
 
@@ -113,9 +113,9 @@ class AdapterMerging:
         }
 
 
-def build_adapter_merging(fields: FieldsModel) -> AdapterMerging:
+def collect_merged_adapter_weights(fields: LossFieldsModel) -> MergedAdapterWeights:
     """Before the model is wrapped: later its tensors may be parts, and hooks hang on its layers."""
-    merging, first = AdapterMerging(), {id(p): name for name, p in fields.named_parameters()}
+    merging, first = MergedAdapterWeights(), {id(p): name for name, p in fields.named_parameters()}
     for name, module in fields.named_modules():
         if _adapts(module) and _inside(name, merging.layers) is None:
             merging.layers[name] = module
@@ -123,7 +123,7 @@ def build_adapter_merging(fields: FieldsModel) -> AdapterMerging:
                 layer = _adapted(name, module, first)
                 merging.adapted |= dict.fromkeys(layer.own.values(), layer)
     for name, _ in fields.named_parameters():
-        place, wrapped = base_parameter_name(name), _inside(name, merging.layers)
+        place, wrapped = wrapped_name_without_adapters(name), _inside(name, merging.layers)
         if (
             not name.startswith(OWN)
             or KEPT in name
@@ -147,7 +147,7 @@ def build_adapter_merging(fields: FieldsModel) -> AdapterMerging:
                         "use the unquantized model",
                     )
                 )
-            merging.packed[place] = PackedWeight(module, adapter)
+            merging.packed[place] = QuantizedWeightWithAdapter(module, adapter)
         else:
             merging.plain[place] = name
     return merging
@@ -161,7 +161,7 @@ def _adapted(name: str, module: Any, first: Mapping[int, str]) -> AdaptedLayer:
     return AdaptedLayer(
         _copied(module, empty_parameters),
         places,
-        {n: base_parameter_name(f"{name}.{n}") for n, _ in module.get_base_layer().named_parameters()},
+        {n: wrapped_name_without_adapters(f"{name}.{n}") for n, _ in module.get_base_layer().named_parameters()},
     )
 
 

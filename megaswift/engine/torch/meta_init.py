@@ -31,7 +31,7 @@ def build_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def expand_meta_parameters(module: nn.Module) -> None:
+def meta_parameters_to_expanded_zeros(module: nn.Module) -> None:
     """Replaces parameters on the meta device by expanded zeros on the CPU; tied parameters stay tied."""
     parameters: dict[int, nn.Parameter] = {}
     for part in module.modules():

@@ -7,17 +7,17 @@ from torch.distributed.tensor import DTensor
 
 from megaswift.config.optim import GALORE, ON_PARTS, OptimConfig
 from megaswift.engine.torch.fsdp_bitsandbytes import LocalShardOptimizer
-from megaswift.engine.torch.galore import GaLore
-from megaswift.engine.torch.optimizers import ElementwiseOptimizer, elementwise_optimizer_class
+from megaswift.engine.torch.galore import GaloreOptimizer
+from megaswift.engine.torch.optimizers import TorchEngineOptimizer, elementwise_optimizer_class
 
 
-def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> ElementwiseOptimizer:
+def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> TorchEngineOptimizer:
     """The optimizer of what trains in `module`."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if optim.optimizer in ON_PARTS and any(isinstance(p, DTensor) for _, p in named):
         return LocalShardOptimizer(named, optim)
     return (
-        GaLore(named, optim, module)
+        GaloreOptimizer(named, optim, module)
         if optim.optimizer in GALORE
         else elementwise_optimizer_class(optim.optimizer)(named, optim)
     )

@@ -27,7 +27,7 @@ SMALLEST = 4096
 """Parameters of fewer numbers keep 32-bit states (bitsandbytes' min_8bit_size)."""
 
 
-class ElementwiseOptimizer:
+class TorchEngineOptimizer:
     """torch's AdamW or SGD: states of the parameter's shape, also where a rank holds a part of it."""
 
     inner: torch.optim.Optimizer
@@ -78,7 +78,7 @@ class ElementwiseOptimizer:
         return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in self.metas(parameter).values())
 
 
-class AdafactorOptimizer(ElementwiseOptimizer):
+class AdafactorOptimizer(TorchEngineOptimizer):
     """Adafactor (arXiv:1804.04235) of transformers, with the run's learning rate: row and column means of squared
     gradients."""
 
@@ -104,7 +104,7 @@ class AdafactorOptimizer(ElementwiseOptimizer):
         self.inner.state[parameter] |= {"step": steps, "RMS": 0, **zeros}
 
 
-class BitsAndBytesOptimizer(ElementwiseOptimizer):
+class BitsAndBytesOptimizer(TorchEngineOptimizer):
     """AdamW or Lion of bitsandbytes: 8-bit states in blocks of 256 with a scale each, or 32-bit ones; on a GPU also in
     paged memory."""
 
@@ -142,8 +142,8 @@ class BitsAndBytesOptimizer(ElementwiseOptimizer):
         self.count(parameter, steps)
 
 
-def elementwise_optimizer_class(name: str) -> Callable[[NamedParameters, OptimConfig], ElementwiseOptimizer]:
+def elementwise_optimizer_class(name: str) -> Callable[[NamedParameters, OptimConfig], TorchEngineOptimizer]:
     """Of an optimizer that takes all parameters alike."""
     if name in OF_BITSANDBYTES:
         return BitsAndBytesOptimizer
-    return AdafactorOptimizer if name.endswith("adafactor") else ElementwiseOptimizer
+    return AdafactorOptimizer if name.endswith("adafactor") else TorchEngineOptimizer

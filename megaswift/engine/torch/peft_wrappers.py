@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megaswift.disk import safetensors_disk_errors
+from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
 from megaswift.families.adapter_folder import TENSORS
 
 PREFIX = "model."
@@ -23,7 +23,7 @@ def name_without_adapters(name: str) -> str:
     return _WRAPPED.sub("", name)
 
 
-def base_parameter_name(name: str) -> str:
+def wrapped_name_without_adapters(name: str) -> str:
     """The same, from its name in the module that is wrapped."""
     return name_without_adapters(name.removeprefix(PREFIX).removeprefix("base_model.model."))
 
@@ -46,7 +46,7 @@ def write_adapter_folder(model: Any, state: dict[str, Tensor], folder: Path, bas
     named |= {name: shared[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if id(p) in shared}
     tensors = get_peft_model_state_dict(model, state_dict=named)
     file = folder / TENSORS
-    with safetensors_disk_errors(file):
+    with safetensors_errors_as_oserror(file):
         save_file({name: t.clone() for name, t in tensors.items()}, file, metadata={"format": "pt"})
     config = copy.copy(model.peft_config["default"])
     config.base_model_name_or_path, config.inference_mode = base_name, True

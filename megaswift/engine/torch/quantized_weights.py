@@ -16,14 +16,16 @@ from torch import Tensor, nn
 
 from megaswift.bridge.bitsandbytes_config import bitsandbytes_config
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import frozen_weight_bits
+from megaswift.config.adapter_rules import base_quantization_bits
 from megaswift.families.family import read_config
-from megaswift.families.torch_quantization_checks import DEQUANTIZED, quant_method, quantization_config_of
+from megaswift.families.quantized_training_checks import DEQUANTIZED, quant_method, quantization_config_of
 
 
-def loading_arguments(folder: Path, cfg: SwiftConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def quantized_from_pretrained_arguments(
+    folder: Path, cfg: SwiftConfig, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
     """Arguments of `from_pretrained` for quantized weights; `dtype`: the run's compute precision."""
-    config, bits = read_config(folder), frozen_weight_bits(cfg)
+    config, bits = read_config(folder), base_quantization_bits(cfg)
     method = quant_method(config)
     if method in DEQUANTIZED:
         from transformers.quantizers import AutoQuantizationConfig
@@ -44,7 +46,7 @@ def loading_arguments(folder: Path, cfg: SwiftConfig, device: torch.device, dtyp
     return {"device_map": {"": device}} | ({"dtype": dtype} if method in ("gptq", "awq") else {})
 
 
-def to_float32(model: nn.Module, folder: Path) -> nn.Module:
+def dequantized_model_to_float32(model: nn.Module, folder: Path) -> nn.Module:
     """The model in float32 where transformers dequantized it, into the dtype that config.json names."""
     if quant_method(read_config(folder)) in DEQUANTIZED:
         for parameter in model.parameters():

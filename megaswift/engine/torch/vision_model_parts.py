@@ -29,7 +29,7 @@ def model_has_tower(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "vision_config", None) is not None
 
 
-def trains_tower(model: Any) -> bool:
+def trains_encoder_or_aligner(model: Any) -> bool:
     """Whether anything beside the language model trains."""
     if not model_has_tower(model):
         return False
@@ -37,7 +37,7 @@ def trains_tower(model: Any) -> bool:
     return any(p.requires_grad and not _below(name, language) for name, p in model.named_parameters())
 
 
-class VisionParts:
+class VisionModelPartNames:
     """Which part of a model each name belongs to."""
 
     def __init__(self, model: Any) -> None:
@@ -75,7 +75,7 @@ def _below(name: str, modules: list[str]) -> bool:
     return any(name == m or name.startswith(m + ".") for m in modules)
 
 
-def frozen_parts(model: nn.Module, cfg: ModelConfig) -> set[str]:
+def frozen_vision_model_parts(model: nn.Module, cfg: ModelConfig) -> set[str]:
     """The parts that do not train; none of a model that reads text only."""
     choices = {VIT: cfg.freeze_vit, ALIGNER: cfg.freeze_aligner, LLM: cfg.freeze_llm}
     return (
@@ -85,10 +85,10 @@ def frozen_parts(model: nn.Module, cfg: ModelConfig) -> set[str]:
     )
 
 
-def freeze_parts(model: nn.Module, cfg: ModelConfig) -> None:
+def freeze_vision_model_parts(model: nn.Module, cfg: ModelConfig) -> None:
     """Weights of frozen parts do not train."""
-    if frozen := frozen_parts(model, cfg):
-        parts = VisionParts(model)
+    if frozen := frozen_vision_model_parts(model, cfg):
+        parts = VisionModelPartNames(model)
         for name, parameter in model.named_parameters():
             if parts.of(name) in frozen:
                 parameter.requires_grad_(False)
@@ -96,12 +96,12 @@ def freeze_parts(model: nn.Module, cfg: ModelConfig) -> None:
 
 def frozen_modules_pattern(model: nn.Module, cfg: ModelConfig) -> str | None:
     """A pattern of whole names, of the modules of frozen parts: they get no adapters."""
-    frozen = frozen_parts(model, cfg)
-    names = list(_whole("", model, VisionParts(model), frozen)) if frozen else []
+    frozen = frozen_vision_model_parts(model, cfg)
+    names = list(_whole("", model, VisionModelPartNames(model), frozen)) if frozen else []
     return f"(?:{'|'.join(map(re.escape, names))})(?:\\..*)?" if names else None
 
 
-def _whole(name: str, module: nn.Module, parts: VisionParts, frozen: set[str]) -> Iterator[str]:
+def _whole(name: str, module: nn.Module, parts: VisionModelPartNames, frozen: set[str]) -> Iterator[str]:
     """The uppermost modules all of whose weights are frozen."""
     parts_of_module = {parts.of(f"{name}.{p}" if name else p) for p, _ in module.named_parameters()}
     if name and parts_of_module and parts_of_module <= frozen:

@@ -29,12 +29,17 @@ from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource, new_scala
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.transformers_weights import persistent_buffers
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import SHARDED, frozen_weight_bits
-from megaswift.engine.torch import meta_init, model, quantized_weights
-from megaswift.engine.torch.conversions import ConversionGroup, conversion_groups, group_shapes, tied_name_map
-from megaswift.engine.torch.loss_fields import FieldsModel
-from megaswift.engine.torch.peft_wrappers import base_parameter_name, name_without_adapters, unwrap_peft_model
+from megaswift.config.adapter_rules import SHARDED, base_quantization_bits
+from megaswift.engine.torch import meta_init, model_building, quantized_weights
+from megaswift.engine.torch.loss_fields import LossFieldsModel
+from megaswift.engine.torch.peft_wrappers import name_without_adapters, unwrap_peft_model, wrapped_name_without_adapters
 from megaswift.engine.torch.strategy import WEIGHT
+from megaswift.engine.torch.transformers_conversions import (
+    ConversionGroup,
+    conversion_groups,
+    converted_parameter_shapes,
+    tied_name_map,
+)
 from megaswift.errors import Problem, UserError, WeightsError
 from megaswift.families import read_config
 from megaswift.families.checkpoint_folder import find_checkpoint
@@ -49,7 +54,7 @@ Fill = Callable[["TorchEngine"], None]
 class ModelWithWeightFiller:
     """A model that is ready to be wrapped, and what gives the wrapped one its weights."""
 
-    fields: FieldsModel
+    fields: LossFieldsModel
     fill: Fill = lambda engine: None
 
 
@@ -95,9 +100,11 @@ def prepare_without_weights(directory: Path, engine: TorchEngine) -> ModelWithWe
     )
 
 
-def _prepare(directory: Path, engine: TorchEngine, weights: bool, empty: bool = False) -> FieldsModel:
-    further = quantized_weights.loading_arguments(directory, engine.cfg, engine.context.device, engine.dtype)
-    return model.prepare_model(directory, engine.cfg, weights, engine.spec, further, empty)
+def _prepare(directory: Path, engine: TorchEngine, weights: bool, empty: bool = False) -> LossFieldsModel:
+    further = quantized_weights.quantized_from_pretrained_arguments(
+        directory, engine.cfg, engine.context.device, engine.dtype
+    )
+    return model_building.build_model_for_wrapping(directory, engine.cfg, weights, engine.spec, further, empty)
 
 
 def _stays_on_meta(directory: Path, cfg: SwiftConfig) -> bool:
@@ -107,7 +114,7 @@ def _stays_on_meta(directory: Path, cfg: SwiftConfig) -> bool:
     if (
         (cfg.model.trust_remote_code and "auto_map" in raw)
         or "quantization_config" in raw
-        or frozen_weight_bits(cfg) is not None
+        or base_quantization_bits(cfg) is not None
     ):
         return False
     if cfg.model.train_type == "full":
@@ -123,7 +130,7 @@ def _stays_on_meta(directory: Path, cfg: SwiftConfig) -> bool:
 def _differences(bare: Any, source: WeightSource, groups: list[ConversionGroup]) -> list[Problem]:
     """Parameters that the files do not have in the model's shape."""
     first = tied_name_map(bare)
-    stored = {first.get(name, name): shape for name, shape in group_shapes(bare, source, groups).items()}
+    stored = {first.get(name, name): shape for name, shape in converted_parameter_shapes(bare, source, groups).items()}
     adapted = bool(getattr(bare, "peft_config", None)) or any(hasattr(m, "base_layer") for m in bare.modules())
     expected = {
         name_without_adapters(name): p
@@ -149,7 +156,9 @@ def fill_from_files(
     places: dict[str, list[str]] = {}
     for name in engine.shapes:
         if skip is None or skip not in name:  # an adapter's folder brought these
-            places.setdefault(first.get(base_parameter_name(name), base_parameter_name(name)), []).append(name)
+            places.setdefault(
+                first.get(wrapped_name_without_adapters(name), wrapped_name_without_adapters(name)), []
+            ).append(name)
     model_buffers = {name_without_adapters(name): tensor for name, tensor in persistent_buffers(bare).items()}
     for piece in groups:
         tensors = {name: source.slice(name).float() for _, name in piece.stored}

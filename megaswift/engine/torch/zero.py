@@ -30,13 +30,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaswift.bridge.hf_source import TensorMeta
-from megaswift.config.deepspeed_json import KINDS, deepspeed_kind, deepspeed_offloads
+from megaswift.config.deepspeed_json import KINDS, matching_deepspeed_preset, offloads_optimizer_and_weights
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.squared_gradient_norm import sum_of_squares
 from megaswift.engine.torch import zero_config
 from megaswift.engine.torch.meta_init import allocate_storage, is_unallocated
 from megaswift.engine.torch.strategy import WEIGHT, clip_gradients, make_adamw_or_sgd, set_rates
-from megaswift.engine.torch.zero_tensors import MOMENTS, WholeTensors, fp32_shards, get_steps, set_steps, start_states
+from megaswift.engine.torch.zero_tensors import (
+    MOMENTS,
+    ZeroWholeTensorAccess,
+    get_steps,
+    set_steps,
+    start_states,
+    tensors_stepped_on_this_rank,
+)
 from megaswift.errors import ConfigError, Problem
 
 _OPTIMIZERS = {
@@ -56,15 +63,15 @@ class ZeroStrategy:
     def __init__(self, module: nn.Module, optim: OptimConfig, config: Mapping[str, Any], device: torch.device) -> None:
         if optim.optimizer != "adam":
             raise ConfigError(Problem(f"--optimizer {optim.optimizer}", "ZeRO supports AdamW only", "--optimizer adam"))
-        self.kind, self._device = deepspeed_kind(config) or "", device
-        self.stage, (self._offload, self._offload_weights) = KINDS[self.kind][0], deepspeed_offloads(config)
+        self.kind, self._device = matching_deepspeed_preset(config) or "", device
+        self.stage, (self._offload, self._offload_weights) = KINDS[self.kind][0], offloads_optimizer_and_weights(config)
         self._world = dist.get_world_size()
         self._names = dict(module.named_parameters())
         exact = _finer_than_bfloat16(module) if (config.get("bf16") or {}).get("enabled") and self.stage else {}
         deepspeed = zero_config.load_deepspeed(device.type)
-        settings = zero_config.engine_config(config, self._world, device.type)
+        settings = zero_config.deepspeed_engine_config(config, self._world, device.type)
         if self.stage == 3 and any(is_unallocated(p) for p in self._names.values()):
-            zero_config.partition_config(module, settings, device)
+            zero_config.partition_meta_parameters(module, settings, device)
         allocate_storage(self._names.values(), device)
         optimizer = make_adamw_or_sgd([(n, p) for n, p in self._names.items() if p.requires_grad], optim)
         self.module, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
@@ -73,7 +80,7 @@ class ZeroStrategy:
         self._micro = 0
         self._check()
         start_states(self._zero, optimizer)
-        self._tensors = WholeTensors(deepspeed, self.module, optimizer)
+        self._tensors = ZeroWholeTensorAccess(deepspeed, self.module, optimizer)
         for name, tensor in exact.items():
             self.put(name, WEIGHT, tensor)
 
@@ -89,7 +96,7 @@ class ZeroStrategy:
             assert self._zero.partition_gradients == (stage == 2), "gradients are partitioned at stage 2 only"
         if stage:
             elements = sum(math.prod(getattr(p, "ds_shape", p.shape)) for p in self._names.values() if p.requires_grad)
-            sharded, slack = sum(s.numel() for s in fp32_shards(self._zero)), 64 * len(self._names)
+            sharded, slack = sum(s.numel() for s in tensors_stepped_on_this_rank(self._zero)), 64 * len(self._names)
             assert sharded <= elements / self._world + slack, (
                 f"a shard of {sharded} of {elements} parameters on {self._world} ranks"
             )
@@ -136,7 +143,7 @@ class ZeroStrategy:
             self._zero.grad_partitions_flat_buffer.zero_()
         if self._offload:
             sums = getattr(self._zero, "accumulated_grads_in_cpu", {}).values()
-            for gradient in (*sums, *(s.grad for s in fp32_shards(self._zero) if s.grad is not None)):
+            for gradient in (*sums, *(s.grad for s in tensors_stepped_on_this_rank(self._zero) if s.grad is not None)):
                 gradient.zero_()
         if not stepped and hasattr(self._zero, "all_grad_tensors"):
             for group in self._zero.averaged_gradients:

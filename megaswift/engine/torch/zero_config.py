@@ -41,7 +41,7 @@ def load_deepspeed(device_type: str) -> Any:
     return deepspeed
 
 
-def engine_config(config: Mapping[str, Any], world: int, device_type: str) -> dict[str, Any]:
+def deepspeed_engine_config(config: Mapping[str, Any], world: int, device_type: str) -> dict[str, Any]:
     """The configuration that DeepSpeed gets for a resolved one (`megaswift.config.deepspeed_json.fill`).
 
     - Batch sizes are one row a process: a loss comes divided by the global count, so DeepSpeed must not divide by
@@ -95,12 +95,12 @@ class _OneByOne(nn.Module):
             yield parameter
 
 
-def partition_config(module: nn.Module, settings: Mapping[str, Any], device: torch.device) -> None:
+def partition_meta_parameters(module: nn.Module, settings: Mapping[str, Any], device: torch.device) -> None:
     """Stage 3: every parameter of a meta module becomes this rank's shard, before `deepspeed.initialize` would take
     them all at once.
 
-    What is in the shards is given later. `settings` are those of `engine_config`; buffers, which DeepSpeed leaves where
-    they are, move.
+    What is in the shards is given later. `settings` are those of `deepspeed_engine_config`; buffers, which DeepSpeed
+    leaves where they are, move.
     """
     deepspeed = load_deepspeed(device.type)
     deepspeed.init_distributed()  # before the configuration is read, which else takes the world to be one process

@@ -27,7 +27,7 @@ _SHARDS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "f
 """Where the optimizers of stage 3, of stages 1 and 2, and of stage 1 in bfloat16 keep this rank's fp32 weights."""
 
 
-def fp32_shards(zero: Any) -> list[Tensor]:
+def tensors_stepped_on_this_rank(zero: Any) -> list[Tensor]:
     """The tensors that the inner optimizer steps on this rank: flat fp32 shards, or at stage 0 the parameters
     themselves."""
     partitions = next((getattr(zero, name) for name in _SHARDS if hasattr(zero, name)), None)
@@ -37,7 +37,7 @@ def fp32_shards(zero: Any) -> list[Tensor]:
 def start_states(zero: Any, inner: torch.optim.Optimizer) -> None:
     """Adam's state, all zero, where the first step has not made it."""
     on_device = inner.defaults.get("fused") or inner.defaults.get("capturable")
-    for shard in fp32_shards(zero):
+    for shard in tensors_stepped_on_this_rank(zero):
         if not inner.state[shard]:
             step = torch.zeros((), dtype=torch.float32, device=shard.device if on_device else "cpu")
             inner.state[shard] |= {"step": step, **{name: torch.zeros_like(shard.data) for name in MOMENTS}}
@@ -47,16 +47,16 @@ def start_states(zero: Any, inner: torch.optim.Optimizer) -> None:
 
 def get_steps(zero: Any, inner: torch.optim.Optimizer) -> int:
     """Adam's step count."""
-    return int(inner.state[fp32_shards(zero)[0]]["step"])
+    return int(inner.state[tensors_stepped_on_this_rank(zero)[0]]["step"])
 
 
 def set_steps(zero: Any, inner: torch.optim.Optimizer, steps: int) -> None:
     """The inverse of `get_steps`."""
-    for shard in fp32_shards(zero):
+    for shard in tensors_stepped_on_this_rank(zero):
         inner.state[shard]["step"].fill_(steps)
 
 
-class WholeTensors:
+class ZeroWholeTensorAccess:
     """Reads and writes the parameters of one engine."""
 
     def __init__(self, deepspeed: Any, engine: Any, inner: torch.optim.Optimizer) -> None:
@@ -120,7 +120,7 @@ class WholeTensors:
         """(Parameters, bytes of weights, of gradients at the end of a backward pass, of moments with fp32 masters) on
         this rank."""
         trained = [p for p in module.parameters() if p.requires_grad]
-        own_shards = fp32_shards(self.zero)
+        own_shards = tensors_stepped_on_this_rank(self.zero)
         moments = sum(
             t.nbytes
             for shard in own_shards

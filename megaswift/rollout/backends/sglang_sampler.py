@@ -17,7 +17,7 @@ from typing import Any
 from megaswift.errors import ConfigError, Problem
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 from megaswift.rollout.server_client import (
-    Server,
+    SamplingServer,
     ServerError,
     check_server_version,
     checked_completion,
@@ -47,7 +47,7 @@ class SglangSampler(ServerSampler):
     kind, port = "SGLang", 30000
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
-        self.seeded: list[Server] = []
+        self.seeded: list[SamplingServer] = []
         """Servers with deterministic inference."""
         super().__init__(folder, options)
 
@@ -57,7 +57,7 @@ class SglangSampler(ServerSampler):
         flags = f" --enable-lora --max-lora-rank {rank} --lora-target-modules all" if rank else ""
         return f"python -m sglang.launch_server --model-path {self.folder} --enable-deterministic-inference{flags}"
 
-    def fit(self, server: Server) -> str:
+    def fit(self, server: SamplingServer) -> str:
         """Checks version, context length and adapters; returns the model's path, as a server serves one model."""
         server.reach(self.options.wait)
         try:
@@ -76,7 +76,7 @@ class SglangSampler(ServerSampler):
             self.check_adapters(server, widest if info.get("enable_lora") else 0, info.get("load_format"))
         return str(info.get("model_path"))
 
-    def check_room(self, server: Server, prompt: int | None) -> None:
+    def check_room(self, server: SamplingServer, prompt: int | None) -> None:
         """ConfigError where the context length is too short: SGLang would truncate a completion without an error and
         report `length`."""
         wanted = self.options.max_length
@@ -115,7 +115,7 @@ class SglangSampler(ServerSampler):
             "ignore_eos": not sampling.stop_token_ids,
         }
 
-    def ask(self, server: Server, common: Mapping[str, Any], prompt: list[int], seed: int) -> Any:
+    def ask(self, server: SamplingServer, common: Mapping[str, Any], prompt: list[int], seed: int) -> Any:
         """SGLang selects an adapter by the `lora_path` field."""
         more = {"lora_path": ADAPTER} if self.adapts else {}
         return server.post(
@@ -153,7 +153,7 @@ class SglangSampler(ServerSampler):
             )
         return checked_completion(tokens, logprobs, reason == "stop", sampling)
 
-    def load(self, server: Server, folder: Path) -> None:
+    def load(self, server: SamplingServer, folder: Path) -> None:
         """Loads weights from disk with SGLang's own loader, also where the server started with dummy weights."""
         _take(
             server,
@@ -162,7 +162,7 @@ class SglangSampler(ServerSampler):
             folder,
         )
 
-    def load_adapter(self, server: Server, folder: Path) -> None:
+    def load_adapter(self, server: SamplingServer, folder: Path) -> None:
         """Unloads the previous adapter first; an interrupted run may have left one too."""
         try:
             server.post("/unload_lora_adapter", {"lora_name": ADAPTER})
@@ -173,7 +173,7 @@ class SglangSampler(ServerSampler):
         server.post("/flush_cache")
 
 
-def _take(server: Server, path: str, body: Mapping[str, Any], folder: Path) -> None:
+def _take(server: SamplingServer, path: str, body: Mapping[str, Any], folder: Path) -> None:
     """Posts a request to load files. SGLang takes a folder that it cannot see for a hub model name, so the fix names
     the folder."""
     fix = f"see the server's log; {folder} must be the same folder on its machine (--rollout_sync_folder)"

@@ -21,7 +21,7 @@ from megaswift.inference.load_generation_model import REFUSALS, quiet_transforme
 from megaswift.rollout.decoding import decode_batch
 from megaswift.rollout.kv_cache import check_layers
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
-from megaswift.rollout.transformers_weight_update import AdapterUpdate, WeightUpdate
+from megaswift.rollout.transformers_weight_update import InPlaceAdapterLoader, InPlaceWeightLoader
 
 
 def missing(options: SamplerOptions) -> list[Problem]:
@@ -66,7 +66,7 @@ def _model(folder: Path, options: SamplerOptions) -> Any:
         raise WeightsError(
             Problem(f"--model {folder}", f"transformers cannot build it for sampling: {first_line(error)}")
         ) from None
-    meta_init.expand_meta_parameters(model)
+    meta_init.meta_parameters_to_expanded_zeros(model)
     return model.eval().requires_grad_(False)
 
 
@@ -79,7 +79,7 @@ class TransformersSampler:
         self.folder, self.options, self.device = folder, options, torch.device(options.device)
         self.model = _model(folder, options)
         check_layers(self.model.config)
-        self.incoming, self.adapters = WeightUpdate(self.model), AdapterUpdate(self.model)
+        self.incoming, self.adapters = InPlaceWeightLoader(self.model), InPlaceAdapterLoader(self.model)
         self.ready = False
         """Whether all weights are loaded."""
 

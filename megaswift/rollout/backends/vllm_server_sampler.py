@@ -16,7 +16,7 @@ from megaswift.errors import ConfigError, Problem
 from megaswift.rollout.backends.vllm_sampler import lora_rank_problems
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 from megaswift.rollout.server_client import (
-    Server,
+    SamplingServer,
     ServerError,
     check_server_version,
     checked_completion,
@@ -52,7 +52,7 @@ class VllmServerSampler(ServerSampler):
         flags = f" --enable-lora --max-lora-rank {max_lora_rank_for(rank)}" if rank else ""
         return f"{variables} vllm serve {self.folder} --logprobs-mode {MODE}{flags}"
 
-    def fit(self, server: Server) -> str:
+    def fit(self, server: SamplingServer) -> str:
         """Checks version, logprobs_mode, load format, adapters and max_model_len; returns the model's served name."""
         server.reach(self.options.wait)
         check_server_version((server.get("/version") or {}).get("version"), OLDEST, server)
@@ -98,7 +98,7 @@ class VllmServerSampler(ServerSampler):
             "skip_special_tokens": False,
         }
 
-    def ask(self, server: Server, common: Mapping[str, Any], prompt: list[int], seed: int) -> Any:
+    def ask(self, server: SamplingServer, common: Mapping[str, Any], prompt: list[int], seed: int) -> Any:
         """vLLM selects an adapter by the `model` field."""
         name = ADAPTER if self.adapts else self.names[server]
         return server.post("/v1/completions", {**common, "model": name, "prompt": prompt, "seed": seed})
@@ -132,12 +132,12 @@ class VllmServerSampler(ServerSampler):
             )
         return checked_completion(tokens, logprobs, reason == "stop", sampling)
 
-    def load(self, server: Server, folder: Path) -> None:
+    def load(self, server: SamplingServer, folder: Path) -> None:
         """Reloads weights with vLLM's own loader, then resets the prefix cache."""
         server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         _reset_prefix_cache(server)
 
-    def load_adapter(self, server: Server, folder: Path) -> None:
+    def load_adapter(self, server: SamplingServer, folder: Path) -> None:
         """Reloads the adapter under the same name. Not with `load_inplace`: vLLM then reads the folder before every
         token."""
         if any(card.get("id") == ADAPTER for card in (server.get("/v1/models") or {}).get("data") or []):
@@ -146,7 +146,7 @@ class VllmServerSampler(ServerSampler):
         _reset_prefix_cache(server)
 
 
-def _reset_prefix_cache(server: Server) -> None:
+def _reset_prefix_cache(server: SamplingServer) -> None:
     """Resets the prefix cache, whose keys and values were computed with the previous weights."""
     response = server.post("/reset_prefix_cache")
     if isinstance(response, dict) and response.get("success") is False:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import frozen_weight_bits
+from megaswift.config.adapter_rules import base_quantization_bits
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.errors import Problem
 from megaswift.families import family_of
@@ -51,7 +51,7 @@ def merged_sync_reason(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
             f"not every sampler supports {cfg.model.train_type}",
         ),
         (
-            frozen_weight_bits(cfg) or cfg.model.train_type == "qlora",
+            base_quantization_bits(cfg) or cfg.model.train_type == "qlora",
             "the trained model's weights are quantized, but the sampler's would not be",
         ),
         (

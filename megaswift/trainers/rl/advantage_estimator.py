@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
-from megaswift.config.estimator_table import advantage_estimator_entry
+from megaswift.config.advantage_estimator_table import advantage_estimator_entry
 from megaswift.data.rollout_batches import RolloutTokens
 from megaswift.losses import advantages as formulas
 from megaswift.losses.advantage_estimators import EstimatorInput, estimate_advantage_fields
 from megaswift.losses.covariance_token_selection import (
-    clip_cov_tokens,
-    kl_cov_tokens,
+    clip_cov_token_mask,
+    kl_cov_token_mask,
     ratio_clipped_token_mask,
     token_covariances,
 )
-from megaswift.trainers.rl.reward_scorer import Rollout
+from megaswift.trainers.rl.reward_scorer import ScoredCompletion
 from megaswift.trainers.rl.settings import RlSettings, correction_of
 
 _TokenFields = dict[str, list[np.ndarray]]
@@ -40,9 +40,9 @@ class AdvantageEstimator:
     beta: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def __call__(self, rollouts: Sequence[Rollout], completed: Sequence[RolloutTokens]) -> _TokenFields:
+    def __call__(self, rollouts: Sequence[ScoredCompletion], completed: Sequence[RolloutTokens]) -> _TokenFields:
         """`advantages` and whatever else the run's losses read."""
-        mask = token_mask(completed)
+        mask = trained_token_mask(completed)
         penalties = self.penalties(completed, mask)
         estimated = estimate_advantage_fields(
             self.settings.estimator, self.inputs(rollouts, completed, (penalties, mask))
@@ -81,7 +81,7 @@ class AdvantageEstimator:
         return cost
 
     def inputs(
-        self, rollouts: Sequence[Rollout], completed: Sequence[RolloutTokens], tokens: tuple[Tensor, Tensor]
+        self, rollouts: Sequence[ScoredCompletion], completed: Sequence[RolloutTokens], tokens: tuple[Tensor, Tensor]
     ) -> EstimatorInput:
         """What the estimators read; `tokens`: the KL penalties and the mask, [n, t] each."""
         penalties, mask = tokens
@@ -92,7 +92,7 @@ class AdvantageEstimator:
             totals=torch.tensor([r.total for r in rollouts]),
             per_function=torch.tensor([[r.rewards[n] for n in names] for r in rollouts]),
             weights=torch.tensor([*weights, *[1.0] * (len(names) - len(weights))]),
-            token_rewards=rewards_by_token(rollouts, penalties, mask) if entry.per_token else penalties,
+            token_rewards=penalized_rewards_by_token(rollouts, penalties, mask) if entry.per_token else penalties,
             penalties=penalties,
             mask=mask,
             lengths=torch.tensor([c.count for c in completed]),
@@ -117,7 +117,7 @@ class AdvantageEstimator:
         now, advantage, before = [torch.from_numpy(np.concatenate(values)) for values in (logprobs, advantages, old)]
         rl, covariances = self.cfg.rl, token_covariances(now, advantage)
         if self.settings.loss_type == "kl_cov":
-            chosen = kl_cov_tokens(covariances, rl.kl_cov_ratio)
+            chosen = kl_cov_token_mask(covariances, rl.kl_cov_ratio)
         else:
             number = int(np.random.SeedSequence(seed).generate_state(1)[0])
             high = rl.epsilon if rl.epsilon_high is None else rl.epsilon_high
@@ -125,7 +125,7 @@ class AdvantageEstimator:
                 now - before, advantage, rl.epsilon, high
             )  # verl does not select these either
             covariances = covariances.masked_fill(clipped, -torch.inf)
-            chosen = clip_cov_tokens(covariances, rl.clip_cov_ratio, (rl.clip_cov_lb, rl.clip_cov_ub), number)
+            chosen = clip_cov_token_mask(covariances, rl.clip_cov_ratio, (rl.clip_cov_lb, rl.clip_cov_ub), number)
         return np.split(chosen.numpy(), np.cumsum([len(v) for v in logprobs])[:-1])
 
     def state_dict(self) -> dict[str, float]:
@@ -137,7 +137,7 @@ class AdvantageEstimator:
         self.beta = float(state["beta"])
 
 
-def rewards_by_token(rollouts: Sequence[Rollout], penalties: Tensor, mask: Tensor) -> Tensor:
+def penalized_rewards_by_token(rollouts: Sequence[ScoredCompletion], penalties: Tensor, mask: Tensor) -> Tensor:
     """[n, t]: rewards of tokens and turns where they stand, those of a completion at its last token, less what the
     divergence costs."""
     documents = torch.arange(len(rollouts)).unsqueeze(1).expand(mask.shape)
@@ -151,7 +151,7 @@ def rewards_by_token(rollouts: Sequence[Rollout], penalties: Tensor, mask: Tenso
     return rewards
 
 
-def token_mask(completed: Sequence[RolloutTokens]) -> Tensor:
+def trained_token_mask(completed: Sequence[RolloutTokens]) -> Tensor:
     """bool [n, t]: places of own tokens, from the left; none of completions without loss."""
     counts = torch.tensor([0 if c.silent else c.count for c in completed])
     return torch.arange(max(1, int(counts.max()))) < counts.unsqueeze(1)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.rollout.sampler import Sampler, SamplerOptions, SamplingParams, make_sampler
-from megaswift.trainers.engines import EngineContext
+from megaswift.trainers.engine_factory import EngineContext
 from megaswift.trainers.rl.generation import is_sampling_rank
 
 EVERYWHERE = ("vllm",)

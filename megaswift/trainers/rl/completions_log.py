@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaswift.trainers.hook import Step
-from megaswift.trainers.metrics import JsonLines
-from megaswift.trainers.rl.multi_turn import Conversation
-from megaswift.trainers.rl.reward_scorer import Rollout
+from megaswift.trainers.hook import StepRecord
+from megaswift.trainers.metrics import JsonLinesHook
+from megaswift.trainers.rl.multi_turn import MultiTurnCompletion
+from megaswift.trainers.rl.reward_scorer import ScoredCompletion
 from megaswift.trainers.rl.rollout_source import RolloutSource
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
 
 
-class CompletionsLog(JsonLines):
+class CompletionsLog(JsonLinesHook):
     """A table of samples: a line a completion, written with the first step that trains on it."""
 
     def __init__(self, path: Path, source: RolloutSource, most: int | None) -> None:
@@ -23,17 +23,19 @@ class CompletionsLog(JsonLines):
         self.source, self.most = source, most
         """`most`: lines of a generation; None: all."""
 
-    def on_step(self, loop: Loop, step: Step) -> None:
+    def on_step(self, loop: Loop, step: StepRecord) -> None:
         """The generation that this step was the first to use."""
         if self.source.fresh:
             self.write(*(completion_line(step.number, *sample) for sample in self.source.fresh[: self.most]))
 
 
-def completion_line(step: int, rollout: Rollout, advantage: float) -> dict[str, Any]:
+def completion_line(step: int, rollout: ScoredCompletion, advantage: float) -> dict[str, Any]:
     """What is written of a completion."""
     rewards: dict[str, Any] = {f"rewards/{name}": value for name, value in rollout.rewards.items()}
     rewards |= {} if rollout.tokens is None else {"token_rewards": rollout.by_token}
-    rewards |= {"turn_rewards": rollout.completion.rewards} if isinstance(rollout.completion, Conversation) else {}
+    rewards |= (
+        {"turn_rewards": rollout.completion.rewards} if isinstance(rollout.completion, MultiTurnCompletion) else {}
+    )
     return {
         "step": step,
         "prompt": rollout.prompt.content,
@@ -46,6 +48,6 @@ def completion_line(step: int, rollout: Rollout, advantage: float) -> dict[str, 
     }
 
 
-def completion_text(rollout: Rollout) -> Any:
+def completion_text(rollout: ScoredCompletion) -> Any:
     """The text; of a conversation its messages."""
-    return list(rollout.completion.messages) if isinstance(rollout.completion, Conversation) else rollout.text
+    return list(rollout.completion.messages) if isinstance(rollout.completion, MultiTurnCompletion) else rollout.text

@@ -19,14 +19,14 @@ from megaswift.families.scalar_head import with_scalar_head
 from megaswift.losses.contract import Batch
 from megaswift.losses.value import PARTS, ValueLoss, explained_variance
 from megaswift.trainers.batch_transforms import BatchTransform
-from megaswift.trainers.engines import EngineContext, make_engine
+from megaswift.trainers.engine_factory import EngineContext, make_engine
 from megaswift.trainers.step_monitor import StepMonitor
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
 
 
-class Critic(BatchTransform):
+class CriticTrainer(BatchTransform):
     """Trains beside the policy."""
 
     def __init__(self, engine: Engine, loss: ValueLoss, learning_rate: Callable[[int], float]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaswift.errors import ConfigError, Problem, RewardError, did_you_mean_hint
-from megaswift.rewards.reward_value_validation import as_float, user_code_error
+from megaswift.rewards.reward_value_validation import as_float, convert_user_code_errors
 from megaswift.rewards.user_function import import_user_file
 
 Message = dict[str, Any]
@@ -52,7 +52,7 @@ def load_environment_class(text: str) -> Callable[[], Environment]:
     return environment
 
 
-class CheckedEnvironment:
+class EnvironmentWithNamedErrors:
     """An environment whose errors carry its name."""
 
     def __init__(self, flag: str, inner: Environment) -> None:
@@ -60,12 +60,14 @@ class CheckedEnvironment:
 
     def reset(self, prompt: Any, columns: Mapping[str, Any]) -> None:
         """Begins; RewardError where it raises."""
-        with user_code_error(lambda trace: RewardError(Problem(self.flag, f"reset failed\n{trace}"))):
+        with convert_user_code_errors(lambda trace: RewardError(Problem(self.flag, f"reset failed\n{trace}"))):
             self.inner.reset(prompt, **columns)
 
     def step(self, answer: str) -> Turn:
         """One turn; RewardError where it raises or returns something else."""
-        with user_code_error(lambda trace: RewardError(Problem(self.flag, f"step failed on {answer[:80]!r}\n{trace}"))):
+        with convert_user_code_errors(
+            lambda trace: RewardError(Problem(self.flag, f"step failed on {answer[:80]!r}\n{trace}"))
+        ):
             returned: Any = self.inner.step(answer)
         if not isinstance(returned, Sequence) or len(returned) != 3:
             raise RewardError(Problem(self.flag, f"step returned {returned!r:.80}", "return (messages, reward, done)"))

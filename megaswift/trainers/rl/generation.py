@@ -17,7 +17,7 @@ from megaswift.engine.protocol import Engine
 from megaswift.parallel.layout import Coordinates, Layout
 from megaswift.rollout.sampler import Completion, Sampler, SamplingParams
 from megaswift.rollout.sync_folder import SyncRounds
-from megaswift.trainers.rl.multi_turn import MultiTurnRollout
+from megaswift.trainers.rl.multi_turn import MultiTurnRunner
 
 
 def is_sampling_rank(coordinates: Coordinates) -> bool:
@@ -33,7 +33,7 @@ def completion_seeds(seed: int, generation: int, count: int) -> list[int]:
 
 
 @dataclass
-class Generation:
+class CompletionGenerator:
     """The samplers of a run, seen from one rank."""
 
     engine: Engine
@@ -42,7 +42,7 @@ class Generation:
     """None on ranks without one."""
     sampling: SamplingParams
     seed: int
-    multi_turn: MultiTurnRollout | None = None
+    multi_turn: MultiTurnRunner | None = None
     """Where an environment answers."""
     adapters: SyncRounds | None = None
     """The folders by which adapters alone go to the samplers; None: all weights do."""

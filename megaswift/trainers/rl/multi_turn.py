@@ -17,7 +17,7 @@ from megaswift.data.rl_prompts import Prompt
 from megaswift.data.template_limits import REFUSED
 from megaswift.errors import Problem, RewardError, first_line
 from megaswift.rollout.sampler import Completion, Sampler, SamplingParams
-from megaswift.trainers.rl.environment import CheckedEnvironment, Message
+from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, Message
 
 SAID = "megaswift-turn"
 """Stands for what the model said, to find the place in the template's text: what comes before it may depend on what
@@ -26,7 +26,7 @@ DUMMY = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SAID
 
 
 @dataclass(frozen=True)
-class Conversation(Completion):
+class MultiTurnCompletion(Completion):
     """`token_ids` hold the environment's text too; `logprobs` are of the model's own tokens."""
 
     own: tuple[bool, ...] = ()
@@ -45,9 +45,9 @@ class Conversation(Completion):
         return sum(self.rewards)
 
 
-def action_mask(completion: Completion) -> tuple[bool, ...]:
+def model_token_mask(completion: Completion) -> tuple[bool, ...]:
     """Which tokens are the model's own: all, but in a conversation."""
-    return completion.own if isinstance(completion, Conversation) else (True,) * len(completion.token_ids)
+    return completion.own if isinstance(completion, MultiTurnCompletion) else (True,) * len(completion.token_ids)
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _Open:
 
     prompt: Prompt
     seed: int
-    environment: CheckedEnvironment
+    environment: EnvironmentWithNamedErrors
     tokens: list[int] = field(default_factory=list)
     own: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -67,9 +67,9 @@ class _Open:
     ended: bool = False
     finished: bool = False
 
-    def closed(self) -> Conversation:
+    def closed(self) -> MultiTurnCompletion:
         """As it is now."""
-        return Conversation(
+        return MultiTurnCompletion(
             tuple(self.tokens),
             tuple(self.logprobs),
             self.finished,
@@ -82,10 +82,10 @@ class _Open:
 
 
 @dataclass(frozen=True)
-class MultiTurnRollout:
+class MultiTurnRunner:
     """How conversations of a run go."""
 
-    make: Callable[[], CheckedEnvironment]
+    make: Callable[[], EnvironmentWithNamedErrors]
     tokenizer: Any
     max_turns: int | None
     """Of the model; None: until the environment ends it, or the tokens do."""

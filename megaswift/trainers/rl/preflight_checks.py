@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.config.batch_arithmetic import batch_problems
-from megaswift.config.generation_batch import generation_plan
+from megaswift.config.generation_batch import generation_batch_plan
 from megaswift.errors import Problem, UserError, did_you_mean_hint, first_line, missing_path_hint
 from megaswift.families.family import read_config
 from megaswift.families.scalar_head import scalar_head_problems
@@ -23,7 +23,7 @@ CONFIG, EXPORT = "config.json", "hf"
 """Of a model; in the folder of a run."""
 
 
-def policy_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
+def rl_run_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     """All problems of an RL run on `world_size` processes, except those of the layout itself (`layout_checks.py`)."""
     return [
         *_found([lambda: batch_problems_of(cfg, world_size)]),
@@ -54,7 +54,7 @@ def batch_problems_of(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]:
     except UserError:
         return
     if dp is not None and not list(batch_problems(cfg.train, dp, {})):
-        generation_plan(cfg, dp)
+        generation_batch_plan(cfg, dp)
     yield from ()
 
 

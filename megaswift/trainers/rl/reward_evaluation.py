@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaswift.data.rl_prompts import Prompt
-from megaswift.trainers.hook import Step
-from megaswift.trainers.metrics import JsonLines
+from megaswift.trainers.hook import StepRecord
+from megaswift.trainers.metrics import JsonLinesHook
 from megaswift.trainers.rl.reward_scorer import RewardScorer
 from megaswift.trainers.rl.rollout_metrics import rollout_statistics
-from megaswift.trainers.rl.scheduler import RolloutScheduler
+from megaswift.trainers.rl.rollout_scheduler import RolloutScheduler
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -24,7 +24,7 @@ APART = 2**40
 """Added to the step, it numbers an evaluation's draws apart from those of any generation."""
 
 
-class RewardEvaluation(JsonLines):
+class RewardEvaluationHook(JsonLinesHook):
     """One completion of each held-out prompt every `eval_steps` and after the last step."""
 
     part = "evaluation"
@@ -36,12 +36,12 @@ class RewardEvaluation(JsonLines):
         self.prompts, self.every = prompts, every
         self.scheduler, self.scorer = work
 
-    def on_step(self, loop: Loop, step: Step) -> None:
+    def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Evaluates when it is due."""
         if step.number == loop.total_steps or self.every and step.number % self.every == 0:
             self.evaluate(loop, step)
 
-    def evaluate(self, loop: Loop, step: Step) -> dict[str, Any]:
+    def evaluate(self, loop: Loop, step: StepRecord) -> dict[str, Any]:
         """One pass over the prompts, one line."""
         began = time.perf_counter()
         self.scheduler.settle()

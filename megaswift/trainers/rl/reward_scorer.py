@@ -15,13 +15,13 @@ from megaswift import distributed
 from megaswift.data.rl_prompts import Prompt
 from megaswift.rewards.contract import RewardFunction, RewardInput, score_rewards
 from megaswift.rollout.sampler import Completion
-from megaswift.trainers.rl.multi_turn import Conversation, action_mask
+from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, model_token_mask
 
 ENVIRONMENT = "environment"
 
 
 @dataclass(frozen=True)
-class Rollout:
+class ScoredCompletion:
     """A prompt, a completion, what it is worth."""
 
     prompt: Prompt
@@ -42,7 +42,7 @@ class Rollout:
         those of the whole at the last of all. None where everything is of the whole.
         """
         conversation = self.completion
-        if not isinstance(conversation, Conversation):
+        if not isinstance(conversation, MultiTurnCompletion):
             return None if self.tokens is None else [*self.tokens]
         rewards = [0.0] * sum(conversation.own) if self.tokens is None else [*self.tokens]
         if self.tokens is None and rewards:
@@ -65,7 +65,7 @@ class RewardScorer:
     def reward_input(self, prompt: Prompt, completion: Completion, text: str) -> RewardInput:
         """Text, or a message where the prompt was messages."""
         content: Any = text if isinstance(prompt.content, str) else [{"role": "assistant", "content": text}]
-        if isinstance(completion, Conversation):
+        if isinstance(completion, MultiTurnCompletion):
             content = list(completion.messages)
         return RewardInput(
             prompt.content if isinstance(prompt.content, str) else list(prompt.content),
@@ -73,10 +73,12 @@ class RewardScorer:
             completion.token_ids,
             completion.finished,
             prompt.columns,
-            action_mask(completion),
+            model_token_mask(completion),
         )
 
-    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion], mine: range) -> list[Rollout]:
+    def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], mine: range
+    ) -> list[ScoredCompletion]:
         """All rollouts, on every rank; this one judges `mine`. An environment's own rewards count beside.
         Collective."""
         texts = [self.decode(c.token_ids) for c in completions]
@@ -97,15 +99,16 @@ class RewardScorer:
 
         rewards = [reward for share in distributed.run_on_all_ranks(work) for reward in share]
         rollouts = [
-            Rollout(*one, *reward)
+            ScoredCompletion(*one, *reward)
             for one, reward in zip(zip(prompts, completions, texts, strict=True), rewards, strict=True)
         ]
         return [
-            with_environment_reward(r, r.completion) if isinstance(r.completion, Conversation) else r for r in rollouts
+            with_environment_reward(r, r.completion) if isinstance(r.completion, MultiTurnCompletion) else r
+            for r in rollouts
         ]
 
 
-def with_environment_reward(rollout: Rollout, conversation: Conversation) -> Rollout:
+def with_environment_reward(rollout: ScoredCompletion, conversation: MultiTurnCompletion) -> ScoredCompletion:
     """The rollout with what its environment gave."""
     given = 0.0 if math.isnan(rollout.total) else rollout.total
     return replace(

@@ -9,41 +9,41 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.byte_size import bytes_text
-from megaswift.config.generation_batch import generation_plan
-from megaswift.config.rl_defaults import estimator_entry_of
+from megaswift.config.generation_batch import generation_batch_plan
+from megaswift.config.rl_defaults import advantage_estimator_entry_of
 from megaswift.data import build_batch_sources as data
 from megaswift.data import vocab_check
 from megaswift.data.rl_prompts import Prompt, PromptDataset, PromptSource, load_prompt_splits
 from megaswift.data.rollout_batches import RolloutCollator
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
-from megaswift.families.model_source import training_tokenizer
+from megaswift.families.model_and_tokenizer_source import training_tokenizer
 from megaswift.log import count_text
 from megaswift.losses.value import ValueLoss
 from megaswift.rewards.contract import RewardFunction, RewardOptions, missing_reward_column_problems
 from megaswift.rewards.load_reward_functions import load_reward_functions
 from megaswift.rollout.sync_folder import SyncRounds
 from megaswift.trainers.batch_transforms import ReferenceLogprobs
-from megaswift.trainers.flops import flop_rule
+from megaswift.trainers.flops import step_flop_formula
 from megaswift.trainers.hook import Hook
+from megaswift.trainers.learning_rate_schedule import check_warmup, count_steps, lr_at
 from megaswift.trainers.loop import Loop, unchanged
 from megaswift.trainers.rl.adapter_sync import adapter_rank, merged_sync_reason, syncs_adapters_only
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
 from megaswift.trainers.rl.build_sampler import build_sampler, samples_on_every_rank, sampling_params_of, sync_folder
 from megaswift.trainers.rl.completions_log import CompletionsLog
-from megaswift.trainers.rl.critic import Critic, critic_engine
-from megaswift.trainers.rl.environment import CheckedEnvironment, load_environment_class
-from megaswift.trainers.rl.generation import Generation
-from megaswift.trainers.rl.multi_turn import MultiTurnRollout
-from megaswift.trainers.rl.reward_evaluation import RewardEvaluation
+from megaswift.trainers.rl.critic import CriticTrainer, critic_engine
+from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, load_environment_class
+from megaswift.trainers.rl.generation import CompletionGenerator
+from megaswift.trainers.rl.multi_turn import MultiTurnRunner
+from megaswift.trainers.rl.reward_evaluation import RewardEvaluationHook
 from megaswift.trainers.rl.reward_scorer import RewardScorer
 from megaswift.trainers.rl.rollout_monitor import RolloutMonitor
+from megaswift.trainers.rl.rollout_scheduler import RolloutScheduler
 from megaswift.trainers.rl.rollout_source import RolloutDependencies, RolloutSource
-from megaswift.trainers.rl.scheduler import RolloutScheduler
 from megaswift.trainers.rl.settings import rl_settings
-from megaswift.trainers.schedule import check_warmup, count_steps, lr_at
 from megaswift.trainers.summary import SummaryFacts, trained_text
-from megaswift.trainers.supervised import BuiltLoop
+from megaswift.trainers.supervised_loop_builder import BuiltLoop
 from megaswift.trainers.timers import StepTimer, timed
 
 if TYPE_CHECKING:
@@ -57,13 +57,13 @@ LOOKED_AT = 20_000
 Rate = Callable[[int], float]
 
 
-def build_prompts(build: RunBuilder) -> tuple[PromptSource, list[Prompt]]:
+def build_training_and_held_out_prompts(build: RunBuilder) -> tuple[PromptSource, list[Prompt]]:
     """What completions are asked for, and the held-out ones; the tokenizer is the build's from here on."""
     cfg = build.cfg
     build.tokenizer = training_tokenizer(cfg, build.folder)
-    plan = generation_plan(cfg, build.layout.dp)
+    plan = generation_batch_plan(cfg, build.layout.dp)
     source, held_out = load_prompt_splits(cfg, build.tokenizer, plan.prompts, plan.steps)
-    vocab_check.check_vocabulary([source.prompts.docs], build.tokenizer, build.spec.vocab_size)
+    vocab_check.check_dataset_token_ids([source.prompts.docs], build.tokenizer, build.spec.vocab_size)
     if problems := missing_reward_column_problems(reward_functions_of(cfg), common_columns(source.prompts)):
         raise DataError(problems)
     return source, held_out or []
@@ -76,7 +76,7 @@ def common_columns(prompts: PromptDataset) -> frozenset[str]:
 
 def with_rl_rows(facts: SummaryFacts, build: RunBuilder, source: PromptSource, critic: Engine | None) -> SummaryFacts:
     """The first screen's rows about sampling, rewards and critic; an epoch passes over each prompt once."""
-    cfg, plan = build.cfg, generation_plan(build.cfg, build.layout.dp)
+    cfg, plan = build.cfg, generation_batch_plan(build.cfg, build.layout.dp)
     names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
     judges = ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, reward_weights_of(cfg), strict=True))
     samplers = build.layout.world_size if samples_on_every_rank(cfg) else build.layout.dp
@@ -137,24 +137,24 @@ class SamplerCloser(Hook):
         self.scheduler.generation.close()
 
 
-def build_critic(build: RunBuilder, rate: Rate, total_steps: int) -> Critic | None:
+def build_critic(build: RunBuilder, rate: Rate, total_steps: int) -> CriticTrainer | None:
     """The critic of a run that has one."""
     cfg = build.scheduled(total_steps)
-    if not estimator_entry_of(cfg).critic:
+    if not advantage_estimator_entry_of(cfg).critic:
         return None
     engine = critic_engine(cfg, build.spec, build.folder, build.context, fresh=build.resumed is None)
     share = (cfg.rl.critic_learning_rate or cfg.optim.learning_rate) / cfg.optim.learning_rate
-    return Critic(engine, ValueLoss(cfg.rl.cliprange_value, cfg.rl.vf_coef), lambda step: share * rate(step))
+    return CriticTrainer(engine, ValueLoss(cfg.rl.cliprange_value, cfg.rl.vf_coef), lambda step: share * rate(step))
 
 
-def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRollout | None:
+def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRunner | None:
     """How conversations go, where the run has an environment."""
     text = cfg.rl.environment
     if text is None:
         return None
     environment = load_environment_class(text)
-    return MultiTurnRollout(
-        lambda: CheckedEnvironment(f"--environment {text}", environment()), tokenizer, cfg.rl.max_turns
+    return MultiTurnRunner(
+        lambda: EnvironmentWithNamedErrors(f"--environment {text}", environment()), tokenizer, cfg.rl.max_turns
     )
 
 
@@ -163,7 +163,7 @@ def build_rollout_loop(session: Session) -> BuiltLoop:
     stops the run before a model is built."""
     cfg, build = session.cfg, session.build
     with timed(session.seconds, "data"):
-        prompts, held_out = build_prompts(build)
+        prompts, held_out = build_training_and_held_out_prompts(build)
         total = count_steps(cfg, prompts)
     check_warmup(total, cfg.optim)
 
@@ -177,7 +177,7 @@ def build_rollout_loop(session: Session) -> BuiltLoop:
     settings, critic = rl_settings(cfg, build.layout.dp), dependencies.critic
     if critic is not None:
         # its values, once a generation
-        build.rules.append(flop_rule(critic.engine, build.spec, 1 / settings.iterations))
+        build.rules.append(step_flop_formula(critic.engine, build.spec, 1 / settings.iterations))
     rollouts = RolloutSource(settings, dependencies)
     loop = Loop(
         engine,
@@ -207,14 +207,14 @@ def build_rollout_loop(session: Session) -> BuiltLoop:
 
 
 def rollout_dependencies(
-    build: RunBuilder, engine: Engine, prompts: PromptSource, critic_of: Callable[[], Critic | None]
+    build: RunBuilder, engine: Engine, prompts: PromptSource, critic_of: Callable[[], CriticTrainer | None]
 ) -> RolloutDependencies:
     """What rollouts are made by: the sampler, the reward functions, the estimator."""
     cfg, context, tokenizer = build.cfg, build.context, build.tokenizer
     settings, geometry = rl_settings(cfg, build.layout.dp), build.geometry()
     adapters_only = build.adapts and syncs_adapters_only(cfg, build.spec, build.folder)
     dtype = str(engine.dtype).removeprefix("torch.")
-    generation = Generation(
+    generation = CompletionGenerator(
         engine,
         context.coordinates,
         build_sampler(cfg, build.folder, context, dtype, adapter_rank(cfg) if adapters_only else 0),
@@ -231,7 +231,7 @@ def rollout_dependencies(
         prompts,
         generation,
         settings.draws,
-        estimator_entry_of(cfg).greedy_baseline,
+        advantage_estimator_entry_of(cfg).greedy_baseline,
         cfg.rl.async_generation,
         cfg.rl.rollout_sleep,
         frozenset(part for part, leaves in offloaded.items() if leaves),
@@ -268,7 +268,7 @@ def reward_evaluation_hooks(build: RunBuilder, rollouts: RolloutSource, held_out
     """Evaluation on the held-out prompts, where there are any."""
     if held_out:
         work = (rollouts.parts.scheduler, rollouts.parts.scorer)
-        yield RewardEvaluation(build.outputs.evaluation, held_out, work, build.cfg.train.eval_steps)
+        yield RewardEvaluationHook(build.outputs.evaluation, held_out, work, build.cfg.train.eval_steps)
 
 
 def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:
@@ -279,10 +279,10 @@ def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:
     )
     if not rl.reward_model:
         return functions
-    from megaswift.config.inference import WeightsOptions
+    from megaswift.config.inference import ModelLoadingOptions
     from megaswift.rewards.reward_model import load_reward_models  # loads transformers
 
-    options = WeightsOptions(trust_remote_code=cfg.model.trust_remote_code)
+    options = ModelLoadingOptions(trust_remote_code=cfg.model.trust_remote_code)
     return [*functions, *load_reward_models(rl.reward_model, options, {f.name for f in functions})]
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from megaswift.losses.advantages import groups_without_spread
-from megaswift.trainers.rl.multi_turn import action_mask
-from megaswift.trainers.rl.reward_scorer import Rollout
+from megaswift.trainers.rl.multi_turn import model_token_mask
+from megaswift.trainers.rl.reward_scorer import ScoredCompletion
 
 
-def group_rewards_differ(group: Sequence[Rollout], each: bool = False) -> bool:
+def group_rewards_differ(group: Sequence[ScoredCompletion], each: bool = False) -> bool:
     """Whether the completions of one prompt differ in reward, beyond rounding; else their advantages are 0. `each`: in
     any single reward, as GDPO normalizes them, though their sums may be equal."""
     columns = [[r.rewards[name] for r in group] for name in group[0].rewards] if each else [[r.total for r in group]]
@@ -25,7 +25,7 @@ def _differ(values: Sequence[float]) -> bool:
     return len(known) > 1 and not bool(groups_without_spread(known, len(known)))
 
 
-def rollout_statistics(rollouts: Sequence[Rollout], group: int) -> dict[str, float]:
+def rollout_statistics(rollouts: Sequence[ScoredCompletion], group: int) -> dict[str, float]:
     """`reward` and `reward_std` over all of them, each function's, lengths, and shares of odd ones."""
     totals = np.asarray([r.total for r in rollouts], dtype=np.float64).reshape(-1, group)
     same = groups_without_spread(torch.from_numpy(totals.ravel()), group).numpy() if group > 1 else np.ones(len(totals))
@@ -36,7 +36,7 @@ def rollout_statistics(rollouts: Sequence[Rollout], group: int) -> dict[str, flo
     for name in rollouts[0].rewards:
         values = np.asarray([r.rewards[name] for r in rollouts], dtype=np.float64)
         metrics |= _moments(f"rewards/{name}/mean", f"rewards/{name}/std", values)
-    lengths = np.asarray([sum(action_mask(r.completion)) for r in rollouts])
+    lengths = np.asarray([sum(model_token_mask(r.completion)) for r in rollouts])
     finished = np.asarray([r.completion.finished for r in rollouts])
     metrics |= _lengths("completions/", lengths) | {"completions/clipped_ratio": 1 - finished.mean()}
     metrics |= _lengths("completions/", lengths[finished] if finished.any() else np.zeros(1), "_terminated")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megaswift.errors import EXIT_NO_PROGRESS, Problem, UserError
 from megaswift.log import count_text
 from megaswift.rewards.contract import reward_function_flag
-from megaswift.trainers.hook import Hook, Step
+from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.progress import print_warning
 from megaswift.trainers.rl.rollout_source import RolloutSource
 
@@ -24,7 +24,7 @@ APART = 1.05
 well below."""
 
 
-class Unrewarded(UserError):
+class NoRewardsError(UserError):
     """No reward function applied to any completion."""
 
     title = "training failed: no completion had a reward"
@@ -48,7 +48,7 @@ class RolloutMonitor(Hook):
         if loop.step and not self.completions:
             self.completions = self.rewarded = 1
 
-    def on_step(self, loop: Loop, step: Step) -> None:
+    def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Counts."""
         if self.source.fresh:
             self.count(step.number)
@@ -78,9 +78,9 @@ class RolloutMonitor(Hook):
             self.check_progress(loop)
 
     def check_progress(self, loop: Loop) -> None:
-        """`Unrewarded` where no completion of the whole run had a reward."""
+        """`NoRewardsError` where no completion of the whole run had a reward."""
         if self.completions and not self.rewarded:
-            raise Unrewarded(
+            raise NoRewardsError(
                 Problem(
                     self.flags(),
                     f"returned None for every completion of all {count_text(loop.step, 'step')}: every advantage was "
@@ -97,7 +97,7 @@ class RolloutMonitor(Hook):
         """The inverse."""
         self.completions, self.rewarded = int(state["completions"]), int(state["rewarded"])
 
-    def troubles(self, step: Step) -> dict[str, str]:
+    def troubles(self, step: StepRecord) -> dict[str, str]:
         """By kind what is wrong with the generation; empty where nothing is."""
         metrics, settings = self.source.metrics, self.source.settings
         spread = metrics.get("reward_std", math.inf)

@@ -16,19 +16,19 @@ import numpy as np
 import torch
 
 from megaswift import distributed
-from megaswift.config.estimator_table import advantage_estimator_entry
+from megaswift.config.advantage_estimator_table import advantage_estimator_entry
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.rollout_batches import RolloutCollator, RolloutMicrobatch, RolloutTokens, gather_completion_values
 from megaswift.engine.protocol import Engine
 from megaswift.losses.advantages import entropy_threshold
-from megaswift.losses.contract import Batch, Needs
+from megaswift.losses.contract import Batch, RequestedModelOutputs
 from megaswift.trainers.hook import StepExtras
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
-from megaswift.trainers.rl.critic import Critic
-from megaswift.trainers.rl.multi_turn import action_mask
-from megaswift.trainers.rl.reward_scorer import RewardScorer, Rollout
+from megaswift.trainers.rl.critic import CriticTrainer
+from megaswift.trainers.rl.multi_turn import model_token_mask
+from megaswift.trainers.rl.reward_scorer import RewardScorer, ScoredCompletion
 from megaswift.trainers.rl.rollout_metrics import group_rewards_differ, rollout_statistics
-from megaswift.trainers.rl.scheduler import RolloutScheduler
+from megaswift.trainers.rl.rollout_scheduler import RolloutScheduler
 from megaswift.trainers.rl.settings import RlSettings
 from megaswift.trainers.timers import timed
 
@@ -44,7 +44,7 @@ class RolloutDependencies:
     estimator: AdvantageEstimator
     layout: RolloutCollator
     geometry: LoaderGeometry
-    critic: Critic | None = None
+    critic: CriticTrainer | None = None
 
 
 class RolloutSource:
@@ -59,7 +59,7 @@ class RolloutSource:
         """Of the present generation, in the order of their numbers; the same on every rank."""
         self.used = settings.steps
         """Optimizer steps taken on it."""
-        self.fresh: list[tuple[Rollout, float]] = []
+        self.fresh: list[tuple[ScoredCompletion, float]] = []
         """What the last step was the first to use, each with its mean advantage."""
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
@@ -114,11 +114,11 @@ class RolloutSource:
             (r, float(a.mean()) if len(a) else 0.0) for r, a in zip(rollouts, fields["advantages"], strict=True)
         ]
 
-    def sample(self) -> list[Rollout]:
+    def sample(self) -> list[ScoredCompletion]:
         """Prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for
         it."""
-        settings, selected = self.settings, list[Rollout]()
-        spare: list[Rollout] = []
+        settings, selected = self.settings, list[ScoredCompletion]()
+        spare: list[ScoredCompletion] = []
         for tried in range(settings.tries):
             prompts, completions = self.parts.scheduler.draw(self.generations, tried > 0, self.timed)
             self.generations += 1
@@ -139,7 +139,7 @@ class RolloutSource:
         """Log-probabilities of the policy as it is and of the reference, values of the critic: where the run needs
         them."""
         settings, engine, critic = self.settings, self.parts.scheduler.generation.engine, self.parts.critic
-        needs = Needs(temperature=settings.temperature)
+        needs = RequestedModelOutputs(temperature=settings.temperature)
         if settings.needs_old:
             self.put("old", self.rollout_logprobs() or self.numbers(engine, needs))
         if settings.beta:
@@ -154,10 +154,12 @@ class RolloutSource:
         known = self.settings.use_rollout_logprobs and not any(np.isnan(v).any() for v in sampled.values())
         return sampled if known else {}
 
-    def numbers(self, engine: Engine, needs: Needs) -> CompletionScores:
+    def numbers(self, engine: Engine, needs: RequestedModelOutputs) -> CompletionScores:
         """Of all completions. Collective."""
         micros = [micro for k in range(self.settings.slices) for micro in self.micros(k)]
-        return score_rollout_tokens(engine, micros, self.parts.layout, needs, self.parts.scheduler.generation.first)
+        return compute_rollout_token_outputs(
+            engine, micros, self.parts.layout, needs, self.parts.scheduler.generation.first
+        )
 
     def put(self, name: str, numbers: CompletionScores) -> None:
         """One more field of every completion; of silent ones without numbers."""
@@ -173,8 +175,8 @@ class RolloutSource:
 
     def with_uncertain_ones(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:
         """`keep`: the tokens whose entropy is in the upper part, over all ranks (arXiv:2506.01939)."""
-        needs = Needs(fields=frozenset({"entropy"}), temperature=self.settings.temperature)
-        entropies = score_rollout_tokens(
+        needs = RequestedModelOutputs(fields=frozenset({"entropy"}), temperature=self.settings.temperature)
+        entropies = compute_rollout_token_outputs(
             self.parts.scheduler.generation.engine,
             micros,
             self.parts.layout,
@@ -198,8 +200,8 @@ class RolloutSource:
     def with_selected(self, micros: list[RolloutMicrobatch]) -> list[RolloutMicrobatch]:
         """`selected`: the tokens of high covariance, over all ranks (arXiv:2505.22617)."""
         engine, first = self.parts.scheduler.generation.engine, self.parts.scheduler.generation.first
-        needs = Needs(temperature=self.settings.temperature)
-        logprobs = score_rollout_tokens(engine, micros, self.parts.layout, needs, first)
+        needs = RequestedModelOutputs(temperature=self.settings.temperature)
+        logprobs = compute_rollout_token_outputs(engine, micros, self.parts.layout, needs, first)
         numbers = sorted(n for n, v in logprobs.items() if len(v))
         seed = [self.settings.seed, self.generations, self.used]
         values = [self.completed[n].values for n in numbers]
@@ -249,7 +251,7 @@ class RolloutSource:
             "used": self.used,
             "estimator": self.parts.estimator.state_dict(),
             "metrics": dict(self.metrics),
-            "completed": [tokens_to_json(c) for c in unused],
+            "completed": [rollout_tokens_to_dict(c) for c in unused],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -261,29 +263,29 @@ class RolloutSource:
             int(state["used"]),
             dict(state["metrics"]),
         )
-        self.completed = [tokens_from_json(c) for c in state["completed"]]
+        self.completed = [rollout_tokens_from_dict(c) for c in state["completed"]]
         if len(self.completed) != self.settings.generation:  # used up, or a run whose generations had another size
             self.used, self.completed = self.settings.steps, []
         self.parts.estimator.load_state_dict(state["estimator"])
 
 
-def with_greedy_baseline(draws: list[Rollout], group: int) -> list[Rollout]:
+def with_greedy_baseline(draws: list[ScoredCompletion], group: int) -> list[ScoredCompletion]:
     """The first `group` rollouts of a prompt; with one more, the greedy one, its total is their baseline."""
     return draws if len(draws) == group else [replace(r, baseline=draws[group].total) for r in draws[:group]]
 
 
-def rollout_tokens(number: int, rollout: Rollout, settings: RlSettings) -> RolloutTokens:
+def rollout_tokens(number: int, rollout: ScoredCompletion, settings: RlSettings) -> RolloutTokens:
     """A rollout as the loss sees it. A critic learns nothing from a completion that no reward function applies to."""
     completion = rollout.completion
     silent = settings.mask_truncated and not completion.finished
     silent = silent or advantage_estimator_entry(settings.estimator).critic and math.isnan(rollout.total)
     values = {"sampled": NOTHING if silent else np.asarray(completion.logprobs, dtype=np.float32)}
     return RolloutTokens(
-        number, rollout.prompt.token_ids, completion.token_ids, action_mask(completion), values, silent
+        number, rollout.prompt.token_ids, completion.token_ids, model_token_mask(completion), values, silent
     )
 
 
-def tokens_to_json(c: RolloutTokens) -> dict[str, Any]:
+def rollout_tokens_to_dict(c: RolloutTokens) -> dict[str, Any]:
     """A completion as plain values; float32 survives."""
     values = {name: [str(v.dtype), v.tolist()] for name, v in c.values.items()}
     return {
@@ -296,7 +298,7 @@ def tokens_to_json(c: RolloutTokens) -> dict[str, Any]:
     }
 
 
-def tokens_from_json(state: Mapping[str, Any]) -> RolloutTokens:
+def rollout_tokens_from_dict(state: Mapping[str, Any]) -> RolloutTokens:
     """The inverse."""
     values = {name: np.asarray(v, dtype=dtype) for name, (dtype, v) in state["values"].items()}
     return RolloutTokens(
@@ -308,8 +310,12 @@ CompletionScores = dict[int, np.ndarray]
 """float32 [own tokens] of each completion, by its number."""
 
 
-def score_rollout_tokens(
-    engine: Engine, micros: Sequence[RolloutMicrobatch], layout: RolloutCollator, needs: Needs, first: bool
+def compute_rollout_token_outputs(
+    engine: Engine,
+    micros: Sequence[RolloutMicrobatch],
+    layout: RolloutCollator,
+    needs: RequestedModelOutputs,
+    first: bool,
 ) -> CompletionScores:
     """The one output that `needs` names, of all ranks' completions. `first`: this rank speaks for its data-parallel
     replica. Collective."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.config import SwiftConfig
-from megaswift.config.estimator_table import advantage_estimator_entry
-from megaswift.config.generation_batch import generation_plan
+from megaswift.config.advantage_estimator_table import advantage_estimator_entry
+from megaswift.config.generation_batch import generation_batch_plan
 from megaswift.config.loss_table import COVARIANCES, losses_needing
 from megaswift.config.preference import beta_of
 from megaswift.config.rl_defaults import (
+    advantage_estimator_of,
     corrects_sampler_mismatch,
-    estimator_of,
     kl_estimator_of,
     kl_in_reward_of,
     policy_loss_of,
@@ -100,7 +100,7 @@ def correction_of(cfg: SwiftConfig) -> SamplerCorrection:
 
 def rl_settings(cfg: SwiftConfig, dp: int) -> RlSettings:
     """The settings of a run on `dp` data-parallel ranks."""
-    rl, plan = cfg.rl, generation_plan(cfg, dp)
+    rl, plan = cfg.rl, generation_batch_plan(cfg, dp)
     return RlSettings(
         seed=cfg.train.seed,
         group=plan.generations,
@@ -109,7 +109,7 @@ def rl_settings(cfg: SwiftConfig, dp: int) -> RlSettings:
         iterations=plan.iterations,
         temperature=rl.temperature,
         beta=beta_of(cfg),
-        estimator=estimator_of(cfg),
+        estimator=advantage_estimator_of(cfg),
         kl_in_reward=kl_in_reward_of(cfg),
         kl_estimator=kl_estimator_of(cfg),
         whitens=whitens_advantages(cfg),

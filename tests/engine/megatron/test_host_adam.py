@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megaswift.engine.megatron import host_adam
-from megaswift.engine.megatron.host_adam import HostAdam, init_state
+from megaswift.engine.megatron.host_adam import HostAdam, materialize_host_adam_state
 
 SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
@@ -94,7 +94,7 @@ def test_two_devices_without_a_gpu() -> None:
         ours.step()
         assert {p.device.type for p in parameters} == {"meta"}
         for _ in range(2):
-            init_state(ours)
+            materialize_host_adam_state(ours)
             found = {(name, t.device.type) for state in ours.state.values() for name, t in state.items()}
             assert found == {("step", "cpu"), ("exp_avg", "cpu"), ("exp_avg_sq", "cpu")}
             ours.load_state_dict(ours.state_dict())
@@ -105,7 +105,7 @@ def test_bytes_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the states really take, and two buffers of a chunk or of the largest parameter."""
     _, ours = pair(torch.optim.AdamW)
     before = ours.host_bytes()
-    init_state(ours)
+    materialize_host_adam_state(ours)
     moments = sum(t.nbytes for s in ours.state.values() for name, t in s.items() if name != "step")
     assert (
         before

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.engine.megatron.measure_engine_sizes import flop_parameter_count
 from megaswift.families import family_of
-from megaswift.trainers.flops import FlopRule
+from megaswift.trainers.flops import StepFlopFormula
 
 BASE = dict(
     vocab_size=96,
@@ -98,7 +98,7 @@ def test_the_flop_rule_is_what_torch_counts(tied: bool) -> None:
     hf = hf_model(Model("Llama", {"tie_word_embeddings": tied}), "cpu")
     with FlopCounterMode(display=False) as counter:
         hf(input_ids=torch.arange(32).view(2, 16), use_cache=False).logits.sum().backward()
-    rule = FlopRule(ours(hf), 4 * 4 * 8)
+    rule = StepFlopFormula(ours(hf), 4 * 4 * 8)
     norms = (2 * 4 + 1) * 32  # the rule counts them as if they were matrices, the counter not at all
     masked = rule.step(0, 2 * 16**2)  # eager attention also computes the half that is masked
     assert counter.get_total_flops() == pytest.approx(rule.step(32, 2 * 16**2) + masked - 6 * norms * 32, rel=1e-4)
@@ -110,7 +110,7 @@ def test_the_flop_rule_covers_latent_attention() -> None:
     with FlopCounterMode(display=False) as counter:
         hf(input_ids=torch.arange(32).view(2, 16), use_cache=False).logits.sum().backward()
     config = {**hf.config.to_dict(), "architectures": [type(hf).__name__]}
-    rule = FlopRule(ours(hf), 4 * family_of(config).spec(config).product_width)
+    rule = StepFlopFormula(ours(hf), 4 * family_of(config).spec(config).product_width)
     norms = (2 * 4 + 1) * 32 + 4 * (20 + 12)
     masked = rule.step(0, 2 * 16**2)
     assert counter.get_total_flops() == pytest.approx(rule.step(32, 2 * 16**2) + masked - 6 * norms * 32, rel=1e-4)

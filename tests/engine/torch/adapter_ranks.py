@@ -59,9 +59,9 @@ class Result:
 def opened(case: Case, run: Run, world: int) -> tuple[Any, Any]:
     """(engine with the folder's weights, context), of any model that transformers loads."""
     from megaswift.config import SwiftConfig
-    from megaswift.families.unlisted_model_spec import spec_of_any_model
+    from megaswift.families.model_spec_of_any_model import spec_of_any_model
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.engines import make_engine, start_context
+    from megaswift.trainers.engine_factory import make_engine, start_context
 
     task = {"task": "grpo", "reward_funcs": ("format",)} if run.merges else {"task": "sft"}
     cfg = SwiftConfig(model=str(run.folder), **task, **case.config(**recipe_options(RECIPE, False), **run.options))

@@ -71,7 +71,7 @@ def start(job: Job, world: int) -> tuple[Any, Any]:
     from megaswift.config import SwiftConfig
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.engines import make_engine, start_context
+    from megaswift.trainers.engine_factory import make_engine, start_context
 
     cfg = SwiftConfig(task="sft", model=str(job.folder), torch_dtype="float32", **job.options)
     hf_config = json.loads((job.folder / "config.json").read_text())
@@ -97,9 +97,9 @@ def live(rank: int, world: int, job: Job) -> Live:
     zero = getattr(engine.strategy, "_zero", None)
     masters: list[Tensor] = []
     if zero is not None and engine.strategy.stage:
-        from megaswift.engine.torch.zero_tensors import fp32_shards
+        from megaswift.engine.torch.zero_tensors import tensors_stepped_on_this_rank
 
-        masters = [t.data for t in fp32_shards(zero)]
+        masters = [t.data for t in tensors_stepped_on_this_rank(zero)]
     states = {
         at: size for at, size in storages([*optimizer_tensors(engine.strategy), *masters]).items() if at not in weights
     }

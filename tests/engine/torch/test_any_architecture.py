@@ -1,8 +1,8 @@
 """Models that are no family here, on the torch engine: as transformers computes them, or refused where they would learn
 something else.
 
-Covers: megaswift/engine/torch/causality_check.py, megaswift/engine/torch/loss_fields.py,
-megaswift/families/unlisted_model_spec.py.
+Covers: megaswift/engine/torch/causality_and_packing_check.py, megaswift/engine/torch/loss_fields.py,
+megaswift/families/model_spec_of_any_model.py.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import warning_once
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.torch import causality_check, fsdp, strategies
-from megaswift.engine.torch.loss_fields import FieldsModel, labeled_columns
-from megaswift.engine.torch.model import build_model
+from megaswift.engine.torch import causality_and_packing_check, fsdp, strategy_registry
+from megaswift.engine.torch.loss_fields import LossFieldsModel, labeled_columns
+from megaswift.engine.torch.model_building import build_model
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES
-from megaswift.families.unlisted_model_spec import spec_of_any_model
+from megaswift.families.model_spec_of_any_model import spec_of_any_model
 from megaswift.losses.contract import Batch
 from tests.engine.torch.adapter_ranks import CASE, Run, far, model_of, plain
 from tests.engine.torch.other_models import APART, ENCODERS, KINDS, MIXING, POSITIONS, config_of, write
@@ -55,7 +55,7 @@ def logprobs(model: Any, ids: Tensor) -> Tensor:
         return model(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
 
 
-def fields(model: FieldsModel, batch: Batch) -> Tensor:
+def fields(model: LossFieldsModel, batch: Batch) -> Tensor:
     with torch.no_grad():
         positions = None if batch.cu_seqlens is None else batch.positions
         labeled = batch.loss_weights != 0
@@ -67,18 +67,23 @@ def fields(model: FieldsModel, batch: Batch) -> Tensor:
 def test_documents_are_their_own(kind: str, folders: Callable[[str], Path]) -> None:
     """Padded rows give each document's own numbers; packed rows do, or are refused."""
     model = model_of(folders(kind)).eval()
-    engine, drawn = FieldsModel(model), torch.Generator().manual_seed(2)
+    engine, drawn = LossFieldsModel(model), torch.Generator().manual_seed(2)
     docs = [torch.randint(3, VOCAB, (n,), generator=drawn) for n in (9, 14, 6)]
     want = [logprobs(model, ids) for ids in docs]
     if kind not in ENCODERS:
         for ids, own in zip(docs, want, strict=True):
-            padded = causality_check.single_row_batch(torch.cat([ids, torch.zeros(5, dtype=torch.long)]))
+            padded = causality_and_packing_check.single_row_batch(torch.cat([ids, torch.zeros(5, dtype=torch.long)]))
             torch.testing.assert_close(fields(engine, padded)[0, : len(own)], own, rtol=0, atol=1e-5)
-        together = fields(engine, causality_check.single_row_batch(*docs))[0].split([len(ids) for ids in docs])
+        together = fields(engine, causality_and_packing_check.single_row_batch(*docs))[0].split(
+            [len(ids) for ids in docs]
+        )
         worst = max(float((t[:-1] - own).abs().max()) for t, own in zip(together, want, strict=True))
         assert worst < 1e-5 if kind in APART else worst > 1e-2, worst
     told = [
-        str(p) for p in causality_check._problems(partial(fields, engine), VOCAB, causality_check.EXACT, True, kind)
+        str(p)
+        for p in causality_and_packing_check._problems(
+            partial(fields, engine), VOCAB, causality_and_packing_check.EXACT, True, kind
+        )
     ]
     if kind in APART:
         assert told == []
@@ -86,8 +91,12 @@ def test_documents_are_their_own(kind: str, folders: Callable[[str], Path]) -> N
         said = "is not causal" if kind in ENCODERS else "its output for a document changes when others are packed"
         assert len(told) == 1 and said in told[0] and kind in told[0]
     if kind in MIXING:
-        assert not list(causality_check._problems(partial(fields, engine), VOCAB, causality_check.EXACT, False, kind))
-    assert causality_check.learned_positions(model) == POSITIONS.get(kind)
+        assert not list(
+            causality_and_packing_check._problems(
+                partial(fields, engine), VOCAB, causality_and_packing_check.EXACT, False, kind
+            )
+        )
+    assert causality_and_packing_check.learned_position_count(model) == POSITIONS.get(kind)
 
 
 @pytest.mark.wide
@@ -104,11 +113,13 @@ def test_families_separate_packed_documents_too(variant: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(variant), dtype=torch.float32).eval()
     randomize(model, 3)
-    engine, drawn = FieldsModel(model), torch.Generator().manual_seed(2)
+    engine, drawn = LossFieldsModel(model), torch.Generator().manual_seed(2)
     docs = [torch.randint(3, VOCAB, (n,), generator=drawn) for n in (9, 14, 6)]
-    together = fields(engine, causality_check.single_row_batch(*docs))[0].split([len(ids) for ids in docs])
+    together = fields(engine, causality_and_packing_check.single_row_batch(*docs))[0].split([len(ids) for ids in docs])
     worst = max(float((t[:-1] - logprobs(model, ids)).abs().max()) for t, ids in zip(together, docs, strict=True))
-    assert worst > 1e-2 if model.config.model_type in causality_check.LOSES_DOCUMENTS else worst < 2e-5, worst
+    assert worst > 1e-2 if model.config.model_type in causality_and_packing_check.LOSES_DOCUMENTS else worst < 2e-5, (
+        worst
+    )
 
 
 def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
@@ -131,15 +142,15 @@ def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
 def test_units_that_are_none_are_refused(folders: Callable[[str], Path]) -> None:
     """FSDP's units by name; a name that no module has would leave the model in one."""
     model = model_of(folders("gpt2"))
-    assert strategies.fsdp_unit_classes(SwiftConfig(engine="fsdp2"), model) == {"GPT2Block"}
-    assert strategies.fsdp_unit_classes(
+    assert strategy_registry.fsdp_unit_classes(SwiftConfig(engine="fsdp2"), model) == {"GPT2Block"}
+    assert strategy_registry.fsdp_unit_classes(
         SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP"]), model
     ) == {"GPT2MLP"}
     with pytest.raises(
         ConfigError,
         match=r"cls_to_wrap GPT2Blok: is not a module class of this GPT2LMHeadModel\n.*GPT2Block, the decoder layers",
     ):
-        strategies.fsdp_unit_classes(
+        strategy_registry.fsdp_unit_classes(
             SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP", "GPT2Blok"]), model
         )
 
@@ -158,7 +169,7 @@ def test_units_share_no_weight(
     """A weight in two of FSDP's units cannot be; the one around both has it."""
     model = model_of(folders(kind))
     capsys.readouterr()
-    found = fsdp.unshared_units([m for m in model.modules() if type(m).__name__ in classes], model)
+    found = fsdp.units_without_tied_weights([m for m in model.modules() if type(m).__name__ in classes], model)
     assert [type(m).__name__ for m in found] == kept
     left = "".join(f"fsdp2: {name} shares weights with other modules" for name in classes - {*kept})
     assert left in (said := capsys.readouterr().err) and bool(left) == bool(said)

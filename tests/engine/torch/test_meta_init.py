@@ -1,7 +1,7 @@
 """Models that are built without memory and filled from files a piece at a time: what `from_pretrained` makes, bit by
 bit.
 
-Covers: megaswift/engine/torch/conversions.py, megaswift/engine/torch/weight_loading.py.
+Covers: megaswift/engine/torch/transformers_conversions.py, megaswift/engine/torch/weight_loading.py.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megaswift.bridge.hf_to_megatron import hf_to_megatron
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.transformers_weights import tensors_by_disk_name
 from megaswift.config import SwiftConfig
-from megaswift.engine.torch import meta_init, model, weight_loading
-from megaswift.engine.torch.conversions import conversion_groups, jointly_written_parameters, tied_name_map
+from megaswift.engine.torch import meta_init, model_building, weight_loading
 from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
+from megaswift.engine.torch.transformers_conversions import conversion_groups, jointly_written_parameters, tied_name_map
 from megaswift.errors import WeightsError
-from megaswift.families.unlisted_model_spec import spec_of_any_model
+from megaswift.families.model_spec_of_any_model import spec_of_any_model
 from tests.bridge.folders import tensors_of
 from tests.parity.models import build
 
@@ -36,7 +36,7 @@ LORA = {"train_type": "lora", "target_modules": ["o_proj"], "modules_to_save": [
 def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
     """(a model that was hollow, how many elements each piece of files held)."""
     cfg = SwiftConfig(model=str(folder), engine="fsdp2", **options)
-    fields = model.prepare_model(folder, cfg, False, spec_of_any_model(folder), {}, empty=True)
+    fields = model_building.build_model_for_wrapping(folder, cfg, False, spec_of_any_model(folder), {}, empty=True)
     bare, source = unwrap_peft_model(fields.model), open_weights(folder)
     assert all(
         meta_init.is_unallocated(p)
@@ -62,7 +62,7 @@ def test_equals_from_pretrained(variant: str, options: dict[str, Any], tmp_path:
     """Weights, adapters, buffers, ties; no piece is more than a layer's experts."""
     folder = build(variant, tmp_path / variant)
     got, sizes = filled(folder, **options)
-    want = model.prepare_model(
+    want = model_building.build_model_for_wrapping(
         folder, SwiftConfig(model=str(folder), engine="fsdp2", **options), True, spec_of_any_model(folder), {}
     )
     for mine, theirs in (
@@ -100,7 +100,7 @@ def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
     folder.mkdir()
     shutil.copy(tmp_path / "m" / "config.json", folder)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    fields = model.prepare_model(
+    fields = model_building.build_model_for_wrapping(
         folder, SwiftConfig(model=str(folder), engine="fsdp2"), False, spec_of_any_model(folder), {}, empty=True
     )
     source = open_weights(folder)

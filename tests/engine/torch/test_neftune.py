@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megaswift.engine.torch.engine import NeftuneNoise, document_lengths
+from megaswift.engine.torch.engine import NeftuneNoise, document_length_per_token
 from tests.parity.cases import documents, packed, rows
 
 ALPHA = 5.0
@@ -17,9 +17,13 @@ ALPHA = 5.0
 def test_a_document_has_one_length_alone_or_packed() -> None:
     docs = documents(1, 2)[0]
     apart, together = rows(docs), packed(docs, 4, 64)
-    assert document_lengths(apart).tolist() == [[len(d.ids)] * len(d.ids) + [0] * (32 - len(d.ids)) for d in docs]
-    flat = [document_lengths(apart)[i, : -(-len(d.ids) // 4) * 4].tolist() for i, d in enumerate(docs)]
-    assert document_lengths(together)[0].tolist() == [n for row in flat for n in row] + [0] * (64 - sum(map(len, flat)))
+    assert document_length_per_token(apart).tolist() == [
+        [len(d.ids)] * len(d.ids) + [0] * (32 - len(d.ids)) for d in docs
+    ]
+    flat = [document_length_per_token(apart)[i, : -(-len(d.ids) // 4) * 4].tolist() for i, d in enumerate(docs)]
+    assert document_length_per_token(together)[0].tolist() == [n for row in flat for n in row] + [0] * (
+        64 - sum(map(len, flat))
+    )
 
 
 def test_full_rows_get_transformers_own_noise() -> None:

@@ -25,7 +25,7 @@ ALIGNERS = {
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_weight_has_one_part(kind: str) -> None:
     model = KINDS[kind](tokenizer(kind))[0]
-    parts = vision_model_parts.VisionParts(model)
+    parts = vision_model_parts.VisionModelPartNames(model)
     of = {name: parts.of(name) for name, _ in model.named_parameters()}
     assert Counter(of.values()).keys() == {"vit", "aligner", "llm"}
     assert {n for n, p in of.items() if p == "aligner"} == {n for n in of if n.startswith(ALIGNERS[kind])}
@@ -45,8 +45,8 @@ def test_every_weight_has_one_part(kind: str) -> None:
 )
 def test_flags(flags: dict[str, bool], trains: set[str]) -> None:
     model = KINDS["llava"](tokenizer("llava"))[0]
-    vision_model_parts.freeze_parts(model, ModelConfig(**flags))
-    parts = vision_model_parts.VisionParts(model)
+    vision_model_parts.freeze_vision_model_parts(model, ModelConfig(**flags))
+    parts = vision_model_parts.VisionModelPartNames(model)
     assert {parts.of(n) for n, p in model.named_parameters() if p.requires_grad} == trains
     assert all(p.requires_grad == (parts.of(n) in trains) for n, p in model.named_parameters())
 
@@ -59,7 +59,7 @@ def test_adapters_follow_the_flags(kind: str) -> None:
     aligner = {"freeze_llm": True, "freeze_aligner": False}
     for flags, wanted in (({}, {"llm"}), ({"freeze_vit": False}, {"llm", "vit"}), (aligner, {"aligner"})):
         model = KINDS[kind](tokenizer(kind))[0]
-        parts, cfg = vision_model_parts.VisionParts(model), ModelConfig(**flags)
+        parts, cfg = vision_model_parts.VisionModelPartNames(model), ModelConfig(**flags)
         options = peft.LoraConfig(
             r=2, target_modules="all-linear", exclude_modules=vision_model_parts.frozen_modules_pattern(model, cfg)
         )
@@ -76,7 +76,7 @@ def test_a_text_model_has_no_parts() -> None:
     model = Qwen3ForCausalLM(
         Qwen3Config(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     )
-    vision_model_parts.freeze_parts(model, ModelConfig())
+    vision_model_parts.freeze_vision_model_parts(model, ModelConfig())
     assert (
         all(p.requires_grad for p in model.parameters())
         and vision_model_parts.frozen_modules_pattern(model, ModelConfig()) is None

@@ -14,13 +14,13 @@ from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.rl_prompts import Prompt, PromptSource
 from megaswift.data.rollout_batches import RolloutCollator, RolloutTokens
-from megaswift.losses.contract import Batch, ModelOutputs, Needs
-from megaswift.rewards.functions import PerCompletionReward
+from megaswift.losses.contract import Batch, ModelOutputs, RequestedModelOutputs
+from megaswift.rewards.format_and_length_rewards import PerCompletionReward
 from megaswift.rollout.sampler import Completion
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
-from megaswift.trainers.rl.reward_scorer import RewardScorer, Rollout
+from megaswift.trainers.rl.reward_scorer import RewardScorer, ScoredCompletion
+from megaswift.trainers.rl.rollout_scheduler import RolloutScheduler
 from megaswift.trainers.rl.rollout_source import RolloutDependencies, RolloutSource
-from megaswift.trainers.rl.scheduler import RolloutScheduler
 from megaswift.trainers.rl.settings import rl_settings
 
 
@@ -38,10 +38,10 @@ def config(**options: Any) -> SwiftConfig:
     return SwiftConfig(**{**usual, **options})
 
 
-def rollout(total: float, count: int = 3, finished: bool = True, **rewards: float) -> Rollout:
+def rollout(total: float, count: int = 3, finished: bool = True, **rewards: float) -> ScoredCompletion:
     """A completion of so many tokens that is worth so much."""
     completion = Completion(tuple(range(10, 10 + count)), tuple(-1.0 - k / 8 for k in range(count)), finished)
-    return Rollout(Prompt(0, (3, 4), "Q", {}), completion, "text", rewards or {"worth": total}, total)
+    return ScoredCompletion(Prompt(0, (3, 4), "Q", {}), completion, "text", rewards or {"worth": total}, total)
 
 
 def completed(values: dict[str, list[torch.Tensor]], silent: Sequence[int] = ()) -> list[RolloutTokens]:
@@ -92,7 +92,7 @@ class Engine:
 
     times = 1.0
 
-    def score(self, batches: Sequence[Batch], needs: Needs) -> list[ModelOutputs]:
+    def score(self, batches: Sequence[Batch], needs: RequestedModelOutputs) -> list[ModelOutputs]:
         """At the labels."""
         (name,) = needs.names
         return [

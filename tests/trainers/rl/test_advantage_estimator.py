@@ -16,10 +16,10 @@ import torch
 
 from megaswift.data.rl_prompts import Prompt
 from megaswift.losses.sampler_correction import MODES
-from megaswift.rewards.functions import PerCompletionReward
-from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator, padded_field, token_mask
+from megaswift.rewards.format_and_length_rewards import PerCompletionReward
+from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator, padded_field, trained_token_mask
 from megaswift.trainers.rl.completions_log import completion_line
-from megaswift.trainers.rl.multi_turn import Conversation
+from megaswift.trainers.rl.multi_turn import MultiTurnCompletion
 from megaswift.trainers.rl.reward_scorer import RewardScorer
 from megaswift.trainers.rl.settings import rl_settings
 from tests.losses import test_ppo, trainers
@@ -265,7 +265,7 @@ def test_rewards_of_tokens_in_a_second_implementation() -> None:
     assert np.concatenate(found["returns"]) == pytest.approx([t.target for t in wanted], rel=1e-4, abs=1e-5)
 
 
-TURNS = Conversation(
+TURNS = MultiTurnCompletion(
     (10, 11, 20, 21, 12), (-1.0, -1.0, -1.0), True, (True, True, False, False, True), (), (1.0, 2.0), (2, 3), 2
 )
 """Two tokens of the model, two of its environment, which gives 1, one of the model, for which it gives 2."""
@@ -377,7 +377,7 @@ def test_comparisons_within_a_group_take_the_sum_of_rewards_of_tokens(options: d
 
 def test_numbers_stand_from_the_left() -> None:
     some = completed({"old": [torch.tensor([1.0, 2, 3]), torch.tensor([4.0]), torch.tensor([5.0, 6])]}, silent=(1,))
-    mask = token_mask(some)
+    mask = trained_token_mask(some)
     assert mask.tolist() == [[True] * 3, [False] * 3, [True, True, False]]
     assert padded_field(some, "old", mask).tolist() == [[1, 2, 3], [0, 0, 0], [5, 6, 0]]
 

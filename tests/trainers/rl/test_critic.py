@@ -70,7 +70,7 @@ def test_a_critic_that_learns_nothing_fails_the_run(
     bad: Iterable[int], code: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its gradients are not finite in steps in which the policy's are."""
-    found, loop = critic.Critic(Uneven(bad), ValueLoss(0.2, 0.1), lambda step: 0.1), tiny_loop(12)
+    found, loop = critic.CriticTrainer(Uneven(bad), ValueLoss(0.2, 0.1), lambda step: 0.1), tiny_loop(12)
     loop.total_steps = loop.step = 12
 
     def run() -> None:
@@ -92,10 +92,10 @@ def test_a_critic_that_learns_nothing_fails_the_run(
 
 def test_the_skipped_steps_of_a_critic_go_on_after_a_resume() -> None:
     """Interrupted after seven of twelve steps, the last three of them skipped; the rest is skipped too."""
-    before, loop = critic.Critic(Uneven(range(5, 8)), ValueLoss(0.2, 0.1), lambda step: 0.1), tiny_loop(12)
+    before, loop = critic.CriticTrainer(Uneven(range(5, 8)), ValueLoss(0.2, 0.1), lambda step: 0.1), tiny_loop(12)
     for _ in range(7):
         before.prepare(before.engine, [], True)
-    after = critic.Critic(Uneven(range(1, 13)), ValueLoss(0.2, 0.1), lambda step: 0.1)
+    after = critic.CriticTrainer(Uneven(range(1, 13)), ValueLoss(0.2, 0.1), lambda step: 0.1)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     loop.step = 7
     after.on_start(loop)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.losses.advantages import aggregate_advantages
+from megaswift.losses.advantages import multi_reward_group_advantages
 from tests.trainers.rl.makers import completed, rollout
 from tests.trainers.rl.test_advantage_estimator import GROUP, TOTALS, TWO, assert_same, estimator, values
 
@@ -46,7 +46,9 @@ def test_an_environment_s_reward_is_one_more_of_those_normalized_first() -> None
     found = made(judged, completed(values()))["advantages"]
     assert_same(
         found,
-        aggregate_advantages(torch.tensor([TOTALS, TWO["b"]]).T, torch.tensor([0.5, 1.0]), GROUP, "normalize_then_sum"),
+        multi_reward_group_advantages(
+            torch.tensor([TOTALS, TWO["b"]]).T, torch.tensor([0.5, 1.0]), GROUP, "normalize_then_sum"
+        ),
     )
 
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megaswift.data.rl_prompts import Prompt
 from megaswift.errors import ConfigError, RewardError
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler
-from megaswift.trainers.rl.environment import CheckedEnvironment, load_environment_class
-from megaswift.trainers.rl.multi_turn import Conversation, MultiTurnRollout
+from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, load_environment_class
+from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, MultiTurnRunner
 from tests.data import makers
 from tests.trainers.inputs import write_model
 
@@ -67,7 +67,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def talked(
     model: Path, file: Path, max_turns: int | None = None, most: int = 400
-) -> tuple[Any, list[Prompt], list[Conversation]]:
+) -> tuple[Any, list[Prompt], list[MultiTurnCompletion]]:
     """Two conversations with Echo."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     sampler = make_sampler("transformers", model, SamplerOptions(dtype="float32"))
@@ -80,9 +80,11 @@ def talked(
         for i, s in enumerate(said)
     ]
     made = load_environment_class(f"{file}:Echo")
-    talk = MultiTurnRollout(lambda: CheckedEnvironment("--environment worlds.py:Echo", made()), tokenizer, max_turns)
+    talk = MultiTurnRunner(
+        lambda: EnvironmentWithNamedErrors("--environment worlds.py:Echo", made()), tokenizer, max_turns
+    )
     found = talk.write(sampler, SamplingParams(most, stop_token_ids=(1,)), prompts, [11, 12])
-    return tokenizer, prompts, [c for c in found if isinstance(c, Conversation)]
+    return tokenizer, prompts, [c for c in found if isinstance(c, MultiTurnCompletion)]
 
 
 def test_tokens_are_those_of_the_template(model: Path, file: Path) -> None:
@@ -171,7 +173,9 @@ def test_calls_of_tools_and_their_results(name: str, role: str, monkeypatch: pyt
 
     prompt = tokenizer.apply_chat_template(list(said), add_generation_prompt=True, return_dict=False)
     talk, sampler = (
-        MultiTurnRollout(lambda: CheckedEnvironment("--environment e.py:Calculator", Calculator()), tokenizer, None),
+        MultiTurnRunner(
+            lambda: EnvironmentWithNamedErrors("--environment e.py:Calculator", Calculator()), tokenizer, None
+        ),
         Scripted(),
     )
     found: Any = talk.write(sampler, SamplingParams(400), [Prompt(0, tuple(prompt), said, {})], [1])[0]  # type: ignore[arg-type]
@@ -221,7 +225,7 @@ def test_what_an_environment_gets_wrong(returned: Any, words: str, file: Path) -
     made: Any = load_environment_class(f"{file}:Odd")()
     made.returned = returned
     with pytest.raises(RewardError) as error:
-        CheckedEnvironment("--environment worlds.py:Odd", made).step("text")
+        EnvironmentWithNamedErrors("--environment worlds.py:Odd", made).step("text")
     assert words in str(error.value) and "--environment worlds.py:Odd" in str(error.value)
 
 
@@ -229,7 +233,7 @@ def test_what_an_environment_gets_wrong(returned: Any, words: str, file: Path) -
 def test_the_reward_of_a_turn_is_a_number_of_any_library(reward: Any, file: Path) -> None:
     made: Any = load_environment_class(f"{file}:Odd")()
     made.returned = ([], reward, True)
-    found = CheckedEnvironment("--environment worlds.py:Odd", made).step("text")
+    found = EnvironmentWithNamedErrors("--environment worlds.py:Odd", made).step("text")
     assert found == ([], 1.0, True) and type(found[1]) is float
 
 
@@ -251,7 +255,7 @@ def test_the_reward_of_a_turn_is_a_number_of_any_library(reward: Any, file: Path
 def test_answers_that_a_template_cannot_write(template: str | None, told: str) -> None:
     tokenizer = makers.tokenizer("qwen", None)
     tokenizer.chat_template = template
-    talk = MultiTurnRollout(lambda: CheckedEnvironment("--environment e.py:Tool", Calculator()), tokenizer, None)
+    talk = MultiTurnRunner(lambda: EnvironmentWithNamedErrors("--environment e.py:Tool", Calculator()), tokenizer, None)
     with pytest.raises(RewardError) as error:
         talk.between([{"role": "tool", "content": "42"}], "--environment e.py:Tool")
     assert "--environment e.py:Tool: answers as tool, which the chat template does not render: " in str(error.value)

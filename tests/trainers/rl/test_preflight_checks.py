@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.entry import refused_config_problems
+from megaswift.entry import further_problems_of_refused_config
 from megaswift.errors import UserError
 from megaswift.rollout import vllm_package
 from megaswift.trainers.preflight import preflight
-from megaswift.trainers.rl.preflight_checks import policy_problems
+from megaswift.trainers.rl.preflight_checks import rl_run_problems
 from tests.test_cli import model_folder
 
 GOOD = {"reward_funcs": ["format"], "num_generations": 2, "gbs": 4}
@@ -20,7 +20,7 @@ GOOD = {"reward_funcs": ["format"], "num_generations": 2, "gbs": 4}
 
 def told(world_size: int = 2, task: str = "grpo", **options: object) -> list[str]:
     return [
-        str(p).partition("\n")[0] for p in policy_problems(SwiftConfig(task=task, **{**GOOD, **options}), world_size)
+        str(p).partition("\n")[0] for p in rl_run_problems(SwiftConfig(task=task, **{**GOOD, **options}), world_size)
     ]
 
 
@@ -49,7 +49,7 @@ def test_a_run_s_folder_and_a_language_model_are_no_reward_models(tmp_path: Path
     run, model = tmp_path / "run", tmp_path / "model"
     run.mkdir(), model.mkdir()
     good, language = scorer(run), model_folder(model)
-    problems = policy_problems(SwiftConfig(task="grpo", **GOOD, reward_model=[str(run), str(language)]), 2)
+    problems = rl_run_problems(SwiftConfig(task="grpo", **GOOD, reward_model=[str(run), str(language)]), 2)
     assert [str(p.fix) for p in problems] == [f"--reward_model {good}", "train one with megaswift rm"]
     assert "has no config.json" in str(problems[0]) and f"--reward_model {language}: is not a reward model" in str(
         problems[1]
@@ -110,7 +110,7 @@ def test_a_wrong_reward_function_is_told_with_batches_that_do_not_fit(tmp_path: 
     line = ["--model", str(model_folder(tmp_path)), "--dataset", "d.jsonl", "--global_batch_size", "1"]
     line += ["--reward_funcs", f"{tmp_path}/mine.py:brevty", "accurcy", "--output_dir", str(tmp_path / "out")]
     with pytest.raises(UserError) as error:
-        load_config("grpo", line, complete=True, environ={}, beyond=refused_config_problems)
+        load_config("grpo", line, complete=True, environ={}, beyond=further_problems_of_refused_config)
     found = [p.what for p in error.value.problems]
     assert found[0] == "--global_batch_size 1" and "reward function 'accurcy'" in found
     assert f"--reward_funcs {tmp_path}/mine.py:brevty" in found

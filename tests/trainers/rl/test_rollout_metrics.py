@@ -13,7 +13,7 @@ import torch
 
 from megaswift.data.rl_prompts import Prompt
 from megaswift.rollout.sampler import Completion
-from megaswift.trainers.rl.reward_scorer import Rollout
+from megaswift.trainers.rl.reward_scorer import ScoredCompletion
 from megaswift.trainers.rl.rollout_metrics import group_rewards_differ, rollout_statistics
 from tests.losses import trainers
 
@@ -23,13 +23,13 @@ WEIGHTS = {"first": 1.0, "second": 0.25}
 WRITTEN = [[5, 6, STOP], [7], [8, 9, 5, 6], [4, STOP]]
 
 
-def rollout(tokens: list[int], finished: bool, rewards: dict[str, float]) -> Rollout:
+def rollout(tokens: list[int], finished: bool, rewards: dict[str, float]) -> ScoredCompletion:
     prompt = Prompt(0, (3, 4), "Question", {})
     total = sum(WEIGHTS[name] * value for name, value in rewards.items())
-    return Rollout(prompt, Completion(tuple(tokens), (-1.0,) * len(tokens), finished), "text", rewards, total)
+    return ScoredCompletion(prompt, Completion(tuple(tokens), (-1.0,) * len(tokens), finished), "text", rewards, total)
 
 
-def rollouts() -> list[Rollout]:
+def rollouts() -> list[ScoredCompletion]:
     return [rollout(ids, ids[-1] == STOP, {n: v[i] for n, v in REWARDS.items()}) for i, ids in enumerate(WRITTEN)]
 
 
@@ -86,7 +86,7 @@ def test_a_spread_of_single_rewards_counts_where_they_are_normalized_one_by_one(
 
 
 def test_rounding_and_missing_rewards_are_no_spread() -> None:
-    def group(*totals: float) -> list[Rollout]:
+    def group(*totals: float) -> list[ScoredCompletion]:
         return [replace(rollouts()[0], total=t) for t in totals]
 
     assert (

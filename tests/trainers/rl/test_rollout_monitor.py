@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.trainers.rl.rollout_monitor import RolloutMonitor, Unrewarded
+from megaswift.trainers.rl.rollout_monitor import NoRewardsError, RolloutMonitor
 from tests.trainers.rl.makers import Samples, source
 from tests.trainers.tiny import tiny_loop
 
@@ -100,7 +100,7 @@ def test_a_run_without_any_reward_has_failed(capsys: Capture) -> None:
     resumed.on_start(loop)
     for end in (alarms.on_end, resumed.on_end, resumed.check_progress):
         with pytest.raises(
-            Unrewarded, match="--reward_funcs worth: returned None for every completion of all 2 steps"
+            NoRewardsError, match="--reward_funcs worth: returned None for every completion of all 2 steps"
         ) as e:
             end(loop)
         assert e.value.exit_code == 3

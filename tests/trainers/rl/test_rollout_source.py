@@ -1,7 +1,7 @@
 """The steps of a policy without an engine: what a generation is, how long it lasts, what of it goes into a
 checkpoint.
 
-Covers: megaswift/trainers/rl/scheduler.py.
+Covers: megaswift/trainers/rl/rollout_scheduler.py.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 from megaswift import distributed
 from megaswift.parallel.layout import Layout
 from megaswift.rollout.sampler import SamplingParams
-from megaswift.trainers.rl.generation import Generation, completion_seeds, is_sampling_rank
+from megaswift.trainers.rl.generation import CompletionGenerator, completion_seeds, is_sampling_rank
 
 LAYOUT = Layout(8, tp=2, pp=2)
 
@@ -29,7 +29,7 @@ def test_shares_are_whole_groups_and_nothing_is_written_twice(
         monkeypatch.setattr(distributed, "global_rank", lambda rank=rank: rank)
         at = LAYOUT.coordinates(rank)
         sampler: Any = object() if everywhere or is_sampling_rank(at) else None
-        made = Generation(engine, at, sampler, SamplingParams(1), 0, everywhere=everywhere)
+        made = CompletionGenerator(engine, at, sampler, SamplingParams(1), 0, everywhere=everywhere)
         found.append(made.own(20, 2))
         speaking += made.first
     assert [i for share in found for i in share] == list(range(20)) and speaking == 2
@@ -51,7 +51,7 @@ def test_every_third_completion_is_greedy(replicas: int, monkeypatch: pytest.Mon
     for rank in range(replicas):
         monkeypatch.setattr(distributed, "global_rank", lambda rank=rank: rank)
         sampler: Any = Recorder()
-        made = Generation(engine, layout.coordinates(rank), sampler, SamplingParams(1, temperature=0.8), 5)
+        made = CompletionGenerator(engine, layout.coordinates(rank), sampler, SamplingParams(1, temperature=0.8), 5)
         drafts += made.share(prompts, 4, greedy_every=3)
         assert {t for _, t, _ in made.share(prompts, 4)} == {0.8}
     drawn = completion_seeds(5, 4, 12)

@@ -19,7 +19,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.loss_table import loss_names
 from megaswift.config.rl import RlConfig
 from megaswift.losses.policy import PolicyLoss
-from megaswift.losses.policy_types import PolicySettings as Formulas
+from megaswift.losses.policy_loss_types import PolicySettings as Formulas
 from megaswift.losses.value import ValueLoss
 from megaswift.rewards.contract import RewardOptions
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from megaswift.engine.megatron.rank_weights import canonical_name
+from megaswift.engine.megatron.rank_weights import canonical_parameter_name
 from megaswift.errors import Problem
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _modules(engine: MegatronEngine) -> Iterator[tuple[str, nn.Module]]:
     for chunk in engine.plain:
         for name, module in chunk.named_modules():
             if hasattr(module, "init_fp8_meta_tensors") and any(True for _ in module.parameters(recurse=False)):
-                yield canonical_name(name + ".", chunk, engine.spec, engine.context).removesuffix("."), module
+                yield canonical_parameter_name(name + ".", chunk, engine.spec, engine.context).removesuffix("."), module
 
 
 def write_fp8_histories(engine: MegatronEngine, directory: Path) -> Path:

@@ -210,14 +210,14 @@ def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
                     part.optimizer.state[p]["step"] = _counter(step, group, p)
 
 
-def get_scaler_state(optimizer: MegatronOptimizer) -> dict[str, float]:
+def get_loss_scaler_state(optimizer: MegatronOptimizer) -> dict[str, float]:
     """The loss scale and its counters (float16), empty without one."""
     scaler = next((s for p in optimizer_parts(optimizer) if (s := getattr(p, "grad_scaler", None)) is not None), None)
     return {k: float(v) for k, v in scaler.state_dict().items()} if scaler is not None else {}
 
 
-def set_scaler_state(optimizer: MegatronOptimizer, saved: dict[str, float]) -> None:
-    """The inverse of `get_scaler_state`."""
+def set_loss_scaler_state(optimizer: MegatronOptimizer, saved: dict[str, float]) -> None:
+    """The inverse of `get_loss_scaler_state`."""
     for part in optimizer_parts(optimizer):
         scaler = getattr(part, "grad_scaler", None)
         if scaler is not None and saved:

@@ -84,7 +84,7 @@ def weight_chunks(placed: Sequence[tuple[Tensor, list[ParameterSlice]]], write: 
                 yield ShardChunk(p.key, p.whole, p.offset, flat[p.start : p.end].view(p.shape), p.padded)
 
 
-def carried_chunks(engine: MegatronEngine) -> Iterator[ShardChunk]:
+def unchanged_tensor_chunks(engine: MegatronEngine) -> Iterator[ShardChunk]:
     """This rank's share of the tensors that are carried along unchanged, each read when it is written."""
     for name in engine.kept_names[engine.rank :: engine.layout.world_size]:
         source = engine.kept

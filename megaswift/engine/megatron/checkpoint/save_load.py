@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megaswift import distributed, log
+from megaswift.atomic_disk_writes import fsync_path
 from megaswift.bridge import torch_dist_files as files
 from megaswift.bridge import torch_dist_index
 from megaswift.bridge.checkpoint_shard_regions import KEPT, MAIN, STATES
-from megaswift.disk import sync
 from megaswift.engine import rng_state
 from megaswift.engine.megatron.checkpoint import fp8_history
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
 from megaswift.engine.megatron.checkpoint import rank_chunks as boxes
-from megaswift.engine.megatron.lora import checkpoint
+from megaswift.engine.megatron.lora import adapter_checkpoint_slices
 from megaswift.engine.megatron.model import finish_weight_gathers
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.errors import ROOM, Problem
@@ -49,12 +49,16 @@ def save_engine(engine: MegatronEngine, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     finish_weight_gathers(engine.chunks)
     states.materialize_states(engine.optimizer)
-    parameters = boxes.parameter_slices(engine) if engine.lora is None else checkpoint.adapter_slices(engine.lora)
+    parameters = (
+        boxes.parameter_slices(engine)
+        if engine.lora is None
+        else adapter_checkpoint_slices.trainable_tensor_slices(engine.lora)
+    )
     chunks = [
         *boxes.weight_chunks(parameters, True),
         *boxes.optimizer_chunks(parameters, states.state_slices(engine.optimizer, write=True), True),
     ]
-    chunks += boxes.carried_chunks(engine) if engine.lora is None else []
+    chunks += boxes.unchanged_tensor_chunks(engine) if engine.lora is None else []
     files.write_shard_chunks(directory, chunks)
     facts = _facts(engine, max(distributed.all_gather_objects(states.get_step_count(engine.optimizer))))
     distributed.raise_on_all_ranks(_write_small(engine, directory, facts), limit=SHOWN)
@@ -70,7 +74,7 @@ def _write_small(engine: MegatronEngine, directory: Path, facts: dict[str, Any])
             (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
             written.append(directory / FACTS)
         for path in [*written, directory]:
-            sync(path)
+            fsync_path(path)
     except OSError as error:
         return [Problem(str(directory), f"could not be written ({error})", ROOM)]
     return []
@@ -93,7 +97,7 @@ def _facts(engine: MegatronEngine, step: int) -> dict[str, Any]:
         "optimizer": {
             "name": engine.cfg.optim.optimizer,
             "step": step,
-            "scaler": states.get_scaler_state(engine.optimizer),
+            "scaler": states.get_loss_scaler_state(engine.optimizer),
         },
     }
 
@@ -104,7 +108,11 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     directory = Path(directory)
     facts, index = _read_tables(engine, directory)
     states.materialize_states(engine.optimizer)
-    parameters = boxes.parameter_slices(engine) if engine.lora is None else checkpoint.adapter_slices(engine.lora)
+    parameters = (
+        boxes.parameter_slices(engine)
+        if engine.lora is None
+        else adapter_checkpoint_slices.trainable_tensor_slices(engine.lora)
+    )
     slices = states.state_slices(engine.optimizer)
     wanted = [
         _source(box, index)
@@ -125,7 +133,7 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     files.read_planned_chunks(directory, index, wanted, items)
     states.store_filled_states(engine.optimizer, slices)
     states.set_step_count(engine.optimizer, facts["optimizer"]["step"])
-    states.set_scaler_state(engine.optimizer, facts["optimizer"]["scaler"])
+    states.set_loss_scaler_state(engine.optimizer, facts["optimizer"]["scaler"])
     if same_layout and fits_rank_rng(random_states[0]):
         restore_rank_rng(*random_states)
     else:

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaswift.engine.megatron.cpu import shared_exchange
+from megaswift.engine.megatron.cpu import shared_memory_all_to_all
 from megaswift.engine.megatron.cpu.cuda_stubs import CompletedWork
-from megaswift.engine.megatron.cpu.shared_exchange import SharedExchange
+from megaswift.engine.megatron.cpu.shared_memory_all_to_all import SharedMemoryAllToAll
 
 SMALL = 1 << 16
 """Elements up to which an all-reduce sends everything to everyone."""
@@ -36,10 +36,10 @@ _REDUCTIONS: dict[Any, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-_exchanges: WeakKeyDictionary[Any, SharedExchange | None] = WeakKeyDictionary()
+_exchanges: WeakKeyDictionary[Any, SharedMemoryAllToAll | None] = WeakKeyDictionary()
 
 
-def _exchange(group: Any) -> SharedExchange | None:
+def _exchange(group: Any) -> SharedMemoryAllToAll | None:
     """The group's shared memory, made at its first use; None where gloo has to carry everything."""
     group = group if group is not None else dist.group.WORLD
     if group not in _exchanges:
@@ -52,7 +52,9 @@ def _exchange(group: Any) -> SharedExchange | None:
             return all_numbers.tolist()
 
         timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        _exchanges[group] = shared_exchange.open_exchange(rank, ranks, timeout, gather) if ranks > 1 else None
+        _exchanges[group] = (
+            shared_memory_all_to_all.open_shared_memory_all_to_all(rank, ranks, timeout, gather) if ranks > 1 else None
+        )
     return _exchanges[group]
 
 

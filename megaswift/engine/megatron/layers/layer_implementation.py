@@ -27,7 +27,7 @@ neighbours)."""
 FP8_NAMES = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
 
 
-def fp8_problems(recipe: str, capability: tuple[int, int]) -> list[Problem]:
+def fp8_compute_capability_problems(recipe: str, capability: tuple[int, int]) -> list[Problem]:
     """Why a GPU of this compute capability cannot run an FP8 recipe; Transformer Engine itself would say so in the
     first step."""
     least = FP8_NEEDS[recipe]

@@ -14,11 +14,14 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import nn
 
-from megaswift.engine.megatron.layers.activation import GATED
+from megaswift.engine.megatron.layers.gated_activations import GATED
 from megaswift.engine.megatron.layers.latent_attention import ReplicatedLinear, TELatentAttention, TorchLatentAttention
 from megaswift.engine.megatron.layers.layer_implementation import TORCH
 from megaswift.engine.megatron.layers.norm import NormColumnParallelLinear, QKNorm, TorchNorm
-from megaswift.engine.megatron.layers.residual_projection import ResidualLinear, residual_projection_class
+from megaswift.engine.megatron.layers.scaled_post_norm_projection import (
+    ScaledPostNormLinear,
+    scaled_post_norm_projection_class,
+)
 from megaswift.engine.megatron.layers.torch_attention import TorchAttention
 
 
@@ -61,7 +64,7 @@ TORCH_MODULES = LayerModuleClasses(
     column=ColumnParallelLinear,
     row=RowParallelLinear,
     norm_column=NormColumnParallelLinear,
-    residual_row=ResidualLinear,
+    residual_row=ScaledPostNormLinear,
     replicated=ReplicatedLinear,
     norm=TorchNorm,
     qk_norm=QKNorm,
@@ -84,7 +87,7 @@ def layer_module_classes(linear: str, grouped: bool) -> LayerModuleClasses:
         column=te.TEColumnParallelLinear,
         row=te.TERowParallelLinear,
         norm_column=te.TELayerNormColumnParallelLinear,
-        residual_row=residual_projection_class(te.TERowParallelLinear, te.TENorm),
+        residual_row=scaled_post_norm_projection_class(te.TERowParallelLinear, te.TENorm),
         replicated=te.TELinear,
         norm=te.TENorm,
         qk_norm=te.TENorm,

@@ -6,7 +6,7 @@ arXiv:2202.08906, eq. 5), each over the non-padding tokens of a whole micro-batc
 Of sigmoid scores the balancing loss takes each score over their sum, and the experts that are best without the bias
 (DeepSeek-V3, arXiv:2412.19437, eq. 17-20, there for each sequence by itself).
 Megatron-Core weighs them by each shard's token count and then divides by label tokens; here the engine's
-`AuxScale` is the one place of their scale: coefficient / (micro-batches x data-parallel ranks).
+`AuxLossScaleAndLog` is the one place of their scale: coefficient / (micro-batches x data-parallel ranks).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class AuxScale:
+class AuxLossScaleAndLog:
     """Coefficients, the number of micro-batches they are averaged over, and the values for the log."""
 
     aux_coefficient: float = 0.0
@@ -127,11 +127,11 @@ class BalancedRouter(TopKRouter):
     group, and always normalizes sigmoids.
     """
 
-    scale: AuxScale
+    scale: AuxLossScaleAndLog
 
     def __init__(self, config: Any, pg_collection: Any = None, **kwargs: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection, **kwargs)
-        self.scale = AuxScale()
+        self.scale = AuxLossScaleAndLog()
         features, sigmoid = config.features, config.moe_router_score_function == "sigmoid"
         self.choice: RoutingRule | None = None
         self.capacity_factor: float | None = config.moe_expert_capacity_factor
@@ -206,7 +206,7 @@ class BalancedRouter(TopKRouter):
         return MoEAuxLossAutoScaler.apply(weights, total / self.scale.average_over)
 
 
-def pass_padding_mask(decoder: TransformerBlock) -> None:
+def install_padding_mask_hooks(decoder: TransformerBlock) -> None:
     """Gives every layer of `decoder` the padding mask that the decoder got.
 
     With `--recompute_method block` Megatron-Core 0.16 calls the layers that are not recomputed without it, so
@@ -236,7 +236,9 @@ class AuxLosses:
     def __init__(self, chunks: list[SwiftGPT], spec: ModelSpec, cfg: SwiftConfig, context: ParallelContext) -> None:
         coefficient = cfg.model.moe_aux_loss_coeff
         default = spec.transformer.get("moe_aux_loss_coeff") or 0.0
-        self.scale = AuxScale(default if coefficient is None else coefficient, cfg.model.moe_z_loss_coeff or 0.0)
+        self.scale = AuxLossScaleAndLog(
+            default if coefficient is None else coefficient, cfg.model.moe_z_loss_coeff or 0.0
+        )
         self.context, self.moe_layers = context, sum(spec.moe_layers)
         for chunk in chunks:
             for module in chunk.modules():

@@ -36,7 +36,7 @@ class _SumOverRanks(torch.autograd.Function):
         return total, None
 
 
-class WideNorm(nn.Module):
+class AllHeadsRMSNorm(nn.Module):
     """RMSNorm over the heads of all ranks together, in float32: `weight` [heads / tp x d]. The attention module sets
     `group`."""
 
@@ -65,21 +65,21 @@ class WideNorm(nn.Module):
         )
 
 
-class WideQueryNorm(WideNorm):
+class AllHeadsQueryNorm(AllHeadsRMSNorm):
     """Of the queries."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(config, hidden_size, eps, config.num_attention_heads)
 
 
-class WideKeyNorm(WideNorm):
+class AllHeadsKeyNorm(AllHeadsRMSNorm):
     """Of the keys."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(config, hidden_size, eps, config.num_query_groups)
 
 
-class ExtendedSelfAttention(SelfAttention):
+class LayerRotarySelfAttention(SelfAttention):
     """Megatron-Core's self-attention with the rotary embedding of its kind of layer, and norms that know their
     group."""
 
@@ -93,7 +93,7 @@ class ExtendedSelfAttention(SelfAttention):
             self.config.yarn_rotary_scaling_factor = 1.0  # Megatron-Core 0.16 asks the configuration in each pass,
             self._yarn_concentration_factor = 1.0  # 0.19 has asked it by now
         for norm in (self.q_layernorm, self.k_layernorm):
-            if isinstance(norm, WideNorm):
+            if isinstance(norm, AllHeadsRMSNorm):
                 norm.group = self.pg_collection.tp
 
     def forward(

@@ -1,7 +1,7 @@
 """Attention of the torch layer spec: PyTorch's scaled-dot-product kernels with GQA, windows, packing and context
 parallelism.
 
-Owns the core attention module and the per-row facts it needs (`RowLayout`), which travel in Megatron's
+Owns the core attention module and the per-row facts it needs (`RowPackedSeqParams`), which travel in Megatron's
 `packed_seq_params` slot because every layer, also a recomputed one, receives it. Rotary positions are not here (see
 rope.py).
 """
@@ -21,8 +21,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megaswift.engine.megatron.context_parallel import gather_sequence
-from megaswift.engine.megatron.layers.softcap import SoftCappedAttention, SoftcapScores
+from megaswift.engine.megatron.context_parallel import gather_key_value_sequence
+from megaswift.engine.megatron.layers.softcap_attention import SoftCappedAttention, SoftcapScores
 
 Parts = tuple[Tensor, Tensor, Tensor]
 BLOCK = 1024
@@ -31,7 +31,7 @@ LANES = 8
 """Columns added to queries and keys, of which one is used: fused kernels need head sizes that are multiples of 8."""
 
 
-class RowLayout(PackedSeqParams):
+class RowPackedSeqParams(PackedSeqParams):
     """How the rows of a batch are made of documents and context-parallel slices.
 
     `qkv_format` is not "thd": queries keep their [s, b, heads, d] shape and rotary angles come by position. `index` and
@@ -131,12 +131,18 @@ class TorchAttention(MegatronModule):
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: RowLayout | None = None, **__: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        packed_seq_params: RowPackedSeqParams | None = None,
+        **__: Any,
     ) -> Tensor:
         """Attention of the local queries to every key of their document that stands before them."""
-        rows = packed_seq_params if packed_seq_params is not None else RowLayout(query.shape[0])
+        rows = packed_seq_params if packed_seq_params is not None else RowPackedSeqParams(query.shape[0])
         if rows.index is not None and rows.order is not None:
-            both = gather_sequence(torch.cat([key, value], dim=-1), rows.order, rows.index, self.cp_group)
+            both = gather_key_value_sequence(torch.cat([key, value], dim=-1), rows.order, rows.index, self.cp_group)
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         repeat = query.shape[2] // key.shape[2]
         if repeat > 1:

@@ -32,9 +32,9 @@ from megaswift.engine.megatron.layers.layer_module_classes import (
     gated_activation_class,
     layer_module_classes,
 )
-from megaswift.engine.megatron.layers.nf4 import nf4_layer_spec
+from megaswift.engine.megatron.layers.nf4_linear import nf4_layer_spec
 from megaswift.engine.megatron.layers.router import BalancedRouter
-from megaswift.engine.megatron.layers.self_attention import ExtendedSelfAttention, WideKeyNorm, WideQueryNorm
+from megaswift.engine.megatron.layers.self_attention import AllHeadsKeyNorm, AllHeadsQueryNorm, LayerRotarySelfAttention
 from megaswift.families.model_spec import Features
 
 
@@ -88,13 +88,13 @@ def _attention(
         )
     into, out = _outer(features, modules)
     wide = features.qk_norm_width == "all"
-    norms = (WideQueryNorm, WideKeyNorm) if wide else (modules.qk_norm, modules.qk_norm)
+    norms = (AllHeadsQueryNorm, AllHeadsKeyNorm) if wide else (modules.qk_norm, modules.qk_norm)
     if not config.qk_layernorm:
         norms = (IdentityOp, IdentityOp)
     parts = SelfAttentionSubmodules(
         linear_qkv=into, core_attention=core, linear_proj=out, q_layernorm=norms[0], k_layernorm=norms[1]
     )
-    return (ExtendedSelfAttention if wide or features.rope_local is not None else SelfAttention), parts
+    return (LayerRotarySelfAttention if wide or features.rope_local is not None else SelfAttention), parts
 
 
 def layer_spec(config: TransformerConfig, choice: LayerImplementationChoice, moe: bool) -> ModuleSpec:

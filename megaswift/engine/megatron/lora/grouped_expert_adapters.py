@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaswift.bridge.adapter_plan import Adapter, adapter_output_row_runs
+from megaswift.bridge.adapter_plan import ModuleAdapterSpec, adapter_output_row_runs
 from megaswift.engine.megatron.lora.layer_adapters import CHILD, LayerAdapters
 from megaswift.engine.megatron.parallel_context import ParallelContext
 
@@ -24,7 +24,11 @@ class GroupedAdapters(LayerAdapters):
     none."""
 
     def __init__(
-        self, experts: Sequence[Sequence[Adapter]], context: ParallelContext, dtype: torch.dtype, dropout: float
+        self,
+        experts: Sequence[Sequence[ModuleAdapterSpec]],
+        context: ParallelContext,
+        dtype: torch.dtype,
+        dropout: float,
     ) -> None:
         super().__init__([a for expert in experts for a in expert], context, dtype, dropout)
         assert not self.dora, "DoRA needs each expert's weight: rules refuse it with a grouped GEMM"

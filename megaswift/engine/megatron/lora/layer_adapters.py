@@ -35,8 +35,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from torch import Tensor, nn
 
-from megaswift.bridge.adapter_plan import Adapter, Half, adapter_output_row_runs, dora_row_scale
-from megaswift.engine.megatron.layers.residual_projection import ResidualProduct
+from megaswift.bridge.adapter_plan import Half, ModuleAdapterSpec, adapter_output_row_runs, dora_row_scale
+from megaswift.engine.megatron.layers.scaled_post_norm_projection import ScaledPostNormProjection
 from megaswift.engine.megatron.parallel_context import ParallelContext
 
 CHILD = "lora"
@@ -59,7 +59,7 @@ class LayerAdapters(nn.Module):
     """The layer's own [out, in] of this rank."""
 
     def __init__(
-        self, adapters: Sequence[Adapter], context: ParallelContext, dtype: torch.dtype, dropout: float
+        self, adapters: Sequence[ModuleAdapterSpec], context: ParallelContext, dtype: torch.dtype, dropout: float
     ) -> None:
         super().__init__()
         entry, layout, coords = adapters[0].entry, context.layout, context.coordinates
@@ -82,7 +82,7 @@ class LayerAdapters(nn.Module):
                 # they are used: adapters then train on stale shards
                 self.register_parameter(f"{half}{number}", self._parameter(adapter, half, data))
 
-    def _parameter(self, adapter: Adapter, half: Half, data: Tensor) -> nn.Parameter:
+    def _parameter(self, adapter: ModuleAdapterSpec, half: Half, data: Tensor) -> nn.Parameter:
         """Marked for Megatron: how it is spread, whose replicas it has, what is partial, whom the gradient norm
         counts."""
         p = nn.Parameter(data)
@@ -237,7 +237,7 @@ def attach_adapters(layer: nn.Module, adapters: LayerAdapters) -> None:
     """Put adapters on a layer; one that normalizes or scales its product has a place for them before that."""
     layer.add_module(CHILD, adapters)
     adapters.weight = functools.partial(getattr, layer, "weight")
-    if isinstance(layer, ResidualProduct):
+    if isinstance(layer, ScaledPostNormProjection):
         layer.adapted = adapters.on
         return
     layer.register_forward_hook(add_adapters_hook)

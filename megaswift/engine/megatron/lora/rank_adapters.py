@@ -15,9 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from megaswift import distributed
-from megaswift.bridge.adapter_plan import Adapter, AdapterPlan, AdapterSettings, Half, merge_adapters_into_weight
+from megaswift.bridge.adapter_plan import (
+    AdapterHyperparameters,
+    AdapterPlan,
+    Half,
+    ModuleAdapterSpec,
+    merge_adapters_into_weight,
+)
 from megaswift.bridge.new_scalar_head import NEW
-from megaswift.bridge.peft_folder import PeftFolder, adapter_value_reader
+from megaswift.bridge.peft_folder import PeftFolder, adapter_half_getter
 from megaswift.bridge.weight_plan import PlanGroup, WeightPlan
 from megaswift.config.lora import LoraConfig
 from megaswift.engine.megatron.lora import layer_adapters
@@ -25,7 +31,12 @@ from megaswift.engine.megatron.lora.grouped_expert_adapters import GroupedAdapte
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.rank_weights import LocalParam, RankWeights
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.families.adapter_projections import WEIGHT, dora_problems, saved_modules, select_projections
+from megaswift.families.adapter_projections import (
+    WEIGHT,
+    dora_problems,
+    modules_to_save_tensor_names,
+    select_projections,
+)
 
 
 def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
@@ -44,21 +55,21 @@ def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
         return AdapterPlan(
             weights, [a.projection for a in plan.adapters], replace(plan.settings, dropout=cfg.lora_dropout), plan.saved
         )
-    settings = AdapterSettings(cfg.lora_rank, cfg.lora_alpha, cfg.use_rslora, cfg.lora_dropout, cfg.use_dora)
+    settings = AdapterHyperparameters(cfg.lora_rank, cfg.lora_alpha, cfg.use_rslora, cfg.lora_dropout, cfg.use_dora)
     family, spec = weights.family, weights.spec
     chosen = select_projections(family, spec, cfg.target_modules, cfg.target_parameters)
     if unfit := dora_problems(chosen, "--use_dora true") if cfg.use_dora else []:
         raise ConfigError(unfit)
-    saved = saved_modules(family, spec, cfg.modules_to_save)
+    saved = modules_to_save_tensor_names(family, spec, cfg.modules_to_save)
     # as PEFT's SEQ_CLS saves it
     return AdapterPlan(weights, chosen, settings, dict.fromkeys([*saved, NEW] if spec.scored else saved))
 
 
 @dataclass(frozen=True)
-class PlacedAdapter:
+class PlacedAdapterHalf:
     """One half of an adapter on this rank."""
 
-    adapter: Adapter
+    adapter: ModuleAdapterSpec
     half: Half
     owner: layer_adapters.LayerAdapters
     number: int
@@ -71,16 +82,16 @@ class PlacedAdapter:
 
 class RankAdapters:
     """Every adapter of this rank. Made before the model is wrapped: from then on nothing but adapters and
-    `saved_modules`
+    `modules_to_save_tensor_names`
     modules trains."""
 
     def __init__(self, chunks: Sequence[SwiftGPT], weights: RankWeights, plan: AdapterPlan) -> None:
         self.chunks, self.weights, self.plan = chunks, weights, plan
         self.layers: list[layer_adapters.LayerAdapters] = []
-        self.placed: list[PlacedAdapter] = []
+        self.placed: list[PlacedAdapterHalf] = []
         self._base: dict[str, Tensor] = {}
         self._freeze()
-        grouped: dict[nn.Module, list[list[Adapter]]] = {}
+        grouped: dict[nn.Module, list[list[ModuleAdapterSpec]]] = {}
         compute_dtype = chunks[0].config.params_dtype
         for placed in weights.placed:
             adapters = (
@@ -110,7 +121,7 @@ class RankAdapters:
     def _place(self, wrapper: layer_adapters.LayerAdapters) -> None:
         self.layers.append(wrapper)
         for number, adapter in enumerate(wrapper.adapters):
-            self.placed += [PlacedAdapter(adapter, half, wrapper, number) for half in adapter.halves]
+            self.placed += [PlacedAdapterHalf(adapter, half, wrapper, number) for half in adapter.halves]
 
     def _freeze(self) -> None:
         saved = set(self.plan.saved)
@@ -121,7 +132,7 @@ class RankAdapters:
                 placed.tensor.requires_grad_(bool(names))
 
     @torch.no_grad()
-    def fill(self, value: Callable[[Adapter, Half], Tensor]) -> None:
+    def fill(self, value: Callable[[ModuleAdapterSpec, Half], Tensor]) -> None:
         """Every adapter of this rank from whole tensors."""
         for p in self.placed:
             whole = value(p.adapter, p.half)
@@ -133,7 +144,7 @@ class RankAdapters:
         From the seed and the name, so that no layout changes a number.
         """
 
-        def value(adapter: Adapter, half: Half) -> Tensor:
+        def value(adapter: ModuleAdapterSpec, half: Half) -> Tensor:
             shape = adapter.shape(half)
             if half != "A":
                 return torch.zeros(shape)
@@ -152,7 +163,7 @@ class RankAdapters:
             self.initialize(seed)
             return
         tensors = PeftFolder(cfg.adapters).read(self.plan)
-        self.fill(adapter_value_reader(tensors))
+        self.fill(adapter_half_getter(tensors))
         for placed in self.saved:
             ranks, rank = self.weights.tp_of(placed.entry)
             placed.tensor.copy_(placed.entry.read(_Whole(tensors), ranks, rank, self.weights.padded))
@@ -218,7 +229,7 @@ class RankAdapters:
                 tensor = merge_adapters_into_weight(adapters_of[name], tensor, halves[name]).to(tensor.dtype)
             yield name, tensor
 
-    def gather(self, adapter: Adapter, half: Half, value: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+    def gather(self, adapter: ModuleAdapterSpec, half: Half, value: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         """One half whole, on rank 0; None elsewhere."""
         ranks = self.weights.tp_of(adapter.entry)[0]
         shapes = [adapter.local_shape(half, ranks, rank) for rank in range(ranks)]

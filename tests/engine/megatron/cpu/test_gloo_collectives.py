@@ -1,7 +1,7 @@
 """Collectives in one exchange against sums and joins worked out from every rank's tensors, even and uneven, by memory
 and by gloo.
 
-Covers: megaswift/engine/megatron/cpu/shared_exchange.py.
+Covers: megaswift/engine/megatron/cpu/shared_memory_all_to_all.py.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def of(rank: int, *shape: int) -> torch.Tensor:
 
 def everything(rank: int, world: int, slot: int) -> dict[str, torch.Tensor]:
     """Each collective once (on the ranks), in shared memory with slots of so many bytes; 0: by gloo alone."""
-    from megaswift.engine.megatron.cpu import gloo_collectives, shared_exchange
+    from megaswift.engine.megatron.cpu import gloo_collectives, shared_memory_all_to_all
 
-    shared_exchange.SLOT = slot or shared_exchange.SLOT
+    shared_memory_all_to_all.SLOT = slot or shared_memory_all_to_all.SLOT
     if not slot:
-        shared_exchange.shared_memory_id = lambda: 0
+        shared_memory_all_to_all.shared_memory_id = lambda: 0
     dist.init_process_group("gloo")
     found: dict[str, torch.Tensor] = {}
     for name, size in (("small", 5), ("big", BIG)):
@@ -99,9 +99,9 @@ def test_equal_what_the_ranks_sent(slot: int, pool: Pool) -> None:
 
 def left_alone(rank: int, world: int, ends: bool) -> str:
     """What rank 0 is told when the other ends, or is late, before a collective (on the ranks)."""
-    from megaswift.engine.megatron.cpu import shared_exchange
+    from megaswift.engine.megatron.cpu import shared_memory_all_to_all
 
-    shared_exchange.LOOK = 0.05
+    shared_memory_all_to_all.LOOK = 0.05
     dist.init_process_group("gloo", timeout=timedelta(seconds=60 if ends else 0.5))
     dist.all_reduce(torch.ones(3))
     if rank == 1:

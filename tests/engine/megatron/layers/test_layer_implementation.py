@@ -13,8 +13,8 @@ from megaswift.engine.megatron.layers.layer_implementation import (
     FP8_NEEDS,
     LayerImplementationChoice,
     choose_layer_implementation,
+    fp8_compute_capability_problems,
     fp8_gather_problems,
-    fp8_problems,
     te_unsupported_attention_features,
 )
 from megaswift.errors import ConfigError
@@ -112,7 +112,7 @@ def test_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_fp8_recipes_that_a_gpu_lacks(recipe: str, capability: tuple[int, int], told: str) -> None:
-    found = "".join(map(str, fp8_problems(recipe, capability)))
+    found = "".join(map(str, fp8_compute_capability_problems(recipe, capability)))
     assert told in found and bool(found) == bool(told)
     assert set(FP8_NEEDS) == set(OPTIONS["fp8_recipe"].choices)
 

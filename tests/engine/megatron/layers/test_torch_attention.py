@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaswift.engine.megatron.layers import softcap, torch_attention
-from megaswift.engine.megatron.layers.torch_attention import RowLayout, TorchAttention
+from megaswift.engine.megatron.layers import softcap_attention, torch_attention
+from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams, TorchAttention
 from megaswift.families.model_spec import Features
 from tests.engine.masks import seen
 
@@ -40,7 +40,7 @@ def test_documents_and_windows(monkeypatch, bounds, window, block):
         features=Features(),
     )
     module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
-    rows = RowLayout(24, torch.tensor(bounds), 1, 0)
+    rows = RowPackedSeqParams(24, torch.tensor(bounds), 1, 0)
     got = module(q[:, None], k[:, None], v[:, None], packed_seq_params=rows)
     torch.testing.assert_close(got.view(24, 4, 8), masked(q, k, v, bounds, window), rtol=1e-5, atol=1e-6)
     made = {id(mask): mask.numel() for mask in rows._masks.values() if mask is not None}
@@ -53,7 +53,7 @@ def test_layers_share_masks():
     config = SimpleNamespace(
         kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=(2, 0), features=Features()
     )
-    rows = RowLayout(24, torch.tensor([0, 5, 24]), 1, 0)
+    rows = RowPackedSeqParams(24, torch.tensor([0, 5, 24]), 1, 0)
     q, k, v = torch.randn(24, 1, 4, 8), torch.randn(24, 1, 2, 8), torch.randn(24, 1, 2, 8)
     made = []
     for layer in (1, 2):
@@ -64,7 +64,7 @@ def test_layers_share_masks():
 
 def test_masks_without_a_window_are_not_kept():
     """Under context parallelism they are as large as queries x keys."""
-    rows = RowLayout(24, None, 2, 1)
+    rows = RowPackedSeqParams(24, None, 2, 1)
     assert rows.mask((6, 12), 6, None, torch.device("cpu")).shape == (6, 12) and not rows._masks
     assert rows.mask((6, 12), 6, 3, torch.device("cpu")) is rows.mask((6, 12), 6, 3, torch.device("cpu"))
 
@@ -86,14 +86,14 @@ def test_blocks_under_context_parallelism(monkeypatch, rank, sinks):
     )
     module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
     whole = torch.randn(64, 1, 2, 16)
-    monkeypatch.setattr(torch_attention, "gather_sequence", lambda *_: whole_leaf)
+    monkeypatch.setattr(torch_attention, "gather_key_value_sequence", lambda *_: whole_leaf)
     query = torch.randn(32, 1, 4, 8)
     results = []
     for block in (2, 1024):
         monkeypatch.setattr(torch_attention, "BLOCK", block)
         leaf, whole_leaf = query.clone().requires_grad_(), whole.clone().requires_grad_()
         keys = torch.zeros(32, 1, 2, 8)
-        rows = RowLayout(64, torch.tensor([0, 48, 64]), 2, rank, *UNUSED)
+        rows = RowPackedSeqParams(64, torch.tensor([0, 48, 64]), 2, rank, *UNUSED)
         out = module(leaf, keys, keys, packed_seq_params=rows)
         out.square().sum().backward()
         results.append((out, leaf.grad, whole_leaf.grad))
@@ -119,7 +119,7 @@ def test_windows_may_skip_layers():
 @pytest.mark.parametrize("window", [None, 3])
 def test_soft_cap(monkeypatch, window, bytes_kept):
     """Value and gradients of scores under a cap that bites, in one chunk of queries and in chunks of a few."""
-    monkeypatch.setattr(softcap, "CHUNK_BYTES", bytes_kept)
+    monkeypatch.setattr(softcap_attention, "CHUNK_BYTES", bytes_kept)
     torch.manual_seed(0)
     q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
     config = SimpleNamespace(
@@ -134,7 +134,7 @@ def test_soft_cap(monkeypatch, window, bytes_kept):
     results = []
     for compute in (
         lambda q, k, v: module(
-            q[:, None], k[:, None], v[:, None], packed_seq_params=RowLayout(24, torch.tensor([0, 5, 24]), 1, 0)
+            q[:, None], k[:, None], v[:, None], packed_seq_params=RowPackedSeqParams(24, torch.tensor([0, 5, 24]), 1, 0)
         ),
         lambda q, k, v: masked(q, k, v, [0, 5, 24], window, lambda s: 0.7 * torch.tanh(s * 8**0.5 * 0.5 / 0.7)),
     ):
@@ -165,7 +165,7 @@ def test_many_documents_cost_what_few_do(monkeypatch, ranks):
     """Gradients of a row are put together once: work that grows with row x documents took a third of a step of 128
     short completions."""
     monkeypatch.setattr(
-        "megaswift.engine.megatron.layers.torch_attention.gather_sequence", lambda x, *_: torch.cat([x, x])
+        "megaswift.engine.megatron.layers.torch_attention.gather_key_value_sequence", lambda x, *_: torch.cat([x, x])
     )
     config = SimpleNamespace(
         kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=None, features=Features()
@@ -176,7 +176,7 @@ def test_many_documents_cost_what_few_do(monkeypatch, ranks):
         bounds = torch.arange(documents + 1) * (1024 // documents)
         leaves = [torch.randn(1024 // ranks, 1, 2, 8, requires_grad=True) for _ in range(3)]
         with Written() as counted:
-            rows = RowLayout(1024, bounds, ranks, 0, *(UNUSED if ranks > 1 else ()))
+            rows = RowPackedSeqParams(1024, bounds, ranks, 0, *(UNUSED if ranks > 1 else ()))
             module(*leaves, packed_seq_params=rows).sum().backward()
         written.append(counted.elements)
     assert written[1] < 1.5 * written[0]

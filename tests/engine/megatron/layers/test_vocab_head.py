@@ -41,8 +41,8 @@ def test_fields_and_gradients(monkeypatch, rows_kept, temperature, fields, scale
     weight = torch.randn(vocabulary, width, requires_grad=True)
     labels = torch.randint(0, real, (tokens,))
     names = tuple(f for f in FIELDS if f in fields)
-    out = vocab_head.VocabularyHead.apply(
-        hidden, weight, labels, vocab_head.HeadShard(0, real, OneRank(), temperature, names, scale, cap)
+    out = vocab_head.VocabularyHeadFunction.apply(
+        hidden, weight, labels, vocab_head.VocabularyHeadShard(0, real, OneRank(), temperature, names, scale, cap)
     )
     want = reference(
         hidden.double(),
@@ -69,8 +69,11 @@ def test_fields_and_gradients(monkeypatch, rows_kept, temperature, fields, scale
 def test_no_labels_at_all():
     hidden = torch.randn(0, 8, requires_grad=True)
     weight = torch.randn(40, 8, requires_grad=True)
-    out = vocab_head.VocabularyHead.apply(
-        hidden, weight, torch.zeros(0, dtype=torch.long), vocab_head.HeadShard(0, 40, OneRank(), 1.0, ("logprobs",))
+    out = vocab_head.VocabularyHeadFunction.apply(
+        hidden,
+        weight,
+        torch.zeros(0, dtype=torch.long),
+        vocab_head.VocabularyHeadShard(0, 40, OneRank(), 1.0, ("logprobs",)),
     )
     assert out.shape == (1, 0)
     out.sum().backward()
@@ -87,8 +90,8 @@ def test_confident_tokens_keep_their_digits(monkeypatch, rows_kept):
     labels = torch.arange(12)
     hidden = weight[labels] * torch.arange(1, 13)[:, None] / 4
     hidden.requires_grad_()
-    shard = vocab_head.HeadShard(0, vocabulary, OneRank(), 1.0, ("logprobs",))
-    out = vocab_head.VocabularyHead.apply(hidden, weight, labels, shard)[0]
+    shard = vocab_head.VocabularyHeadShard(0, vocabulary, OneRank(), 1.0, ("logprobs",))
+    out = vocab_head.VocabularyHeadFunction.apply(hidden, weight, labels, shard)[0]
     rows = hidden.detach().double().requires_grad_()
     want = reference(rows, weight.double(), labels, vocabulary, 1.0)["logprobs"]
     assert int(((want < 0) & (want > -1e-4)).sum()) >= 3, want

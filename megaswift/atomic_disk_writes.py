@@ -1,0 +1,95 @@
+"""Files and folders that appear under their name complete or not at all, and are on the disk when a call returns.
+
+Owns flushing and write-then-rename. Folders that are written over hours and resumed belong to
+`bridge/resumable_folder.py`; which checkpoints of a run are complete, to `trainers/checkpoint_store.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+_NUMBER = re.compile(r"\(os error (\d+)\)")
+
+
+def fsync_path(path: Path) -> None:
+    """Flushes this file or folder: its content is on the disk, not only in the system's cache, on return."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Flushes everything in a folder, and the folder itself last."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        fsync_path(path)
+    fsync_path(folder)
+
+
+@contextmanager
+def atomic_file(path: Path, cached: bool = False) -> Iterator[Path]:
+    """A path beside `path` to write to. On leaving the block it is flushed and replaces `path`; after an exception it
+    is removed and `path` is as it was.
+
+    `cached`: a file that can be made again, and that several processes may write at the same time. Each gets a path of
+    its own, and nothing is flushed.
+    """
+    fresh = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new" if cached else f"{path.name}.new")
+    try:
+        yield fresh
+        if not cached:
+            fsync_path(fresh)
+        fresh.replace(path)
+    finally:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)  # not there any more where it was renamed
+    if not cached:
+        fsync_path(path.parent)
+
+
+def write_atomically(path: Path, content: str | bytes, cached: bool = False) -> None:
+    """`content` (text as UTF-8) as the file `path`, by `atomic_file`."""
+    with atomic_file(path, cached) as fresh:
+        fresh.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def replace_folder(fresh: Path, target: Path) -> None:
+    """`fresh`, which is flushed already, under the name `target`. A folder that was there is removed after that.
+
+    A crash between the two renames leaves no `target`: `restore_replaced_folder` brings the old one back.
+    """
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    fresh.rename(target)
+    fsync_path(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_replaced_folder(target: Path) -> None:
+    """Undoes a `replace_folder` that was interrupted between its two renames."""
+    old = target.with_name(f".{target.name}.old")
+    if old.exists() and not target.exists():
+        old.rename(target)
+
+
+@contextmanager
+def safetensors_errors_as_oserror(path: Path) -> Iterator[None]:
+    """Turns the error of safetensors for a full disk into an OSError with its number and `path`."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = _NUMBER.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None

@@ -1,0 +1,107 @@
+"""The folder `model` of a sharded checkpoint: config.json, tokenizer files and original dtypes, enough to convert it
+back to a Hugging Face folder.
+
+    model/config.json       as it was read, without quantization (weights lie dequantized)
+    model/weights.json      the dtype that each Hugging Face tensor had
+    model/tokenizer*, generation_config.json, chat_template*, ...
+
+Owns writing and reading that folder; where it lies is `families.checkpoint_folder`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaswift.atomic_disk_writes import fsync_path
+from megaswift.bridge.safetensors_header import DTYPE_NAMES, DTYPES
+from megaswift.errors import CheckpointError, Problem
+from megaswift.families.quantization_schemes import config_without_quantization
+
+FACTS = "weights.json"
+FORMAT = 1
+COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "*processor_config.json",
+)
+"""Files of a model folder that go along with config.json."""
+
+
+def copy_tokenizer_and_template_files(source: Path, target: Path) -> list[Path]:
+    """Tokenizer, generation configuration and chat template of a model folder; the copies."""
+    copies = []
+    for pattern in COPIED:
+        for path in sorted(source.glob(pattern)):
+            copy = target / path.relative_to(source)
+            if path.is_file() and copy not in copies:
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
+                copies.append(copy)
+    return copies
+
+
+def write_checkpoint_hf_metadata(
+    target: Path, config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], source: Path | None
+) -> None:
+    """The whole folder; side files come from `source`."""
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(
+        json.dumps(config_without_quantization(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    usual = Counter(dtypes.values()).most_common(1)[0][0]
+    other_dtypes = {name: DTYPE_NAMES[dtype] for name, dtype in dtypes.items() if dtype != usual}
+    facts = {"format": FORMAT, "dtype": DTYPE_NAMES[usual], "other_dtypes": other_dtypes}
+    (target / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    copies = copy_tokenizer_and_template_files(source, target) if source is not None else []
+    for path in (target / "config.json", target / FACTS, *copies, target):
+        fsync_path(path)
+
+
+@dataclass(frozen=True)
+class OriginalTensorDtypes:
+    """The dtype each Hugging Face tensor had."""
+
+    usual: torch.dtype
+    others: Mapping[str, torch.dtype]
+
+    def __getitem__(self, name: str) -> torch.dtype:
+        return self.others.get(name, self.usual)
+
+
+def read_original_tensor_dtypes(model: Path) -> OriginalTensorDtypes:
+    """What weights.json says."""
+    path = model / FACTS
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        if facts["format"] != FORMAT:
+            raise ValueError(f"format {facts['format']}; this version reads {FORMAT}")
+        return OriginalTensorDtypes(
+            DTYPES[facts["dtype"]], {name: DTYPES[dtype] for name, dtype in facts["other_dtypes"].items()}
+        )
+    except FileNotFoundError:
+        raise CheckpointError(
+            Problem(
+                str(path),
+                "is missing: the dtypes of the original tensors are unknown",
+                "use a complete checkpoint of this version",
+            )
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(Problem(str(path), f"cannot be read ({type(error).__name__}: {error})")) from None

@@ -1,0 +1,73 @@
+"""The part of a LoRA checkpoint that a rank has: adapters and fully trained modules, never the base model.
+
+Names and places are those of the Hugging Face tensors, so nothing in them depends on a layout:
+`adapter.<module>.lora_A.weight` [r, in], `adapter.<module>.lora_B.weight` [out, r], with DoRA
+`adapter.<module>.lora_magnitude_vector` [out], `saved.<name>`. Of experts that share a parameter each has its own, B
+with gates before ups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from megaswift.bridge.adapter_plan import ADAPTER, SAVED, adapter_shard_dim
+from megaswift.bridge.weight_plan import PlanEntry
+from megaswift.engine.megatron.checkpoint.rank_chunks import ParameterSlice
+from megaswift.engine.megatron.lora.rank_adapters import RankAdapters
+from megaswift.engine.megatron.parallel_context import ParallelContext
+from megaswift.families.weight_rules import TensorParallelShard, shard_dim
+
+
+def trainable_tensor_slices(lora: RankAdapters) -> list[tuple[Tensor, list[ParameterSlice]]]:
+    """Every trainable tensor of this rank with its pieces."""
+    context = lora.weights.context
+    slices: list[tuple[Tensor, list[ParameterSlice]]] = []
+    for p in lora.placed:
+        adapter, half = p.adapter, p.half
+        replica = _replica(adapter.entry, adapter.sharded(half), context)
+        ranges = adapter.ranges(half, p.owner.ranks, p.owner.rank)
+        slices.append(
+            (
+                p.tensor,
+                list(
+                    _pieces(ADAPTER + adapter.name(half), adapter.shape(half), adapter_shard_dim(half), ranges, replica)
+                ),
+            )
+        )
+    for placed in lora.saved:
+        entry = placed.entry
+        ranks, rank = lora.weights.tp_of(entry)
+        replica, start, dim = _replica(entry, entry.shard != "replicated", context), 0, shard_dim(entry.rule)
+        parts: list[ParameterSlice] = []
+        for piece in entry.pieces(TensorParallelShard(ranks, rank, lora.weights.padded)):
+            whole = entry.hf_shapes[piece.source]
+            # rows of the vocabulary's padding are no one's
+            ranges = [(min(piece.start, whole[dim]), min(piece.stop, whole[dim]))]
+            parts += _pieces(SAVED + entry.hf[piece.source], whole, dim, ranges, replica, start)
+            start += piece.length * (placed.tensor.numel() // placed.tensor.shape[dim])
+        slices.append((placed.tensor, parts))
+    return slices
+
+
+def _pieces(
+    key: str, whole: tuple[int, ...], dim: int, ranges: list[tuple[int, int]], replica: tuple[int, ...], first: int = 0
+) -> Iterator[ParameterSlice]:
+    """A local tensor's runs: whole rows, or the one range of columns that it is made of."""
+    assert dim == 0 or len(ranges) == 1, f"{key}: several ranges of columns"
+    for start, stop in ranges:
+        shape = (*whole[:dim], stop - start, *whole[dim + 1 :])
+        offset = (0,) * dim + (start,) + (0,) * (len(whole) - dim - 1)
+        if stop > start:
+            piece = ParameterSlice(key, first, shape, whole, offset, replica, False)
+            yield piece
+            first = piece.end
+
+
+def _replica(entry: PlanEntry, sharded: bool, context: ParallelContext) -> tuple[int, int, int]:
+    """(pipeline, tensor, data) number of this rank's copy."""
+    coords, groups = context.coordinates, context.groups
+    if entry.expert is not None:
+        return 0, 0 if sharded else coords.etp, groups.expt_dp.rank()
+    return 0, 0 if sharded else coords.tp, groups.dp_cp.rank()

@@ -1,0 +1,143 @@
+"""Checks two assumptions of training on the model itself: it is causal, and packed documents do not see each other.
+
+Rows have no attention mask (`loss_fields.py`). An encoder that is not configured as a decoder would see the tokens that
+it predicts. Many models do not separate packed documents by their positions: state space models and linear attention
+carry a state from one document into the next; older models build their mask without the positions, or compute the
+positions themselves. Training then runs, and the loss falls, but the model learns something else. Tests hold the
+families to Hugging Face. Any other model is checked once, before its first step, on rows of a few tokens; so is a
+family whose class in transformers does not separate documents.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
+from megaswift.errors import ConfigError, Problem
+from megaswift.families import FAMILIES
+from megaswift.losses.contract import Batch, RequestedModelOutputs
+
+if TYPE_CHECKING:
+    from megaswift.engine.torch.engine import TorchEngine
+
+BEFORE, DOCUMENT, END = 10, 14, 4
+"""Tokens of the other document in the same row, of the document under test, and of its end, which is replaced."""
+LOSES_DOCUMENTS = ("gpt_oss",)
+"""Families whose mask in transformers 5.23 ignores the positions, so that packed documents attend to each other."""
+EXACT, ROUNDED = 1e-3, 0.1
+"""The share of a change that counts as rounding, in float32 and in half precision; what leaks is of the size of the
+change."""
+
+_TokenReader = Callable[[Batch], Tensor]
+"""A batch of one row to a number a token [1, s]: a label's log-probability, or the value of a scalar head."""
+
+
+def check_causality_and_packing(engine: TorchEngine) -> None:
+    """ConfigError where training would learn something else than it says. Collective, and nothing of the model
+    changes."""
+    spec = engine.spec
+    known = spec.family in FAMILIES
+    if engine.fields.places or (known and not (engine.cfg.data.packing and spec.family in LOSES_DOCUMENTS)):
+        return
+    needs = RequestedModelOutputs(fields=frozenset(), head="score") if spec.scored else RequestedModelOutputs()
+
+    def read(batch: Batch) -> Tensor:
+        outputs = engine.score([batch], needs)[0]
+        numbers = outputs.values if spec.scored else outputs.logprobs
+        assert numbers is not None, "the check was requested"
+        return numbers.float().cpu()
+
+    label, longest = (
+        f"{engine.cfg.model.model}, model_type {spec.family}",
+        learned_position_count(unwrap_peft_model(engine.fields.model)),
+    )
+    with engine.most_exact():
+        limit = EXACT if engine.dtype == torch.float32 else ROUNDED
+        problems = [*_problems(read, spec.vocab_size, limit, bool(engine.cfg.data.packing), label)]
+    if longest is not None and engine.cfg.data.max_length > longest:
+        problems.append(
+            Problem(
+                f"--max_length {engine.cfg.data.max_length}",
+                f"exceeds the {longest} learned positions of this model",
+                f"--max_length {longest}",
+            )
+        )
+    if problems and known:
+        problems = [
+            replace(p, fix=f"{p.fix}, or --engine megatron, which separates packed documents") for p in problems
+        ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _problems(read: _TokenReader, vocab: int, limit: float, packing: bool, model: str) -> Iterator[Problem]:
+    """What is wrong with a model of so many tokens."""
+    tokens = torch.randint(vocab, (BEFORE + DOCUMENT + END,), generator=torch.Generator().manual_seed(0))
+    before, document, end = tokens.split((BEFORE, DOCUMENT, END))
+    alone = read(single_row_batch(document))
+    ended = read(single_row_batch(torch.cat([document[:-END], end])))
+    same = DOCUMENT - END - 1  # the label after these is exchanged too
+    if _differs(alone[:, :same], ended[:, :same], limit * _apart(alone, ended)):
+        yield Problem(
+            f"--model {model}",
+            "is not causal: its output for a token depends on later tokens",
+            'use a causal language model; for an encoder, set "is_decoder": true in config.json',
+        )
+        return
+    if packing:
+        separate, joined = (
+            read(single_row_batch(before, document))[:, BEFORE:],
+            read(single_row_batch(torch.cat([before, document])))[:, BEFORE:],
+        )
+        # of a row of another length
+        rounding = _apart(alone[:, :-1], read(single_row_batch(torch.cat([document, end])))[:, : DOCUMENT - 1])
+        if _differs(alone, separate, max(limit * _apart(alone, joined), 3 * rounding)):
+            yield Problem(
+                "--packing true",
+                f"is not supported by this model ({model}): its output for a document changes when others are packed "
+                "with it",
+                "--packing false",
+            )
+
+
+def learned_position_count(model: nn.Module) -> int | None:
+    """How many a model has a learned vector for; None where positions need none."""
+    tables = [
+        m
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Embedding) and re.search(r"(^|\.)(wpe|\w*pos\w*)$", name)
+    ]
+    return min((m.num_embeddings - int(getattr(m, "offset", 0)) for m in tables), default=None)
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+def _differs(a: Tensor, b: Tensor, most: float) -> bool:
+    return not _apart(a, b) <= most  # not a number: it does
+
+
+def single_row_batch(*documents: Tensor) -> Batch:
+    """One row, packed where there are several documents; every token but a document's last has a label."""
+    rows = [_document(ids) for ids in documents]
+    if len(rows) == 1:
+        return rows[0]
+    names = ("input_ids", "labels", "loss_weights", "positions", "valid")
+    joined: dict[str, Any] = {name: torch.cat([getattr(m, name) for m in rows], 1) for name in names}
+    bounds = [0, *torch.tensor([len(ids) for ids in documents]).cumsum(0).tolist()]
+    return replace(rows[0], **joined, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+
+
+def _document(ids: Tensor) -> Batch:
+    weights = torch.ones(1, len(ids))
+    weights[0, -1] = 0.0
+    return Batch(
+        ids[None], ids.roll(-1)[None], weights, torch.arange(len(ids))[None], torch.ones(1, len(ids), dtype=torch.bool)
+    )

@@ -1,0 +1,191 @@
+"""Builds the transformers model of a run: architecture, weights, adapters, frozen parameters."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from logging import LogRecord, getLogger
+from pathlib import Path
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from megaswift.bridge import peft_config_from_options
+from megaswift.bridge.bitsandbytes_config import disable_4bit_cpu_repacking
+from megaswift.bridge.new_scalar_head import NEW, new_scalar_head_weight
+from megaswift.bridge.open_weight_source import open_weights
+from megaswift.config import SwiftConfig
+from megaswift.config.model import ModelConfig
+from megaswift.engine.torch import liger, meta_init, quantized_weights, vision_model_parts
+from megaswift.engine.torch.loss_fields import LossFieldsModel
+from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
+from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.families.decoder_layer_classes import decoder_layer_class_names
+from megaswift.families.model_spec import ModelSpec
+from megaswift.families.vision_tower_config import has_vision_tower
+
+RECOMPILES = 64
+"""Shapes and layers of one class that may be compiled before torch falls back to eager; its own limit is 8."""
+ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfused": "eager", "flex": "flex_attention"}
+"""`--attn_impl` to transformers' name."""
+
+
+def build_model(
+    folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool
+) -> nn.Module:
+    """The model in float32 on the CPU, with the folder's weights (and `quantized.loading`), random ones (all ranks the
+    same), or empty."""
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # one a rank
+    getLogger("transformers.modeling_utils").addFilter(_of_use)
+    trust, attention = cfg.model.trust_remote_code, ATTENTION[cfg.model.attn_impl]
+    options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    auto: Any = AutoModelForImageTextToText if has_vision_tower(spec.hf_config) else AutoModelForCausalLM
+    auto = AutoModelForSequenceClassification if spec.scored else auto
+    try:
+        if weights:
+            options |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True, **further}
+            model = disable_4bit_cpu_repacking(_loaded(auto, folder, options, cfg, spec))
+            return quantized_weights.dequantized_model_to_float32(model, folder)
+        config = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust, **({"num_labels": 1} if spec.scored else {})
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(cfg.train.seed)
+            with meta_init.build_on_meta() if empty else nullcontext():
+                return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust, **options)
+    except (OSError, ValueError, ImportError) as error:
+        # what transformers raises for a folder or an option that it cannot serve
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise WeightsError(Problem(f"--model {folder}", f"transformers cannot load it: {reason}")) from None
+
+
+def _of_use(record: LogRecord) -> bool:
+    """All but the note that rows with padding came without a mask: padding is behind a row's end, where nothing that is
+    scored sees it."""
+    return "passing in an `attention_mask`" not in record.getMessage()
+
+
+def _loaded(auto: Any, folder: Path, options: dict[str, Any], cfg: SwiftConfig, spec: ModelSpec) -> nn.Module:
+    if not spec.scored:
+        return auto.from_pretrained(folder, **options)
+    model = auto.from_pretrained(folder, num_labels=1, **options)
+    if NEW not in open_weights(folder).names():
+        model.score.weight.data.copy_(new_scalar_head_weight(spec, cfg.train.seed))
+    return model
+
+
+def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
+    """PEFT's adapters on a model: those of `--adapters`, or new ones from the seed."""
+    import peft
+
+    lora = cfg.lora
+    if lora.adapters is not None:
+        return peft.PeftModel.from_pretrained(model, lora.adapters, is_trainable=True)
+    options = peft_config_from_options.build_peft_config(cfg, "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
+    if (excluded := vision_model_parts.frozen_modules_pattern(model, cfg.model)) is not None:
+        if not hasattr(options, "exclude_modules"):
+            raise ConfigError(
+                Problem(
+                    f"--train_type {cfg.model.train_type}",
+                    "cannot exclude the frozen parts of a vision-language model: PEFT has no exclude_modules for it",
+                    "--train_type lora",
+                )
+            )
+        options.exclude_modules = excluded
+    if options.target_modules == "all-linear":
+        options.target_modules = quantized_weights.gptq_awq_layer_names(model) or options.target_modules
+    with torch.random.fork_rng():
+        torch.manual_seed(cfg.train.seed)
+        try:
+            adapted = peft.get_peft_model(model, options)
+        except ValueError as error:  # targets that match nothing; dropout and DoRA on parameters
+            name = "parameters" if lora.target_parameters else "modules"
+            targets = " ".join(lora.target_parameters or lora.target_modules)
+            label = (
+                f"--target_{name} {targets}"
+                if cfg.model.train_type in ("lora", "qlora")
+                else f"--train_type {cfg.model.train_type}"
+            )
+            commas = [word for word in lora.target_modules if "," in word]
+            fix = f"--target_modules {' '.join(commas).replace(',', ' ')}" if commas else "--target_modules all-linear"
+            raise ConfigError(
+                Problem(label, str(error).splitlines()[0], fix if label.startswith("--target_modules") else "")
+            ) from None
+    if lora.target_parameters and not adapted.base_model.targeted_parameter_names:
+        raise ConfigError(
+            Problem(f"--target_parameters {' '.join(lora.target_parameters)}", "matches no parameter of this model")
+        )
+    return adapted
+
+
+def freeze_matching_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Parameters whose names match any pattern do not train."""
+    for pattern in patterns:
+        matching = [p for name, p in model.named_parameters() if re.search(pattern, name)]
+        if not matching:
+            examples = ", ".join([name for name, _ in model.named_parameters()][:4])
+            raise ConfigError(
+                Problem(f"--freeze_parameters {pattern}", f"matches no weight; names are like {examples}")
+            )
+        for parameter in matching:
+            parameter.requires_grad_(False)
+
+
+def build_model_for_wrapping(
+    folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool = False
+) -> LossFieldsModel:
+    """Everything that is done to a model before it is wrapped. `empty`: its parameters have no memory (`meta_init`)."""
+    model = build_model(folder, cfg, weights, spec, further, empty)
+    meta_init.meta_parameters_to_expanded_zeros(model)
+    if cfg.model.use_liger:
+        liger.apply_liger(model)
+    freeze_matching_parameters(model, cfg.model.freeze_parameters)
+    vision_model_parts.freeze_vision_model_parts(model, cfg.model)
+    if cfg.model.recompute_granularity == "full":
+        cast(Any, model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if cfg.model.train_type != "full":
+        model = add_peft(model, cfg)
+    if cfg.model.torch_compile:
+        compile_layers(model, decoder_layer_class_names(unwrap_peft_model(model)), cfg.model)
+    return LossFieldsModel(model)
+
+
+def compile_layers(model: nn.Module, classes: Collection[str], cfg: ModelConfig) -> int:
+    """Compiles the `forward` of each module of these classes in place; returns how many there are.
+
+    One graph serves all layers, and hooks do not break it: FSDP2's gathers and transformers' recomputation run outside
+    of it, around the compiled code. No name changes, so checkpoints, adapters and exports are not affected. Each layer
+    is compiled when it first runs.
+    """
+    limits: Any = importlib.import_module("torch._dynamo.config")
+    limits.recompile_limit = max(limits.recompile_limit, RECOMPILES)
+    layers = [m for m in model.modules() if type(m).__name__ in classes]
+    for layer in layers:
+        _compile(layer, cfg)
+    return len(layers)
+
+
+def _compile(layer: Any, cfg: ModelConfig) -> None:
+    uncompiled = getattr(type(layer).forward, "__wrapped__", None) if hasattr(layer, "gradient_checkpointing") else None
+    plain = layer.forward if uncompiled is None else MethodType(uncompiled, layer)
+    compiled = torch.compile(plain, backend=cfg.torch_compile_backend, mode=cfg.torch_compile_mode)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if layer.gradient_checkpointing and layer.training:
+            return layer._gradient_checkpointing_func(partial(compiled, **kwargs), *args)
+        return compiled(*args, **kwargs)
+
+    layer.forward = compiled if uncompiled is None else forward

@@ -1,0 +1,71 @@
+"""The table of strategies (DDP, FSDP2, ZeRO) and their options. A new strategy is a module and a row here."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from megaswift.config import SwiftConfig
+from megaswift.config.engine import ZERO
+from megaswift.config.engine_rules import filled_deepspeed_config
+from megaswift.config.launcher_environment import launched_process_count
+from megaswift.engine.torch.data_parallel_context import TorchContext
+from megaswift.engine.torch.ddp import DdpStrategy
+from megaswift.engine.torch.loss_fields import LossFieldsModel
+from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
+from megaswift.engine.torch.strategy import Strategy
+from megaswift.errors import ConfigError, Problem
+from megaswift.families.decoder_layer_classes import decoder_layer_class_names
+
+
+def build_strategy(
+    kind: str, module: LossFieldsModel, cfg: SwiftConfig, context: TorchContext, dtype: torch.dtype
+) -> Strategy:
+    """The wrapped model of an engine of this kind."""
+    if kind == "ddp":
+        return DdpStrategy(module, cfg.optim, context)
+    if kind in ZERO:
+        from megaswift.engine.torch.zero import ZeroStrategy
+
+        name, hidden = (
+            str(dtype).removeprefix("torch."),
+            unwrap_peft_model(module.model).config.get_text_config().hidden_size,
+        )
+        filled = filled_deepspeed_config(cfg, context.layout.world_size, name, hidden)
+        if filled.problems:
+            raise ConfigError(filled.problems)
+        return ZeroStrategy(module, cfg.optim, filled.config, context.device)
+    from megaswift.engine.torch.fsdp import FsdpOptions, FsdpStrategy
+
+    layers = fsdp_unit_classes(cfg, unwrap_peft_model(module.model))
+    words, machines = cfg.engine.fsdp, launched_process_count("nnodes", os.environ) or 1
+    options = FsdpOptions(
+        layers,
+        reshard="shard_grad_op" not in words,
+        replicas=machines if "hybrid_shard" in words else 1,
+        offload="offload" in words,
+        param_dtype=None if dtype == torch.float32 else dtype,
+    )
+    return FsdpStrategy(module, cfg.optim, context, options)
+
+
+def fsdp_unit_classes(cfg: SwiftConfig, model: nn.Module) -> frozenset[str]:
+    """Classes of the modules that fsdp2 shards by themselves. A name that the model does not have would leave it one
+    unit, in silence."""
+    named, present = cfg.engine.fsdp_transformer_layer_cls_to_wrap, {type(m).__name__ for m in model.modules()}
+    layers = decoder_layer_class_names(model)
+    if unknown := [name for name in named if name not in present]:
+        fix = f"use {' '.join(sorted(layers))}, the decoder layers, or leave it out"
+        raise ConfigError(
+            [
+                Problem(
+                    f"--fsdp_transformer_layer_cls_to_wrap {name}",
+                    f"is not a module class of this {type(model).__name__}",
+                    fix,
+                )
+                for name in unknown
+            ]
+        )
+    return frozenset(named) or layers

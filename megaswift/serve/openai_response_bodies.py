@@ -1,0 +1,136 @@
+"""Completions as OpenAI's two APIs write them: whole, in pieces, and as errors."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from megaswift.inference.generator import Answer, TokenLogprob
+from megaswift.serve.logprobs import logprob_json, token_text
+
+
+def error_json(
+    message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The body of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def token_usage(prompt: int, answers: Sequence[Answer]) -> dict[str, int]:
+    """Tokens that were read and generated."""
+    generated = sum(a.tokens for a in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
+def finish_reason(completion: Answer) -> str:
+    """`stop` or `length`."""
+    return "length" if completion.reason == "length" else "stop"
+
+
+def server_sent_event(body: Any) -> str:
+    """A server-sent event."""
+    return f"data: {body if isinstance(body, str) else json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+@dataclass(frozen=True)
+class ChatResponseWriter:
+    """Writes answers of /v1/chat/completions."""
+
+    model: str
+    tokenizer: Any
+    logprobs: bool
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def _body(self, kind: str, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return (
+            {"content": [logprob_json(t, self.tokenizer) for t in entries], "refusal": None} if self.logprobs else None
+        )
+
+    def whole(self, answers: Sequence[Answer], counts: dict[str, int]) -> dict[str, Any]:
+        """The answer in one."""
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": a.text, "refusal": None},
+                "logprobs": self._logprobs(a.logprobs),
+                "finish_reason": finish_reason(a),
+            }
+            for i, a in enumerate(answers)
+        ]
+        return self._body("chat.completion", choices, {"usage": counts})
+
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, end: str | None) -> dict[str, Any]:
+        return self._body(
+            "chat.completion.chunk", [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": end}], {}
+        )
+
+    def first(self, index: int) -> list[dict[str, Any]]:
+        """Before any text of a choice."""
+        return [self._chunk(index, {"role": "assistant", "content": ""}, None, None)]
+
+    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob], before: int) -> dict[str, Any]:
+        """Some more text; `before`: characters before it."""
+        return self._chunk(index, {"content": text}, self._logprobs(entries), None)
+
+    def last(self, index: int, answer: Answer) -> dict[str, Any]:
+        """Why a choice ended."""
+        return self._chunk(index, {}, None, finish_reason(answer))
+
+    def counts(self, counts: dict[str, int]) -> dict[str, Any]:
+        """The chunk that clients ask for with stream_options."""
+        return self._body("chat.completion.chunk", [], {"usage": counts})
+
+
+@dataclass(frozen=True)
+class CompletionResponseWriter(ChatResponseWriter):
+    """Writes answers of /v1/completions."""
+
+    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+
+    def _tokens(self, entries: Sequence[TokenLogprob], before: int) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        texts = [token_text(self.tokenizer, t.token) for t in entries]
+        offsets = [*accumulate(map(len, texts[:-1]), initial=before)] if texts else []
+        top = [{token_text(self.tokenizer, token): value for token, value in t.top} or None for t in entries]
+        return {
+            "tokens": texts,
+            "token_logprobs": [t.logprob for t in entries],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+    def _choice(self, index: int, text: str, logprobs: Any, end: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": end}
+
+    def whole(self, answers: Sequence[Answer], counts: dict[str, int]) -> dict[str, Any]:
+        """The answer in one."""
+        choices = [
+            self._choice(i, a.text, self._tokens(a.logprobs, 0), finish_reason(a)) for i, a in enumerate(answers)
+        ]
+        return self._body("text_completion", choices, {"usage": counts})
+
+    def first(self, index: int) -> list[dict[str, Any]]:
+        """Nothing comes before the text."""
+        return []
+
+    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob], before: int) -> dict[str, Any]:
+        """Some more text."""
+        return self._body("text_completion", [self._choice(index, text, self._tokens(entries, before), None)], {})
+
+    def last(self, index: int, answer: Answer) -> dict[str, Any]:
+        """Why a choice ended."""
+        return self._body("text_completion", [self._choice(index, "", None, finish_reason(answer))], {})
+
+    def counts(self, counts: dict[str, int]) -> dict[str, Any]:
+        """The chunk that clients ask for with stream_options."""
+        return self._body("text_completion", [], {"usage": counts})

@@ -1,0 +1,62 @@
+"""Creates the engine of a run and its process groups. Only this module names concrete engines; each is imported on
+demand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megaswift import log
+from megaswift.config import SwiftConfig
+from megaswift.config.engine_rules import NATIVE, engine_name_of
+from megaswift.engine import process_group
+from megaswift.engine.cuda_max_connections import set_max_connections
+from megaswift.engine.protocol import Engine
+from megaswift.families.model_spec import ModelSpec
+from megaswift.parallel.layout import Coordinates, Layout
+
+GATHERING = ("fsdp2", "zero3", "zero3_offload")
+"""Engines that gather weights layer by layer."""
+
+
+class EngineContext(Protocol):
+    """The processes of a run."""
+
+    layout: Layout
+    rank: int
+    coordinates: Coordinates
+    device: torch.device
+
+    def close(self) -> None:
+        """Takes the process groups down."""
+
+
+def start_context(cfg: SwiftConfig, layout: Layout) -> EngineContext:
+    """Process groups and random states."""
+    if need := process_group.missing_restart_variable_warning(os.environ):
+        log.warn(need)
+    native = engine_name_of(cfg) == NATIVE
+    if need := set_max_connections(os.environ, layout, sharded_weights=engine_name_of(cfg) in GATHERING):
+        log.warn(need)
+    seconds, seed = float(cfg.parallel.ddp_timeout), cfg.train.seed
+    if native:
+        from megaswift.engine.megatron.parallel_context import ParallelContext
+
+        return ParallelContext(layout, seconds, seed, cfg.parallel.hierarchical_context_parallel_sizes)
+    from megaswift.engine.torch.data_parallel_context import TorchContext
+
+    return TorchContext(layout, seconds, seed)
+
+
+def make_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> Engine:
+    """The engine, without weights yet."""
+    if engine_name_of(cfg) == NATIVE:
+        from megaswift.engine.megatron.engine import MegatronEngine
+
+        return MegatronEngine(spec, cfg, context)
+    from megaswift.engine.torch.engine import TorchEngine
+
+    return TorchEngine(spec, cfg, context, folder)

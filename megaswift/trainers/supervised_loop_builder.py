@@ -1,0 +1,49 @@
+"""Builds the loop of tasks that train on a data set: supervised, pretraining, preference and reward-model tasks.
+Reinforcement learning: `rl/rollout_loop_builder.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megaswift.trainers.learning_rate_schedule import check_warmup, count_steps, lr_at
+from megaswift.trainers.loop import Loop, unchanged
+from megaswift.trainers.summary import SummaryFacts
+from megaswift.trainers.timers import StepTimer, timed
+
+if TYPE_CHECKING:
+    from megaswift.trainers.session import Session
+
+
+@dataclass(frozen=True)
+class BuiltLoop:
+    """What a task hands to the session: a loop that is ready to be restored and run."""
+
+    loop: Loop
+    facts: Callable[[], SummaryFacts]
+    """The run summary, asked for once the loop stands at its first step. Collective."""
+
+
+def build_supervised_loop(session: Session) -> BuiltLoop:
+    """Data first: a malformed row stops the run before a model is built."""
+    cfg, build = session.cfg, session.build
+    with timed(session.seconds, "data"):
+        source, evaluation = build.data()
+        total = count_steps(cfg, source)
+    check_warmup(total, cfg.optim)
+    with timed(session.seconds, "model"), session.memory_advice():
+        engine = build.engine(fresh=build.resumed is None, total_steps=total)
+        hooks = build.hooks(engine, evaluation)
+    transform = build.preparation()
+    loop = Loop(
+        engine,
+        source,
+        build.task.loss(cfg),
+        lambda step: lr_at(step, loop.total_steps, cfg.optim),  # a resumed run may have another number of steps
+        total,
+        [StepTimer(), *(() if transform is None else (transform,)), *hooks],
+        unchanged if transform is None else transform.prepare,
+        seconds=session.seconds,
+    )
+    return BuiltLoop(loop, lambda: build.facts(engine, source, evaluation, loop.total_steps, loop.step))

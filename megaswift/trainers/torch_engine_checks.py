@@ -1,0 +1,109 @@
+"""Checks of torch-engine options that depend on the machine: packages, GPU. They run before a process group exists.
+
+torch is imported only to look for a device, and only for an option that needs one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.util import find_spec
+
+from megaswift.config import SwiftConfig
+from megaswift.config.optim import OF_BITSANDBYTES, PAGED
+from megaswift.errors import Problem
+
+
+def torch_engine_machine_problems(cfg: SwiftConfig) -> list[Problem]:
+    """All of them."""
+    return [
+        *bitsandbytes_optimizer_problems(cfg),
+        *attention_problems(cfg),
+        *liger_problems(cfg),
+        *compiler_problems(cfg),
+        *boft_extension_problems(cfg),
+    ]
+
+
+def missing_package_problem(package: str, wanted: str) -> list[Problem]:
+    """Nothing where it is installed."""
+    if find_spec(package) is not None:
+        return []
+    return [
+        Problem(
+            wanted,
+            f"needs the package {package}, which is not installed",
+            f"run pip install {package.replace('_', '-')}",
+        )
+    ]
+
+
+def has_gpu() -> bool:
+    """Whether CUDA has a device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def bitsandbytes_optimizer_problems(cfg: SwiftConfig) -> list[Problem]:
+    """bitsandbytes, and a GPU where its states are paged: without one it would keep them as ever, and say so on
+    standard error."""
+    name = cfg.optim.optimizer
+    if name not in (*OF_BITSANDBYTES, "galore_adamw_8bit"):
+        return []
+    problems = missing_package_problem("bitsandbytes", f"--optimizer {name}")
+    if name in PAGED and not has_gpu():
+        rule = "pages optimizer states between GPU and CPU memory, but there is no CUDA device"
+        plain = "adam" if name == "paged_adamw_32bit" else name.removeprefix("paged_")
+        problems.append(Problem(f"--optimizer {name}", rule, f"--optimizer {plain}"))
+    return problems
+
+
+def attention_problems(cfg: SwiftConfig) -> list[Problem]:
+    """Kernels that a CPU has not, or not for training."""
+    kind, wanted = cfg.model.attn_impl, f"--attn_impl {cfg.model.attn_impl}"
+    problems = missing_package_problem("flash_attn", wanted) if kind == "flash" else []
+    if kind in ("flash", "flex") and not has_gpu():
+        rule = "has no kernel for a CPU" if kind == "flash" else "has no backward pass on a CPU"
+        problems.append(Problem(wanted, rule, "--attn_impl sdpa"))
+    return problems
+
+
+def liger_problems(cfg: SwiftConfig) -> list[Problem]:
+    """liger-kernel's are Triton kernels."""
+    if not cfg.model.use_liger:
+        return []
+    problems = missing_package_problem("liger_kernel", "--use_liger true")
+    if not has_gpu():
+        problems.append(
+            Problem("--use_liger true", "its kernels need a GPU, and there is no CUDA device", "--use_liger false")
+        )
+    return problems
+
+
+def compiler_problems(cfg: SwiftConfig) -> list[Problem]:
+    """The inductor writes Triton for a GPU and C++ for a CPU."""
+    if not cfg.model.torch_compile or cfg.model.torch_compile_backend != "inductor":
+        return []
+    if has_gpu():
+        return missing_package_problem("triton", "--torch_compile_backend inductor")
+    if any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "clang++", "c++")):
+        return []
+    return [
+        Problem(
+            "--torch_compile_backend inductor",
+            "compiles C++ on a CPU, but there is no compiler (g++, clang++)",
+            "use --torch_compile_backend aot_eager, which is not faster",
+        )
+    ]
+
+
+def boft_extension_problems(cfg: SwiftConfig) -> list[Problem]:
+    """PEFT compiles BOFT's CUDA extension when adapters are made; where it cannot, it takes a factor of 1 whatever is
+    asked for."""
+    factor = cfg.peft.boft_n_butterfly_factor
+    tools = shutil.which("ninja") and (shutil.which("nvcc") or os.environ.get("CUDA_HOME"))
+    if cfg.model.train_type != "boft" or factor == 1 or (tools and has_gpu()):
+        return []
+    rule = "would be 1: more needs PEFT's CUDA extension (a GPU, nvcc and ninja)"
+    return [Problem(f"--boft_n_butterfly_factor {factor}", rule, "leave it out")]

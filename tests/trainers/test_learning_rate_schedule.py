@@ -1,0 +1,116 @@
+"""Learning rates against transformers' schedulers, and by hand where it has none."""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from megaswift.config import SwiftConfig
+from megaswift.errors import ConfigError
+from megaswift.trainers.learning_rate_schedule import check_warmup, lr_at, warmup_steps
+
+STEPS = 37
+
+
+@dataclass
+class Optim:
+    learning_rate: float = 3e-4
+    min_lr: float = 0.0
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: int = 0
+    warmup_ratio: float = 0.0
+    wsd_decay_ratio: float = 0.1
+
+
+def rates(**given):
+    return [lr_at(i, STEPS, Optim(**given)) for i in range(STEPS)]
+
+
+def theirs(name, warm, **specific):
+    """The rate that each optimizer step of a training with transformers' scheduler takes."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
+    scheduler = get_scheduler(
+        name, optimizer, num_warmup_steps=warm, num_training_steps=STEPS, scheduler_specific_kwargs=specific
+    )
+    out = []
+    for _ in range(STEPS):
+        out.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return out
+
+
+NAMES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine", "inverse_sqrt": "inverse_sqrt"}
+
+
+@pytest.mark.parametrize(("kind", "warm"), list(itertools.product(NAMES, (0, 1, 5))))
+def test_rates_are_those_of_transformers(kind, warm):
+    assert rates(lr_scheduler_type=kind, warmup_steps=warm) == pytest.approx(
+        theirs(NAMES[kind], warm), rel=1e-12, abs=0
+    )
+
+
+@pytest.mark.parametrize("warm", [0, 5])
+def test_cosine_with_a_lowest_rate(warm):
+    expected = theirs("cosine_with_min_lr", warm, min_lr=3e-5)
+    assert rates(min_lr=3e-5, warmup_steps=warm) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("warm", [0, 5])
+def test_wsd_is_transformers(warm):
+    decay = 8  # 0.2 x 37 rounded up
+    expected = theirs("warmup_stable_decay", warm, num_decay_steps=decay)
+    assert rates(lr_scheduler_type="wsd", wsd_decay_ratio=0.2, warmup_steps=warm) == pytest.approx(expected, rel=1e-12)
+
+
+def test_wsd_by_hand():
+    optim = Optim(learning_rate=1.0, min_lr=0.2, lr_scheduler_type="wsd", warmup_steps=2, wsd_decay_ratio=0.4)
+    got = [lr_at(i, 10, optim) for i in range(11)]
+    fall = [1.0, 0.2 + 0.8 * (1 + 0.5**0.5) / 2, 0.6, 0.2 + 0.8 * (1 - 0.5**0.5) / 2, 0.2]
+    assert got == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0, 1.0, *fall])
+
+
+def test_wsd_that_decays_all_along_starts_after_the_warm_up():
+    optim = Optim(learning_rate=1.0, lr_scheduler_type="wsd", warmup_steps=4, wsd_decay_ratio=1.0)
+    assert [lr_at(i, 8, optim) for i in (3, 4, 6)] == pytest.approx([0.75, 1.0, 0.5])
+
+
+def test_linear_falls_to_the_lowest_rate_and_stays():
+    optim = Optim(learning_rate=1.0, min_lr=0.5, lr_scheduler_type="linear")
+    assert [lr_at(i, 4, optim) for i in range(6)] == [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+
+
+def test_inverse_sqrt_has_a_floor():
+    optim = Optim(learning_rate=1.0, min_lr=0.5, lr_scheduler_type="inverse_sqrt", warmup_steps=4)
+    assert [lr_at(i, 99, optim) for i in (2, 4, 9, 16, 98)] == pytest.approx([0.5, 1.0, 2 / 3, 0.5, 0.5])
+
+
+def test_full_and_lowest_rates_are_exact():
+    optim = Optim(learning_rate=3e-4, min_lr=1e-5, warmup_steps=3)
+    assert lr_at(3, 10, optim) == 3e-4
+    assert lr_at(10, 10, optim) == 1e-5
+
+
+def test_warmup_steps():
+    assert warmup_steps(37, Optim(warmup_ratio=0.1)) == 4
+    assert warmup_steps(37, Optim(warmup_ratio=0.1, warmup_steps=2)) == 2
+    assert warmup_steps(37, Optim()) == 0
+
+
+def test_a_warm_up_that_outlasts_the_run_is_refused():
+    with pytest.raises(ConfigError, match="--warmup_steps 11: is longer than the run of 10 steps"):
+        check_warmup(10, SwiftConfig(warmup_steps=11).optim)
+    assert (
+        check_warmup(10, SwiftConfig(warmup_steps=10).optim)
+        is check_warmup(1, SwiftConfig(warmup_ratio=0.9).optim)
+        is None
+    )
+
+
+def test_every_kind_of_the_configuration_has_a_rate():
+    from megaswift.config.sections import OPTIONS
+
+    for kind in OPTIONS["lr_scheduler_type"].details["choices"]:
+        assert 0 <= lr_at(1, 10, Optim(lr_scheduler_type=kind)) <= 3e-4
