@@ -53,6 +53,12 @@ class DataConfig:
     system: str | None = option(
         None, "System message for rows without one: text or a file", tasks=CHATS, metavar="TEXT|FILE"
     )
+    model_name: tuple[str, ...] = option(
+        (), "Text for {{NAME}} in rows; two: of rows tagged zh, then of others", tasks=CHATS, metavar="NAME..."
+    )
+    model_author: tuple[str, ...] = option(
+        (), "Text for {{AUTHOR}} in rows; two: of rows tagged zh, then of others", tasks=CHATS, metavar="NAME..."
+    )
     loss_scale: str = option(
         "default",
         "Text that is trained on: the assistant's turns, the last round, or everything",

@@ -14,6 +14,8 @@ from megaswift.config.deepspeed_json import (
     read_deepspeed_json,
 )
 from megaswift.config.engine import ZERO
+from megaswift.config.optim import EVERYWHERE
+from megaswift.config.peft_methods import METHODS
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.errors import ConfigError
@@ -55,6 +57,8 @@ NATIVE_ONLY = (
     "optimizer_cpu_offload",
 )
 FSDP_ONLY = ("fsdp", "fsdp_config", "fsdp_transformer_layer_cls_to_wrap")
+TORCH_ONLY = ("use_liger", "torch_compile", "neftune_noise_alpha")
+VISION_ONLY = ("freeze_vit", "freeze_aligner", "freeze_llm")
 READS = ("engine", "deepspeed", "use_fsdp", "fsdp", "fsdp_config")
 """Options that name an engine, the last four by being given."""
 
@@ -65,7 +69,29 @@ def engine_name_of(c: Sections) -> str:
         return c.engine.engine
     if c.engine.deepspeed is not None:
         return deepspeed_preset_of_option(c.engine.deepspeed)
-    return "fsdp2" if c.engine.use_fsdp or c.engine.fsdp or c.engine.fsdp_config else c.engine.engine
+    if c.engine.use_fsdp or c.engine.fsdp or c.engine.fsdp_config:
+        return "fsdp2"
+    return AUTO if option_of_torch_engines(c) else c.engine.engine
+
+
+def is_engine_open(c: Sections) -> bool:
+    """Whether no option names or implies an engine, so that the default may give way to one that serves the run."""
+    return not uses_model_parallelism(c) and not {*READS} & c.given
+
+
+def option_of_torch_engines(c: Sections) -> str:
+    """The first given option that only torch engines serve, where the engine is open; else the empty string."""
+    if not is_engine_open(c):
+        return ""
+    values = {
+        **{name: c.value(name) for name in TORCH_ONLY},
+        **{name: c.value(name) is not None for name in VISION_ONLY},
+        "train_type": c.model.train_type in METHODS,
+        "quantization_bit": c.model.train_type == "lora" and c.quantization.quantization_bit is not None,
+        "optimizer": c.optim.optimizer not in EVERYWHERE,
+        "attn_impl": c.model.attn_impl == "flex",
+    }
+    return next((name for name, wanted in values.items() if wanted and name in c.given), "")
 
 
 def deepspeed_preset_of_option(deepspeed: str) -> str:
@@ -139,7 +165,6 @@ def uses_model_parallelism(c: Sections) -> bool:
 
 _TORCH: Test = lambda c: engine_name_of(c) not in (NATIVE, AUTO)  # noqa: E731
 _NO_FSDP: Test = lambda c: engine_name_of(c) != "fsdp2"  # noqa: E731
-_PARTS = ("freeze_vit", "freeze_aligner", "freeze_llm")
 
 _FSDP_MISSING: tuple[tuple[Test, str], ...] = (
     (lambda c: _NO_FSDP(c) and c.engine.deepspeed is None, "--engine fsdp2"),
@@ -166,7 +191,7 @@ ENGINE_IGNORED: tuple[IgnoredOption, ...] = (
             "--engine ddp",
             (None,),
         )
-        for name in _PARTS
+        for name in VISION_ONLY
     ),
     *(
         IgnoredOption(name, READS, when, "applies only to engine fsdp2 (engine is {engine})", fix)

@@ -51,6 +51,7 @@ MODEL_IGNORED: tuple[IgnoredOption, ...] = (
         lambda c: c.parallel.tensor_parallel_size == 1,
         "needs tensor_parallel_size > 1",
         "--tensor_parallel_size 2",
+        notice=True,
     ),
     IgnoredOption(
         "virtual_pipeline_parallel_size",

@@ -89,9 +89,9 @@ IGNORED: tuple[IgnoredOption, ...] = (
         "Megatron-Core shards only the state of adam",
         "--optimizer adam",
     ),
-    IgnoredOption("eval_steps", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
-    IgnoredOption("eval_iters", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
-    IgnoredOption("per_device_eval_batch_size", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
+    IgnoredOption("eval_steps", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX, notice=True),
+    IgnoredOption("eval_iters", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX, notice=True),
+    IgnoredOption("per_device_eval_batch_size", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX, notice=True),
     IgnoredOption(
         "data_seed",
         ("shuffle", "split_dataset_ratio", "dataset", "val_dataset"),
@@ -109,6 +109,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
         "streaming tokenizes rows as they are read",
         "--streaming false",
         (1,),
+        notice=True,
     ),
     IgnoredOption(
         "dataloader_num_workers",
@@ -116,6 +117,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
         lambda c: c.data.streaming,
         "streaming reads rows in order in the training process",
         "--streaming false",
+        notice=True,
     ),
     IgnoredOption(
         "num_train_epochs",
@@ -123,6 +125,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
         lambda c: c.train.max_steps is not None,
         "max_steps {max_steps} already sets the length of the run",
         ONE_OF,
+        notice=True,
     ),
     IgnoredOption(
         "save_total_limit",
@@ -130,6 +133,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
         lambda c: c.train.save_steps is None,
         "needs save_steps; without it only one checkpoint is written, at the end",
         "--save_steps 500",
+        notice=True,
     ),
     IgnoredOption(
         "warmup_ratio",
@@ -221,6 +225,18 @@ CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.train.overwrite_output_dir and c.train.resume_from_checkpoint,
         "would delete the run that resume_from_checkpoint continues",
         ONE_OF,
+    ),
+    ConflictingOptions(
+        ("save_only_model", "max_restarts"),
+        lambda c: c.train.save_only_model and c.launch.max_restarts,
+        "conflicts with max_restarts: a restart resumes with the optimizer's states",
+        ONE_OF,
+    ),
+    ConflictingOptions(
+        ("model_name", "model_author"),
+        lambda c: max(len(c.data.model_name), len(c.data.model_author)) > 2,
+        "takes one text, or two: the first for rows tagged zh",
+        "--model_name NAME",
     ),
     ConflictingOptions(
         ("random_init", "train_type"),
@@ -326,6 +342,13 @@ def _would_ignore(rule: IgnoredOption, c: Sections) -> bool:
     """Whether the user gave the rule's option a value that would have no effect."""
     mine = rule.option in c.given and OPTIONS[rule.option].belongs_to(c.task)
     return mine and c.value(rule.option) not in rule.neutral and bool(rule.when(c))
+
+
+def superfluous_options(c: Sections, wrong: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Given options that a rule leaves out with a notice, each with the reason."""
+    for r in IGNORED:
+        if r.notice and not {r.option, *r.reads} & set(wrong) and _would_ignore(r, c):
+            yield r.option, _fill(r.why, c)
 
 
 def _ignored(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:

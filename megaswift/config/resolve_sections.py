@@ -6,7 +6,7 @@ is `option_rules.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,19 +16,25 @@ from megaswift.config.differing_toolkit_defaults import differing_defaults_notic
 from megaswift.config.foreign_options import foreign_option_advice, foreign_value_advice
 from megaswift.config.generation_batch import BATCH_OPTIONS, DefaultAccumulation, default_accumulation_passes
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
+from megaswift.config.neutral_options import NEUTRAL, neutral_notice
 from megaswift.config.option import Option
-from megaswift.config.option_rules import BATCH, broken_option_rules, ignored_option_names, overridden_options
+from megaswift.config.option_rules import (
+    BATCH,
+    broken_option_rules,
+    ignored_option_names,
+    overridden_options,
+    superfluous_options,
+)
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue, secret_values_of
 from megaswift.config.parse_option_values import (
-    TRUE,
     InvalidValue,
     option_value_text,
     parse_option_value,
     resets_number_to_default,
 )
-from megaswift.config.peft_methods import VARIANTS
 from megaswift.config.rl_conflict_rules import missing_reward_problems
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections
+from megaswift.config.translated_options import translated_options
 from megaswift.config.user_spelling import TypedOption, problems_as_typed
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.redaction import redacted
@@ -57,6 +63,8 @@ class ResolveState:
     secrets: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     """Spellings, as they were given."""
+    neutral: dict[str, str] = field(default_factory=dict)
+    """Accepted options of other toolkits that change nothing here: name to label."""
     task: str | None = None
 
     @property
@@ -80,6 +88,7 @@ class ResolveState:
             weights=dict(self.weights),
             ambient=set(self.ambient),
             wrong=set(self.wrong),
+            neutral=dict(self.neutral),
             notices=[*self.notices, notice],
         )
         rest.forget(name)
@@ -102,7 +111,7 @@ def resolve_sections(
     state = ResolveState(task=task)
     for weight, source in enumerate(translate_rollout_correction_options(list(sources))):
         _take(state, source, weight)
-    state, sections = _later_wins(state)
+    state, sections = _without_superfluous(*_later_wins(state))
     problems = [*state.problems, *_check(sections, state), *(_missing(sections, state) if complete else ())]
     if not problems:
         return replace(sections, notices=_notices(sections, state))
@@ -124,7 +133,14 @@ def _notices(sections: Sections, state: ResolveState) -> tuple[str, ...]:
     """What was taken otherwise than written, then defaults that depend on other options, then other toolkits'."""
     passes = _passes(state)
     others = differing_defaults_notice(sections, state.foreign, ignored_option_names(sections))
-    return (*state.notices, *_learning_rate(sections), *((passes.text,) if passes else ()), *others)
+    accepted = neutral_notice((label, name) for name, label in state.neutral.items())
+    return (
+        *state.notices,
+        *([accepted] if accepted else ()),
+        *_learning_rate(sections),
+        *((passes.text,) if passes else ()),
+        *others,
+    )
 
 
 def _values(state: ResolveState) -> dict[str, Any]:
@@ -165,7 +181,14 @@ def _learning_rate(c: Sections) -> Iterator[str]:
 
 def _check(sections: Sections, state: ResolveState) -> list[Problem]:
     """What the options mean together; nothing where the task, on which it depends, is not known."""
-    return [] if "task" in state.wrong else list(broken_option_rules(sections, state.labels, frozenset(state.wrong)))
+    if "task" in state.wrong:
+        return []
+    contrary = [
+        Problem(label, f"conflicts with {state.labels[other]}", "leave one of the two out")
+        for name, label in state.neutral.items()
+        if (other := NEUTRAL[name].unless) in sections.given
+    ]
+    return contrary + list(broken_option_rules(sections, state.labels, frozenset(state.wrong)))
 
 
 def _later_wins(state: ResolveState) -> tuple[ResolveState, Sections]:
@@ -177,6 +200,15 @@ def _later_wins(state: ResolveState) -> tuple[ResolveState, Sections]:
     while (fewer := _with_one_dropped(state, sections)) is not None:
         state, sections = fewer
     return state, sections
+
+
+def _without_superfluous(state: ResolveState, sections: Sections) -> tuple[ResolveState, Sections]:
+    """State and sections without options that change nothing in this run; a notice names each."""
+    if "task" in state.wrong:
+        return state, sections
+    for name, why in list(superfluous_options(sections, state.wrong)):
+        state = state.without(name, f"{state.typed[name].label} has no effect: {why}")
+    return state, _sections(state)
 
 
 def _with_one_dropped(state: ResolveState, sections: Sections) -> tuple[ResolveState, Sections] | None:
@@ -199,7 +231,7 @@ def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
     state.notices += source.notices
     state.secrets += secret_values_of(source.givens)
     first: dict[str, GivenOptionValue] = {}
-    for given in _spelled_out(source.givens):
+    for given in translated_options(source.givens):
         if given.name in ("task", "rlhf_type") or (
             NAMES.get(given.name) == "train_type" and str(given.value).lower() in TASK_NAMES
         ):
@@ -207,7 +239,7 @@ def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
             continue
         option = OPTIONS.get(NAMES.get(given.name, ""))
         if option is None:
-            state.problems.append(unknown_option_problem(given, NAMES))
+            _take_unknown(state, given)
             continue
         state.foreign.append(given.name)
         set_option_value(state, option, given, first.get(option.name))
@@ -216,24 +248,17 @@ def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
         state.weights[option.name] = weight
 
 
-def _spelled_out(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOptionValue]:
-    """`train_type dora` is lora with `use_dora`; of `use_vllm` and `vllm_mode` together the second says which, where
-    the first is true. `deepspeed: {config_path: FILE}` is the file."""
-    values = {given.name: str(given.value).strip().lower() for given in givens}
-    twice = {"use_vllm", "vllm_mode"} <= values.keys()
-    idle = None if not twice else "use_vllm" if values["use_vllm"] in TRUE else "vllm_mode"
-    for given in givens:
-        if given.name == idle:
-            continue
-        if given.name == "deepspeed" and isinstance(given.value, dict) and set(given.value) == {"config_path"}:
-            yield replace(given, value=given.value["config_path"])
-            continue
-        switch = VARIANTS.get(str(given.value).lower()) if NAMES.get(given.name) == "train_type" else None
-        if switch is None:
-            yield given
-        else:
-            yield replace(given, value="lora")
-            yield replace(given, name=switch, value=True)
+def _take_unknown(state: ResolveState, given: GivenOptionValue) -> None:
+    """An option that megaswift does not have: accepted where it asks for what happens anyway."""
+    neutral = NEUTRAL.get(given.name)
+    if neutral is None:
+        state.problems.append(unknown_option_problem(given, NAMES))
+    elif neutral.accepts(given.value):
+        state.foreign.append(given.name)
+        state.neutral[given.name] = given.label
+    else:
+        fix = neutral.otherwise or "leave it out"
+        state.problems.append(Problem(given.label, f"is not supported: {neutral.reason}", fix))
 
 
 def set_option_value(

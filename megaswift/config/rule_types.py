@@ -33,6 +33,8 @@ class IgnoredOption:
     why: str
     fix: str
     neutral: tuple[Any, ...] = (None, False, 0, ())
+    notice: bool = False
+    """Leaves the option out with a notice: the run is the same without it."""
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,13 @@ runs. No torch."""
 from __future__ import annotations
 
 from megaswift.config.data import RL
-from megaswift.config.engine_rules import AUTO, NATIVE, READS, engine_name_of
+from megaswift.config.engine_rules import AUTO, NATIVE, READS, TORCH_ONLY, engine_name_of
 from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
 
 _NATIVE: Test = lambda c: engine_name_of(c) == NATIVE  # noqa: E731
 _TORCH: Test = lambda c: engine_name_of(c) not in (NATIVE, AUTO)  # noqa: E731
 _PLAIN: Test = lambda c: not c.model.torch_compile  # noqa: E731
 _OTHER = "applies only to torch engines"
-TORCH_ONLY = ("use_liger", "torch_compile", "neftune_noise_alpha")
 
 SPEED_IGNORED: tuple[IgnoredOption, ...] = (
     *(IgnoredOption(name, READS, _NATIVE, _OTHER, "--engine ddp") for name in TORCH_ONLY),

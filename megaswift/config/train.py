@@ -64,6 +64,9 @@ class TrainConfig:
     save_total_limit: int | None = option(
         None, "Number of checkpoints to keep, newest first; unset: all", minimum=1, unset=("-1",), unit="checkpoints"
     )
+    save_only_model: bool = option(
+        False, "Checkpoints hold the weights alone, without optimizer and random states", aliases=("no_save_optim",)
+    )
     output_dir: str = option("output", "Output directory of the run", aliases=("save",))
     overwrite_output_dir: bool = option(False, "Replace an earlier run in output_dir")
     resume_from_checkpoint: str | None = option(

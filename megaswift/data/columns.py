@@ -1,4 +1,5 @@
-"""`--columns`: renames the columns of rows, and reports names that no row has."""
+"""`--columns` renames the columns of rows, and `--model_name` and `--model_author` fill in placeholders; names that no
+row has are reported."""
 
 from __future__ import annotations
 
@@ -17,6 +18,21 @@ def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[s
     """The row under its new names; a renamed column goes before one that has the name already."""
     own = {name: value for name, value in row.items() if name not in columns}
     return own | {new: row[old] for old, new in columns.items() if old in row}
+
+
+def fill_placeholders(value: Any, texts: Mapping[str, Sequence[str]], chinese: bool = False) -> Any:
+    """A row, or a value of it, with {{NAME}} and {{AUTHOR}} replaced, as rows of self-cognition data sets have them.
+
+    `texts`: placeholder -> its text, or two, of which the first is for rows whose column `tag` is zh.
+    """
+    if isinstance(value, str):
+        for placeholder, words in texts.items():
+            value = value.replace(placeholder, words[0 if chinese else -1])
+        return value
+    if isinstance(value, Mapping):
+        chinese = chinese or value.get("tag") == "zh"
+        return {key: fill_placeholders(v, texts, chinese) for key, v in value.items()}
+    return [fill_placeholders(v, texts, chinese) for v in value] if isinstance(value, list) else value
 
 
 def check_columns_exist(sources: Sequence[DatasetFiles], columns: Mapping[str, str]) -> None:

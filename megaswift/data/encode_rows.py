@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
 from megaswift.config.data import CHATS
-from megaswift.data.columns import rename_columns
+from megaswift.data.columns import fill_placeholders, rename_columns
 from megaswift.data.coordinate_token_cache_build import data_cache_folder
 from megaswift.data.encode_distinct_pieces import DistinctPieceEncoder
 from megaswift.data.formats import parse_sample
@@ -51,6 +51,8 @@ class EncodeSpec:
     system: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
     """File column -> canonical column."""
+    placeholders: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Text in rows -> what replaces it."""
     strict: bool = True
     begin: list[int] = field(default_factory=list)
     """Tokens before a plain prompt: what the tokenizer itself puts before a text."""
@@ -109,6 +111,7 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         loss_scale=data.loss_scale,
         system=read_system_message(data.system),
         columns=dict(data.columns),
+        placeholders={k: v for k, v in (("{{NAME}}", data.model_name), ("{{AUTHOR}}", data.model_author)) if v},
         strict=data.strict,
         processor=reader.spec if isinstance(reader, Processor) else None,
         image_folder=str(data_cache_folder(data.dataset_cache_dir) / "images") if isinstance(reader, Processor) else "",
@@ -168,10 +171,11 @@ class RowEncoder:
         return "" if token is None else str(self._tokenizer.id_to_token(token))
 
     def named(self, row: Any) -> dict[str, Any]:
-        """A row under the run's column names."""
+        """A row under the run's column names, placeholders filled in."""
         if isinstance(row, RowError):
             raise row
-        return rename_columns(row, self.spec.columns) if self.spec.columns else row
+        named = rename_columns(row, self.spec.columns) if self.spec.columns else row
+        return fill_placeholders(named, self.spec.placeholders) if self.spec.placeholders else named
 
     def sample(self, row: Any) -> Sample:
         """The sample of a row, with the run's column names and system message."""

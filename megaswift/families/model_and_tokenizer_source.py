@@ -20,6 +20,7 @@ from megaswift.families.adapter_folder import CONFIG as ADAPTERS
 from megaswift.families.adapter_folder import adapter_as_model_problem
 from megaswift.families.checkpoint_folder import find_checkpoint, find_intact_checkpoint
 from megaswift.families.family import read_config
+from megaswift.families.saved_step_integrity import MARKER
 from megaswift.families.vision_tower_config import has_vision_tower
 
 CONFIG_FILES = (
@@ -81,7 +82,7 @@ def short_name(model: str) -> str:
 def _folder(path: Path, name: str, verify: bool) -> Path:
     if (path / "config.json").is_file():
         return path
-    if (path / "hf" / "config.json").is_file() and (path / "metrics.jsonl").exists():
+    if (path / "hf" / "config.json").is_file() and any((path / name).exists() for name in ("metrics.jsonl", MARKER)):
         return path / "hf"
     checkpoint = (find_intact_checkpoint if verify else find_checkpoint)(path)
     if checkpoint is not None and (checkpoint.model / "config.json").is_file():

@@ -169,7 +169,7 @@ def find_step_folder(path: Path) -> Path | None:
 
 def _is_moved_step(folder: Path) -> bool:
     """Whether a folder of another name has the parts of a step."""
-    return (folder / MARKER).is_file() and (folder / "engine").is_dir()
+    return (folder / MARKER).is_file() and any((folder / part).is_dir() for part in ("engine", "hf", "adapter"))
 
 
 def files_within(manifest: Mapping[str, Any], parts: Iterable[str] = ()) -> dict[str, dict[str, Any]]:

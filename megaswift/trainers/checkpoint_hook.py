@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
 
 
+WEIGHTS_ONLY = "weights_only"
+"""Of a manifest: the step has no optimizer and random states."""
+
+
 class CheckpointHook(Hook):
     """Writes checkpoints. Stands last in the list: the lines of the step are on disk before it."""
 
@@ -40,6 +44,8 @@ class CheckpointHook(Hook):
         """Writes what makes the folder usable by itself (config.json, tokenizer); rank 0."""
         self.beside: Callable[[Path], None] = lambda folder: None
         """Writes what of the engine others read (a PEFT folder); every rank."""
+        self.write_weights_only: Callable[[Path], None] | None = None
+        """Writes the model alone, in place of all states (--save_only_model); every rank."""
         self.size = 0
         """Bytes of the last checkpoint; before the first one, what it holds at least."""
         self.saved = -1
@@ -65,11 +71,13 @@ class CheckpointHook(Hook):
         rank, ranks = distributed.global_rank(), distributed.global_world_size()
         hooks = {type(h).__name__: state for h in loop.hooks if (state := h.state_dict())}
         state = {**self.facts, "total_steps": loop.total_steps, "data": loop.source.state_dict(), "hooks": hooks}
-        engines = {ENGINE: loop.engine, **loop.engines}
+        engines = {} if self.write_weights_only else {ENGINE: loop.engine, **loop.engines}
+        if self.write_weights_only:
+            state[WEIGHTS_ONLY] = True
         folder = distributed.run_on_rank0(lambda: self._open(loop.step, [*engines]))
         for name, engine in engines.items():
             engine.save(folder / name)
-        self.beside(folder)
+        (self.write_weights_only or self.beside)(folder)
         distributed.barrier()
         files = distributed.all_gather_dict(checkpoint_store.hash_share(folder, rank, ranks))
         done = distributed.run_on_rank0(lambda: self.store.finish(loop.step, files, state))
@@ -86,7 +94,8 @@ class CheckpointHook(Hook):
         folder = self.store.begin(step)
         for name in names:
             (folder / name).mkdir()
-        self.attach(folder)
+        if names:
+            self.attach(folder)
         return folder
 
 
@@ -119,6 +128,10 @@ def restore_run(
     manifest = distributed.run_on_rank0(lambda: saved_step_integrity.load_manifest(folder))
     if isinstance(manifest, Problem):
         raise CheckpointError(manifest)
+    if manifest.get(WEIGHTS_ONLY):
+        rule = "contains weights only (--save_only_model): a run needs the optimizer's states to resume"
+        fix = "--model FOLDER/hf, or --adapters FOLDER/adapter, starts from these weights"
+        raise CheckpointError(Problem(str(folder), rule, fix.replace("FOLDER", str(folder))))
     problems = [*checkpoint_mismatch_problems(manifest, model), *damaged_file_problems_all_ranks(folder)]
     if problems:
         raise CheckpointError(problems)

@@ -12,12 +12,22 @@ from dataclasses import dataclass
 from megaswift import log
 from megaswift.config import SwiftConfig, fsdp_json
 from megaswift.config.adapter_rules import SHARDED, base_quantization_bits, non_lora_peft_method_of
-from megaswift.config.engine_rules import AUTO, NATIVE, engine_name_of, uses_model_parallelism
+from megaswift.config.engine_rules import (
+    AUTO,
+    NATIVE,
+    engine_name_of,
+    is_engine_open,
+    option_of_torch_engines,
+    uses_model_parallelism,
+)
 from megaswift.config.optim import EVERYWHERE, ON_PARTS
+from megaswift.errors import UserError
 from megaswift.families import FAMILIES
+from megaswift.families.family import read_config
 from megaswift.families.model_and_tokenizer_source import locate_model
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.model_spec_of_any_model import spec_of_any_model
+from megaswift.families.quantized_training_checks import KERNELS, quant_method
 
 SMALL, MIDDLE = 1e9, 7e9
 """Parameters up to which a model is replicated, and up to which only gradients and optimizer states are worth
@@ -72,12 +82,12 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
         log.info("engine fsdp2: the FSDP options select torch's fully_shard (FSDP2); FSDP1 is not used")
     if cfg.engine.fsdp_config:
         cfg = cfg.replace(**fsdp_json.fsdp_file_options(cfg).options)
-    if requested != AUTO:
+    needs_torch = reason_for_torch_engine(cfg)
+    if requested != AUTO and not needs_torch:
         return cfg if cfg.engine.engine == requested else cfg.replace(engine=requested)
     machine = MachineFacts(world_size, memory_bytes_per_process(world_size), cfg.model.train_type == "full")
-    kind, why = choose_engine(
-        spec_of_any_model(locate_model(cfg.model, weights=False)), uses_model_parallelism(cfg), machine
-    )
+    spec = spec_of_any_model(locate_model(cfg.model, weights=False))
+    kind, why = choose_engine(spec, uses_model_parallelism(cfg), machine, bool(needs_torch))
     optimizer = cfg.optim.optimizer
     if kind != "ddp" and optimizer in ON_PARTS:
         kind, why = "fsdp2", f"only fsdp2 and ddp support the optimizer {optimizer}"
@@ -86,8 +96,26 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
     if non_lora_peft_method_of(cfg) is not None or base_quantization_bits(cfg) is not None:
         kind, why = resolve_for_adapters(cfg, kind, why)
     if tell:
-        log.info(f"engine {kind}: {why}")
+        log.info(f"engine {kind}: {needs_torch}{why}")
     return cfg.replace(engine=kind)
+
+
+def reason_for_torch_engine(cfg: SwiftConfig) -> str:
+    """Why the default engine gives way to one of torch; empty where it stays, or where the user named an engine."""
+    if not is_engine_open(cfg):
+        return ""
+    if name := option_of_torch_engines(cfg):
+        given = cfg.typed[name].label if name in cfg.typed else f"--{name}"
+        return f"{given} needs a torch engine; "
+    try:
+        folder = locate_model(cfg.model, weights=False)
+        config, family = read_config(folder), spec_of_any_model(folder).family
+    except UserError:  # preflight reports it with all other problems
+        return ""
+    if family not in FAMILIES:
+        return f"the native engine does not support model_type {family}; "
+    method = quant_method(config)
+    return f"the native engine does not read {method} weights; " if method in KERNELS else ""
 
 
 def resolve_for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, str]:
@@ -106,13 +134,13 @@ def resolve_for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, st
     )
 
 
-def choose_engine(spec: ModelSpec, axes: bool, machine: MachineFacts) -> tuple[str, str]:
-    """(engine, reason)."""
+def choose_engine(spec: ModelSpec, axes: bool, machine: MachineFacts, torch_only: bool = False) -> tuple[str, str]:
+    """(engine, reason). `torch_only`: the native engine does not serve this run."""
     size = approximate_parameter_count(spec)
     text = f"{size / 1e9:.3g} B parameters" if size >= 1e8 else f"{size / 1e6:.2f} M parameters"
     if axes:
         return NATIVE, "a model-parallel axis is set"
-    if spec.family in FAMILIES and spec.experts and size > MIDDLE:
+    if spec.family in FAMILIES and spec.experts and size > MIDDLE and not torch_only:
         return NATIVE, f"{text} in {spec.experts} experts per layer"
     if machine.processes == 1:
         return (

@@ -60,7 +60,7 @@ from megaswift.trainers.tasks import TASKS, Task
 from megaswift.trainers.trackers import tracker_hooks
 
 TEMPLATE = "chat_template.jinja"
-REFERENCE = "reference"
+REFERENCE, HF = "reference", "hf"
 """Within a checkpoint: a reference that moves."""
 SHAPE = (
     "family",
@@ -256,7 +256,14 @@ class RunBuilder:
             checkpoint.beside = partial(self.keep_moved_reference, engine)
         if self.adapts:
             checkpoint.beside = lambda folder: engine.write_adapter(folder / "adapter", self.base)
+        if train.save_only_model:
+            checkpoint.write_weights_only = checkpoint.beside if self.adapts else partial(self.export_weights, engine)
         return [*hooks, checkpoint]
+
+    def export_weights(self, engine: Engine, folder: Path) -> None:
+        """The Hugging Face folder `hf` of a checkpoint that holds weights only. Collective."""
+        engine.export(folder / HF, self.folder)
+        distributed.run_on_rank0(lambda: self.write_template(folder / HF))
 
     def keep_moved_reference(self, engine: Engine, folder: Path) -> None:
         """A reference that has moved is part of the run's state: in float32, which loses nothing of it. Collective."""

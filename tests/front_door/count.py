@@ -88,9 +88,13 @@ def refusal(command: Command, root: Path) -> list[Problem]:
                     *preflight.file_checks(cfg),
                 ]
                 errors = preflight.collect_check_errors(checks)
-                return [p for error in errors for p in error.problems]
+                return [p for error in errors for p in error.problems if not MACHINE.search(p.rule)]
         except UserError as error:
-            return list(error.problems)
+            return [p for p in error.problems if not MACHINE.search(p.rule)]
+
+
+MACHINE = re.compile("needs the package|no CUDA device|no kernel for a CPU|needs a GPU|CUDA device")
+"""Problems of this machine, not of the command."""
 
 
 def cause(problem: Problem) -> str:

@@ -70,6 +70,7 @@ def tiny_model_folder(name: str, root: Path) -> Path | None:
     if not (folder / "config.json").exists():
         tokenizer("qwen", "qwen3").save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps(config_of(known[1], known[2], short)))
+        (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
         (folder / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     return folder
 

@@ -1,0 +1,151 @@
+"""Options of other toolkits that ask for what a run does anyway: they are accepted, and one line says so.
+
+Owns the table and the reason of each. A value that asks for something else is refused with the entry's advice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megaswift.config.parse_option_values import FALSE, TRUE
+
+ON, OFF = ("true",), ("false",)
+EITHER = ON + OFF
+ANY: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NeutralOption:
+    """An option without effect here."""
+
+    values: tuple[str, ...]
+    """The values that are accepted, in lower case, true and false for every spelling of these; ANY: all."""
+    reason: str
+    """Why nothing changes."""
+    otherwise: str = ""
+    """The fix for another value."""
+    unless: str = ""
+    """An option of megaswift beside which it would have an effect."""
+
+    def accepts(self, value: Any) -> bool:
+        """Whether the value asks for what happens anyway; None is a flag without a value."""
+        text = "true" if value is None else str(value).strip().lower()
+        text = "true" if text in TRUE else "false" if text in FALSE else text
+        return self.values == ANY or text in self.values
+
+
+_SAFETENSORS = NeutralOption(ON, "weights are saved as safetensors")
+_FUSED = NeutralOption(EITHER, "fused kernels are selected by device and --transformer_impl")
+_PER_TOKEN = NeutralOption(ON, "the loss is a mean over the label tokens of the global batch")
+_UNUSED_COLUMNS = "columns that the row format does not use are ignored"
+_RESUME = "resume_from_checkpoint"
+_FROM_START = "--model DIR starts from its weights"
+_EVAL_DTYPE = NeutralOption(OFF, "evaluation computes in --torch_dtype", "leave it out")
+_SAMPLER_LIMIT = "--max_length, prompt plus completion, is the sampler's limit"
+_STEPS = "--{0}_steps N sets the interval; without it only at the end"
+_WORKERS = "--dataloader_num_workers threads read ahead and last for the whole run"
+
+NEUTRAL: dict[str, NeutralOption] = {
+    # data
+    "load_from_cache_file": NeutralOption(EITHER, "cached rows are found by content and never stale"),
+    "lazy_tokenize": NeutralOption(OFF, "rows are tokenized before training", "--streaming true"),
+    "padding_free": NeutralOption(
+        EITHER, "padding never changes the loss; --packing true packs short samples into full rows"
+    ),
+    "dataloader_pin_memory": NeutralOption(ON, "batches are copied from pinned memory"),
+    "dataloader_drop_last": NeutralOption(ON, "every step has a full global batch"),
+    "dataloader_persistent_workers": NeutralOption(EITHER, _WORKERS),
+    "dataloader_prefetch_factor": NeutralOption(ANY, _WORKERS),
+    "remove_unused_columns": NeutralOption(EITHER, _UNUSED_COLUMNS),
+    "label_names": NeutralOption(("labels",), _UNUSED_COLUMNS, "leave it out"),
+    "padding_side": NeutralOption(("right",), "rows are padded on the right", "leave it out"),
+    "group_by_length": NeutralOption(OFF, "rows are not grouped by length", "--packing true"),
+    "use_chat_template": NeutralOption(ON, "conversations use the chat template", "megaswift pt, for plain text"),
+    "val_dataset_shuffle": NeutralOption(OFF, "validation rows keep their order", "leave it out"),
+    "packing_strategy": NeutralOption(("binpack", "bfd"), "rows are packed by best fit", "leave it out"),
+    # the loss and the kernels
+    "calculate_per_token_loss": _PER_TOKEN,
+    "average_tokens_across_devices": _PER_TOKEN,
+    "cross_entropy_loss_fusion": NeutralOption(ON, "the loss is computed on vocabulary shards", "leave it out"),
+    "cross_entropy_fusion_impl": NeutralOption(ANY, "the loss is computed on vocabulary shards"),
+    "use_logits_to_keep": NeutralOption(EITHER, "logits are computed only where there is a label"),
+    "accumulate_allreduce_grads_in_fp32": NeutralOption(ON, "gradients are accumulated in float32", "leave it out"),
+    "attention_softmax_in_fp32": NeutralOption(ON, "softmax is computed in float32", "leave it out"),
+    "moe_router_dtype": NeutralOption(("fp32", "float32"), "routers compute in float32", "leave it out"),
+    "moe_router_load_balancing_type": NeutralOption(
+        ("aux_loss",), "--moe_aux_loss_coeff sets the balancing loss", "--moe_aux_loss_coeff 0 disables balancing"
+    ),
+    "moe_token_drop_policy": NeutralOption(
+        ("probs",), "--moe_expert_capacity_factor drops the tokens of smallest weight", "leave it out"
+    ),
+    "experts_impl": NeutralOption(ANY, "the implementation of experts is selected by device and engine"),
+    "gradient_accumulation_fusion": _FUSED,
+    "masked_softmax_fusion": _FUSED,
+    "bias_dropout_fusion": _FUSED,
+    "bias_swiglu_fusion": _FUSED,
+    "bias_activation_fusion": _FUSED,
+    "apply_rope_fusion": _FUSED,
+    "rope_fusion": _FUSED,
+    "use_mcore_models": NeutralOption(ON, "Megatron-Core models are used", "leave it out"),
+    "gradient_checkpointing_kwargs": NeutralOption(ANY, "recomputation gives the same gradients either way"),
+    "use_cpu_initialization": NeutralOption(EITHER, "every rank loads only its shard of the weights"),
+    "perform_initialization": NeutralOption(OFF, "weights are loaded from --model DIR", "--random_init true"),
+    "offload_bridge": NeutralOption(OFF, "weights are converted tensor by tensor", "leave it out"),
+    "manual_gc": NeutralOption(OFF, "Python's automatic garbage collection stays on", "leave it out"),
+    "vllm_max_model_len": NeutralOption(ANY, _SAMPLER_LIMIT),
+    "vllm_max_model_length": NeutralOption(ANY, _SAMPLER_LIMIT),
+    "vllm_max_lora_rank": NeutralOption(ANY, "it follows --lora_rank"),
+    # data parallelism
+    "ddp_find_unused_parameters": NeutralOption(EITHER, "gradients of unused parameters are zero"),
+    "find_unused_parameters": NeutralOption(EITHER, "gradients of unused parameters are zero"),
+    "ddp_bucket_cap_mb": NeutralOption(ANY, "the engine sets the bucket size"),
+    "ddp_broadcast_buffers": NeutralOption(EITHER, "all ranks load the same buffers"),
+    "use_torchrun": NeutralOption(ON, "torchrun is the default launcher", "leave it out"),
+    # what trains
+    "finetune": NeutralOption(
+        ON, _FROM_START, "--resume_from_checkpoint latest continues a run", "resume_from_checkpoint"
+    ),
+    "no_load_optim": NeutralOption(ON, _FROM_START, "--resume_from_checkpoint latest", _RESUME),
+    "no_load_rng": NeutralOption(ON, _FROM_START, "--resume_from_checkpoint latest", _RESUME),
+    "resume_only_model": NeutralOption(OFF, "a resumed run continues exactly", "--model DIR/checkpoints/step-N"),
+    "ignore_data_skip": NeutralOption(OFF, "a resumed run continues with the next row", "--model DIR"),
+    "lora_bias": NeutralOption(("none",), "biases stay frozen with LoRA", "leave it out"),
+    "tuner_backend": NeutralOption(("peft",), "adapters have PEFT's format", "leave it out"),
+    "init_weights": NeutralOption(ON, "LoRA starts from random A and zero B", "--init_weights true"),
+    "init_lora_weights": NeutralOption(ON, "LoRA starts from random A and zero B", "--init_lora_weights true"),
+    # evaluation, logs, checkpoints
+    "save_safetensors": _SAFETENSORS,
+    "safe_serialization": _SAFETENSORS,
+    "no_save_rng": NeutralOption(
+        EITHER, "--save_only_model leaves random states out; others need these few kilobytes to resume exactly"
+    ),
+    "async_save": NeutralOption(OFF, "checkpoints are written before the next step", "leave it out"),
+    "save_on_each_node": NeutralOption(OFF, "all nodes write to one shared folder", "leave it out"),
+    "eval_strategy": NeutralOption(("steps", "no"), _STEPS.format("eval"), "--eval_steps N"),
+    "evaluation_strategy": NeutralOption(("steps", "no"), _STEPS.format("eval"), "--eval_steps N"),
+    "save_strategy": NeutralOption(("steps", "no"), _STEPS.format("save"), "--save_steps N"),
+    "eval_on_start": NeutralOption(OFF, "evaluation begins after --eval_steps steps", "--eval_steps N"),
+    "eval_accumulation_steps": NeutralOption(ANY, "evaluation accumulates sums only"),
+    "fp16_full_eval": _EVAL_DTYPE,
+    "bf16_full_eval": _EVAL_DTYPE,
+    "logging_strategy": NeutralOption(("steps",), "--logging_steps N is in steps", "--logging_steps N"),
+    "plot_loss": NeutralOption(ON, "curves are always plotted (OUT/loss.png, OUT/report.html)", "leave it out"),
+    "disable_tqdm": NeutralOption(EITHER, "progress is one line per logged step"),
+    "include_num_input_tokens_seen": NeutralOption(EITHER, "metrics.jsonl contains the number of tokens"),
+    "push_to_hub": NeutralOption(OFF, "results stay in --output_dir", "leave it out: megaswift does not upload"),
+    "do_train": NeutralOption(ON, "this command trains", "leave it out"),
+    "do_eval": NeutralOption(EITHER, "evaluation follows --val_dataset and --eval_steps"),
+    "local_rank": NeutralOption(ANY, "the launcher's environment variables set the rank"),
+}
+"""Names of ms-swift, Megatron-LM, transformers and TRL."""
+
+
+def neutral_notice(accepted: Iterable[tuple[str, str]]) -> str:
+    """One line for the accepted options, given as (label, name); empty for none. Reasons occur once."""
+    by_reason: dict[str, list[str]] = {}
+    for label, name in accepted:
+        by_reason.setdefault(NEUTRAL[name].reason, []).append(label)
+    listed = "; ".join(f"{', '.join(labels)} ({reason})" for reason, labels in by_reason.items())
+    return f"accepted without effect: {listed}" if listed else ""

@@ -1,0 +1,150 @@
+"""Options of other toolkits that megaswift writes in another way: one of theirs is several of ours, or the reverse.
+
+Owns that translation, source by source, before names are looked up. Names that only differ in spelling are aliases on
+the options themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megaswift.config.foreign_options import PRECISIONS
+from megaswift.config.option_sources import GivenOptionValue
+from megaswift.config.parse_option_values import FALSE, TRUE
+from megaswift.config.peft_methods import VARIANTS
+from megaswift.config.sections import NAMES
+
+RENAMED = {
+    "model_id": "model",
+    "sft_type": "train_type",
+    "finetuning_type": "train_type",
+    "lora_target": "target_modules",
+    "lora_target_modules": "target_modules",
+    "batch_size": "per_device_train_batch_size",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "epochs": "num_train_epochs",
+    "gradient_clipping": "max_grad_norm",
+    "gradient_clip_val": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "neftune_alpha": "neftune_noise_alpha",
+    "packing_num_proc": "dataset_num_proc",
+    "num_workers_per_gpu": "dataloader_num_workers",
+    "data_path": "dataset",
+    "train_data_path": "dataset",
+    "dataset_name": "dataset",
+    "dataset_dir": "dataset",
+    "train_dataset": "dataset",
+    "train_data": "dataset",
+    "train_file": "dataset",
+    "valid_data_path": "val_dataset",
+    "eval_dataset": "val_dataset",
+    "validation_dataset": "val_dataset",
+    "validation_file": "val_dataset",
+    "eval_data": "val_dataset",
+    "eval_limit": "eval_iters",
+    "sequence_parallel_size": "context_parallel_size",
+    "virtual_pipeline_size": "virtual_pipeline_parallel_size",
+    "num_gpus": "nproc_per_node",
+    "gpus": "nproc_per_node",
+    "num_nodes": "nnodes",
+    "num_machines": "nnodes",
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "main_process_port": "master_port",
+    "deepspeed_config": "deepspeed",
+    "ds_config": "deepspeed",
+    "dpo_beta": "beta",
+    "lambda": "lam",
+}
+"""Another toolkit's name -> the option of the same meaning and the same values."""
+SWITCHES = {
+    "flash_attn": ("attn_impl", "flash"),
+    "use_flash_attn": ("attn_impl", "flash"),
+    "use_flash_attention": ("attn_impl", "flash"),
+    "load_in_4bit": ("quantization_bit", 4),
+    "load_in_8bit": ("quantization_bit", 8),
+    "use_peft": ("train_type", "lora"),
+    "use_lora": ("train_type", "lora"),
+    "use_galore": ("optimizer", "galore_adamw"),
+    "activation_checkpointing": ("recompute_granularity", "full"),
+    "sequence_packing": ("packing", True),
+    "mlp_padding_free": ("packing", True),
+    "use_ray": ("launcher", "ray"),
+    "moe_enable_deepep": ("moe_token_dispatcher_type", "flex"),
+    "resume": ("resume_from_checkpoint", "latest"),
+}
+"""Another toolkit's switch -> the option and the value that it means; switched off it means nothing."""
+_MIXED = {"no": "float32", **PRECISIONS}
+_HOST, _PORT, _URL = ("vllm_server_host", "sglang_server_host"), ("vllm_server_port", "sglang_server_port"), "8000"
+
+
+def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOptionValue]:
+    """The options of one source in megaswift's own terms.
+
+    `train_type dora` is lora with `use_dora`. Of `use_vllm` and `vllm_mode` together the second says which, where the
+    first is true. `deepspeed: {config_path: FILE}` is the file. `bf16 true` is `torch_dtype bfloat16`, and
+    `bf16 false` without another precision float32. A server's host
+    and port are its URL. `eval_strategy no` unsets `eval_steps`.
+    """
+    values = {given.name: _text(given) for given in givens}
+    unused = _unused_names(values)
+    for given in givens:
+        if given.name in unused:
+            continue
+        if given.name == "deepspeed" and isinstance(given.value, dict) and set(given.value) == {"config_path"}:
+            yield replace(given, value=given.value["config_path"])
+        elif given.name in RENAMED:
+            yield replace(given, name=RENAMED[given.name])
+        elif given.name in SWITCHES and values[given.name] in TRUE:
+            name, value = SWITCHES[given.name]
+            yield replace(given, name=name, value=value)
+        elif given.name in SWITCHES and values[given.name] in FALSE:
+            continue
+        elif given.name == "mixed_precision" and values[given.name] in _MIXED:
+            yield replace(given, name="torch_dtype", value=_MIXED[values[given.name]])
+        elif given.name in PRECISIONS and values[given.name] in TRUE:
+            yield replace(given, name="torch_dtype", value=PRECISIONS[given.name])
+        elif given.name == "bf16" and values["bf16"] in FALSE:
+            yield replace(given, name="torch_dtype", value="float32")
+        elif given.name == "sleep_level" and values["sleep_level"] in ("0", "1", "2"):
+            yield replace(given, name="rollout_sleep", value=values["sleep_level"] != "0")
+        elif given.name in _HOST:
+            yield replace(given, name="rollout_server_url", value=_server_urls(given, givens))
+        elif NAMES.get(given.name) == "train_type" and (switch := VARIANTS.get(values[given.name])) is not None:
+            yield replace(given, value="lora")
+            yield replace(given, name=switch, value=True)
+        else:
+            yield given
+
+
+def _text(given: GivenOptionValue) -> str:
+    return "true" if given.value is None else str(given.value).strip().lower()
+
+
+def _unused_names(values: dict[str, str]) -> set[str]:
+    """Names that another option of the source makes superfluous."""
+    unused: set[str] = set()
+    if {"use_vllm", "vllm_mode"} <= values.keys():
+        unused.add("use_vllm" if values["use_vllm"] in TRUE else "vllm_mode")
+    if any(name in values for name in _HOST):
+        unused.update(_PORT)
+    if values.get("eval_strategy") == "no":
+        unused.update(name for name in values if NAMES.get(name) == "eval_steps")
+    if values.get("save_strategy") == "no":
+        unused.update(name for name in values if NAMES.get(name) == "save_steps")
+    off = {name for name in PRECISIONS if values.get(name) in FALSE}
+    chosen = any(NAMES.get(n) == "torch_dtype" or (n in PRECISIONS and n not in off) for n in values)
+    return unused | (off if chosen else off - {"bf16"})
+
+
+def _server_urls(host: GivenOptionValue, givens: Sequence[GivenOptionValue]) -> list[str]:
+    """One URL a host; ports in the same order."""
+    hosts = _words(host)
+    ports = next((_words(given) for given in givens if given.name in _PORT), [])
+    return [f"http://{h}:{ports[min(i, len(ports) - 1)] if ports else _URL}" for i, h in enumerate(hosts)]
+
+
+def _words(given: GivenOptionValue) -> list[str]:
+    value = given.value if isinstance(given.value, list | tuple) else str(given.value).replace(",", " ").split()
+    return [str(v) for v in value]
