@@ -29,7 +29,7 @@ _TASKS = _NOT_SERVED + "embedding, reranker and classification tasks; for a rewa
 _MODELSCOPE = "--model ORGANIZATION/NAME with --use_hf false"
 _LORA_GA = _NOT_SERVED + "LoRA-GA; train_type lora starts from random A and zero B"
 _HUB = "leave it out: megaswift does not upload; results stay in --output_dir"
-_TRACKER = "set environment variables of the tracker, such as WANDB_PROJECT or WANDB_NAME"
+_TRACKER = "set environment variables of the tracker, such as WANDB_PROJECT or SWANLAB_PROJECT"
 _EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: run an evaluation harness on OUT/hf"
 _FUSED = _GONE + "fused kernels are selected by device and --transformer_impl"
 _STEPS = "--eval_steps N or --save_steps N; unset: only at the end"
@@ -52,7 +52,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "new_special_tokens": "use a model folder with the extended tokenizer and embeddings",
     "load_in_4bit": "--quantization_bit 4",
     "load_in_8bit": "--quantization_bit 8",
-    "quant_method": "--quantization_bit 4, which uses bitsandbytes",
     "local_repo_path": "--trust_remote_code true with --model DIR",
     "init_strategy": "--random_init true, or a checkpoint with all weights",
     "device_map": "--engine fsdp2 or --tensor_parallel_size N; device_map is an option of megaswift infer",
@@ -87,7 +86,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "freeze_parameters_ratio": "--freeze_parameters PATTERN",
     "vit_lr": _GONE + "all parts use --learning_rate; --freeze_vit true freezes the vision encoder",
     "aligner_lr": _GONE + "all parts use --learning_rate; --freeze_aligner true freezes the aligner",
-    "vit_gradient_checkpointing": "--gradient_checkpointing true",
     "use_galore": "--optimizer galore_adamw",
     # batches, length, schedule
     "batch_size": "--per_device_train_batch_size",
@@ -175,8 +173,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "eval_limit": "--eval_iters",
     "logging_dir": "--output_dir: TensorBoard files are written to OUT/runs",
     "tensorboard_dir": "--output_dir: TensorBoard files are written to OUT/runs",
-    "run_name": _TRACKER,
-    "experiment_name": _TRACKER,
     "logging_first_step": "--logging_steps 1",
     "create_checkpoint_symlink": _GONE + "OUT/checkpoints/latest.json names the newest checkpoint",
     "resume": "--resume_from_checkpoint latest",
@@ -200,9 +196,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "max_prompt_length": _CUT,
     "vllm_group_port": _SYNC,
     "vllm_server_group_port": _SYNC,
-    "vllm_tensor_parallel_size": _GONE
-    + "vLLM in the training process does not support tensor parallelism; a server does: "
-    "--rollout_backend vllm_server",
     "vllm_enable_prefix_caching": _GONE + "prefix caching is vLLM's default",
     "ds3_gather_for_generation": _GONE + "weights are gathered one tensor at a time",
     "offload_teacher_model": _TEACHER,
@@ -223,8 +216,7 @@ _ARCHITECTURE = (
 )
 PATTERNS: tuple[tuple[str, str], ...] = (
     (_ARCHITECTURE, _OF_MODEL),
-    (r"swanlab_\w+", _NOT_SERVED + "SwanLab; --report_to tensorboard or wandb"),
-    (r"wandb_\w+|project(_name)?", _TRACKER),
+    (r"swanlab_\w+|wandb_\w+|project(_name)?", _TRACKER),
     (r"hub_\w+|push_to_hub_\w+", _HUB),
     (r"teacher_\w+|gkd_\w+|rlsd_\w+|sdar_\w+", _TEACHER),
     (r"muon_\w+", _NOT_SERVED + "Muon; --optimizer adam"),
@@ -253,8 +245,7 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("fsdp", "fsdp2"): "--engine fsdp2",
     ("rlhf_type", "gkd"): "run megaswift sft on completions of the teacher: distillation (GKD) is not supported",
     ("rlhf_type", "ppo_v2"): "megaswift ppo",
-    ("report_to", "swanlab"): "--report_to tensorboard or wandb: SwanLab is not supported",
-    ("report_to", "all"): "--report_to tensorboard wandb",
+    ("report_to", "all"): "--report_to tensorboard wandb swanlab",
     ("attn_impl", "local"): "--attn_impl sdpa",
     ("optimizer", "muon"): "--optimizer adam: Muon is not supported",
     ("optimizer", "dist_muon"): "--optimizer adam: Muon is not supported",

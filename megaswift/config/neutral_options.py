@@ -32,8 +32,8 @@ class NeutralOption:
     def accepts(self, value: Any) -> bool:
         """Whether the value asks for what happens anyway; None is a flag without a value."""
         text = "true" if value is None else str(value).strip().lower()
-        text = "true" if text in TRUE else "false" if text in FALSE else text
-        return self.values == ANY or text in self.values
+        spelled = "true" if text in TRUE else "false" if text in FALSE else text
+        return self.values == ANY or bool({text, spelled} & {*self.values})
 
 
 _SAFETENSORS = NeutralOption(ON, "weights are saved as safetensors")
@@ -50,7 +50,7 @@ _WORKERS = "--dataloader_num_workers threads read ahead and last for the whole r
 NEUTRAL: dict[str, NeutralOption] = {
     # data
     "load_from_cache_file": NeutralOption(EITHER, "cached rows are found by content and never stale"),
-    "lazy_tokenize": NeutralOption(OFF, "rows are tokenized before training", "--streaming true"),
+    "lazy_tokenize": NeutralOption(EITHER, "rows are tokenized before training; --streaming true reads on demand"),
     "padding_free": NeutralOption(
         EITHER, "padding never changes the loss; --packing true packs short samples into full rows"
     ),
@@ -90,12 +90,16 @@ NEUTRAL: dict[str, NeutralOption] = {
     "rope_fusion": _FUSED,
     "use_mcore_models": NeutralOption(ON, "Megatron-Core models are used", "leave it out"),
     "gradient_checkpointing_kwargs": NeutralOption(ANY, "recomputation gives the same gradients either way"),
+    "vit_gradient_checkpointing": NeutralOption(EITHER, "--gradient_checkpointing covers vision layers too"),
     "use_cpu_initialization": NeutralOption(EITHER, "every rank loads only its shard of the weights"),
     "perform_initialization": NeutralOption(OFF, "weights are loaded from --model DIR", "--random_init true"),
     "offload_bridge": NeutralOption(OFF, "weights are converted tensor by tensor", "leave it out"),
     "manual_gc": NeutralOption(OFF, "Python's automatic garbage collection stays on", "leave it out"),
     "vllm_max_model_len": NeutralOption(ANY, _SAMPLER_LIMIT),
     "vllm_max_model_length": NeutralOption(ANY, _SAMPLER_LIMIT),
+    "vllm_tensor_parallel_size": NeutralOption(
+        ("1",), "every process samples with a whole model", "start a vLLM server: --rollout_backend vllm_server"
+    ),
     "vllm_max_lora_rank": NeutralOption(ANY, "it follows --lora_rank"),
     # data parallelism
     "ddp_find_unused_parameters": NeutralOption(EITHER, "gradients of unused parameters are zero"),
@@ -113,6 +117,9 @@ NEUTRAL: dict[str, NeutralOption] = {
     "ignore_data_skip": NeutralOption(OFF, "a resumed run continues with the next row", "--model DIR"),
     "lora_bias": NeutralOption(("none",), "biases stay frozen with LoRA", "leave it out"),
     "tuner_backend": NeutralOption(("peft",), "adapters have PEFT's format", "leave it out"),
+    "quant_method": NeutralOption(
+        ("bnb", "bitsandbytes"), "--quantization_bit uses bitsandbytes", "--quantization_bit 4"
+    ),
     "init_weights": NeutralOption(ON, "LoRA starts from random A and zero B", "--init_weights true"),
     "init_lora_weights": NeutralOption(ON, "LoRA starts from random A and zero B", "--init_lora_weights true"),
     # evaluation, logs, checkpoints

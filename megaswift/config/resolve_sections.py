@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megaswift.config.adapter_rules import train_type_defaults
-from megaswift.config.data import ALIGNMENT
+from megaswift.config.data import ALIGNMENT, RL
 from megaswift.config.differing_toolkit_defaults import differing_defaults_notice
 from megaswift.config.foreign_options import foreign_option_advice, foreign_value_advice
 from megaswift.config.generation_batch import BATCH_OPTIONS, DefaultAccumulation, default_accumulation_passes
@@ -137,6 +137,7 @@ def _notices(sections: Sections, state: ResolveState) -> tuple[str, ...]:
     return (
         *state.notices,
         *([accepted] if accepted else ()),
+        *(f"max_length {n}: room for prompts beside max_completion_length" for n in _room_for_prompts(state).values()),
         *_learning_rate(sections),
         *((passes.text,) if passes else ()),
         *others,
@@ -151,6 +152,7 @@ def _values(state: ResolveState) -> dict[str, Any]:
 def _sections(state: ResolveState) -> Sections:
     values = _values(state)
     given = frozenset(name for name in state.typed if values.get(name) is not None and name not in state.ambient)
+    values |= _room_for_prompts(state)
     if values.get("packing") is None:
         values["packing"] = state.task in ALIGNMENT
     if passes := _passes(state):
@@ -166,6 +168,14 @@ def _passes(state: ResolveState) -> DefaultAccumulation | None:
     if state.wrong & {"num_generations", *BATCH_OPTIONS}:
         return None
     return default_accumulation_passes(state.task, _values(state))
+
+
+def _room_for_prompts(state: ResolveState) -> dict[str, int]:
+    """`max_length` where only `max_completion_length` is given and leaves nothing of the default to prompts."""
+    default, completion = OPTIONS["max_length"].default, state.values.get("max_completion_length")
+    if state.task not in RL or "max_length" in {*state.values, *state.wrong} or completion is None:
+        return {}
+    return {"max_length": completion + default} if completion >= default else {}
 
 
 def _learning_rate(c: Sections) -> Iterator[str]:

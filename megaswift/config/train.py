@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from megaswift.config.option import LARGEST_SEED, option
 
+TRACKERS = ("tensorboard", "wandb", "swanlab")
+"""Each is also the name of the package that it needs."""
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -78,7 +81,10 @@ class TrainConfig:
     report_to: tuple[str, ...] = option(
         ("tensorboard",),
         "Experiment trackers, in addition to metrics.jsonl; none: no tracker",
-        choices=("tensorboard", "wandb"),
+        choices=TRACKERS,
+    )
+    run_name: str | None = option(
+        None, "Name of the run in online trackers; unset: output_dir's", aliases=("experiment_name", "swanlab_exp_name")
     )
     export_hf: bool = option(True, "Write the trained model to output_dir/hf at the end")
     neftune_noise_alpha: float | None = option(

@@ -18,6 +18,7 @@ from megaswift.config.deepspeed_json import missing_deepspeed_problems
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import capabilities_of, engine_name_of, filled_deepspeed_config
 from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.train import TRACKERS as TRACKER_NAMES
 from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems, set_to_non_default
 from megaswift.data.read_template_and_system import read_system_message, read_template
 from megaswift.data.resolve_dataset_files import resolve_dataset_files
@@ -57,7 +58,7 @@ EXPERT_OPTIONS = (
     "moe_shared_expert_overlap",
     "moe_expert_capacity_factor",
 )
-TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
+TRACKERS = {name: name for name in TRACKER_NAMES}
 """Name in `report_to` -> the package it needs."""
 
 

@@ -57,7 +57,7 @@ from megaswift.trainers.rl.critic import critic_start_folder
 from megaswift.trainers.step_monitor import StepMonitor
 from megaswift.trainers.summary import SummaryFacts, data_text
 from megaswift.trainers.tasks import TASKS, Task
-from megaswift.trainers.trackers import tracker_hooks
+from megaswift.trainers.trackers import TrackedRun, tracker_hooks
 
 TEMPLATE = "chat_template.jinja"
 REFERENCE, HF = "reference", "hf"
@@ -229,7 +229,7 @@ class RunBuilder:
             StepMonitor(),
             Progress(),
         ]
-        hooks += tracker_hooks(train.report_to, outputs.root, self.cfg.to_dict())
+        hooks += tracker_hooks(train.report_to, TrackedRun(outputs.root, self.cfg.to_dict(), train.run_name))
         if evaluation is not None:
             limit = (
                 None

@@ -1,4 +1,4 @@
-"""`--report_to`: TensorBoard events in OUT/runs, and Weights & Biases.
+"""`--report_to`: TensorBoard events in OUT/runs, Weights & Biases and SwanLab.
 
 `preflight` refuses a requested tracker that is not installed; none is skipped silently.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,20 +38,18 @@ def _thread_error(args: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(args)
 
 
-class TensorBoard(Hook):
-    """Scalars of metrics.jsonl as `train/...`, of eval.jsonl as `eval/...`."""
+class TrackerHook(Hook):
+    """A tracker on rank 0: scalars of metrics.jsonl as `train/...`, of eval.jsonl as `eval/...`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.writer: Any = None
+        self.session: Any = None
+        """The tracker's writer or run; None on other ranks."""
 
     def on_start(self, loop: Loop) -> None:
-        """Opens the event file; events past the checkpoint are hidden by `purge_step`."""
+        """Opens the run."""
         if distributed.global_rank() == 0:
-            from torch.utils.tensorboard import SummaryWriter
-
-            threading.excepthook = _thread_error
-            self.writer = SummaryWriter(str(self.directory), purge_step=loop.step + 1)
+            self.session = self.open(loop.step)
 
     def on_log(self, loop: Loop, line: Line) -> None:
         """Writes a line of metrics."""
@@ -61,72 +60,139 @@ class TensorBoard(Hook):
         self._write("eval", line)
 
     def _write(self, prefix: str, line: Line) -> None:
-        if self.writer is not None:
-            for name, value in scalars_of(prefix, line).items():
-                self.writer.add_scalar(name, value, line["step"])
+        if self.session is not None:
+            self.send(scalars_of(prefix, line), line["step"])
+
+    def open(self, step: int) -> Any:
+        """The tracker's own object, for a run that starts after `step`."""
+        raise NotImplementedError
+
+    def send(self, scalars: dict[str, float], step: int) -> None:
+        """Writes the figures of a step."""
+        raise NotImplementedError
 
     def close(self) -> None:
+        """Flushes and ends the run."""
+        if self.session is not None:
+            self.end()
+
+    def end(self) -> None:
+        """What ends a run that was opened."""
+        raise NotImplementedError
+
+
+class TensorBoard(TrackerHook):
+    """Event files in `directory`; events past the checkpoint are hidden by `purge_step`."""
+
+    def open(self, step: int) -> Any:
+        """The event file."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        threading.excepthook = _thread_error
+        return SummaryWriter(str(self.directory), purge_step=step + 1)
+
+    def send(self, scalars: dict[str, float], step: int) -> None:
+        """One event a figure."""
+        for name, value in scalars.items():
+            self.session.add_scalar(name, value, step)
+
+    def end(self) -> None:
         """Flushes the events."""
-        if self.writer is not None:
-            self.writer.close()
+        self.session.close()
 
 
-class WandB(Hook):
-    """The same for Weights & Biases; project, entity and mode come from its own environment variables (WANDB_PROJECT,
-    ...).
+@dataclass(frozen=True)
+class TrackedRun:
+    """What online trackers show of a run. Project, entity and mode come from their own environment variables."""
+
+    directory: Path
+    """The output directory; files of a tracker are below it."""
+    config: Mapping[str, Any]
+    name: str | None = None
+    """None: the output directory's name."""
+
+    @property
+    def title(self) -> str:
+        """The run's name."""
+        return self.name or self.directory.resolve().name
+
+    def identity(self, tracker: str) -> str:
+        """A random id in OUT/<tracker>/run-id, so that a resumed run goes on as the same one."""
+        file = self.directory / tracker / "run-id"
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(secrets.token_hex(4), encoding="utf-8")
+        return file.read_text(encoding="utf-8")
+
+
+class WandB(TrackerHook):
+    """Weights & Biases.
 
     The axis is a figure `step` of our own: its built-in one only grows, so that a run which went on from an earlier
     checkpoint would lose the steps that it repeats.
     """
 
-    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
-        self.directory, self.config = directory, dict(config)
-        self.session: Any = None
+    def __init__(self, run: TrackedRun) -> None:
+        super().__init__(run.directory)
+        self.run = run
 
-    def on_start(self, loop: Loop) -> None:
-        """Opens the run, under the output directory's name; a resumed run goes on as the same one
-        (OUT/wandb/run-id)."""
-        if distributed.global_rank() == 0:
-            import wandb
+    def open(self, step: int) -> Any:
+        """A new run, or the one of an earlier start."""
+        import wandb
 
-            identity = self.directory / "wandb" / "run-id"
-            if not identity.exists():
-                identity.parent.mkdir(exist_ok=True)
-                identity.write_text(secrets.token_hex(4), encoding="utf-8")
-            self.session = wandb.init(
-                dir=str(self.directory),
-                name=self.directory.resolve().name,
-                config=self.config,
-                id=identity.read_text(encoding="utf-8"),
-                resume="allow",
-            )
-            self.session.define_metric("step", hidden=True)
-            for prefix in ("train", "eval"):
-                self.session.define_metric(f"{prefix}/*", step_metric="step")
+        session = wandb.init(
+            dir=str(self.directory),
+            name=self.run.title,
+            config=dict(self.run.config),
+            id=self.run.identity("wandb"),
+            resume="allow",
+        )
+        session.define_metric("step", hidden=True)
+        for prefix in ("train", "eval"):
+            session.define_metric(f"{prefix}/*", step_metric="step")
+        return session
 
-    def on_log(self, loop: Loop, line: Line) -> None:
-        """Sends a line of metrics."""
-        self._send("train", line)
+    def send(self, scalars: dict[str, float], step: int) -> None:
+        """One record."""
+        self.session.log({**scalars, "step": step})
 
-    def on_evaluate(self, loop: Loop, line: Line) -> None:
-        """Sends an evaluation."""
-        self._send("eval", line)
-
-    def _send(self, prefix: str, line: Line) -> None:
-        if self.session is not None:
-            self.session.log({**scalars_of(prefix, line), "step": line["step"]})
-
-    def close(self) -> None:
+    def end(self) -> None:
         """Ends the run."""
-        if self.session is not None:
-            self.session.finish()
+        self.session.finish()
 
 
-def tracker_hooks(report_to: Sequence[str], directory: Path, config: Mapping[str, Any]) -> list[Hook]:
+class SwanLab(TrackerHook):
+    """SwanLab; files of its offline mode go to OUT/swanlab."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        super().__init__(run.directory)
+        self.run = run
+
+    def open(self, step: int) -> Any:
+        """A new run, or the one of an earlier start."""
+        import swanlab
+
+        return swanlab.init(
+            name=self.run.title,
+            config=dict(self.run.config),
+            log_dir=str(self.directory / "swanlab"),
+            id=self.run.identity("swanlab"),
+            resume="allow",
+        )
+
+    def send(self, scalars: dict[str, float], step: int) -> None:
+        """One record."""
+        self.session.log(scalars, step=step)
+
+    def end(self) -> None:
+        """Ends the run."""
+        self.session.finish()
+
+
+ONLINE: dict[str, Callable[[TrackedRun], Hook]] = {"wandb": WandB, "swanlab": SwanLab}
+
+
+def tracker_hooks(report_to: Sequence[str], run: TrackedRun) -> list[Hook]:
     """The hooks for `report_to`, checked before."""
-    hooks: list[Hook] = []
-    if "tensorboard" in report_to:
-        hooks.append(TensorBoard(directory / "runs"))
-    if "wandb" in report_to:
-        hooks.append(WandB(directory, config))
-    return hooks
+    local: list[Hook] = [TensorBoard(run.directory / "runs")] if "tensorboard" in report_to else []
+    return local + [make(run) for name, make in ONLINE.items() if name in report_to]

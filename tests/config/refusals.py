@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from megaswift.config import load_config
+from megaswift.config.option_rules import IGNORED
+from megaswift.config.sections import NAMES
 from megaswift.errors import ConfigError
 
 
@@ -21,8 +23,16 @@ def problems(words: str, task: str = "sft") -> list[str]:
 
 
 def assert_idle(idle: str, used: str, task: str = "sft") -> None:
-    """The first option of `idle` is refused because it would be ignored; in `used` it means something."""
+    """The first option of `idle` is refused because it would be ignored, or left out with a notice where the rule says
+    so; in `used` it means something."""
     found, option = problems(idle, task), next(word for word in idle.split() if word.startswith("--"))
+    if not found:  # left out with a notice
+        name = NAMES[option[2:]]
+        taken = load_config(task, idle.split(), environ={})
+        assert any(rule.notice for rule in IGNORED if rule.option == name)
+        assert name not in taken.given and any(n.startswith(option) and "has no effect: " in n for n in taken.notices)
+        assert name in load_config(task, used.split(), environ={}).given
+        return
     assert len(found) == 1 and found[0].startswith((f"{option} ", f"{option}:")) and "would be ignored" in found[0], (
         found
     )

@@ -13,7 +13,7 @@ from tests.config.refusals import problems
 from tests.config.test_sections import other_value
 
 CLASHING = [
-    "--train_type boft",
+    "--train_type boft --engine megatron",
     "--train_type adalora --engine zero2",
     "--train_type vblora --engine fsdp2",
     "--train_type adalora --engine ddp --target_r 12",
@@ -21,7 +21,7 @@ CLASHING = [
     "--quantization_bit 5 --train_type lora --engine ddp",
     "--quantization_bit 4",
     "--quantization_bit 8 --train_type qlora --engine ddp",
-    "--quantization_bit 4 --train_type lora",
+    "--quantization_bit 4 --train_type lora --engine megatron",
     "--train_type qlora --engine zero3",
     "--train_type hra --engine ddp --quantization_bit 8",
 ]

@@ -63,14 +63,9 @@ def test_what_the_file_says_beside_it_stays(tmp_path: Path) -> None:
             "--random_init true: adapters on random weights",
         ),  # another run without it
         ("engine: ddp\n", "--tp 2", "--tp 2: would be ignored: applies only to the native engine"),
-        ("streaming: true\nmax_steps: 9\n", "--num_train_epochs 2", "--num_train_epochs 2: would be ignored"),
-        (
-            "max_steps: 9\nnum_train_epochs: 2\n",
-            "--lr 1e-4",
-            "num_train_epochs: 2: would be ignored",
-        ),  # both the file's
+        ("train_type: full\nlora_rank: 2\n", "--lr 1e-4", "lora_rank: 2: would be ignored"),  # both the file's
         ("gbs: 7\n", "--micro_batch_size 2", "gbs: 7: is not a multiple"),
-        ("", "--max_steps 9 --num_train_epochs 2", "--num_train_epochs 2: would be ignored"),
+        ("", "--train_type full --lora_rank 2", "--lora_rank 2: would be ignored"),
     ],
 )
 def test_what_is_refused_still(tmp_path: Path, text: str, words: str, part: str) -> None:

@@ -152,12 +152,12 @@ def test_all_mistakes_at_once_each_as_written(tmp_path: Path) -> None:
         (["--lr", "1", "2"], "2: is an unexpected argument (--lr takes one value)"),
         (["--lr", "1", "--lr", "2"], "--lr 2: conflicts with --lr 1"),
         (["--no-shuffle"], "try: --shuffle false"),
-        (["--bf16"], "try: --torch_dtype bfloat16"),
+        (["--fp4"], "is not an option"),
         (["--tensor_paralel_size", "2"], "did you mean tensor_parallel_size?"),
         (["--train_type", "longlora"], "must be one of full | lora | qlora"),
         (
             ["--report_to", "wandb", "wandbb"],
-            "--report_to wandb wandbb: wandbb must be one of tensorboard | wandb\n    try: did you mean",
+            "--report_to wandb wandbb: wandbb must be one of tensorboard | wandb | swanlab\n    try: did you mean",
         ),
         (["--train_type", "dpo"], "conflicts with the command, which is sft\n    try: megaswift dpo"),
         (["--rlhf_type", "gkd"], "is not a supported task; tasks are sft"),
@@ -325,9 +325,7 @@ def test_the_examples_cover_every_engine() -> None:
     assert all(SIZE.search(path.read_text()) for path in folder if path.name != "auto.yaml")
 
 
-@pytest.mark.parametrize(
-    "name, fix", [("eval_dataset", "--val_dataset"), ("learnin_rate", "did you mean learning_rate?")]
-)
+@pytest.mark.parametrize("name, fix", [("eval_rows", "--val_dataset"), ("learnin_rate", "did you mean learning_rate?")])
 def test_a_data_set_as_the_value_of_a_keyword_is_shortened(name: str, fix: str) -> None:
     rows = [{"messages": [{"role": "user", "content": "x" * 500}]}] * 5000
     with pytest.raises(ConfigError) as error:

@@ -13,7 +13,7 @@ from tests.config.refusals import assert_idle, problems
 from tests.trainers.inputs import write_model
 
 CLASHING = [
-    "--optim adafactor",
+    "--optim adafactor --engine megatron",
     "--engine zero1 --optim adamw_8bit",
     "--engine fsdp2 --optim adafactor",
     "--fsdp offload --optim paged_adamw",

@@ -162,6 +162,7 @@ def test_a_broken_image_can_be_skipped_and_is_counted(processor: Processor, fold
 def test_text_models_refuse_images() -> None:
     tokens = vision.tokenizer("llava")
     data = SimpleNamespace(chat_template=None, loss_scale="default", system=None, columns={}, strict=True)
+    data.model_name = data.model_author = ()
     encoder = RowEncoder(encode_spec(data, tokens, "sft"))
     from megaswift.data.training_sample import RowError
 

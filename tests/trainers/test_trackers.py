@@ -16,7 +16,7 @@ import pytest
 
 from megaswift.trainers.flops import StepFlopFormula
 from megaswift.trainers.metrics import MetricsHook, ThroughputFormula, read_lines
-from megaswift.trainers.trackers import WRITER_THREAD, TensorBoard, scalars_of, tracker_hooks
+from megaswift.trainers.trackers import WRITER_THREAD, TensorBoard, TrackedRun, scalars_of, tracker_hooks
 from tests.sources import ROOT
 from tests.trainers.tiny import tiny_loop
 
@@ -44,9 +44,14 @@ def test_only_numbers_are_sent() -> None:
 
 
 def test_report_to_chooses(tmp_path: Path) -> None:
-    assert [type(h).__name__ for h in tracker_hooks(("tensorboard",), tmp_path, {})] == ["TensorBoard"]
-    assert tracker_hooks((), tmp_path, {}) == []
-    assert [type(h).__name__ for h in tracker_hooks(("wandb",), tmp_path, {})] == ["WandB"]
+    run = TrackedRun(tmp_path, {})
+    assert [type(h).__name__ for h in tracker_hooks(("tensorboard",), run)] == ["TensorBoard"]
+    assert tracker_hooks((), run) == []
+    assert [type(h).__name__ for h in tracker_hooks(("wandb",), run)] == ["WandB"]
+    both = tracker_hooks(("swanlab", "tensorboard"), run)
+    assert [type(h).__name__ for h in both] == ["TensorBoard", "SwanLab"]
+    assert (run.title, TrackedRun(tmp_path, {}, "mine").title) == (tmp_path.name, "mine")
+    assert run.identity("wandb") == run.identity("wandb") != run.identity("swanlab")
 
 
 def records(data: bytes) -> Iterator[bytes]:
@@ -80,10 +85,10 @@ def sent(folder: Path) -> list[dict[str, Any]]:
 RESUMED = """
 import sys
 from pathlib import Path
-from megaswift.trainers.trackers import WandB
+from megaswift.trainers.trackers import SwanLab, TrackedRun, WandB
 from tests.trainers.tiny import tiny_loop
 
-hook, loop = WandB(Path(sys.argv[1]), {"lr": 0.1}), tiny_loop(4)
+hook, loop = WandB(TrackedRun(Path(sys.argv[1]), {"lr": 0.1})), tiny_loop(4)
 hook.on_start(loop)
 for step in (1, 2, 3, 4, 3, 4, 5):
     hook.on_log(loop, {"step": step, "loss": 10.0 * step, "mfu": None})
@@ -114,12 +119,25 @@ def test_steps_that_a_resumed_run_repeats_arrive_in_weights_and_biases(tmp_path:
     assert [(r["step"], r["eval/loss"]) for r in found if "eval/loss" in r] == [(5, 7.0)]
 
 
+@pytest.mark.process
+@pytest.mark.slow
+def test_swanlab_has_every_line(tmp_path: Path) -> None:
+    """Its offline file, in a process of its own as above."""
+    environ = os.environ | {"SWANLAB_MODE": "offline", "PYTHONPATH": str(ROOT)}
+    program = RESUMED.replace("WandB(", "SwanLab(", 1)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, env=environ, check=True, timeout=240)
+    (file,) = (tmp_path / "swanlab").rglob("*.swanlab")
+    content = file.read_bytes()
+    assert (tmp_path / "swanlab" / "run-id").read_text() in file.name
+    assert content.count(b"train/loss") >= 5 and content.count(b"eval/loss") >= 1
+
+
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_under_the_writer_thread_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The thread's OSError ends the run through the next write or the close, and prints no traceback of its own."""
     board = TensorBoard(tmp_path)
     board.on_start(SimpleNamespace(step=0))
-    thread = board.writer._get_file_writer().event_writer._async_writer._worker
+    thread = board.session._get_file_writer().event_writer._async_writer._worker
     assert type(thread).__name__ == WRITER_THREAD
 
     def full(data: bytes) -> None:

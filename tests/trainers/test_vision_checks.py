@@ -45,6 +45,6 @@ def test_native_engine_names_those_that_do_it(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"(?s)'llava'.*vision-language model.*--engine ddp"):
         load_spec(tmp_path)
     with pytest.raises(ConfigError, match="applies only to vision-language models"):
-        SwiftConfig(task="sft", model=str(tmp_path), dataset=["d.jsonl"], freeze_vit=True)
+        SwiftConfig(task="sft", model=str(tmp_path), dataset=["d.jsonl"], engine="megatron", freeze_vit=True)
     with pytest.raises(ConfigError, match="leaves nothing to train"):
         SwiftConfig(task="sft", model=str(tmp_path), dataset=["d.jsonl"], engine="ddp", freeze_llm=True)

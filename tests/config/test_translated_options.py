@@ -1,0 +1,93 @@
+"""Another toolkit's options in megaswift's terms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaswift.config import load_config
+from megaswift.config.sections import NAMES, OPTIONS
+from megaswift.config.translated_options import RENAMED, SWITCHES
+from megaswift.errors import ConfigError
+
+GIVEN = ["--model", "m", "--dataset", "d.jsonl"]
+
+
+def test_tables_name_options_and_hide_none() -> None:
+    assert {*RENAMED.values(), *(name for name, _ in SWITCHES.values())} <= set(OPTIONS)
+    assert not {*RENAMED, *SWITCHES} & set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--bf16 true", "torch_dtype", "bfloat16"),
+        ("--bf16", "torch_dtype", "bfloat16"),
+        ("--fp16 true --bf16 false", "torch_dtype", "float16"),
+        ("--bf16=False", "torch_dtype", "float32"),
+        ("--bf16 false --fp16 false", "torch_dtype", "float32"),
+        ("--fp16 false", "torch_dtype", "auto"),
+        ("--bf16 false --torch_dtype bfloat16", "torch_dtype", "bfloat16"),
+        ("--mixed_precision bf16", "torch_dtype", "bfloat16"),
+        ("--mixed_precision no", "torch_dtype", "float32"),
+        ("--sequence_parallel_size 4", "context_parallel_size", 4),
+        ("--gradient_clipping 0.5", "max_grad_norm", 0.5),
+        ("--clip_grad_norm 0.5", "max_grad_norm", 0.5),
+        ("--epochs 3", "num_train_epochs", 3),
+        ("--load_in_4bit true --train_type lora", "quantization_bit", 4),
+        ("--load_in_4bit false", "quantization_bit", None),
+        ("--use_lora", "train_type", "lora"),
+        ("--flash_attn true", "attn_impl", "flash"),
+        ("--resume true", "resume_from_checkpoint", "latest"),
+        ("--resume false", "resume_from_checkpoint", None),
+        ("--eval_strategy no --eval_steps 50 --val_dataset v.jsonl", "eval_steps", None),
+        ("--eval_strategy steps --eval_steps 50 --val_dataset v.jsonl", "eval_steps", 50),
+        ("--save_strategy no --save_steps 50", "save_steps", None),
+        ("--no_save_optim true", "save_only_model", True),
+        ("--save_only_model true", "save_only_model", True),
+        ("--experiment_name run-7", "run_name", "run-7"),
+    ],
+)
+def test_what_they_mean(words: str, name: str, value: Any) -> None:
+    assert load_config("sft", [*GIVEN, *words.split()], environ={}).value(name) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "urls"),
+    [
+        ("--vllm_server_host 10.0.0.7", ("http://10.0.0.7:8000",)),
+        ("--vllm_server_host 10.0.0.7 --vllm_server_port 9000", ("http://10.0.0.7:9000",)),
+        ("--vllm_server_host=a,b --vllm_server_port=1,2", ("http://a:1", "http://b:2")),
+    ],
+)
+def test_a_server_s_host_and_port(words: str, urls: tuple[str, ...]) -> None:
+    base = ["--reward_funcs", "length", "--vllm_mode", "server", "--use_vllm", "true", "--rollout_sync_folder", "s"]
+    cfg = load_config("grpo", [*GIVEN, *base, *words.split()], environ={})
+    assert cfg.rl.rollout_server_url == urls and cfg.rl.rollout_backend == "vllm_server"
+
+
+def test_levels_of_sleep() -> None:
+    base = ["--reward_funcs", "length", "--use_vllm", "true", "--vllm_mode", "colocate", "--sleep_level"]
+    assert load_config("grpo", [*GIVEN, *base, "1"], environ={}).rl.rollout_sleep
+    assert not load_config("grpo", [*GIVEN, *base, "0"], environ={}).rl.rollout_sleep
+
+
+def test_a_file_s_precision(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("fp16: false\nbf16: true\n")
+    assert load_config("sft", [str(file), *GIVEN], environ={}).model.torch_dtype == "bfloat16"
+
+
+def test_two_precisions_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="conflicts with"):
+        load_config("sft", [*GIVEN, "--bf16", "true", "--fp16", "true"], environ={})
+
+
+def test_long_completions_get_room_for_prompts() -> None:
+    cfg = load_config("grpo", [*GIVEN, "--reward_funcs", "length", "--max_completion_length", "4096"], environ={})
+    assert cfg.data.max_length == 4096 + 2048 and any("room for prompts" in n for n in cfg.notices)
+    words = ["--reward_funcs", "length", "--max_completion_length", "4096", "--max_length", "1024"]
+    with pytest.raises(ConfigError, match="leaves no room for the prompt"):
+        load_config("grpo", [*GIVEN, *words], environ={})
