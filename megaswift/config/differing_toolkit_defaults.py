@@ -124,8 +124,13 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
         "use_distributed_optimizer",
         "use_precision_aware_optimizer",
         "attention_backend",
+        "cross_entropy_loss_fusion",
+        "no_save_optim",
+        "no_save_rng",
     ),
     SWIFT: (
+        "load_from_cache_file",
+        "padding_free",
         "tuner_type",
         "model_id_or_path",
         "dataset_shuffle",

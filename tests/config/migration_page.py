@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from megaswift.config.differing_toolkit_defaults import MEGATRON_SWIFT, PAGE, SWIFT, TRL, differing_default_table_rows
-from megaswift.config.foreign_options import NAMES_ELSEWHERE, PRECISIONS, VALUES_ELSEWHERE, foreign_option_advice
-from megaswift.config.sections import NAMES
+from megaswift.config.foreign_options import NAMES_ELSEWHERE, PRECISIONS, VALUES_ELSEWHERE
+from megaswift.config.neutral_options import NEUTRAL
+from megaswift.config.translated_options import RENAMED, SWITCHES
 from tests.sources import ROOT
 
 DEFAULTS = ("option", "there", "here", "where")
@@ -22,9 +23,16 @@ def rows(head: tuple[str, ...], body: list[tuple[str, ...]]) -> str:
 def tables() -> dict[str, str]:
     """Each table by the name in its marks."""
     names = [(f"`{name}`", advice) for name, advice in sorted(NAMES_ELSEWHERE.items())]
-    names += [(f"`{name}: true`", foreign_option_advice(name, "true", NAMES)) for name in PRECISIONS]
     values = [(f"`{option}: {value}`", advice) for (option, value), advice in sorted(VALUES_ELSEWHERE.items())]
+    neutral = [
+        (f"`{name}`", ", ".join(option.values) or "any value", option.reason)
+        for name, option in sorted(NEUTRAL.items())
+    ]
+    translated = [(f"`{name}`", f"`{option}`") for name, option in sorted(RENAMED.items())]
+    translated += [(f"`{name}: true`", f"`{option}: {value}`") for name, (option, value) in sorted(SWITCHES.items())]
+    translated += [(f"`{name}: true`", f"`torch_dtype: {dtype}`") for name, dtype in PRECISIONS.items()]
     found = {toolkit: rows(DEFAULTS, differing_default_table_rows(toolkit)) for toolkit in (SWIFT, MEGATRON_SWIFT, TRL)}
+    found |= {"neutral": rows(("option", "values", "why"), neutral), "translated": rows(("there", "here"), translated)}
     return found | {"names": rows(NAMES_HEAD, [*names, *values])}
 
 

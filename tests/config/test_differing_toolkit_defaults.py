@@ -15,6 +15,7 @@ from megaswift.config.differing_toolkit_defaults import (
     TRL,
     defaults_differing_from_toolkit,
 )
+from megaswift.config.neutral_options import NEUTRAL
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.rl_defaults import policy_loss_of
 from megaswift.config.sections import NAMES, OPTIONS, TASKS
@@ -79,7 +80,7 @@ def test_every_row_has_an_option_and_differs() -> None:
     assert {row.option for row in CHANGED} <= set(OPTIONS) and all(set(row.tasks) <= set(TASKS) for row in CHANGED)
     assert all(row.theirs != row.ours for row in CHANGED)
     named = [name for names in SPELLINGS.values() for name in names]
-    assert len(named) == len(set(named)) and {n for n in named if n not in NAMES} == set()
+    assert len(named) == len(set(named)) and set(named) <= {*NAMES, *NEUTRAL}
     assert not {n for n in named if n in OPTIONS}, "a canonical name shows nothing"
 
 

@@ -114,7 +114,7 @@ CLASHING = [
     ("moe_token_dispatcher_type", "--moe_token_dispatcher_type flex"),
     ("attn_impl", "--attn_impl flash --transformer_impl torch"),
     ("overwrite_output_dir", "--overwrite_output_dir --resume_from_checkpoint latest"),
-    ("save_only_model", "--save_only_model --max_restarts 2"),
+    ("save_only_model", "--save_only_model --max_restarts 2 --nproc_per_node 2"),
     ("model_name", "--model_name a b c"),
     ("random_init", "--random_init --train_type lora"),
     ("moe_grouped_gemm", "--moe_grouped_gemm --train_type lora --use_dora"),
