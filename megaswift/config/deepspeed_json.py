@@ -86,14 +86,8 @@ NOT_SERVED = {
 goes."""
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-SCHEDULER_NUMBERS = (
-    "warmup_num_steps",
-    "total_num_steps",
-    "warmup_min_lr",
-    "warmup_max_lr",
-    "warmup_min_ratio",
-    "cos_min_ratio",
-)
+SCHEDULER_NUMBERS = ("warmup_min_lr", "warmup_min_ratio", "cos_min_ratio")
+"""What a schedule of the run has no option for; 0 asks for nothing."""
 
 
 @dataclass(frozen=True)
@@ -334,11 +328,9 @@ def _optimizer(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -
             f"{fix}, or leave the section out",
         )
     for name, value in params.items():
-        if value != "auto" and name in SCHEDULER_NUMBERS:
-            fix = '"auto", with --warmup_steps, --max_steps and --min_lr'
-            yield Problem(
-                f'{label}: "{name}": {value}', "conflicts with the schedule, which is set by options of the run", fix
-            )
+        if value not in ("auto", 0) and name in SCHEDULER_NUMBERS:
+            rule = "is not supported: warmup starts at 0, and --min_lr is where the schedule ends"
+            yield Problem(f'{label}: "{name}": {value}', rule, "0, or leave it out")
 
 
 def _autos(node: Any, path: str = "") -> Iterator[str]:

@@ -68,7 +68,7 @@ def engine_name_of(c: Sections) -> str:
     if "engine" in c.given:
         return c.engine.engine
     if c.engine.deepspeed is not None:
-        return deepspeed_preset_of_option(c.engine.deepspeed)
+        return deepspeed_preset_of_option(c.engine.deepspeed) or "zero2"
     if c.engine.use_fsdp or c.engine.fsdp or c.engine.fsdp_config:
         return "fsdp2"
     return AUTO if option_of_torch_engines(c) else c.engine.engine
@@ -95,14 +95,14 @@ def option_of_torch_engines(c: Sections) -> str:
 
 
 def deepspeed_preset_of_option(deepspeed: str) -> str:
-    """What `--deepspeed` names: a kind, or a file of that kind. `filled_deepspeed_config` reports the problems of a
-    file."""
+    """What `--deepspeed` names: a preset, or a file that amounts to one; the empty string for a file that cannot be
+    read, which `filled_deepspeed_config` reports."""
     if deepspeed in ZERO:
         return deepspeed
     try:
         return matching_deepspeed_preset(read_deepspeed_json(Path(deepspeed))) or "zero2"
     except ConfigError:
-        return "zero2"
+        return ""
 
 
 def filled_deepspeed_config(c: Sections, world: int, dtype: str, hidden_size: int) -> FilledDeepspeedConfig:
@@ -204,7 +204,8 @@ ENGINE_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("deepspeed", "engine"),
         lambda c: (
-            c.engine.deepspeed is not None and engine_name_of(c) != deepspeed_preset_of_option(c.engine.deepspeed)
+            c.engine.deepspeed is not None
+            and deepspeed_preset_of_option(c.engine.deepspeed) not in ("", engine_name_of(c))
         ),
         "conflicts with engine {engine}",
         ONE_OF,

@@ -47,6 +47,12 @@ _SAMPLER_LIMIT = "--max_length, prompt plus completion, is the sampler's limit"
 _STEPS = "--{0}_steps N sets the interval; without it only at the end"
 _WORKERS = "--dataloader_num_workers threads read ahead and last for the whole run"
 
+_BACKEND = NeutralOption(
+    ("nccl", "gloo"),
+    "the backend follows the device: nccl on GPUs, gloo on CPUs",
+    "leave it out: mpi, ccl and hccl need a build of torch that has them",
+)
+
 NEUTRAL: dict[str, NeutralOption] = {
     # data
     "load_from_cache_file": NeutralOption(EITHER, "cached rows are found by content and never stale"),
@@ -106,6 +112,10 @@ NEUTRAL: dict[str, NeutralOption] = {
     "find_unused_parameters": NeutralOption(EITHER, "gradients of unused parameters are zero"),
     "ddp_bucket_cap_mb": NeutralOption(ANY, "the engine sets the bucket size"),
     "ddp_broadcast_buffers": NeutralOption(EITHER, "all ranks load the same buffers"),
+    "distributed": NeutralOption(ON, "the launcher starts --nproc_per_node processes", "--nproc_per_node 1"),
+    "distributed_backend": _BACKEND,
+    "ddp_backend": _BACKEND,
+    "fp16_opt_level": NeutralOption(ANY, "--torch_dtype sets the precision"),
     "use_torchrun": NeutralOption(ON, "torchrun is the default launcher", "leave it out"),
     # what trains
     "finetune": NeutralOption(

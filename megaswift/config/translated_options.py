@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megaswift.config.foreign_options import PRECISIONS
 from megaswift.config.option_sources import GivenOptionValue
@@ -101,6 +102,8 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
             yield replace(given, name=name, value=value)
         elif given.name in SWITCHES and values[given.name] in FALSE:
             continue
+        elif given.name == "dataloader" and isinstance(given.value, dict):
+            yield from (_dataloader_option(given, name, value) for name, value in given.value.items())
         elif given.name == "mixed_precision" and values[given.name] in _MIXED:
             yield replace(given, name="torch_dtype", value=_MIXED[values[given.name]])
         elif given.name in PRECISIONS and values[given.name] in TRUE:
@@ -116,6 +119,13 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
             yield replace(given, name=switch, value=True)
         else:
             yield given
+
+
+def _dataloader_option(section: GivenOptionValue, name: str, value: Any) -> GivenOptionValue:
+    """An entry of a section `dataloader`, in the terms of torch's DataLoader."""
+    own = {"batch_size": "per_device_train_batch_size", "shuffle": "shuffle"}.get(name, f"dataloader_{name}")
+    spelling = f"{section.spelling} {name}:"
+    return GivenOptionValue(own, value, f"{spelling} {value}", spelling)
 
 
 def _text(given: GivenOptionValue) -> str:

@@ -109,7 +109,10 @@ def test_auto_without_a_known_size_is_deepspeeds_own() -> None:
             ("is not supported: ZeRO runs always use AdamW",),
         ),
         ({"scheduler": {"type": "WarmupLR"}}, ("the schedule of the run is cosine", "--lr_scheduler_type constant")),
-        ({"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7}}}, ("--warmup_steps",)),
+        (
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_min_lr": 1e-6}}},
+            ("warmup_min_lr", "warmup starts at 0"),
+        ),
         ({"bf16": {"enabled": False}}, ("conflicts with the compute dtype bfloat16", "--torch_dtype float32")),
         ({"fp16": {"enabled": True}}, ("float16 is not supported",)),
         ({"amp": {"enabled": True}}, ("would be ignored", "bf16")),

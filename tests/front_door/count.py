@@ -21,7 +21,7 @@ from unittest import mock
 
 from megaswift import log
 from megaswift.config import load_config
-from megaswift.config.data import ALIGNMENT
+from megaswift.config.data import ALIGNMENT, RL
 from megaswift.config.sections import NAMES
 from megaswift.config.user_spelling import errors_as_typed
 from megaswift.entry import further_problems_of_refused_config, process_count
@@ -84,7 +84,7 @@ def refusal(command: Command, root: Path) -> list[Problem]:
                 cfg = resolve_engine(cfg, world, tell=False)
                 checks = [
                     (lambda: preflight.model_problems(cfg, world), UserError),
-                    (lambda: preflight.rl_run_problems(cfg, world) if task is None else [], ConfigError),
+                    (lambda: preflight.rl_run_problems(cfg, world) if cfg.task in RL else [], ConfigError),
                     *preflight.file_checks(cfg),
                 ]
                 errors = preflight.collect_check_errors(checks)

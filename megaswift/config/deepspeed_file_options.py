@@ -1,0 +1,89 @@
+"""Options that a DeepSpeed file sets: its optimizer, schedule, batch and precision count where the run says nothing.
+
+Owns the translation of values. Which keys are served at all, and comparing a file with its run, is `deepspeed_json.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaswift.config.deepspeed_json import SCHEDULES, read_deepspeed_json
+from megaswift.config.engine import ZERO
+from megaswift.config.option_sources import ConfigSource, GivenOptionValue
+from megaswift.config.sections import NAMES
+from megaswift.errors import ConfigError
+
+_BATCH = {
+    "train_batch_size": "global_batch_size",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+}
+_OPTIMIZER = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+LINEAR_WARMUP = "its warmup is linear here (DeepSpeed's default: logarithmic; warmup_type linear in the file)"
+
+
+def source_from_deepspeed_file(sources: Sequence[ConfigSource]) -> ConfigSource:
+    """What the file of the last `--deepspeed` says, as a source of its own; empty without a readable file, which the
+    rules report."""
+    value = next((g.value for s in reversed(sources) for g in s.givens if NAMES.get(g.name) == "deepspeed"), None)
+    if isinstance(value, Mapping) and set(value) == {"config_path"}:
+        value = value["config_path"]
+    if not isinstance(value, str) or value in ZERO:
+        return ConfigSource()
+    try:
+        config = read_deepspeed_json(Path(value))
+    except (ConfigError, OSError):
+        return ConfigSource()
+    file = Path(value).name
+    givens = [
+        GivenOptionValue(name, v, f'{file}: "{key}": {v}', f'{file}: "{key}":') for key, name, v in _options(config)
+    ]
+    return ConfigSource(tuple(givens), notices=tuple(_notices(config, file)))
+
+
+def _options(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(key of the file, option, value) for every value that is not "auto"."""
+    for key, name in _BATCH.items():
+        if _is_number(config.get(key)):
+            yield key, name, config[key]
+    optimizer, schedule = (_params(config, part) for part in ("optimizer", "scheduler"))
+    if _is_number(schedule.get("warmup_max_lr")):  # the schedule's peak is what DeepSpeed trains with
+        optimizer["lr"] = schedule["warmup_max_lr"]
+    for key, name in _OPTIMIZER.items():
+        if _is_number(optimizer.get(key)):
+            yield key, name, optimizer[key]
+    betas = optimizer.get("betas")
+    if isinstance(betas, list) and len(betas) == 2 and all(map(_is_number, betas)):
+        yield from (("betas", f"adam_beta{i}", beta) for i, beta in enumerate(betas, 1))
+    kind = _section(config, "scheduler").get("type")
+    if isinstance(kind, str) and kind in SCHEDULES:
+        yield "scheduler", "lr_scheduler_type", SCHEDULES[kind]
+    if _is_number(schedule.get("warmup_num_steps")):
+        yield "warmup_num_steps", "warmup_steps", int(schedule["warmup_num_steps"])
+    if _section(config, "bf16").get("enabled") is True:
+        yield "bf16", "torch_dtype", "bfloat16"
+
+
+def _notices(config: Mapping[str, Any], file: str) -> Iterator[str]:
+    schedule = _params(config, "scheduler")
+    if schedule.get("warmup_num_steps") and schedule.get("warmup_type", "log") == "log":
+        yield f"{file}: {LINEAR_WARMUP}"
+    if _is_number(schedule.get("total_num_steps")):
+        yield f'{file}: "total_num_steps" is not used: the schedule ends with the run (--max_steps)'
+
+
+def _params(config: Mapping[str, Any], part: str) -> dict[str, Any]:
+    params = _section(config, part).get("params")
+    return dict(params) if isinstance(params, Mapping) else {}
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
