@@ -36,7 +36,6 @@ _STEPS = "--eval_steps N or --save_steps N; unset: only at the end"
 
 NAMES_ELSEWHERE: dict[str, str] = {
     # models and precision
-    "model_type": _GONE + "the family is read from the model's config.json; Jinja templates: --chat_template FILE",
     "tokenizer": _GONE + "the tokenizer is loaded from the model folder (--model DIR)",
     "tokenizer_name_or_path": _GONE + "the tokenizer is loaded from the model folder (--model DIR)",
     "tokenizer_model": _GONE + "the tokenizer is loaded from the model folder (--model DIR)",
@@ -238,7 +237,6 @@ PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("fsdp", "no_shard"): "--engine ddp, which replicates the model on every rank",
     ("fsdp", "hybrid_shard_zero2"): "--fsdp shard_grad_op, which shards gradients and optimizer over all ranks",
-    ("fsdp", "fsdp2"): "--engine fsdp2",
     ("rlhf_type", "gkd"): "run megaswift sft on completions of the teacher: distillation (GKD) is not supported",
     ("rlhf_type", "ppo_v2"): "megaswift ppo",
     ("report_to", "all"): "--report_to tensorboard wandb swanlab",

@@ -38,6 +38,7 @@ class ModelConfig:
         aliases=("model_id_or_path", "model_name_or_path"),
         metavar="DIR",
     )
+    model_type: str | None = option(None, "Model type that config.json must have; unset: any", metavar="TYPE")
     use_hf: bool = option(True, "Load hub IDs from Hugging Face; false: from ModelScope")
     model_revision: str | None = option(None, "Branch, tag or commit of the hub ID", metavar="REV")
     trust_remote_code: bool = option(False, "Allow Python code from the model folder to run")

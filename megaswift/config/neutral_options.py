@@ -106,6 +106,7 @@ NEUTRAL: dict[str, NeutralOption] = {
     "vllm_tensor_parallel_size": NeutralOption(
         ("1",), "every process samples with a whole model", "start a vLLM server: --rollout_backend vllm_server"
     ),
+    "vllm_enforce_eager": NeutralOption(EITHER, "CUDA graphs change no result"),
     "vllm_max_lora_rank": NeutralOption(ANY, "it follows --lora_rank"),
     # data parallelism
     "ddp_find_unused_parameters": NeutralOption(EITHER, "gradients of unused parameters are zero"),
@@ -116,6 +117,7 @@ NEUTRAL: dict[str, NeutralOption] = {
     "distributed_backend": _BACKEND,
     "ddp_backend": _BACKEND,
     "fp16_opt_level": NeutralOption(ANY, "--torch_dtype sets the precision"),
+    "check_model": NeutralOption(EITHER, "model files are checked before the run starts"),
     "use_torchrun": NeutralOption(ON, "torchrun is the default launcher", "leave it out"),
     # what trains
     "finetune": NeutralOption(

@@ -104,6 +104,8 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
             continue
         elif given.name == "dataloader" and isinstance(given.value, dict):
             yield from (_dataloader_option(given, name, value) for name, value in given.value.items())
+        elif given.name == "fsdp" and values["fsdp"] in ("fsdp2", "['fsdp2']"):  # a preset of ms-swift
+            yield replace(given, name="use_fsdp", value=True)
         elif given.name == "mixed_precision" and values[given.name] in _MIXED:
             yield replace(given, name="torch_dtype", value=_MIXED[values[given.name]])
         elif given.name in PRECISIONS and values[given.name] in TRUE:

@@ -32,7 +32,9 @@ from megaswift.families.adapter_projections import (
     modules_to_save_tensor_names,
     select_projections,
 )
+from megaswift.families.family import read_config
 from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems
+from megaswift.families.model_type_check import model_type_problems
 from megaswift.families.vision_tower_config import has_vision_tower
 from megaswift.parallel.layout_checks import layout_problems
 from megaswift.parallel.layout_rules import LayoutRequest
@@ -148,6 +150,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     folder = locate_model(cfg.model, weights=False)
     local = Path(str(cfg.model.model)).is_dir()
     problems = missing_model_file_problems(folder, cfg.model.random_init) if local else []
+    problems += model_type_problems(cfg.model.model_type, read_config(folder))
     spec = model_spec_for_task(cfg, folder)
     problems += adapter_sync_problems(cfg, spec, folder) if cfg.task in RL else []
     if not capabilities_of(cfg).model_parallel:

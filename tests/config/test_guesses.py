@@ -80,7 +80,6 @@ ANSWERS = [
     ("--vllm_tensor_parallel_size 2", "start a vLLM server: --rollout_backend vllm_server"),
     ("--split 949,50,1", "--split_dataset_ratio 0.01 (fraction"),
     ("-lr 1e-4", "--lr 1e-4"),
-    ("--model_type qwen2", "leave it out: the family is read from the model's config.json"),
     ("--training_task grpo", "use the command's name: megaswift sft, megaswift grpo"),
     ("--lora_dtype bf16", "leave it out: adapters have the precision of --torch_dtype"),
     ("--vit_lr 1e-5", "leave it out: all parts use --learning_rate"),

@@ -1,8 +1,8 @@
 """How many of other people's training commands pass everything that happens before processes start.
 
-    python -m tests.front_door.count FOLDER [--list] [--cause TEXT]
+    python -m tests.front_door.count FOLDER [--list]
 
-FOLDER holds shell scripts, such as the examples of ms-swift. Each command is typed as it stands, with tiny models of
+FOLDER holds shell scripts, such as ms-swift's examples. Each command is typed as it stands, with tiny models of
 the same kind and small local data in place of the named ones: options, rules, engine choice and preflight. What depends
 on this machine (a GPU, free memory) is left out. Prints the count and the causes of refusals by the number of commands.
 """
@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
+
+import yaml
 
 from megaswift import log
 from megaswift.config import load_config
@@ -53,9 +55,21 @@ def replaced(words: Iterable[str], root: Path) -> list[str]:
     return out
 
 
+def replaced_file(path: Path, root: Path) -> str:
+    """A copy of a YAML configuration with the same replacements."""
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for name, value in values.items():
+        several = [_local(name, str(v), root) for v in (value if isinstance(value, list) else [value])]
+        if name in (*MODELS, *DATA, "output_dir"):
+            values[name] = several if isinstance(value, list) else several[0]
+    copy = root / "run.yaml"
+    copy.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return str(copy)
+
+
 def _local(name: str, value: str, root: Path) -> str:
     if name in MODELS:
-        folder = tiny_model_folder(value, root)
+        folder = tiny_model_folder(value, root, reward=name == "reward_model" or "reward" in value.lower())
         return str(folder) if folder else value
     if name in DATA:
         count = value.partition("#")[2]
@@ -66,9 +80,14 @@ def _local(name: str, value: str, root: Path) -> str:
 def refusal(command: Command, root: Path) -> list[Problem]:
     """What is wrong with a command; empty when it would start."""
     words = replaced(command.words, root)
+    if words and words[0].endswith((".yaml", ".yml")):
+        name = words[0].replace("$SCRIPT_DIR", str(Path(command.file).parent))
+        places = [home / name for home in (Path(), Path("examples"), Path("examples") / Path(command.file).parent)]
+        words[0] = next((replaced_file(path, root) for path in places if path.is_file()), name)
     if not any(w.split("=")[0] in ("--output_dir", "--save") for w in words):
         words += ["--output_dir", str(root / "out")]
-    environ = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")} | command.environ
+    own = {k: OF_CLUSTER.get(v, v) for k, v in command.environ.items()}
+    environ = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")} | own
     task = None if command.task == "rlhf" else command.task
     with (
         mock.patch.dict(os.environ, environ, clear=True),
@@ -93,7 +112,9 @@ def refusal(command: Command, root: Path) -> list[Problem]:
             return [p for p in error.problems if not MACHINE.search(p.rule)]
 
 
-MACHINE = re.compile("needs the package|no CUDA device|no kernel for a CPU|needs a GPU|CUDA device")
+OF_CLUSTER = {"$WORLD_SIZE": "2", "$RANK": "0", "$MASTER_ADDR": "127.0.0.1", "$MASTER_PORT": "29500"}
+"""Variables that a cluster sets."""
+MACHINE = re.compile("needs the package|is not installed|no CUDA device|no kernel for a CPU|needs a GPU|CUDA device")
 """Problems of this machine, not of the command."""
 
 
@@ -110,6 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="every command with its problems")
     args = parser.parse_args(argv)
     commands = commands_in_folder(args.folder)
+    os.chdir(args.folder.resolve().parent)  # scripts are started where the folder lies
     passed, causes, only = 0, Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)

@@ -79,7 +79,7 @@ ACCEPTED = {
         "sft",
         "",
         "--model Qwen/Qwen2.5-VL-7B-Instruct --dataset some/rows --tuner_type lora --freeze_vit true "
-        "--freeze_llm false --freeze_aligner true --vit_gradient_checkpointing false --learning_rate 1e-4 --lora_rank 8",
+        "--freeze_llm false --freeze_aligner true --vit_gradient_checkpointing false --lora_rank 8",
     ),
     "ZeRO": (
         "sft",

@@ -24,13 +24,14 @@ DENSE: dict[str, Any] = {
     "vocab_size": 1024,
     "max_position_embeddings": 32768,
 }
+LATENT = {"num_key_value_heads": 64, "head_dim": 64, "qk_rope_head_dim": 64}
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
 MODELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"qwen3-30b-a3b|qwen3-coder", "qwen3_moe", EXPERTS),
     (r"qwen3-235b", "qwen3_moe", {**EXPERTS, "num_hidden_layers": 94}),
     (r"qwen1\.5-moe|qwen2-57b", "qwen2_moe", {**EXPERTS, "num_experts": 64, "shared_expert_intermediate_size": 512}),
-    (r"moonlight|deepseek-v3|deepseek-r1$", "deepseek_v3", {"num_hidden_layers": 27, "n_routed_experts": 64}),
-    (r"deepseek-v2", "deepseek_v2", {"num_hidden_layers": 27, "n_routed_experts": 64}),
+    (r"moonlight|deepseek-v3|deepseek-r1$", "deepseek_v3", {"num_hidden_layers": 27, "n_routed_experts": 64, **LATENT}),
+    (r"deepseek-v2", "deepseek_v2", {"num_hidden_layers": 27, "n_routed_experts": 64, **LATENT}),
     (r"glm-4\.5-air", "glm4_moe", {"num_hidden_layers": 46, "n_routed_experts": 128, "first_k_dense_replace": 1}),
     (r"glm-4-9b-0414", "glm4", {"num_hidden_layers": 40}),
     (r"gpt-oss", "gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4}),
@@ -60,22 +61,22 @@ MODELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 """A pattern of the name in lower case, the model type, and what differs from `DENSE`."""
 
 
-def tiny_model_folder(name: str, root: Path) -> Path | None:
+def tiny_model_folder(name: str, root: Path, reward: bool = False) -> Path | None:
     """A folder for the model of this name; None where no pattern knows it."""
     short = name.rstrip("/").split("/")[-1].lower()
     known = next((row for row in MODELS if re.search(row[0], short)), None)
     if known is None:
         return None
-    folder = root / re.sub(r"[^\w.-]", "_", short)
+    folder = root / (re.sub(r"[^\w.-]", "_", short) + "-reward" * reward)
     if not (folder / "config.json").exists():
         tokenizer("qwen", "qwen3").save_pretrained(folder)
-        (folder / "config.json").write_text(json.dumps(config_of(known[1], known[2], short)))
+        (folder / "config.json").write_text(json.dumps(config_of(known[1], known[2], short, reward)))
         (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
         (folder / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     return folder
 
 
-def config_of(model_type: str, changes: dict[str, Any], name: str = "") -> dict[str, Any]:
+def config_of(model_type: str, changes: dict[str, Any], name: str = "", reward: bool = False) -> dict[str, Any]:
     """config.json of a model type with tiny layers; of one that is split into parts, transformers' own."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -90,4 +91,5 @@ def config_of(model_type: str, changes: dict[str, Any], name: str = "") -> dict[
     made = json.loads(AutoConfig.for_model(model_type, **fields).to_json_string(use_diff=False))
     if "fp8" in name:
         made["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    return {**made, "torch_dtype": "bfloat16"}
+    architecture = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1} if reward else {}
+    return {**made, **architecture, "torch_dtype": "bfloat16"}
