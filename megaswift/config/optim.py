@@ -46,7 +46,7 @@ class OptimConfig:
         "cosine",
         "Learning-rate schedule after warmup",
         aliases=("lr_decay_style",),
-        choices=("constant", "linear", "cosine", "inverse_sqrt", "wsd"),
+        choices=("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd"),
         spellings=SCHEDULES,
     )
     warmup_ratio: float = option(
@@ -55,7 +55,17 @@ class OptimConfig:
     warmup_steps: int = option(
         0, "Warmup steps, instead of warmup_ratio", aliases=("lr_warmup_iters",), minimum=0, unit="steps"
     )
+    lr_warmup_init: float = option(0.0, "Learning rate at the first warmup step", minimum=0)
+    lr_num_cycles: int = option(1, "Cycles of cosine_with_restarts", minimum=1)
+    lr_power: float = option(1.0, "Exponent of the polynomial schedule", above=0)
     wsd_decay_ratio: float = option(0.1, "Fraction of steps in the decay phase of wsd", above=0, maximum=1)
+    wsd_decay_style: str = option(
+        "cosine",
+        "Shape of the decay phase of wsd",
+        aliases=("lr_wsd_decay_style",),
+        choices=("cosine", "linear", "minus_sqrt", "exponential"),
+        spellings={"1-sqrt": "minus_sqrt"},
+    )
     weight_decay: float = option(0.1, "Weight decay of matrices: decoupled for adam, L2 for sgd", minimum=0)
     adam_beta1: float = option(
         0.9, "Decay rate of Adam's first moment (Lion: interpolation of the update)", minimum=0, below=1

@@ -22,6 +22,7 @@ from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGN
 from megaswift.config.rl_conflict_rules import RL_CLASHES
 from megaswift.config.rl_ignored_option_rules import RL_IGNORED
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
+from megaswift.config.schedule_rules import SCHEDULE_CLASHES, SCHEDULE_IGNORED
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.torch_engine_rules import SPEED_CLASHES, SPEED_IGNORED
 from megaswift.errors import Problem
@@ -43,7 +44,6 @@ def _is_folder(c: Sections) -> bool:
     return c.model.model is not None and Path(c.model.model).is_dir()
 
 
-_SCHEDULE = ("lr_scheduler_type",)
 _EVALUATION = ("val_dataset", "split_dataset_ratio")
 _ADAM, _SGD = "applies only to optimizer adam", "applies only to optimizer sgd"
 _NO_VAL = "needs evaluation data"
@@ -64,20 +64,7 @@ _ONLY_STREAMS: Test = lambda c: c.data.streaming and not c.data.val_dataset  # n
 _NO_EXPORT: Test = lambda c: c.model.train_type != "full" and not c.lora.merge_lora  # noqa: E731
 
 IGNORED: tuple[IgnoredOption, ...] = (
-    IgnoredOption(
-        "min_lr",
-        _SCHEDULE,
-        lambda c: c.optim.lr_scheduler_type == "constant",
-        "a constant schedule has no final learning rate",
-        "--lr_scheduler_type cosine",
-    ),
-    IgnoredOption(
-        "wsd_decay_ratio",
-        _SCHEDULE,
-        lambda c: c.optim.lr_scheduler_type != "wsd",
-        "only the wsd schedule has a decay phase (lr_scheduler_type is {lr_scheduler_type})",
-        "--lr_scheduler_type wsd",
-    ),
+    *SCHEDULE_IGNORED,
     IgnoredOption("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
     IgnoredOption("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
     IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
@@ -134,13 +121,6 @@ IGNORED: tuple[IgnoredOption, ...] = (
         "needs save_steps; without it only one checkpoint is written, at the end",
         "--save_steps 500",
         notice=True,
-    ),
-    IgnoredOption(
-        "warmup_ratio",
-        ("warmup_steps",),
-        lambda c: c.optim.warmup_steps > 0,
-        "warmup_steps {warmup_steps} already sets the length of the warmup",
-        ONE_OF,
     ),
     *(
         IgnoredOption(name, _LORA, _NO_LORA, _IS_LORA, "--train_type lora")
@@ -256,18 +236,7 @@ CLASHES: tuple[ConflictingOptions, ...] = (
         "writes OUT/hf, which export_hf false disables",
         ONE_OF,
     ),
-    ConflictingOptions(
-        ("warmup_steps", "max_steps"),
-        lambda c: c.train.max_steps is not None and c.optim.warmup_steps > c.train.max_steps,
-        "is longer than the run of {max_steps} steps",
-        "--warmup_steps {max_steps}",
-    ),
-    ConflictingOptions(
-        ("min_lr", "learning_rate"),
-        lambda c: c.optim.min_lr > c.optim.learning_rate,
-        "is above learning_rate {learning_rate}",
-        "--min_lr 0",
-    ),
+    *SCHEDULE_CLASHES,
     *MODEL_CLASHES,
     *LAUNCH_CLASHES,
     *ENGINE_CLASHES,

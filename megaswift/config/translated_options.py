@@ -6,6 +6,7 @@ the options themselves.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -76,7 +77,19 @@ SWITCHES = {
     "resume": ("resume_from_checkpoint", "latest"),
 }
 """Another toolkit's switch -> the option and the value that it means; switched off it means nothing."""
-_MIXED = {"no": "float32", **PRECISIONS}
+VALUES: dict[tuple[str, str], tuple[str, Any]] = {
+    **{(name, "true"): meaning for name, meaning in SWITCHES.items()},
+    **{(name, "true"): ("torch_dtype", dtype) for name, dtype in PRECISIONS.items()},
+    **{("mixed_precision", name): ("torch_dtype", dtype) for name, dtype in PRECISIONS.items()},
+    ("mixed_precision", "no"): ("torch_dtype", "float32"),
+    ("bf16", "false"): ("torch_dtype", "float32"),
+    ("sleep_level", "0"): ("rollout_sleep", False),
+    ("sleep_level", "1"): ("rollout_sleep", True),
+    ("sleep_level", "2"): ("rollout_sleep", True),
+    ("fsdp", "fsdp2"): ("use_fsdp", True),
+    ("fsdp", "['fsdp2']"): ("use_fsdp", True),
+}
+"""Another toolkit's name and value -> option and value; true and false stand for all their spellings."""
 _HOST, _PORT, _URL = ("vllm_server_host", "sglang_server_host"), ("vllm_server_port", "sglang_server_port"), "8000"
 
 
@@ -84,43 +97,40 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
     """The options of one source in megaswift's own terms.
 
     `train_type dora` is lora with `use_dora`. Of `use_vllm` and `vllm_mode` together the second says which, where the
-    first is true. `deepspeed: {config_path: FILE}` is the file. `bf16 true` is `torch_dtype bfloat16`, and
-    `bf16 false` without another precision float32. A server's host
-    and port are its URL. `eval_strategy no` unsets `eval_steps`.
+    first is true. `deepspeed: {config_path: FILE}` is the file. `bf16 true` is `torch_dtype bfloat16`, and `bf16 false`
+    without another precision float32. A server's host and port are its URL. `eval_strategy no` unsets `eval_steps`.
     """
     values = {given.name: _text(given) for given in givens}
     unused = _unused_names(values)
     for given in givens:
-        if given.name in unused:
+        text = values[given.name]
+        flag = "true" if text in TRUE else "false" if text in FALSE else text
+        meaning = VALUES.get((given.name, text)) or VALUES.get((given.name, flag))
+        if given.name in unused or (given.name in SWITCHES and flag == "false"):
             continue
-        if given.name == "deepspeed" and isinstance(given.value, dict) and set(given.value) == {"config_path"}:
-            yield replace(given, value=given.value["config_path"])
+        if meaning is not None:
+            yield replace(given, name=meaning[0], value=meaning[1])
         elif given.name in RENAMED:
             yield replace(given, name=RENAMED[given.name])
-        elif given.name in SWITCHES and values[given.name] in TRUE:
-            name, value = SWITCHES[given.name]
-            yield replace(given, name=name, value=value)
-        elif given.name in SWITCHES and values[given.name] in FALSE:
-            continue
-        elif given.name == "dataloader" and isinstance(given.value, dict):
-            yield from (_dataloader_option(given, name, value) for name, value in given.value.items())
-        elif given.name == "fsdp" and values["fsdp"] in ("fsdp2", "['fsdp2']"):  # a preset of ms-swift
-            yield replace(given, name="use_fsdp", value=True)
-        elif given.name == "mixed_precision" and values[given.name] in _MIXED:
-            yield replace(given, name="torch_dtype", value=_MIXED[values[given.name]])
-        elif given.name in PRECISIONS and values[given.name] in TRUE:
-            yield replace(given, name="torch_dtype", value=PRECISIONS[given.name])
-        elif given.name == "bf16" and values["bf16"] in FALSE:
-            yield replace(given, name="torch_dtype", value="float32")
-        elif given.name == "sleep_level" and values["sleep_level"] in ("0", "1", "2"):
-            yield replace(given, name="rollout_sleep", value=values["sleep_level"] != "0")
         elif given.name in _HOST:
             yield replace(given, name="rollout_server_url", value=_server_urls(given, givens))
-        elif NAMES.get(given.name) == "train_type" and (switch := VARIANTS.get(values[given.name])) is not None:
+        elif NAMES.get(given.name) == "train_type" and (switch := VARIANTS.get(text)) is not None:
             yield replace(given, value="lora")
             yield replace(given, name=switch, value=True)
         else:
-            yield given
+            yield from _section_options(given)
+
+
+def _section_options(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
+    """The entries of an option whose value is a section of options; any other option as it is."""
+    if given.name == "deepspeed" and isinstance(given.value, dict) and set(given.value) == {"config_path"}:
+        yield replace(given, value=given.value["config_path"])
+    elif given.name == "lr_scheduler_kwargs" and (kwargs := _json_object(given.value)) is not None:
+        yield from (_schedule_option(given, name, value) for name, value in kwargs.items())
+    elif given.name == "dataloader" and isinstance(given.value, dict):
+        yield from (_dataloader_option(given, name, value) for name, value in given.value.items())
+    else:
+        yield given
 
 
 def _dataloader_option(section: GivenOptionValue, name: str, value: Any) -> GivenOptionValue:
@@ -128,6 +138,23 @@ def _dataloader_option(section: GivenOptionValue, name: str, value: Any) -> Give
     own = {"batch_size": "per_device_train_batch_size", "shuffle": "shuffle"}.get(name, f"dataloader_{name}")
     spelling = f"{section.spelling} {name}:"
     return GivenOptionValue(own, value, f"{spelling} {value}", spelling)
+
+
+def _schedule_option(given: GivenOptionValue, name: str, value: Any) -> GivenOptionValue:
+    """An argument of a scheduler of transformers."""
+    own = {"num_cycles": "lr_num_cycles", "power": "lr_power", "lr_end": "min_lr", "decay_type": "wsd_decay_style"}
+    return replace(given, name=own.get(name, name), value=value)
+
+
+def _json_object(value: Any) -> dict[str, Any] | None:
+    """The object of an option that takes JSON; None for anything else."""
+    if isinstance(value, dict):
+        return value
+    try:
+        parsed = json.loads(str(value))
+    except ValueError:
+        return None
+    return parsed if isinstance(parsed, dict) else None
 
 
 def _text(given: GivenOptionValue) -> str:

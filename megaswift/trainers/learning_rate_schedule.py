@@ -1,4 +1,5 @@
-"""Learning-rate schedules: warmup, then constant, linear, cosine, inverse square root or warmup-stable-decay.
+"""Learning-rate schedules: warmup, then constant, linear, polynomial, cosine with or without restarts, inverse square
+root or warmup-stable-decay.
 
 Owns the formulas, pure functions of the step's number. Steps count from 0 as in Hugging Face's schedulers: with n
 warm-up steps, step 0 takes rate 0 and step n the full one. The engine is given the rate; it has no scheduler, hence no
@@ -31,6 +32,14 @@ class ScheduleOptions(Protocol):
     def warmup_ratio(self) -> float: ...  # noqa: D102
     @property
     def wsd_decay_ratio(self) -> float: ...  # noqa: D102
+    @property
+    def wsd_decay_style(self) -> str: ...  # noqa: D102
+    @property
+    def lr_warmup_init(self) -> float: ...  # noqa: D102
+    @property
+    def lr_num_cycles(self) -> int: ...  # noqa: D102
+    @property
+    def lr_power(self) -> float: ...  # noqa: D102
 
 
 def warmup_steps(total_steps: int, optim: ScheduleOptions) -> int:
@@ -55,7 +64,7 @@ def lr_at(step: int, total_steps: int, optim: ScheduleOptions) -> float:
     """The learning rate of step `step` (from 0) of `total_steps`."""
     high, low, warm = optim.learning_rate, optim.min_lr, warmup_steps(total_steps, optim)
     if step < warm:
-        return high * step / warm
+        return optim.lr_warmup_init + (high - optim.lr_warmup_init) * step / warm
     kind = optim.lr_scheduler_type
     if kind == "constant":
         return high
@@ -65,7 +74,7 @@ def lr_at(step: int, total_steps: int, optim: ScheduleOptions) -> float:
     if kind == "wsd":
         start = max(warm, total_steps - ceil(optim.wsd_decay_ratio * total_steps))
     progress = min(1.0, max(0, step - start) / max(1, total_steps - start))
-    share = SHAPES[kind](progress)
+    share = _remaining_share(kind, progress, optim)
     return high * share + low * (1 - share)
 
 
@@ -86,9 +95,23 @@ def cosine_decay(progress: float) -> float:
     return (1 + cos(pi * progress)) / 2
 
 
-SHAPES: dict[str, Callable[[float], float]] = {"linear": linear_decay, "cosine": cosine_decay, "wsd": cosine_decay}
-"""Course of the falling part, progress 0 to 1. `wsd` (arXiv 2404.06395) stays at the full rate and falls over the last
-`wsd_decay_ratio` of all steps, on transformers' default shape."""
+def _remaining_share(kind: str, progress: float, optim: ScheduleOptions) -> float:
+    """What is left of the rate above `min_lr`, at progress 0 to 1 of the falling part."""
+    if kind == "cosine_with_restarts":
+        return 0.0 if progress >= 1 else cosine_decay(optim.lr_num_cycles * progress % 1.0)
+    if kind == "polynomial":
+        return float((1 - progress) ** optim.lr_power)
+    return SHAPES[optim.wsd_decay_style if kind == "wsd" else kind](progress)
+
+
+SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": linear_decay,
+    "cosine": cosine_decay,
+    "minus_sqrt": lambda progress: 1 - sqrt(progress),
+    "exponential": lambda progress: 2.0 * 0.5**progress - 1,
+}
+"""Course of a falling part, progress 0 to 1; the last two are Megatron-Core's decay styles of wsd (arXiv 2404.06395),
+which stays at the full rate and falls over the last `wsd_decay_ratio` of all steps."""
 
 
 def count_steps(cfg: SwiftConfig, source: Any) -> int:

@@ -75,6 +75,10 @@ def other_value(name: str) -> object:
 NEEDS = (
     {
         "wsd_decay_ratio": {"lr_scheduler_type": "wsd"},
+        "wsd_decay_style": {"lr_scheduler_type": "wsd"},
+        "lr_num_cycles": {"lr_scheduler_type": "cosine_with_restarts"},
+        "lr_power": {"lr_scheduler_type": "polynomial"},
+        "lr_warmup_init": {"warmup_steps": 3, "learning_rate": 10.0},
         "sgd_momentum": {"optimizer": "sgd"},
         "fp8_recipe": {"fp8_format": "hybrid"},
         "recompute_method": {"recompute_granularity": "full"},

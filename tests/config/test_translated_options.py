@@ -47,6 +47,8 @@ def test_tables_name_options_and_hide_none() -> None:
         ("--save_strategy no --save_steps 50", "save_steps", None),
         ("--no_save_optim true", "save_only_model", True),
         ("--save_only_model true", "save_only_model", True),
+        ('--lr_scheduler_type polynomial --lr_scheduler_kwargs {"power":2.0,"lr_end":1e-7}', "lr_power", 2.0),
+        ('--lr_scheduler_type polynomial --lr_scheduler_kwargs {"power":2.0,"lr_end":1e-7}', "min_lr", 1e-7),
         ("--experiment_name run-7", "run_name", "run-7"),
     ],
 )

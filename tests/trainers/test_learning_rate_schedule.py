@@ -22,6 +22,10 @@ class Optim:
     warmup_steps: int = 0
     warmup_ratio: float = 0.0
     wsd_decay_ratio: float = 0.1
+    wsd_decay_style: str = "cosine"
+    lr_warmup_init: float = 0.0
+    lr_num_cycles: int = 1
+    lr_power: float = 1.0
 
 
 def rates(**given):
@@ -63,6 +67,54 @@ def test_wsd_is_transformers(warm):
     decay = 8  # 0.2 x 37 rounded up
     expected = theirs("warmup_stable_decay", warm, num_decay_steps=decay)
     assert rates(lr_scheduler_type="wsd", wsd_decay_ratio=0.2, warmup_steps=warm) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("style", "kind"), [("linear", "linear"), ("cosine", "cosine"), ("minus_sqrt", "1-sqrt")])
+def test_wsd_styles_are_transformers(style, kind):
+    expected = theirs("warmup_stable_decay", 5, num_decay_steps=8, decay_type=kind)
+    got = rates(lr_scheduler_type="wsd", wsd_decay_ratio=0.2, wsd_decay_style=style, warmup_steps=5)
+    assert got == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine", "minus_sqrt", "exponential"])
+def test_wsd_styles_are_megatron_s(style):
+    """Step by step, with a warm-up that begins above 0 and a lowest rate."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        1e-5,
+        3e-4,
+        2e-5,
+        5,
+        STEPS,
+        "WSD",
+        0.0,
+        0.0,
+        1,
+        "constant",
+        wsd_decay_steps=8,
+        lr_wsd_decay_style=style,
+    )
+    expected = []
+    for _ in range(STEPS):
+        expected.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(1)
+    options = {"wsd_decay_ratio": 0.2, "wsd_decay_style": style, "warmup_steps": 5, "lr_warmup_init": 1e-5}
+    assert rates(lr_scheduler_type="wsd", min_lr=2e-5, **options) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("warm", "cycles"), [(0, 1), (5, 1), (0, 3), (5, 4)])
+def test_restarts_are_transformers(warm, cycles):
+    got = rates(lr_scheduler_type="cosine_with_restarts", warmup_steps=warm, lr_num_cycles=cycles)
+    assert got == pytest.approx(theirs("cosine_with_restarts", warm, num_cycles=cycles), rel=1e-12)
+
+
+@pytest.mark.parametrize(("warm", "power"), [(0, 1.0), (5, 2.0), (0, 0.5)])
+def test_polynomial_is_transformers(warm, power):
+    got = rates(lr_scheduler_type="polynomial", warmup_steps=warm, lr_power=power, min_lr=1e-7)
+    assert got == pytest.approx(theirs("polynomial", warm, power=power, lr_end=1e-7), rel=1e-12)
 
 
 def test_wsd_by_hand():

@@ -1,0 +1,78 @@
+"""Rules for learning-rate schedules: which options a schedule reads. The formulas are in
+`megaswift.trainers.learning_rate_schedule`."""
+
+from __future__ import annotations
+
+from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
+
+_SCHEDULE = ("lr_scheduler_type",)
+
+
+def _other_schedule(kind: str) -> Test:
+    return lambda c: c.optim.lr_scheduler_type != kind
+
+
+SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
+    IgnoredOption(
+        "min_lr",
+        _SCHEDULE,
+        lambda c: c.optim.lr_scheduler_type == "constant",
+        "a constant schedule has no final learning rate",
+        "--lr_scheduler_type cosine",
+    ),
+    *(
+        IgnoredOption(
+            name,
+            _SCHEDULE,
+            _other_schedule("wsd"),
+            "only the wsd schedule has a decay phase (lr_scheduler_type is {lr_scheduler_type})",
+            "--lr_scheduler_type wsd",
+        )
+        for name in ("wsd_decay_ratio", "wsd_decay_style")
+    ),
+    *(
+        IgnoredOption(
+            name,
+            _SCHEDULE,
+            _other_schedule(kind),
+            f"applies only to {kind} (lr_scheduler_type is {{lr_scheduler_type}})",
+            f"--lr_scheduler_type {kind}",
+        )
+        for name, kind in (("lr_num_cycles", "cosine_with_restarts"), ("lr_power", "polynomial"))
+    ),
+    IgnoredOption(
+        "lr_warmup_init",
+        ("warmup_steps", "warmup_ratio"),
+        lambda c: not c.optim.warmup_steps and not c.optim.warmup_ratio,
+        "there is no warmup",
+        "--warmup_steps 100",
+    ),
+    IgnoredOption(
+        "warmup_ratio",
+        ("warmup_steps",),
+        lambda c: c.optim.warmup_steps > 0,
+        "warmup_steps {warmup_steps} already sets the length of the warmup",
+        ONE_OF,
+    ),
+)
+
+SCHEDULE_CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
+        ("warmup_steps", "max_steps"),
+        lambda c: c.train.max_steps is not None and c.optim.warmup_steps > c.train.max_steps,
+        "is longer than the run of {max_steps} steps",
+        "--warmup_steps {max_steps}",
+    ),
+    ConflictingOptions(
+        ("lr_warmup_init", "learning_rate"),
+        lambda c: c.optim.lr_warmup_init > c.optim.learning_rate,
+        "is above learning_rate {learning_rate}",
+        "--lr_warmup_init 0",
+    ),
+    ConflictingOptions(
+        ("min_lr", "learning_rate"),
+        lambda c: c.optim.min_lr > c.optim.learning_rate,
+        "is above learning_rate {learning_rate}",
+        "--min_lr 0",
+    ),
+)
