@@ -22,7 +22,7 @@ from safetensors.torch import save as save_tensors
 from megaswift.bridge.hf_source import HfSource
 from megaswift.bridge.torch_dist_files import SavedChunk, write_checkpoint_metadata
 from megaswift.bridge.torch_dist_source import TorchDistSource
-from megaswift.bridge.torch_save_record import torch_save_zip_frame
+from megaswift.bridge.torch_save_tensor_archive import torch_save_zip_frame
 from megaswift.families import saved_step_integrity
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.model_and_tokenizer_source import missing_model_file_problems

@@ -33,7 +33,7 @@ FORBIDDEN_IMPORTS = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 PICKLE_ALLOWED = {
     "megaswift/bridge/torch_dist_files.py": "writes the format's own tables",
     "megaswift/bridge/torch_dist_index.py": "the format's own tables, by an Unpickler that knows their classes only",
-    "megaswift/bridge/torch_save_record.py": (
+    "megaswift/bridge/torch_save_tensor_archive.py": (
         "the description of one tensor in that format, by an Unpickler that calls nothing"
     ),
 }

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.weight_plan import PlanEntry, WeightPlan
-from megaswift.families.adapter_projections import WEIGHT, Projection
+from megaswift.families.adapter_target_modules import WEIGHT, Projection
 from megaswift.families.weight_rules import TensorParallelShard, shard_dim
 
 Half = Literal["A", "B", "M"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.file_tensor import empty_releasable_tensor
-from megaswift.bridge.hf_source import HfSource, Slices, Span, WeightSource, slices_to_spans
+from megaswift.bridge.hf_source import HfSource, Slices, Span, WeightSource, slice_bounds_per_dim
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import read_config
@@ -276,7 +276,7 @@ class DequantizedSource:
         packed = self._packed.get(name)
         if packed is None:
             return self.stored.slice(name, where)
-        spans = slices_to_spans(where, packed.shape)
+        spans = slice_bounds_per_dim(where, packed.shape)
         out = empty_releasable_tensor([stop - start for start, stop in spans], self.target)
         if out.numel():
             packed.fill(self.stored.slice, spans, out)

@@ -31,7 +31,7 @@ Span = tuple[int, int]
 """[start, stop) of one dimension."""
 
 
-def slices_to_spans(where: Slices, shape: Sequence[int]) -> list[Span]:
+def slice_bounds_per_dim(where: Slices, shape: Sequence[int]) -> list[Span]:
     """The region that slices without steps take of a tensor; dimensions not named are whole."""
     indices = [w.indices(n) for w, n in zip((*where, *[slice(None)] * (len(shape) - len(where))), shape, strict=True)]
     assert all(step == 1 for _, _, step in indices), "slices have no step"
@@ -219,7 +219,7 @@ class HfSource:
     def slice(self, name: str, where: Slices = ()) -> Tensor:
         """A part of a tensor, read into memory of its own."""
         stored = self._stored[name]
-        spans = slices_to_spans(where, stored.shape)
+        spans = slice_bounds_per_dim(where, stored.shape)
         tensor = FileTensor(self.file(name), stored.start, self.dtype(name), stored.shape)
         try:
             return self._files.region(tensor, [start for start, _ in spans], [stop - start for start, stop in spans])

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift.bridge import streaming_folder_job, torch_dist_files, torch_save_record
+from megaswift.bridge import streaming_folder_job, torch_dist_files, torch_save_tensor_archive
 from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.checkpoint_shard_regions import KEPT, padded_vocabulary_size, shard_region
 from megaswift.bridge.dequantized_hf_source import open_hf_weights
@@ -139,13 +139,13 @@ def _arrange(
         if files[[*files][-1]] >= file_bytes:
             files[f"__0_{len(files)}.distcp"] = 0
         file, nbytes = [*files][-1], math.prod(shape) * dtype.itemsize
-        frame = torch_save_record.torch_save_zip_frame(dtype, shape)
+        frame = torch_save_tensor_archive.torch_save_zip_frame(dtype, shape)
         start, length = files[file], len(frame.head) + nbytes + len(frame.tail)
         items.append(
             TensorJob(file, start, nbytes, functools.partial(_cast, blocks, dtype), frame.head, frame.tail, name)
         )
         saved.append(SavedChunk(key, whole, offset, shape, dtype, file, start, length))
-        files[file] = start + length + -(start + length) % torch_save_record.ALIGNMENT
+        files[file] = start + length + -(start + length) % torch_save_tensor_archive.ALIGNMENT
     return saved, items, files
 
 

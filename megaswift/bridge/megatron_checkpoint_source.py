@@ -19,7 +19,7 @@ from megaswift.bridge.adapter_plan import ADAPTER, SAVED
 from megaswift.bridge.checkpoint_hf_metadata import read_original_tensor_dtypes
 from megaswift.bridge.checkpoint_shard_regions import KEPT, MAIN, STATES
 from megaswift.bridge.file_tensor import empty_releasable_tensor
-from megaswift.bridge.hf_source import Slices, Span, slices_to_spans
+from megaswift.bridge.hf_source import Slices, Span, slice_bounds_per_dim
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.bridge.torch_dist_source import TorchDistSource
 from megaswift.bridge.weight_plan import SHOWN, PlanEntry, WeightPlan
@@ -113,7 +113,7 @@ class MegatronSource:
 
     def slice(self, name: str, where: Slices = ()) -> Tensor:
         """A part of a tensor, read into memory of its own."""
-        spans = slices_to_spans(where, self.shape(name))
+        spans = slice_bounds_per_dim(where, self.shape(name))
         extent = [stop - start for start, stop in spans]
         if name not in self.plan.hf_shapes:
             return self.tensors.region(KEPT + name, [start for start, _ in spans], extent)

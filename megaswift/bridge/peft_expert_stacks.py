@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from megaswift.bridge.adapter_plan import HALVES, deinterleave_gate_up
-from megaswift.families.adapter_projections import Projection
+from megaswift.families.adapter_target_modules import Projection
 
 TensorReader = Callable[[], Tensor]
 

@@ -40,7 +40,7 @@ from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEnt
 from megaswift.bridge.weight_plan import SHOWN, WeightPlan
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.families.adapter_folder import CLASSIFIER_TASK, CONFIG, LANGUAGE_TASK, TENSORS
-from megaswift.families.adapter_projections import (
+from megaswift.families.adapter_target_modules import (
     WEIGHT,
     Projection,
     dora_problems,

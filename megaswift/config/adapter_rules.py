@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.config.engine import ZERO
-from megaswift.config.engine_rules import NATIVE, READS, engine_name_of
+from megaswift.config.engine_rules import NATIVE, READS, requested_engine
 from megaswift.config.peft_methods import LORA_ONLY, METHODS, OWNERS, SHARED, PeftMethod
 from megaswift.config.quantization import DEFAULT_BITS
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
@@ -46,17 +46,17 @@ def _takes(name: str) -> Test:
 
 
 def _native(c: Sections) -> bool:
-    return engine_name_of(c) == NATIVE
+    return requested_engine(c) == NATIVE
 
 
 def _wrong_engine(c: Sections) -> bool:
-    method, engine = non_lora_peft_method_of(c), engine_name_of(c)
+    method, engine = non_lora_peft_method_of(c), requested_engine(c)
     return method is not None and not _native(c) and bool(method.engines) and engine not in (*method.engines, "auto")
 
 
 def _split(c: Sections) -> bool:
     method = non_lora_peft_method_of(c)
-    return method is not None and bool(method.whole) and engine_name_of(c) in SHARDED
+    return method is not None and bool(method.whole) and requested_engine(c) in SHARDED
 
 
 def _owner(name: str) -> IgnoredOption:
@@ -177,7 +177,7 @@ ADAPTER_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         (*_BITS, *READS),
-        lambda c: base_quantization_bits(c) is not None and not _native(c) and engine_name_of(c) in SHARDED,
+        lambda c: base_quantization_bits(c) is not None and not _native(c) and requested_engine(c) in SHARDED,
         "is not supported with sharded weights: bitsandbytes blocks cannot be split",
         "--engine ddp, zero2, or megatron, which shards qlora with --tp",
     ),

@@ -63,7 +63,7 @@ READS = ("engine", "deepspeed", "use_fsdp", "fsdp", "fsdp_config")
 """Options that name an engine, the last four by being given."""
 
 
-def engine_name_of(c: Sections) -> str:
+def requested_engine(c: Sections) -> str:
     """The requested engine, by name or by an option that implies one."""
     if "engine" in c.given:
         return c.engine.engine
@@ -111,7 +111,7 @@ def filled_deepspeed_config(c: Sections, world: int, dtype: str, hidden_size: in
     own = None if named is None or named in ZERO else Path(named)
     label = "--deepspeed" if own is None else own.name
     return fill_deepspeed_auto(
-        deepspeed_preset(engine_name_of(c)) if own is None else read_deepspeed_json(own),
+        deepspeed_preset(requested_engine(c)) if own is None else read_deepspeed_json(own),
         deepspeed_auto_values(c, world, dtype, hidden_size),
         label,
     )
@@ -155,7 +155,7 @@ CAPABILITIES: dict[str, EngineCapabilities] = {NATIVE: _MEGATRON}
 
 def capabilities_of(c: Sections) -> EngineCapabilities:
     """What the engine of a run can do."""
-    return CAPABILITIES.get(engine_name_of(c), _TORCH_ENGINE)
+    return CAPABILITIES.get(requested_engine(c), _TORCH_ENGINE)
 
 
 def uses_model_parallelism(c: Sections) -> bool:
@@ -163,8 +163,8 @@ def uses_model_parallelism(c: Sections) -> bool:
     return any(c.value(name) > 1 for name in AXES)
 
 
-_TORCH: Test = lambda c: engine_name_of(c) not in (NATIVE, AUTO)  # noqa: E731
-_NO_FSDP: Test = lambda c: engine_name_of(c) != "fsdp2"  # noqa: E731
+_TORCH: Test = lambda c: requested_engine(c) not in (NATIVE, AUTO)  # noqa: E731
+_NO_FSDP: Test = lambda c: requested_engine(c) != "fsdp2"  # noqa: E731
 
 _FSDP_MISSING: tuple[tuple[Test, str], ...] = (
     (lambda c: _NO_FSDP(c) and c.engine.deepspeed is None, "--engine fsdp2"),
@@ -205,14 +205,14 @@ ENGINE_CLASHES: tuple[ConflictingOptions, ...] = (
         ("deepspeed", "engine"),
         lambda c: (
             c.engine.deepspeed is not None
-            and deepspeed_preset_of_option(c.engine.deepspeed) not in ("", engine_name_of(c))
+            and deepspeed_preset_of_option(c.engine.deepspeed) not in ("", requested_engine(c))
         ),
         "conflicts with engine {engine}",
         ONE_OF,
     ),
     ConflictingOptions(
         ("use_fsdp", "engine"),
-        lambda c: c.engine.use_fsdp and engine_name_of(c) != "fsdp2",
+        lambda c: c.engine.use_fsdp and requested_engine(c) != "fsdp2",
         "conflicts with engine {engine}",
         ONE_OF,
     ),

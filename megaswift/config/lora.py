@@ -1,6 +1,6 @@
 """Section `lora`: rank, targets and output of LoRA adapters.
 
-Matching of target names is in `families.adapter_projections`.
+Matching of target names is in `families.adapter_target_modules`.
 """
 
 from __future__ import annotations

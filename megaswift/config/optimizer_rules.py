@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.config.engine import ZERO
-from megaswift.config.engine_rules import NATIVE, READS, engine_name_of
+from megaswift.config.engine_rules import NATIVE, READS, requested_engine
 from megaswift.config.optim import BETAS, EPSILON, EVERYWHERE, GALORE, ON_PARTS, PAGED
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 
@@ -33,25 +33,25 @@ OPTIMIZER_IGNORED: tuple[IgnoredOption, ...] = (
 OPTIMIZER_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("optimizer", *READS),
-        lambda c: engine_name_of(c) == NATIVE and c.optim.optimizer not in EVERYWHERE,
+        lambda c: requested_engine(c) == NATIVE and c.optim.optimizer not in EVERYWHERE,
         "the native engine supports adam and sgd",
         "--engine ddp, or --optimizer adam",
     ),
     ConflictingOptions(
         ("optimizer", *READS),
-        lambda c: engine_name_of(c) in ZERO and c.optim.optimizer != "adam",
+        lambda c: requested_engine(c) in ZERO and c.optim.optimizer != "adam",
         "ZeRO supports only adam (AdamW)",
         "--optimizer adam, or --engine ddp",
     ),
     ConflictingOptions(
         ("optimizer", *READS),
-        lambda c: engine_name_of(c) == "fsdp2" and c.optim.optimizer not in (*EVERYWHERE, *ON_PARTS),
+        lambda c: requested_engine(c) == "fsdp2" and c.optim.optimizer not in (*EVERYWHERE, *ON_PARTS),
         "needs whole matrices or blocks, but fsdp2 shards them",
         "--engine ddp, or --optimizer adam",
     ),
     ConflictingOptions(
         ("optimizer", *READS),
-        lambda c: engine_name_of(c) == "fsdp2" and c.optim.optimizer in PAGED and "offload" in c.engine.fsdp,
+        lambda c: requested_engine(c) == "fsdp2" and c.optim.optimizer in PAGED and "offload" in c.engine.fsdp,
         "conflicts with --fsdp offload, which already keeps optimizer states on the CPU",
         ONE_OF,
     ),

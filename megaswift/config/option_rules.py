@@ -12,7 +12,7 @@ from megaswift.config import fsdp_json
 from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.batch_arithmetic import batch_problems
 from megaswift.config.data import RL
-from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED, engine_name_of
+from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED, requested_engine
 from megaswift.config.generation_batch import generation_batch_problems
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.native_engine_rules import MODEL_CLASHES, MODEL_IGNORED
@@ -358,4 +358,5 @@ def _batch(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Ite
 def _fill(text: str, c: Sections) -> str:
     if "{" not in text:
         return text
-    return text.format_map({name: option_value_text(c.value(name)) for name in OPTIONS} | {"engine": engine_name_of(c)})
+    values = {name: option_value_text(c.value(name)) for name in OPTIONS}
+    return text.format_map(values | {"engine": requested_engine(c)})

@@ -4,11 +4,11 @@ runs. No torch."""
 from __future__ import annotations
 
 from megaswift.config.data import RL
-from megaswift.config.engine_rules import AUTO, NATIVE, READS, TORCH_ONLY, engine_name_of
+from megaswift.config.engine_rules import AUTO, NATIVE, READS, TORCH_ONLY, requested_engine
 from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
 
-_NATIVE: Test = lambda c: engine_name_of(c) == NATIVE  # noqa: E731
-_TORCH: Test = lambda c: engine_name_of(c) not in (NATIVE, AUTO)  # noqa: E731
+_NATIVE: Test = lambda c: requested_engine(c) == NATIVE  # noqa: E731
+_TORCH: Test = lambda c: requested_engine(c) not in (NATIVE, AUTO)  # noqa: E731
 _PLAIN: Test = lambda c: not c.model.torch_compile  # noqa: E731
 _OTHER = "applies only to torch engines"
 
@@ -39,7 +39,7 @@ SPEED_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("torch_compile", *READS),
-        lambda c: c.model.torch_compile and engine_name_of(c) in ("zero3", "zero3_offload"),
+        lambda c: c.model.torch_compile and requested_engine(c) in ("zero3", "zero3_offload"),
         "is not supported with ZeRO-3: its hooks that gather weights cannot be compiled",
         "--engine fsdp2",
     ),

@@ -101,7 +101,7 @@ def _trailing(message: _Message) -> str:
     return content[len(content.rstrip()) :] if isinstance(content, str) else ""
 
 
-class TurnFinder:
+class AssistantTurnFinder:
     """Finds assistant turns for one template; what the template writes around turns is learnt once."""
 
     def __init__(self, render: _Render, end_tokens: Sequence[str]) -> None:

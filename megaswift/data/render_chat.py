@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megaswift.data.assistant_turns import TurnFinder
+from megaswift.data.assistant_turns import AssistantTurnFinder
 from megaswift.data.read_template_and_system import read_template
 from megaswift.data.template_limits import REFUSED, TemplateLimitExceeded, install_template_limits
 from megaswift.data.template_probe import TemplateProbe
@@ -95,7 +95,7 @@ class ChatRenderer:
     def __init__(self, templates: ChatTemplates, loss_scale: str = "default", parts: bool = False) -> None:
         """`parts`: a vision-language model's, whose template may read lists of parts and no strings."""
         self.templates, self.loss_scale = templates, loss_scale
-        self._finders: dict[str, TurnFinder] = {}
+        self._finders: dict[str, AssistantTurnFinder] = {}
         self._probes: dict[str, TemplateProbe] = {}
         self._parts: dict[str, bool] = {}
         self._asks = parts
@@ -151,13 +151,13 @@ class ChatRenderer:
             return True
         return "\ue000" not in text or "\ue001" not in text
 
-    def _finder(self, template: str) -> TurnFinder:
+    def _finder(self, template: str) -> AssistantTurnFinder:
         if template not in self._finders:
 
             def render(messages: Sequence[dict[str, Any]], tools: Any, prompt: bool) -> str:
                 return self._text(template, messages, tools, prompt)
 
-            self._finders[template] = TurnFinder(render, self.templates.end_tokens)
+            self._finders[template] = AssistantTurnFinder(render, self.templates.end_tokens)
         return self._finders[template]
 
     def _probe(self, template: str) -> TemplateProbe:

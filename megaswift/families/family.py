@@ -17,7 +17,7 @@ from typing import Any
 from megaswift.errors import Problem, WeightsError, did_you_mean_hint, first_line, missing_path_hint
 from megaswift.families.config_common import IRRELEVANT, SIZES, architecture_row
 from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
-from megaswift.families.model_spec import Features, ModelSpec
+from megaswift.families.model_spec import ArchitectureExtras, ModelSpec
 from megaswift.families.quantization_schemes import config_without_quantization
 from megaswift.families.scalar_head import config_without_scalar_head, has_scalar_head, with_scalar_head
 from megaswift.families.vision_tower_config import TEXT_ONLY, has_vision_tower
@@ -61,7 +61,7 @@ class Family:
     weights: tuple[WeightRule, ...]
     """In the order of export."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's TransformerConfig or of `Features` that no config.json field sets."""
+    """Fields of Megatron's TransformerConfig or of `ArchitectureExtras` that no config.json field sets."""
     kept: Callable[[ModelSpec], str] | None = None
     """A pattern of Hugging Face names that are carried along unchanged: multi-token prediction layers."""
 
@@ -83,7 +83,8 @@ class Family:
         values = read_rows(self.name, self.rows, hf_config)
         values = {**LLAMA_LIKE, **self.fixed, **values}
         spec_values = {name: values.pop(name) for name in SPEC_FIELDS}
-        features = Features(**{f.name: values.pop(f.name) for f in fields(Features) if f.name in values})
+        extras = {f.name: values.pop(f.name) for f in fields(ArchitectureExtras) if f.name in values}
+        features = ArchitectureExtras(**extras)
         return ModelSpec(
             family=self.name,
             transformer=values,

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from megaswift.errors import Problem
-from megaswift.families.adapter_projections import WEIGHT
+from megaswift.families.adapter_target_modules import WEIGHT
 from megaswift.families.family import Family
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.weight_rules import TensorParallelShard, WeightRule, shard_dim

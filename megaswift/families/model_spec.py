@@ -26,7 +26,7 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
-class Features:
+class ArchitectureExtras:
     """What some families compute beyond Megatron's TransformerConfig; the defaults compute nothing."""
 
     padding_token: int | None = None
@@ -61,7 +61,7 @@ class Features:
     """Whether the weights of a token's experts add up to 1 before they are scaled, where scores are sigmoids."""
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Features:
+    def from_dict(cls, values: Mapping[str, Any]) -> ArchitectureExtras:
         """The inverse of `dataclasses.asdict`, also through JSON."""
         local = values.get("rope_local")
         return cls(**{**values, "rope_local": RopeSpec(**local) if local else None})
@@ -81,7 +81,7 @@ class ModelSpec:
     """Whether the output layer is the embedding."""
     dtype: str
     """`bfloat16`, `float16` or `float32`: what config.json says."""
-    features: Features = Features()
+    features: ArchitectureExtras = ArchitectureExtras()
     head: str = VOCABULARY
     """What the last layer's output goes to: VOCABULARY, or SCORE: one number a token."""
     new_head_std: float | None = None
@@ -244,6 +244,6 @@ class ModelSpec:
                 **values,
                 "transformer": transformer,
                 "rope": RopeSpec(**values["rope"]),
-                "features": Features.from_dict(values["features"]),
+                "features": ArchitectureExtras.from_dict(values["features"]),
             }
         )

@@ -120,7 +120,7 @@ def steps_without_valid_manifest(store: Path) -> list[Path]:
     return sorted(p for p in store.glob("step-*") if STEP.fullmatch(p.name) and p.is_dir() and read_manifest(p) is None)
 
 
-def latest_step(store: Path) -> Path | None:
+def step_named_by_latest_json(store: Path) -> Path | None:
     """The step that latest.json names, if its manifest is valid."""
     step = _named_by_pointer(store)
     return step if step is not None and read_manifest(step) is not None else None

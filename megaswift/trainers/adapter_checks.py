@@ -7,7 +7,7 @@ from pathlib import Path
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import SHARDED, base_quantization_bits, non_lora_peft_method_of
 from megaswift.config.data import RL
-from megaswift.config.engine_rules import engine_name_of
+from megaswift.config.engine_rules import requested_engine
 from megaswift.errors import Problem, UserError
 from megaswift.families import quantized_training_checks
 from megaswift.families.adapter_folder import adapter_peft_type, is_reward_model_adapter
@@ -58,11 +58,11 @@ def quantized_or_peft_run_problems(cfg: SwiftConfig, folder: Path) -> list[Probl
     kind, bits = cfg.model.train_type, base_quantization_bits(cfg)
     config, label = read_config(folder), f"--model {cfg.model.model}"
     problems = quantized_training_checks.quantized_training_problems(config, label, kind, bits, cfg.lora.merge_lora)
-    if quantized_training_checks.stays_quantized(config) and engine_name_of(cfg) in SHARDED:
+    if quantized_training_checks.stays_quantized(config) and requested_engine(cfg) in SHARDED:
         problems.append(
             Problem(
                 f"{label}, whose weights are quantized",
-                f"cannot be sharded (engine {engine_name_of(cfg)})",
+                f"cannot be sharded (engine {requested_engine(cfg)})",
                 "--engine ddp or zero2",
             )
         )

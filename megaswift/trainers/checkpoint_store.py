@@ -104,7 +104,7 @@ class CheckpointStore:
 
     def pointed(self) -> Path | None:
         """The folder that the pointer names, if its manifest is valid."""
-        return saved_step_integrity.latest_step(self.root)
+        return saved_step_integrity.step_named_by_latest_json(self.root)
 
     def latest(self) -> Path | None:
         """The pointed-at checkpoint; the one saved last where the pointer is missing or names nothing complete."""

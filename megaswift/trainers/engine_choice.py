@@ -15,9 +15,9 @@ from megaswift.config.adapter_rules import SHARDED, base_quantization_bits, non_
 from megaswift.config.engine_rules import (
     AUTO,
     NATIVE,
-    engine_name_of,
     is_engine_open,
     option_of_torch_engines,
+    requested_engine,
     uses_model_parallelism,
 )
 from megaswift.config.optim import EVERYWHERE, ON_PARTS
@@ -77,7 +77,7 @@ def memory_bytes_per_process(processes: int) -> float:
 def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> SwiftConfig:
     """The configuration with its engine named; `auto` and the options that mean one are resolved. `tell`: which, and
     why."""
-    requested = engine_name_of(cfg)
+    requested = requested_engine(cfg)
     if tell and (cfg.engine.fsdp or cfg.engine.fsdp_config):
         log.info("engine fsdp2: the FSDP options select torch's fully_shard (FSDP2); FSDP1 is not used")
     if cfg.engine.fsdp_config:

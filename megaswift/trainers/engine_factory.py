@@ -11,7 +11,7 @@ import torch
 
 from megaswift import log
 from megaswift.config import SwiftConfig
-from megaswift.config.engine_rules import NATIVE, engine_name_of
+from megaswift.config.engine_rules import NATIVE, requested_engine
 from megaswift.engine import process_group
 from megaswift.engine.cuda_max_connections import set_max_connections
 from megaswift.engine.protocol import Engine
@@ -38,8 +38,8 @@ def start_context(cfg: SwiftConfig, layout: Layout) -> EngineContext:
     """Process groups and random states."""
     if need := process_group.missing_restart_variable_warning(os.environ):
         log.warn(need)
-    native = engine_name_of(cfg) == NATIVE
-    if need := set_max_connections(os.environ, layout, sharded_weights=engine_name_of(cfg) in GATHERING):
+    native = requested_engine(cfg) == NATIVE
+    if need := set_max_connections(os.environ, layout, sharded_weights=requested_engine(cfg) in GATHERING):
         log.warn(need)
     seconds, seed = float(cfg.parallel.ddp_timeout), cfg.train.seed
     if native:
@@ -53,7 +53,7 @@ def start_context(cfg: SwiftConfig, layout: Layout) -> EngineContext:
 
 def make_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> Engine:
     """The engine, without weights yet."""
-    if engine_name_of(cfg) == NATIVE:
+    if requested_engine(cfg) == NATIVE:
         from megaswift.engine.megatron.engine import MegatronEngine
 
         return MegatronEngine(spec, cfg, context)

@@ -16,7 +16,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing_deepspeed_problems
 from megaswift.config.engine import ZERO
-from megaswift.config.engine_rules import capabilities_of, engine_name_of, filled_deepspeed_config
+from megaswift.config.engine_rules import capabilities_of, filled_deepspeed_config, requested_engine
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.train import TRACKERS as TRACKER_NAMES
 from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems, set_to_non_default
@@ -26,7 +26,7 @@ from megaswift.data.vision_processor import image_support_problems
 from megaswift.engine.determinism import determinism_environment_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, four_bit_weights
-from megaswift.families.adapter_projections import (
+from megaswift.families.adapter_target_modules import (
     Projection,
     dora_problems,
     modules_to_save_tensor_names,
@@ -183,7 +183,7 @@ def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world
             for name in EXPERT_OPTIONS[:2]
             if set_to_non_default(cfg, name) and getattr(cfg.model, name)
         ]
-    if (kind := engine_name_of(cfg)) in ZERO:
+    if (kind := requested_engine(cfg)) in ZERO:
         # auto depends on the device: what the file says of it is then checked on the ranks
         dtype = cfg.model.torch_dtype
         problems += missing_deepspeed_problems(kind)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.byte_size import bytes_text
-from megaswift.config.engine_rules import NATIVE, engine_name_of
+from megaswift.config.engine_rules import NATIVE, requested_engine
 from megaswift.data.row_counts import WORDS, row_count_texts
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.log import count_text
@@ -90,7 +90,7 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
 def engine_suffix(cfg: SwiftConfig) -> str:
     """`, fsdp2 (hybrid_shard)`, nothing for the native engine."""
     how = f" ({' '.join(cfg.engine.fsdp)})" if cfg.engine.fsdp else ""
-    return "" if engine_name_of(cfg) == NATIVE else f", {cfg.engine.engine}{how}"
+    return "" if requested_engine(cfg) == NATIVE else f", {cfg.engine.engine}{how}"
 
 
 def trained_text(p: EngineSizeReport) -> str:

@@ -18,7 +18,7 @@ from megaswift.bridge.hf_source import INDEX, TensorMeta
 from megaswift.bridge.peft_folder import CONFIG, TENSORS, peft_adapter_config_json
 from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.families import family_of, read_config
-from megaswift.families.adapter_projections import projections
+from megaswift.families.adapter_target_modules import projections
 from tests.parity.models import BASE
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.accelerate_options import accelerate_engine_flag_problems, accelerate_notices
-from megaswift.config.engine_rules import engine_name_of
+from megaswift.config.engine_rules import requested_engine
 from megaswift.errors import ConfigError
 from tests.config.test_launcher_environment import ACCELERATE, ALONE
 
@@ -76,8 +76,8 @@ def test_what_is_taken_and_said(environ: dict[str, str], options: dict[str, obje
     assert all(f"--{name} " in said[0] for name in options)
     assert [s for s in said[1:] if "fsdp_version 1" not in s] == []
     engine = "fsdp2" if "fsdp" in options else str(options.get("deepspeed", "megatron"))
-    assert engine_name_of(cfg) == ("zero1" if engine.endswith("json") else engine)
-    assert engine_name_of(cfg.replace(engine=engine_name_of(cfg))) == engine_name_of(cfg)
+    assert requested_engine(cfg) == ("zero1" if engine.endswith("json") else engine)
+    assert requested_engine(cfg.replace(engine=requested_engine(cfg))) == requested_engine(cfg)
 
 
 def test_the_run_s_own_options_go_over_them() -> None:
@@ -88,7 +88,7 @@ def test_the_run_s_own_options_go_over_them() -> None:
         "accelerate's mixed_precision bf16 has no effect: --torch_dtype float32 of the run overrides it",
         "accelerate's deepspeed_config has no effect: --deepspeed zero3 of the run overrides it",
     ]
-    assert engine_name_of(load_config("sft", ["--engine", "zero2"], environ=ZERO2)) == "zero2"
+    assert requested_engine(load_config("sft", ["--engine", "zero2"], environ=ZERO2)) == "zero2"
     with pytest.raises(ConfigError, match="accelerate's deepspeed_config: conflicts with engine ddp"):
         load_config("sft", ["--engine", "ddp"], environ=ZERO2)
     with pytest.raises(ConfigError, match="accelerate's fsdp_config"):

@@ -19,7 +19,7 @@ from megaswift.config.engine_rules import (
     FSDP_ONLY,
     NATIVE_ONLY,
     capabilities_of,
-    engine_name_of,
+    requested_engine,
 )
 from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
@@ -95,7 +95,7 @@ def test_contradictions() -> None:
 )
 def test_spellings(options: dict[str, object], kind: str) -> None:
     cfg = SwiftConfig(**options)
-    assert engine_name_of(cfg) == kind
+    assert requested_engine(cfg) == kind
     assert resolve_engine(cfg, 2).engine.engine == kind
 
 
@@ -106,8 +106,8 @@ def test_distributed_strategy_in_a_file(word: str, kind: str, tmp_path: Path) ->
     """As other toolkits write it, in their section."""
     (tmp_path / "run.yaml").write_text(f"training:\n  distributed_strategy: {word}\n  max_steps: 3\n")
     cfg = load_config("sft", [str(tmp_path / "run.yaml")])
-    assert engine_name_of(cfg) == kind and cfg.train.max_steps == 3
-    assert engine_name_of(load_config("sft", ["--distributed_strategy", word])) == kind
+    assert requested_engine(cfg) == kind and cfg.train.max_steps == 3
+    assert requested_engine(load_config("sft", ["--distributed_strategy", word])) == kind
     with pytest.raises(ConfigError, match=r"run.yaml:2 distributed_strategy: zero9"):
         (tmp_path / "run.yaml").write_text("training:\n  distributed_strategy: zero9\n")
         load_config("sft", [str(tmp_path / "run.yaml")])

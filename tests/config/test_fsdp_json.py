@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.engine_rules import engine_name_of
+from megaswift.config.engine_rules import requested_engine
 from megaswift.config.fsdp_json import fsdp_file_options, options_from_fsdp
 from megaswift.errors import ConfigError
 from megaswift.trainers.engine_choice import resolve_engine
@@ -87,7 +87,7 @@ def test_what_is_told(content: dict[str, Any], said: tuple[str, ...]) -> None:
 def test_a_run_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It asks for fsdp2 by itself, its keys become options, and the run may be repeated from those."""
     cfg = made(tmp_path, ACCELERATE, fsdp=["shard_grad_op", "offload", "auto_wrap"])
-    assert engine_name_of(cfg) == "fsdp2" and not fsdp_file_options(cfg).problems
+    assert requested_engine(cfg) == "fsdp2" and not fsdp_file_options(cfg).problems
     run = resolve_engine(cfg, 2)
     assert run.engine.engine == "fsdp2" and run.engine.fsdp == ("shard_grad_op", "offload")
     assert run.engine.fsdp_transformer_layer_cls_to_wrap == ("Qwen3DecoderLayer", "Qwen3RMSNorm")

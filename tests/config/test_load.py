@@ -14,7 +14,7 @@ import pytest
 
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.data import RL
-from megaswift.config.engine_rules import engine_name_of
+from megaswift.config.engine_rules import requested_engine
 from megaswift.config.generation_batch import generation_batch_plan
 from megaswift.errors import ConfigError
 from megaswift.version import __version__
@@ -319,7 +319,7 @@ def test_the_examples_run_as_pasted(path: Path) -> None:
 def test_the_examples_cover_every_engine() -> None:
     """Small, middle and large; the arithmetic of each is in its comments."""
     folder = [path for path in EXAMPLES if path.parent.name == "fallback"]
-    engines = {path.name: engine_name_of(load_config("sft", [str(path)])) for path in folder}
+    engines = {path.name: requested_engine(load_config("sft", [str(path)])) for path in folder}
     assert set(engines.values()) >= {"auto", "ddp", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2"}
     assert {name.split("_")[0] for name in engines} == {"auto.yaml", "small", "middle", "large"}
     assert all(SIZE.search(path.read_text()) for path in folder if path.name != "auto.yaml")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaswift.engine.megatron.model import embedding_scale_hook
-from megaswift.families.model_spec import Features
+from megaswift.families.model_spec import ArchitectureExtras
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -20,13 +20,15 @@ def test_gemma_rounds_the_factor(dtype: torch.dtype) -> None:
     theirs = Gemma2TextScaledWordEmbedding(50, 16, 0, embed_scale=factor)
     theirs.weight = torch.nn.Parameter(torch.randn(50, 16).to(dtype))
     ours = torch.nn.Embedding(50, 16, _weight=theirs.weight.detach().clone())
-    ours.register_forward_hook(embedding_scale_hook(Features(embedding_scale=factor, embedding_scale_rounded=True)))
+    ours.register_forward_hook(
+        embedding_scale_hook(ArchitectureExtras(embedding_scale=factor, embedding_scale_rounded=True))
+    )
     assert torch.equal(ours(torch.arange(50)), theirs(torch.arange(50)))
 
 
 def test_granite_does_not() -> None:
     ours = torch.nn.Embedding(50, 16).to(torch.bfloat16)
     plain = ours(torch.arange(50))
-    ours.register_forward_hook(embedding_scale_hook(Features(embedding_scale=12.3)))
+    ours.register_forward_hook(embedding_scale_hook(ArchitectureExtras(embedding_scale=12.3)))
     assert torch.equal(ours(torch.arange(50)), plain * 12.3)
     assert not torch.equal(plain * 12.3, plain * torch.tensor(12.3, dtype=torch.bfloat16))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megaswift.engine.squared_gradient_norm import sum_of_squares
-from megaswift.engine.torch.strategy import clip_gradients
+from megaswift.engine.torch.data_parallel_strategy import clip_gradients
 from tests.sources import sources
 
 ELEMENTS = 4_000_003

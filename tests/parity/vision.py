@@ -316,7 +316,7 @@ class Task:
 def train(rank: int, world: int, task: Task) -> Reference | None:
     """The engine's numbers of the first global batch, then of `steps` steps; on rank 0."""
     from megaswift.config import SwiftConfig
-    from megaswift.engine.torch.strategy import GRADIENT, WEIGHT
+    from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
     from megaswift.families.model_spec_of_any_model import spec_of_any_model
     from megaswift.parallel.layout import Layout
     from megaswift.trainers.engine_factory import start_context

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megaswift.config import load_config
-from megaswift.config.engine_rules import engine_name_of
+from megaswift.config.engine_rules import requested_engine
 from megaswift.trainers.metrics import read_lines
 from tests.config.test_load import EXAMPLES
 from tests.trainers.inputs import write_inputs
@@ -31,7 +31,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 )
 def test_an_example_runs(path: Path, inputs: list[str], tmp_path: Path) -> None:
     """On two processes; the precision, the engine and the options of the file, another model and size."""
-    engine = engine_name_of(load_config("sft", [str(path)], environ={}))
+    engine = requested_engine(load_config("sft", [str(path)], environ={}))
     run([str(path), *inputs], tmp_path / "out", *SMALLER)
     (line,) = read_lines(tmp_path / "out" / "metrics.jsonl")
     assert 0 < line["loss"] < 10

@@ -1,4 +1,4 @@
-"""`checked_conversation_sample` (or `conversations`): [{"human", "assistant"}], one object a round."""
+"""`conversation` (or `conversations`): [{"human", "assistant"}], one object a round."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _parse(row: Row, column: str) -> Sample:
 
 
 def parse(row: Row) -> Sample:
-    """Rounds under `checked_conversation_sample`."""
+    """Rounds under `conversation`."""
     return _parse(row, "conversation")
 
 

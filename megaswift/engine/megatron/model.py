@@ -29,7 +29,7 @@ from megaswift.engine.megatron.layers.vocab_head import VocabularyHeadFunction, 
 from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs
-from megaswift.families.model_spec import Features, ModelSpec
+from megaswift.families.model_spec import ArchitectureExtras, ModelSpec
 from megaswift.losses.contract import RequestedModelOutputs
 
 
@@ -124,7 +124,7 @@ class SwiftGPT(GPTModel):
         )
         self.wait_for_weight(weight)
         first = group.rank() * weight.shape[0]
-        features: Features = self.config.features
+        features: ArchitectureExtras = self.config.features
         shard = VocabularyHeadShard(
             first,
             self.real_vocabulary - first,
@@ -137,7 +137,7 @@ class SwiftGPT(GPTModel):
         return VocabularyHeadFunction.apply(picked, weight, labels, shard)
 
 
-def embedding_scale_hook(features: Features) -> Callable[..., Tensor]:
+def embedding_scale_hook(features: ArchitectureExtras) -> Callable[..., Tensor]:
     """A hook that multiplies the embeddings; the factor itself is rounded to their dtype where the family does so."""
 
     def hook(_module: torch.nn.Module, _args: Any, out: Tensor) -> Tensor:

@@ -27,9 +27,9 @@ from megaswift.bridge.torch_engine_step_source import TorchStepSource
 from megaswift.bridge.transformers_weights import persistent_buffers, tensors_by_disk_name
 from megaswift.engine import rng_state
 from megaswift.engine.torch import weight_loading
+from megaswift.engine.torch.data_parallel_strategy import WEIGHT
 from megaswift.engine.torch.host_memory_release import return_freed_memory
 from megaswift.engine.torch.peft_wrappers import PREFIX, unwrap_peft_model
-from megaswift.engine.torch.strategy import WEIGHT
 from megaswift.engine.torch.transformers_conversions import conversion_groups, jointly_written_parameters
 from megaswift.errors import ROOM, Problem, UserError
 from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointFolder

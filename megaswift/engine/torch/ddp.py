@@ -17,11 +17,11 @@ from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.squared_gradient_norm import sum_of_squares
 from megaswift.engine.torch.data_parallel_context import TorchContext
+from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT, clip_gradients, set_rates
 from megaswift.engine.torch.meta_init import allocate_storage
 from megaswift.engine.torch.optimizer_registry import make_torch_optimizer
 from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
 from megaswift.engine.torch.quantized_weights import scale_bytes, unpacked_numel
-from megaswift.engine.torch.strategy import GRADIENT, WEIGHT, clip_gradients, set_rates
 from megaswift.engine.torch.vision_model_parts import trains_encoder_or_aligner
 
 

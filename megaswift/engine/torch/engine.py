@@ -41,12 +41,12 @@ from megaswift.engine.torch import (
 )
 from megaswift.engine.torch.adalora_rank_allocation import find_adalora_rank_allocator
 from megaswift.engine.torch.data_parallel_context import TorchContext
+from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.host_memory_release import return_freed_memory
 from megaswift.engine.torch.loss_fields import labeled_columns
 from megaswift.engine.torch.merged_adapters import collect_merged_adapter_weights
 from megaswift.engine.torch.router_losses import RouterLosses
-from megaswift.engine.torch.strategy import GRADIENT, WEIGHT
 from megaswift.engine.torch.strategy_registry import build_strategy
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_spec import ModelSpec

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import LIONS, OF_BITSANDBYTES, PAGED, OptimConfig
-from megaswift.engine.torch.strategy import make_adamw_or_sgd, param_groups_of
+from megaswift.engine.torch.data_parallel_strategy import make_adamw_or_sgd, param_groups_of
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 Metas = dict[str, TensorMeta]

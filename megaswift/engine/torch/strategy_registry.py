@@ -12,17 +12,17 @@ from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import filled_deepspeed_config
 from megaswift.config.launcher_environment import launched_process_count
 from megaswift.engine.torch.data_parallel_context import TorchContext
+from megaswift.engine.torch.data_parallel_strategy import DataParallelStrategy
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.loss_fields import LossFieldsModel
 from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
-from megaswift.engine.torch.strategy import Strategy
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.decoder_layer_classes import decoder_layer_class_names
 
 
 def build_strategy(
     kind: str, module: LossFieldsModel, cfg: SwiftConfig, context: TorchContext, dtype: torch.dtype
-) -> Strategy:
+) -> DataParallelStrategy:
     """The wrapped model of an engine of this kind."""
     if kind == "ddp":
         return DdpStrategy(module, cfg.optim, context)

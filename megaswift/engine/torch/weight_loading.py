@@ -31,9 +31,9 @@ from megaswift.bridge.transformers_weights import persistent_buffers
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import SHARDED, base_quantization_bits
 from megaswift.engine.torch import meta_init, model_building, quantized_weights
+from megaswift.engine.torch.data_parallel_strategy import WEIGHT
 from megaswift.engine.torch.loss_fields import LossFieldsModel
 from megaswift.engine.torch.peft_wrappers import name_without_adapters, unwrap_peft_model, wrapped_name_without_adapters
-from megaswift.engine.torch.strategy import WEIGHT
 from megaswift.engine.torch.transformers_conversions import (
     ConversionGroup,
     conversion_groups,

@@ -34,14 +34,14 @@ from megaswift.config.deepspeed_json import KINDS, matching_deepspeed_preset, of
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.squared_gradient_norm import sum_of_squares
 from megaswift.engine.torch import zero_config
+from megaswift.engine.torch.data_parallel_strategy import WEIGHT, clip_gradients, make_adamw_or_sgd, set_rates
 from megaswift.engine.torch.meta_init import allocate_storage, is_unallocated
-from megaswift.engine.torch.strategy import WEIGHT, clip_gradients, make_adamw_or_sgd, set_rates
 from megaswift.engine.torch.zero_tensors import (
     MOMENTS,
     ZeroWholeTensorAccess,
     get_steps,
+    initialize_missing_adam_states,
     set_steps,
-    start_states,
     tensors_stepped_on_this_rank,
 )
 from megaswift.errors import ConfigError, Problem
@@ -79,7 +79,7 @@ class ZeroStrategy:
         self._undo = float(self._world) if self.module.gradient_average else 1.0
         self._micro = 0
         self._check()
-        start_states(self._zero, optimizer)
+        initialize_missing_adam_states(self._zero, optimizer)
         self._tensors = ZeroWholeTensorAccess(deepspeed, self.module, optimizer)
         for name, tensor in exact.items():
             self.put(name, WEIGHT, tensor)

@@ -8,8 +8,8 @@ gives, the full tensor. Faults of DeepSpeed 0.19.8 that are gone round:
   padded part do it.
 - `safe_set_full_fp32_param` writes the fp32 master only; the weights that the next forward pass reads stay as they
   were, so they are written here too.
-- Optimizer state does not exist before the first step, and `safe_get_full_optimizer_state` then fails; `start_states`
-  makes it.
+- Optimizer state does not exist before the first step, and `safe_get_full_optimizer_state` then fails;
+  `initialize_missing_adam_states` makes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megaswift.engine.torch.strategy import GRADIENT, WEIGHT
+from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SHARDS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
@@ -34,7 +34,7 @@ def tensors_stepped_on_this_rank(zero: Any) -> list[Tensor]:
     return list(partitions) if partitions is not None else [p for group in zero.param_groups for p in group["params"]]
 
 
-def start_states(zero: Any, inner: torch.optim.Optimizer) -> None:
+def initialize_missing_adam_states(zero: Any, inner: torch.optim.Optimizer) -> None:
     """Adam's state, all zero, where the first step has not made it."""
     on_device = inner.defaults.get("fused") or inner.defaults.get("capturable")
     for shard in tensors_stepped_on_this_rank(zero):

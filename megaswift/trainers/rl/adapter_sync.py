@@ -17,7 +17,7 @@ from megaswift.config.adapter_rules import base_quantization_bits
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.errors import Problem
 from megaswift.families import family_of
-from megaswift.families.adapter_projections import select_projections
+from megaswift.families.adapter_target_modules import select_projections
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.model_spec import ModelSpec

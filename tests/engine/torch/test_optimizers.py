@@ -1,7 +1,7 @@
 """Optimizers beside Adam: what they keep for a parameter, told beforehand, and what GaLore projects.
 
 Covers: megaswift/engine/torch/galore.py, megaswift/engine/torch/optimizer_registry.py,
-megaswift/engine/torch/strategy.py.
+megaswift/engine/torch/data_parallel_strategy.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from megaswift.config import SwiftConfig
 from megaswift.config.optim import OPTIMIZERS, OptimConfig
+from megaswift.engine.torch.data_parallel_strategy import set_rates
 from megaswift.engine.torch.optimizer_registry import make_torch_optimizer
-from megaswift.engine.torch.strategy import set_rates
 from megaswift.errors import ConfigError
 
 RANK, GAP, SCALE = 12, 2, 0.5

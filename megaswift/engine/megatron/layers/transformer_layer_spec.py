@@ -35,10 +35,10 @@ from megaswift.engine.megatron.layers.layer_module_classes import (
 from megaswift.engine.megatron.layers.nf4_linear import nf4_layer_spec
 from megaswift.engine.megatron.layers.router import BalancedRouter
 from megaswift.engine.megatron.layers.self_attention import AllHeadsKeyNorm, AllHeadsQueryNorm, LayerRotarySelfAttention
-from megaswift.families.model_spec import Features
+from megaswift.families.model_spec import ArchitectureExtras
 
 
-def _outer(features: Features, modules: LayerModuleClasses) -> tuple[type, type]:
+def _outer(features: ArchitectureExtras, modules: LayerModuleClasses) -> tuple[type, type]:
     """(product into a block, product out of it) of attention and dense MLP."""
     own_layer = features.post_norm or features.residual_scale != 1.0
     return (

@@ -31,7 +31,7 @@ from megaswift.engine.megatron.lora.grouped_expert_adapters import GroupedAdapte
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.rank_weights import LocalParam, RankWeights
 from megaswift.errors import ConfigError, Problem, WeightsError
-from megaswift.families.adapter_projections import (
+from megaswift.families.adapter_target_modules import (
     WEIGHT,
     dora_problems,
     modules_to_save_tensor_names,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams, TorchAttention
-from megaswift.families.model_spec import Features
+from megaswift.families.model_spec import ArchitectureExtras
 from tests.engine.masks import seen
 
 
@@ -41,7 +41,7 @@ def test_sinks(bounds: list[int], window: int | None) -> None:
         num_attention_heads=4,
         tensor_model_parallel_size=1,
         params_dtype=torch.float32,
-        features=Features(),
+        features=ArchitectureExtras(),
     )
     module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
     weights, results = torch.randn(24, 4, 8), []

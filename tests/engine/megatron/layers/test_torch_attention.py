@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaswift.engine.megatron.layers import softcap_attention, torch_attention
 from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams, TorchAttention
-from megaswift.families.model_spec import Features
+from megaswift.families.model_spec import ArchitectureExtras
 from tests.engine.masks import seen
 
 UNUSED = (torch.empty(0), torch.empty(0))
@@ -37,7 +37,7 @@ def test_documents_and_windows(monkeypatch, bounds, window, block):
         attention_dropout=0.0,
         softmax_type="vanilla",
         window_size=None if window is None else (window - 1, 0),
-        features=Features(),
+        features=ArchitectureExtras(),
     )
     module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
     rows = RowPackedSeqParams(24, torch.tensor(bounds), 1, 0)
@@ -51,7 +51,7 @@ def test_documents_and_windows(monkeypatch, bounds, window, block):
 def test_layers_share_masks():
     """One mask a micro-batch: a second call makes none."""
     config = SimpleNamespace(
-        kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=(2, 0), features=Features()
+        kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=(2, 0), features=ArchitectureExtras()
     )
     rows = RowPackedSeqParams(24, torch.tensor([0, 5, 24]), 1, 0)
     q, k, v = torch.randn(24, 1, 4, 8), torch.randn(24, 1, 2, 8), torch.randn(24, 1, 2, 8)
@@ -82,7 +82,7 @@ def test_blocks_under_context_parallelism(monkeypatch, rank, sinks):
         tensor_model_parallel_size=1,
         params_dtype=torch.float32,
         window_size=(4, 0),
-        features=Features(),
+        features=ArchitectureExtras(),
     )
     module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
     whole = torch.randn(64, 1, 2, 16)
@@ -108,7 +108,7 @@ def test_windows_may_skip_layers():
         softmax_type="vanilla",
         window_size=(2, 0),
         window_attn_skip_freq=[1, 0],
-        features=Features(),
+        features=ArchitectureExtras(),
     )
     groups = SimpleNamespace(cp=None)
     assert TorchAttention(config, 1, pg_collection=groups).window == 3
@@ -127,7 +127,7 @@ def test_soft_cap(monkeypatch, window, bytes_kept):
         attention_dropout=0.0,
         softmax_type="vanilla",
         window_size=None if window is None else (window - 1, 0),
-        features=Features(attention_softcap=0.7),
+        features=ArchitectureExtras(attention_softcap=0.7),
     )
     module = TorchAttention(config, 1, softmax_scale=0.5, pg_collection=SimpleNamespace(cp=None))
     weights = torch.randn(24, 4, 8)
@@ -168,7 +168,7 @@ def test_many_documents_cost_what_few_do(monkeypatch, ranks):
         "megaswift.engine.megatron.layers.torch_attention.gather_key_value_sequence", lambda x, *_: torch.cat([x, x])
     )
     config = SimpleNamespace(
-        kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=None, features=Features()
+        kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=None, features=ArchitectureExtras()
     )
     module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
     written = []

@@ -1,4 +1,6 @@
-"""The interface of a strategy (DDP, FSDP2, ZeRO): wrap, backward, step, whole tensors in and out."""
+"""The interface of a data-parallel strategy (DDP, FSDP2, ZeRO), and what several of them share: parameter groups, AdamW or
+SGD, learning rates, gradient clipping.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from megaswift.config.optim import OptimConfig
 WEIGHT, GRADIENT = "weight", "gradient"
 
 
-class Strategy(Protocol):
+class DataParallelStrategy(Protocol):
     """A wrapped model with its optimizer. Parameters go by their names in the model that was wrapped."""
 
     kind: str

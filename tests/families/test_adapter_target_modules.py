@@ -8,7 +8,7 @@ import pytest
 
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
-from megaswift.families.adapter_projections import select_projections
+from megaswift.families.adapter_target_modules import select_projections
 from tests.families.published import QWEN3_0_6B, QWEN3_30B_A3B
 from tests.families.published_moe import GPT_OSS_20B
 

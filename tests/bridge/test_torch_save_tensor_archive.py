@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megaswift.bridge.file_tensor import OpenFileReader, bytes_view
-from megaswift.bridge.torch_save_record import ALIGNMENT, locate_torch_save_tensor, torch_save_zip_frame
+from megaswift.bridge.torch_save_tensor_archive import ALIGNMENT, locate_torch_save_tensor, torch_save_zip_frame
 
 DTYPES = [
     torch.float32,
