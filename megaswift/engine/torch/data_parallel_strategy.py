@@ -1,5 +1,5 @@
-"""The interface of a data-parallel strategy (DDP, FSDP2, ZeRO), and what several of them share: parameter groups, AdamW or
-SGD, learning rates, gradient clipping.
+"""The interface of a data-parallel strategy (DDP, FSDP2, ZeRO), and what several of them share: parameter groups, AdamW
+or SGD, learning rates, gradient clipping.
 """
 
 from __future__ import annotations
