@@ -132,6 +132,45 @@ SIZES = {  # layers, width, MLP; the published sizes of Qwen3 0.6 B, 4 B and 8 B
 }
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"neftune_noise_alpha": 5}, "neftune_noise_alpha=5 needs a torch engine"),
+        ({"use_liger": True}, "use_liger=True needs a torch engine"),
+        ({"optimizer": "adafactor"}, "optimizer='adafactor' needs a torch engine"),
+        ({"train_type": "vera"}, "train_type='vera' needs a torch engine"),
+        ({"train_type": "lora", "quantization_bit": 4}, "quantization_bit=4 needs a torch engine"),
+        ({"freeze_vit": True}, "freeze_vit=True needs a torch engine"),
+    ],
+)
+def test_an_option_of_torch_engines_without_an_engine(
+    options: dict[str, object], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The default gives way with a line that says why; a named engine and a layout do not."""
+    model = str(write_model(tmp_path))
+    assert resolve_engine(SwiftConfig(model=model, **options), 2).engine.engine == "ddp"
+    assert f"engine ddp: {reason}; " in capsys.readouterr().err
+    for fixed in ({"engine": "megatron"}, {"tp": 2}):
+        with pytest.raises(ConfigError):
+            SwiftConfig(model=model, **fixed, **options)
+
+
+def test_a_model_of_torch_engines_without_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_model(tmp_path)
+    plain = SwiftConfig(model=str(folder))
+    assert resolve_engine(plain, 2).engine.engine == "megatron"
+    described = json.loads((folder / "config.json").read_text())
+    quantized = described | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
+    (folder / "config.json").write_text(json.dumps(quantized))
+    assert resolve_engine(plain, 2).engine.engine == "ddp"
+    assert "engine ddp: the native engine does not read gptq weights; " in capsys.readouterr().err
+    (folder / "config.json").write_text(json.dumps(described | {"model_type": "qwen3_next"}))
+    assert resolve_engine(plain, 2).engine.engine == "ddp"
+    assert "the native engine does not support model_type qwen3_next; " in capsys.readouterr().err
+    assert resolve_engine(SwiftConfig(model=str(folder), engine="megatron"), 2).engine.engine == "megatron"
+    assert resolve_engine(SwiftConfig(model=str(tmp_path / "none")), 2).engine.engine == "megatron", "preflight says it"
+
+
 def dense(name: str) -> ModelSpec:
     """A model of no family of about so many billions of parameters."""
     layers, width, inner = SIZES[name]
