@@ -3,9 +3,9 @@ do the same.
 
     python scripts/run_distributed.py --nproc_per_node 8 --config run.yaml --algorithm sft --learning_rate 2e-5
 
-is `megaswift sft run.yaml --nproc_per_node 8 --learning_rate 2e-5`: it checks the run, then starts the processes. With
-`--use_torchrun` torchrun is started at once, also for one process, and the processes check. Options after these go over
-the file.
+is `megaswift sft run.yaml --nproc_per_node 8 --learning_rate 2e-5`: it checks the run, then starts the processes.
+Without `--algorithm` the file names the task. With `--use_torchrun` torchrun is started at once, also for one process,
+and the processes check. Options after these go over the file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         "--nnodes", metavar="N", help="machines (NNODES); then --node_rank, --master_addr and --master_port as well"
     )
     made.add_argument("--config", metavar="FILE", help="YAML or JSON, as for megaswift sft FILE")
-    made.add_argument("--algorithm", metavar="TASK", help=", ".join(TASKS))
+    made.add_argument("--algorithm", metavar="TASK", help=f"{', '.join(TASKS)}; default: the file's, else sft")
     made.add_argument(
         "--use_torchrun",
         "--use-torchrun",
@@ -64,21 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     words = [*([mine.config] if mine.config else []), *counts, *rest]
     problems = []
-    if mine.algorithm not in TASKS:
-        given, fix = (
-            (f"--algorithm {mine.algorithm}", did_you_mean_hint(mine.algorithm, list(TASKS)))
-            if mine.algorithm
-            else ("--algorithm", "")
-        )
-        rule = f"is {'not a supported task' if mine.algorithm else 'missing'}; tasks are {', '.join(TASKS)}"
-        problems.append(Problem(given, rule, fix or "--algorithm sft"))
+    if mine.algorithm not in (None, *TASKS):
+        rule = f"is not a supported task; tasks are {', '.join(TASKS)}"
+        fix = did_you_mean_hint(mine.algorithm, list(TASKS)) or "--algorithm sft"
+        problems.append(Problem(f"--algorithm {mine.algorithm}", rule, fix))
     if not mine.config:
         problems.append(Problem("--config", "is missing", "--config run.yaml"))
     try:
         if problems:
             raise ConfigError(problems)
         if not mine.use_torchrun or is_launched_worker(os.environ):  # a worker's torchrun is there already
-            return entry.main(mine.algorithm, words)
+            return entry.main(mine.algorithm or load_config(None, words).task, words)
         cfg = load_config(mine.algorithm, words, complete=True)
         if cfg.launch.launcher != "torchrun":
             raise ConfigError(

@@ -61,8 +61,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "task_type": _TASKS,
     "num_labels": _TASKS,
     "problem_type": _TASKS,
-    "training_task": "use the command's name: megaswift sft, megaswift grpo; in a file: task",
-    "algorithm": "use the command's name: megaswift sft, megaswift grpo; in a file: task",
     "mode": "use the command's name: megaswift sft, megaswift infer",
     # what trains
     "sft_type": "--train_type",

@@ -60,6 +60,8 @@ RENAMED = {
     "lambda": "lam",
 }
 """Another toolkit's name -> the option of the same meaning and the same values."""
+TASK_SPELLINGS = ("training_task", "algorithm")
+"""Names of the task in other files."""
 SWITCHES = {
     "flash_attn": ("attn_impl", "flash"),
     "use_flash_attn": ("attn_impl", "flash"),
@@ -110,8 +112,8 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
             continue
         if meaning is not None:
             yield replace(given, name=meaning[0], value=meaning[1])
-        elif given.name in RENAMED:
-            yield replace(given, name=RENAMED[given.name])
+        elif given.name in RENAMED or given.name in TASK_SPELLINGS:
+            yield replace(given, name=RENAMED.get(given.name, "task"))
         elif given.name in _HOST:
             yield replace(given, name="rollout_server_url", value=_server_urls(given, givens))
         elif NAMES.get(given.name) == "train_type" and (switch := VARIANTS.get(text)) is not None:

@@ -7,7 +7,7 @@ import re
 from megaswift.config.differing_toolkit_defaults import MEGATRON_SWIFT, PAGE, SWIFT, TRL, differing_default_table_rows
 from megaswift.config.foreign_options import NAMES_ELSEWHERE, PRECISIONS, VALUES_ELSEWHERE
 from megaswift.config.neutral_options import NEUTRAL
-from megaswift.config.translated_options import RENAMED, SWITCHES
+from megaswift.config.translated_options import RENAMED, SWITCHES, TASK_SPELLINGS
 from tests.sources import ROOT
 
 DEFAULTS = ("option", "there", "here", "where")
@@ -28,7 +28,8 @@ def tables() -> dict[str, str]:
         (f"`{name}`", ", ".join(option.values) or "any value", option.reason)
         for name, option in sorted(NEUTRAL.items())
     ]
-    translated = [(f"`{name}`", f"`{option}`") for name, option in sorted(RENAMED.items())]
+    translated = [(f"`{name}`", "`task`") for name in TASK_SPELLINGS]
+    translated += [(f"`{name}`", f"`{option}`") for name, option in sorted(RENAMED.items())]
     translated += [(f"`{name}: true`", f"`{option}: {value}`") for name, (option, value) in sorted(SWITCHES.items())]
     translated += [(f"`{name}: true`", f"`torch_dtype: {dtype}`") for name, dtype in PRECISIONS.items()]
     found = {toolkit: rows(DEFAULTS, differing_default_table_rows(toolkit)) for toolkit in (SWIFT, MEGATRON_SWIFT, TRL)}

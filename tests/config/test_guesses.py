@@ -80,7 +80,7 @@ ANSWERS = [
     ("--vllm_tensor_parallel_size 2", "start a vLLM server: --rollout_backend vllm_server"),
     ("--split 949,50,1", "--split_dataset_ratio 0.01 (fraction"),
     ("-lr 1e-4", "--lr 1e-4"),
-    ("--training_task grpo", "use the command's name: megaswift sft, megaswift grpo"),
+    ("--training_task grpo", "megaswift grpo ..."),
     ("--lora_dtype bf16", "leave it out: adapters have the precision of --torch_dtype"),
     ("--vit_lr 1e-5", "leave it out: all parts use --learning_rate"),
     ("--hidden_size 4096", "leave it out: the model's config.json (--model DIR) sets it"),

@@ -30,7 +30,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line, parts",
     [
-        ("--config run.yaml", [f"--algorithm: is missing; {KNOWN}"]),
+        ("--config none.yaml", ["none.yaml: no such file"]),
         (
             "--config run.yaml --algorithm sfft",
             [f"--algorithm sfft: is not a supported task; {KNOWN}", "did you mean sft?"],
@@ -67,6 +67,18 @@ def test_without_use_torchrun_it_is_the_command(monkeypatch: pytest.MonkeyPatch)
     assert run_distributed.main(line.split()) == 7
     words = ["run.yaml", "--nproc_per_node", "2", "--nnodes", "1", "--lr", "3", "--min_lr", "-1", "--dataset", "a", "b"]
     assert seen == [("pt", words)]
+
+
+@pytest.mark.parametrize(
+    ("text", "task"),
+    [("training_task: grpo", "grpo"), ("algorithm: pt", "pt"), ("task: dpo", "dpo"), ("lr: 1e-4", "sft")],
+)
+def test_the_file_names_the_task(text: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(entry, "main", lambda task, words: seen.append(task) or 0)
+    (tmp_path / "run.yaml").write_text(f"{text}\n" + "reward_funcs: [length]\n" * (task == "grpo"))
+    assert run_distributed.main(["--config", str(tmp_path / "run.yaml"), "--nproc_per_node", "2"]) == 0
+    assert seen == [task]
 
 
 def test_with_use_torchrun_one_process_is_torchrun_s_too(monkeypatch: pytest.MonkeyPatch) -> None:
