@@ -60,7 +60,7 @@ def fsdp(*words: str, ranks: int = 2, mesh: tuple[int, ...] = (2,), keeps: bool 
     options = ("--engine", "fsdp2", *(("--fsdp", *words) if words else ()))
     return Way(
         options,
-        "FSDPFieldsModel",
+        "FSDPLossFieldsModel",
         ranks=ranks,
         parts=(2, 2),
         keeps=keeps,
