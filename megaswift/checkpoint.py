@@ -77,13 +77,14 @@ def _row(store: CheckpointStore, step: Path, verify: bool) -> tuple[str, ...]:
         problems = saved_step_integrity.damaged_file_problems(step)
         hashes = f"{len(problems)} of {len(files)} differ" if problems else "intact"
     facts = _engine_facts(step)
+    engine = "weights only" if manifest.get(saved_step_integrity.WEIGHTS_ONLY) else "unknown"
     return (
         str(manifest["step"]),
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved_at"])),
         f"{sum(entry['bytes'] for entry in files.values()) / 2**20:,.1f} MiB",
         f"{absent} of {len(files)} missing" if absent else f"{len(files)} complete",
         hashes,
-        str(facts.get("kind", "megatron")) if facts else "unknown",
+        str(facts.get("kind", "megatron")) if facts else engine,
         f"{manifest.get('task', '')} {facts.get('train_type', '')}".strip(),
         _layout(manifest),
         "latest" if step == store.latest() else "",

@@ -22,6 +22,8 @@ from megaswift import log
 from megaswift.errors import CheckpointError, Problem
 
 MARKER, POINTER = "manifest.json", "latest.json"
+WEIGHTS_ONLY = "weights_only"
+"""Key of a manifest: the step has neither optimizer nor random states, so that no run resumes from it."""
 STEP = re.compile(r"step-(\d+)")
 LONG = 5.0
 """Seconds of hashing that are worth a line."""

@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
 
 
-WEIGHTS_ONLY = "weights_only"
-"""Of a manifest: the step has no optimizer and random states."""
-
-
 class CheckpointHook(Hook):
     """Writes checkpoints. Stands last in the list: the lines of the step are on disk before it."""
 
@@ -73,7 +69,7 @@ class CheckpointHook(Hook):
         state = {**self.facts, "total_steps": loop.total_steps, "data": loop.source.state_dict(), "hooks": hooks}
         engines = {} if self.write_weights_only else {ENGINE: loop.engine, **loop.engines}
         if self.write_weights_only:
-            state[WEIGHTS_ONLY] = True
+            state[saved_step_integrity.WEIGHTS_ONLY] = True
         folder = distributed.run_on_rank0(lambda: self._open(loop.step, [*engines]))
         for name, engine in engines.items():
             engine.save(folder / name)
@@ -128,10 +124,10 @@ def restore_run(
     manifest = distributed.run_on_rank0(lambda: saved_step_integrity.load_manifest(folder))
     if isinstance(manifest, Problem):
         raise CheckpointError(manifest)
-    if manifest.get(WEIGHTS_ONLY):
+    if manifest.get(saved_step_integrity.WEIGHTS_ONLY):
         rule = "contains weights only (--save_only_model): a run needs the optimizer's states to resume"
-        fix = "--model FOLDER/hf, or --adapters FOLDER/adapter, starts from these weights"
-        raise CheckpointError(Problem(str(folder), rule, fix.replace("FOLDER", str(folder))))
+        part = f"--adapters {folder / 'adapter'}" if (folder / "adapter").is_dir() else f"--model {folder / 'hf'}"
+        raise CheckpointError(Problem(str(folder), rule, f"{part} starts from these weights"))
     problems = [*checkpoint_mismatch_problems(manifest, model), *damaged_file_problems_all_ranks(folder)]
     if problems:
         raise CheckpointError(problems)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megaswift.checkpoint import main
 from tests.parity.pool import RankError
 from tests.trainers.inputs import write_inputs
 from tests.trainers.runs import run
@@ -34,7 +35,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("engine", [("--tp", 2), ("--engine", "ddp")])
-def test_steps_are_hugging_face_folders(engine: tuple[str, object], inputs: list[str], tmp_path: Path) -> None:
+def test_steps_are_hugging_face_folders(
+    engine: tuple[str, object], inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The last one is the export; an earlier one differs, is smaller than a state, and is a model for another run."""
     out = tmp_path / "out"
     text = run(inputs, out, *OPTIONS, *engine)
@@ -45,6 +48,7 @@ def test_steps_are_hugging_face_folders(engine: tuple[str, object], inputs: list
     assert all(torch.equal(last[name], tensor) for name, tensor in export.items())
     assert any(not torch.equal(earlier[name], tensor) for name, tensor in export.items())
     assert "accepted without effect: --no_save_rng true" in text
+    assert main(["ls", str(out)]) == 0 and capsys.readouterr().out.count("weights only") == 2
     model = inputs.index("--model") + 1
     again = run(
         [*inputs[:model], str(steps[0]), *inputs[model + 1 :]],
@@ -55,7 +59,9 @@ def test_steps_are_hugging_face_folders(engine: tuple[str, object], inputs: list
         "none",
     )
     assert "step 1" in again
-    with pytest.raises(RankError, match=r"contains weights only \(--save_only_model\)"):
+    with pytest.raises(
+        RankError, match=r"(?s)contains weights only \(--save_only_model\).*--model .*step-4/hf starts from"
+    ):
         run(inputs, out, "--max_steps", 6, "--report_to", "none", "--resume_from_checkpoint", "latest", *engine)
 
 
