@@ -13,6 +13,7 @@ from megaswift.config.deepspeed_json import SCHEDULES, read_deepspeed_json
 from megaswift.config.engine import ZERO
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue
 from megaswift.config.sections import NAMES
+from megaswift.config.translated_options import RENAMED
 from megaswift.errors import ConfigError
 
 _BATCH = {
@@ -28,7 +29,8 @@ LINEAR_WARMUP = "its warmup is linear here (DeepSpeed's default: logarithmic; wa
 def source_from_deepspeed_file(sources: Sequence[ConfigSource]) -> ConfigSource:
     """What the file of the last `--deepspeed` says, as a source of its own; empty without a readable file, which the
     rules report."""
-    value = next((g.value for s in reversed(sources) for g in s.givens if NAMES.get(g.name) == "deepspeed"), None)
+    named = [g.value for s in sources for g in s.givens if "deepspeed" in (NAMES.get(g.name), RENAMED.get(g.name))]
+    value = named[-1] if named else None
     if isinstance(value, Mapping) and set(value) == {"config_path"}:
         value = value["config_path"]
     if not isinstance(value, str) or value in ZERO:

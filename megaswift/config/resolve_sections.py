@@ -12,6 +12,7 @@ from typing import Any
 
 from megaswift.config.adapter_rules import train_type_defaults
 from megaswift.config.data import ALIGNMENT, RL
+from megaswift.config.deepspeed_file_options import source_from_deepspeed_file
 from megaswift.config.differing_toolkit_defaults import differing_defaults_notice
 from megaswift.config.foreign_options import foreign_option_advice, foreign_value_advice
 from megaswift.config.generation_batch import BATCH_OPTIONS, DefaultAccumulation, default_accumulation_passes
@@ -109,7 +110,8 @@ def resolve_sections(
     others.
     """
     state = ResolveState(task=task)
-    for weight, source in enumerate(translate_rollout_correction_options(list(sources))):
+    read = list(sources)
+    for weight, source in enumerate([source_from_deepspeed_file(read), *translate_rollout_correction_options(read)]):
         _take(state, source, weight)
     state, sections = _without_superfluous(*_later_wins(state))
     problems = [*state.problems, *_check(sections, state), *(_missing(sections, state) if complete else ())]

@@ -9,7 +9,6 @@ from typing import Any
 
 from megaswift.config.accelerate_options import options_from_accelerate
 from megaswift.config.adapter_rules import train_type_defaults
-from megaswift.config.deepspeed_file_options import source_from_deepspeed_file
 from megaswift.config.launcher_environment import is_launched_worker
 from megaswift.config.option_rules import ignored_option_names
 from megaswift.config.option_sources import (
@@ -126,7 +125,6 @@ def load_config(
         if not is_launched_worker(environ):
             sources.append(launch_source_from_environment(environ))
         sources.append(ConfigSource(tuple(line.givens), tuple(line.problems)))
-        sources.insert(0, source_from_deepspeed_file(sources))
         return SwiftConfig.from_sources(task, sources, complete, beyond)
     except OSError as error:  # a value that is no path: the rules ask whether some of them exist
         raise storage_error(error) or error from None

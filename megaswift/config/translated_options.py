@@ -60,6 +60,8 @@ RENAMED = {
     "lambda": "lam",
 }
 """Another toolkit's name -> the option of the same meaning and the same values."""
+INTERVALS = {"eval_strategy": "eval_steps", "evaluation_strategy": "eval_steps", "save_strategy": "save_steps"}
+"""Options that unset an interval by the value `no`."""
 TASK_SPELLINGS = ("training_task", "algorithm")
 """Names of the task in other files."""
 SWITCHES = {
@@ -83,13 +85,12 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     **{(name, "true"): meaning for name, meaning in SWITCHES.items()},
     **{(name, "true"): ("torch_dtype", dtype) for name, dtype in PRECISIONS.items()},
     **{("mixed_precision", name): ("torch_dtype", dtype) for name, dtype in PRECISIONS.items()},
-    ("mixed_precision", "no"): ("torch_dtype", "float32"),
+    ("mixed_precision", "false"): ("torch_dtype", "float32"),
     ("bf16", "false"): ("torch_dtype", "float32"),
     ("sleep_level", "0"): ("rollout_sleep", False),
     ("sleep_level", "1"): ("rollout_sleep", True),
     ("sleep_level", "2"): ("rollout_sleep", True),
     ("fsdp", "fsdp2"): ("use_fsdp", True),
-    ("fsdp", "['fsdp2']"): ("use_fsdp", True),
 }
 """Another toolkit's name and value -> option and value; true and false stand for all their spellings."""
 _HOST, _PORT, _URL = ("vllm_server_host", "sglang_server_host"), ("vllm_server_port", "sglang_server_port"), "8000"
@@ -160,7 +161,9 @@ def _json_object(value: Any) -> dict[str, Any] | None:
 
 
 def _text(given: GivenOptionValue) -> str:
-    return "true" if given.value is None else str(given.value).strip().lower()
+    """In lower case; a flag without a value is true, and a list of one value is that value."""
+    value = given.value[0] if isinstance(given.value, list | tuple) and len(given.value) == 1 else given.value
+    return "true" if value is None else str(value).strip().lower()
 
 
 def _unused_names(values: dict[str, str]) -> set[str]:
@@ -170,10 +173,9 @@ def _unused_names(values: dict[str, str]) -> set[str]:
         unused.add("use_vllm" if values["use_vllm"] in TRUE else "vllm_mode")
     if any(name in values for name in _HOST):
         unused.update(_PORT)
-    if values.get("eval_strategy") == "no":
-        unused.update(name for name in values if NAMES.get(name) == "eval_steps")
-    if values.get("save_strategy") == "no":
-        unused.update(name for name in values if NAMES.get(name) == "save_steps")
+    for strategy, interval in INTERVALS.items():
+        if values.get(strategy) in FALSE:  # YAML reads `no` as false
+            unused.update(name for name in values if NAMES.get(name) == interval)
     off = {name for name in PRECISIONS if values.get(name) in FALSE}
     chosen = any(NAMES.get(n) == "torch_dtype" or (n in PRECISIONS and n not in off) for n in values)
     return unused | (off if chosen else off - {"bf16"})

@@ -157,7 +157,7 @@ def gae(
     `mask`.
 
     The token after a masked one is the next in the mask: what tools write passes no time. A document ends its episode;
-    several in one row are told apart by `documents`, int64 [b, s].
+    `documents`, int64 [b, s], numbers the documents of a row.
     """
     advantages = torch.zeros_like(values)
     after, carried = values.new_zeros(values.shape[0]), values.new_zeros(values.shape[0])

@@ -200,7 +200,7 @@ def _weighted(weights: Sequence[float], each: Sequence[float]) -> float:
 
 
 def _by_token(weights: Sequence[float], each: Sequence[Value], count: int) -> tuple[float, ...] | None:
-    """The weighted sum at each token; what is of the whole completion stands at its last one."""
+    """The weighted sum at each token; a reward of the whole completion is at its last token."""
     if not any(isinstance(value, tuple) for value in each):
         return None
     sums = [0.0] * count

@@ -59,7 +59,7 @@ class AsyncUserFunction(UserFunction):
 
 
 def import_user_file(path: Path, flag: str) -> Mapping[str, Any]:
-    """The names of a file. Modules beside it can be imported, after everything that is installed."""
+    """The names that a file defines. It can import modules of its own folder; installed packages have priority."""
     spec = importlib.util.spec_from_file_location(f"megaswift_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

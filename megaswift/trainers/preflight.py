@@ -18,7 +18,7 @@ from megaswift.config.deepspeed_json import missing_deepspeed_problems
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import capabilities_of, filled_deepspeed_config, requested_engine
 from megaswift.config.parse_option_values import option_value_text
-from megaswift.config.train import TRACKERS as TRACKER_NAMES
+from megaswift.config.train import TRACKERS
 from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems, set_to_non_default
 from megaswift.data.read_template_and_system import read_system_message, read_template
 from megaswift.data.resolve_dataset_files import resolve_dataset_files
@@ -60,12 +60,9 @@ EXPERT_OPTIONS = (
     "moe_shared_expert_overlap",
     "moe_expert_capacity_factor",
 )
-TRACKERS = {name: name for name in TRACKER_NAMES}
-"""Name in `report_to` -> the package it needs."""
-
 
 Check = tuple[Callable[[], Sequence[Problem]], type[UserError]]
-"""What looks for problems, and how they are told when they are the only ones."""
+"""A check, and the error that it raises when it alone has found problems."""
 
 
 def preflight(cfg: SwiftConfig, world_size: int) -> None:
@@ -301,11 +298,11 @@ def tracker_problems(report_to: Sequence[str]) -> list[Problem]:
     return [
         Problem(
             f"--report_to {name}",
-            f"the package {TRACKERS[name]} is not installed",
-            f"run pip install {TRACKERS[name]}, or leave it out of --report_to",
+            f"the package {name} is not installed",
+            f"run pip install {name}, or leave it out of --report_to",
         )
         for name in report_to
-        if name in TRACKERS and importlib.util.find_spec(TRACKERS[name]) is None
+        if name in TRACKERS and importlib.util.find_spec(name) is None
     ]
 
 

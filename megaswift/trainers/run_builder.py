@@ -250,8 +250,9 @@ class RunBuilder:
             facts["base"] = self.base
         checkpoint = CheckpointHook(outputs.store, train.save_steps, train.save_total_limit, facts)
         checkpoint.attach = partial(self.attach, engine)
-        sizes = engine.report()
-        checkpoint.size = sizes.optimizer_bytes + sizes.host_bytes  # of one rank: a checkpoint holds no less
+        if not train.save_only_model:
+            sizes = engine.report()
+            checkpoint.size = sizes.optimizer_bytes + sizes.host_bytes  # of one rank: a checkpoint holds no less
         if self.cfg.preference.sync_ref_model:
             checkpoint.beside = partial(self.keep_moved_reference, engine)
         if self.adapts:
@@ -295,7 +296,7 @@ class RunBuilder:
         }
 
     def speed(self, engine: Engine) -> ThroughputFormula:
-        """The FLOP rule of this model on these devices; others that train beside it add theirs to `rules`."""
+        """The FLOP formula of this model on these devices; other models of the run add theirs to `rules`."""
         self.rules.append(
             step_flop_formula(engine, self.spec, forward_pass_count_before_step(self.cfg, self.layout.dp))
         )

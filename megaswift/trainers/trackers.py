@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ def _thread_error(args: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(args)
 
 
-class TrackerHook(Hook):
+class TrackerHook(Hook, ABC):
     """A tracker on rank 0: scalars of metrics.jsonl as `train/...`, of eval.jsonl as `eval/...`."""
 
     def __init__(self, directory: Path) -> None:
@@ -63,22 +64,22 @@ class TrackerHook(Hook):
         if self.session is not None:
             self.send(scalars_of(prefix, line), line["step"])
 
+    @abstractmethod
     def open(self, step: int) -> Any:
         """The tracker's own object, for a run that starts after `step`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def send(self, scalars: dict[str, float], step: int) -> None:
         """Writes the figures of a step."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Flushes and ends the run."""
         if self.session is not None:
             self.end()
 
+    @abstractmethod
     def end(self) -> None:
         """What ends a run that was opened."""
-        raise NotImplementedError
 
 
 class TensorBoard(TrackerHook):

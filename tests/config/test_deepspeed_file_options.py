@@ -73,6 +73,19 @@ def test_a_malformed_part_sets_nothing(tmp_path: Path, content: dict[str, Any]) 
     assert load(tmp_path, content).given == {"model", "dataset", "deepspeed"}
 
 
+def test_python_and_other_names_of_the_option(tmp_path: Path) -> None:
+    """The file speaks however it is named."""
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(WHOLE))
+    for cfg in (
+        SwiftConfig(model="m", deepspeed=str(file)),
+        SwiftConfig(model="m", deepspeed={"config_path": str(file)}),
+        load_config("sft", [*GIVEN, "--deepspeed_config", str(file)], environ={}),
+        SwiftConfig(model="m", deepspeed=str(file)).replace(max_steps=3),
+    ):
+        assert cfg.optim.learning_rate == 3e-5 and cfg.train.global_batch_size == 64
+
+
 def test_a_missing_file_is_not_another_engine(tmp_path: Path) -> None:
     """The rules leave it to the check that names the file."""
     cfg = load_config("sft", [*GIVEN, "--deepspeed", "no.json", "--engine", "zero3"], environ={})

@@ -44,6 +44,8 @@ def test_tables_name_options_and_hide_none() -> None:
         ("--resume false", "resume_from_checkpoint", None),
         ("--eval_strategy no --eval_steps 50 --val_dataset v.jsonl", "eval_steps", None),
         ("--eval_strategy steps --eval_steps 50 --val_dataset v.jsonl", "eval_steps", 50),
+        ("--evaluation_strategy no --eval_steps 50 --val_dataset v.jsonl", "eval_steps", None),
+        ("--fsdp fsdp2", "use_fsdp", True),
         ("--save_strategy no --save_steps 50", "save_steps", None),
         ("--no_save_optim true", "save_only_model", True),
         ("--save_only_model true", "save_only_model", True),
@@ -80,6 +82,14 @@ def test_a_file_s_precision(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("fp16: false\nbf16: true\n")
     assert load_config("sft", [str(file), *GIVEN], environ={}).model.torch_dtype == "bfloat16"
+
+
+def test_yaml_s_no(tmp_path: Path) -> None:
+    """YAML reads `no` as false."""
+    file = tmp_path / "run.yaml"
+    file.write_text("mixed_precision: no\neval_strategy: no\neval_steps: 5\nsave_strategy: no\nsave_steps: 5\n")
+    cfg = load_config("sft", [str(file), *GIVEN, "--val_dataset", "v.jsonl"], environ={})
+    assert (cfg.model.torch_dtype, cfg.train.eval_steps, cfg.train.save_steps) == ("float32", None, None)
 
 
 def test_two_precisions_contradict_each_other() -> None:

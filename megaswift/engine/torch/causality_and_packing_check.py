@@ -31,8 +31,7 @@ BEFORE, DOCUMENT, END = 10, 14, 4
 LOSES_DOCUMENTS = ("gpt_oss",)
 """Families whose mask in transformers 5.23 ignores the positions, so that packed documents attend to each other."""
 EXACT, ROUNDED = 1e-3, 0.1
-"""The share of a change that counts as rounding, in float32 and in half precision; what leaks is of the size of the
-change."""
+"""Relative change that counts as rounding, in float32 and in half precision; a leak is as large as the change."""
 
 _TokenReader = Callable[[Batch], Tensor]
 """A batch of one row to a number a token [1, s]: a label's log-probability, or the value of a scalar head."""

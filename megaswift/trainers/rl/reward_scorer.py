@@ -38,8 +38,8 @@ class ScoredCompletion:
 
     @property
     def by_token(self) -> list[float] | None:
-        """The total by token that the model wrote: rewards of an environment's turns stand at the turns' last tokens,
-        those of the whole at the last of all. None where everything is of the whole.
+        """The total reward of each token that the model wrote: a turn's reward is at the turn's last token, a reward of
+        the whole conversation at the last token of all. None where all rewards are of the whole conversation.
         """
         conversation = self.completion
         if not isinstance(conversation, MultiTurnCompletion):
