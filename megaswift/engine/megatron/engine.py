@@ -28,6 +28,7 @@ from megaswift.config.transformer_engine_rules import missing_transformer_engine
 from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.checkpoint import save_load
+from megaswift.engine.megatron.checkpoint.optimizer_states import MainWeightFiller
 from megaswift.engine.megatron.export_hf_from_ranks import export_hf_folder_from_ranks
 from megaswift.engine.megatron.layers.layer_implementation import (
     TORCH,
@@ -122,9 +123,11 @@ class MegatronEngine:
         self._fill(RandomWeightSource(self.plan, self.spec, seed))
 
     def _fill(self, source: object) -> None:
+        if self.lora is None:
+            self.weights.load(source, MainWeightFiller(self.optimizer))
+            return
         self.weights.load(source)
-        if self.lora is not None:
-            self.lora.start(self.cfg.lora, self.cfg.train.seed)
+        self.lora.start(self.cfg.lora, self.cfg.train.seed)
         self.optimizer.reload_model_params()
 
     def freeze(self, patterns: Sequence[str]) -> None:

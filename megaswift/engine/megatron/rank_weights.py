@@ -144,16 +144,23 @@ class RankWeights:
         return (layout.etp, coords.etp) if entry.expert is not None else (layout.tp, coords.tp)
 
     @torch.no_grad()
-    def load(self, source: Any) -> None:
+    def load(self, source: Any, also_fill: Callable[[Tensor, Tensor], None] | None = None) -> None:
         """Fill every parameter from `source`, reading only this rank's slices. WeightsError where a value is not
-        finite."""
+        finite.
+
+        `also_fill(parameter, value)` gets each value as the file has it, before it is rounded to the parameter's
+        dtype.
+        """
         bad: list[str] = []
         for placed in self.placed:
             ranks, rank = self.tp_of(placed.entry)
             value = placed.entry.read(source, ranks, rank, self.padded)
             if not check_finite_weights.all_values_finite(value):
                 bad.extend(placed.entry.hf)
-            placed.held.copy_(value)
+            held = placed.held
+            held.copy_(value)
+            if also_fill is not None and isinstance(held, Tensor):
+                also_fill(held, value)
         check_finite_weights.raise_for_non_finite_tensors(bad)
 
     def stream(

@@ -174,6 +174,37 @@ def store_filled_states(optimizer: MegatronOptimizer, filled: list[StateSlice]) 
                 s.compact.fill(s.tensors[MAIN])
 
 
+class MainWeightFiller:
+    """Fills main weights with values of the weights before these are rounded to 16 bits."""
+
+    def __init__(self, optimizer: MegatronOptimizer) -> None:
+        parts = optimizer_parts(optimizer)
+        if any(holds_main_weights(part) for part in parts):
+            materialize_states(optimizer)
+        self._parts = parts
+        self._slices = {id(s.weight): s for s in state_slices(optimizer)}
+
+    @torch.no_grad()
+    def __call__(self, weight: Tensor, value: Tensor) -> None:
+        """`value` has the shape of `weight`, in any dtype; a weight that does not train, or that is its own main
+        weight, is left alone."""
+        s = self._slices.get(id(weight))
+        if s is None or MAIN not in s.tensors:
+            return
+        main = value.reshape(-1)[s.start : s.end].to(torch.float32)
+        if s.compact is not None:
+            s.compact.fill(main)
+            return
+        s.tensors[MAIN].view(-1).copy_(main)
+        for part in self._parts:
+            if isinstance(part, DistributedOptimizer) and holds_main_weights(part) and _owns(part, weight):
+                part._set_main_param_and_optimizer_states(weight, s.tensors)
+
+
+def _owns(part: DistributedOptimizer, weight: Tensor) -> bool:
+    return weight in part.model_param_group_index_map
+
+
 def _counts_by_weight(part: MegatronOptimizer) -> bool:
     """torch's Adam counts steps per weight; Transformer Engine's and apex's per group."""
     inner = part.optimizer
