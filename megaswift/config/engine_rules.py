@@ -47,6 +47,7 @@ NATIVE_ONLY = (
     "recompute_modules",
     "fp8_format",
     "fp8_recipe",
+    "fp8_param_gather",
     "moe_token_dispatcher_type",
     "moe_grouped_gemm",
     "moe_permute_fusion",

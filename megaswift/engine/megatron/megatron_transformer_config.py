@@ -109,6 +109,7 @@ def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerImplementationChoic
         fields["recompute_modules"] = list(m.recompute_modules)
     if m.fp8_format:
         fields["fp8_recipe"] = m.fp8_recipe
+        fields["fp8_param"] = m.fp8_param_gather
     if attention and m.attn_impl in ("flash", "fused", "unfused"):
         fields["attention_backend"] = AttnBackend[m.attn_impl]
     return fields

@@ -17,6 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
+from megaswift.engine.megatron.fp8_weights import is_fp8_weight
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.optimizer import holds_main_weights, optimizer_parts
 
@@ -119,7 +120,8 @@ def _whole(part: MegatronOptimizer) -> Iterator[StateSlice]:
 def _kept(tensors: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
     """Without the step counter, and without a main weight that is the weight itself."""
     main = tensors.get(MAIN)
-    same = main is not None and not main.is_meta and _storage(main) == _storage(weight)
+    apart = main is None or main.is_meta or is_fp8_weight(weight)
+    same = main is not None and not apart and _storage(main) == _storage(weight)
     return {k: t for k, t in tensors.items() if isinstance(t, Tensor) and k != "step" and not (k == MAIN and same)}
 
 
