@@ -104,6 +104,12 @@ class ModelConfig:
         aliases=("fp8_param",),
         tasks=("sft", "pt", "rm", "orpo", "cpo", "simpo"),  # a reference model's weights are exchanged with these
     )
+    megatron_extra_kwargs: dict[str, str] = option(
+        {}, "Other fields of Megatron-Core's TransformerConfig; results are not proven", metavar="JSON"
+    )
+    megatron_architecture: dict[str, str] = option(
+        {}, "Megatron-LM's architecture options; compared with config.json", metavar="NAME=VALUE..."
+    )
     moe_aux_loss_coeff: float | None = option(
         None,
         "MoE load-balancing loss coefficient; unset: from the model's config.json",
