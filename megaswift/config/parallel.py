@@ -93,7 +93,25 @@ class ParallelConfig:
         None, "Overlap parameter gather and forward (needs overlap_grad_reduce); unset: on GPU"
     )
     overlap_p2p_comm: bool | None = option(None, "Overlap pipeline communication with compute; unset: if vpp > 1")
-    tp_comm_overlap: bool = option(False, "Overlap tensor-parallel communication with compute; not supported yet")
+    tp_comm_overlap: bool = option(
+        False,
+        "Overlap tensor-parallel communication with matrix products (Transformer Engine); pads rows to max_length",
+    )
+    tp_comm_overlap_cfg: str | None = option(
+        None, "YAML file of Transformer Engine's settings for each overlapped product", metavar="FILE"
+    )
+    tp_comm_bootstrap_backend: str = option(
+        "nccl", "Backend that sets tp_comm_overlap's buffers up", choices=("nccl", "mpi", "gloo"), metavar="BACKEND"
+    )
+    tp_comm_overlap_ag: bool = option(True, "With tp_comm_overlap: overlap all-gathers")
+    tp_comm_overlap_rs: bool = option(True, "With tp_comm_overlap: overlap reduce-scatters of the forward pass")
+    tp_comm_overlap_rs_dgrad: bool = option(
+        False, "With tp_comm_overlap: overlap reduce-scatters of input gradients with their own product"
+    )
+    tp_comm_bulk_dgrad: bool = option(True, "With tp_comm_overlap: gather inputs beside the input gradient's product")
+    tp_comm_bulk_wgrad: bool = option(
+        True, "With tp_comm_overlap: reduce-scatter input gradients beside the weight gradient's product"
+    )
     ddp_timeout: int = option(600, "Timeout of a collective; the run ends when it expires", minimum=1, unit="seconds")
 
     @property

@@ -30,6 +30,7 @@ from megaswift.engine.megatron.layers.vocab_parallel_embedding import UnsyncedVo
 from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs
+from megaswift.engine.megatron.tp_comm_overlap import create_user_buffers
 from megaswift.families.model_spec import ArchitectureExtras, ModelSpec
 from megaswift.losses.contract import RequestedModelOutputs
 
@@ -171,6 +172,7 @@ def build_model_chunks(
 ) -> list[SwiftGPT]:
     """This rank's model chunks, without wrappers and with weights still to be loaded."""
     layout, coords = context.layout, context.coordinates
+    create_user_buffers(config)
     inv_freq, _ = inverse_frequencies(spec)
     chunks = []
     for i in range(layout.vpp):
