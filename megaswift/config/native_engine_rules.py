@@ -13,16 +13,21 @@ _FULL = "needs recompute_granularity full"
 TP_COMM_OPTIONS: dict[str, tuple[Any, ...]] = {
     "tp_comm_overlap_cfg": (None,),
     "tp_comm_bootstrap_backend": ("nccl",),
-    "tp_comm_overlap_ag": (False,),
-    "tp_comm_overlap_rs": (False,),
+    "tp_comm_overlap_ag": (),
+    "tp_comm_overlap_rs": (),
     "tp_comm_overlap_rs_dgrad": (False,),
-    "tp_comm_bulk_dgrad": (False,),
-    "tp_comm_bulk_wgrad": (False,),
+    "tp_comm_bulk_dgrad": (None, False),
+    "tp_comm_bulk_wgrad": (None, False),
 }
 """Options that tp_comm_overlap reads, and the values that ask for nothing without it."""
 _ONE_STAGE = "needs pipeline_parallel_size > 1"
 _NO_FULL: Test = lambda c: c.model.recompute_granularity != "full"  # noqa: E731
 _NO_PP: Test = lambda c: c.parallel.pipeline_parallel_size == 1  # noqa: E731
+
+
+def has_frozen_weights(c: Sections) -> bool:
+    """Whether some of the model's weights do not train."""
+    return c.model.train_type != "full" or bool(c.model.freeze_parameters)
 
 
 def _recomputes(c: Sections, *parts: str) -> bool:
@@ -149,6 +154,15 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         "overlaps the exchanges of sequence parallelism",
         "--sequence_parallel true",
     ),
+    *(
+        ConflictingOptions(
+            (name, "train_type", "freeze_parameters"),
+            lambda c, name=name: getattr(c.parallel, name) and has_frozen_weights(c),  # type: ignore[misc]
+            "runs beside the product of a weight gradient (Transformer Engine), which frozen weights do not have",
+            f"--{name} false",
+        )
+        for name in ("tp_comm_bulk_dgrad", "tp_comm_bulk_wgrad")
+    ),
     ConflictingOptions(
         ("tp_comm_overlap", "transformer_impl"),
         lambda c: c.parallel.tp_comm_overlap and c.model.transformer_impl == "torch",
@@ -164,12 +178,6 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         ),
         "supports the FP8 recipes delayed and tensorwise",
         "--fp8_recipe tensorwise",
-    ),
-    ConflictingOptions(
-        ("tp_comm_overlap",),
-        lambda c: c.parallel.tp_comm_overlap and c.task not in ("sft", "pt"),
-        "needs micro-batches of one shape, which the tasks sft and pt have",
-        "--tp_comm_overlap false",
     ),
     ConflictingOptions(
         ("recompute_modules", "recompute_granularity", "fp8_format", "fp8_recipe"),

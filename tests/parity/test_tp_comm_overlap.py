@@ -16,7 +16,7 @@ import torch
 from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import global_batch, parse
-from tests.parity.check import check
+from tests.parity.check import TRAIN, check
 from tests.parity.measure import Task, build, train
 from tests.parity.pool import RankError, shared
 from tests.parity.references import References
@@ -133,6 +133,27 @@ SLOW: list[tuple[str, str, Mapping[str, Any]]] = [
 @pytest.mark.parametrize(("release", "text", "options"), SLOW)
 def test_layouts(release: str, text: str, options: Mapping[str, Any], references: References) -> None:
     assert FPROP - {"qkv_fprop", "fc1_fprop"} <= overlapped(text, references, release, **options)[0]
+
+
+SAME: list[tuple[str, dict[str, Any]]] = [
+    ("dense tp2 sp te packed", {"train_type": "lora", "lora_rank": 4}),
+    ("dense tp2 sp te", {"freeze_parameters": ("mlp",)}),
+    ("dense tp2 sp te", {"torch_dtype": "bfloat16", "fp8_format": "hybrid"}),
+    ("dense tp2 sp te", {"torch_dtype": "bfloat16", "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}),
+]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("text", "options"), SAME, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v)))
+def test_no_bit_differs_with_overlap(text: str, options: dict[str, Any], references: References) -> None:
+    """Frozen weights, whose products have no gradient to overlap with, and quantized buffers."""
+    numbers = []
+    for case in (parse(text), parse(f"{text} ub")):
+        folder, recipe, _ = references.of(case)
+        numbers.append(shared(OLD).run(TRAIN, Task(case, folder, recipe, options=options), case.world)[0])
+    one, other = numbers
+    assert one.losses == other.losses and one.losses[0] != one.losses[1]
+    assert all(torch.equal(g, other.gradients[name]) for name, g in one.gradients.items())
 
 
 @pytest.mark.process

@@ -6,6 +6,7 @@ modules choose what goes through them by Megatron-Core's `tp_comm_*` fields. Pas
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from typing import Any
@@ -13,28 +14,32 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaswift.config import SwiftConfig
+from megaswift.config.native_engine_rules import has_frozen_weights
 from megaswift.engine.megatron.layers.layer_implementation import TORCH, LayerImplementationChoice
 from megaswift.errors import ConfigError, Problem
 
 OPTION = "--tp_comm_overlap true"
 _OFF = "--tp_comm_overlap false"
-SWITCHES = (
-    "tp_comm_overlap_ag",
-    "tp_comm_overlap_rs",
-    "tp_comm_overlap_rs_dgrad",
-    "tp_comm_bulk_dgrad",
-    "tp_comm_bulk_wgrad",
-    "tp_comm_bootstrap_backend",
-)
-"""Options under the names of Megatron-Core's fields."""
+SWITCHES = ("tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_overlap_rs_dgrad", "tp_comm_bootstrap_backend")
+BULK = ("tp_comm_bulk_dgrad", "tp_comm_bulk_wgrad")
+"""Options under the names of Megatron-Core's fields. `BULK`: an exchange beside a product of other data. Transformer
+Engine reduces an input's gradient in the product of the weight's, which a frozen weight does not have (2.12, 2.20)."""
 _shape: list[int] | None = None
 """Of the buffers of this process, [tokens, hidden size]; None where there are none."""
 
 
 def tp_comm_overlap_fields(cfg: SwiftConfig) -> dict[str, Any]:
     """Megatron-Core's fields."""
-    p = cfg.parallel
-    return {"tp_comm_overlap": p.tp_comm_overlap} | {name: getattr(p, name) for name in SWITCHES}
+    p, trains = cfg.parallel, not has_frozen_weights(cfg)
+    fields = {"tp_comm_overlap": p.tp_comm_overlap} | {name: getattr(p, name) for name in SWITCHES}
+    return fields | {name: trains if getattr(p, name) is None else getattr(p, name) for name in BULK}
+
+
+def tp_comm_overlap_text(config: TransformerConfig) -> str:
+    """For the first screen; empty without."""
+    if not config.tp_comm_overlap:
+        return ""
+    return f", tensor-parallel communication overlapped (rows padded to {config.tp_comm_tokens} tokens a micro-batch)"
 
 
 def check_tp_comm_overlap(cfg: SwiftConfig, choice: LayerImplementationChoice, latent: bool) -> None:
@@ -47,8 +52,7 @@ def check_tp_comm_overlap(cfg: SwiftConfig, choice: LayerImplementationChoice, l
         raise ConfigError(
             Problem(OPTION, "Megatron-Core does not support it for models with latent attention (MLA)", _OFF)
         )
-    import transformer_engine_torch as tex
-
+    tex = importlib.import_module("transformer_engine_torch")
     if not tex.device_supports_multicast() and os.environ.get("UB_SKIPMC", "0") != "1":
         why = (
             "this GPU or its driver has no CUDA multicast; Transformer Engine then needs UB_SKIPMC=1 in the environment"
