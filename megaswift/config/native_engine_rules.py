@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
 
 _GRANULARITY = ("recompute_granularity",)
 _FULL = "needs recompute_granularity full"
+TP_COMM_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "tp_comm_overlap_cfg": (None,),
+    "tp_comm_bootstrap_backend": ("nccl",),
+    "tp_comm_overlap_ag": (),
+    "tp_comm_overlap_rs": (),
+    "tp_comm_overlap_rs_dgrad": (False,),
+    "tp_comm_bulk_dgrad": (None, False),
+    "tp_comm_bulk_wgrad": (None, False),
+}
+"""Options that tp_comm_overlap reads, and the values that ask for nothing without it."""
 _ONE_STAGE = "needs pipeline_parallel_size > 1"
 _NO_FULL: Test = lambda c: c.model.recompute_granularity != "full"  # noqa: E731
 _NO_PP: Test = lambda c: c.parallel.pipeline_parallel_size == 1  # noqa: E731
+
+
+def has_frozen_weights(c: Sections) -> bool:
+    """Whether some of the model's weights do not train."""
+    return c.model.train_type != "full" or bool(c.model.freeze_parameters)
 
 
 def _recomputes(c: Sections, *parts: str) -> bool:
@@ -95,6 +111,25 @@ MODEL_IGNORED: tuple[IgnoredOption, ...] = (
         notice=True,
     ),
     IgnoredOption(
+        "tp_comm_overlap",
+        ("tensor_parallel_size",),
+        lambda c: c.parallel.tensor_parallel_size == 1,
+        "needs tensor_parallel_size > 1",
+        "--tensor_parallel_size 2",
+        notice=True,
+    ),
+    *(
+        IgnoredOption(
+            name,
+            ("tp_comm_overlap",),
+            lambda c: not c.parallel.tp_comm_overlap,
+            "needs tp_comm_overlap",
+            "--tp_comm_overlap true",
+            neutral,
+        )
+        for name, neutral in TP_COMM_OPTIONS.items()
+    ),
+    IgnoredOption(
         "virtual_pipeline_parallel_size",
         ("pipeline_parallel_size",),
         _NO_PP,
@@ -155,10 +190,35 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         "--virtual_pipeline_parallel_size 2",
     ),
     ConflictingOptions(
-        ("tp_comm_overlap",),
-        lambda c: c.parallel.tp_comm_overlap,
-        "needs Transformer Engine's communication buffers (initialize_ub), which this version does not set up",
-        "--tp_comm_overlap false",
+        ("tp_comm_overlap", "sequence_parallel"),
+        lambda c: c.parallel.tp_comm_overlap and c.parallel.sequence_parallel is False,
+        "overlaps the exchanges of sequence parallelism",
+        "--sequence_parallel true",
+    ),
+    *(
+        ConflictingOptions(
+            (name, "train_type", "freeze_parameters"),
+            lambda c, name=name: getattr(c.parallel, name) and has_frozen_weights(c),  # type: ignore[misc]
+            "runs beside the product of a weight gradient (Transformer Engine), which frozen weights do not have",
+            f"--{name} false",
+        )
+        for name in ("tp_comm_bulk_dgrad", "tp_comm_bulk_wgrad")
+    ),
+    ConflictingOptions(
+        ("tp_comm_overlap", "transformer_impl"),
+        lambda c: c.parallel.tp_comm_overlap and c.model.transformer_impl == "torch",
+        "needs Transformer Engine's layers",
+        "--transformer_impl transformer_engine",
+    ),
+    ConflictingOptions(
+        ("tp_comm_overlap", "fp8_format", "fp8_recipe"),
+        lambda c: (
+            c.parallel.tp_comm_overlap
+            and c.model.fp8_format is not None
+            and c.model.fp8_recipe not in ("delayed", "tensorwise")
+        ),
+        "supports the FP8 recipes delayed and tensorwise",
+        "--fp8_recipe tensorwise",
     ),
     ConflictingOptions(
         ("recompute_modules", "recompute_granularity", "fp8_format", "fp8_recipe"),

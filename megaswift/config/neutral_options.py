@@ -47,6 +47,9 @@ _SAMPLER_LIMIT = "--max_length, prompt plus completion, is the sampler's limit"
 _STEPS = "--{0}_steps N sets the interval; without it only at the end"
 _WORKERS = "--dataloader_num_workers threads read ahead and last for the whole run"
 
+_TP_COMM = "Transformer Engine reads --tp_comm_overlap_{0}"
+_ATOMIC = "`atomic_gemm: true` in the file of --tp_comm_overlap_cfg"
+
 _BACKEND = NeutralOption(
     ("nccl", "gloo"),
     "the backend follows the device: nccl on GPUs, gloo on CPUs",
@@ -108,6 +111,11 @@ NEUTRAL: dict[str, NeutralOption] = {
     ),
     "vllm_enforce_eager": NeutralOption(EITHER, "CUDA graphs change no result"),
     "vllm_max_lora_rank": NeutralOption(ANY, "it follows --lora_rank"),
+    # tensor parallelism
+    "tp_comm_split_ag": NeutralOption(ON, _TP_COMM.format("ag"), "--tp_comm_overlap_ag false"),
+    "tp_comm_split_rs": NeutralOption(ON, _TP_COMM.format("rs"), "--tp_comm_overlap_rs false"),
+    "tp_comm_atomic_ag": NeutralOption(OFF, _TP_COMM.format("ag"), _ATOMIC),
+    "tp_comm_atomic_rs": NeutralOption(OFF, _TP_COMM.format("rs"), _ATOMIC),
     # data parallelism
     "ddp_find_unused_parameters": NeutralOption(EITHER, "gradients of unused parameters are zero"),
     "find_unused_parameters": NeutralOption(EITHER, "gradients of unused parameters are zero"),

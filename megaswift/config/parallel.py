@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from megaswift.config.option import option
 
+_SUPERVISED = ("sft", "pt")
+"""Tasks whose micro-batches have one shape."""
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -93,7 +96,30 @@ class ParallelConfig:
         None, "Overlap parameter gather and forward (needs overlap_grad_reduce); unset: on GPU"
     )
     overlap_p2p_comm: bool | None = option(None, "Overlap pipeline communication with compute; unset: if vpp > 1")
-    tp_comm_overlap: bool = option(False, "Overlap tensor-parallel communication with compute; not supported yet")
+    tp_comm_overlap: bool = option(
+        False, "Overlap tensor-parallel communication with products; pads rows to max_length", tasks=_SUPERVISED
+    )
+    tp_comm_overlap_cfg: str | None = option(
+        None, "YAML file: Transformer Engine's settings of each product", metavar="FILE", tasks=_SUPERVISED
+    )
+    tp_comm_bootstrap_backend: str = option(
+        "nccl",
+        "Backend that sets up tp_comm_overlap",
+        choices=("nccl", "mpi", "gloo"),
+        metavar="BACKEND",
+        tasks=_SUPERVISED,
+    )
+    tp_comm_overlap_ag: bool = option(True, "tp_comm_overlap of all-gathers", tasks=_SUPERVISED)
+    tp_comm_overlap_rs: bool = option(True, "tp_comm_overlap of forward reduce-scatters", tasks=_SUPERVISED)
+    tp_comm_overlap_rs_dgrad: bool = option(
+        False, "Overlap reduce-scatters of input gradients with their own product", tasks=_SUPERVISED
+    )
+    tp_comm_bulk_dgrad: bool | None = option(
+        None, "Gather inputs beside input-gradient products; unset: no weight is frozen", tasks=_SUPERVISED
+    )
+    tp_comm_bulk_wgrad: bool | None = option(
+        None, "Scatter gradients beside weight-gradient products; unset: as above", tasks=_SUPERVISED
+    )
     ddp_timeout: int = option(600, "Timeout of a collective; the run ends when it expires", minimum=1, unit="seconds")
 
     @property

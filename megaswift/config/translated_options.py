@@ -79,6 +79,10 @@ SWITCHES = {
     "use_ray": ("launcher", "ray"),
     "moe_enable_deepep": ("moe_token_dispatcher_type", "flex"),
     "resume": ("resume_from_checkpoint", "latest"),
+    "disable_tp_comm_overlap_ag": ("tp_comm_overlap_ag", False),
+    "disable_tp_comm_overlap_rs": ("tp_comm_overlap_rs", False),
+    "disable_tp_comm_bulk_dgrad": ("tp_comm_bulk_dgrad", False),
+    "disable_tp_comm_bulk_wgrad": ("tp_comm_bulk_wgrad", False),
 }
 """Another toolkit's switch -> the option and the value that it means; switched off it means nothing."""
 VALUES: dict[tuple[str, str], tuple[str, Any]] = {

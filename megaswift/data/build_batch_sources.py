@@ -167,6 +167,7 @@ def build_train_and_eval_sources(
     """
     words = tokenizer_of_tokenizer_or_processor(tokenizer)
     shape = padding_shape_of(words, geometry)
+    training_shape = replace(shape, minimum=data.max_length) if geometry.full_length else shape
     per_device = train.per_device_eval_batch_size or geometry.per_device
     apart = replace(geometry, per_device=per_device, accumulation=1)
     check_data_options_for_task(data, task)
@@ -180,7 +181,7 @@ def build_train_and_eval_sources(
         elif data.val_dataset:
             evaluation = make_document_rows(_held_out(data, tokenizer, task), data.packing, data.max_length, shape)
         vocab_check.check_dataset_token_ids([] if evaluation is None else [evaluation.docs], words, geometry.vocabulary)
-        stream = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, shape), prompt_labels)
+        stream = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, training_shape), prompt_labels)
         stream.watched = vocab_check.tokenizer_exceeds_embedding(words, geometry.vocabulary)
         source: BatchSource = stream
     else:
@@ -198,7 +199,10 @@ def build_train_and_eval_sources(
                 if d is not None
             ]
         vocab_check.check_dataset_token_ids([r.docs for r in rows], words, geometry.vocabulary)
-        source, evaluation = _stored(rows[0], data, train, (geometry, shape)), rows[1] if len(rows) > 1 else None
+        source, evaluation = (
+            _stored(rows[0], data, train, (geometry, training_shape)),
+            rows[1] if len(rows) > 1 else None,
+        )
     return source, None if evaluation is None else EvaluationSource(evaluation, apart, shape)
 
 

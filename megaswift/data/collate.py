@@ -28,11 +28,13 @@ class PaddingShape:
     row_multiple: int = 1
     """Rows are padded to a multiple of this."""
     pad_id: int = 0
+    minimum: int = 0
+    """Tokens that every row is padded to at least."""
 
     def row_length(self, tokens: int) -> int:
         """The length of a row for so many tokens: the next multiple."""
         unit = lcm(self.doc_multiple, self.row_multiple)
-        return -(-max(tokens, 1) // unit) * unit
+        return -(-max(tokens, self.minimum, 1) // unit) * unit
 
     def packed_length(self, row: Sequence[Document]) -> int:
         """The length of a packed row: its documents, each padded, and the row's own padding."""

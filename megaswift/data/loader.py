@@ -49,6 +49,8 @@ class LoaderGeometry:
     """Each row's length is a multiple of it (TP x CP and the like)."""
     uniform: bool = False
     """All micro-batches of a step have one length (pipelines)."""
+    full_length: bool = False
+    """All rows of training are padded to max_length (buffers of one shape)."""
     seed: int = 42
     vocabulary: int = 0
     """Rows of the model's embedding; 0: not known."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaswift import distributed
+from megaswift.device_copy import copy_to_device_async
 from megaswift.engine.protocol import MicrobatchLoss
 from megaswift.losses.contract import (
     Batch,
@@ -62,7 +63,7 @@ def count_global_batch(microbatches: Sequence[Batch], loss: Loss, context: Objec
         real = [batch.tokens, batch.label_tokens, int(batch.tokens > 0)]
         sums += torch.tensor([*(counts[n] for n in names), *real], dtype=torch.float64)
     if context.layout.dp > 1:
-        sums = sums.to(context.device)
+        sums = copy_to_device_async(sums, context.device)
         dist.all_reduce(sums, group=context.groups.dp)
     values = sums.tolist()
     return GlobalBatchCounts(
@@ -154,7 +155,7 @@ def _reduce(values: dict[str, float], op: dist.ReduceOp.RedOpType, context: Obje
     if not values or context.layout.dp == 1:
         return values
     names = sorted(values)
-    tensor = torch.tensor([values[n] for n in names], dtype=torch.float64, device=context.device)
+    tensor = copy_to_device_async(torch.tensor([values[n] for n in names], dtype=torch.float64), context.device)
     dist.all_reduce(tensor, op, context.groups.dp)
     return dict(zip(names, tensor.tolist(), strict=True))
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaswift.device_copy import copy_to_device_async
 from megaswift.errors import Problem, UserError
 from megaswift.rollout.kv_cache import STEP, build_preallocated_cache, keep_rows
 from megaswift.rollout.sampler import Completion, SamplingParams
@@ -28,11 +29,11 @@ class DecodingBatch:
         self.model, self.sampling, self.device = model, sampling, model.device
         self.draws = RowGenerators(seeds, self.device) if sampling.temperature else None
         unique = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-        self.origin = torch.tensor([unique[p] for p in prompts], device=self.device)
+        self.origin = copy_to_device_async(torch.tensor([unique[p] for p in prompts]), self.device)
         self.width = max(map(len, unique))
         self.cache = build_preallocated_cache(model.config, self.origin, self.width + min(sampling.max_tokens, STEP))
-        self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=self.device)
-        self.lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+        self.stops = copy_to_device_async(torch.tensor(sampling.stop_token_ids, dtype=torch.long), self.device)
+        self.lengths = copy_to_device_async(torch.tensor([len(p) for p in prompts]), self.device)
         """[rows]: length of each row's prompt, also the position of its first completion token."""
         columns = self.width + sampling.max_tokens if len({len(p) for p in unique}) > 1 else 0
         self.mask = torch.ones(len(prompts), columns, dtype=torch.bool, device=self.device) if columns else None
@@ -47,10 +48,9 @@ class DecodingBatch:
 
     def read(self) -> Tensor:
         """Prefills the prompts; returns logits [rows, V] of the first token."""
-        ids = torch.tensor(
-            [[0] * (self.width - len(p)) + list(p) for p in self.unique], device=self.device
-        )  # [prompts, width]
-        lengths = torch.tensor([len(p) for p in self.unique], device=self.device)
+        padded_prompts = torch.tensor([[0] * (self.width - len(p)) + list(p) for p in self.unique])
+        ids = copy_to_device_async(padded_prompts, self.device)  # [prompts, width]
+        lengths = copy_to_device_async(torch.tensor([len(p) for p in self.unique]), self.device)
         columns = torch.arange(self.width, device=self.device)
         positions = (columns - (self.width - lengths[:, None])).clamp(min=0)
         padded = None if self.mask is None else columns >= self.width - lengths[:, None]

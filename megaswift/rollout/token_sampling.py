@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megaswift.device_copy import copy_to_device_async
 from megaswift.rollout.sampler import SamplingParams
 
 BLOCK = 128
@@ -37,7 +38,8 @@ class RowGenerators:
         """[rows] float64 in [0, 1), for the token of this step; steps must be consecutive."""
         if step % BLOCK == 0:
             numbers = [torch.rand(BLOCK, generator=g, dtype=torch.float64) for g in self.generators]
-            self.block = torch.stack(numbers, 1).clamp_(max=LARGEST).to(self.device)  # [BLOCK, rows]
+            drawn = torch.stack(numbers, 1).clamp_(max=LARGEST)
+            self.block = copy_to_device_async(drawn, self.device)  # [BLOCK, rows]
         return self.block[step % BLOCK]
 
     def keep(self, rows: Tensor) -> None:

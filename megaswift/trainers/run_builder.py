@@ -5,7 +5,6 @@ Owns which part gets which option. Nothing here trains.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -38,6 +37,7 @@ from megaswift.losses.contract import Batch
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit
 from megaswift.parallel.rank_grid import rank_grid_text
+from megaswift.parallel.row_padding import fp8_token_multiple, row_padding_multiple
 from megaswift.trainers.batch_transforms import (
     BatchTransform,
     batch_logprobs,
@@ -132,6 +132,7 @@ class RunBuilder:
             doc_multiple=2 * layout.cp if layout.cp > 1 else 1,
             row_multiple=row_padding_multiple(layout, fp8_token_multiple(self.cfg, layout.sequence_parallel)),
             uniform=layout.pp > 1,
+            full_length=self.cfg.parallel.tp_comm_overlap and layout.tp > 1,
             seed=data.data_seed(self.cfg.data, self.cfg.train),
             vocabulary=0 if has_vision_tower(self.spec.hf_config) else self.spec.vocab_size,
         )
@@ -351,26 +352,6 @@ def reference_model_summary_text(cfg: SwiftConfig, adapts: bool) -> str:
     moves = f", updated by {p.ref_model_mixup_alpha:g} every {p.ref_model_sync_steps} steps" if p.sync_ref_model else ""
     once = ", evaluated once before the first step" if p.precompute_ref_log_probs else ""
     return what + where + moves + once
-
-
-def row_padding_multiple(layout: Layout, fp8: int) -> int:
-    """Rows are padded to it: 2 CP chunks of equal length, TP equal parts of each rank's share, `fp8` tokens a rank for
-    FP8 products."""
-    tp = layout.tp if layout.sequence_parallel else 1
-    share = math.lcm(tp, 2 if layout.cp > 1 else 1)
-    return layout.cp * math.lcm(share, fp8 * tp)
-
-
-def fp8_token_multiple(cfg: SwiftConfig, sequence_parallel: bool = False) -> int:
-    """Tokens of which FP8 products need a multiple (Megatron-Core's `get_fp8_align_size`); 1 without FP8.
-
-    With sequence parallelism ranks exchange quantized blocks: Transformer Engine gathers whole ones only.
-    """
-    if cfg.model.fp8_format is None:
-        return 1
-    if cfg.model.fp8_recipe == "blockwise" and sequence_parallel:
-        return 128
-    return 32 if cfg.model.fp8_recipe == "mxfp8" else 16
 
 
 def changed_options(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -36,12 +36,13 @@ from tests.trainers.inputs import write_model
 @pytest.mark.parametrize("name", NATIVE_ONLY)
 def test_options_of_the_native_engine(name: str) -> None:
     value = other_value(name)
-    if name == "sequence_parallel":  # without tensor parallelism it has no effect on any engine
+    if name in ("sequence_parallel", "tp_comm_overlap"):  # without tensor parallelism it has no effect on any engine
         assert name not in SwiftConfig(engine="ddp", **{name: value}).given
         return
     with pytest.raises(ConfigError) as error:
         SwiftConfig(engine="ddp", **{name: value})
-    assert any(name in p.what and "applies only to the native engine" in p.rule for p in error.value.problems)
+    rule = "needs tp_comm_overlap" if value is False else "applies only to the native engine"
+    assert any(name in p.what and rule in p.rule for p in error.value.problems)
     assert not [p for p in _told(name, value) if "applies only to the native engine" in p]
 
 

@@ -42,6 +42,19 @@ IDLE = [
         "--hierarchical_context_parallel_sizes 2,2 --cp 4 --cp_comm_type a2a+p2p",
     ),
     ("--sequence_parallel", "--sequence_parallel --tp 2"),
+    ("--tp_comm_overlap", "--tp_comm_overlap --tp 2"),
+    *(
+        (f"--{option}", f"--{option} --tp_comm_overlap --tp 2")
+        for option in (
+            "tp_comm_overlap_cfg f",
+            "tp_comm_bootstrap_backend gloo",
+            "tp_comm_overlap_ag false",
+            "tp_comm_overlap_rs false",
+            "tp_comm_overlap_rs_dgrad",
+            "tp_comm_bulk_dgrad",
+            "tp_comm_bulk_wgrad",
+        )
+    ),
     ("--vpp 2", "--vpp 2 --pp 2"),
     ("--first_stage_layers 0", "--first_stage_layers 0 --pp 2"),
     ("--last_stage_layers 3", "--last_stage_layers 3 --pp 2"),
@@ -101,7 +114,11 @@ CLASHING = [
     ("overlap_p2p_comm", "--overlap_p2p_comm false --pp 2 --vpp 2"),
     ("overlap_p2p_comm", "--overlap_p2p_comm --pp 2"),
     ("precision_aware_optimizer", "--precision_aware_optimizer --distributed_optimizer false"),
-    ("tp_comm_overlap", "--tp_comm_overlap --tp 2"),
+    ("tp_comm_overlap", "--tp_comm_overlap --tp 2 --sequence_parallel false"),
+    ("tp_comm_overlap", "--tp_comm_overlap --tp 2 --transformer_impl torch"),
+    ("tp_comm_overlap", "--tp_comm_overlap --tp 2 --fp8_format hybrid --fp8_recipe blockwise"),
+    ("tp_comm_bulk_wgrad", "--tp_comm_overlap --tp 2 --train_type lora --tp_comm_bulk_wgrad"),
+    ("tp_comm_bulk_dgrad", "--tp_comm_overlap --tp 2 --freeze_parameters embed --tp_comm_bulk_dgrad"),
     ("optimizer_cpu_offload", "--optimizer_cpu_offload --optimizer sgd"),
     ("optimizer_cpu_offload", "--optimizer_cpu_offload --precision_aware_optimizer"),
     (

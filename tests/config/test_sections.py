@@ -202,14 +202,16 @@ NEEDS = (
         name: {"pp": 2}
         for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout")
     }
+    | {"tp_comm_overlap": {"tp": 2}}
+    | {
+        name: {"tp": 2, "tp_comm_overlap": True}
+        for name in NAMES
+        if name.startswith("tp_comm_") and name != "tp_comm_overlap"
+    }
 )
 
 
-REFUSED = ("tp_comm_overlap",)
-"""Known, and not served yet: rules.py says why."""
-
-
-@pytest.mark.parametrize("spelling", sorted(n for n, option in NAMES.items() if option not in REFUSED))
+@pytest.mark.parametrize("spelling", sorted(NAMES))
 def test_every_spelling_sets_its_option(spelling: str) -> None:
     name = NAMES[spelling]
     value = other_value(name)

@@ -22,7 +22,7 @@ ROW = 32
 LENGTHS = ((32, 19, 6), (9, 27, 30), (25, 4, 16), (13, 32, 21))
 """Document lengths of the micro-batches, in turn."""
 SIZES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp", "first", "last")
-FLAGS = ("sp", "do", "packed", "tied", "allgather", "filler", "te", "overlap")
+FLAGS = ("sp", "do", "packed", "tied", "allgather", "filler", "te", "overlap", "ub")
 NAMED = {"recompute": "none", "comm": "", "attn": ""}
 """Words with a value, and the value that is not written."""
 
@@ -40,9 +40,10 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 class Case:
     """A layout of a model variant, and switches.
 
-    `te`: Transformer Engine's modules, on the test device. `comm`: the exchange of context parallelism. `attn`: `fused`
-    or `unfused`. `overlap`: data-parallel communication beside the passes. `do`: distributed optimizer. `first`,
-    `last`: layers of the outer stages (0: even). `filler`: the last micro-batch is padding only.
+    `ub`: overlapped tensor-parallel communication (Transformer Engine's user buffers). `te`: Transformer Engine's
+    modules, on the test device. `comm`: the exchange of context parallelism. `attn`: `fused` or `unfused`. `overlap`:
+    data-parallel communication beside the passes. `do`: distributed optimizer. `first`, `last`: layers of the outer
+    stages (0: even). `filler`: the last micro-batch is padding only.
     """
 
     model: str = "dense"
@@ -64,6 +65,7 @@ class Case:
     last: int = 0
     te: bool = False
     overlap: bool = False
+    ub: bool = False
     comm: str = ""
     attn: str = ""
 
@@ -122,6 +124,10 @@ class Case:
             options |= {"transformer_impl": "transformer_engine", "attn_impl": self.attn or "auto"}
         if self.overlap:
             options |= {"overlap_grad_reduce": True, "overlap_param_gather": self.do}
+        if self.ub:
+            b, s = global_batch(self, 0)[0].input_ids.shape
+            options |= {"tp_comm_overlap": True, "tp_comm_bootstrap_backend": "gloo"}
+            options |= {"per_device_train_batch_size": b, "max_length": s}
         if self.comm:
             options["cp_comm_type"] = self.comm
         if self.comm == "a2a+p2p":

@@ -10,10 +10,9 @@ it is in steps.py.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,10 +24,13 @@ from torch.utils._pytree import tree_leaves
 
 DEVICE = torch.device("privateuseone", 0)
 HOST = torch.device("cpu")
-READ, COPY = "read", "copy"
-"""Of the device by the host, which waits for all work before it; from pageable host memory, which waits too."""
+READ, COPY, SYNC, GLOO = "read", "copy", "sync", "gloo"
+"""Of the device by the host, which waits for all work before it; from pageable host memory, which waits too; an
+explicit synchronization; a collective in host memory, which waits for the other ranks' hosts."""
 READERS = frozenset({"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__"})
 """Methods that give Python numbers."""
+ALONE = frozenset({"__deepcopy__", "one_hot"})
+"""Whose parts would be taken for waits that a GPU's versions do not have."""
 aten = torch.ops.aten
 COUNTED = frozenset(
     {
@@ -37,12 +39,19 @@ COUNTED = frozenset(
         aten._unique2.default,
         aten.unique_dim.default,
         aten.unique_consecutive.default,
-        aten.repeat_interleave.Tensor,
         aten.equal.default,
         aten.is_nonzero.default,
+        aten.allclose.default,
+        aten.bincount.default,
+        aten.histc.default,
+        aten.multinomial.default,
+        aten.normal.Tensor_Tensor,
+        aten.normal.float_Tensor,
+        aten._to_sparse.default,
     }
 )
-"""Operations whose result has a shape, or is a number, that the host has to wait for."""
+"""Operations whose result has a shape, or is a number, or whose arguments are checked, for which the host has to
+wait."""
 CROSSING = frozenset({aten.copy_.default, aten._to_copy.default, aten.set_.source_Storage})
 OURS = ("megaswift", "megatron", "transformer_engine", "transformers", "tests.placement.steps")
 
@@ -51,12 +60,18 @@ class WrongDevice(AssertionError):
     """An operation with operands in both memories, which CUDA refuses."""
 
 
+class ReadTooEarly(AssertionError):
+    """The host uses the target of a copy that it has not waited for."""
+
+
 class StandIn:
     """The marks of one process, and the waits so far."""
 
     def __init__(self) -> None:
         self.storages: dict[int, StorageWeakRef] = {}
         self.pinned: dict[int, StorageWeakRef] = {}
+        self.pending: dict[int, StorageWeakRef] = {}
+        """Targets in host memory of copies that run until the next wait."""
         self.waits: Counter[str] = Counter()
         self.quiet = False
 
@@ -75,18 +90,23 @@ class StandIn:
         """Counts a wait of the host, under the innermost function that is not torch's."""
         if not self.quiet:
             self.waits[f"{kind} {_caller()}"] += 1
+            if kind in (READ, SYNC):
+                self.pending.clear()
 
-    def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that stands in for a kernel: what happens inside is the device's own affair."""
+    def synchronized(self, *_: Any, **__: Any) -> None:
+        """In place of `torch.cuda.synchronize` and its kin."""
+        self.wait(SYNC)
 
-        @functools.wraps(function)
-        def launch(*args: Any, **kwargs: Any) -> Any:
-            held = any(isinstance(t, Tensor) and self.holds(t) for t in tree_leaves((args, kwargs)))
-            with paused(self):
-                result = function(*args, **kwargs)
-            return self.mark(result) if held else result
+    def early(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether the host has not waited for one of the tensors."""
+        return bool(self.pending) and not self.quiet and any(_known(self.pending, t) for t in tensors)
 
-        return launch
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function that stands in for a kernel: what happens inside is the device's own affair."""
+        held = any(isinstance(t, Tensor) and self.holds(t) for t in tree_leaves((args, kwargs)))
+        with paused(self):
+            result = function(*args, **kwargs)
+        return self.mark(result) if held else result
 
     @contextlib.contextmanager
     def running(self) -> Iterator[StandIn]:
@@ -179,16 +199,24 @@ class _Calls(TorchFunctionMode):
             copy = args[0].clone()
             _remember(stand_in.pinned, copy)
             return copy
+        if kwargs.get("pin_memory"):  # of a factory: there is none without CUDA
+            made = func(*args, **(kwargs | {"pin_memory": False}))
+            _remember(stand_in.pinned, made)
+            return made
+        if first is not None and (name in ALONE or name in READERS):
+            return self._alone(func, name, args, kwargs)
         if name == "cuda" and first is not None:
             name, args, func = "to", (first, DEVICE), Tensor.to
-        if name in READERS and first is not None and stand_in.holds(first):
-            stand_in.wait(READ)
-            with torch._C.DisableTorchFunction():
-                stand_in.quiet, before = True, stand_in.quiet
-                try:
-                    return func(*args, **kwargs)
-                finally:
-                    stand_in.quiet = before
+        if name == "new_tensor" and first is not None:
+            where = DEVICE if stand_in.holds(first) else HOST
+            func, name, args, kwargs = (
+                torch.tensor,
+                "tensor",
+                args[1:],
+                {"dtype": first.dtype, "device": where} | kwargs,
+            )
+        if name == "type_as" and first is not None:
+            func, name, args = Tensor.to, "to", (first, args[1])
         where = [*args, *kwargs.values()]
         other = args[1] if name == "to" and len(args) > 1 and isinstance(args[1], Tensor) else None
         onto = any(_is_stand_in(v) for v in where) or (other is not None and stand_in.holds(other))
@@ -202,9 +230,23 @@ class _Calls(TorchFunctionMode):
     def _attribute(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> Any:
         """`tensor.device` and the like: the stand-in's for what it holds."""
         owner = getattr(func, "__self__", None)
-        if owner is Tensor.device and self.stand_in.holds(tensor):
-            return DEVICE
+        if owner in (Tensor.device, Tensor.is_cuda) and self.stand_in.holds(tensor):
+            return DEVICE if owner is Tensor.device else True
         return func(*args, **kwargs)
+
+    def _alone(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Functions whose parts are not looked at: what a GPU's version waits for is known."""
+        stand_in, first = self.stand_in, args[0]
+        held = stand_in.holds(first)
+        if name != "numpy" and stand_in.early([first]):
+            raise ReadTooEarly(f"{name} in {_caller()}")
+        if held and (name in READERS or (name == "one_hot" and kwargs.get("num_classes", [*args, -1][1]) == -1)):
+            stand_in.wait(READ)
+        if not held:
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction(), paused(stand_in):
+            result = func(*args, **kwargs)
+        return result if name in READERS else stand_in.mark(result)
 
     def _across(self, func: Any, name: str, onto: bool, args: Any, kwargs: Any) -> Any:
         """A tensor that is made on the device, or brought there, or brought back."""
@@ -213,14 +255,15 @@ class _Calls(TorchFunctionMode):
         held = source is not None and stand_in.holds(source)
         if source is None:
             made = func(*args, **kwargs)
-            if name in ("tensor", "as_tensor", "asarray") and not isinstance(args[0], bool | int | float):
+            if name in ("tensor", "as_tensor", "asarray"):
                 stand_in.wait(COPY)
             return stand_in.mark(made)
         if held == onto:
             return func(*args, **kwargs)
-        if held:
+        aside = bool(kwargs.get("non_blocking"))
+        if held and not aside:
             stand_in.wait(READ)
-        elif source.dim() and not (kwargs.get("non_blocking") and _known(stand_in.pinned, source)):
+        elif onto and not (aside and _known(stand_in.pinned, source)):
             stand_in.wait(COPY)
         with torch._C.DisableTorchFunction(), paused(stand_in):
             moved = func(*args, **kwargs)
@@ -228,8 +271,10 @@ class _Calls(TorchFunctionMode):
         if onto:
             stand_in.mark(moved)
         else:
-            key = moved.untyped_storage()._cdata
-            stand_in.storages.pop(key, None)
+            stand_in.storages.pop(moved.untyped_storage()._cdata, None)
+            if aside:  # to memory that torch has pinned
+                _remember(stand_in.pinned, moved)
+                _remember(stand_in.pending, moved)
         return moved
 
 
@@ -254,10 +299,19 @@ class _Operations(TorchDispatchMode):
         stand_in, kwargs = self.stand_in, kwargs or {}
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         held = [t for t in tensors if stand_in.holds(t)]
+        if stand_in.early(tensors) and func is not aten.copy_.default and not func.is_view:
+            raise ReadTooEarly(f"{func} in {_caller()}")
         if stand_in.quiet or not held:
             return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            return self._sent(func, args, kwargs, tensors)
         host = [t for t in tensors if t.dim() and t.numel() and not stand_in.holds(t)]
-        if func is aten._local_scalar_dense.default or func in COUNTED:
+        if (
+            func is aten.repeat_interleave.Tensor
+            and kwargs.get("output_size") is None
+            or func is aten._local_scalar_dense.default
+            or func in COUNTED
+        ):
             stand_in.wait(READ)
         elif func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
             indices = [i for i in args[1] if i is not None]
@@ -275,10 +329,19 @@ class _Operations(TorchDispatchMode):
 
     def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`target.copy_(source)`: each stays where it is."""
-        target, source = args[0], args[1]
-        there, here = self.stand_in.holds(target), self.stand_in.holds(source)
-        if here and not there:
-            self.stand_in.wait(READ)
-        elif there and not here and source.dim():
-            self.stand_in.wait(COPY)
+        stand_in, target, source = self.stand_in, args[0], args[1]
+        there, here = stand_in.holds(target), stand_in.holds(source)
+        aside = [*args, kwargs.get("non_blocking")][2] and _known(stand_in.pinned, target if here else source)
+        if here and not there and aside:
+            _remember(stand_in.pending, target)
+        elif here and not there:
+            stand_in.wait(READ)
+        elif there and not here and not aside:
+            stand_in.wait(COPY)
+        return func(*args, **kwargs)
+
+    def _sent(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """A message between two ranks: NCCL takes tensors of the device only."""
+        if any(not self.stand_in.holds(t) for t in tensors):
+            raise WrongDevice(f"{func} of a tensor in host memory in {_caller()}")
         return func(*args, **kwargs)

@@ -1,46 +1,44 @@
-"""One process on the stand-in device: `python -m tests.placement.steps IMPL FOLDER NAME ...` prints, as JSON, what each
-scenario waited for.
+"""Scenarios on the stand-in device, in the ranks of a pool (tests/parity/pool.py): what each of them waited for.
 
-IMPL is `torch` or a release of Transformer Engine. Owns the scenarios and the set-up of a process: Megatron-Core's
-constants name the stand-in instead of the CPU.
+Owns the scenarios and the set-up of a rank: Megatron-Core's constants name the stand-in instead of the CPU. With a pool
+of Transformer Engine's the stand-ins of its kernels are the device's, too.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from tests.placement.device import DEVICE, StandIn
+from tests.placement import collectives
+from tests.placement.device import DEVICE, StandIn, WrongDevice
 
 STAND_IN = StandIn()
 STEPS = 3
 """The last one is counted: the first ones make states."""
 
 
-def install(impl: str) -> None:
+def install() -> None:
     """The stand-in in place of the CPU: where Megatron-Core names a GPU's device, and where megaswift chooses one."""
-    if impl == "torch":
-        import megaswift.engine.megatron  # noqa: F401 - the table of substitutions, before megatron.core
-    else:
-        os.environ["MEGASWIFT_TE_RELEASE"] = impl
+    if "transformer_engine_torch" in sys.modules:
         from tests.te import registry
-
-        registered = registry._counted
-        registry._counted = lambda name, function: STAND_IN.kernel(registered(name, function))
-        import tests.te.preload  # noqa: F401 - the same, with Transformer Engine
         from tests.te.cuda import Cuda
 
+        registry.LAUNCH.append(STAND_IN.launch)
         Cuda.current_device = lambda self: DEVICE  # type: ignore[method-assign]
+        Cuda.synchronize = lambda self, *_: STAND_IN.synchronized()  # type: ignore[method-assign]
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    from megaswift.engine.megatron import engine
+    import megaswift.engine.megatron  # noqa: F401 - the table of substitutions, before megatron.core
+    from megaswift import distributed
+    from megaswift.engine.megatron import engine, parallel_context  # noqa: F401 - collectives are bound where used
     from megaswift.engine.megatron.cpu import cuda_stubs, device
     from megaswift.engine.torch import data_parallel_context
 
@@ -49,6 +47,7 @@ def install(impl: str) -> None:
         function.__code__ = _with_constants(function.__code__)
     device.compute_device = lambda: DEVICE
     torch.cuda.current_device = lambda: DEVICE  # type: ignore[assignment,return-value]
+    collectives.install(STAND_IN)
     torch_context = data_parallel_context.TorchContext.__init__
 
     def on_the_stand_in(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -56,6 +55,15 @@ def install(impl: str) -> None:
         self.device = DEVICE
 
     data_parallel_context.TorchContext.__init__ = on_the_stand_in  # type: ignore[method-assign]
+    start = parallel_context.ParallelContext._start
+
+    def with_a_group_in_host_memory(self: Any, timeout_s: float, *args: Any) -> None:
+        begun = dist.is_initialized()
+        start(self, timeout_s, *args)
+        if not begun:  # as beside NCCL
+            distributed.start_cpu_group(timedelta(seconds=timeout_s))
+
+    parallel_context.ParallelContext._start = with_a_group_in_host_memory  # type: ignore[method-assign]
     configure, norm = engine.transformer_config, cuda_stubs.sum_of_squares
 
     def on_the_device(*args: Any) -> Any:
@@ -92,33 +100,84 @@ def engine_of(text: str, folder: Path, **options: Any) -> Iterator[tuple[Any, An
             context.close()
 
 
-def step(text: str, folder: Path, **options: Any) -> dict[str, Any]:
-    """Waits of one optimizer step, and its loss."""
+def _train(engine: Any, case: Any, number: int, loss: Any = None) -> float:
+    """One optimizer step on this rank's part of a global batch; its loss."""
     from megaswift.losses.sft import CrossEntropy
-    from tests.parity.cases import global_batch
+    from tests.parity.cases import global_batch, own
 
+    mine = own(global_batch(case, number), case.dp, engine.layout.coordinates(engine.rank).dp)
+    return engine.train_batch(mine, loss or CrossEntropy(), 1e-3).loss
+
+
+def step(text: str, folder: Path, **options: Any) -> Any:
+    """Waits of one optimizer step."""
     with engine_of(text, folder, **options) as (engine, case):
-        losses = []
         for number in range(STEPS):
             STAND_IN.counted()
-            losses.append(engine.train_batch(global_batch(case, number), CrossEntropy(), 1e-3).loss)
-        return {"waits": STAND_IN.counted(), "losses": losses, "microbatches": len(global_batch(case, 0))}
+            _train(engine, case, number)
+        return STAND_IN.counted()
 
 
-def saving(text: str, folder: Path) -> dict[str, Any]:
-    """A step, a checkpoint, an export, and the checkpoint read again: nothing is counted, but nothing may mix."""
-    from megaswift.losses.sft import CrossEntropy
-    from tests.parity.cases import global_batch
-
+def saving(text: str, folder: Path) -> Any:
+    """Waits of a checkpoint, an export, and the checkpoint read again."""
+    waits = {}
     with engine_of(text, folder) as (engine, case):
-        engine.train_batch(global_batch(case, 0), CrossEntropy(), 1e-3)
+        _train(engine, case, 0)
         target = folder / f"saved-{case.model}"
-        target.mkdir()
+        target.mkdir(exist_ok=True)
+        STAND_IN.counted()
         engine.save(target)
+        waits["save"] = STAND_IN.counted()
         engine.export(folder / f"exported-{case.model}", folder / case.model)
+        waits["export"] = STAND_IN.counted()
         engine.load(target)
-        loss = engine.train_batch(global_batch(case, 1), CrossEntropy(), 1e-3).loss
-        return {"losses": [loss]}
+        waits["load"] = STAND_IN.counted()
+        _train(engine, case, 1)
+    return waits
+
+
+def faults(text: str, folder: Path) -> Any:
+    """Faults that are planted into a step, and what is seen of each: the waits that the step has with it and not
+    without it, or the error."""
+    from megaswift.losses.sft import CrossEntropy
+
+    class Counting(CrossEntropy):
+        def __call__(self, outputs: Any, batch: Any) -> Any:
+            torch.bincount(batch.labels.reshape(-1))
+            return super().__call__(outputs, batch)
+
+    def synchronize(module: Any, inputs: Any, output: Any) -> None:
+        torch.cuda.synchronize()
+
+    def mask(module: Any, inputs: Any, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = hidden * torch.ones(hidden.shape[:1]).view(-1, *[1] * (hidden.dim() - 1))
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    def sums(module: Any, inputs: Any, output: Any) -> None:
+        dist.all_reduce(torch.ones(2), group=module.config.group_of_fault)
+
+    found = {}
+    with engine_of(text, folder) as (engine, case):
+        engine.config.group_of_fault = engine.context.groups.tp
+        for number in range(STEPS):
+            STAND_IN.counted()
+            _train(engine, case, number)
+        usual = STAND_IN.counted()
+        for fault, loss in ((None, Counting()), (synchronize, None), (mask, None), (sums, None)):
+            layer = engine.plain[0].decoder.layers[0]
+            hook = layer.register_forward_hook(fault) if fault else None
+            try:
+                _train(engine, case, 0, loss)
+                waits = STAND_IN.counted()
+                seen: Any = {k: n - usual.get(k, 0) for k, n in waits.items() if n != usual.get(k, 0)}
+            except WrongDevice as error:
+                seen = str(error)
+            found[fault.__name__ if fault else "bincount"] = seen
+            STAND_IN.counted()
+            if hook is not None:
+                hook.remove()
+    return found
 
 
 USUAL = "--torch_dtype float32 --report_to none --max_steps 3 --logging_steps 1 --gradient_accumulation_steps 2"
@@ -130,9 +189,9 @@ TASKS = {
 }
 
 
-def run(text: str, folder: Path) -> dict[str, Any]:
+def run(text: str, folder: Path) -> Any:
     """A whole run of a task (its first word; the others are more options) to its export. Counted is what the last
-    iteration of its loop waits for: data or rollouts, step and log."""
+    iteration of its loop waits for: data or rollouts, the step of every model that trains, and log."""
     from megaswift.config import load_config
     from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.engine.torch.engine import TorchEngine
@@ -141,19 +200,19 @@ def run(text: str, folder: Path) -> dict[str, Any]:
 
     task, *more = text.split()
     home = folder / text.replace(" ", "_")
-    home.mkdir()
+    home.mkdir(exist_ok=True)
     if task in ("dpo", "kto"):
         inputs.write_preferences(home, 32)
         words = inputs.preference_inputs(home, task)
     else:
         words = inputs.write_inputs(home)
     words += [*USUAL.split(), *TASKS[task].split(), "--output_dir", str(home / "out"), *more]
-    seen = []
+    seen: list[tuple[int, dict[str, int]]] = []
 
     def marked(function: Any) -> Any:
-        def train_batch(*args: Any, **kwargs: Any) -> Any:
-            seen.append(STAND_IN.counted())
-            return function(*args, **kwargs)
+        def train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append((id(self), STAND_IN.counted()))
+            return function(self, *args, **kwargs)
 
         return train_batch
 
@@ -161,22 +220,19 @@ def run(text: str, folder: Path) -> dict[str, Any]:
         kind.train_batch = marked(kind.train_batch)  # type: ignore[method-assign]
     with STAND_IN.running():
         run_training(load_config(task, words))
-    return {"waits": seen[-1]}
+    before, last = [n for n, (engine, _) in enumerate(seen) if engine == seen[0][0]][-2:]
+    return dict(sum((Counter(waits) for _, waits in seen[before + 1 : last + 1]), Counter()))
 
 
-SCENARIOS: dict[str, Callable[[str, Path], dict[str, Any]]] = {"step": step, "save": saving, "run": run}
+SCENARIOS: dict[str, Callable[[str, Path], Any]] = {"step": step, "save": saving, "run": run, "faults": faults}
 
 
-def main() -> None:
-    """See the module."""
-    impl, folder, *names = sys.argv[1:]
-    install(impl)
+def measure(rank: int, world: int, payload: tuple[Path, list[str]]) -> dict[str, Any]:
+    """What each scenario `kind:text` waited for on this rank."""
+    folder, names = payload
+    install()
     results = {}
     for name in names:
         kind, _, text = name.partition(":")
-        results[name] = SCENARIOS[kind](text, Path(folder))
-    print("RESULT " + json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
+        results[name] = SCENARIOS[kind](text, folder)
+    return results

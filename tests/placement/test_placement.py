@@ -1,14 +1,11 @@
 """Training on a stand-in for a GPU: no tensor is on the wrong device, and the host waits only where the tables say.
 
-Covers: megaswift/device_copy.py.
+Covers: megaswift/device_copy.py, megaswift/engine/megatron/layers/vocab_parallel_embedding.py.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,75 +13,57 @@ import pytest
 import torch
 
 from megaswift.device_copy import copy_to_device_async
-from tests.placement.device import DEVICE, StandIn, WrongDevice
-from tests.sources import ROOT
-
-REPORT = {"read megaswift.engine.objective:Objective.on_host": 1}
-"""Losses and metrics of the step, in one read."""
-NORM = {"read megatron.core.optimizer.clip_grads:get_grad_norm_fp32": 1}
-STEP = REPORT | NORM
-ROUTERS = {"read megaswift.engine.megatron.layers.router:AuxLosses.report": 1}
-EXPERT_NORM = {"read megatron.core.optimizer.clip_grads:get_grad_norm_fp32": 2}
-"""Experts' gradients have a norm of their own."""
-PADDED_PACKING = {"read transformers.masking_utils:find_packed_sequence_indices": 2}
-"""transformers asks each micro-batch's positions whether rows are packed."""
-LAYERS, MICROBATCHES = 4, 2
-SEQUENTIAL_EXPERTS = {
-    "read megatron.core.transformer.moe.experts:SequentialMLP.forward": LAYERS * MICROBATCHES,
-    "read megatron.core.transformer.moe.moe_utils:permute": 2 * LAYERS * MICROBATCHES,
-    "read megatron.core.transformer.moe.moe_utils:sort_chunks_by_idxs": 6 * LAYERS * MICROBATCHES,
-}
-"""Tokens of each expert, which set the shapes of the products: Megatron-Core's torch path asks in every layer."""
-GROUPED_EXPERTS = {"read megatron.core.transformer.moe.experts:TEGroupedMLP.forward": LAYERS * MICROBATCHES}
-SAMPLING = {
-    "copy megaswift.rollout.decoding:DecodingBatch.__init__": 3,
-    "copy megaswift.rollout.decoding:DecodingBatch.read": 2,
-    "copy megaswift.rollout.token_sampling:RowGenerators.at": 1,
-    "copy megaswift.rollout.transformers_weight_update:InPlaceWeightLoader._copy": 25,
-    "read megaswift.data.rollout_batches:gather_completion_values": 2,
-    "read megaswift.engine.megatron.rank_weights:RankWeights.collect": 19,
-    "read megaswift.rollout.decoding:_completions": 3,
-    "read megaswift.rollout.decoding:_completions.<locals>.<genexpr>": 2,
-    "read megaswift.rollout.decoding:decode_batch": 8,
-    "read megaswift.rollout.token_sampling:RowGenerators.keep": 1,
-}
-"""Of a generation: each decoded token, the reference's log-probabilities, and the weights' way to the sampler, which is
-through host memory (25 tensors, 19 groups of them)."""
-WAITS: dict[str, dict[str, dict[str, int]]] = {
-    "torch": {
-        "step:dense packed": STEP,
-        "step:moe": REPORT | EXPERT_NORM | ROUTERS | SEQUENTIAL_EXPERTS,
-        "save:moe": {},
-        "run:dpo": STEP,
-        "run:grpo": STEP | SAMPLING,
-        "run:sft --engine ddp": REPORT | PADDED_PACKING | {"read megaswift.engine.torch.ddp:DdpStrategy.norm": 1},
-    },
-    "2.12.0": {
-        "step:dense te": STEP,
-        "step:moe te packed": REPORT | EXPERT_NORM | ROUTERS | GROUPED_EXPERTS,
-        "save:dense te": {},
-    },
-}
-"""Modules (torch's, or a release of Transformer Engine) -> scenario -> waits of its last step, under the function that
-waits. A new one costs every user of a GPU time in every step: take it away, or say here why it stays."""
+from tests.parity.cases import parse
+from tests.parity.models import build
+from tests.parity.pool import shared
+from tests.placement.device import DEVICE, ReadTooEarly, StandIn, WrongDevice
+from tests.placement.waits import FAULTS, SLOW, WAITS
 
 
-def waited(impl: str, folder: Path, names: list[str]) -> dict[str, dict[str, int]]:
-    """What scenarios of steps.py waited for, in a process of their own."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.placement.steps", impl, str(folder), *names]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert done.returncode == 0 and lines, done.stderr[-4000:]
-    results: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-    return {name: result.get("waits", {}) for name, result in results.items()}
+def waited(impl: str, ranks: int, folder: Path, names: list[str]) -> list[dict[str, Any]]:
+    """What scenarios of steps.py waited for, on each rank."""
+    for name in names:
+        kind, _, text = name.partition(":")
+        if kind != "run":
+            build(parse(text).model, folder / parse(text).model)
+    jobs = [names] if ranks == 1 else [[name] for name in names]  # a second group needs another store
+    results: list[dict[str, Any]] = [{} for _ in range(ranks)]
+    for job in jobs:
+        for result, waits in zip(
+            results, shared(impl).run("tests.placement.steps:measure", (folder, job), ranks), strict=True
+        ):
+            result |= waits
+    return results
+
+
+def expected(table: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The table of one rank: a list has an entry for each."""
+    return {name: waits[rank] if isinstance(waits, list) else waits for name, waits in table.items()}
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("impl", WAITS)
-def test_the_host_waits_only_where_the_table_says(impl: str, tmp_path: Path) -> None:
-    """Steps of dense and expert models, whole runs with sampling, checkpoint and export: each also fails where an
-    operation meets tensors of both memories."""
-    assert waited(impl, tmp_path, list(WAITS[impl])) == WAITS[impl]
+@pytest.mark.parametrize(
+    ("impl", "ranks", "table"),
+    [
+        *(pytest.param(*key, table, id=f"{key[0] or 'torch'}-{key[1]}") for key, table in WAITS.items()),
+        *(
+            pytest.param(*key, table, id=f"slow-{key[0] or 'torch'}-{key[1]}", marks=pytest.mark.slow)
+            for key, table in SLOW.items()
+        ),
+    ],
+)
+def test_the_host_waits_only_where_the_table_says(impl: str, ranks: int, table: dict[str, Any], tmp_path: Path) -> None:
+    """Steps of dense and expert models, layouts of two ranks, whole runs with sampling, checkpoint and export: each
+    also fails where an operation meets tensors of both memories, or a collective tensors of the wrong one."""
+    found = waited(impl, ranks, tmp_path, list(table))
+    assert found == [expected(table, rank) for rank in range(ranks)]
+
+
+@pytest.mark.process
+def test_planted_faults_are_seen(tmp_path: Path) -> None:
+    """A wait in a loss, one in a layer, a mask and a sum from host memory, under tensor parallelism."""
+    for found in waited("", 2, tmp_path, ["faults:dense tp2"]):
+        assert found == {"faults:dense tp2": FAULTS}
 
 
 @pytest.fixture
@@ -126,7 +105,23 @@ def test_a_host_tensor_in_a_backward_pass_is_found(stand_in: StandIn) -> None:
         (lambda x: bool((x > 0).all()), ["read"]),
         (lambda x: x.tolist(), ["read"]),
         (lambda x: x.cpu(), ["read"]),
-        (lambda x: x.to("cpu", non_blocking=True), ["read"]),
+        (lambda x: x.to("cpu", non_blocking=True), []),
+        (lambda x: torch.bincount(x.long()), ["read"]),
+        (lambda x: torch.allclose(x, x + 1), ["read"]),
+        (lambda x: torch.equal(x, x + 1), ["read"]),
+        (lambda x: torch.multinomial(x, 1), ["read"]),
+        (lambda x: torch.repeat_interleave(x, x.long()), ["read"]),
+        (lambda x: torch.repeat_interleave(x, x.long(), output_size=3) + x, []),
+        (lambda x: copy.deepcopy(x) + x, []),
+        (lambda x: copy.deepcopy(torch.nn.Parameter(x)) + x, []),
+        (lambda x: torch.nn.functional.one_hot(x.long(), 4).sum(1) + x, []),
+        (lambda x: x.new_tensor([1.0, 2.0, 3.0]) + x, ["copy"]),
+        (lambda x: torch.ones(3).type_as(x) + x, ["copy"]),
+        (lambda x: torch.tensor(2.0, device=x.device), ["copy"]),
+        (lambda x: torch.full((), 2.0, device=x.device) * x, []),
+        (lambda x: x.__setitem__(0, 2.0), ["copy"]),
+        (lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True), []),
+        (lambda x: torch.empty(3).copy_(x, non_blocking=True), ["read"]),
         (lambda x: x[x > 0], ["read"]),
         (lambda x: (x > 0).nonzero(), ["read"]),
         (lambda x: torch.empty(3).copy_(x), ["read"]),
@@ -157,3 +152,15 @@ def test_a_copy_is_the_tensor(stand_in: StandIn) -> None:
         back = there.cpu()
         assert host.tolist() == [0, 1, 2] and back.tolist() == [1, 2, 3] and back.device.type == "cpu"
     assert copy_to_device_async(host, "cpu") is host
+
+
+def test_a_copy_is_waited_for_before_it_is_read(stand_in: StandIn) -> None:
+    with stand_in.running():
+        back = torch.ones(3, device=DEVICE).to("cpu", non_blocking=True)
+        with pytest.raises(ReadTooEarly):
+            back + 1
+        with pytest.raises(ReadTooEarly):
+            back.tolist()
+        stand_in.synchronized()
+        assert back.tolist() == [1, 1, 1]
+        assert [key.split()[0] for key in stand_in.counted()] == ["sync"]

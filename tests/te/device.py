@@ -23,6 +23,7 @@ KERNEL_FILES = (
     "misc",
     "norm",
     "optimizer",
+    "overlap",
     "permutation",
     "fp8_weights",
     "quantize",

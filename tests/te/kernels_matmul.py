@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.te.kernels_overlap import after_product, before_product
 from tests.te.kernels_quantize import matrix
 from tests.te.registry import kernel, torch_dtype
 
@@ -42,9 +43,10 @@ def generic_gemm(  # noqa: PLR0913 - the compiled module's signature
     bulk_overlap: bool = False,
     alpha: float = 1.0,
     beta: float | None = None,
-) -> tuple[Any, Tensor | None, None, None]:
-    """(product, bias gradient, -, -): with `grad`, `bias` asks for the sum of b over its rows."""
-    assert not gelu and comm_overlap is None, "the test device has no fused GELU and no overlap with a product"
+) -> tuple[Any, Tensor | None, None, Tensor | None]:
+    """(product, bias gradient, -, `extra_output`): with `grad`, `bias` asks for the sum of b over its rows."""
+    assert not gelu, "the test device has no fused GELU"
+    before_product(comm_overlap, comm_type)
     y, bias_grad = product(a, transa, b, transb) * alpha, None
     if bias is not None and grad:
         bias_grad = matrix(b, columnwise=transb).sum(0).to(torch_dtype(bias_dtype))
@@ -52,14 +54,15 @@ def generic_gemm(  # noqa: PLR0913 - the compiled module's signature
         y = y + bias.float()
     if not transb:
         y = y.view(*b.size()[:-1], y.shape[-1])
+    after_product(comm_overlap, comm_type, y, extra_output, bulk_overlap)
     if out is not None:
         y = y.view(out.shape)
         if accumulate:
             y = y + out.float() * (1.0 if beta is None else beta)
         out.copy_(y)
-        return out, bias_grad, None, None
+        return out, bias_grad, None, extra_output
     y = y.to(torch_dtype(out_dtype) if out_dtype is not None else b.dtype)
-    return (y if quantizer is None else quantizer(y)), bias_grad, None, None
+    return (y if quantizer is None else quantizer(y)), bias_grad, None, extra_output
 
 
 @kernel

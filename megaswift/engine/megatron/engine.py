@@ -51,6 +51,7 @@ from megaswift.engine.megatron.model import build_model_chunks, finish_weight_ga
 from megaswift.engine.megatron.offload_for_sampling import EngineOffload
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.rank_weights import RandomWeightSource, RankWeights, freeze_matching_weights
+from megaswift.engine.megatron.tp_comm_overlap import tp_comm_overlap_text
 from megaswift.engine.objective import Objective, count_global_batch, named_head_outputs, reduce_objective_report
 from megaswift.engine.protocol import EngineSizeReport, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
@@ -329,7 +330,7 @@ class MegatronEngine:
         """For the first screen."""
         exchange = "all_gather" if self.choice.attention == TORCH else self.cfg.parallel.cp_exchange
         joined = f", keys and values by {exchange}" if self.layout.cp > 1 else ""
-        return f"{self.choice}, {str(self.dtype).removeprefix('torch.')}{joined}"
+        return f"{self.choice}, {str(self.dtype).removeprefix('torch.')}{joined}{tp_comm_overlap_text(self.config)}"
 
     @property
     def dtype(self) -> torch.dtype:

@@ -19,6 +19,7 @@ from megaswift.engine.megatron.lora.layer_adapters import reduce_expert_adapter_
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs, microbatch_inputs
+from megaswift.engine.megatron.tp_comm_overlap import check_microbatch_fills_user_buffers
 from megaswift.losses.contract import Batch
 
 
@@ -67,6 +68,8 @@ def forward_backward(
         return unwrapped(module).run(module, step), close
 
     config = unwrapped(chunks[0]).config
+    if not settings.forward_only:
+        check_microbatch_fills_user_buffers(config, shape.numel() // layout.cp)
     config.finalize_model_grads_func = _finalize(settings.whole_gradients, context)
     for chunk in chunks:
         chunk.force_all_reduce = settings.whole_gradients  # for reductions that start within the backward pass

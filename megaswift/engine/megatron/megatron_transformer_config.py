@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megaswift.config import SwiftConfig
 from megaswift.config.megatron_extra_kwargs import extra_kwargs_values
+from megaswift.config.tp_comm_overlap_file import read_tp_comm_overlap_cfg
 from megaswift.engine.megatron.layers.gated_activations import gelu_tanh
 from megaswift.engine.megatron.layers.layer_implementation import (
     TRANSFORMER_ENGINE,
@@ -26,9 +27,11 @@ from megaswift.engine.megatron.layers.layer_implementation import (
 )
 from megaswift.engine.megatron.layers.layer_module_classes import gated_activation_class
 from megaswift.engine.megatron.layers.rope import inverse_frequencies
+from megaswift.engine.megatron.tp_comm_overlap import check_tp_comm_overlap, tp_comm_overlap_fields
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Layout
+from megaswift.parallel.row_padding import full_microbatch_tokens
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu}
@@ -73,7 +76,6 @@ def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str,
         "num_layers_in_first_pipeline_stage": p.first_stage_layers,
         "num_layers_in_last_pipeline_stage": p.last_stage_layers,
         "pipeline_model_parallel_layout": p.pipeline_layout,
-        "tp_comm_overlap": p.tp_comm_overlap,
     }
     if layout.cp > 1:
         fields["cp_comm_type"] = p.cp_exchange
@@ -140,7 +142,7 @@ def transformer_config(
     fields = dict(spec.transformer)
     fields["activation_func"] = ACTIVATIONS[fields.get("activation_func", "silu")]
     fields.pop("moe_aux_loss_coeff", None)  # ours: see router.py
-    fields.update(_parallel(cfg, layout, dtype))
+    fields.update(_parallel(cfg, layout, dtype) | tp_comm_overlap_fields(cfg))
     fields.update(_kernels(spec, cfg, choice, cuda))
     fields["bias_activation_fusion"] &= fields["activation_func"] in (F.silu, F.gelu)
     if not spec.experts:
@@ -160,6 +162,7 @@ def transformer_config(
         fields["moe_router_dtype"] = "fp32"
         fields["bias_dropout_fusion"] &= not spec.linear_bias  # Megatron's grouped experts refuse it beside biases
     latent, rope_factor = bool(fields.get("multi_latent_attention")), inverse_frequencies(spec)[1]
+    check_tp_comm_overlap(cfg, choice, latent)
     # latent_attention.py rotates by position; Megatron's fused rotation of packed rows leaves out the factor on cosine
     # and sine
     fields["apply_rope_fusion"] &= not latent and rope_factor == 1.0
@@ -182,6 +185,8 @@ def transformer_config(
     # pass
     unit = gated_activation_class(config.activation_func, choice.linear)
     config.use_te_activation_func = config.gated_linear_unit and unit is not None
+    config.tp_comm_overlap_cfg = read_tp_comm_overlap_cfg(cfg.parallel.tp_comm_overlap_cfg)
+    config.tp_comm_tokens = full_microbatch_tokens(cfg, layout) if cfg.parallel.tp_comm_overlap else 0
     config.features = spec.features
     config.quantized = cfg.model.train_type == "qlora"
     config.rope_factor = rope_factor

@@ -27,9 +27,11 @@ from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_freque
 from megaswift.engine.megatron.layers.router import BalancedRouter, install_padding_mask_hooks
 from megaswift.engine.megatron.layers.transformer_layer_spec import block_spec
 from megaswift.engine.megatron.layers.vocab_head import VocabularyHeadFunction, VocabularyHeadShard
+from megaswift.engine.megatron.layers.vocab_parallel_embedding import UnsyncedVocabParallelEmbedding
 from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs
+from megaswift.engine.megatron.tp_comm_overlap import create_user_buffers
 from megaswift.families.model_spec import ArchitectureExtras, ModelSpec
 from megaswift.losses.contract import RequestedModelOutputs
 
@@ -144,7 +146,7 @@ def embedding_scale_hook(features: ArchitectureExtras) -> Callable[..., Tensor]:
     def hook(_module: torch.nn.Module, _args: Any, out: Tensor) -> Tensor:
         factor = features.embedding_scale
         return out * (
-            torch.tensor(factor, dtype=out.dtype, device=out.device) if features.embedding_scale_rounded else factor
+            torch.full((), factor, dtype=out.dtype, device=out.device) if features.embedding_scale_rounded else factor
         )
 
     return hook
@@ -171,6 +173,7 @@ def build_model_chunks(
 ) -> list[SwiftGPT]:
     """This rank's model chunks, without wrappers and with weights still to be loaded."""
     layout, coords = context.layout, context.coordinates
+    create_user_buffers(config)
     inv_freq, _ = inverse_frequencies(spec)
     chunks = []
     for i in range(layout.vpp):
@@ -204,6 +207,9 @@ def build_model_chunks(
             model.score = ScalarHead(spec.hidden_size, config.params_dtype)
         model.needs = RequestedModelOutputs()
         if model.pre_process:
+            model.embedding.word_embeddings.__class__ = (
+                UnsyncedVocabParallelEmbedding  # GPTModel names the class itself
+            )
             model.embedding.embedding_dropout.p = 0.0  # transformers drops what attention and MLP add, never embeddings
         if model.pre_process and spec.features.padding_token is not None:
             model.embedding.word_embeddings.register_forward_hook(

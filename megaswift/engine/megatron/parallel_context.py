@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megaswift.engine import process_group
 from megaswift.engine.megatron.cpu import device as _device
+from megaswift.engine.megatron.tp_comm_overlap import destroy_user_buffers
 from megaswift.parallel.layout import Layout
 
 
@@ -75,6 +76,7 @@ class ParallelContext:
 
         Everything goes, torch.distributed too: Megatron's own tear-down alone leaks file descriptors and threads.
         """
+        destroy_user_buffers()
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_global_memory_buffer()
         if dist.is_initialized():

@@ -38,18 +38,24 @@ class MicrobatchInputs:
     """int64 [s]: how joined slices become the sequence; None without context parallelism."""
 
 
+@dataclass
+class TEPackedSeqParams(PackedSeqParams):
+    """Megatron-Core's, and what it leaves for Transformer Engine to find out on the device."""
+
+    pad_between_seqs: bool = False
+
+
 def _thd(cu_seqlens: Tensor | None, cp: int, device: torch.device) -> PackedSeqParams | None:
     """Packed rows as Transformer Engine takes them; None when not packed. `cu_seqlens` is in host memory.
 
-    Context parallelism needs the padded bounds too. Without it they are left out: Transformer Engine would compare them
-    with the others on the device in every layer, and wait for the answer.
+    Context parallelism needs the padded bounds too; they are the others: padding belongs to documents.
     """
     if cu_seqlens is None:
         return None
     longest = int(cu_seqlens.diff().max())
     bounds = copy_to_device_async(cu_seqlens.int(), device)
     padded = bounds if cp > 1 else None
-    return PackedSeqParams(
+    return TEPackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,

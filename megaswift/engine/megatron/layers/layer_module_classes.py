@@ -6,6 +6,7 @@ other.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,9 +103,22 @@ def attention_core_class(attention: str) -> type:
     """Attention itself, between the products."""
     if attention == TORCH:
         return TorchAttention
+    return _te_attention_class()
+
+
+@functools.cache
+def _te_attention_class() -> type:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    return TEDotProductAttention
+    class PackedTEDotProductAttention(TEDotProductAttention):
+        """Hands on `TEPackedSeqParams.pad_between_seqs`: without it Transformer Engine compares the bounds of packed
+        rows on the device in every layer, and the host waits."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.kept_packed_seq_params.add("pad_between_seqs")
+
+    return PackedTEDotProductAttention
 
 
 def gated_activation_class(activation: Any, linear: str) -> type[nn.Module] | None:

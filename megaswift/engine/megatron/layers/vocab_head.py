@@ -128,7 +128,7 @@ def _backward_chunk(
         extra += 2 * by_name["log_sum_sq"][:, None] * (probs.square() / values["log_sum_sq"].exp()[:, None] - probs)
     if "mean_logit" in by_name:
         real = max(min(shard.real, probs.shape[1]), 0)
-        vocabulary = shard.reduce(torch.tensor(float(real), device=probs.device))
+        vocabulary = shard.reduce(torch.full((), float(real), device=probs.device))
         extra[:, :real] += by_name["mean_logit"][:, None] / vocabulary
     if g is None:
         result = extra if extra.numel() else torch.zeros_like(probs)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaswift.bridge.adapter_plan import ModuleAdapterSpec, adapter_output_row_runs
+from megaswift.device_copy import copy_to_device_async
 from megaswift.engine.megatron.lora.layer_adapters import CHILD, LayerAdapters
 from megaswift.engine.megatron.parallel_context import ParallelContext
 
@@ -50,7 +51,7 @@ class GroupedAdapters(LayerAdapters):
             return out
         if x.shape[0] == 0:  # no token for this rank's experts: gradients of 0, for which Megatron's reductions wait
             return out + torch.stack([p.sum() for p in self.parameters()]).sum().to(out.dtype)
-        counts = torch.as_tensor(splits, device=x.device)
+        counts = copy_to_device_async(torch.as_tensor(splits), x.device)
         ends = counts.cumsum(0).to(torch.int32)
         h = F.grouped_mm(self._dropped(x), self._stacked_a(), offs=ends)
         return out + F.grouped_mm(h, self._stacked_b(), offs=ends)

@@ -1,15 +1,18 @@
-"""Which part of a run gets which option, where that is arithmetic."""
+"""Lengths of rows: multiples that layouts and FP8 products need, and rows of one length."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megaswift.config import SwiftConfig
+from megaswift.data.collate import Document, PaddingShape
+from megaswift.data.loader import collate_step_microbatches
 from megaswift.parallel.layout import Layout
-from megaswift.trainers.run_builder import fp8_token_multiple, row_padding_multiple
+from megaswift.parallel.row_padding import fp8_token_multiple, full_microbatch_tokens, row_padding_multiple
 
 FP8: list[tuple[dict[str, Any], int]] = [
     ({}, 1),
@@ -50,3 +53,16 @@ def test_blocks_that_ranks_gather() -> None:
     assert (fp8_token_multiple(cfg), fp8_token_multiple(cfg, sequence_parallel=True)) == (16, 128)
     layout = Layout(4, tp=2, cp=2, sequence_parallel=True)
     assert row_padding_multiple(layout, fp8_token_multiple(cfg, True)) % (128 * 2 * 2) == 0
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_micro_batches_of_full_length(packing: bool) -> None:
+    """As many tokens as the rows that the collator pads to max_length, whatever the documents."""
+    cfg = SwiftConfig(max_length=50, per_device_train_batch_size=3, packing=packing)
+    layout = Layout(4, tp=2, cp=2, sequence_parallel=True)
+    shape = PaddingShape(4, row_padding_multiple(layout, 1), minimum=50)
+    documents = [(np.arange(n, dtype=np.int32), np.ones(n, dtype=np.uint8), n) for n in (7, 50, 23, 9)]
+    steps: list[list[list[list[Document]]]] = [[[[d] for d in documents[:3]]], [[documents[3:], [], []]]]
+    for rows in steps:
+        (batch,) = collate_step_microbatches(rows, packing, shape, False)
+        assert batch.input_ids.numel() == layout.cp * full_microbatch_tokens(cfg, layout)

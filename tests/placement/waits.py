@@ -1,0 +1,156 @@
+"""Where the host waits: for each scenario of steps.py the waits of its last step, under the function that waits.
+
+A new one costs every user of a GPU time in every step: take it away, or say here why it stays. Kinds: `read` of the
+device by the host, `copy` from pageable memory, `sync` (an explicit synchronization), `gloo` (a collective in host
+memory: waits for the other ranks' hosts).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Waits = dict[str, int]
+LAYERS, MICROBATCHES = 4, 2
+REPORT = {"read megaswift.engine.objective:Objective.on_host": 1}
+"""Losses and metrics of the step, in one read."""
+NORM = {"read megatron.core.optimizer.clip_grads:get_grad_norm_fp32": 1}
+"""Megatron-Core's: whether the norm is finite decides on the step."""
+STEP = REPORT | NORM
+ROUTERS = {"read megaswift.engine.megatron.layers.router:AuxLosses.report": 1}
+EXPERT_NORM = {"read megatron.core.optimizer.clip_grads:get_grad_norm_fp32": 2}
+"""Experts' gradients have a norm of their own."""
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+DISPATCH = {f"sync {_DISPATCHER}._maybe_dtoh_and_synchronize": LAYERS * MICROBATCHES}
+"""Megatron-Core's: tokens of each expert, which set the shapes of the exchange and of the products."""
+TORCH_EXPERTS = DISPATCH | {
+    "read megatron.core.transformer.moe.moe_utils:permute": 2 * LAYERS * MICROBATCHES,
+    "read megatron.core.transformer.moe.moe_utils:sort_chunks_by_idxs": 3 * LAYERS * MICROBATCHES,
+}
+"""Megatron-Core's permutation without Transformer Engine's kernels asks once more."""
+MOE = REPORT | EXPERT_NORM | ROUTERS
+SHARED_BATCH = {
+    "read megaswift.engine.objective:count_global_batch": 1,
+    "read megaswift.engine.objective:_reduce": 1,
+}
+"""Over data-parallel ranks: counts before the step, which losses are divided by, and what is reported."""
+PIPELINE = {
+    "read megaswift.distributed:broadcast_object": 1,
+    "sync megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate": 3,
+}
+"""The report from the last stage; Megatron-Core synchronizes after every batched exchange (`batch_p2p_sync`), of which
+a stage of two has three for two micro-batches."""
+INTERLEAVED = {"read megaswift.distributed:broadcast_object": 1}
+PADDED_PACKING = {"read transformers.masking_utils:find_packed_sequence_indices": 2}
+"""transformers asks each micro-batch's positions whether rows are packed."""
+DDP = REPORT | PADDED_PACKING | {"read megaswift.engine.torch.ddp:DdpStrategy.norm": 1}
+LOOP = {"gloo megaswift.distributed:_reduce": 4}
+"""Of a step of the loop on several ranks: whether to stop, and what is logged."""
+SAMPLER = {
+    "copy megaswift.rollout.transformers_weight_update:InPlaceWeightLoader._copy": 25,
+    "read megaswift.rollout.decoding:_completions": 3,
+    "read megaswift.rollout.decoding:_completions.<locals>.<genexpr>": 2,
+    "read megaswift.rollout.decoding:decode_batch": 8,
+    "read megaswift.rollout.token_sampling:RowGenerators.keep": 1,
+}
+COLLECT = "read megaswift.engine.megatron.rank_weights:RankWeights.collect"
+SCORES = "read megaswift.data.rollout_batches:gather_completion_values"
+"""Of a generation: each decoded token, the reference's log-probabilities (a critic's values too), and the weights' way
+to the sampler, which is through host memory (25 tensors, 19 groups of them)."""
+OBJECTS = "gloo megaswift.distributed:all_gather_objects"
+
+
+def _checkpoint(written: int, read: int, exported: int, counters: int = 0, ranks: int = 1) -> dict[str, Waits]:
+    """Waits of a checkpoint, an export and a load: one a tensor. `counters`: step counts of torch's Adam, a read and a
+    copy each."""
+    files, states = "megaswift.bridge.torch_dist_files:", "megaswift.engine.megatron.checkpoint.optimizer_states:"
+    several = ranks > 1
+    save = {f"gloo {files}write_shard_chunks": 4, f"read {files}write_shard_chunks": written}
+    load = {f"copy {files}read_planned_chunks": read}
+    export = {COLLECT: exported} if exported else {}
+    if several:
+        save |= {OBJECTS: 2}
+        load |= {OBJECTS: 3}
+        export |= {OBJECTS: 3, "gloo megaswift.distributed:broadcast_object": 2}
+    if counters:
+        save |= {f"read {states}get_step_count.<locals>.<listcomp>": counters}
+        load |= {f"copy {states}_counter": counters}
+    return {"save": save, "export": export, "load": load}
+
+
+WAITS: dict[tuple[str, int], dict[str, Any]] = {
+    ("", 1): {
+        "step:moe": MOE | TORCH_EXPERTS,
+        "save:moe": _checkpoint(237, 237, 63, counters=63),
+        "run:dpo": STEP,
+        "run:grpo": STEP | SAMPLER | {COLLECT: 19, SCORES: 2},
+        "run:sft --engine ddp": DDP,
+    },
+    ("", 2): {
+        "step:dense tp2 sp packed": STEP,
+        "step:dense pp2": [NORM | PIPELINE, STEP | PIPELINE],
+        "step:moe dp2 ep2": MOE | TORCH_EXPERTS | SHARED_BATCH,
+    },
+    ("2.12.0", 1): {
+        "step:moe te packed": MOE | DISPATCH,
+        "save:dense te": _checkpoint(117, 117, 35),
+    },
+    ("2.12.0", 2): {
+        "step:dense te tp2 sp": STEP,
+        "step:dense te cp2 packed": STEP,
+    },
+}
+"""(Release of Transformer Engine or none, ranks) -> scenario -> its waits, or a list of each rank's."""
+A2A = {
+    "read transformer_engine.pytorch.attention.dot_product_attention.context_parallel:"
+    f"reorder_seq_chunks_{when}_attn_thd.<locals>.<listcomp>": 896
+    for when in ("after_a2a_before", "before_a2a_after")
+}
+"""Transformer Engine 2.12 reads every bound of packed rows in every layer: prefer `p2p` for them."""
+SLOW: dict[tuple[str, int], dict[str, Any]] = {
+    ("", 1): {
+        "step:dense packed": STEP,
+        "step:gemma2": STEP,
+        "run:sft": STEP,
+        "run:sft --train_type lora": STEP,
+        "run:ppo": {name: 2 * n for name, n in STEP.items()} | SAMPLER | {COLLECT: 19, SCORES: 6},
+    },
+    ("", 2): {
+        "step:dense cp2 packed": STEP,
+        "step:dense dp2 do overlap": STEP | SHARED_BATCH,
+        "step:moe tp2 sp ep2 etp1": MOE | TORCH_EXPERTS,
+        "save:dense tp2 sp": [_checkpoint(117, 117, 35, 35, 2), _checkpoint(66, 117, 18, 35, 2)],
+        "run:sft --pipeline_parallel_size 2": [NORM | PIPELINE | LOOP, STEP | PIPELINE | LOOP],
+        "run:grpo --tensor_parallel_size 2": [
+            STEP | SAMPLER | LOOP | {COLLECT: n, SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
+            if n == 19
+            else STEP | LOOP | {COLLECT: n, SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
+            for n in (19, 10)
+        ],
+    },
+    ("", 4): {
+        "step:dense pp2 vpp2 tp2 packed": [
+            NORM | INTERLEAVED,
+            NORM | INTERLEAVED,
+            STEP | INTERLEAVED,
+            STEP | INTERLEAVED,
+        ],
+    },
+    ("2.12.0", 1): {
+        "step:dense te": STEP,
+        "step:gpt_oss te": REPORT | EXPERT_NORM | DISPATCH,
+        "run:sft --train_type lora": STEP,
+    },
+    ("2.12.0", 2): {
+        "step:dense te pp2 packed": [NORM | PIPELINE, STEP | PIPELINE],
+        "step:moe te tp2 sp ep2 etp1 packed": MOE | DISPATCH,
+        "step:moe te cp2 packed comm=a2a": MOE | DISPATCH | A2A,
+        "save:dense te dp2 do": [_checkpoint(79, 79, 35, 0, 2), _checkpoint(38, 77, 0, 0, 2)],
+    },
+}
+FAULTS = {
+    "bincount": {"read tests.placement.steps:faults.<locals>.Counting.__call__": MICROBATCHES},
+    "synchronize": {"sync tests.placement.steps:faults.<locals>.synchronize": MICROBATCHES},
+    "mask": "aten.mul.Tensor of device (32, 3, 64), host (32, 1, 1) in tests.placement.steps:faults.<locals>.mask",
+    "sums": "all_reduce of tensors on the wrong device for its group",
+}
+"""What is seen of the faults that the scenario `faults` plants."""
