@@ -47,7 +47,10 @@ def main(argv: Sequence[str]) -> int:
             runs += [(run, _name(file, i, len(found))) for i, run in enumerate(found)]
         except UserError as error:
             problems += error.problems
-    _write(runs, given)
+    for run, _ in runs:
+        if run.task is None:
+            log.warn(f"{run.place}: not translated: {'; '.join(run.open)}")
+    _write([(run, name) for run, name in runs if run.task is not None], given)
     if problems:
         raise ConfigError(problems)
     return EXIT_OPEN if any(run.open for run, _ in runs) else 0

@@ -18,7 +18,10 @@ CLOSING = ("fi", "done", "esac")
 KEYWORDS = ("then", "do", "else", "elif", "!", "{", "}", "time", *CLOSING)
 MOST_CHARACTERS = 1 << 20
 """Of all words of a script together, expanded: `A=$A$A` doubles with every line."""
+WORD = 16
+"""What a word counts beside its characters."""
 MOST_EXPORTS = 500
+HIDDEN_BLANK = "\ue000"
 LONGEST_SUM = 200
 """Characters of an arithmetic expression."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -147,20 +150,28 @@ def _expanded(word: UnexpandedWord, known: _Variables) -> list[ExpandedWord]:
                 pieces = []
         else:
             pieces = [_piece(part, known)]
-            if part.kind != "text" and not part.quoted and not pieces[0].unresolved:
-                value = pieces[0]
-                pieces = [ExpandedWord(t) for t in value.text.split()]
-                if value.text[:1].isspace():
-                    open_word = False
+            if part.kind != "text" and not part.quoted:
+                open_word = open_word and not pieces[0].text[:1].isspace()
+                pieces = list(_split(pieces[0]))
         for i, piece in enumerate(pieces):
             if i or not open_word:
                 done.append([])
             done[-1].append(piece)
             open_word = True
-    known.characters += sum(len(piece.text) for pieces in done for piece in pieces)
+    known.characters += sum(len(piece.text) + WORD for pieces in done for piece in pieces)
     if known.characters > MOST_CHARACTERS:
         raise ConfigError(Problem("the script", f"expands to more than {MOST_CHARACTERS >> 20} MiB of words"))
     return [_joined(pieces, "") for pieces in done]
+
+
+def _split(word: ExpandedWord) -> Iterator[ExpandedWord]:
+    """A word at its blanks, except those inside what is unresolved."""
+    text = word.text
+    for name in word.unresolved:
+        text = text.replace(name, re.sub(r"\s", HIDDEN_BLANK, name))
+    for piece in text.split():
+        shown = piece.replace(HIDDEN_BLANK, " ")
+        yield ExpandedWord(shown, tuple(name for name in word.unresolved if name in shown))
 
 
 def _joined(pieces: Sequence[ExpandedWord], between: str = " ") -> ExpandedWord:

@@ -21,19 +21,27 @@ from megaswift.config.differing_toolkit_defaults import (
 from megaswift.config.option_sources import ConfigSource, normalize_name
 from megaswift.config.sections import TASKS
 from megaswift.migration.expand_shell_words import ExpandedWord, shell_commands
-from megaswift.migration.launched_program import LaunchedProgram, launch_values, launched_program
+from megaswift.migration.launched_program import LAUNCH_SPELLINGS, LaunchedProgram, launch_values, launched_program, take_launcher_options
 
 MEGASWIFT = "megaswift"
 CONSOLE_SCRIPTS = {"swift": SWIFT, "megatron": MEGATRON_SWIFT, "megaswift": MEGASWIFT, "trl": TRL}
 WITHOUT_A_FILE = ("infer", "deploy", "export", "eval", "rollout", "app", "sample", "merge-lora")
 """Commands of ms-swift that take no YAML file here."""
 TRL_TASKS = {"reward": "rm", "reward_modeling": "rm"} | {t: t for t in ("sft", "dpo", "kto", "grpo", "orpo", "cpo", "ppo")}
+TRL_VARIANTS = {
+    "rloo": ("grpo", "--advantage_estimator=rloo"),
+    "gspo": ("grpo", "--importance_sampling_level=sequence"),
+    "bco": ("kto", "--loss_type=bco"),
+}
+"""Scripts of TRL that are a task of ours with an option."""
 STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto")
 """Of LLaMA-Factory."""
 TRAINS = frozenset({"model_name_or_path", "per_device_train_batch_size", "dataset_name", "model_id", "num_train_epochs"})
 """Names of transformers by which the arguments of any script show that it trains."""
+MEGATRON_TRAINS = frozenset({"lr", "train_iters", "train_samples"})
+"""Names of Megatron-LM that a program has which trains, and one that only evaluates has not."""
 _SWIFT_FILE = re.compile(r"(?:^|[/.])(?:swift[/.])?cli[/.](_megatron[/.])?(\w+?)(?:\.py)?$")
-_TRL_FILE = re.compile(r"(?:^|[/.])(?:trl[/.]scripts|examples[/.]scripts)[/.](?:\w+[/.])?(\w+?)(?:\.py)?$")
+_TRL_FILE = re.compile(r"(?:^|[/.])(?:trl[/.]scripts|examples/scripts)[/.](?:\w+/)?(\w+?)(?:\.py)?$")
 _MEGATRON_FILE = re.compile(r"(?:^|/)(?:pretrain|train)_(?:gpt|mamba|hybrid|llama|mixtral|moe)\w*\.py$")
 _OWN_FILE = re.compile(rf"(?:^|/)megaswift[/.]({'|'.join(TASKS)}|rlhf)(?:\.py)?$")
 _GUESS = ("grpo", "dpo", "kto", "orpo", "cpo", "ppo", "reward", "pretrain", "clm", "pt")
@@ -83,6 +91,8 @@ def foreign_commands(text: str, name: str) -> Iterator[ForeignCommand]:
 def _recognized(program: LaunchedProgram) -> ForeignCommand | None:
     base, words = PurePosixPath(program.name).name, tuple(program.words)
     if not program.launcher and base in CONSOLE_SCRIPTS and words:
+        if CONSOLE_SCRIPTS[base] == TRL:
+            words = take_launcher_options(program, (*LAUNCH_SPELLINGS, "accelerate_config"))
         return _subcommand(CONSOLE_SCRIPTS[base], words)
     if base in ("llamafactory-cli", "lmf"):
         return _of_stage(words[1:]) if words[:1] and words[0].text == "train" else None
@@ -93,7 +103,7 @@ def _recognized(program: LaunchedProgram) -> ForeignCommand | None:
     if found := _TRL_FILE.search(program.name):
         return _trl(found[1], words)
     names = {normalize_name(w.text.partition("=")[0]) for w in words if w.text.startswith("--")}
-    if _MEGATRON_FILE.search(program.name) or {"micro_batch_size", "seq_length"} <= names:
+    if _MEGATRON_FILE.search(program.name) or ("micro_batch_size" in names and MEGATRON_TRAINS & names):
         return ForeignCommand("", MEGATRON_LM, "sft" if "sft" in names else "pt", _without(words, "--sft"))
     if "stage" in names and "model_name_or_path" in names:
         return _of_stage(words)
@@ -107,21 +117,23 @@ def _task(word: str) -> str | None:
 def _subcommand(toolkit: str, words: tuple[ExpandedWord, ...]) -> ForeignCommand | None:
     command = words[0].text
     if toolkit == TRL:
-        return _trl(command, words[1:]) if command in (*TRL_TASKS, "rloo") else None
+        return _trl(command, words[1:]) if command in (*TRL_TASKS, *TRL_VARIANTS) else None
     known = command in (*TASKS, "rlhf") or (command in WITHOUT_A_FILE and toolkit != MEGASWIFT)
     return ForeignCommand("", toolkit, _task(command), words[1:]) if known else None
 
 
 def _trl(script: str, words: tuple[ExpandedWord, ...]) -> ForeignCommand | None:
     kind = script.removesuffix("_vlm")
-    if kind == "rloo":
-        extra = ExpandedWord("--advantage_estimator=rloo")
-        return ForeignCommand("", TRL, "grpo", (extra, *words))
     if kind in TRL_TASKS:
         return ForeignCommand("", TRL, TRL_TASKS[kind], words)
+    if kind in TRL_VARIANTS:
+        task, *extra = TRL_VARIANTS[kind]
+        return ForeignCommand("", TRL, task, (*map(ExpandedWord, extra), *words))
     task = next((task for part, task in TRL_TASKS.items() if part in kind.split("_")), None)
+    names = {normalize_name(w.text.partition("=")[0]) for w in words if w.text.startswith("--")}
     if task is None:
-        return None
+        note = f"TRL's {script} is not a task here"
+        return ForeignCommand("", TRL, None, words, notes=(note,)) if TRAINS & names else None
     note = f"{script} is a script of its own: what it does beside its options is not in this file"
     return ForeignCommand("", TRL, task, words, notes=(note,))
 
@@ -159,3 +171,14 @@ def command_of_file(source: ConfigSource, name: str) -> ForeignCommand:
     guess = next((t for t in TASKS if t in re.split(r"[_\W]", stem)), "sft")
     note = f"the file does not name its task: {guess} is a guess; change it with the command, megaswift TASK FILE"
     return ForeignCommand(name, toolkit, guess, file=source, notes=(note,))
+
+
+def file_of_script(folder: Path, name: str) -> Path | None:
+    """A file that a script names, beside the script or from the current folder; None where there is none."""
+    for place in (folder / name, Path(name)):
+        try:
+            if place.is_file():
+                return place
+        except OSError:  # a name that is too long
+            return None
+    return None

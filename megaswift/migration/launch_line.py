@@ -20,7 +20,7 @@ from megaswift.config.translated_options import RENAMED
 from megaswift.errors import ConfigError
 from megaswift.migration.accelerate_settings import BUNDLED, accelerate_environment, read_settings_file
 from megaswift.migration.expand_shell_words import ExpandedWord
-from megaswift.migration.foreign_command import ForeignCommand
+from megaswift.migration.foreign_command import ForeignCommand, file_of_script
 from megaswift.migration.launched_program import LAUNCH_FIELDS
 from megaswift.migration.migrated_run import MigratedRun
 from megaswift.redaction import is_secret
@@ -123,7 +123,7 @@ def _accelerate_settings(run: MigratedRun, command: ForeignCommand, folder: Path
     flags = {name: word.text for name, word in command.launcher_options.items()}
     settings: dict[str, Any] = {}
     name = flags.pop("config_file", "") or flags.pop("accelerate_config", "")
-    place = next((p for p in (folder / name, Path(name)) if p.is_file()), None) if name else None
+    place = file_of_script(folder, name) if name else None
     bundled = BUNDLED.get(Path(name).stem.removeprefix("deepspeed_"))
     if place is not None:
         try:

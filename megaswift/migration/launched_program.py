@@ -21,6 +21,7 @@ SWITCHES_OF_LAUNCHERS = frozenset(
 )
 """Options of launchers that take no value; the word after them may be the script."""
 LAUNCH_FIELDS = ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port")
+LAUNCH_SPELLINGS = tuple(n for n, ours in RENAMED.items() if ours in LAUNCH_FIELDS) + ("num_processes",)
 PYTHON = ("python", "python3")
 
 
@@ -102,6 +103,24 @@ def _launched(launcher: str, words: list[ExpandedWord]) -> LaunchedProgram | Non
         return None
     found.name, found.words = rest[0].text, rest[1:]
     return found
+
+
+def take_launcher_options(program: LaunchedProgram, names: Sequence[str]) -> tuple[ExpandedWord, ...]:
+    """Moves options of `accelerate launch` from a program's arguments (TRL's CLI passes them on); the arguments left."""
+    rest: list[ExpandedWord] = []
+    words = list(program.words)
+    for i, word in enumerate(words):
+        flag, equals, value = word.text.partition("=")
+        previous = normalize_name(words[i - 1].text) if i else ""
+        if flag.startswith("--") and normalize_name(flag) in names:
+            program.launcher = "accelerate"
+            if equals:
+                program.other[normalize_name(flag)] = ExpandedWord(value, word.unresolved)
+        elif i and words[i - 1].text.startswith("--") and previous in names:
+            program.other[previous] = word
+        else:
+            rest.append(word)
+    return tuple(rest)
 
 
 def launch_values(program: LaunchedProgram, environment: Mapping[str, ExpandedWord]) -> dict[str, ExpandedWord]:

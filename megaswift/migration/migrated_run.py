@@ -11,6 +11,7 @@ from typing import Any
 
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue
 from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.resolve_sections import LISTS_ALL
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem
 from megaswift.redaction import MASK, is_secret
@@ -45,9 +46,11 @@ class MigratedRun:
     options: dict[str, MigratedOption] = field(default_factory=dict)
     unset: set[str] = field(default_factory=set)
     """Options that the command sets to none."""
+    advised: set[str] = field(default_factory=set)
+    """Options that were set as a message of the loader advises."""
     left_out: list[str] = field(default_factory=list)
     """Options without effect, each with the reason."""
-    open: list[str] = field(default_factory=list)
+    questions: list[Problem] = field(default_factory=list)
     """What the user has to decide."""
     notes: list[str] = field(default_factory=list)
     """What the loader says of the file."""
@@ -64,13 +67,21 @@ class MigratedRun:
 
     def ask(self, what: str, rule: str, fix: str = "") -> None:
         """Something for the user to decide."""
-        line = f"{what}: {rule}" + (f"; {fix}" if fix else "")
-        if line not in self.open:
-            self.open.append(line)
+        if (question := Problem(what, rule, fix)) not in self.questions:
+            self.questions.append(question)
 
     def ask_problem(self, problem: Problem, what: str = "") -> None:
         """The same of a mistake that the loader would report."""
-        self.ask(what or problem.what, problem.rule, problem.fix)
+        fix = LISTS_ALL.format(task=self.task or "TASK") if problem.fix == LISTS_ALL else problem.fix
+        self.ask(what or problem.what, problem.rule, fix)
+
+    @property
+    def open(self) -> list[str]:
+        """The questions, a line each; those with one answer on one line."""
+        lines: dict[tuple[str, str], list[str]] = {}
+        for question in self.questions:
+            lines.setdefault((question.rule, question.fix), []).append(question.what)
+        return [f"{', '.join(w)}: {rule}" + (f"; {fix}" if fix else "") for (rule, fix), w in lines.items()]
 
     def source(self) -> ConfigSource:
         """The file as the loader will see it."""

@@ -69,9 +69,24 @@ def _drop_one(run: MigratedRun, problems: list[Problem]) -> None:
             what = f"default of {run.toolkit}, {option.given.label}" if option.of_default else option.label
             run.ask_problem(problem, what)
             return
-    name = next(reversed(run.options), None)
-    if name is not None:
-        run.ask_problem(problems[0], run.options.pop(name).label)
+    if not any(_set_as_advised(run, problem) for problem in problems) and run.options:
+        run.ask_problem(problems[0], run.options.popitem()[1].label)
+
+
+def _set_as_advised(run: MigratedRun, problem: Problem) -> bool:
+    """Sets an option that the command leaves to its default where the rules need another value."""
+    found = re.fullmatch(r"--(\w+) (\S+)", problem.fix)
+    option = OPTIONS.get(NAMES.get(found[1], "")) if found else None
+    if found is None or option is None or option.name in {*run.options, *run.advised}:
+        return False
+    try:
+        value = parse_option_value(option, found[2])
+    except InvalidValue:
+        return False
+    run.advised.add(option.name)
+    run.add(MigratedOption(option.name, value, option.name, f"needed: {problem.what} {problem.rule}"))
+    run.ask(f"{option.name}: {found[2]}", "is set because the run needs it", f"{problem.what} {problem.rule}")
+    return True
 
 
 def _culprit(run: MigratedRun, problem: Problem) -> MigratedOption | None:

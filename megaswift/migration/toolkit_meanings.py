@@ -41,15 +41,20 @@ def _llama_factory(run: MigratedRun, given: GivenOptionValue) -> Iterator[GivenO
     elif given.name == "lora_target" and value == "all":
         yield replace(given, value="all-linear")
     elif given.name in ("dataset", "eval_dataset"):
-        names = [n.strip() for n in str(given.value).split(",")]
-        if all(Path(n).exists() for n in names):
-            yield replace(given, value=names)
-        else:
-            run.ask(given.label, "is a name in LLaMA-Factory's dataset_info.json", "give the file of that entry")
+        names = given.value if isinstance(given.value, list) else str(given.value).split(",")
+        yield from _registered(run, given, [str(n).strip() for n in names])
     elif given.name == "dataset_dir":
         run.left_out.append(f"{given.label}: data sets are named by their files")
     else:
         yield given
+
+
+def _registered(run: MigratedRun, given: GivenOptionValue, names: list[str]) -> Iterator[GivenOptionValue]:
+    """Data sets of LLaMA-Factory, which are entries of a dataset_info.json."""
+    if all(Path(name).exists() for name in names):
+        yield replace(given, value=names)
+    else:
+        run.ask(given.label, "is an entry of LLaMA-Factory's dataset_info.json", "give the file or hub ID of that entry")
 
 
 def _megatron_lm(run: MigratedRun, given: GivenOptionValue) -> Iterator[GivenOptionValue]:

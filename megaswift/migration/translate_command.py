@@ -6,6 +6,7 @@ the loader refuses becomes a question to the user, so that the rest of the file 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from megaswift.config.resolve_sections import TASK_NAMES, unknown_option_problem
 from megaswift.config.sections import NAMES, OPTIONS, TASKS
 from megaswift.config.translated_options import SWITCHES, translated_options
 from megaswift.errors import ConfigError
-from megaswift.migration.foreign_command import MEGASWIFT, ForeignCommand
+from megaswift.migration.foreign_command import MEGASWIFT, ForeignCommand, file_of_script
 from megaswift.migration.launch_line import launch_of_command
 from megaswift.migration.migrated_run import MigratedOption, MigratedRun
 from megaswift.migration.settle_options import add_differing_defaults, leave_out_idle_options, settle_options
@@ -65,7 +66,8 @@ def _sources(run: MigratedRun, command: ForeignCommand, folder: Path) -> Iterabl
         return
     line = read_command_line([w.text for w in command.words])
     for name in line.files:
-        place = next((p for p in (folder / name, Path(name)) if p.is_file()), Path(name))
+        name = name.rpartition(")/")[2] if re.search(r"BASH_SOURCE|\$0", name) else name  # the script's own folder
+        place = file_of_script(folder, name) or Path(name)
         try:
             yield read_config_file(str(place))
         except ConfigError as error:

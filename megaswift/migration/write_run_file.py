@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from megaswift.config.sections import NAMES
+from megaswift.config.translated_options import RENAMED
 from megaswift.migration.launch_line import command_line
 from megaswift.migration.migrated_run import MigratedOption, MigratedRun
 from megaswift.migration.settle_options import missing_options
@@ -77,7 +79,8 @@ def _plain(text: str) -> str:
 
 def ask_for_missing(run: MigratedRun) -> None:
     """Adds what a run cannot do without and the command did not say."""
-    asked = {line.partition(":")[0] for line in run.open}
+    words = {w.replace("-", "_") for q in run.questions for w in re.findall(r"[\w-]+", q.what.replace("--", " "))}
+    asked = {NAMES.get(RENAMED.get(w, w)) for w in words}
     for problem in missing_options(run):
         if problem.what.removeprefix("--") not in asked:
             run.ask_problem(problem)
