@@ -1,7 +1,7 @@
 """`megaswift migrate`: scripts and configuration files of other toolkits as YAML files of megaswift.
 
-Owns the command: files in, files out, the exit code. Reading and translating is `megaswift.migration`'s. Nothing that is
-read is run.
+Owns the command: files in, files out, the exit code. Reading and translating is `megaswift.migration`'s. Nothing of
+what is read is run.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def _text(file: Path) -> str:
 def _write(runs: list[tuple[MigratedRun, str]], given: argparse.Namespace) -> None:
     if len(runs) > 1 and given.output_dir is None:
         places = ", ".join(run.place for run, _ in runs)
-        raise ConfigError(Problem(" ".join(map(str, given.files)), f"has several commands: {places}", "--output_dir DIR"))
+        raise ConfigError(
+            Problem(" ".join(map(str, given.files)), f"has several commands: {places}", "--output_dir DIR")
+        )
     targets = dict(_targets(runs, given))
     existing = [str(path) for path in targets if path.exists()]
     if existing and not given.overwrite:
@@ -134,4 +136,3 @@ def _targets(runs: list[tuple[MigratedRun, str]], given: argparse.Namespace) -> 
                 name = f"{stem}_{number}.yaml"
             names.add(name)
             yield given.output_dir / name, run
-

@@ -67,10 +67,10 @@ def _training_arguments(toolkit: str) -> Iterator[DifferingDefault]:
 
 CHANGED: tuple[DifferingDefault, ...] = (
     DifferingDefault("num_train_epochs", SWIFT, "3", "1"),
-    DifferingDefault("gradient_accumulation_steps", SWIFT, "chosen so that a step has at least 16 rows", _ONE_ROW, written=""),
     DifferingDefault(
-        "max_length", SWIFT, "the model's maximum length", _DELETED, _NOT_RL, written=""
+        "gradient_accumulation_steps", SWIFT, "chosen so that a step has at least 16 rows", _ONE_ROW, written=""
     ),
+    DifferingDefault("max_length", SWIFT, "the model's maximum length", _DELETED, _NOT_RL, written=""),
     DifferingDefault("max_length", SWIFT, "the model's maximum length, for the prompt alone", _BOTH, RL, written=""),
     DifferingDefault("truncation_strategy", SWIFT, "left", "delete", RL),
     DifferingDefault("recompute_granularity", SWIFT, _CHECKPOINTING, "none"),
@@ -85,14 +85,16 @@ CHANGED: tuple[DifferingDefault, ...] = (
     DifferingDefault("loss_type", SWIFT, "grpo", "dapo", GRPO),
     DifferingDefault("temperature", SWIFT, "0.9", "1", RL),
     DifferingDefault("vllm_gpu_memory_utilization", SWIFT, "0.9", "0.3", RL),
-    DifferingDefault("importance_sampling_mode", SWIFT, "none: no importance weights", "token_truncate", GRPO, written=""),
+    DifferingDefault(
+        "importance_sampling_mode", SWIFT, "none: no importance weights", "token_truncate", GRPO, written=""
+    ),
     DifferingDefault("ddp_timeout", SWIFT, "18000000 seconds", "600 seconds"),
     DifferingDefault("global_batch_size", MEGATRON_SWIFT, "16", _ONE_ROW),
     DifferingDefault("recompute_granularity", MEGATRON_SWIFT, "selective", "none"),
+    DifferingDefault("max_length", MEGATRON_SWIFT, "the model's maximum length", _DELETED, _NOT_RL, written=""),
     DifferingDefault(
-        "max_length", MEGATRON_SWIFT, "the model's maximum length", _DELETED, _NOT_RL, written=""
+        "max_length", MEGATRON_SWIFT, "the model's maximum length, for the prompt alone", _BOTH, RL, written=""
     ),
-    DifferingDefault("max_length", MEGATRON_SWIFT, "the model's maximum length, for the prompt alone", _BOTH, RL, written=""),
     DifferingDefault("truncation_strategy", MEGATRON_SWIFT, "left", "delete", RL),
     DifferingDefault("sequence_parallel", MEGATRON_SWIFT, "false", "true if tensor_parallel_size > 1"),
     DifferingDefault("moe_aux_loss_coeff", MEGATRON_SWIFT, "0", "the coefficient in config.json"),
@@ -116,9 +118,7 @@ CHANGED: tuple[DifferingDefault, ...] = (
     DifferingDefault("learning_rate", TRL, "1e-06", "1e-05", ("dpo", "kto", "grpo"), False),
     DifferingDefault("learning_rate", TRL, "1e-06", "0.0001", ("dpo", "kto", "grpo"), True),
     DifferingDefault("learning_rate", TRL, "0.0001", "1e-05", ("rm",), False),
-    DifferingDefault(
-        "max_length", TRL, "1024; longer rows are truncated", _DELETED, _CHATS
-    ),
+    DifferingDefault("max_length", TRL, "1024; longer rows are truncated", _DELETED, _CHATS),
     DifferingDefault("recompute_granularity", TRL, _CHECKPOINTING, "none"),
     DifferingDefault("packing", TRL, "false", "true", PREFERENCES),
     DifferingDefault("importance_sampling_mode", TRL, "sequence_mask", "token_truncate", GRPO),

@@ -114,7 +114,8 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
 
     `train_type dora` is lora with `use_dora`. Of `use_vllm` and `vllm_mode` together the second says which, where the
     first is true. `deepspeed: {config_path: FILE}` is the file. `bf16 true` is `torch_dtype bfloat16`, and `bf16 false`
-    without another precision float32. `warmup_steps` below 1 is a fraction, as in transformers 5. A server's host and port are its URL. `eval_strategy no` unsets `eval_steps`.
+    without another precision float32. `warmup_steps` below 1 is a fraction, as in transformers 5. A server's host and
+    port are its URL. `eval_strategy no` unsets `eval_steps`.
     """
     values = {given.name: _text(given) for given in givens}
     unused = _unused_names(values)

@@ -13,7 +13,7 @@ from megaswift.config.accelerate_options import FSDP, MEGATRON, ZERO
 from megaswift.config.option_sources import LARGEST_FILE
 from megaswift.errors import ConfigError, Problem, first_line
 
-BUNDLED = {
+BUNDLED: dict[str, dict[str, Any]] = {
     **{f"zero{n}": {"distributed_type": "DEEPSPEED", "zero_stage": n} for n in (1, 2, 3)},
     "fsdp1": {"distributed_type": "FSDP", "fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD"},
     "fsdp2": {"distributed_type": "FSDP", "fsdp_version": 2},

@@ -103,9 +103,7 @@ def shell_commands(text: str) -> Iterator[ShellCommand]:
         yield ShellCommand(command.line, expanded, environment, depth > 0)
 
 
-def _assignments(
-    words: Sequence[UnexpandedWord], known: _Variables
-) -> tuple[dict[str, list[ExpandedWord]], int]:
+def _assignments(words: Sequence[UnexpandedWord], known: _Variables) -> tuple[dict[str, list[ExpandedWord]], int]:
     """The assignments that a command begins with, and how many words they are."""
     found: dict[str, list[ExpandedWord]] = {}
     for i, word in enumerate(words):

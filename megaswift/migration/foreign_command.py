@@ -21,13 +21,21 @@ from megaswift.config.differing_toolkit_defaults import (
 from megaswift.config.option_sources import ConfigSource, normalize_name
 from megaswift.config.sections import TASKS
 from megaswift.migration.expand_shell_words import ExpandedWord, shell_commands
-from megaswift.migration.launched_program import LAUNCH_SPELLINGS, LaunchedProgram, launch_values, launched_program, take_launcher_options
+from megaswift.migration.launched_program import (
+    LAUNCH_SPELLINGS,
+    LaunchedProgram,
+    launch_values,
+    launched_program,
+    take_launcher_options,
+)
 
 MEGASWIFT = "megaswift"
 CONSOLE_SCRIPTS = {"swift": SWIFT, "megatron": MEGATRON_SWIFT, "megaswift": MEGASWIFT, "trl": TRL}
 WITHOUT_A_FILE = ("infer", "deploy", "export", "eval", "rollout", "app", "sample", "merge-lora")
 """Commands of ms-swift that take no YAML file here."""
-TRL_TASKS = {"reward": "rm", "reward_modeling": "rm"} | {t: t for t in ("sft", "dpo", "kto", "grpo", "orpo", "cpo", "ppo")}
+TRL_TASKS = {"reward": "rm", "reward_modeling": "rm"} | {
+    t: t for t in ("sft", "dpo", "kto", "grpo", "orpo", "cpo", "ppo")
+}
 TRL_VARIANTS = {
     "rloo": ("grpo", "--advantage_estimator=rloo"),
     "gspo": ("grpo", "--importance_sampling_level=sequence"),
@@ -36,7 +44,9 @@ TRL_VARIANTS = {
 """Scripts of TRL that are a task of ours with an option."""
 STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto")
 """Of LLaMA-Factory."""
-TRAINS = frozenset({"model_name_or_path", "per_device_train_batch_size", "dataset_name", "model_id", "num_train_epochs"})
+TRAINS = frozenset(
+    {"model_name_or_path", "per_device_train_batch_size", "dataset_name", "model_id", "num_train_epochs"}
+)
 """Names of transformers by which the arguments of any script show that it trains."""
 MEGATRON_TRAINS = frozenset({"lr", "train_iters", "train_samples"})
 """Names of Megatron-LM that a program has which trains, and one that only evaluates has not."""
@@ -129,13 +139,13 @@ def _trl(script: str, words: tuple[ExpandedWord, ...]) -> ForeignCommand | None:
     if kind in TRL_VARIANTS:
         task, *extra = TRL_VARIANTS[kind]
         return ForeignCommand("", TRL, task, (*map(ExpandedWord, extra), *words))
-    task = next((task for part, task in TRL_TASKS.items() if part in kind.split("_")), None)
+    near = next((t for part, t in TRL_TASKS.items() if part in kind.split("_")), None)
     names = {normalize_name(w.text.partition("=")[0]) for w in words if w.text.startswith("--")}
-    if task is None:
+    if near is None:
         note = f"TRL's {script} is not a task here"
         return ForeignCommand("", TRL, None, words, notes=(note,)) if TRAINS & names else None
     note = f"{script} is a script of its own: what it does beside its options is not in this file"
-    return ForeignCommand("", TRL, task, words, notes=(note,))
+    return ForeignCommand("", TRL, near, words, notes=(note,))
 
 
 def _of_stage(words: tuple[ExpandedWord, ...]) -> ForeignCommand:

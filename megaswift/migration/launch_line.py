@@ -15,7 +15,7 @@ from megaswift.config.accelerate_options import options_from_accelerate
 from megaswift.config.foreign_options import foreign_option_advice
 from megaswift.config.option_sources import ConfigSource
 from megaswift.config.parse_option_values import TRUE
-from megaswift.config.sections import NAMES
+from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.config.translated_options import RENAMED
 from megaswift.errors import ConfigError
 from megaswift.migration.accelerate_settings import BUNDLED, accelerate_environment, read_settings_file
@@ -25,21 +25,24 @@ from megaswift.migration.launched_program import LAUNCH_FIELDS
 from megaswift.migration.migrated_run import MigratedRun
 from megaswift.redaction import is_secret
 
+LAUNCH_ORDER = ("nnodes", "node_rank", "master_addr", "master_port", "nproc_per_node", *OPTIONS)
 KEPT = re.compile(
     r"(CUDA|NCCL|GLOO|OMP|MKL|PYTORCH|TORCH|HF|TRANSFORMERS|MODELSCOPE|WANDB|SWANLAB|MLFLOW|TOKENIZERS|NVTE|UB|VLLM|SGLANG|"
     r"TRITON|RAY|LD|ASCEND|HCCL|TASK_QUEUE|DISABLE_VERSION_CHECK|KUBERNETES)_\w+|PYTHONPATH|\w+_proxy|\w+_PROXY"
 )
 """Variables that other programs read, whichever toolkit trains."""
 PIXELS = re.compile(r"(MAX|MIN|VIDEO|IMAGE)_\w*(PIXELS|TOKEN_NUM|FRAMES)\w*|FPS\w*|NFRAMES|SIZE_FACTOR")
-WITHOUT_MEANING = frozenset(
-    "standalone module m rdzv_id rdzv_backend rdzv_endpoint rdzv_conf max_restarts monitor_interval log_dir tee "
-    "redirects role start_method no_python multi_gpu same_network debug quiet num_cpu_threads_per_process "
-    "compute_environment downcast_bf16 main_training_function use_cpu enable_cpu_affinity dynamo_backend no_local_rank "
-    "machine_rank use_env tpu_env tpu_use_cluster tpu_use_sudo distributed_type config_file gpu_ids force_multi launcher "
-    "deepspeed_config fsdp_config local_ranks_filter deepspeed_multinode_launcher zero3_init_flag use_deepspeed use_fsdp "
-    "zero3_save_16bit_model fsdp_state_dict_type fsdp_version fsdp_use_orig_params fsdp_sync_module_states "
-    "fsdp_cpu_ram_efficient_loading fsdp_auto_wrap_policy commands command_file tpu_name tpu_zone".split()
-)
+WITHOUT_MEANING = frozenset({
+    "standalone", "module", "m", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "max_restarts",
+    "monitor_interval", "log_dir", "tee", "redirects", "role", "start_method", "no_python", "multi_gpu",
+    "same_network", "debug", "quiet", "num_cpu_threads_per_process", "compute_environment", "downcast_bf16",
+    "main_training_function", "use_cpu", "enable_cpu_affinity", "dynamo_backend", "no_local_rank", "machine_rank",
+    "use_env", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "distributed_type", "config_file", "gpu_ids",
+    "force_multi", "launcher", "deepspeed_config", "fsdp_config", "local_ranks_filter",
+    "deepspeed_multinode_launcher", "zero3_init_flag", "use_deepspeed", "use_fsdp", "zero3_save_16bit_model",
+    "fsdp_state_dict_type", "fsdp_version", "fsdp_use_orig_params", "fsdp_sync_module_states",
+    "fsdp_cpu_ram_efficient_loading", "fsdp_auto_wrap_policy", "commands", "command_file", "tpu_name", "tpu_zone",
+})  # fmt: skip
 """Settings of launchers that a run does not need: how processes find each other, and how a library saves."""
 
 
@@ -60,10 +63,7 @@ def launch_of_command(run: MigratedRun, command: ForeignCommand, folder: Path) -
         settings = {name: word.text for name, word in command.launcher_options.items()}
     _processes(run, command, launch, settings)
     for name, word in launch.items():
-        if word.unresolved or not word.text:
-            run.launch[name] = word.text
-        elif not (name == "nnodes" and word.text == "1"):
-            run.launch[name] = word.text
+        run.launch[name] = word.text
     if run.launch.get("nnodes", "1") == "1":
         for name in ("node_rank", "nnodes", "master_addr", "master_port"):
             run.launch.pop(name, None)
@@ -89,7 +89,11 @@ def _processes(
         launch["nproc_per_node"] = ExpandedWord(str(len(ids.split(","))))
         run.environment["CUDA_VISIBLE_DEVICES"] = ids
     elif include:
-        run.ask(f"--include {include}", "names several machines", "start the command on each: NNODES, NODE_RANK, MASTER_ADDR")
+        run.ask(
+            f"--include {include}",
+            "names several machines",
+            "start the command on each: NNODES, NODE_RANK, MASTER_ADDR",
+        )
     if ids := str(settings.pop("gpu_ids", "") or ""):
         run.environment.setdefault("CUDA_VISIBLE_DEVICES", ids) if ids != "all" else None
     each_text = launch.get("nproc_per_node", ExpandedWord("")).text
@@ -113,7 +117,9 @@ def _environment(run: MigratedRun, environment: Mapping[str, ExpandedWord]) -> N
         elif KEPT.fullmatch(name):
             run.environment[name] = word.text
         elif PIXELS.fullmatch(name):
-            run.ask(f"{name}={word.text}", "is a setting of ms-swift", foreign_option_advice("max_pixels", word.text, NAMES))
+            run.ask(
+                f"{name}={word.text}", "is a setting of ms-swift", foreign_option_advice("max_pixels", word.text, NAMES)
+            )
         else:
             run.left_out.append(f"{name}={word.text}: not a variable that megaswift reads")
 
@@ -153,7 +159,7 @@ def _accelerate_source(run: MigratedRun, settings: dict[str, Any]) -> ConfigSour
 
 def command_line(run: MigratedRun, file: str) -> str:
     """What to type."""
-    names = {name.upper(): value for name, value in run.launch.items()}
+    names = {name.upper(): run.launch[name] for name in sorted(run.launch, key=LAUNCH_ORDER.index)}
     words = [f"{name}={_shell_word(value)}" for name, value in {**run.environment, **names}.items()]
     return " ".join([*words, "megaswift", run.task or "TASK", _shell_word(file)])
 

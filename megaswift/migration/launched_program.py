@@ -15,10 +15,11 @@ from megaswift.config.translated_options import RENAMED
 from megaswift.migration.expand_shell_words import ExpandedWord
 
 WRAPPERS = ("env", "nohup", "exec", "sudo", "setsid", "command", "stdbuf", "numactl", "srun", "uv", "run", "conda")
-SWITCHES_OF_LAUNCHERS = frozenset(
-    "standalone module m no_python multi_gpu cpu tpu mps use_deepspeed use_fsdp use_megatron_lm same_network debug quiet "
-    "no_local_rank force_multi enable_cpu_affinity use_env autotuning save_pid no_ssh virtual_local_rank".split()
-)
+SWITCHES_OF_LAUNCHERS = frozenset({
+    "standalone", "module", "m", "no_python", "multi_gpu", "cpu", "tpu", "mps", "use_deepspeed", "use_fsdp",
+    "use_megatron_lm", "same_network", "debug", "quiet", "no_local_rank", "force_multi", "enable_cpu_affinity",
+    "use_env", "autotuning", "save_pid", "no_ssh", "virtual_local_rank",
+})  # fmt: skip
 """Options of launchers that take no value; the word after them may be the script."""
 LAUNCH_FIELDS = ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port")
 LAUNCH_SPELLINGS = tuple(n for n, ours in RENAMED.items() if ours in LAUNCH_FIELDS) + ("num_processes",)
@@ -106,7 +107,7 @@ def _launched(launcher: str, words: list[ExpandedWord]) -> LaunchedProgram | Non
 
 
 def take_launcher_options(program: LaunchedProgram, names: Sequence[str]) -> tuple[ExpandedWord, ...]:
-    """Moves options of `accelerate launch` from a program's arguments (TRL's CLI passes them on); the arguments left."""
+    """Moves options of `accelerate launch` out of a program's arguments, as TRL's CLI does; the arguments left."""
     rest: list[ExpandedWord] = []
     words = list(program.words)
     for i, word in enumerate(words):

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from megaswift.config.data import RL
@@ -24,6 +25,7 @@ ROWS_PER_STEP = 16
 """What ms-swift makes of a batch without accumulation, at least."""
 LARGEST_CONFIG = 1 << 20
 MOST_ROUNDS = 400
+NEEDED = "is set because the run needs it"
 
 
 def settle_options(run: MigratedRun) -> None:
@@ -85,7 +87,7 @@ def _set_as_advised(run: MigratedRun, problem: Problem) -> bool:
         return False
     run.advised.add(option.name)
     run.add(MigratedOption(option.name, value, option.name, f"needed: {problem.what} {problem.rule}"))
-    run.ask(f"{option.name}: {found[2]}", "is set because the run needs it", f"{problem.what} {problem.rule}")
+    run.ask(f"{option.name}: {found[2]}", NEEDED, f"{problem.what} {problem.rule}")
     return True
 
 
@@ -94,7 +96,9 @@ def _culprit(run: MigratedRun, problem: Problem) -> MigratedOption | None:
     words = {NAMES.get(w, "") for w in re.findall(r"\w+", f"{problem.what} {problem.rule}")}
     named = [o for o in run.options.values() if o.given.label in problem.what or o.name in words]
     defaults = [o for o in named if o.of_default]
-    first = [o for o in named if problem.what.removeprefix("--").startswith((o.given.label, f"{o.name} ", f"{o.name}:"))]
+    first = [
+        o for o in named if problem.what.removeprefix("--").startswith((o.given.label, f"{o.name} ", f"{o.name}:"))
+    ]
     return next(iter([*defaults, *first, *named]), None)
 
 
@@ -107,9 +111,13 @@ def add_differing_defaults(run: MigratedRun) -> None:
     if sections is None:
         return
     idle = ignored_option_names(sections)
-    for row in defaults_differing_from_toolkit(sections, run.toolkit):
-        if row.option not in idle and row.option not in {*run.options, *run.unset}:
+    own = replace(sections, given=sections.given - run.advised)  # what the rules needed gives way to a default
+    for row in defaults_differing_from_toolkit(own, run.toolkit):
+        if row.option not in idle and row.option not in {*run.options, *run.unset} - run.advised:
             _add_default(run, row, sections)
+    replaced = {name for name in run.advised if name in run.options and run.options[name].of_default}
+    run.questions = [q for q in run.questions if q.rule != NEEDED or q.what.partition(":")[0] not in replaced]
+    run.advised -= replaced
 
 
 def _add_default(run: MigratedRun, row: DifferingDefault, sections: Sections) -> None:

@@ -198,7 +198,11 @@ class _ShellReader:
             part = WordPart("substitution", self.text[self.at + 1 : end], quoted)
             self.at = end + 1
             return part
-        for opening, closing, kind in (("$((", "))", "arithmetic"), ("$(", ")", "substitution"), ("${", "}", "variable")):
+        for opening, closing, kind in (
+            ("$((", "))", "arithmetic"),
+            ("$(", ")", "substitution"),
+            ("${", "}", "variable"),
+        ):
             if self.text.startswith(opening, self.at):
                 return WordPart(kind, self._balanced(opening, closing), quoted)
         found = NAME.match(self.text, self.at + 1) or SPECIAL.match(self.text, self.at + 1)

@@ -54,7 +54,9 @@ def _registered(run: MigratedRun, given: GivenOptionValue, names: list[str]) -> 
     if all(Path(name).exists() for name in names):
         yield replace(given, value=names)
     else:
-        run.ask(given.label, "is an entry of LLaMA-Factory's dataset_info.json", "give the file or hub ID of that entry")
+        run.ask(
+            given.label, "is an entry of LLaMA-Factory's dataset_info.json", "give the file or hub ID of that entry"
+        )
 
 
 def _megatron_lm(run: MigratedRun, given: GivenOptionValue) -> Iterator[GivenOptionValue]:

@@ -61,7 +61,7 @@ def _yaml_value(value: Any) -> str:
     plain = list(value) if isinstance(value, tuple) else value
     if isinstance(plain, float) and plain == int(plain):
         plain = int(plain)
-    text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10**9)
+    text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=str(plain).isprintable(), width=10**9)
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
 
@@ -72,7 +72,11 @@ def _comments(lines: Iterable[str]) -> Iterator[str]:
 
 def _plain(text: str) -> str:
     """One line without control characters and secrets; a long one is cut."""
-    shown = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff]+", lambda m: " " if m[0].isspace() else "?", redacted_command(text))
+    shown = re.sub(
+        r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff]+",
+        lambda m: " " if m[0].isspace() else "?",
+        redacted_command(text),
+    )
     shown = re.sub(r"(\w+): \S+", lambda m: f"{m[1]}: ***" if is_secret(m[1]) else m[0], shown)
     return shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}..."
 

@@ -107,7 +107,11 @@ def test_nothing_is_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["A=xx\n" + "A=$A$A\n" * 60 + "sft $A", 'A=(a b)\n' + 'A=("${A[@]}" "${A[@]}")\n' * 60, "A=" + "x" * 9000 + "\nsft" + " $A" * 999],
+    [
+        "A=xx\n" + "A=$A$A\n" * 60 + "sft $A",
+        "A=(a b)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60,
+        "A=" + "x" * 9000 + "\nsft" + " $A" * 999,
+    ],
 )
 def test_a_script_that_grows_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expands to more than 1 MiB"):

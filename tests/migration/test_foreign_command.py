@@ -59,7 +59,15 @@ def test_programs(text: str, toolkit: str, task: str | None) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["pip install ms-swift", "python eval.py --model m", "swift --help", "accelerate config", "python", "torchrun", "ls"]
+    [
+        "pip install ms-swift",
+        "python eval.py --model m",
+        "swift --help",
+        "accelerate config",
+        "python",
+        "torchrun",
+        "ls",
+    ]
     + ["python tools/run_text_generation.py --micro-batch-size 1 --seq-length 3", "python -m pytest", "trl env"],
 )
 def test_other_programs(text: str) -> None:
@@ -84,7 +92,10 @@ def test_launchers() -> None:
         "config_file": "a.yaml",
     }
     command = only("trl sft --num_processes 4 --learning_rate 1 --accelerate_config=zero3 --lr_x 2")
-    assert {n: w.text for n, w in command.launcher_options.items()} == {"num_processes": "4", "accelerate_config": "zero3"}
+    assert {n: w.text for n, w in command.launcher_options.items()} == {
+        "num_processes": "4",
+        "accelerate_config": "zero3",
+    }
     assert [w.text for w in command.words] == ["--learning_rate", "1", "--lr_x", "2"]
 
 
