@@ -24,7 +24,7 @@ from megaswift.data.formats import FORMATS, recognize_format
 from tests.sources import FOLDERS, ROOT
 
 OF_THE_PAST = ROOT / "docs/former_names.md"
-PAGES = [ROOT / "README.md", ROOT / "converters/README.md"]
+PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", ROOT / "converters/README.md"]
 PAGES += sorted({*(ROOT / "docs").glob("*.md")} - {OF_THE_PAST})
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 OPTION = r"(?<![\w-])--([A-Za-z][\w-]*)"
