@@ -7,14 +7,17 @@ what is read is run.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megaswift import log
 from megaswift.atomic_disk_writes import write_atomically
 from megaswift.command_line_common import UserErrorArgumentParser
+from megaswift.config.command_parser import CommandParser
 from megaswift.config.option_sources import LARGEST_FILE, read_config_file
 from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.migration.command_script import command_script_text, migrated_command
 from megaswift.migration.foreign_command import WITHOUT_A_FILE, ForeignCommand, command_of_file, foreign_commands
 from megaswift.migration.migrated_run import MigratedRun
 from megaswift.migration.translate_command import migrated_run
@@ -25,9 +28,9 @@ EXIT_OPEN = 3
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 USAGE = """\
 Translates training scripts and configuration files of ms-swift, Megatron-LM, transformers, TRL and LLaMA-Factory, also
-behind torchrun, accelerate and deepspeed, to YAML files of megaswift. Nothing is run. Exit code: 0 everything is
-translated; 3 something is left for you to decide (it is in the file, as comments); 2 a file cannot be read or has no
-training command."""
+behind torchrun, accelerate and deepspeed, to YAML files of megaswift; ms-swift's infer, deploy and export to shell
+scripts. Nothing is run. Exit code: 0 everything is translated; 3 something is left for you to decide (it is in the
+file, as comments); 2 a file cannot be read or has no command."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,52 +42,69 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output_dir", type=Path, help="folder for one file per command")
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
     given = parser.parse_args(list(argv))
-    runs: list[tuple[MigratedRun, str]] = []
+    migrated: list[_Migrated] = []
     problems: list[Problem] = []
     for file in given.files:
         try:
-            found = [migrated_run(command, file.parent) for command in _commands(file)]
-            runs += [(run, _name(file, i, len(found))) for i, run in enumerate(found)]
+            commands = _commands(file)
+            stems = [f"{file.stem}-{i + 1}" for i in range(len(commands))] if len(commands) > 1 else [file.stem]
+            migrated += [_translated(c, file.parent, stem) for c, stem in zip(commands, stems, strict=True)]
         except UserError as error:
             problems += error.problems
-    for run, _ in runs:
-        if run.task is None:
-            log.warn(f"{run.place}: not translated: {'; '.join(run.open)}")
-    _write([(run, name) for run, name in runs if run.task is not None], given)
+    for one in migrated:
+        if not one.name:
+            log.warn(f"{one.run.place}: not translated: {'; '.join(one.run.open)}")
+    _write([one for one in migrated if one.name], given)
     if problems:
         raise ConfigError(problems)
-    return EXIT_OPEN if any(run.open for run, _ in runs) else 0
+    return EXIT_OPEN if any(one.run.open for one in migrated) else 0
 
 
-def _name(file: Path, number: int, count: int) -> str:
-    return f"{file.stem}-{number + 1}.yaml" if count > 1 else f"{file.stem}.yaml"
+@dataclass(frozen=True)
+class _Migrated:
+    run: MigratedRun
+    name: str
+    """Of the file to write; empty where there is nothing to write."""
+    text: Callable[[str], str]
+    """Its content, by the path that it will have."""
+
+
+def _translated(command: ForeignCommand, folder: Path, stem: str) -> _Migrated:
+    if command.task in WITHOUT_A_FILE:
+        made = migrated_command(command, _parser(command.task), folder)
+        return _Migrated(made.run, f"{stem}.sh" if made.groups else "", lambda _: command_script_text(made))
+    run = migrated_run(command, folder)
+    if run.task is not None:
+        ask_for_missing(run)
+    return _Migrated(run, f"{stem}.yaml" if run.task is not None else "", lambda path: run_file_text(run, path))
+
+
+def _parser(command: str) -> CommandParser | None:
+    """Of a command that does not train; imported on demand, each has its own dependencies."""
+    if command == "infer":
+        from megaswift.infer import COMMAND as INFER
+
+        return INFER
+    if command == "deploy":
+        from megaswift.deploy import COMMAND as DEPLOY
+
+        return DEPLOY
+    if command == "export":
+        from megaswift.export import COMMAND as EXPORT
+
+        return EXPORT
+    return None
 
 
 def _commands(file: Path) -> list[ForeignCommand]:
-    """The training commands of a file; ConfigError where there is none."""
+    """The commands of a file; ConfigError where there is none."""
     if file.suffix.lower() in CONFIG_SUFFIXES:
         return [command_of_file(read_config_file(str(file)), file.name)]
     found = list(foreign_commands(_text(file), file.name))
-    others = [c for c in found if c.task in WITHOUT_A_FILE]
-    if len(others) < len(found):
-        for command in others:
-            log.warn(f"{command.place}: {command.task} is no training command; {_instead(command)}")
-        return [c for c in found if c.task not in WITHOUT_A_FILE]
-    if others:
-        rule = f"has no training command; {others[0].task} takes its options on the command line"
-        raise ConfigError(Problem(others[0].place, rule, _instead(others[0])))
-    raise ConfigError(
-        Problem(
-            str(file),
-            "has no training command of ms-swift, Megatron-LM, transformers, TRL or LLaMA-Factory",
-            "give the script that starts the training",
-        )
-    )
-
-
-def _instead(command: ForeignCommand) -> str:
-    own = command.task in ("infer", "deploy", "export")
-    return f"megaswift {command.task} --help lists its options" if own else "megaswift --help lists the commands"
+    if not found:
+        rule = "has no command of ms-swift, Megatron-LM, transformers, TRL or LLaMA-Factory"
+        raise ConfigError(Problem(str(file), rule, "give the script that starts the training"))
+    return found
 
 
 def _text(file: Path) -> str:
@@ -101,38 +121,35 @@ def _text(file: Path) -> str:
     return text
 
 
-def _write(runs: list[tuple[MigratedRun, str]], given: argparse.Namespace) -> None:
-    if len(runs) > 1 and given.output_dir is None:
-        places = ", ".join(run.place for run, _ in runs)
-        raise ConfigError(
-            Problem(" ".join(map(str, given.files)), f"has several commands: {places}", "--output_dir DIR")
-        )
-    targets = dict(_targets(runs, given))
-    existing = [str(path) for path in targets if path.exists()]
+def _write(migrated: list[_Migrated], given: argparse.Namespace) -> None:
+    inputs = " ".join(map(str, given.files))
+    if len(migrated) > 1 and given.output_dir is None:
+        places = ", ".join(one.run.place for one in migrated)
+        raise ConfigError(Problem(inputs, f"has several commands: {places}", "--output_dir DIR"))
+    targets = list(_targets(migrated, given))
+    own = [str(path) for path, _ in targets if path and any(path.resolve() == f.resolve() for f in given.files)]
+    existing = [str(path) for path, _ in targets if path and path.exists()]
+    if own:
+        raise ConfigError(Problem(" ".join(own), "is a file to translate", "another --output or --output_dir"))
     if existing and not given.overwrite:
         raise ConfigError(Problem(" ".join(existing), "exists", "--overwrite, or another --output_dir"))
-    for run, name in runs:
-        ask_for_missing(run)
-        path = next((p for p, r in targets.items() if r is run), None)
-        text = run_file_text(run, str(path or name))
+    for path, one in targets:
+        text = one.text(str(path or one.name))
         if path is None:
             print(text, end="")
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
-        state = f"{len(run.open)} left to decide" if run.open else "complete"
-        log.print_result(f"wrote {path} ({run.place}: {state})")
+        state = f"{len(one.run.open)} left to decide" if one.run.open else "complete"
+        log.print_result(f"wrote {path} ({one.run.place}: {state})")
 
 
-def _targets(runs: list[tuple[MigratedRun, str]], given: argparse.Namespace) -> Iterator[tuple[Path, MigratedRun]]:
-    if given.output is not None:
-        yield from ((given.output, run) for run, _ in runs)
-    elif given.output_dir is not None:
-        names: set[str] = set()
-        for run, name in runs:
-            stem, number = Path(name).stem, 1
-            while name in names:
-                number += 1
-                name = f"{stem}_{number}.yaml"
-            names.add(name)
-            yield given.output_dir / name, run
+def _targets(migrated: list[_Migrated], given: argparse.Namespace) -> Iterator[tuple[Path | None, _Migrated]]:
+    names: set[str] = set()
+    for one in migrated:
+        name, number = one.name, 1
+        while name in names:
+            number += 1
+            name = f"{Path(one.name).stem}_{number}{Path(one.name).suffix}"
+        names.add(name)
+        yield given.output or (given.output_dir / name if given.output_dir else None), one

@@ -69,9 +69,8 @@ def test_two_files_of_one_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "no training command"),
-        (b"echo hello\n", "no training command"),
-        (b"swift infer --model m\n", "megaswift infer --help"),
+        (b"", "has no command of ms-swift"),
+        (b"echo hello\n", "has no command of ms-swift"),
         (b"swift sft --model \0m\n", "NUL bytes"),
         (b"\xff\xfe\x00swift", "cannot be read"),
         (b"#" * (1 << 20) + b"\nswift sft", "larger than 1 MiB"),
@@ -98,6 +97,31 @@ def test_a_command_without_a_task_here(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "x.sh").write_text("swift rlhf --rlhf_type gkd --model m --teacher_model t\n" + COMPLETE)
     assert migrate([str(tmp_path / "x.sh"), "--output_dir", str(tmp_path / "o")]) == 3
     assert "x.sh:1: not translated" in capsys.readouterr().err and os.listdir(tmp_path / "o") == ["x-2.yaml"]
+
+
+def test_commands_that_do_not_train_become_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "i.sh").write_text(
+        "CUDA_VISIBLE_DEVICES=0 swift infer --model 'my model' --temperature 0 --adapters out/checkpoint-9 "
+        "--no_such_option 3 --system $TEXT --max_new_tokens 64\n"
+    )
+    assert migrate([str(tmp_path / "i.sh"), "--output_dir", str(tmp_path / "o")]) == 3
+    text = (tmp_path / "o" / "i.sh").read_text()
+    (command,) = [line for line in text.replace(" \\\n   ", "").splitlines() if line and not line.startswith("#")]
+    words = "CUDA_VISIBLE_DEVICES=0 megaswift infer --model 'my model' --temperature 0 --adapters out/checkpoint-9"
+    assert command == f"{words} --max_new_tokens 64"
+    assert "# - --no_such_option 3: is not an option of megaswift infer" in text and "does not set $TEXT" in text
+    assert "out/checkpoint-9: no such" in text, "a note: the folder may be there where it runs"
+    (tmp_path / "e.sh").write_text("swift export --model m --output_dir d --quantization_bit 4 --adapters a\n")
+    capsys.readouterr()
+    assert migrate([str(tmp_path / "e.sh")]) in (0, 3) and "megaswift export" in capsys.readouterr().out
+    (tmp_path / "r.sh").write_text("swift rollout --model m\n")
+    assert migrate([str(tmp_path / "r.sh")]) == 3 and "vllm serve" in capsys.readouterr().err
+
+
+def test_an_input_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("model: m\nrlhf_type: dpo\nmax_length: 4\n")
+    with pytest.raises(ConfigError, match="is a file to translate"):
+        migrate([str(tmp_path / "x.yaml"), "--output_dir", str(tmp_path), "--overwrite"])
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,8 +78,8 @@ def _processes(
 ) -> None:
     """`nproc_per_node` where the launcher says it in another way."""
     total, nodes = str(settings.pop("num_processes", "")), launch.get("nnodes", ExpandedWord("1")).text
-    if total.isdigit():
-        each = int(total) // int(nodes) if nodes.isdigit() and int(nodes) else int(total)
+    if re.fullmatch(r"\d{1,6}", total):
+        each = int(total) // int(nodes) if re.fullmatch(r"[1-9]\d{0,5}", nodes) else int(total)
         launch["nproc_per_node"] = ExpandedWord(str(max(1, each)))
     elif total:
         launch["nproc_per_node"] = ExpandedWord(total, (total,))
@@ -98,7 +98,7 @@ def _processes(
         run.environment.setdefault("CUDA_VISIBLE_DEVICES", ids) if ids != "all" else None
     each_text = launch.get("nproc_per_node", ExpandedWord("")).text
     unknown = command.launcher in ("accelerate", "deepspeed") and not each_text
-    if unknown or (each_text and not each_text.isdigit()):
+    if unknown or (each_text and not re.fullmatch(r"[1-9]\d{0,5}", each_text)):
         visible = run.environment.get("CUDA_VISIBLE_DEVICES", "")
         if unknown and re.fullmatch(r"\d+(,\d+)*", visible):
             launch["nproc_per_node"] = ExpandedWord(str(visible.count(",") + 1))
@@ -157,11 +157,15 @@ def _accelerate_source(run: MigratedRun, settings: dict[str, Any]) -> ConfigSour
     return ConfigSource(source.givens)
 
 
+def launch_words(run: MigratedRun) -> list[str]:
+    """The variables before a command."""
+    names = {name.upper(): run.launch[name] for name in sorted(run.launch, key=LAUNCH_ORDER.index)}
+    return [f"{name}={_shell_word(value)}" for name, value in {**run.environment, **names}.items()]
+
+
 def command_line(run: MigratedRun, file: str) -> str:
     """What to type."""
-    names = {name.upper(): run.launch[name] for name in sorted(run.launch, key=LAUNCH_ORDER.index)}
-    words = [f"{name}={_shell_word(value)}" for name, value in {**run.environment, **names}.items()]
-    return " ".join([*words, "megaswift", run.task or "TASK", _shell_word(file)])
+    return " ".join([*launch_words(run), "megaswift", run.task or "TASK", _shell_word(file)])
 
 
 def _shell_word(value: str) -> str:

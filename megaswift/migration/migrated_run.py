@@ -5,6 +5,7 @@ Owns the record; `translate_command.py` fills it and `write_run_file.py` writes 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,4 +92,5 @@ class MigratedRun:
         """Of all nodes; None where a number is not known."""
         counts: Mapping[str, str] = {"nproc_per_node": "1", "nnodes": "1"} | self.launch
         numbers = [counts["nproc_per_node"], counts["nnodes"]]
-        return int(numbers[0]) * int(numbers[1]) if all(n.isdigit() for n in numbers) else None
+        known = all(re.fullmatch(r"[1-9]\d{0,5}", n) for n in numbers)
+        return int(numbers[0]) * int(numbers[1]) if known else None

@@ -27,8 +27,8 @@ def run_file_text(run: MigratedRun, file: str) -> str:
 
 
 def _lines(run: MigratedRun, file: str) -> Iterator[str]:
-    yield from _comments([f"From {run.place} ({run.toolkit}), by megaswift migrate {__version__}.", "Run it with:"])
-    yield from _comments([f"  {command_line(run, file)}"])
+    yield from head_lines(run)
+    yield from _comments(["Run it with:", f"  {command_line(run, file)}"])
     yield ""
     yield f"task: {run.task}"
     for option in run.options.values():
@@ -39,6 +39,16 @@ def _lines(run: MigratedRun, file: str) -> Iterator[str]:
         yield ""
         yield from _comments([f"Defaults of {run.toolkit} that differ from megaswift's:"])
         yield from map(_line, defaults)
+    yield from remark_lines(run)
+
+
+def head_lines(run: MigratedRun) -> Iterator[str]:
+    """Where a file comes from."""
+    yield from _comments([f"From {run.place} ({run.toolkit}), by megaswift migrate {__version__}."])
+
+
+def remark_lines(run: MigratedRun) -> Iterator[str]:
+    """Questions, what was left out, and notices, as comments."""
     for title, lines in (
         ("For you to decide; these are not part of the run:", run.open),
         ("Left out, because they change nothing:", run.left_out),

@@ -27,6 +27,7 @@ WORDS = "train.py --model_name_or_path m --dataset_name d --num_train_epochs 1"
          "NCCL_DEBUG=INFO NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 NPROC_PER_NODE=4"),
         (f"torchrun --nproc_per_node 2 {WORDS}", "NPROC_PER_NODE=2"),
         (f"torchrun --nproc_per_node gpu {WORDS}", "NPROC_PER_NODE=N"),
+        ("NPROC_PER_NODE=0 swift sft --model m", "NPROC_PER_NODE=N"),
         (f"torchrun --nnodes $N --node_rank=$RANK --nproc_per_node 8 {WORDS}",
          'NNODES="$N" NODE_RANK="$RANK" NPROC_PER_NODE=8'),
         (f"accelerate launch --num_processes 16 --num_machines 2 --machine_rank 0 {WORDS}",
