@@ -47,6 +47,8 @@ NATIVE_ONLY = (
     "recompute_modules",
     "fp8_format",
     "fp8_recipe",
+    "fp8_param_gather",
+    "megatron_extra_kwargs",
     "moe_token_dispatcher_type",
     "moe_grouped_gemm",
     "moe_permute_fusion",

@@ -201,14 +201,8 @@ NAMES_ELSEWHERE: dict[str, str] = {
 }
 """What to do in place of an option that other toolkits have."""
 
-_ARCHITECTURE = (
-    "num_layers|hidden_size|ffn_hidden_size|num_attention_heads|num_query_groups|group_query_attention|kv_channels|"
-    "max_position_embeddings|position_embedding_type|rotary_base|rotary_percent|normalization|norm_epsilon|swiglu|"
-    "untie_embeddings_and_output_weights|disable_bias_linear|add_qkv_bias|qk_layernorm|num_experts|moe_ffn_hidden_size|"
-    "moe_router_topk|padded_vocab_size|vocab_size|make_vocab_size_divisible_by|attention_dropout|hidden_dropout"
-)
 PATTERNS: tuple[tuple[str, str], ...] = (
-    (_ARCHITECTURE, _OF_MODEL),
+    ("padded_vocab_size|make_vocab_size_divisible_by", _OF_MODEL),
     (r"swanlab_\w+|wandb_\w+|project(_name)?", _TRACKER),
     (r"hub_\w+|push_to_hub_\w+", _HUB),
     (r"teacher_\w+|gkd_\w+|rlsd_\w+|sdar_\w+", _TEACHER),

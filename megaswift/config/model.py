@@ -98,6 +98,18 @@ class ModelConfig:
         metavar="none",
     )
     fp8_recipe: str = option("delayed", "FP8 scaling recipe", choices=("delayed", "tensorwise", "blockwise", "mxfp8"))
+    fp8_param_gather: bool = option(
+        False,
+        "Store and gather weights of FP8 products in FP8; main weights stay float32",
+        aliases=("fp8_param",),
+        tasks=("sft", "pt", "rm", "orpo", "cpo", "simpo"),  # a reference model's weights are exchanged with these
+    )
+    megatron_extra_kwargs: dict[str, str] = option(
+        {}, "Other fields of Megatron-Core's TransformerConfig; results are not proven", metavar="JSON"
+    )
+    megatron_architecture: dict[str, str] = option(
+        {}, "Megatron-LM's architecture options; compared with config.json", metavar="NAME=VALUE..."
+    )
     moe_aux_loss_coeff: float | None = option(
         None,
         "MoE load-balancing loss coefficient; unset: from the model's config.json",

@@ -18,9 +18,50 @@ def _recomputes(c: Sections, *parts: str) -> bool:
     return c.model.recompute_granularity == "selective" and bool(set(parts) & set(c.model.recompute_modules))
 
 
+def _fp8_weights_and(when: Test) -> Test:
+    return lambda c: c.model.fp8_param_gather and when(c)
+
+
+_FP8_WEIGHT_CONFLICTS: tuple[tuple[tuple[str, ...], Test, str, str], ...] = (
+    (("fp8_recipe",), lambda c: c.model.fp8_recipe == "mxfp8", "is not supported with mxfp8", "--fp8_recipe blockwise"),
+    (("train_type",), lambda c: c.model.train_type != "full", "needs train_type full", "--fp8_param_gather false"),
+    (
+        ("distributed_optimizer", "optimizer"),
+        lambda c: not c.parallel.distributed_optimizer or c.optim.optimizer != "adam",
+        "needs Adam with the distributed optimizer, which keeps the exact weights",
+        "--distributed_optimizer true --optimizer adam",
+    ),
+    (
+        ("precision_aware_optimizer",),
+        lambda c: c.optim.precision_aware_optimizer,
+        "is not supported with precision_aware_optimizer, which keeps no separate main weights",
+        "--precision_aware_optimizer false",
+    ),
+    (
+        ("torch_dtype",),
+        lambda c: c.model.torch_dtype in ("float32", "float16"),
+        "needs bfloat16",
+        "--torch_dtype bfloat16",
+    ),
+    (
+        ("freeze_parameters",),
+        lambda c: c.model.freeze_parameters,
+        "is not supported with freeze_parameters: frozen weights have no exact values",
+        "--fp8_param_gather false",
+    ),
+)
+
+
 MODEL_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "fp8_recipe", ("fp8_format",), lambda c: c.model.fp8_format is None, "needs fp8_format", "--fp8_format hybrid"
+    ),
+    IgnoredOption(
+        "fp8_param_gather",
+        ("fp8_format",),
+        lambda c: c.model.fp8_format is None,
+        "needs fp8_format",
+        "--fp8_format hybrid",
     ),
     IgnoredOption("recompute_method", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
     IgnoredOption("recompute_num_layers", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
@@ -194,6 +235,10 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.model.moe_token_dispatcher_type == "flex" and importlib.util.find_spec("deep_ep") is None,
         "needs the package deep_ep (DeepEP), which is not installed",
         "--moe_token_dispatcher_type alltoall",
+    ),
+    *(
+        ConflictingOptions(("fp8_param_gather", *options), _fp8_weights_and(when), why, fix)
+        for options, when, why, fix in _FP8_WEIGHT_CONFLICTS
     ),
     ConflictingOptions(
         ("fp8_format", "train_type"),

@@ -215,7 +215,7 @@ def _map(option: Option, raw: Any) -> dict[str, str]:
         elif isinstance(item, str) and "=" in item:
             item = dict([item.split("=", 1)])
         if isinstance(item, dict):
-            item = {k: json.dumps(v) if isinstance(v, bool | int | float) else v for k, v in item.items()}
+            item = {k: json.dumps(v) if isinstance(v, bool | int | float | list) else v for k, v in item.items()}
         if not isinstance(item, dict) or not all(isinstance(v, str) for v in item.values()):
             raise InvalidValue("must be FROM=TO pairs or a JSON object of strings", example_flag_text(option))
         mapping.update({str(k): v for k, v in item.items()})

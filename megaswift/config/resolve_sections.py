@@ -16,6 +16,7 @@ from megaswift.config.deepspeed_file_options import source_from_deepspeed_file
 from megaswift.config.differing_toolkit_defaults import differing_defaults_notice
 from megaswift.config.foreign_options import foreign_option_advice, foreign_value_advice
 from megaswift.config.generation_batch import BATCH_OPTIONS, DefaultAccumulation, default_accumulation_passes
+from megaswift.config.megatron_architecture_options import with_collected_architecture
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
 from megaswift.config.neutral_options import NEUTRAL, neutral_notice
 from megaswift.config.option import Option
@@ -243,7 +244,7 @@ def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
     state.notices += source.notices
     state.secrets += secret_values_of(source.givens)
     first: dict[str, GivenOptionValue] = {}
-    for given in translated_options(source.givens):
+    for given in translated_options(list(with_collected_architecture(source.givens))):
         if given.name in ("task", "rlhf_type") or (
             NAMES.get(given.name) == "train_type" and str(given.value).lower() in TASK_NAMES
         ):

@@ -62,7 +62,6 @@ RENAMED = {
     "reward_model_path": "reward_model",
     "reward_model_name_or_path": "reward_model",
     "dataset_streaming": "streaming",
-    "preprocessing_num_workers": "dataset_num_proc",
     "val_size": "split_dataset_ratio",
     "enable_liger_kernel": "use_liger",
     "freeze_vision_tower": "freeze_vit",

@@ -17,6 +17,7 @@ from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing_deepspeed_problems
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import capabilities_of, filled_deepspeed_config, requested_engine
+from megaswift.config.megatron_extra_kwargs import extra_kwargs_problems
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.train import TRACKERS
 from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems, set_to_non_default
@@ -33,6 +34,7 @@ from megaswift.families.adapter_target_modules import (
     select_projections,
 )
 from megaswift.families.family import read_config
+from megaswift.families.megatron_architecture_check import megatron_architecture_problems
 from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems
 from megaswift.families.model_type_check import model_type_problems
 from megaswift.families.vision_tower_config import has_vision_tower
@@ -149,6 +151,8 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     problems = missing_model_file_problems(folder, cfg.model.random_init) if local else []
     problems += model_type_problems(cfg.model.model_type, read_config(folder))
     spec = model_spec_for_task(cfg, folder)
+    problems += megatron_architecture_problems(cfg.model.megatron_architecture, spec)
+    problems += extra_kwargs_problems(cfg.model.megatron_extra_kwargs, spec.transformer)
     problems += adapter_sync_problems(cfg, spec, folder) if cfg.task in RL else []
     if not capabilities_of(cfg).model_parallel:
         return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)

@@ -72,6 +72,7 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
         ),
         ("layout", layout),
         ("kernels", facts.kernels + (", deterministic" if train.deterministic else "")),
+        *([("not proven", extra)] if (extra := extra_kwargs_text(cfg)) else []),
         ("data", facts.data),
         *facts.more,
         (
@@ -85,6 +86,17 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
         ("optimizer", optimizer_text(cfg, facts.total_steps)),
         ("output", output_text(train)),
     ]
+
+
+def extra_kwargs_text(cfg: SwiftConfig) -> str:
+    """The fields of `megatron_extra_kwargs`; empty without any."""
+    given = cfg.model.megatron_extra_kwargs
+    fields = ", ".join(f"{name} {value}" for name, value in given.items())
+    return (
+        f"Megatron-Core's {fields} (megatron_extra_kwargs): no test compares such a run with Hugging Face"
+        if given
+        else ""
+    )
 
 
 def engine_suffix(cfg: SwiftConfig) -> str:

@@ -83,7 +83,7 @@ ANSWERS = [
     ("--training_task grpo", "megaswift grpo ..."),
     ("--lora_dtype bf16", "leave it out: adapters have the precision of --torch_dtype"),
     ("--vit_lr 1e-5", "leave it out: all parts use --learning_rate"),
-    ("--hidden_size 4096", "leave it out: the model's config.json (--model DIR) sets it"),
+    ("--padded_vocab_size 4096", "leave it out: the model's config.json (--model DIR) sets it"),
     ("--swanlab_project x", "set environment variables of the tracker"),
     ("--no_bias_dropout_fusion true", "leave it out: fused kernels are selected by device"),
     ("--no_shuffle", "--shuffle false"),

@@ -23,6 +23,7 @@ IDLE = [
     ("--sgd_momentum 0.8", "--sgd_momentum 0.8 --optimizer sgd"),
     ("--precision_aware_optimizer --optimizer sgd", "--precision_aware_optimizer"),
     ("--fp8_recipe delayed", "--fp8_recipe delayed --fp8_format e4m3"),
+    ("--fp8_param_gather", "--fp8_param_gather --fp8_format e4m3"),
     ("--recompute_method uniform", "--recompute_method uniform --recompute_granularity full"),
     (
         "--recompute_num_layers 2 --recompute_granularity selective",
@@ -109,6 +110,17 @@ CLASHING = [
     ),
     ("recompute_modules", "--recompute_granularity selective --recompute_modules moe_act --moe_grouped_gemm false"),
     ("fp8_format", "--fp8_format hybrid --transformer_impl torch"),
+    *(
+        ("fp8_param_gather", f"--fp8_format hybrid --fp8_param_gather {more}")
+        for more in (
+            "--fp8_recipe mxfp8",
+            "--train_type lora",
+            "--distributed_optimizer false",
+            "--precision_aware_optimizer",
+            "--torch_dtype float32",
+            "--freeze_parameters embed",
+        )
+    ),
     ("moe_grouped_gemm", "--moe_grouped_gemm --transformer_impl torch"),
     ("moe_permute_fusion", "--moe_permute_fusion --transformer_impl torch"),
     ("moe_router_fusion", "--moe_router_fusion --transformer_impl torch"),

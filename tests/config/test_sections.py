@@ -193,6 +193,7 @@ NEEDS = (
     | {name: {"reward_funcs": ["code"]} for name in ("code_timeout", "code_memory", "allow_unsafe_code")}
     | {
         "whiten_advantages": {"advantage_estimator": "rloo"},
+        "fp8_param_gather": {"fp8_format": "hybrid"},
         "max_resample_times": {"dynamic_sample": True},
         "max_turns": {"environment": "e.py:E"},
         "reward_weights": {"reward_funcs": ["format"]},

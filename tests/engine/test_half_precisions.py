@@ -87,6 +87,27 @@ def same_states(read: Result, saved: Result) -> None:
         assert apart.abs().max() <= 1 and not apart[~ties(want)].any(), name
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("adam", "bfloat16"),
+        ("aware", "bfloat16"),
+        *(pytest.param(k, d, marks=pytest.mark.slow) for k, d in [("host", "bfloat16"), ("aware", "float16")]),
+    ],
+)
+def test_main_weights_of_a_float32_folder(kind: str, dtype: str, pool: Pool, tmp_path: Path) -> None:
+    """They are the file's values, not those rounded to 16 bits."""
+    read = go(pool, kind, dtype, tmp_path, save=tmp_path / "step")
+    rounded_once(read, dtype)
+    source, away = open_weights(tmp_path / "model"), 0
+    for name, main in read[0].moments["main"].items():
+        want = source.slice(name)
+        apart = (main.view(torch.int32).long() - want.view(torch.int32).long()).abs()
+        assert apart.max() <= 1 and not apart[~ties(want)].any(), name
+        away += int((want != want.to(getattr(torch, dtype)).float()).sum())
+    assert away > 10_000
+
+
 QUICK = [("adam", *HALVES), ("aware", *reversed(HALVES))]
 CASES = [(kind, a, b) for kind in OPTIMIZERS for a in HALVES for b in HALVES]
 

@@ -25,7 +25,7 @@ def scaler(megatron: ModuleType) -> Any:
 
     seen: list[OptimizerConfig] = []
     chunk = SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=False))
-    config = SimpleNamespace(bf16=False, fp16=True, params_dtype=torch.float16)
+    config = SimpleNamespace(bf16=False, fp16=True, params_dtype=torch.float16, fp8_param=False)
     stop = patch.object(optim, "get_megatron_optimizer", lambda options, chunks, **_: seen.append(options) or 1 / 0)
     with stop, pytest.raises(ZeroDivisionError):
         optim.build_optimizer([chunk], config, SwiftConfig(task="sft", model="m"))  # type: ignore[list-item, arg-type]
@@ -43,7 +43,7 @@ def parts_of(megatron: ModuleType) -> tuple[Any, list[torch.Tensor]]:
 
         def __init__(self) -> None:
             self.weight, self.grad_scaler, self.is_stub_optimizer = torch.zeros(3), scaler(megatron), False
-            self.config = SimpleNamespace(timers=None, overlap_param_gather_with_optimizer_step=False)
+            self.config = SimpleNamespace(timers=None, overlap_param_gather_with_optimizer_step=False, fp8_param=False)
             self.found_inf, self.grad = torch.zeros(1), torch.zeros(3)
 
         optimizer, param_groups = None, []

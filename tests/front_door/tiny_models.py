@@ -31,6 +31,7 @@ MODELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"qwen3-235b", "qwen3_moe", {**EXPERTS, "num_hidden_layers": 94}),
     (r"qwen1\.5-moe|qwen2-57b", "qwen2_moe", {**EXPERTS, "num_experts": 64, "shared_expert_intermediate_size": 512}),
     (r"moonlight|deepseek-v3|deepseek-r1$", "deepseek_v3", {"num_hidden_layers": 27, "n_routed_experts": 64, **LATENT}),
+    (r"deepseek-moe", "deepseek", {"num_hidden_layers": 28, "n_routed_experts": 64}),
     (r"deepseek-v2", "deepseek_v2", {"num_hidden_layers": 27, "n_routed_experts": 64, **LATENT}),
     (r"glm-4\.5-air", "glm4_moe", {"num_hidden_layers": 46, "n_routed_experts": 128, "first_k_dense_replace": 1}),
     (r"glm-4-9b-0414", "glm4", {"num_hidden_layers": 40}),

@@ -108,8 +108,8 @@ def test_nothing_is_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "A=xx\n" + "A=$A$A\n" * 60 + "sft $A",
-        "A=(a b)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60,
+        "A=xx\n" + "A=$A$A\n" * 22 + "sft $A",
+        "A=(a b)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 18,
         "A=" + "x" * 9000 + "\nsft" + " $A" * 999,
     ],
 )

@@ -24,6 +24,8 @@ from tests.parity.cases import global_batch, own
 from tests.parity.measure import Task
 from tests.parity.oracle import Reference
 
+FP8_NAN = 0x7F
+"""NaN in E4M3."""
 BUCKET = 5000
 """Elements: less than the embedding (130 x 64) or a layer has."""
 
@@ -78,7 +80,7 @@ class Deferred:
         self.kind, arrived = kind, output.clone()
         run(arrived)
         kept = output[own].clone()
-        output.fill_(float("nan"))
+        output.fill_(FP8_NAN if output.dtype == torch.uint8 else float("nan"))
         output[own] = kept
         self.bundle.add(output, arrived, source)
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.parity import deepseek_moe
+
 VOCAB = 130
 """Not a multiple of anything: TP has to pad it, and the padding must leave no trace."""
 BASE: dict[str, Any] = {
@@ -121,6 +123,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tiny-heads": ("qwen3", {**BASE, "head_dim": 24}),
     "mixtral": ("mixtral", MIXTRAL),
     "glm4_moe": ("glm4_moe", {**DEEPSEEK_MOE, "attention_bias": True, "use_qk_norm": True}),
+    "deepseek": (
+        "deepseek",
+        {k: v for k, v in DEEPSEEK_MOE.items() if k not in ("n_group", "topk_group", "routed_scaling_factor")}
+        | {"norm_topk_prob": False},
+    ),
     "deepseek_v2": (
         "deepseek_v2",
         {**DEEPSEEK_MOE, **LATENT, **LATENT_YARN, "norm_topk_prob": False, "topk_method": "group_limited_greedy"},
@@ -263,6 +270,7 @@ def config(variant: str) -> Any:
     """The transformers configuration of a variant, or of a model type that has none: a tiny one of that type."""
     from transformers import AutoConfig
 
+    deepseek_moe.register()
     if known := VARIANTS.get(variant) or BRIDGED.get(variant):
         model_type, fields = known
         return AutoConfig.for_model(model_type, **{"rope_theta": 10000.0, **fields})

@@ -24,6 +24,7 @@ KERNEL_FILES = (
     "norm",
     "optimizer",
     "permutation",
+    "fp8_weights",
     "quantize",
     "rope",
     "router",

@@ -96,7 +96,8 @@ def _tensor_scale(wide: Tensor, quantizer: Any) -> Tensor:
     assert not getattr(quantizer, "use_existing_amax", False), "the test device computes magnitudes itself"
     amax = wide.abs().max() if wide.numel() else torch.zeros(())
     if type(quantizer).__name__ == "Float8Quantizer":
-        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.view_as(quantizer.amax)))
+        if quantizer.amax.numel():  # empty: a cast by a scale that is not of this tensor's history
+            quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.view_as(quantizer.amax)))
         return quantizer.scale
     amax = amax.reshape(1)
     if quantizer.with_amax_reduction:

@@ -26,9 +26,15 @@ from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.config import SwiftConfig
 from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems
 from megaswift.engine.megatron import forward_backward as passes
+from megaswift.engine.megatron import fp8_weights
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.checkpoint import save_load
+from megaswift.engine.megatron.checkpoint.optimizer_states import MainWeightFiller
 from megaswift.engine.megatron.export_hf_from_ranks import export_hf_folder_from_ranks
+from megaswift.engine.megatron.fp8_weights import (
+    ExactWeights,
+    is_fp8_weight,
+)
 from megaswift.engine.megatron.layers.layer_implementation import (
     TORCH,
     choose_layer_implementation,
@@ -93,6 +99,8 @@ class MegatronEngine:
         self.aux = AuxLosses(self.plain, spec, cfg, context)
         self.chunks = wrap_chunks(self.plain, self.config, cfg, context)
         self.optimizer = optim.build_optimizer(self.chunks, self.config, cfg)
+        if self.config.fp8_param:
+            self.weights.exact = ExactWeights(self.optimizer)
         self.config.grad_scale_func = self.optimizer.scale_loss if self.config.fp16 else None
         self.away = EngineOffload(self.chunks, self.optimizer)
         self.remembered: ReferenceWeights | None = None
@@ -122,10 +130,28 @@ class MegatronEngine:
         self._fill(RandomWeightSource(self.plan, self.spec, seed))
 
     def _fill(self, source: object) -> None:
+        if self.lora is None:
+            self.weights.load(source, MainWeightFiller(self.optimizer))
+            if self.config.fp8_param:
+                self._quantize_weights()
+            return
         self.weights.load(source)
-        if self.lora is not None:
-            self.lora.start(self.cfg.lora, self.cfg.train.seed)
+        self.lora.start(self.cfg.lora, self.cfg.train.seed)
         self.optimizer.reload_model_params()
+
+    def _quantize_weights(self) -> None:
+        """FP8 weights from new main weights. Collective."""
+        weights = [p for p in self.weights.placed if is_fp8_weight(p.held)]
+        delayed = self.config.fp8_recipe == "delayed"
+        if delayed:
+            fp8_weights.forget_weight_amaxes(p.tensor for p in weights)
+        fp8_weights.quantize_from_main_weights(self.optimizer, self.chunks)
+        if delayed:
+            for expert, group in ((False, self.context.groups.tp), (True, self.context.groups.expt_tp)):
+                own = [p.tensor for p in weights if (p.entry.expert is not None) == expert]
+                if own:
+                    fp8_weights.start_delayed_weight_scales(own, group)
+            fp8_weights.quantize_from_main_weights(self.optimizer, self.chunks)
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """Parameters whose Hugging Face names match any pattern do not train. Before the model is wrapped."""
@@ -213,7 +239,8 @@ class MegatronEngine:
         finish_weight_gathers(self.chunks)
         if self.lora is not None:
             return ((name, t if dtype is None else t.to(dtype)) for name, t in self.lora.merged(everywhere))
-        return self.weights.stream(lambda p: p.data if dtype is None else p.data.to(dtype), everywhere)
+        exact = self.weights.exact
+        return self.weights.stream(lambda p: exact(p) if dtype is None else exact(p).to(dtype), everywhere)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name in a PEFT folder without its prefix, full tensor) of what trains in a LoRA run, as `hf_weights` streams

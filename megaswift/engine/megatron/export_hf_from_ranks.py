@@ -114,7 +114,7 @@ def _write_rounds(
         own: list[tuple[ExportTask, dict[str, Tensor]]] = []
         for task in tasks:
             route = GatherDestination(task.writer, distributed.PATIENCE)
-            made = {} if task.group is None else dict(weights.stream_group(task.group, lambda p: p.data, route))
+            made = {} if task.group is None else dict(weights.stream_group(task.group, weights.exact, route))
             if task.writer == weights.context.rank:
                 own.append((task, made))
         for task, made in own if not failures else ():

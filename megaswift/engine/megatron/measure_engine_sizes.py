@@ -11,6 +11,7 @@ from torch import nn
 from megaswift import distributed
 from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.engine.megatron import optimizer as optim
+from megaswift.engine.megatron.fp8_weights import is_fp8_weight
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
 from megaswift.engine.protocol import EngineSizeReport
@@ -60,7 +61,11 @@ def _weights(chunk: nn.Module) -> Iterator[nn.Parameter | NF4Matrix]:
 def measure_engine_sizes(engine: MegatronEngine) -> EngineSizeReport:
     """Sizes of the largest rank, parameters in all. Collective."""
     elements, weights = (
-        sum(column) for column in zip(*((p.numel(), p.nbytes) for c in engine.plain for p in _weights(c)), strict=True)
+        sum(column)
+        for column in zip(
+            *((p.numel(), p.numel() if is_fp8_weight(p) else p.nbytes) for c in engine.plain for p in _weights(c)),
+            strict=True,
+        )
     )
     gradients = sum(
         b.grad_data.numel() * b.grad_data.element_size()

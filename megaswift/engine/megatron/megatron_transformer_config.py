@@ -6,6 +6,7 @@ Owns every field that the engine sets; the model's own fields come from its fami
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megaswift.config import SwiftConfig
+from megaswift.config.megatron_extra_kwargs import extra_kwargs_values
 from megaswift.engine.megatron.layers.gated_activations import gelu_tanh
 from megaswift.engine.megatron.layers.layer_implementation import (
     TRANSFORMER_ENGINE,
@@ -109,6 +111,7 @@ def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerImplementationChoic
         fields["recompute_modules"] = list(m.recompute_modules)
     if m.fp8_format:
         fields["fp8_recipe"] = m.fp8_recipe
+        fields["fp8_param"] = m.fp8_param_gather
     if attention and m.attn_impl in ("flash", "fused", "unfused"):
         fields["attention_backend"] = AttnBackend[m.attn_impl]
     return fields
@@ -162,11 +165,19 @@ def transformer_config(
     fields["apply_rope_fusion"] &= not latent and rope_factor == 1.0
     if fields.get("rotary_interleaved") and cfg.data.packing and not megatron_version_at_least("0.17"):
         fields["apply_rope_fusion"] = False  # 0.16's fused rotation of packed rows takes neighbours for halves
+    extra = extra_kwargs_values(cfg.model.megatron_extra_kwargs)
+    fields |= extra
     kind = MLATransformerConfig if latent else TransformerConfig
     parameters = inspect.signature(kind).parameters
     unknown = sorted(set(fields) - set(parameters))
     assert not unknown, f"this Megatron-Core's TransformerConfig has no {unknown}"
-    config = kind(**fields)
+    try:
+        config = kind(**fields)
+    except (ValueError, AssertionError, TypeError) as error:
+        if not extra:
+            raise
+        rule = f"Megatron-Core rejects this combination: {error}"
+        raise ConfigError(Problem(f"--megatron_extra_kwargs {json.dumps(extra)}", rule, "leave it out")) from None
     # Megatron's name for "the layer spec brings the activation"; set late, for it only lets Transformer Engine's own
     # pass
     unit = gated_activation_class(config.activation_func, choice.linear)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megaswift.bridge.checkpoint_shard_regions import padded_vocabulary_size
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
+from megaswift.engine.megatron.fp8_weights import gather_weights_now
 from megaswift.engine.megatron.layers.layer_implementation import TORCH, LayerImplementationChoice
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, windowed_layer_inv_freq
 from megaswift.engine.megatron.layers.router import BalancedRouter, install_padding_mask_hooks
@@ -248,6 +249,7 @@ def wrap_chunks(
         use_distributed_optimizer=uses_distributed_optimizer(cfg),
         check_for_nan_in_grad=False,
         average_in_collective=False,
+        fp8_param_gather=config.fp8_param,
     )
     half = config.bf16 or config.fp16
     inner = [Float16Module(config, c) if half else c for c in chunks]
@@ -293,4 +295,4 @@ def finish_weight_gathers(chunks: list[DistributedDataParallel]) -> None:
     """
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
+            gather_weights_now(chunk)

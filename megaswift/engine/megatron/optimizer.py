@@ -51,6 +51,7 @@ def build_optimizer(
         exp_avg_dtype=torch.float32,  # in bfloat16 FusedAdam makes float32 copies of a whole group: more at its peak
         exp_avg_sq_dtype=torch.float32,
         initial_loss_scale=LOSS_SCALE,
+        fp8_recipe=config.fp8_recipe if config.fp8_param else None,
     )
     extra = (
         {"use_gloo_process_groups": False}

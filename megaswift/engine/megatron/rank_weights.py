@@ -22,6 +22,7 @@ from megaswift.bridge import check_finite_weights
 from megaswift.bridge.checkpoint_shard_regions import padded_vocabulary_size
 from megaswift.bridge.new_scalar_head import seeded_normal
 from megaswift.bridge.weight_plan import PlanEntry, PlanGroup, WeightPlan
+from megaswift.engine.megatron.fp8_weights import is_fp8_weight
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
@@ -127,6 +128,9 @@ class RankWeights:
                 assert isinstance(p.held, NF4Matrix) == four_bit_weights.is_four_bit_weight(p.entry.rule), (
                     f"{p.entry.megatron} is stored in four bits in only one of the model and the weight plan"
                 )
+        self.exact: Callable[[Tensor], Tensor] = lambda weight: weight.data
+        """The values of a weight to save: the engine replaces it where they are not the parameter's own, then it is
+        collective over data-parallel ranks."""
         self.by_name = {p.entry.megatron: p for p in self.placed}
 
     def _place(self, entry: PlanEntry, chunk: nn.Module, name: str) -> None:
@@ -144,16 +148,24 @@ class RankWeights:
         return (layout.etp, coords.etp) if entry.expert is not None else (layout.tp, coords.tp)
 
     @torch.no_grad()
-    def load(self, source: Any) -> None:
+    def load(self, source: Any, also_fill: Callable[[Tensor, Tensor], None] | None = None) -> None:
         """Fill every parameter from `source`, reading only this rank's slices. WeightsError where a value is not
-        finite."""
+        finite.
+
+        `also_fill(parameter, value)` gets each value as the file has it, before it is rounded to the parameter's
+        dtype.
+        """
         bad: list[str] = []
         for placed in self.placed:
             ranks, rank = self.tp_of(placed.entry)
             value = placed.entry.read(source, ranks, rank, self.padded)
             if not check_finite_weights.all_values_finite(value):
                 bad.extend(placed.entry.hf)
-            placed.held.copy_(value)
+            held = placed.held
+            if not is_fp8_weight(held):  # these are quantized from the main weights
+                held.copy_(value)
+            if also_fill is not None and isinstance(held, Tensor):
+                also_fill(held, value)
         check_finite_weights.raise_for_non_finite_tensors(bad)
 
     def stream(
@@ -188,7 +200,11 @@ class RankWeights:
         """The entry's shards in order, where `route` leads; None elsewhere."""
         holders = self.holders(entry)
         shapes = [entry.shard_shape(self.tp_of(entry)[0], self.padded)] * len(holders)
-        return self.collect(holders, shapes, lambda: value(self.by_name[entry.megatron].tensor), route)
+        local = self.by_name.get(entry.megatron)
+        if local is None or not is_fp8_weight(local.held):
+            return self.collect(holders, shapes, lambda: value(self.by_name[entry.megatron].tensor), route)
+        own = value(local.tensor)  # on every replica: each has a part of the exact values
+        return self.collect(holders, shapes, lambda: own, route)
 
     def collect(
         self,

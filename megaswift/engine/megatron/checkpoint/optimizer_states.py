@@ -17,6 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
+from megaswift.engine.megatron.fp8_weights import is_fp8_weight
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.optimizer import holds_main_weights, optimizer_parts
 
@@ -119,7 +120,8 @@ def _whole(part: MegatronOptimizer) -> Iterator[StateSlice]:
 def _kept(tensors: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
     """Without the step counter, and without a main weight that is the weight itself."""
     main = tensors.get(MAIN)
-    same = main is not None and not main.is_meta and _storage(main) == _storage(weight)
+    apart = main is None or main.is_meta or is_fp8_weight(weight)
+    same = main is not None and not apart and _storage(main) == _storage(weight)
     return {k: t for k, t in tensors.items() if isinstance(t, Tensor) and k != "step" and not (k == MAIN and same)}
 
 
@@ -172,6 +174,37 @@ def store_filled_states(optimizer: MegatronOptimizer, filled: list[StateSlice]) 
             part._set_main_param_and_optimizer_states(weight, tensors)
             if s.compact is not None:
                 s.compact.fill(s.tensors[MAIN])
+
+
+class MainWeightFiller:
+    """Fills main weights with values of the weights before these are rounded to 16 bits."""
+
+    def __init__(self, optimizer: MegatronOptimizer) -> None:
+        parts = optimizer_parts(optimizer)
+        if any(holds_main_weights(part) for part in parts):
+            materialize_states(optimizer)
+        self._parts = parts
+        self._slices = {id(s.weight): s for s in state_slices(optimizer)}
+
+    @torch.no_grad()
+    def __call__(self, weight: Tensor, value: Tensor) -> None:
+        """`value` has the shape of `weight`, in any dtype; a weight that does not train, or that is its own main
+        weight, is left alone."""
+        s = self._slices.get(id(weight))
+        if s is None or MAIN not in s.tensors:
+            return
+        main = value.reshape(-1)[s.start : s.end].to(torch.float32)
+        if s.compact is not None:
+            s.compact.fill(main)
+            return
+        s.tensors[MAIN].view(-1).copy_(main)
+        for part in self._parts:
+            if isinstance(part, DistributedOptimizer) and holds_main_weights(part) and _owns(part, weight):
+                part._set_main_param_and_optimizer_states(weight, s.tensors)
+
+
+def _owns(part: DistributedOptimizer, weight: Tensor) -> bool:
+    return weight in part.model_param_group_index_map
 
 
 def _counts_by_weight(part: MegatronOptimizer) -> bool:

@@ -8,6 +8,7 @@ gathered. FP8 scaling histories (`_extra_state`) are `fp8_history`'s: Transforme
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor
 from megaswift.bridge.checkpoint_shard_regions import KEPT, STATES
 from megaswift.bridge.torch_dist_files import ShardChunk
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
+from megaswift.engine.megatron.fp8_weights import is_fp8_weight
 
 if TYPE_CHECKING:
     from megaswift.engine.megatron.engine import MegatronEngine
@@ -70,8 +72,11 @@ def parameter_slices(engine: MegatronEngine) -> list[tuple[Tensor, list[Paramete
             if isinstance(base, ShardedObject):
                 assert base.key.endswith("_extra_state"), f"{base.key} is no tensor"
                 continue
+            weight = base.data
+            if is_fp8_weight(weight):  # only where its elements lie is read from the copy
+                base = dataclasses.replace(base, data=torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
             parts = list(nested_values(base.build())) if isinstance(base, ShardedTensorFactory) else [base]
-            chunks.append((base.data, [_piece(part, base.data) for part in parts]))
+            chunks.append((weight, [_piece(part, base.data) for part in parts]))
     return chunks
 
 

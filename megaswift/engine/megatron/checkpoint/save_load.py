@@ -29,6 +29,7 @@ from megaswift.engine import rng_state
 from megaswift.engine.megatron.checkpoint import fp8_history
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
 from megaswift.engine.megatron.checkpoint import rank_chunks as boxes
+from megaswift.engine.megatron.fp8_weights import is_fp8_weight, quantize_from_main_weights
 from megaswift.engine.megatron.lora import adapter_checkpoint_slices
 from megaswift.engine.megatron.model import finish_weight_gathers
 from megaswift.engine.megatron.parallel_context import ParallelContext
@@ -55,7 +56,7 @@ def save_engine(engine: MegatronEngine, directory: Path) -> None:
         else adapter_checkpoint_slices.trainable_tensor_slices(engine.lora)
     )
     chunks = [
-        *boxes.weight_chunks(parameters, True),
+        *boxes.weight_chunks([(_exact_copy(engine, w), parts) for w, parts in parameters], True),
         *boxes.optimizer_chunks(parameters, states.state_slices(engine.optimizer, write=True), True),
     ]
     chunks += boxes.unchanged_tensor_chunks(engine) if engine.lora is None else []
@@ -114,9 +115,10 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
         else adapter_checkpoint_slices.trainable_tensor_slices(engine.lora)
     )
     slices = states.state_slices(engine.optimizer)
+    read = [(w, parts) for w, parts in parameters if not is_fp8_weight(w)]  # FP8 ones follow from their main weights
     wanted = [
         _source(box, index)
-        for box in [*boxes.weight_chunks(parameters, False), *boxes.optimizer_chunks(parameters, slices, False)]
+        for box in [*boxes.weight_chunks(read, False), *boxes.optimizer_chunks(parameters, slices, False)]
     ]
     items, problems = files.plan_chunk_reads(index, wanted)
     same_layout = facts["layout"] == dataclasses.asdict(engine.layout)
@@ -144,6 +146,13 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
         )
     if fp8_history.uses_delayed_scaling(engine):
         _restore_histories(engine, histories, same_layout)
+    if engine.config.fp8_param:
+        quantize_from_main_weights(engine.optimizer, engine.chunks)
+
+
+def _exact_copy(engine: MegatronEngine, weight: Tensor) -> Tensor:
+    """An FP8 weight's exact values, in host memory; another weight itself."""
+    return engine.weights.exact(weight).cpu() if is_fp8_weight(weight) else weight
 
 
 def _restore_histories(engine: MegatronEngine, histories: fp8_history.Histories, same_layout: bool) -> None:

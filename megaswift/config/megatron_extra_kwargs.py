@@ -1,0 +1,151 @@
+"""`--megatron_extra_kwargs`: any field of Megatron-Core's TransformerConfig, beyond what megaswift has options for.
+
+Owns which fields may be given: those that exist in the installed Megatron-Core and that megaswift does not set itself.
+What such a field does to the numbers is not proven, and the run's summary says so. No torch: fields are read from
+Megatron-Core's source.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megaswift.errors import Problem, did_you_mean_hint
+
+_PROVEN = "is set by megaswift: the proof of layouts depends on it"
+_MODEL = "follows from the model's config.json"
+OPTION_OF_FIELD: dict[str, str] = {
+    "tensor_model_parallel_size": "--tensor_parallel_size",
+    "pipeline_model_parallel_size": "--pipeline_parallel_size",
+    "virtual_pipeline_model_parallel_size": "--virtual_pipeline_parallel_size",
+    "context_parallel_size": "--context_parallel_size",
+    "expert_model_parallel_size": "--expert_parallel_size",
+    "expert_tensor_parallel_size": "--expert_tensor_parallel_size",
+    "hierarchical_context_parallel_sizes": "--hierarchical_context_parallel_sizes",
+    "sequence_parallel": "--sequence_parallel",
+    "cp_comm_type": "--cp_comm_type",
+    "overlap_p2p_comm": "--overlap_p2p_comm",
+    "tp_comm_overlap": "--tp_comm_overlap",
+    "num_layers_in_first_pipeline_stage": "--first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "--last_stage_layers",
+    "pipeline_model_parallel_layout": "--pipeline_layout",
+    "recompute_granularity": "--recompute_granularity",
+    "recompute_method": "--recompute_method",
+    "recompute_num_layers": "--recompute_num_layers",
+    "recompute_modules": "--recompute_modules",
+    "fp8": "--fp8_format",
+    "fp8_recipe": "--fp8_recipe",
+    "fp8_param": "--fp8_param_gather",
+    "deterministic_mode": "--deterministic",
+    "attention_backend": "--attn_impl",
+    "moe_token_dispatcher_type": "--moe_token_dispatcher_type",
+    "moe_grouped_gemm": "--moe_grouped_gemm",
+    "moe_permute_fusion": "--moe_permute_fusion",
+    "moe_router_fusion": "--moe_router_fusion",
+    "moe_shared_expert_overlap": "--moe_shared_expert_overlap",
+    "moe_expert_capacity_factor": "--moe_expert_capacity_factor",
+    "moe_aux_loss_coeff": "--moe_aux_loss_coeff",
+    "moe_z_loss_coeff": "--moe_z_loss_coeff",
+    "params_dtype": "--torch_dtype",
+    "bf16": "--torch_dtype bfloat16",
+    "fp16": "--torch_dtype float16",
+}
+"""Field -> the option that sets it."""
+SET_BY_ENGINE = (
+    "activation_func",
+    "apply_rope_fusion",
+    "autocast_dtype",
+    "batch_p2p_comm",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "calculate_per_token_loss",
+    "deallocate_pipeline_outputs",
+    "enable_autocast",
+    "finalize_model_grads_func",
+    "grad_scale_func",
+    "grad_sync_func",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "moe_router_dtype",
+    "mtp_num_layers",
+    "no_sync_func",
+    "param_sync_func",
+    "perform_initialization",
+    "pipeline_dtype",
+    "timers",
+    "use_cpu_initialization",
+    "use_te_activation_func",
+    "variable_seq_lengths",
+)
+"""Fields that the engine sets or depends on."""
+
+
+def _core() -> Path | None:
+    """Megatron-Core's folder, without importing it."""
+    found = importlib.util.find_spec("megatron")
+    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    return next((Path(folder) / "core" for folder in folders if (Path(folder) / "core").is_dir()), None)
+
+
+@functools.cache
+def transformer_config_fields() -> Mapping[str, str]:
+    """Field -> annotation, of the installed Megatron-Core's TransformerConfig and its base; empty without it."""
+    core, fields = _core(), {}
+    for file in ("model_parallel_config.py", "transformer/transformer_config.py") if core is not None else ():
+        tree = ast.parse((core / file).read_text(encoding="utf-8"))  # type: ignore[operator]
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name in ("ModelParallelConfig", "TransformerConfig"):
+                for line in node.body:
+                    if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                        fields[line.target.id] = ast.unparse(line.annotation)
+    return fields
+
+
+def extra_kwargs_values(given: Mapping[str, str]) -> dict[str, Any]:
+    """Typed values: each as JSON, or the text itself."""
+    values: dict[str, Any] = {}
+    for name, text in given.items():
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    return values
+
+
+def extra_kwargs_problems(given: Mapping[str, str], of_model: Mapping[str, Any]) -> list[Problem]:
+    """The entries that cannot be set. `of_model`: the fields that the model's config.json decides."""
+    fields, problems = transformer_config_fields(), []
+    for name, value in extra_kwargs_values(given).items():
+        what = f"--megatron_extra_kwargs {json.dumps({name: value})}"
+        if name in OPTION_OF_FIELD:
+            problems.append(Problem(what, "has an option of its own", OPTION_OF_FIELD[name]))
+        elif name in SET_BY_ENGINE:
+            problems.append(Problem(what, _PROVEN, "leave it out"))
+        elif name in of_model:
+            problems.append(Problem(what, _MODEL, "change config.json of the model"))
+        elif name not in fields:
+            hint = did_you_mean_hint(name, fields) or "give a field of TransformerConfig of the installed version"
+            problems.append(Problem(what, "is not a field of Megatron-Core's TransformerConfig", hint))
+        elif not _fits(value, fields[name]):
+            problems.append(
+                Problem(what, f"is not of the field's type, {fields[name]}", f'{{"{name}": VALUE}} of that type')
+            )
+    return problems
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    """Whether a JSON value can be of a field's type; other annotations are Megatron-Core's to check."""
+    kinds = (("bool", bool), ("int", int), ("float", int | float), ("str", str), ("list", list), ("List", list))
+    known = [kind for word, kind in kinds if word in annotation.replace("Optional", "").replace("Literal", "str")]
+    if value is None:
+        return "Optional" in annotation or "None" in annotation
+    if not known:
+        return True
+    if isinstance(value, bool):
+        return bool in known
+    return any(isinstance(value, kind) for kind in known)

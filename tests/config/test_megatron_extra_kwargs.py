@@ -1,0 +1,112 @@
+"""`--megatron_extra_kwargs`: fields of Megatron-Core's own dataclass, none that megaswift decides.
+
+Covers: megaswift/engine/megatron/megatron_transformer_config.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from typing import Any
+
+import pytest
+
+from megaswift.config import SwiftConfig, load_config
+from megaswift.config.megatron_extra_kwargs import (
+    OPTION_OF_FIELD,
+    SET_BY_ENGINE,
+    extra_kwargs_problems,
+    extra_kwargs_values,
+    transformer_config_fields,
+)
+from megaswift.config.sections import NAMES
+from megaswift.errors import ConfigError
+from megaswift.families import family_of
+from megaswift.trainers.summary import extra_kwargs_text
+from tests.families.published import QWEN3_0_6B
+from tests.families.published_moe import QWEN1_5_MOE_A2_7B
+
+SPEC = family_of(QWEN3_0_6B).spec(QWEN3_0_6B)
+
+
+def made(**options: Any) -> Any:
+    """Megatron-Core's configuration of a run with these options."""
+    from megaswift.engine.megatron.layers.layer_implementation import choose_layer_implementation
+    from megaswift.engine.megatron.megatron_transformer_config import transformer_config
+    from megaswift.parallel.layout import Layout
+
+    raw = options.pop("raw", QWEN3_0_6B)
+    spec, cfg = family_of(raw).spec(raw), SwiftConfig(task="sft", model="x", **options)
+    layout = Layout.from_config(cfg.parallel, 1)
+    return transformer_config(spec, cfg, layout, choose_layer_implementation(spec, cfg, layout))
+
+
+def test_values_reach_megatron_core() -> None:
+    words = ["--model", "x", "--dataset", "d.jsonl", "--megatron_extra_kwargs"]
+    cfg = load_config("sft", [*words, '{"fp32_residual_connection": true, "moe_layer_recompute": false}'], environ={})
+    assert extra_kwargs_values(cfg.model.megatron_extra_kwargs) == {
+        "fp32_residual_connection": True,
+        "moe_layer_recompute": False,
+    }
+    assert "fp32_residual_connection true" in extra_kwargs_text(cfg) and not extra_kwargs_text(SwiftConfig())
+    assert not made().fp32_residual_connection
+    assert made(megatron_extra_kwargs={"fp32_residual_connection": True}).fp32_residual_connection
+    assert made(megatron_extra_kwargs='{"heterogeneous_block_specs": false}').hidden_size == SPEC.hidden_size
+
+
+def test_what_megatron_core_rejects_is_the_options_fault() -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(megatron_extra_kwargs={"cuda_graph_impl": "no such"})
+    assert "--megatron_extra_kwargs" in caught.value.message() and "Megatron-Core rejects" in caught.value.message()
+
+
+@pytest.mark.parametrize(
+    ("given", "rule", "fix"),
+    [
+        ({"calculate_per_token_loss": False}, "is set by megaswift", "leave it out"),
+        ({"context_parallel_size": 2}, "has an option of its own", "--context_parallel_size"),
+        ({"num_layers": 4}, "config.json", "change config.json of the model"),
+        ({"fp32_residual_conection": True}, "is not a field", "did you mean fp32_residual_connection?"),
+        ({"fp32_residual_connection": "yes"}, "is not of the field's type, bool", ""),
+        ({"moe_input_jitter_eps": True}, "is not of the field's type", ""),
+        ({"fp32_residual_connection": None}, "is not of the field's type", ""),
+    ],
+)
+def test_fields_that_cannot_be_set(given: dict[str, Any], rule: str, fix: str) -> None:
+    texts = {name: json.dumps(value) for name, value in given.items()}
+    (problem,) = extra_kwargs_problems(texts, SPEC.transformer)
+    assert rule in problem.rule and fix in problem.fix and next(iter(given)) in problem.what
+
+
+@pytest.mark.parametrize("value", ["0.1", "1", "null"])
+def test_values_of_the_type(value: str) -> None:
+    assert extra_kwargs_problems({"moe_input_jitter_eps": value}, {}) == []
+
+
+@pytest.mark.parametrize("raw", [QWEN3_0_6B, QWEN1_5_MOE_A2_7B])
+def test_no_field_of_the_engine_is_open(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that the engine gives to Megatron-Core has an option, is refused, or is the model's."""
+    from megaswift.engine.megatron import megatron_transformer_config as module
+
+    seen: dict[str, Any] = {}
+
+    real = module.TransformerConfig
+
+    def recorded(**fields: Any) -> Any:
+        seen.update(fields)
+        return real(**fields)
+
+    recorded.__signature__ = inspect.signature(real)  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "TransformerConfig", recorded)
+    made(raw=raw, recompute_granularity="full", cp=1)
+    known = {*OPTION_OF_FIELD, *SET_BY_ENGINE, *family_of(raw).spec(raw).transformer}
+    assert set(seen) - known == set() and len(seen) > 40
+
+
+def test_the_tables_name_fields_and_options() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    assert set(transformer_config_fields()) >= {f.name for f in dataclasses.fields(TransformerConfig)}
+    assert set(OPTION_OF_FIELD) | set(SET_BY_ENGINE) <= set(transformer_config_fields())
+    assert all(option.split()[0].removeprefix("--") in NAMES for option in OPTION_OF_FIELD.values())
