@@ -85,6 +85,12 @@ def _export(argv: list[str]) -> int:
     return export(argv)
 
 
+def _migrate(argv: list[str]) -> int:
+    from megaswift.migrate import main as migrate
+
+    return migrate(argv)
+
+
 def _doctor(argv: list[str]) -> int:
     from megaswift.doctor import main as doctor
 
@@ -107,6 +113,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "infer": ("generate: interactive chat, or batch inference on a prompt file", _infer),
     "deploy": ("serve a model over an OpenAI-compatible API", _deploy),
     "export": ("write a model folder with adapters merged, or quantized", _export),
+    "migrate": ("translate scripts and files of other toolkits to YAML files", _migrate),
     "doctor": ("print package versions and devices", _doctor),
 }
 

@@ -25,8 +25,11 @@ from tests.families.published import PUBLISHED  # noqa: E402
 from tests.parity import models, test_families  # noqa: E402
 
 BEGIN, END = "<!-- support table: scripts/support_table.py writes this -->", "<!-- end of support table -->"
-TARGETS = {"README.md": False, "docs/families.md": True, "converters/README.md": False}
+TARGETS = {"README.md": False, "README.zh-CN.md": False, "docs/families.md": True, "converters/README.md": False}
 """Files, and whether they hold everything: what was tested, what is refused."""
+
+CHINESE = {"what it is": "说明", "own modules on a GPU": "GPU 上自己实现的模块"}
+"""Titles of columns in the Chinese README."""
 
 
 def about(name: str) -> str:
@@ -115,7 +118,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{target}: no place for the table ({BEGIN})")
             stale.append(target)
             continue
-        body = "\n".join([BEGIN, "", *table(full), *(refusals() if full else []), "", END])
+        head, *rows = table(full)
+        for title, chinese in CHINESE.items() if ".zh-CN" in target else ():
+            head = head.replace(title, chinese)
+        body = "\n".join([BEGIN, "", head, *rows, *(refusals() if full else []), "", END])
         fresh = text[: text.index(BEGIN)] + body + text[text.index(END) + len(END) :]
         if fresh != text:
             stale.append(target)

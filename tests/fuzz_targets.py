@@ -9,10 +9,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import struct
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ from megaswift.data.render_chat import ChatRenderer, ChatTemplates
 from megaswift.data.resolve_dataset_files import resolve_dataset_files, split_into_parts
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.data.training_sample import RowError, checked_conversation_sample
+from megaswift.errors import UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import load_spec
+from megaswift.migrate import main as migrate
 from tests.data.makers import chat, config, tokenizer
 from tests.parity.models import BASE, MOE
 
@@ -61,6 +64,20 @@ def run_configuration(suffix: str, data: bytes) -> None:
     path = _folder() / f"run{suffix}"
     path.write_bytes(data)
     load_config("sft", [str(path)], environ={})
+
+
+def migrated_file(suffix: str, data: bytes) -> None:
+    """A script or file of another toolkit; what is written loads."""
+    path, out = _folder() / f"theirs{suffix}", _folder() / "migrated"
+    path.write_bytes(data)
+    shutil.rmtree(out, ignore_errors=True)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        migrate([str(path), "--output_dir", str(out)])
+    for file in out.glob("*.yaml"):
+        try:
+            load_config(None, [str(file)], environ={})
+        except UserError as error:
+            raise AssertionError(f"{file.read_text()}\n{error}") from None
 
 
 def command_line(data: bytes) -> None:
@@ -143,6 +160,8 @@ TARGETS: tuple[tuple[str, Target], ...] = (
     ("parquet", partial(rows, "rows.parquet", "sft")),
     ("yaml", partial(run_configuration, ".yaml")),
     ("json-configuration", partial(run_configuration, ".json")),
+    ("foreign-script", partial(migrated_file, ".sh")),
+    ("foreign-yaml", partial(migrated_file, ".yaml")),
     ("command-line", command_line),
     ("config.json", model_config),
     ("tokenizer.json", partial(tokenizer_file, "tokenizer.json")),
@@ -224,6 +243,18 @@ train:
   max_steps: 3
   lr: 1e-4
 """
+_SCRIPT = b"""\
+export A=1 B='two words'
+ARGS=(--model ${M:-m} --dataset d.jsonl # c
+  --lr 1e-4)
+if [ -z "$X" ]; then N=$((1 + 2)); fi
+NPROC_PER_NODE=$N swift sft "${ARGS[@]}" --output_dir o/$(date) \\
+  --max_length 64 --warmup_ratio 0.1 > log 2>&1
+cat <<EOF
+$A
+EOF
+torchrun --nproc_per_node 2 pretrain_gpt.py --micro-batch-size 1 --lr 1e-3 --train-iters 3 --num-layers 2
+"""
 _FULL = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu", "rope_theta": 1e4, **BASE}
 _SPARSE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
 SEEDS: dict[str, tuple[bytes, ...]] = {
@@ -261,6 +292,8 @@ SEEDS: dict[str, tuple[bytes, ...]] = {
     "parquet": (_parquet(),),
     "yaml": (_YAML,),
     "json-configuration": (json.dumps(_RUN).encode(),),
+    "foreign-script": (_SCRIPT,),
+    "foreign-yaml": (b"rlhf_type: dpo\nmodel: m\ntuner_type: lora\ndataset: [a, b]\nmax_length: 8\nbeta: 0.1\n",),
     "command-line": (
         b"--model\nm\n--dataset\nd.jsonl#5\n--learning_rate\n1e-4\n--tp\n2\n--columns\na=query\nb=response\n--max_steps=3",
     ),

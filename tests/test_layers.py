@@ -27,6 +27,7 @@ LAYERS = {
     "data": 2,
     "families": 2,
     "launchers": 2,
+    "migration": 2,
     "bridge": 3,
     "distributed": 3,
     "engine": 4,
@@ -53,6 +54,7 @@ NO_TORCH = (
     "config",
     "parallel",
     "launchers",
+    "migration",
 )
 AGENT = "megaswift.launchers.torchrun_agent"
 """A program of its own around torchrun; nothing imports it."""

@@ -1,12 +1,13 @@
 """Defaults of other toolkits that differ from megaswift's, and the notice for a command line that is written with their
 names.
 
-Owns the tables; docs/migration.md shows them to readers, and a test compares the two. Names that mean something else
+Owns the tables; docs/migrating.md shows them to readers, and a test compares the two. Names that mean something else
 there are in `foreign_options.py`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,8 +15,10 @@ from megaswift.config.data import CHATS, GRPO, PREFERENCES, RL
 from megaswift.config.sections import TASKS, Sections
 
 SWIFT, MEGATRON_SWIFT, TRL = "ms-swift", "Megatron-SWIFT", "TRL"
-"""ms-swift at commit 3602360 (2026-08-22), its Megatron part; TRL 1.16 on transformers 5.23, with PEFT."""
-PAGE = "docs/migration.md"
+TRANSFORMERS, MEGATRON_LM, LLAMA_FACTORY = "transformers", "Megatron-LM", "LLaMA-Factory"
+"""ms-swift at commit 3602360 (2026-08-22), its Megatron part; scripts of TRL 1.16; transformers 5.23; Megatron-LM at
+commit d98e8a6 and LLaMA-Factory at commit ff6d4d1 (both August 2026)."""
+PAGE = "docs/migrating.md"
 
 
 @dataclass(frozen=True)
@@ -29,26 +32,51 @@ class DifferingDefault:
     tasks: tuple[str, ...] = tuple(TASKS)
     adapters: bool | None = None
     """With adapters only, or without only; None: either way."""
+    written: str | None = None
+    """The value that `megaswift migrate` writes; None: the first word of `theirs`; empty: it depends on the run."""
+
+    @property
+    def value(self) -> str:
+        """`written`, or what `theirs` begins with."""
+        return re.split(r"[\s:;,]", self.theirs)[0] if self.written is None else self.written
 
 
 _EVERY = tuple(TASKS)
+_NOT_RL = tuple(t for t in TASKS if t not in RL)
+_CHATS = tuple(t for t in CHATS if t not in RL)
+_PT = ("pt",)
 _ONE_ROW = "1: a step has one row per rank"
 _AT_END = "only at the end"
 _DELETED = "2048; longer rows are deleted and counted"
 _BOTH = "2048, prompt and completion together"
 
+_CHECKPOINTING = "full (gradient_checkpointing true)"
+
+
+def _training_arguments(toolkit: str) -> Iterator[DifferingDefault]:
+    """What toolkits have from transformers' TrainingArguments."""
+    yield DifferingDefault("lr_scheduler_type", toolkit, "linear", "cosine")
+    yield DifferingDefault("num_train_epochs", toolkit, "3", "1")
+    yield DifferingDefault("per_device_train_batch_size", toolkit, "8", "1")
+    yield DifferingDefault("weight_decay", toolkit, "0", "0.1")
+    yield DifferingDefault("adam_beta2", toolkit, "0.999", "0.95")
+    yield DifferingDefault("save_steps", toolkit, "500", _AT_END)
+    yield DifferingDefault("report_to", toolkit, "none", "tensorboard")
+    yield DifferingDefault("ddp_timeout", toolkit, "1800 seconds", "600 seconds")
+
+
 CHANGED: tuple[DifferingDefault, ...] = (
     DifferingDefault("num_train_epochs", SWIFT, "3", "1"),
-    DifferingDefault("gradient_accumulation_steps", SWIFT, "chosen so that a step has at least 16 rows", _ONE_ROW),
     DifferingDefault(
-        "max_length", SWIFT, "the model's maximum length", _DELETED, tuple(t for t in TASKS if t not in RL)
+        "gradient_accumulation_steps", SWIFT, "chosen so that a step has at least 16 rows", _ONE_ROW, written=""
     ),
-    DifferingDefault("max_length", SWIFT, "the model's maximum length, for the prompt alone", _BOTH, RL),
+    DifferingDefault("max_length", SWIFT, "the model's maximum length", _DELETED, _NOT_RL, written=""),
+    DifferingDefault("max_length", SWIFT, "the model's maximum length, for the prompt alone", _BOTH, RL, written=""),
     DifferingDefault("truncation_strategy", SWIFT, "left", "delete", RL),
-    DifferingDefault("recompute_granularity", SWIFT, "full (gradient_checkpointing true)", "none"),
+    DifferingDefault("recompute_granularity", SWIFT, _CHECKPOINTING, "none"),
     DifferingDefault("lora_dropout", SWIFT, "0.05", "0", _EVERY, True),
     DifferingDefault("save_steps", SWIFT, "500", _AT_END),
-    DifferingDefault("eval_steps", SWIFT, "save_steps", _AT_END),
+    DifferingDefault("eval_steps", SWIFT, "save_steps", _AT_END, written=""),
     DifferingDefault("logging_steps", SWIFT, "5", "1"),
     DifferingDefault("strict", SWIFT, "false: malformed rows are left out", "true: a malformed row stops the run"),
     DifferingDefault("use_hf", SWIFT, "false: ModelScope", "true: Hugging Face"),
@@ -57,20 +85,22 @@ CHANGED: tuple[DifferingDefault, ...] = (
     DifferingDefault("loss_type", SWIFT, "grpo", "dapo", GRPO),
     DifferingDefault("temperature", SWIFT, "0.9", "1", RL),
     DifferingDefault("vllm_gpu_memory_utilization", SWIFT, "0.9", "0.3", RL),
-    DifferingDefault("importance_sampling_mode", SWIFT, "none: no importance weights", "token_truncate", GRPO),
+    DifferingDefault(
+        "importance_sampling_mode", SWIFT, "none: no importance weights", "token_truncate", GRPO, written=""
+    ),
     DifferingDefault("ddp_timeout", SWIFT, "18000000 seconds", "600 seconds"),
     DifferingDefault("global_batch_size", MEGATRON_SWIFT, "16", _ONE_ROW),
     DifferingDefault("recompute_granularity", MEGATRON_SWIFT, "selective", "none"),
+    DifferingDefault("max_length", MEGATRON_SWIFT, "the model's maximum length", _DELETED, _NOT_RL, written=""),
     DifferingDefault(
-        "max_length", MEGATRON_SWIFT, "the model's maximum length", _DELETED, tuple(t for t in TASKS if t not in RL)
+        "max_length", MEGATRON_SWIFT, "the model's maximum length, for the prompt alone", _BOTH, RL, written=""
     ),
-    DifferingDefault("max_length", MEGATRON_SWIFT, "the model's maximum length, for the prompt alone", _BOTH, RL),
     DifferingDefault("truncation_strategy", MEGATRON_SWIFT, "left", "delete", RL),
     DifferingDefault("sequence_parallel", MEGATRON_SWIFT, "false", "true if tensor_parallel_size > 1"),
     DifferingDefault("moe_aux_loss_coeff", MEGATRON_SWIFT, "0", "the coefficient in config.json"),
     DifferingDefault("lora_dropout", MEGATRON_SWIFT, "0.05", "0", _EVERY, True),
     DifferingDefault("save_steps", MEGATRON_SWIFT, "500", _AT_END),
-    DifferingDefault("eval_steps", MEGATRON_SWIFT, "save_steps", _AT_END),
+    DifferingDefault("eval_steps", MEGATRON_SWIFT, "save_steps", _AT_END, written=""),
     DifferingDefault("logging_steps", MEGATRON_SWIFT, "5", "1"),
     DifferingDefault("dataloader_num_workers", MEGATRON_SWIFT, "4", "0"),
     DifferingDefault("loss_scale", MEGATRON_SWIFT, "last_round", "default: all of the assistant's turns", ("sft",)),
@@ -87,21 +117,38 @@ CHANGED: tuple[DifferingDefault, ...] = (
     DifferingDefault("learning_rate", TRL, "2e-05", "0.0001", ("sft",), True),
     DifferingDefault("learning_rate", TRL, "1e-06", "1e-05", ("dpo", "kto", "grpo"), False),
     DifferingDefault("learning_rate", TRL, "1e-06", "0.0001", ("dpo", "kto", "grpo"), True),
-    DifferingDefault("lr_scheduler_type", TRL, "linear", "cosine"),
-    DifferingDefault("num_train_epochs", TRL, "3", "1"),
-    DifferingDefault("per_device_train_batch_size", TRL, "8", "1"),
-    DifferingDefault("weight_decay", TRL, "0", "0.1"),
-    DifferingDefault("adam_beta2", TRL, "0.999", "0.95"),
-    DifferingDefault(
-        "max_length", TRL, "1024; longer rows are truncated", _DELETED, tuple(t for t in CHATS if t not in RL)
-    ),
-    DifferingDefault("recompute_granularity", TRL, "full (gradient_checkpointing true)", "none"),
+    DifferingDefault("learning_rate", TRL, "0.0001", "1e-05", ("rm",), False),
+    DifferingDefault("max_length", TRL, "1024; longer rows are truncated", _DELETED, _CHATS),
+    DifferingDefault("recompute_granularity", TRL, _CHECKPOINTING, "none"),
     DifferingDefault("packing", TRL, "false", "true", PREFERENCES),
     DifferingDefault("importance_sampling_mode", TRL, "sequence_mask", "token_truncate", GRPO),
-    DifferingDefault("lora_alpha", TRL, "8", "32", _EVERY, True),
-    DifferingDefault("save_steps", TRL, "500", _AT_END),
+    DifferingDefault("truncation_strategy", TRL, "right", "delete", ("sft", "dpo")),
+    DifferingDefault("lora_rank", TRL, "16", "8", _EVERY, True),
+    DifferingDefault("lora_dropout", TRL, "0.05", "0", _EVERY, True),
     DifferingDefault("logging_steps", TRL, "10", "1"),
-    DifferingDefault("report_to", TRL, "none", "tensorboard"),
+    *(row for toolkit in (TRL, TRANSFORMERS, LLAMA_FACTORY) for row in _training_arguments(toolkit)),
+    DifferingDefault("learning_rate", TRANSFORMERS, "5e-05", "1e-05", _EVERY, False),
+    DifferingDefault("learning_rate", TRANSFORMERS, "5e-05", "0.0001", _EVERY, True),
+    DifferingDefault("logging_steps", TRANSFORMERS, "500", "1"),
+    DifferingDefault("packing", TRANSFORMERS, "false", "true", PREFERENCES),
+    DifferingDefault("learning_rate", LLAMA_FACTORY, "5e-05", "1e-05", _EVERY, False),
+    DifferingDefault("learning_rate", LLAMA_FACTORY, "5e-05", "0.0001", _EVERY, True),
+    DifferingDefault("logging_steps", LLAMA_FACTORY, "500", "1"),
+    DifferingDefault("recompute_granularity", LLAMA_FACTORY, _CHECKPOINTING, "none"),
+    DifferingDefault("lora_alpha", LLAMA_FACTORY, "2 * lora_rank", "32", _EVERY, True, written=""),
+    DifferingDefault("truncation_strategy", LLAMA_FACTORY, "right", "delete", _CHATS),
+    DifferingDefault("packing", LLAMA_FACTORY, "true", "false", _PT),
+    DifferingDefault("packing", LLAMA_FACTORY, "false", "true", PREFERENCES),
+    DifferingDefault("lr_scheduler_type", MEGATRON_LM, "linear", "cosine"),
+    DifferingDefault("weight_decay", MEGATRON_LM, "0.01", "0.1"),
+    DifferingDefault("adam_beta2", MEGATRON_LM, "0.999", "0.95"),
+    DifferingDefault("torch_dtype", MEGATRON_LM, "float32", "auto"),
+    DifferingDefault("sequence_parallel", MEGATRON_LM, "false", "true if tensor_parallel_size > 1"),
+    DifferingDefault("moe_aux_loss_coeff", MEGATRON_LM, "0", "the coefficient in config.json"),
+    DifferingDefault("packing", MEGATRON_LM, "true: documents follow one another in a row", "false", _PT),
+    DifferingDefault("truncation_strategy", MEGATRON_LM, "split", "delete", _PT),
+    DifferingDefault("logging_steps", MEGATRON_LM, "100", "1"),
+    DifferingDefault("eval_iters", MEGATRON_LM, "100", "all evaluation rows"),
 )
 """Values that a command line written for that toolkit relies on. LoRA's learning rate (1e-4) is ms-swift's."""
 

@@ -74,6 +74,8 @@ NEUTRAL: dict[str, NeutralOption] = {
     "use_chat_template": NeutralOption(ON, "conversations use the chat template", "megaswift pt, for plain text"),
     "val_dataset_shuffle": NeutralOption(OFF, "validation rows keep their order", "leave it out"),
     "packing_strategy": NeutralOption(("binpack", "bfd"), "rows are packed by best fit", "leave it out"),
+    "dataset_train_split": NeutralOption(("train",), "the split train of a data set is read", "leave it out"),
+    "overwrite_cache": NeutralOption(EITHER, "cached rows are found by content and never stale"),
     # the loss and the kernels
     "calculate_per_token_loss": _PER_TOKEN,
     "average_tokens_across_devices": _PER_TOKEN,
@@ -136,6 +138,7 @@ NEUTRAL: dict[str, NeutralOption] = {
     "resume_only_model": NeutralOption(OFF, "a resumed run continues exactly", "--model DIR/checkpoints/step-N"),
     "ignore_data_skip": NeutralOption(OFF, "a resumed run continues with the next row", "--model DIR"),
     "lora_bias": NeutralOption(("none",), "biases stay frozen with LoRA", "leave it out"),
+    "lora_task_type": NeutralOption(("causal_lm",), "adapters are of a causal language model", "leave it out"),
     "tuner_backend": NeutralOption(("peft",), "adapters have PEFT's format", "leave it out"),
     "quant_method": NeutralOption(
         ("bnb", "bitsandbytes"), "--quantization_bit uses bitsandbytes", "--quantization_bit 4"

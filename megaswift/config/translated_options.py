@@ -57,6 +57,18 @@ RENAMED = {
     "deepspeed_config": "deepspeed",
     "ds_config": "deepspeed",
     "dpo_beta": "beta",
+    "pref_beta": "beta",
+    "pref_loss": "loss_type",
+    "reward_model_path": "reward_model",
+    "reward_model_name_or_path": "reward_model",
+    "dataset_streaming": "streaming",
+    "val_size": "split_dataset_ratio",
+    "enable_liger_kernel": "use_liger",
+    "freeze_vision_tower": "freeze_vit",
+    "freeze_multi_modal_projector": "freeze_aligner",
+    "freeze_language_model": "freeze_llm",
+    "additional_target": "modules_to_save",
+    "lora_modules_to_save": "modules_to_save",
     "lambda": "lam",
 }
 """Another toolkit's name -> the option of the same meaning and the same values."""
@@ -105,7 +117,8 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
 
     `train_type dora` is lora with `use_dora`. Of `use_vllm` and `vllm_mode` together the second says which, where the
     first is true. `deepspeed: {config_path: FILE}` is the file. `bf16 true` is `torch_dtype bfloat16`, and `bf16 false`
-    without another precision float32. A server's host and port are its URL. `eval_strategy no` unsets `eval_steps`.
+    without another precision float32. `warmup_steps` below 1 is a fraction, as in transformers 5. A server's host and
+    port are its URL. `eval_strategy no` unsets `eval_steps`.
     """
     values = {given.name: _text(given) for given in givens}
     unused = _unused_names(values)
@@ -117,6 +130,8 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
             continue
         if meaning is not None:
             yield replace(given, name=meaning[0], value=meaning[1])
+        elif given.name == "warmup_steps" and 0 < _number(text) < 1:
+            yield replace(given, name="warmup_ratio")
         elif given.name in RENAMED or given.name in TASK_SPELLINGS:
             yield replace(given, name=RENAMED.get(given.name, "task"))
         elif given.name in _HOST:
@@ -162,6 +177,13 @@ def _json_object(value: Any) -> dict[str, Any] | None:
     except ValueError:
         return None
     return parsed if isinstance(parsed, dict) else None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
 
 
 def _text(given: GivenOptionValue) -> str:

@@ -12,14 +12,15 @@ from megaswift.config.differing_toolkit_defaults import (
     PAGE,
     SPELLINGS,
     SWIFT,
+    TRANSFORMERS,
     TRL,
     defaults_differing_from_toolkit,
 )
 from megaswift.config.neutral_options import NEUTRAL
-from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.parse_option_values import option_value_text, parse_option_value
 from megaswift.config.rl_defaults import policy_loss_of
 from megaswift.config.sections import NAMES, OPTIONS, TASKS
-from tests.config.migration_page import written
+from tests.config.migrating_page import CHINESE_PAGE, written
 from tests.sources import ROOT
 
 UNSET = {
@@ -31,13 +32,15 @@ UNSET = {
     "beta",
     "sequence_parallel",
     "moe_aux_loss_coeff",
+    "eval_iters",
 }
 """Options whose default is that they are not set; the table says in words what then happens."""
 
 
-def test_the_page_shows_the_tables() -> None:
-    text = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert text == written(text), "python -m tests.config.migration_page writes them"
+def test_the_pages_show_the_tables() -> None:
+    for page in (PAGE, CHINESE_PAGE):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert text == written(text, page == CHINESE_PAGE), "python -m tests.config.migrating_page writes them"
 
 
 def test_our_side_of_the_table() -> None:
@@ -54,31 +57,84 @@ def test_our_side_of_the_table() -> None:
             assert said == option_value_text(value) or float(said) == value, (row, value)
 
 
+THEIR_NAMES = {
+    "recompute_granularity": "gradient_checkpointing",
+    "importance_sampling_mode": "vllm_importance_sampling_mode",
+    "truncation_strategy": "truncation_mode",
+    "lora_rank": "lora_r",
+}
+THEIR_VALUES = {"full": True, "right": "keep_start", "0": 0.0, "false": False}
+
+
 def test_their_side_of_the_table_by_the_installed_packages() -> None:
-    """TRL's and PEFT's own classes say so."""
-    import peft
+    """The classes that TRL's and transformers' scripts parse their options with."""
+    import transformers
     import trl
 
     made = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "kto": trl.KTOConfig, "grpo": trl.GRPOConfig}
-    names = {
-        "recompute_granularity": "gradient_checkpointing",
-        "importance_sampling_mode": "vllm_importance_sampling_mode",
-    }
+    made["rm"] = trl.RewardConfig
+    compared = 0
     for row in CHANGED:
-        if row.toolkit != TRL or row.option in ("packing", "report_to"):
+        if row.toolkit not in (TRL, TRANSFORMERS) or row.option == "packing":
             continue
         for task, cls in made.items():
             if task in row.tasks:
-                kinds = [peft.LoraConfig] if row.option == "lora_alpha" else [cls]
-                fields = {f.name: f.default for kind in kinds for f in dataclasses.fields(kind)}
-                theirs = fields[names.get(row.option, row.option)]
-                said = row.theirs.split(";")[0]
-                assert theirs is True if "true" in said else str(theirs) == said or float(theirs) == float(said), row
+                kind = trl.ModelConfig if row.option.startswith("lora_") else cls
+                kind = transformers.TrainingArguments if row.toolkit == TRANSFORMERS else kind
+                fields = {f.name: f.default for f in dataclasses.fields(kind)}
+                theirs = fields[THEIR_NAMES.get(row.option, row.option)]
+                expected = THEIR_VALUES.get(row.value, row.value)
+                assert theirs in (expected, row.value) or float(theirs) == float(expected), (row, theirs)
+                compared += 1
+    assert compared > 80
+
+
+WITHOUT_MEANING = {
+    "output_dir": "each has its own",
+    "max_steps": "-1 and unset are the same",
+    "optimizer": "both are Adam",
+    "galore_target_modules": "of GaLore only",
+    "gradient_accumulation_steps": "unset is 1, or what a generation needs",
+    "torch_compile_backend": "of torch.compile only",
+    "per_device_eval_batch_size": "an evaluation is a mean over all label tokens",
+    "dataset_num_proc": "how many processes tokenize",
+    "fsdp": "none in both",
+    "loss_type": "unset is the same formula",
+    "loss_weights": "none in both",
+    "beta": "unset is the same value",
+    "num_generations": "unset is the same number",
+    "rollout_backend": "two options there",
+    "rollout_server_url": "none in both",
+    "rollout_server_timeout": "how long a server is waited for",
+    "reward_weights": "all 1 in both",
+    "importance_sampling_correction": "unset is the same",
+    "importance_sampling_clip_max": "vllm_importance_sampling_cap is the former name there",
+    "use_bias_correction_kl": "unset is the same",
+    "log_completions": "what is written beside the run",
+}
+
+
+def test_no_row_is_missing() -> None:
+    """Every field of TRL's and transformers' classes that is an option here and has another default has its row."""
+    import transformers
+    import trl
+
+    made = {"dpo": trl.DPOConfig, "kto": trl.KTOConfig, "grpo": trl.GRPOConfig, "rm": trl.RewardConfig}
+    pairs = [(TRL, task, cls) for task, cls in {"sft": trl.SFTConfig, **made}.items()]
+    for toolkit, task, cls in [*pairs, (TRANSFORMERS, "sft", transformers.TrainingArguments)]:
+        c = load_config(task, ["--per_device_train_batch_size", "4"] if task == "kto" else [], environ={})
+        rows = {row.option for row in CHANGED if row.toolkit == toolkit and task in row.tasks}
+        for f in dataclasses.fields(cls):
+            name = NAMES.get(f.name)
+            if name is not None and name not in WITHOUT_MEANING and f.default != c.value(name):
+                assert name in rows, (toolkit, task, f.name, f.default, c.value(name))
 
 
 def test_every_row_has_an_option_and_differs() -> None:
     assert {row.option for row in CHANGED} <= set(OPTIONS) and all(set(row.tasks) <= set(TASKS) for row in CHANGED)
     assert all(row.theirs != row.ours for row in CHANGED)
+    assert all(row.value == "" or parse_option_value(OPTIONS[row.option].of_task(row.tasks[0]), row.value) != () or
+               row.option == "report_to" for row in CHANGED)  # fmt: skip
     named = [name for names in SPELLINGS.values() for name in names]
     assert len(named) == len(set(named)) and set(named) <= {*NAMES, *NEUTRAL}
     assert not {n for n in named if n in OPTIONS}, "a canonical name shows nothing"

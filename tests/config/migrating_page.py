@@ -1,15 +1,37 @@
-"""The tables of docs/migration.md as the code has them. `python -m tests.config.migration_page` writes them into it."""
+"""The tables of docs/migrating.md and its Chinese page as the code has them. `python -m tests.config.migrating_page`
+writes them."""
 
 from __future__ import annotations
 
 import re
 
-from megaswift.config.differing_toolkit_defaults import MEGATRON_SWIFT, PAGE, SWIFT, TRL, differing_default_table_rows
+from megaswift.config.differing_toolkit_defaults import (
+    LLAMA_FACTORY,
+    MEGATRON_LM,
+    MEGATRON_SWIFT,
+    PAGE,
+    SWIFT,
+    TRANSFORMERS,
+    TRL,
+    differing_default_table_rows,
+)
 from megaswift.config.foreign_options import NAMES_ELSEWHERE, PRECISIONS, VALUES_ELSEWHERE
 from megaswift.config.neutral_options import NEUTRAL
 from megaswift.config.translated_options import RENAMED, SWITCHES, TASK_SPELLINGS
 from tests.sources import ROOT
 
+CHINESE_PAGE = PAGE.replace(".md", ".zh-CN.md")
+TOOLKITS = (SWIFT, MEGATRON_SWIFT, TRL, TRANSFORMERS, MEGATRON_LM, LLAMA_FACTORY)
+CHINESE = {
+    "option": "选项",
+    "there": "原工具",
+    "here": "megaswift",
+    "where": "适用范围",
+    "values": "接受的取值",
+    "why": "原因",
+    "name or value there": "原名称或取值",
+}
+"""Heads of columns. The cells are the program's own words and stay as it prints them."""
 DEFAULTS = ("option", "there", "here", "where")
 NAMES_HEAD = ("name or value there", "here")
 
@@ -32,22 +54,31 @@ def tables() -> dict[str, str]:
     translated += [(f"`{name}`", f"`{option}`") for name, option in sorted(RENAMED.items())]
     translated += [(f"`{name}: true`", f"`{option}: {value}`") for name, (option, value) in sorted(SWITCHES.items())]
     translated += [(f"`{name}: true`", f"`torch_dtype: {dtype}`") for name, dtype in PRECISIONS.items()]
-    found = {toolkit: rows(DEFAULTS, differing_default_table_rows(toolkit)) for toolkit in (SWIFT, MEGATRON_SWIFT, TRL)}
+    found = {toolkit: rows(DEFAULTS, differing_default_table_rows(toolkit)) for toolkit in TOOLKITS}
     found |= {"neutral": rows(("option", "values", "why"), neutral), "translated": rows(("there", "here"), translated)}
     return found | {"names": rows(NAMES_HEAD, [*names, *values])}
 
 
-def written(text: str) -> str:
+def in_chinese(table: str) -> str:
+    """A table with the heads of its columns in Chinese."""
+    head, rest = table.split("\n", 1)
+    names = [CHINESE[name.strip()] for name in head.strip("|").split("|")]
+    return "| " + " | ".join(names) + " |\n" + rest
+
+
+def written(text: str, chinese: bool = False) -> str:
     """The page with its tables as the code has them."""
     for name, body in tables().items():
         mark = re.escape(f"<!-- {name} -->")
+        table = in_chinese(body) if chinese else body
         text, count = re.subn(
-            rf"({mark}\n).*?(\n<!-- end -->)", lambda m, b=body: m[1] + b + m[2], text, flags=re.DOTALL
+            rf"({mark}\n).*?(\n<!-- end -->)", lambda m, t=table: m[1] + t + m[2], text, flags=re.DOTALL
         )
-        assert count == 1, f"{PAGE} has no place for {name}"
+        assert count == 1, f"the page has no place for {name}"
     return text
 
 
 if __name__ == "__main__":
-    page = ROOT / PAGE
-    page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in (PAGE, CHINESE_PAGE):
+        path = ROOT / page
+        path.write_text(written(path.read_text(encoding="utf-8"), page == CHINESE_PAGE), encoding="utf-8")

@@ -1,0 +1,173 @@
+"""How the translated run is started: the variables before `megaswift TASK FILE`, and what a launcher's settings are.
+
+Owns the launch of a command and the environment that goes on to the new one.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megaswift.config.accelerate_options import options_from_accelerate
+from megaswift.config.foreign_options import foreign_option_advice
+from megaswift.config.option_sources import ConfigSource
+from megaswift.config.parse_option_values import TRUE
+from megaswift.config.sections import NAMES, OPTIONS
+from megaswift.config.translated_options import RENAMED
+from megaswift.errors import ConfigError
+from megaswift.migration.accelerate_settings import BUNDLED, accelerate_environment, read_settings_file
+from megaswift.migration.expand_shell_words import ExpandedWord
+from megaswift.migration.foreign_command import ForeignCommand, file_of_script
+from megaswift.migration.launched_program import LAUNCH_FIELDS
+from megaswift.migration.migrated_run import MigratedRun
+from megaswift.redaction import is_secret
+
+LAUNCH_ORDER = ("nnodes", "node_rank", "master_addr", "master_port", "nproc_per_node", *OPTIONS)
+KEPT = re.compile(
+    r"(CUDA|NCCL|GLOO|OMP|MKL|PYTORCH|TORCH|HF|TRANSFORMERS|MODELSCOPE|WANDB|SWANLAB|MLFLOW|TOKENIZERS|NVTE|UB|VLLM|SGLANG|"
+    r"TRITON|RAY|LD|ASCEND|HCCL|TASK_QUEUE|DISABLE_VERSION_CHECK|KUBERNETES)_\w+|PYTHONPATH|\w+_proxy|\w+_PROXY"
+)
+"""Variables that other programs read, whichever toolkit trains."""
+PIXELS = re.compile(r"(MAX|MIN|VIDEO|IMAGE)_\w*(PIXELS|TOKEN_NUM|FRAMES)\w*|FPS\w*|NFRAMES|SIZE_FACTOR")
+WITHOUT_MEANING = frozenset({
+    "standalone", "module", "m", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "max_restarts",
+    "monitor_interval", "log_dir", "tee", "redirects", "role", "start_method", "no_python", "multi_gpu",
+    "same_network", "debug", "quiet", "num_cpu_threads_per_process", "compute_environment", "downcast_bf16",
+    "main_training_function", "use_cpu", "enable_cpu_affinity", "dynamo_backend", "no_local_rank", "machine_rank",
+    "use_env", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "distributed_type", "config_file", "gpu_ids",
+    "force_multi", "launcher", "deepspeed_config", "fsdp_config", "local_ranks_filter",
+    "deepspeed_multinode_launcher", "zero3_init_flag", "use_deepspeed", "use_fsdp", "zero3_save_16bit_model",
+    "fsdp_state_dict_type", "fsdp_version", "fsdp_use_orig_params", "fsdp_sync_module_states",
+    "fsdp_cpu_ram_efficient_loading", "fsdp_auto_wrap_policy", "commands", "command_file", "tpu_name", "tpu_zone",
+})  # fmt: skip
+"""Settings of launchers that a run does not need: how processes find each other, and how a library saves."""
+
+
+def launch_of_command(run: MigratedRun, command: ForeignCommand, folder: Path) -> list[ConfigSource]:
+    """Sets the launch and the environment of a run; returns the options that the launcher's settings are."""
+    _environment(run, command.environment)
+    launch = dict(command.launch)
+    sources = []
+    settings: dict[str, Any] = {}
+    if command.launcher == "accelerate" or "accelerate_config" in command.launcher_options:
+        settings = _accelerate_settings(run, command, folder)
+        for name in list(settings):
+            ours = NAMES.get(RENAMED.get(name, name), "")
+            if ours in LAUNCH_FIELDS:
+                launch.setdefault(ours, ExpandedWord(str(settings.pop(name))))
+        sources.append(_accelerate_source(run, settings))
+    else:
+        settings = {name: word.text for name, word in command.launcher_options.items()}
+    _processes(run, command, launch, settings)
+    for name, word in launch.items():
+        run.launch[name] = word.text
+    if run.launch.get("nnodes", "1") == "1":
+        for name in ("node_rank", "nnodes", "master_addr", "master_port"):
+            run.launch.pop(name, None)
+    for name, value in settings.items():
+        if name not in (*WITHOUT_MEANING, "num_processes", "include", "gpu_ids"):
+            run.ask(f"--{name} {value}", f"is an option of {command.launcher or 'the launcher'} without a counterpart")
+    return sources
+
+
+def _processes(
+    run: MigratedRun, command: ForeignCommand, launch: dict[str, ExpandedWord], settings: dict[str, Any]
+) -> None:
+    """`nproc_per_node` where the launcher says it in another way."""
+    total, nodes = str(settings.pop("num_processes", "")), launch.get("nnodes", ExpandedWord("1")).text
+    if re.fullmatch(r"\d{1,6}", total):
+        each = int(total) // int(nodes) if re.fullmatch(r"[1-9]\d{0,5}", nodes) else int(total)
+        launch["nproc_per_node"] = ExpandedWord(str(max(1, each)))
+    elif total:
+        launch["nproc_per_node"] = ExpandedWord(total, (total,))
+    include = str(settings.pop("include", ""))
+    if re.fullmatch(r"localhost:[\d,]+", include):
+        ids = include.partition(":")[2]
+        launch["nproc_per_node"] = ExpandedWord(str(len(ids.split(","))))
+        run.environment["CUDA_VISIBLE_DEVICES"] = ids
+    elif include:
+        run.ask(
+            f"--include {include}",
+            "names several machines",
+            "start the command on each: NNODES, NODE_RANK, MASTER_ADDR",
+        )
+    if ids := str(settings.pop("gpu_ids", "") or ""):
+        run.environment.setdefault("CUDA_VISIBLE_DEVICES", ids) if ids != "all" else None
+    each_text = launch.get("nproc_per_node", ExpandedWord("")).text
+    unknown = command.launcher in ("accelerate", "deepspeed") and not each_text
+    if unknown or (each_text and not re.fullmatch(r"[1-9]\d{0,5}", each_text)):
+        visible = run.environment.get("CUDA_VISIBLE_DEVICES", "")
+        if unknown and re.fullmatch(r"\d+(,\d+)*", visible):
+            launch["nproc_per_node"] = ExpandedWord(str(visible.count(",") + 1))
+            return
+        launch["nproc_per_node"] = ExpandedWord("N", ("N",))
+        why = f"the script says {each_text}" if each_text else f"{command.launcher} takes all GPUs of the machine"
+        run.ask("NPROC_PER_NODE", why, "set it to the number of GPUs to use on each machine")
+
+
+def _environment(run: MigratedRun, environment: Mapping[str, ExpandedWord]) -> None:
+    for name, word in environment.items():
+        if name.lower() in LAUNCH_FIELDS:
+            continue
+        if is_secret(name.lower()):
+            run.left_out.append(f"{name}, a secret, is not copied; set it where you run the command")
+        elif KEPT.fullmatch(name):
+            run.environment[name] = word.text
+        elif PIXELS.fullmatch(name):
+            run.ask(
+                f"{name}={word.text}", "is a setting of ms-swift", foreign_option_advice("max_pixels", word.text, NAMES)
+            )
+        else:
+            run.left_out.append(f"{name}={word.text}: not a variable that megaswift reads")
+
+
+def _accelerate_settings(run: MigratedRun, command: ForeignCommand, folder: Path) -> dict[str, Any]:
+    """Of its file, with the flags over them."""
+    flags = {name: word.text for name, word in command.launcher_options.items()}
+    settings: dict[str, Any] = {}
+    name = flags.pop("config_file", "") or flags.pop("accelerate_config", "")
+    place = file_of_script(folder, name) if name else None
+    bundled = BUNDLED.get(Path(name).stem.removeprefix("deepspeed_"))
+    if place is not None:
+        try:
+            settings = read_settings_file(place)
+        except ConfigError as error:
+            for problem in error.problems:
+                run.ask_problem(problem)
+    elif bundled is not None:
+        settings = dict(bundled)
+    elif name:
+        run.ask(f"--config_file {name}", "no such file", "run migrate where the file is found")
+    return settings | flags
+
+
+def _accelerate_source(run: MigratedRun, settings: dict[str, Any]) -> ConfigSource:
+    """The options of its settings; what is used is taken out of them."""
+    source = options_from_accelerate(accelerate_environment(settings))
+    for problem in source.problems:
+        run.ask_problem(problem)
+    used = ("mixed_precision", "zero_stage", "offload_", "deepspeed_config_file", "fsdp_", "gradient_", "deepspeed_moe")
+    for name in [n for n in settings if n.startswith(used) or n in ("use_megatron_lm", "megatron_lm_config")]:
+        settings.pop(name)
+    if str(settings.pop("cpu", "")).lower() in TRUE:
+        run.left_out.append("--cpu: without a GPU a run is on the CPU")
+    return ConfigSource(source.givens)
+
+
+def launch_words(run: MigratedRun) -> list[str]:
+    """The variables before a command."""
+    names = {name.upper(): run.launch[name] for name in sorted(run.launch, key=LAUNCH_ORDER.index)}
+    return [f"{name}={_shell_word(value)}" for name, value in {**run.environment, **names}.items()]
+
+
+def command_line(run: MigratedRun, file: str) -> str:
+    """What to type."""
+    return " ".join([*launch_words(run), "megaswift", run.task or "TASK", _shell_word(file)])
+
+
+def _shell_word(value: str) -> str:
+    """Variables that only the run knows stay variables; nothing else of a value reaches the shell."""
+    return f'"{value}"' if re.fullmatch(r"\$\{?\w+\}?", value) else shlex.quote(value)

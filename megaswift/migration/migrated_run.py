@@ -1,0 +1,96 @@
+"""A command in megaswift's terms while it is translated: entries of the file, what was left out, what is open.
+
+Owns the record; `translate_command.py` fills it and `write_run_file.py` writes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megaswift.config.option_sources import ConfigSource, GivenOptionValue
+from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.resolve_sections import LISTS_ALL
+from megaswift.config.sections import Sections
+from megaswift.errors import Problem
+from megaswift.redaction import MASK, is_secret
+
+
+@dataclass(frozen=True)
+class MigratedOption:
+    """One line of the file."""
+
+    name: str
+    value: Any
+    label: str
+    """What it comes from, as it was written there."""
+    comment: str = ""
+    of_default: bool = False
+    """Written out because the other toolkit's default differs."""
+
+    @property
+    def given(self) -> GivenOptionValue:
+        """As the loader will read it."""
+        text = MASK if is_secret(self.name) else option_value_text(self.value)
+        return GivenOptionValue(self.name, self.value, f"{self.name}: {text}", f"{self.name}:")
+
+
+@dataclass
+class MigratedRun:
+    """What becomes of one command."""
+
+    toolkit: str
+    place: str
+    task: str | None
+    options: dict[str, MigratedOption] = field(default_factory=dict)
+    unset: set[str] = field(default_factory=set)
+    """Options that the command sets to none."""
+    advised: set[str] = field(default_factory=set)
+    """Options that were set as a message of the loader advises."""
+    left_out: list[str] = field(default_factory=list)
+    """Options without effect, each with the reason."""
+    questions: list[Problem] = field(default_factory=list)
+    """What the user has to decide."""
+    notes: list[str] = field(default_factory=list)
+    """What the loader says of the file."""
+    launch: dict[str, str] = field(default_factory=dict)
+    """Values of NPROC_PER_NODE and the like."""
+    environment: dict[str, str] = field(default_factory=dict)
+    sections: Sections | None = None
+    """The configuration that the file resolves to."""
+
+    def add(self, option: MigratedOption) -> None:
+        """A line; a later one of the same name replaces an earlier one."""
+        self.options.pop(option.name, None)
+        self.options[option.name] = option
+
+    def ask(self, what: str, rule: str, fix: str = "") -> None:
+        """Something for the user to decide."""
+        if (question := Problem(what, rule, fix)) not in self.questions:
+            self.questions.append(question)
+
+    def ask_problem(self, problem: Problem, what: str = "") -> None:
+        """The same of a mistake that the loader would report."""
+        fix = LISTS_ALL.format(task=self.task or "TASK") if problem.fix == LISTS_ALL else problem.fix
+        self.ask(what or problem.what, problem.rule, fix)
+
+    @property
+    def open(self) -> list[str]:
+        """The questions, a line each; those with one answer on one line."""
+        lines: dict[tuple[str, str], list[str]] = {}
+        for question in self.questions:
+            lines.setdefault((question.rule, question.fix), []).append(question.what)
+        return [f"{', '.join(w)}: {rule}" + (f"; {fix}" if fix else "") for (rule, fix), w in lines.items()]
+
+    def source(self) -> ConfigSource:
+        """The file as the loader will see it."""
+        return ConfigSource(tuple(option.given for option in self.options.values()))
+
+    def launched_processes(self) -> int | None:
+        """Of all nodes; None where a number is not known."""
+        counts: Mapping[str, str] = {"nproc_per_node": "1", "nnodes": "1"} | self.launch
+        numbers = [counts["nproc_per_node"], counts["nnodes"]]
+        known = all(re.fullmatch(r"[1-9]\d{0,5}", n) for n in numbers)
+        return int(numbers[0]) * int(numbers[1]) if known else None

@@ -1,0 +1,169 @@
+"""Translates a training command of another toolkit into megaswift's options, by the tables of the command line.
+
+Owns the order of the steps: sources, names and values, meanings, launch, defaults, the check by the loader itself. What
+the loader refuses becomes a question to the user, so that the rest of the file always loads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megaswift.config.foreign_options import foreign_value_advice
+from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
+from megaswift.config.neutral_options import NEUTRAL
+from megaswift.config.option_sources import ConfigSource, GivenOptionValue, read_command_line, read_config_file
+from megaswift.config.parse_option_values import (
+    FALSE,
+    InvalidValue,
+    option_value_text,
+    parse_option_value,
+    resets_number_to_default,
+)
+from megaswift.config.resolve_sections import TASK_NAMES, unknown_option_problem
+from megaswift.config.sections import NAMES, OPTIONS, TASKS
+from megaswift.config.translated_options import SWITCHES, translated_options
+from megaswift.errors import ConfigError
+from megaswift.migration.foreign_command import MEGASWIFT, ForeignCommand, file_of_script
+from megaswift.migration.launch_line import launch_of_command
+from megaswift.migration.migrated_run import MigratedOption, MigratedRun
+from megaswift.migration.settle_options import add_differing_defaults, leave_out_idle_options, settle_options
+from megaswift.migration.toolkit_meanings import with_own_meanings, with_run_lengths
+
+NOT_SET = "the script does not set {0}"
+
+
+def migrated_run(command: ForeignCommand, folder: Path) -> MigratedRun:
+    """The command in megaswift's options. `folder`: of the script, for files that it names."""
+    run = MigratedRun(command.toolkit, command.place, command.task)
+    for note in command.notes:
+        run.ask("check", note)
+    unresolved = {w.text.partition("=")[2] if w.text[:2] == "--" else w.text: w.unresolved for w in command.words}
+    sources = [*launch_of_command(run, command, folder), *_sources(run, command, folder)]
+    for source in translate_rollout_correction_options(sources):
+        run.notes += [n for n in source.notices]
+        for problem in source.problems:
+            run.ask_problem(problem)
+        _take(run, with_own_meanings(run, source.givens), {k: v for k, v in unresolved.items() if v})
+    if run.task is None:
+        run.ask("task", "the command does not say which", f"megaswift TASK FILE, TASK one of {', '.join(TASKS)}")
+        return run
+    with_run_lengths(run)
+    settle_options(run)
+    if run.toolkit != MEGASWIFT:
+        add_differing_defaults(run)
+        settle_options(run)
+    leave_out_idle_options(run)
+    return run
+
+
+def _sources(run: MigratedRun, command: ForeignCommand, folder: Path) -> Iterable[ConfigSource]:
+    """The file that the command reads, then its own words."""
+    if command.file is not None:
+        yield command.file
+        return
+    line = read_command_line([w.text for w in command.words])
+    for name in line.files:
+        name = name.rpartition(")/")[2] if re.search(r"BASH_SOURCE|\$0", name) else name  # the script's own folder
+        place = file_of_script(folder, name) or Path(name)
+        try:
+            yield read_config_file(str(place))
+        except ConfigError as error:
+            for problem in error.problems:
+                run.ask_problem(problem)
+    yield ConfigSource(tuple(line.givens), tuple(line.problems))
+
+
+def _take(run: MigratedRun, givens: Iterable[GivenOptionValue], unresolved: Mapping[str, tuple[str, ...]]) -> None:
+    read = list(givens)
+    translated = list(translated_options(read))
+    kept = {t.label for t in translated}
+    for given in read:
+        if given.label not in kept:
+            why = "switched off it means nothing" if given.name in SWITCHES else "another option of the command says so"
+            run.left_out.append(f"{given.label}: {why}")
+    for given in translated:
+        if names := _unresolved_in(given, unresolved):
+            own = NAMES.get(given.name, given.name)
+            run.ask(f"{own}: {option_value_text(given.value)}", NOT_SET.format(", ".join(names)))
+        elif given.name in ("task", "rlhf_type") or (
+            NAMES.get(given.name) == "train_type" and str(given.value).lower() in TASK_NAMES
+        ):
+            _take_task(run, given)
+        else:
+            _take_option(run, given)
+
+
+def _unresolved_in(given: GivenOptionValue, unresolved: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    values = given.value if isinstance(given.value, list | tuple) else [given.value]
+    return tuple(dict.fromkeys(name for v in values for name in unresolved.get(str(v), ())))
+
+
+def _take_task(run: MigratedRun, given: GivenOptionValue) -> None:
+    name = str(given.value).lower()
+    if name in TASKS and run.task in (None, name):
+        run.task = name
+    elif name != "rlhf":
+        advice = foreign_value_advice("rlhf_type", name)
+        run.ask(given.label, "is not a task here" if name not in TASKS else f"the command is {run.task}", advice)
+
+
+def _take_option(run: MigratedRun, given: GivenOptionValue) -> None:
+    option = OPTIONS.get(NAMES.get(given.name, ""))
+    positive = given.name.removeprefix("no_")
+    if option is None and given.name not in NEUTRAL and positive != given.name:
+        known = OPTIONS.get(NAMES.get(positive, ""))
+        if (known is not None and (known.kind == "bool" or known.switches)) or positive in NEUTRAL:
+            value = "true" if str(given.value).lower() in FALSE else "false"
+            _take_option(run, replace(given, name=positive, value=value))
+            return
+    if option is None:
+        _take_unknown(run, given)
+        return
+    if resets_number_to_default(option, given.value):
+        run.left_out.append(f"{given.label}: the default")
+        return
+    try:
+        value = parse_option_value(option.of_task(run.task if run.task in TASKS else None), given.value)
+    except InvalidValue as error:
+        words = given.value if isinstance(given.value, list | tuple) else [given.value]
+        advice = next((text for w in words if (text := foreign_value_advice(option.name, str(w)))), error.fix)
+        run.ask(given.label, error.rule, advice)
+        return
+    if option.section == "launch" and option.name != "launcher" and value is not None:
+        run.launch.setdefault(option.name, option_value_text(value))
+        return
+    if value is None:
+        run.options.pop(option.name, None)
+        run.unset.add(option.name)
+        run.left_out.append(f"{given.label}: {option.name} stays unset")
+        return
+    run.add(MigratedOption(option.name, value, given.label, _comment(option.name, value, given)))
+
+
+def _comment(name: str, value: object, given: GivenOptionValue) -> str:
+    """What stood there, where the line does not say the same."""
+    raw = given.value[0] if isinstance(given.value, list | tuple) and len(given.value) == 1 else given.value
+    same = option_value_text(raw).strip().lower() == option_value_text(value).lower() or raw is value
+    try:
+        same = same or (not isinstance(value, bool) and isinstance(value, int | float) and float(str(raw)) == value)
+    except ValueError:
+        same = False
+    if isinstance(value, bool) and str(raw).lower() in (option_value_text(value), "none"):
+        same = True
+    written = given.spelling.rstrip(":").split(" ")[-1].lstrip("-").replace("-", "_")
+    return "" if same and written == name else given.label
+
+
+def _take_unknown(run: MigratedRun, given: GivenOptionValue) -> None:
+    neutral = NEUTRAL.get(given.name)
+    if neutral is None:
+        run.ask_problem(unknown_option_problem(given, NAMES))
+    elif not neutral.accepts(given.value):
+        run.ask(given.label, f"is not supported: {neutral.reason}", neutral.otherwise or "leave it out")
+    elif neutral.unless in run.options:
+        run.ask(given.label, f"conflicts with {neutral.unless}", "leave one of the two out")
+    else:
+        run.left_out.append(f"{given.label}: {neutral.reason}")

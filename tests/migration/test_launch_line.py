@@ -1,0 +1,120 @@
+"""The launch of a translated command, and settings of accelerate.
+
+Covers: megaswift/migration/accelerate_settings.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaswift.migration.accelerate_settings import accelerate_environment, read_settings_file
+from megaswift.migration.launch_line import command_line
+from tests.migration.translated import loaded, translated
+
+WORDS = "train.py --model_name_or_path m --dataset_name d --num_train_epochs 1"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("NPROC_PER_NODE=8 CUDA_VISIBLE_DEVICES=0,1 swift sft --model m", "CUDA_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=8"),
+        ("swift sft --model m", ""),
+        ("export NCCL_DEBUG=INFO\nNNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 NPROC_PER_NODE=4 swift sft --model m",
+         "NCCL_DEBUG=INFO NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 NPROC_PER_NODE=4"),
+        (f"torchrun --nproc_per_node 2 {WORDS}", "NPROC_PER_NODE=2"),
+        (f"torchrun --nproc_per_node gpu {WORDS}", "NPROC_PER_NODE=N"),
+        ("NPROC_PER_NODE=0 swift sft --model m", "NPROC_PER_NODE=N"),
+        (f"torchrun --nnodes $N --node_rank=$RANK --nproc_per_node 8 {WORDS}",
+         'NNODES="$N" NODE_RANK="$RANK" NPROC_PER_NODE=8'),
+        (f"accelerate launch --num_processes 16 --num_machines 2 --machine_rank 0 {WORDS}",
+         "NNODES=2 NODE_RANK=0 NPROC_PER_NODE=8"),
+        (f"CUDA_VISIBLE_DEVICES=1,3 deepspeed {WORDS}", "CUDA_VISIBLE_DEVICES=1,3 NPROC_PER_NODE=2"),
+        (f"deepspeed --include localhost:4,5,6 {WORDS}", "CUDA_VISIBLE_DEVICES=4,5,6 NPROC_PER_NODE=3"),
+        (f"deepspeed {WORDS}", "NPROC_PER_NODE=N"),
+        ("NCCL_X='a;$(b)' swift sft --model m", "NCCL_X='a;$(b)'"),
+    ],
+)  # fmt: skip
+def test_the_command(text: str, line: str, tmp_path: Path) -> None:
+    run = translated(text, tmp_path)
+    assert command_line(run, "x y.yaml") == f"{line} megaswift sft 'x y.yaml'".strip()
+    asked = any(question.startswith("NPROC_PER_NODE: ") for question in run.open)
+    assert asked == ("=N " in f"{line} ")
+
+
+def test_the_environment(tmp_path: Path) -> None:
+    script = "export WANDB_API_KEY=abcd1234 HF_TOKEN=hf_abc MINE=1\nMAX_PIXELS=100 swift sft --model m"
+    run = translated(script, tmp_path)
+    assert run.environment == {} and any("MAX_PIXELS=100" in line for line in run.open)
+    assert any(line.startswith("MINE=1: ") for line in run.left_out)
+    text = repr(run.left_out) + repr(run.open)
+    assert "abcd1234" not in text and "hf_abc" not in text and "WANDB_API_KEY" in text
+
+
+ZERO = """
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 4
+num_machines: 1
+deepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu, offload_param_device: cpu, zero3_init_flag: true}
+"""
+FSDP = """
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 2
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: true
+  fsdp_activation_checkpointing: true
+  fsdp_transformer_layer_cls_to_wrap: Qwen3DecoderLayer
+"""
+
+
+def test_settings_of_accelerate(tmp_path: Path) -> None:
+    (tmp_path / "zero.yaml").write_text(ZERO)
+    (tmp_path / "fsdp.yaml").write_text(FSDP)
+    run = translated(f"accelerate launch --config_file zero.yaml {WORDS}", tmp_path)
+    c = loaded(run, tmp_path)
+    assert c.value("deepspeed") == "zero3_offload" and c.value("torch_dtype") == "bfloat16"
+    assert run.launch == {"nproc_per_node": "4"}
+    run = translated(f"accelerate launch --config_file fsdp.yaml --num_processes 8 {WORDS}", tmp_path)
+    c = loaded(run, tmp_path)
+    assert c.value("fsdp") == ("full_shard",) and c.value("recompute_granularity") == "full"
+    assert (
+        c.value("fsdp_transformer_layer_cls_to_wrap") == ("Qwen3DecoderLayer",) and run.launch["nproc_per_node"] == "8"
+    )
+    assert (
+        loaded(translated(f"trl sft --accelerate_config zero2 {WORDS[9:]}", tmp_path), tmp_path).value("deepspeed")
+        == "zero2"
+    )
+    run = translated(f"accelerate launch --config_file none.yaml {WORDS}", tmp_path)
+    assert any(line.startswith("--config_file none.yaml: no such file") for line in run.open)
+    run = translated(f"accelerate launch --num_processes 2 --use_megatron_lm {WORDS}", tmp_path)
+    assert any("use_megatron_lm" in line for line in run.open)
+
+
+@pytest.mark.parametrize("text", [ZERO, FSDP])
+def test_the_variables_are_those_that_accelerate_sets(text: str, tmp_path: Path) -> None:
+    """accelerate's own launcher, on the same file."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    file = tmp_path / "a.yaml"
+    file.write_text(text + "main_training_function: main\ncompute_environment: LOCAL_MACHINE\nuse_cpu: false\n")
+    words = ["--config_file", str(file), "train.py"]
+    args: Any = launch_command_parser().parse_args(words)
+    assert isinstance(args, argparse.Namespace)
+    args, _, _ = _validate_launch_command(args)
+    args.deepspeed_fields_from_accelerate_config = ""
+    made = prepare_deepspeed_cmd_env(args)[1] if "DEEPSPEED" in text else prepare_multi_gpu_env(args)
+    ours = accelerate_environment(read_settings_file(file))
+    assert len(ours) > 3 and {n: v.lower() for n, v in ours.items()} == {n: made[n].lower() for n in ours}
+
+
+def test_a_file_with_aliases_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("a: &x [1]\nb: *x\n")
+    run = translated(f"accelerate launch --num_processes 1 --config_file a.yaml {WORDS}", tmp_path)
+    assert any("has aliases" in line for line in run.open)
