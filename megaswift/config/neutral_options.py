@@ -5,7 +5,7 @@ Owns the table and the reason of each. A value that asks for something else is r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,10 +161,10 @@ NEUTRAL: dict[str, NeutralOption] = {
 """Names of ms-swift, Megatron-LM, transformers and TRL."""
 
 
-def neutral_notice(accepted: Iterable[tuple[str, str]]) -> str:
-    """One line for the accepted options, given as (label, name); empty for none. Reasons occur once."""
+def neutral_notice(accepted: Iterable[tuple[str, str]], table: Mapping[str, NeutralOption] = NEUTRAL) -> str:
+    """One line for the accepted options of `table`, given as (label, name); empty for none. Reasons occur once."""
     by_reason: dict[str, list[str]] = {}
     for label, name in accepted:
-        by_reason.setdefault(NEUTRAL[name].reason, []).append(label)
+        by_reason.setdefault(table[name].reason, []).append(label)
     listed = "; ".join(f"{', '.join(labels)} ({reason})" for reason, labels in by_reason.items())
     return f"accepted without effect: {listed}" if listed else ""

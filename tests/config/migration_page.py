@@ -6,6 +6,7 @@ import re
 
 from megaswift.config.differing_toolkit_defaults import MEGATRON_SWIFT, PAGE, SWIFT, TRL, differing_default_table_rows
 from megaswift.config.foreign_options import NAMES_ELSEWHERE, PRECISIONS, VALUES_ELSEWHERE
+from megaswift.config.inference_other_names import HINTS_OF, NEUTRAL_OF
 from megaswift.config.neutral_options import NEUTRAL
 from megaswift.config.translated_options import RENAMED, SWITCHES, TASK_SPELLINGS
 from tests.sources import ROOT
@@ -34,6 +35,22 @@ def tables() -> dict[str, str]:
     translated += [(f"`{name}: true`", f"`torch_dtype: {dtype}`") for name, dtype in PRECISIONS.items()]
     found = {toolkit: rows(DEFAULTS, differing_default_table_rows(toolkit)) for toolkit in (SWIFT, MEGATRON_SWIFT, TRL)}
     found |= {"neutral": rows(("option", "values", "why"), neutral), "translated": rows(("there", "here"), translated)}
+    found["inference neutral"] = rows(
+        ("command", "option", "values", "why"),
+        [
+            (command, f"`{name}`", ", ".join(option.values) or "any value", option.reason)
+            for command, table in NEUTRAL_OF.items()
+            for name, option in sorted(table.items())
+        ],
+    )
+    found["inference names"] = rows(
+        ("command", "name there", "here"),
+        [
+            (command, f"`{name}`", advice)
+            for command, hints in HINTS_OF.items()
+            for name, advice in sorted(hints.items())
+        ],
+    )
     return found | {"names": rows(NAMES_HEAD, [*names, *values])}
 
 

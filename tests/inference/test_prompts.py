@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megaswift.config.inference import ChatTemplateOptions
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer
 from tests.data.makers import tokenizer
 
@@ -27,4 +28,4 @@ def test_a_template_that_raises_refuses_the_conversation(template: str) -> None:
         tokenizer=tokens, context=None, reader="text only", options=SimpleNamespace(model="m")
     )
     with pytest.raises(ChatInputError, match="the chat template rejects this conversation"):
-        ChatInputRenderer(prepared, None).of_chat([{"role": "user", "content": "hi"}])
+        ChatInputRenderer(prepared, ChatTemplateOptions()).of_chat([{"role": "user", "content": "hi"}])

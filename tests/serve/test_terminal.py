@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megaswift.config.inference import ChatTemplateOptions
 from megaswift.inference.chat_inputs import ChatInputRenderer
 from megaswift.inference.generator import GenerationParams, Generator
 from megaswift.inference.load_generation_model import ModelWithoutWeights
@@ -36,7 +37,12 @@ def conversation(
     prepared, generator = open_model
     out = io.StringIO()
     terminal = Terminal(
-        generator, ChatInputRenderer(prepared, how.get("system")), GenerationParams(), how.get("new", NEW), out=out
+        generator,
+        ChatInputRenderer(prepared, ChatTemplateOptions(system=how.get("system"))),
+        GenerationParams(),
+        how.get("new", NEW),
+        stream=how.get("stream", True),
+        out=out,
     )
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
     terminal.run()
