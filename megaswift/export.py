@@ -19,7 +19,7 @@ from megaswift.convert import hf_to_megatron_command, megatron_to_hf_command, ve
 from megaswift.errors import Problem, WeightsError
 from megaswift.families.model_type_check import model_type_problems
 
-Result = TypeVar("Result")
+Exported = TypeVar("Exported")
 
 USAGE = """\
 megaswift export: merge adapters into a model, quantize it, or convert it from or to a Megatron checkpoint
@@ -79,7 +79,7 @@ def _compare(cfg: ExportConfig, source: Path, target: Path) -> int:
     return verify_command([str(source), str(target), *_dtype(cfg)])
 
 
-def _with_merged(cfg: ExportConfig, target: Path, work: Callable[[ExportConfig, Path], Result]) -> Result:
+def _with_merged(cfg: ExportConfig, target: Path, work: Callable[[ExportConfig, Path], Exported]) -> Exported:
     """`work` on the model with its adapters merged in, in full precision: four bits under an adapter would round it."""
     between = target.with_name(f".{target.name}.merged")
     shutil.rmtree(between, ignore_errors=True)

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from megaswift import log
 from megaswift.command_line_common import HELP
 from megaswift.config.help_page import option_lines, section_heading
-from megaswift.config.inference_other_names import NEUTRAL_OF, inference_option_advice
+from megaswift.config.inference_other_names import NEUTRAL_OF, VALUES_ELSEWHERE_OF_INFERENCE, inference_option_advice
 from megaswift.config.launcher_environment import CHECKED
 from megaswift.config.neutral_options import NeutralOption, neutral_notice
 from megaswift.config.option import OptionTable, build_option_table
@@ -136,7 +136,11 @@ class CommandParser(Generic[Config]):
             option = self.table.options.get(self.table.names.get(given.name, ""))
             neutral = self.neutral.get(given.name)
             if option is not None:
+                count = len(state.problems)
                 set_option_value(state, option, given, first.get(option.name))
+                fix = VALUES_ELSEWHERE_OF_INFERENCE.get((option.name, str(given.value).strip().lower()))
+                if fix and len(state.problems) > count:
+                    state.problems[-1] = replace(state.problems[-1], fix=fix)
                 first.setdefault(option.name, given)
             elif neutral is not None and neutral.accepts(given.value):
                 state.neutral[given.name] = given.label

@@ -160,6 +160,17 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Command -> option of another toolkit -> what to do in place of it."""
+_GPTQ = "--quant_method bnb; for GPTQ quantize with GPTQModel, whose result --model DIR loads"
+_COMPRESSED = "--quant_method bnb; for {0} quantize with llm-compressor, whose result --model DIR loads"
+VALUES_ELSEWHERE_OF_INFERENCE: Mapping[tuple[str, str], str] = {
+    ("infer_backend", "sglang"): "--infer_backend vllm, or start SGLang's own server: python -m sglang.launch_server",
+    ("infer_backend", "lmdeploy"): "--infer_backend vllm, or start LMDeploy's own server: lmdeploy serve api_server",
+    ("quant_method", "awq"): _COMPRESSED.format("AWQ"),
+    ("quant_method", "fp8"): _COMPRESSED.format("FP8"),
+    ("quant_method", "gptq"): _GPTQ,
+    ("quant_method", "gptq_v2"): _GPTQ,
+}
+"""What to say in place of another toolkit's value of an option."""
 _PATTERNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (r"(sglang|lmdeploy)_\w+", _OTHER_SERVER, ("infer", "deploy")),
     (r"vllm_\w+", "start vLLM's own server with it: vllm serve DIR", ("infer", "deploy")),

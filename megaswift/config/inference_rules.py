@@ -25,6 +25,7 @@ from megaswift.config.inference import (
     ServerOptions,
 )
 from megaswift.config.inference_run_files import ADAPTER_CONFIG, adapter_config
+from megaswift.config.option_sources import DATA_SUFFIXES
 from megaswift.errors import Problem
 
 TOKEN_VARIABLE = "MEGASWIFT_API_KEY"
@@ -167,6 +168,10 @@ def _file(options: PromptFileOptions, parsed: ParsedCommand) -> Iterator[Problem
         return
     if not options.logprobs:
         yield from _unused(parsed, ["top_logprobs"], "needs --logprobs", "--logprobs true")
+    for name in options.dataset:
+        path = Path(name.partition("#")[0]).expanduser()
+        if not path.exists() and (path.suffix.lower() in (*DATA_SUFFIXES, ".json") or name[:1] in "./~"):
+            yield Problem(f"--dataset {name}", "no such file", "give a .jsonl, .json, .csv or .parquet file")
     if options.result_path is None or not parsed.given("result_path"):
         return
     path, label = Path(options.result_path), f"--result_path {options.result_path}"

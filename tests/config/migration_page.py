@@ -6,7 +6,7 @@ import re
 
 from megaswift.config.differing_toolkit_defaults import MEGATRON_SWIFT, PAGE, SWIFT, TRL, differing_default_table_rows
 from megaswift.config.foreign_options import NAMES_ELSEWHERE, PRECISIONS, VALUES_ELSEWHERE
-from megaswift.config.inference_other_names import HINTS_OF, NEUTRAL_OF
+from megaswift.config.inference_other_names import HINTS_OF, NEUTRAL_OF, VALUES_ELSEWHERE_OF_INFERENCE
 from megaswift.config.neutral_options import NEUTRAL
 from megaswift.config.translated_options import RENAMED, SWITCHES, TASK_SPELLINGS
 from tests.sources import ROOT
@@ -43,14 +43,9 @@ def tables() -> dict[str, str]:
             for name, option in sorted(table.items())
         ],
     )
-    found["inference names"] = rows(
-        ("command", "name there", "here"),
-        [
-            (command, f"`{name}`", advice)
-            for command, hints in HINTS_OF.items()
-            for name, advice in sorted(hints.items())
-        ],
-    )
+    hints = [(c, f"`{name}`", text) for c, table in HINTS_OF.items() for name, text in sorted(table.items())]
+    answers = [("all", f"`{name}: {value}`", text) for (name, value), text in VALUES_ELSEWHERE_OF_INFERENCE.items()]
+    found["inference names"] = rows(("command", "there", "here"), [*hints, *answers])
     return found | {"names": rows(NAMES_HEAD, [*names, *values])}
 
 

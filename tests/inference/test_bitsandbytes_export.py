@@ -62,13 +62,11 @@ def test_merged_and_quantized_is_one_after_the_other(model: Path, tmp_path: Path
 
 
 def test_mistakes() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="needs adapters"):
         main(["--model", "x", "--merge_lora", "true", "--quantization_bit", "4"])
-    for part in ("needs adapters", "--output_dir: is missing"):
-        assert part in str(caught.value)
     with pytest.raises(ConfigError, match="merge_adapters true: is not an option .*\n.*--merge_lora true"):
         main(["--model", "x", "--merge_adapters", "true", "--output_dir", "y"])
-    with pytest.raises(ConfigError, match="needs --merge_lora or --quantization_bit"):
+    with pytest.raises(ConfigError, match="needs --merge_lora, --quantization_bit, --to_mcore or --to_hf"):
         main(["--model", "x", "--output_dir", "y"])
 
 

@@ -176,7 +176,7 @@ def test_all_mistakes_of_a_command_line_at_once(tmp_path: Path) -> None:
         "'gpu' is not a device",
     ):
         assert part in text, text
-    assert "(8 problems)" in text  # and --result_path
+    assert "(7 problems)" in text
     (tmp_path / "adapter").mkdir()
     text = refused(
         "--model",
