@@ -20,7 +20,7 @@ from megaswift.config.inference_rules import infer_option_problems
 from megaswift.config.inference_run_files import complete_infer_options, load_run_config, run_config_file
 from megaswift.config.launcher_environment import is_launched_worker
 from megaswift.error_exit import exit_worker, print_error_once
-from megaswift.errors import ConfigError, UserError, storage_error
+from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.launchers.inference_processes import requested_processes, run_in_processes, take_share_of_devices
 from megaswift.launchers.parent_death import PARENT, end_with_parent
 
@@ -62,7 +62,7 @@ def _run(cfg: InferConfig) -> int:
     from megaswift.inference.precheck import precheck_model
 
     precheck_model(cfg)  # before what follows imports torch
-    _start_process_group()
+    _start_process_group(bool(cfg.file.dataset))
     from megaswift.inference.chat_inputs import ChatInputRenderer
     from megaswift.inference.generator import generation_params
     from megaswift.inference.load_generation_model import prepare_model_load
@@ -82,10 +82,13 @@ def _run(cfg: InferConfig) -> int:
     return 0
 
 
-def _start_process_group() -> None:
+def _start_process_group(has_rows: bool) -> None:
     """Where a launcher has started several processes: their group, and this one's share of the GPUs."""
     if not is_launched_worker(os.environ):
         return
+    if not has_rows and os.environ["WORLD_SIZE"] != "1":
+        rule = f"started {os.environ['WORLD_SIZE']} processes; a conversation in the terminal has one"
+        raise ConfigError(Problem("the launcher", rule, "--dataset FILE.jsonl, or start megaswift infer directly"))
     import torch
 
     from megaswift.engine.process_group import start_process_group
