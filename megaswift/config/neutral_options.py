@@ -155,6 +155,9 @@ NEUTRAL: dict[str, NeutralOption] = {
     "include_num_input_tokens_seen": NeutralOption(EITHER, "metrics.jsonl contains the number of tokens"),
     "push_to_hub": NeutralOption(OFF, "results stay in --output_dir", "leave it out: megaswift does not upload"),
     "do_train": NeutralOption(ON, "this command trains", "leave it out"),
+    "mode": NeutralOption(
+        ("train", "training"), "this command trains", "use the command's name: megaswift infer, megaswift deploy"
+    ),
     "do_eval": NeutralOption(EITHER, "evaluation follows --val_dataset and --eval_steps"),
     "local_rank": NeutralOption(ANY, "the launcher's environment variables set the rank"),
 }

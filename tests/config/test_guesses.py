@@ -206,7 +206,15 @@ def test_a_missing_dash_leaves_no_stray_words() -> None:
 
 
 @pytest.mark.parametrize(
-    "word, answer", [("train", "megaswift sft"), ("merge-lora", "megaswift export"), ("sfft", "did you mean sft?")]
+    "word, answer",
+    [
+        ("finetune", "megaswift sft"),
+        ("merge-lora", "megaswift export"),
+        ("sfft", "did you mean sft?"),
+        ("swift/cli/sft.py", "megaswift sft ..."),
+        ("swift/cli/_megatron/rlhf.py", "megaswift rlhf ..."),
+        ("main.py", "megaswift train ..."),
+    ],
 )
 def test_commands_of_other_toolkits(word: str, answer: str) -> None:
     assert unknown_command_error("megaswift", word, COMMANDS).problems[0].fix.startswith(answer)
