@@ -1,4 +1,4 @@
-"""Entry files and commands of other toolkits: `main.py --mode train --algorithm`, `megaswift train`, ms-swift's paths."""
+"""Entry files of other toolkits: `main.py --mode train --algorithm`, `megaswift train`, ms-swift's paths."""
 
 from __future__ import annotations
 

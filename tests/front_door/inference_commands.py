@@ -91,9 +91,9 @@ def _stand_ins(command: Command, root: Path) -> Iterable[str]:
 
 def _stand_in(name: str, value: str, command: Command, root: Path) -> str:
     classifier = bool(CLASSIFIER.search(f"{command.file} {value}"))
-    if name in ("model", "mcore_model") and OF_RUN.search(value):
+    if name in ("model", "model_id", "mcore_model") and OF_RUN.search(value):
         return str(_run_folder(root, value, classifier, adapters=False))
-    if name == "model":
+    if name in ("model", "model_id"):
         folder = tiny_model_folder(value, root, reward=classifier)
         return str(folder) if folder else value
     if name in ("adapters", "mcore_adapter"):
