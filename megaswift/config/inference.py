@@ -160,6 +160,12 @@ class ChatTemplateOptions:
     system: str | None = option(
         None, "System message for conversations without one: text or a file", metavar="TEXT|FILE"
     )
+    max_length: int | None = option(
+        None,
+        "Maximum number of prompt tokens; a longer prompt is an error; unset: the model's context",
+        minimum=1,
+        unit="tokens",
+    )
     enable_thinking: bool | None = option(
         None, "Variable enable_thinking of the chat template; unset: the template's default", metavar="true|false"
     )

@@ -83,6 +83,8 @@ _EXPORT = {
         "export writes Hugging Face folders, which Ollama reads",
         "write a Modelfile with the line FROM DIR, then run ollama create NAME -f Modelfile",
     ),
+    "linear_decoupled_in_proj": NeutralOption(EITHER, "tensors are written as the Hugging Face model has them"),
+    "mtp_num_layers": NeutralOption(ANY, "tensors of multi-token prediction layers are kept unchanged"),
     "async_save": NeutralOption(EITHER, "the command returns when everything is written"),
     "sequence_parallel": NeutralOption(EITHER, "files do not depend on it"),
 }
@@ -91,7 +93,7 @@ NEUTRAL_OF: Mapping[str, Mapping[str, NeutralOption]] = {"infer": _INFER, "deplo
 
 _TASKS = "leave it out: only models that generate text are served"
 _TEMPLATE = "--chat_template FILE.jinja; unset: the tokenizer's template"
-_CONTEXT = "leave it out: a prompt may be as long as the model's context; longer ones are reported with their line"
+_CONTEXT = "leave it out: prompts are not cut; longer ones than --max_length and the context are errors"
 _TLS = "leave it out: use a reverse proxy for TLS"
 _HUB = "upload the folder afterwards: hf upload REPOSITORY DIR"
 _TOKEN = "set the environment variable HF_TOKEN"
@@ -115,7 +117,6 @@ _HINTS: dict[str, str] = {
     "sft_type": "leave it out: the adapter folder has its type",
     "load_in_4bit": "--quantization_bit 4",
     "load_in_8bit": "--quantization_bit 8",
-    "mtp_num_layers": "leave it out: tensors of multi-token prediction layers are kept unchanged",
 }
 _GENERATION = {
     **_HINTS,
@@ -131,7 +132,6 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
         **_GENERATION,
         "ckpt_dir": "--adapters DIR, or --model DIR for a whole model",
         "output_dir": "--result_path FILE",
-        "max_length": "--max_new_tokens for answers; " + _CONTEXT.removeprefix("leave it out: "),
         "nnodes": "leave it out: --nproc_per_node N on one machine, or torchrun on several",
         "metric": "compare `response` and `labels` in the result file",
         "val_dataset_sample": "--val_dataset FILE#N",
@@ -140,7 +140,6 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
     "deploy": {
         **_GENERATION,
         "ckpt_dir": "--adapters DIR, or --model DIR for a whole model",
-        "max_length": "--max_new_tokens, the default of requests; " + _CONTEXT.removeprefix("leave it out: "),
         "api_keys": "--api_key",
         "backend": "--infer_backend",
         "lora_modules": "--adapters NAME=DIR",
@@ -160,7 +159,6 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
         "fp8_recipe": "leave it out: FP8 folders are not written",
         "fp8_format": "leave it out: FP8 folders are not written",
         "fp8_param_gather": "leave it out: FP8 folders are not written",
-        "linear_decoupled_in_proj": "leave it out: export writes tensors as the Hugging Face model has them",
     },
 }
 """Command -> option of another toolkit -> what to do in place of it."""

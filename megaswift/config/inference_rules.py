@@ -38,6 +38,7 @@ TRANSFORMERS_ONLY = (
     "max_batch_size",
     "max_waiting",
     "enable_thinking",
+    "max_length",
     "max_body_size",
     "log_requests",
     "owned_by",

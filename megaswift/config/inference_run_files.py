@@ -151,9 +151,17 @@ def complete_infer_options(parsed: ParsedCommand) -> ParsedCommand:
     return replace(parsed, sections={**parsed.sections, "file": file})
 
 
+def _one_process(parsed: ParsedCommand, why: str) -> ParsedCommand:
+    """A notice where NPROC_PER_NODE asks for processes that a command does not start."""
+    processes = os.environ.get("NPROC_PER_NODE", "1")
+    told = (f"NPROC_PER_NODE={processes} has no effect: {why}",) if processes != "1" else ()
+    return replace(parsed, notices=(*parsed.notices, *told))
+
+
 def complete_deploy_options(parsed: ParsedCommand) -> ParsedCommand:
     """`megaswift deploy`: base model; several adapters without names are called as their folders are."""
-    parsed = _with_base_model(parsed, "weights")
+    told = "a server is one process; --vllm_data_parallel_size N starts several models of a vLLM server"
+    parsed = _one_process(_with_base_model(parsed, "weights"), told)
     weights: ModelPathOptions = parsed.sections["weights"]
     if len(weights.adapters) < 2:
         return parsed
@@ -166,9 +174,7 @@ def complete_export_options(parsed: ParsedCommand) -> ParsedCommand:
     parsed = _with_base_model(parsed, "source")
     source: ModelPathOptions = parsed.sections["source"]
     export: ExportOptions = parsed.sections["export"]
-    if (processes := os.environ.get("NPROC_PER_NODE", "1")) != "1":
-        told = f"NPROC_PER_NODE={processes} has no effect: one process converts, tensor by tensor"
-        parsed = replace(parsed, notices=(*parsed.notices, told))
+    parsed = _one_process(parsed, "one process converts, tensor by tensor")
     origin = next(iter(source.adapter_folders), export.mcore_model or source.model)
     if export.output_dir is not None or origin is None or not (suffix := _suffix(export)):
         return parsed

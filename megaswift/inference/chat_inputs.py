@@ -65,7 +65,7 @@ class ChatInputRenderer:
         self, prepared: ModelWithoutWeights, options: ChatTemplateOptions, home: ImageRoot = STRANGERS
     ) -> None:
         self.tokenizer, self.context, self.home = prepared.tokenizer, prepared.context, home
-        self.system = read_system_message(options.system)
+        self.system, self._longest = read_system_message(options.system), options.max_length
         self._variables = template_variables(options, prepared.tokenizer.chat_template)
         self._reader, self._name = prepared.reader, str(prepared.options.model)
 
@@ -177,6 +177,8 @@ class ChatInputRenderer:
     def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
         if not ids:
             raise ChatInputError("the prompt is empty")
+        if self._longest is not None and len(ids) > self._longest:
+            raise ChatInputError(f"the prompt has {len(ids)} tokens; --max_length is {self._longest}")
         if self.context is not None and len(ids) >= self.context:
             raise ChatInputError(
                 f"the prompt has {len(ids)} tokens; prompt and answer must fit the context length of {self.context}"

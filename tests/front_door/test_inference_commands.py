@@ -45,8 +45,8 @@ ACCEPTED = {
     ),
     "adapters of a server": (
         "deploy",
-        "--host 0.0.0.0 --port 8000 --api_key k --adapters lora1=swift/test_lora lora2=swift/test_lora2 --verbose false "
-        "--log_interval 9",
+        "--host 0.0.0.0 --port 8000 --api_key k --adapters lora1=swift/test_lora lora2=swift/test_lora2 "
+        "--verbose false --log_interval 9",
     ),
     "merged": ("export", f"--adapters {RUN} --merge_lora true"),
     "4 bits": (

@@ -153,6 +153,12 @@ def test_rows_that_cannot_be_asked_are_told_with_their_lines_and_no_model_is_loa
     assert "(6 problems)" in text
 
 
+def test_prompts_are_at_most_max_length(model: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "d.jsonl", [{"text": "0" * 9}, {"text": "0" * 8}])
+    with pytest.raises(DataError, match=r"d.jsonl:1: the prompt has 9 tokens; --max_length is 8"):
+        infer(model, data, tmp_path / "a.jsonl", "--max_length", "8")
+
+
 def refused(*words: str) -> str:
     with pytest.raises(ConfigError) as caught:
         COMMAND.parse(words)

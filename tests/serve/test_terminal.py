@@ -72,6 +72,19 @@ def test_turns_build_on_one_another_until_they_are_cleared(
     assert out.index(want[0]) < out.index(want[1])
 
 
+def test_an_answer_is_printed_when_it_is_complete(
+    model: Path, open_model: tuple[ModelWithoutWeights, Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (want,) = expected(model, ["1+2?"])
+    shown: list[str] = []
+    monkeypatch.setattr(Terminal, "_show", lambda self, text, logprobs: shown.append(text))
+    conversation(open_model, ["1+2?"], monkeypatch, stream=False)
+    assert shown == [want]
+    shown.clear()
+    conversation(open_model, ["1+2?"], monkeypatch)
+    assert len(shown) > 1 and "".join(shown) == want
+
+
 def test_what_looks_like_a_command_is_not_sent(
     open_model: tuple[ModelWithoutWeights, Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
