@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from megaswift import log
 from megaswift.config.byte_size import parse_byte_size
-from megaswift.config.command_parser import CommandParser
+from megaswift.config.command_parser import CommandParser, ParsedCommand
 from megaswift.config.inference import DeployConfig
 from megaswift.config.inference_rules import deploy_option_problems, server_auth_token
 from megaswift.config.inference_run_files import complete_deploy_options
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.model_and_tokenizer_source import short_name
+from megaswift.families.model_and_tokenizer_source import short_name, with_fetched_adapters
 
 if TYPE_CHECKING:
     from megaswift.serve.request_guard import AccessRules
@@ -30,7 +30,13 @@ megaswift deploy: serve an OpenAI-compatible API (chat, completions, models) wit
   megaswift deploy --adapters law=OUT1/adapter code=OUT2/adapter  requests select adapters by model name"""
 TEXT_BODY, IMAGES_BODY = 8 << 20, 32 << 20
 """Most bytes of a request, by what the model reads; --max_body_size says otherwise."""
-COMMAND = CommandParser("deploy", USAGE, DeployConfig, deploy_option_problems, complete_deploy_options)
+
+
+def _complete(parsed: ParsedCommand) -> ParsedCommand:
+    return complete_deploy_options(with_fetched_adapters(parsed, "weights"))
+
+
+COMMAND = CommandParser("deploy", USAGE, DeployConfig, deploy_option_problems, _complete)
 
 
 def main(argv: Sequence[str]) -> int:

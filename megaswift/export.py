@@ -11,12 +11,13 @@ from typing import TypeVar
 
 from megaswift import log
 from megaswift.config.byte_size import parse_byte_size
-from megaswift.config.command_parser import CommandParser
+from megaswift.config.command_parser import CommandParser, ParsedCommand
 from megaswift.config.inference import ExportConfig, ModelLoadingOptions
 from megaswift.config.inference_rules import LAYOUT, export_option_problems
 from megaswift.config.inference_run_files import complete_export_options
 from megaswift.convert import hf_to_megatron_command, megatron_to_hf_command, verify_command
 from megaswift.errors import Problem, WeightsError
+from megaswift.families.model_and_tokenizer_source import locate_model, with_fetched_adapters
 from megaswift.families.model_type_check import model_type_problems
 
 Exported = TypeVar("Exported")
@@ -29,7 +30,13 @@ megaswift export: merge adapters into a model, quantize it, or convert it from o
   megaswift export --model DIR --adapters OUT/adapter --merge_lora true --quantization_bit 4 --output_dir SMALL
   megaswift export --model DIR --to_mcore true --output_dir MCORE
   megaswift export --mcore_model MCORE --to_hf true --output_dir DIR"""
-COMMAND = CommandParser("export", USAGE, ExportConfig, export_option_problems, complete_export_options)
+
+
+def _complete(parsed: ParsedCommand) -> ParsedCommand:
+    return complete_export_options(with_fetched_adapters(parsed, "source"))
+
+
+COMMAND = CommandParser("export", USAGE, ExportConfig, export_option_problems, _complete)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,8 +59,6 @@ def _main(cfg: ExportConfig) -> int:
 
 def _to_megatron(cfg: ExportConfig, target: Path) -> int:
     """As `megaswift convert hf-to-megatron`."""
-    from megaswift.families.model_and_tokenizer_source import locate_model
-
     folder = locate_model(cfg.source)
     layout = [(axis, getattr(cfg.export, option)) for option, axis in LAYOUT.items()]
     words = [word for axis, size in layout if size is not None for word in (f"--{axis}", str(size))]
@@ -97,8 +102,6 @@ def _both(cfg: ExportConfig, target: Path) -> Path:
 
 
 def _merge(cfg: ExportConfig, target: Path) -> Path:
-    from megaswift.families.model_and_tokenizer_source import locate_model
-
     folder = locate_model(cfg.source)  # before what follows imports torch
     if problems := _model_problems(cfg, folder):
         raise WeightsError(problems)

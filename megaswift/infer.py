@@ -14,13 +14,14 @@ if not __package__:  # run as a file: python has put megaswift/ itself on the pa
     sys.path[:] = [_root, *(p for p in sys.path if p != _root and Path(p).resolve() != Path(_root, "megaswift"))]
 
 from megaswift import log
-from megaswift.config.command_parser import CommandParser
+from megaswift.config.command_parser import CommandParser, ParsedCommand
 from megaswift.config.inference import InferConfig
 from megaswift.config.inference_rules import infer_option_problems
 from megaswift.config.inference_run_files import complete_infer_options, load_run_config, run_config_file
 from megaswift.config.launcher_environment import is_launched_worker
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
+from megaswift.families.model_and_tokenizer_source import with_fetched_adapters
 from megaswift.launchers.inference_processes import requested_processes, run_in_processes, take_share_of_devices
 from megaswift.launchers.parent_death import PARENT, end_with_parent
 
@@ -36,7 +37,13 @@ megaswift infer: interactive chat, or batch inference on a prompt file
   megaswift infer --model DIR --adapters OUT/adapter --max_memory 0:20GiB,cpu:64GiB --offload_folder /disk/tmp"""
 PATIENCE_SECONDS = 7 * 24 * 3600
 """Processes wait for one another at the end only; a failed one ends the others by itself."""
-COMMAND = CommandParser("infer", USAGE, InferConfig, infer_option_problems, complete_infer_options)
+
+
+def _complete(parsed: ParsedCommand) -> ParsedCommand:
+    return complete_infer_options(with_fetched_adapters(parsed, "weights"))
+
+
+COMMAND = CommandParser("infer", USAGE, InferConfig, infer_option_problems, _complete)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,8 +3,10 @@ spellings of them."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megaswift.config.model import DTYPES
 from megaswift.config.option import option
@@ -239,6 +241,18 @@ class BackendOptions:
         None, "vLLM's server: number of model replicas", aliases=("data_parallel_size",), minimum=1, unit="replicas"
     )
     vllm_enforce_eager: bool = option(False, "vLLM: disable CUDA graphs", aliases=("enforce_eager",))
+    vllm_engine_kwargs: str | None = option(
+        None, "vLLM: any other arguments of its engine, as a JSON object; not checked", metavar="JSON"
+    )
+
+    @property
+    def engine_kwargs(self) -> dict[str, Any] | None:
+        """--vllm_engine_kwargs; None where it is not an object."""
+        try:
+            value = json.loads(self.vllm_engine_kwargs or "{}")
+        except (ValueError, RecursionError):
+            return None
+        return value if isinstance(value, dict) else None
 
 
 @dataclass(frozen=True)

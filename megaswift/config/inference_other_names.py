@@ -175,7 +175,7 @@ VALUES_ELSEWHERE_OF_INFERENCE: Mapping[tuple[str, str], str] = {
 """What to say in place of another toolkit's value of an option."""
 _PATTERNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (r"(sglang|lmdeploy)_\w+", _OTHER_SERVER, ("infer", "deploy")),
-    (r"vllm_\w+", "start vLLM's own server with it: vllm serve DIR", ("infer", "deploy")),
+    (r"vllm_\w+", "--vllm_engine_kwargs '{\"NAME\": VALUE}', with vLLM's own name", ("infer", "deploy")),
     (r"hub_\w+", _HUB, ("export",)),
 )
 """Whole families of names, and the commands whose users give them."""

@@ -75,8 +75,6 @@ def _model(options: ModelLoadingOptions | ModelPathOptions, other: str | None = 
         if not (Path(folder) / ADAPTER_CONFIG).is_file():
             rule = f"has no {ADAPTER_CONFIG}" if Path(folder).is_dir() else "no such folder"
             fix = "give a PEFT folder: OUT/adapter, OUT/checkpoints/step-N/adapter"
-            if folder.count("/") == 1 and not Path(folder).exists() and folder[:1] not in "./~":
-                fix += f"; of a hub: hf download {folder} --local-dir DIR, then --adapters DIR"
             yield Problem(f"--adapters {folder}", rule, fix)
         elif options.model is None and other is None:
             yield Problem("--model", f"is missing, and {folder} does not name its base model", "--model DIR")
@@ -215,6 +213,9 @@ def infer_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
 
 def _backend(backend: BackendOptions, parsed: ParsedCommand) -> Iterator[Problem]:
     """Options of vLLM beside transformers."""
+    if backend.vllm_engine_kwargs is not None and backend.engine_kwargs is None:
+        fix = '--vllm_engine_kwargs \'{"kv_cache_dtype": "fp8"}\''
+        yield Problem(f"--vllm_engine_kwargs {backend.vllm_engine_kwargs}", "must be a JSON object", fix)
     if backend.infer_backend != "vllm":
         fix = "use --device_map auto, which splits the model over all GPUs"
         yield from _unused(parsed, ["tensor_parallel_size"], "applies only to --infer_backend vllm", fix)

@@ -39,6 +39,7 @@ class VllmGenerator:
             enforce_eager=options.vllm_enforce_eager,
             **{name: size for name, size in sizes.items() if size is not None},
             **lora,
+            **(options.engine_kwargs or {}),
         )
         self._adapter: dict[str, Any] = {}
         if lora_rank:

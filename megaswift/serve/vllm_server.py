@@ -109,6 +109,12 @@ def server_command(cfg: DeployConfig, folder: Path, name: str, port: int) -> lis
         words += ["--enable-lora", "--max-lora-rank", str(max_lora_rank_for(adapters_rank(cfg)))]
         words += ["--lora-modules"]
         words += [f"{own or f'{name}-adapter'}={adapters}" for own, adapters in cfg.weights.named_adapters]
+    for option, value in (backend.engine_kwargs or {}).items():
+        flag = f"--{option.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [flag, value if isinstance(value, str) else json.dumps(value)]
     return [*words, "--override-generation-config", json.dumps(generation_defaults(cfg, folder))]
 
 

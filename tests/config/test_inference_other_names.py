@@ -53,7 +53,7 @@ def test_every_hint_names_options_of_its_command() -> None:
         ("infer", "--infer_backend sglang", "python -m sglang.launch_server"),
         ("deploy", "--infer_backend lmdeploy", "lmdeploy serve api_server"),
         ("infer", "--sglang_tp_size 2", "start that server itself"),
-        ("deploy", "--vllm_use_async_engine true", "vllm serve DIR"),
+        ("deploy", "--vllm_use_async_engine true", "--vllm_engine_kwargs"),
         ("deploy", "--ssl_keyfile k", "reverse proxy"),
         ("export", "--quant_method gptq", "GPTQModel"),
         ("export", "--push_to_hub true", "hf upload"),
@@ -64,6 +64,7 @@ def test_every_hint_names_options_of_its_command() -> None:
         ("infer", "--val_dataset_shuffle true", "results have the order of the file"),
         ("infer", "--vllm_max_model_len 100", "applies only to --infer_backend vllm"),
         ("infer", "--infer_backend vllm", "answers prompt files only"),
+        ("deploy", "--infer_backend vllm --vllm_engine_kwargs [1]", "must be a JSON object"),
         ("deploy", "--quant_method bnb", "needs a number of bits"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 
 from megaswift import deploy, export, infer
 from megaswift.config.option_sources import CONFIG_HEADER
-from megaswift.errors import ConfigError
+from megaswift.errors import ConfigError, UserError
 
 ROWS = '{"query": "1+2?", "response": "3"}\n'
 
@@ -61,12 +61,28 @@ def test_adapters_whose_folder_names_no_model_take_the_run_s(run: Path) -> None:
         infer.COMMAND.parse(["--adapters", str(run)])
 
 
-def test_adapters_of_two_base_models_and_of_a_hub(run: Path, tmp_path: Path) -> None:
+def test_adapters_of_two_base_models(run: Path, tmp_path: Path) -> None:
     other = peft_folder(tmp_path / "other", "/models/another")
     with pytest.raises(ConfigError, match="was trained on /models/another"):
         infer.COMMAND.parse(["--adapters", str(run), str(other)])
-    with pytest.raises(ConfigError, match="hf download someone/lora --local-dir DIR"):
-        infer.COMMAND.parse(["--adapters", "someone/lora"])
+
+
+def test_adapters_of_a_hub(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def snapshot_download(name: str, revision: Any, allow_patterns: Any) -> str:
+        asked.append((name, revision))
+        if name == "no/body":
+            raise OSError("404")
+        return str(run / "adapter")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    found = sections(infer, "--adapters", "some/lora")["weights"]
+    assert (found.adapters, found.model) == ((str(run / "adapter"),), "/models/base")
+    named = sections(deploy, "--adapters", "x=some/lora", "--model_revision", "v2")["weights"].named_adapters
+    assert named == (("x", str(run / "adapter")),) and asked == [("some/lora", None)] * 2
+    with pytest.raises(UserError, match="--adapters no/body: no such local folder, and Hugging Face could not"):
+        export.COMMAND.parse(["--adapters", "no/body", "--merge_lora", "true"])
 
 
 def test_the_data_of_the_run(run: Path, tmp_path: Path) -> None:

@@ -58,8 +58,9 @@ def config(tmp_path: Path, *words: str) -> InferConfig:
 
 def test_the_engine_and_a_batch(engine: type[Engine], tmp_path: Path) -> None:
     folder = peft_folder(tmp_path / "adapter", "m")
+    more = ["--vllm_engine_kwargs", '{"kv_cache_dtype": "fp8"}']
     words = "--tp 2 --vllm_max_model_len 99 --vllm_gpu_memory_utilization 0.5 --vllm_enforce_eager --adapters"
-    cfg = config(tmp_path, *words.split(), str(folder))
+    cfg = config(tmp_path, *more, *words.split(), str(folder))
     prepared = ModelWithoutWeights(tmp_path, cfg.weights, None, "tokenizer")
     found = VllmGenerator(prepared, cfg.backend, 8)
     assert engine.made == {
@@ -72,6 +73,7 @@ def test_the_engine_and_a_batch(engine: type[Engine], tmp_path: Path) -> None:
         "max_model_len": 99,
         "enable_lora": True,
         "max_lora_rank": 8,
+        "kv_cache_dtype": "fp8",
     }
     requests = [AnswerRequest((1, 2), 5, ("x",), logprobs=1), AnswerRequest((3,), 6)]
     first, second = found.generate(requests, GenerationParams(0.7, 0.9, 0, 1.1, seed=40))
