@@ -23,6 +23,7 @@ ELSEWHERE = {
     "merge-lora": "megaswift export --merge_lora true",
     "merge_lora": "megaswift export --merge_lora true",
     "eval": "run megaswift infer --result_path FILE to generate; give --val_dataset FILE in training for the loss",
+    "sample": "megaswift infer --dataset FILE --temperature 1, once per --seed",
     "web-ui": "run megaswift --help for the commands; there is no web interface",
     "app": "run megaswift deploy and use a chat client for OpenAI's API",
     "list": "megaswift checkpoint ls OUT",

@@ -12,7 +12,7 @@ from megaswift import entry, train
 from megaswift.cli import main
 from tests.sources import ROOT
 
-FILES = sorted(p.relative_to(ROOT) for p in (ROOT / "megaswift" / "cli").rglob("*.py") if p.name != "__init__.py")
+FILES = sorted(p.relative_to(ROOT) for p in (ROOT / "megaswift" / "cli").rglob("*.py") if not p.name.startswith("__"))
 ENTRIES = [*map(str, FILES), "main.py", "megaswift/train.py", "megaswift/infer.py"]
 
 
@@ -32,16 +32,19 @@ def test_an_entry_file_is_its_command(
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / file), run_name="__main__")
     assert ended.value.code == 0
-    command = "train" if file == "main.py" else Path(file).stem
+    command = {"main.py": "train", "megaswift/cli/main.py": ""}.get(file, Path(file).stem)
     assert first_line_of_help(capsys).startswith(f"megaswift {command}")
     assert file == "main.py" or folder not in sys.path
 
 
-def test_an_entry_file_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("module", "command"), [("megaswift.cli._megatron.pt", "pt"), ("megaswift.cli", "")])
+def test_an_entry_file_as_a_module(
+    module: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["x", "--help"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("megaswift.cli._megatron.pt", run_name="__main__")
-    assert ended.value.code == 0 and first_line_of_help(capsys).startswith("megaswift pt")
+        runpy.run_module(module, run_name="__main__")
+    assert ended.value.code == 0 and first_line_of_help(capsys).startswith(f"megaswift {command}")
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,8 @@ def _with_run_data(parsed: ParsedCommand) -> ParsedCommand:
         sections[key] = replace(sections[key], **fresh)
         typed |= {name: TypedOption("", f"{source} {name}") for name in fresh}
     told = f"--load_data_args: {what} of {', '.join(names)} ({source})"
-    return replace(parsed, sections=sections, typed=typed, notices=(*parsed.notices, told))
+    notices = () if parsed.given("dataset") else (told,)
+    return replace(parsed, sections=sections, typed=typed, notices=(*parsed.notices, *notices))
 
 
 def _result_path(weights: ModelPathOptions, datasets: tuple[str, ...]) -> str:
