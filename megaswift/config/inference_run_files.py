@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from megaswift.config.user_spelling import TypedOption
 
 ADAPTER_CONFIG = "adapter_config.json"
 RUN_CONFIG = "config.yaml"
+STEP = re.compile(r"step-\d+")
 LEVELS = 4
 """Folders from OUT down to OUT/checkpoints/step-N/adapter."""
 SILENT = ("hf", "model", "checkpoints", "adapter")
@@ -91,8 +93,11 @@ def _with_base_model(parsed: ParsedCommand, key: str) -> ParsedCommand:
 
 
 def _short_name(path: str) -> str:
+    """What tells a model or its adapters from others: the last folder that says something; of a step its run's too."""
     parts = [part for part in reversed(Path(path).absolute().parts) if part not in SILENT]
-    return parts[0] if parts else "model"
+    if not parts:
+        return "model"
+    return f"{parts[1]}-{parts[0]}" if STEP.fullmatch(parts[0]) and len(parts) > 1 else parts[0]
 
 
 def _with_run_data(parsed: ParsedCommand) -> ParsedCommand:
@@ -146,6 +151,9 @@ def complete_infer_options(parsed: ParsedCommand) -> ParsedCommand:
     sections = {"weights": replace(weights, adapters=weights.adapter_folders), "launch": _processes(parsed)}
     parsed = replace(parsed, sections={**parsed.sections, **sections})
     file: PromptFileOptions = parsed.sections["file"]
+    if file.dataset and parsed.given("stream"):
+        told = f"{parsed.label('stream')} has no effect: answers to a prompt file are written to its result file"
+        parsed = replace(parsed, notices=(*parsed.notices, told))
     if not file.dataset or file.result_path is not None:
         return parsed
     file = replace(file, result_path=_result_path(parsed.sections["weights"], file.dataset))

@@ -103,6 +103,9 @@ def test_results_have_a_name_of_their_own(run: Path, tmp_path: Path, monkeypatch
     Path("infer_result/run/val.jsonl").touch()
     assert sections(infer, *words)["file"].result_path == "infer_result/run/val-2.jsonl"
     assert sections(infer, *words, "rows.jsonl")["file"].result_path == "infer_result/run/val-and-1.jsonl"
+    words = ("--adapters", str(run / "checkpoints" / "step-4"), "--val_dataset", "val.jsonl", "--stream", "true")
+    assert sections(infer, *words)["file"].result_path == "infer_result/run-step-4/val.jsonl"
+    assert any("--stream true has no effect" in notice for notice in infer.COMMAND.parse([*words]).notices)
 
 
 def test_several_adapters(run: Path, tmp_path: Path) -> None:
