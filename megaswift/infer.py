@@ -18,7 +18,7 @@ from megaswift.config.command_parser import CommandParser, ParsedCommand
 from megaswift.config.inference import InferConfig
 from megaswift.config.inference_rules import infer_option_problems
 from megaswift.config.inference_run_files import complete_infer_options, load_run_config, run_config_file
-from megaswift.config.launcher_environment import is_launched_worker
+from megaswift.config.launcher_environment import CHECKED, is_launched_worker
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.families.model_and_tokenizer_source import with_fetched_adapters
@@ -35,6 +35,7 @@ megaswift infer: interactive chat, or batch inference on a prompt file
   megaswift infer --model DIR --dataset q.jsonl --result_path a.jsonl  prompt file
   megaswift infer --adapters OUT/adapter --load_data_args true         validation rows of the run
   megaswift infer --model DIR --adapters OUT/adapter --max_memory 0:20GiB,cpu:64GiB --offload_folder /disk/tmp"""
+STOPPED = "stopped; the same command resumes"
 PATIENCE_SECONDS = 7 * 24 * 3600
 """Processes wait for one another at the end only; a failed one ends the others by itself."""
 
@@ -57,11 +58,15 @@ def _main(cfg: InferConfig, words: Sequence[str]) -> int:
         from megaswift.inference.precheck import precheck_model
 
         precheck_model(cfg)
-        return run_in_processes(count, words, os.environ)
+        code = run_in_processes(count, words, os.environ)
+        if code > 128:
+            log.info(STOPPED)
+        return code
     try:
         return _run(cfg)
     except KeyboardInterrupt:
-        log.info("stopped" + ("; the same command resumes" if cfg.file.dataset else ""))
+        if CHECKED not in os.environ:  # else the process that started this one says so
+            log.info(STOPPED if cfg.file.dataset else "stopped")
         return 128 + signal.SIGINT
 
 

@@ -17,6 +17,10 @@ _ORDER = NeutralOption(OFF, "results have the order of the file", "leave it out"
 _LAUNCHER = NeutralOption(ANY, "processes exchange results over gloo")
 _NO_CALIBRATION = NeutralOption(ANY, "bitsandbytes needs no calibration rows")
 _NO_DATA = NeutralOption(ANY, "export reads no data")
+_TRAINING = NeutralOption(ANY, "it applies to training only")
+_IN_MEMORY = NeutralOption(ANY, "adapters are merged in memory")
+_SERVER = NeutralOption(ANY, "a server reads no data")
+_NO_TEXT = NeutralOption(ANY, "export generates no text")
 _CHECKED = NeutralOption(EITHER, "model files are checked before they are read")
 
 _ALL: dict[str, NeutralOption] = {
@@ -30,10 +34,20 @@ _ALL: dict[str, NeutralOption] = {
     "use_chat_template": NeutralOption(ON, "conversations use the chat template", 'rows of {"text": ...} are plain'),
     "remove_unused_columns": NeutralOption(EITHER, "columns of a row are kept in its result"),
     "tuner_backend": NeutralOption(("peft",), "adapters have PEFT's format", "leave it out"),
+    "use_swift_lora": NeutralOption(OFF, "adapters have PEFT's format", "leave it out"),
+    "enable_npu_model_patch": NeutralOption(OFF, "no models are patched", "leave it out"),
+    "ignore_args_error": NeutralOption(OFF, "unknown options are errors", "leave it out"),
+    "template_backend": NeutralOption(
+        ("jinja",), "conversations use the tokenizer's chat template", "--chat_template FILE.jinja"
+    ),
+    **dict.fromkeys(("data_seed", "packing", "packing_num_proc", "packing_length", "streaming"), _TRAINING),
+    **dict.fromkeys(("shuffle_buffer_size", "stopping_strategy", "loss_scale", "is_binary_loss_scale"), _TRAINING),
+    **dict.fromkeys(("sequence_parallel_size", "init_strategy"), _TRAINING),
     "bnb_4bit_compute_dtype": NeutralOption(ANY, "products are computed in --torch_dtype"),
 }
 _INFER = {
     **_ALL,
+    "max_shard_size": _IN_MEMORY,
     "write_batch_size": NeutralOption(ANY, "answers are written to RESULT.partial after each batch"),
     "dataset_num_proc": _ONE_READER,
     "dataloader_num_workers": _ONE_READER,
@@ -45,6 +59,10 @@ _INFER = {
 }
 _DEPLOY = {
     **_ALL,
+    "max_shard_size": _IN_MEMORY,
+    **dict.fromkeys(("dataset", "val_dataset", "load_data_args", "split_dataset_ratio", "dataset_num_proc"), _SERVER),
+    **dict.fromkeys(("dataset_shuffle", "val_dataset_sample", "columns", "strict", "result_path"), _SERVER),
+    **dict.fromkeys(("write_batch_size", "metric"), _SERVER),
     "log_interval": NeutralOption(ANY, "each request is logged with its duration"),
     "log_level": NeutralOption(("info",), "messages have one level", "--log_requests false"),
     "stream": NeutralOption(EITHER, "each request chooses streaming"),
@@ -66,6 +84,13 @@ _EXPORT = {
     "loss_scale": _NO_DATA,
     "use_chat_template": _NO_DATA,
     "template": _NO_DATA,
+    "columns": _NO_DATA,
+    "strict": _NO_DATA,
+    "dataset_shuffle": _NO_DATA,
+    **dict.fromkeys(("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "num_beams"), _NO_TEXT),
+    **dict.fromkeys(("stream", "stop_words", "logprobs", "top_logprobs", "seed", "system"), _NO_TEXT),
+    **dict.fromkeys(("response_prefix", "enable_thinking", "agent_template", "max_model_len"), _NO_TEXT),
+    "attn_impl": NeutralOption(ANY, "no attention is computed"),
     "to_peft_format": NeutralOption(EITHER, "adapters always have PEFT's format"),
     "exist_ok": NeutralOption(OFF, "existing folders are never overwritten", "remove the folder first"),
     "device_map": NeutralOption(ANY, "weights are placed automatically"),
@@ -93,6 +118,7 @@ NEUTRAL_OF: Mapping[str, Mapping[str, NeutralOption]] = {"infer": _INFER, "deplo
 
 _TASKS = "leave it out: only models that generate text are served"
 _TEMPLATE = "--chat_template FILE.jinja; unset: the tokenizer's template"
+_TEMPLATE_FILE = "leave it out: the chat template of the model folder formats the reasoning"
 _CONTEXT = "leave it out: prompts are not cut; longer ones than --max_length and the context are errors"
 _TLS = "leave it out: use a reverse proxy for TLS"
 _HUB = "upload the folder afterwards: hf upload REPOSITORY DIR"
@@ -100,6 +126,21 @@ _TOKEN = "set the environment variable HF_TOKEN"
 _OTHER_SERVER = "start that server itself: python -m sglang.launch_server, or lmdeploy serve api_server"
 
 _HINTS: dict[str, str] = {
+    "hqq_axis": "--quantization_bit 4, by bitsandbytes",
+    "bnb_4bit_quant_storage": "leave it out: packed weights are stored as bytes",
+    "model_kwargs": "set the value in the model's config.json or preprocessor_config.json",
+    "norm_bbox": "leave it out: coordinates in rows are not rescaled",
+    "download_mode": "leave it out: a downloaded data set is reused",
+    "custom_dataset_info": "leave it out: give data as files",
+    "cached_dataset": "leave it out: give the data files themselves",
+    "cached_val_dataset": "leave it out: give the data files themselves",
+    "model_name": "leave it out: replace {{NAME}} in the rows",
+    "model_author": "leave it out: replace {{AUTHOR}} in the rows",
+    "disable_auto_column_mapping": "leave it out: only known column names are read",
+    "preserve_thinking": _TEMPLATE_FILE,
+    "add_non_thinking_prefix": _TEMPLATE_FILE,
+    "disable_ignore_empty_think": _TEMPLATE_FILE,
+    "structured_outputs_regex": "send it with each request to a vLLM server",
     "task_type": _TASKS,
     "num_labels": _TASKS,
     "problem_type": _TASKS,
