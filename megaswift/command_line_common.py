@@ -13,7 +13,6 @@ from megaswift.redaction import redacted_command
 
 HELP = ("-h", "--help")
 ELSEWHERE = {
-    "train": "megaswift sft",
     "finetune": "megaswift sft",
     "pretrain": "megaswift pt",
     "chat": "megaswift infer",
@@ -24,6 +23,7 @@ ELSEWHERE = {
     "merge-lora": "megaswift export --merge_lora true",
     "merge_lora": "megaswift export --merge_lora true",
     "eval": "run megaswift infer --result_path FILE to generate; give --val_dataset FILE in training for the loss",
+    "sample": "megaswift infer --dataset FILE --temperature 1, once per --seed",
     "web-ui": "run megaswift --help for the commands; there is no web interface",
     "app": "run megaswift deploy and use a chat client for OpenAI's API",
     "list": "megaswift checkpoint ls OUT",
@@ -31,9 +31,18 @@ ELSEWHERE = {
 """Commands of other toolkits, and what takes their place."""
 
 
+_ENTRY_FILE = re.compile(r"(?:^|/)(?:cli/)?(?:_megatron/)?([a-z]+)\.py$")
+"""An entry file of another toolkit, such as swift/cli/_megatron/rlhf.py; `main.py` starts any of them."""
+
+
 def unknown_command_error(program: str, word: str, commands: Iterable[str]) -> UserError:
     """The mistake of asking `program` for `word`."""
     known = list(commands)
+    file = _ENTRY_FILE.search(word)
+    if program == "megaswift" and file is not None:
+        command = file[1] if file[1] in known else "train"
+        rule = "is a file of another toolkit, not a command"
+        return UserError(Problem(f"{program} {word}", rule, f"megaswift {command} ..."))
     return UserError(
         Problem(
             f"{program} {word}",

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from megaswift import log
 from megaswift.config.byte_size import parse_byte_size
-from megaswift.config.command_parser import CommandParser
+from megaswift.config.command_parser import CommandParser, ParsedCommand
 from megaswift.config.inference import DeployConfig
 from megaswift.config.inference_rules import deploy_option_problems, server_auth_token
+from megaswift.config.inference_run_files import complete_deploy_options
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.model_and_tokenizer_source import short_name
+from megaswift.families.model_and_tokenizer_source import short_name, with_fetched_adapters
 
 if TYPE_CHECKING:
     from megaswift.serve.request_guard import AccessRules
@@ -25,15 +26,17 @@ USAGE = """\
 megaswift deploy: serve an OpenAI-compatible API (chat, completions, models) with transformers or vLLM
 
   megaswift deploy --model DIR                                    http://127.0.0.1:8000/v1, local requests only
-  MEGASWIFT_API_KEY=... megaswift deploy --model DIR --host 0.0.0.0"""
-HINTS = {
-    "max_num_seqs": "--max_batch_size",
-    "api_keys": "--api_key",
-    "backend": "--infer_backend",
-}
+  MEGASWIFT_API_KEY=... megaswift deploy --model DIR --host 0.0.0.0
+  megaswift deploy --adapters law=OUT1/adapter code=OUT2/adapter  requests select adapters by model name"""
 TEXT_BODY, IMAGES_BODY = 8 << 20, 32 << 20
 """Most bytes of a request, by what the model reads; --max_body_size says otherwise."""
-COMMAND = CommandParser("deploy", USAGE, DeployConfig, deploy_option_problems, HINTS)
+
+
+def _complete(parsed: ParsedCommand) -> ParsedCommand:
+    return complete_deploy_options(with_fetched_adapters(parsed, "weights"))
+
+
+COMMAND = CommandParser("deploy", USAGE, DeployConfig, deploy_option_problems, _complete)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +45,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(cfg: DeployConfig) -> int:
-    return _vllm(cfg) if cfg.server.infer_backend == "vllm" else _transformers(cfg)
+    name = resolve_served_model_name(cfg)
+    if name in (adapter for adapter, _ in cfg.weights.named_adapters):
+        rule = "is also the name of the model itself"
+        raise ConfigError(Problem(f"--adapters {name}=...", rule, "--served_model_name NAME, or another name"))
+    return _vllm(cfg) if cfg.backend.infer_backend == "vllm" else _transformers(cfg)
 
 
 def resolve_served_model_name(cfg: DeployConfig) -> str:
@@ -97,13 +104,15 @@ def _transformers(cfg: DeployConfig) -> int:
     listener = _listening(cfg.server.host, cfg.server.port)
     from megaswift.inference.chat_inputs import ChatInputRenderer
     from megaswift.inference.generator import Generator, generation_params
+    from megaswift.inference.load_adapters import selectable_adapters
     from megaswift.inference.load_generation_model import load_model_and_prompt_device, prepare_model_load
 
     prepared = prepare_model_load(cfg.weights, cfg.conversation.chat_template)
     generation_params(cfg.generation, prepared.generation)  # tells at once what would be ignored
     model, device = load_model_and_prompt_device(prepared, cfg.placement)
     # The tokenizers library refuses to encode and decode with one tokenizer in two threads at a time.
-    generator = Generator(model, copy.deepcopy(prepared.tokenizer), device)
+    adapters = selectable_adapters(cfg.weights)
+    generator = Generator(model, copy.deepcopy(prepared.tokenizer), device, adapters)
     import uvicorn
 
     from megaswift.serve.app import ServerState, build_app
@@ -111,9 +120,10 @@ def _transformers(cfg: DeployConfig) -> int:
     from megaswift.serve.request_queue import RequestQueue
 
     line = RequestQueue.before(generator, cfg.server.max_batch_size, cfg.server.max_waiting)
-    prompts, name = ChatInputRenderer(prepared, cfg.conversation.system), resolve_served_model_name(cfg)
+    prompts, name = ChatInputRenderer(prepared, cfg.conversation), resolve_served_model_name(cfg)
     writer = copy.deepcopy(prepared.tokenizer)
     served = ServerState(name, prompts, line, cfg.generation, prepared.generation, int(time.time()), writer, _also(cfg))
+    served.adapters, served.max_logprobs, served.owned_by = (*adapters,), cfg.server.max_logprobs, cfg.server.owned_by
     secret = server_auth_token(cfg.server)
     application = RequestGuardMiddleware(build_app(served), _rules(cfg, secret, bool(prompts.blind)))
     host, port = listener.getsockname()[:2]

@@ -2,43 +2,71 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if not __package__:  # run as a file: python has put megaswift/ itself on the path, where it would hide other packages
+    _root = str(Path(__file__).resolve().parent.parent)
+    sys.path[:] = [_root, *(p for p in sys.path if p != _root and Path(p).resolve() != Path(_root, "megaswift"))]
 
 from megaswift import log
-from megaswift.config.command_parser import CommandParser
+from megaswift.config.command_parser import CommandParser, ParsedCommand
 from megaswift.config.inference import InferConfig
 from megaswift.config.inference_rules import infer_option_problems
+from megaswift.config.inference_run_files import complete_infer_options, load_run_config, run_config_file
+from megaswift.config.launcher_environment import CHECKED, is_launched_worker
+from megaswift.error_exit import exit_worker, print_error_once
+from megaswift.errors import ConfigError, Problem, UserError, storage_error
+from megaswift.families.model_and_tokenizer_source import with_fetched_adapters
+from megaswift.launchers.inference_processes import requested_processes, run_in_processes, take_share_of_devices
+from megaswift.launchers.parent_death import PARENT, end_with_parent
+
+if TYPE_CHECKING:
+    from megaswift.inference.load_generation_model import ModelWithoutWeights
 
 USAGE = """\
 megaswift infer: interactive chat, or batch inference on a prompt file
 
   megaswift infer --model DIR                                          chat (/clear, /quit)
   megaswift infer --model DIR --dataset q.jsonl --result_path a.jsonl  prompt file
+  megaswift infer --adapters OUT/adapter --load_data_args true         validation rows of the run
   megaswift infer --model DIR --adapters OUT/adapter --max_memory 0:20GiB,cpu:64GiB --offload_folder /disk/tmp"""
-HINTS = {
-    "do_sample": "--temperature: above 0 samples, 0 is greedy",
-    "stream": "output is always streamed",
-    "merge_lora": "use --merge_adapters, or megaswift export --merge_lora true",
-    "ckpt_dir": "--adapters",
-    "output_dir": "--result_path FILE",
-    "tp": "--device_map auto places a model over all GPUs",
-    "max_length": "--max_new_tokens",
-}
-COMMAND = CommandParser("infer", USAGE, InferConfig, infer_option_problems, HINTS)
+STOPPED = "stopped; the same command resumes"
+PATIENCE_SECONDS = 7 * 24 * 3600
+"""Processes wait for one another at the end only; a failed one ends the others by itself."""
+
+
+def _complete(parsed: ParsedCommand) -> ParsedCommand:
+    return complete_infer_options(with_fetched_adapters(parsed, "weights"))
+
+
+COMMAND = CommandParser("infer", USAGE, InferConfig, infer_option_problems, _complete)
 
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns the exit code, or raises a UserError."""
-    return COMMAND.run(argv, _main)
+    return COMMAND.run(argv, lambda cfg: _main(cfg, argv))
 
 
-def _main(cfg: InferConfig) -> int:
+def _main(cfg: InferConfig, words: Sequence[str]) -> int:
+    count = requested_processes(cfg.launch.nproc_per_node, os.environ)
+    if count > 1:
+        from megaswift.inference.precheck import precheck_model
+
+        precheck_model(cfg)
+        code = run_in_processes(count, words, os.environ)
+        if code > 128:
+            log.info(STOPPED)
+        return code
     try:
         return _run(cfg)
     except KeyboardInterrupt:
-        log.info("stopped" + ("; the same command resumes" if cfg.file.dataset else ""))
+        if CHECKED not in os.environ:  # else the process that started this one says so
+            log.info(STOPPED if cfg.file.dataset else "stopped")
         return 128 + signal.SIGINT
 
 
@@ -46,30 +74,112 @@ def _run(cfg: InferConfig) -> int:
     from megaswift.inference.precheck import precheck_model
 
     precheck_model(cfg)  # before what follows imports torch
-    from megaswift.data.images import ImageRoot
+    _start_process_group(bool(cfg.file.dataset))
     from megaswift.inference.chat_inputs import ChatInputRenderer
-    from megaswift.inference.generator import Generator, generation_params
-    from megaswift.inference.load_generation_model import load_model_and_prompt_device, prepare_model_load
-    from megaswift.serve.answer_prompt_file import PromptFileRun, open_journal
-    from megaswift.serve.prompt_file_rows import read_prompt_file
+    from megaswift.inference.generator import generation_params
+    from megaswift.inference.load_generation_model import prepare_model_load
     from megaswift.serve.terminal import Terminal
 
     prepared = prepare_model_load(cfg.weights, cfg.conversation.chat_template)
-    home = ImageRoot(Path(cfg.file.dataset).parent if cfg.file.dataset is not None else Path.cwd())
-    prompts, sampling = (
-        ChatInputRenderer(prepared, cfg.conversation.system, home),
-        generation_params(cfg.generation, prepared.generation),
-    )
+    sampling = generation_params(cfg.generation, prepared.generation)
+    if cfg.file.dataset:
+        log.print_result(f"wrote {_answer_files(cfg, prepared, sampling)}")
+        return 0
+    from megaswift.data.images import ImageRoot
 
-    def load() -> Generator:
+    prompts = ChatInputRenderer(prepared, cfg.conversation, ImageRoot(Path.cwd()))
+    prompts.need_template()
+    generator, generation = _loader(cfg, prepared)(), cfg.generation
+    Terminal(generator, prompts, sampling, generation.max_new_tokens, generation.stop, cfg.terminal.stream).run()
+    return 0
+
+
+def _start_process_group(has_rows: bool) -> None:
+    """Where a launcher has started several processes: their group, and this one's share of the GPUs."""
+    if not is_launched_worker(os.environ):
+        return
+    if not has_rows and os.environ["WORLD_SIZE"] != "1":
+        rule = f"started {os.environ['WORLD_SIZE']} processes; a conversation in the terminal has one"
+        raise ConfigError(Problem("the launcher", rule, "--dataset FILE.jsonl, or start megaswift infer directly"))
+    import torch
+
+    from megaswift.engine.process_group import start_process_group
+
+    take_share_of_devices(torch.cuda.device_count())
+    start_process_group("gloo", PATIENCE_SECONDS)
+
+
+def _answer_files(cfg: InferConfig, prepared: ModelWithoutWeights, sampling: Any) -> Path:
+    from megaswift.data.images import ImageRoot
+    from megaswift.inference.chat_inputs import ChatInputRenderer
+    from megaswift.serve.answer_prompt_file import PromptFileRun, open_journal
+    from megaswift.serve.prompt_file_rows import PromptRows, read_prompt_file
+
+    renderers: dict[Path, ChatInputRenderer] = {}
+
+    def renderer(file: Path) -> ChatInputRenderer:
+        """Images are relative to the folder of their data file."""
+        home = file.parent
+        if home not in renderers:
+            renderers[home] = ChatInputRenderer(prepared, cfg.conversation, ImageRoot(home))
+        return renderers[home]
+
+    rows = read_prompt_file(PromptRows(cfg.file.dataset, cfg.file.columns, _rows_of_run(cfg)), renderer)
+    journal = open_journal(cfg, Path(prepared.folder))
+    run = PromptFileRun(cfg, rows, journal, sampling, renderer(Path(cfg.file.dataset[0])))
+    return run.run(_loader(cfg, prepared))
+
+
+def _rows_of_run(cfg: InferConfig) -> frozenset[str] | None:
+    """--load_data_args: the rows that the run has held out; None: all rows of the data set."""
+    source = run_config_file([*cfg.weights.adapter_folders, cfg.weights.model]) if cfg.file.load_data_args else None
+    if source is None:
+        return None
+    from megaswift.data.validation_row_places import validation_row_places
+    from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
+
+    run = load_run_config(source)
+    if cfg.file.dataset not in (run.data.val_dataset, run.data.dataset):  # --dataset on the command line
+        return None
+    return validation_row_places(run, tokenizer_or_processor_for(run))
+
+
+def _loader(cfg: InferConfig, prepared: ModelWithoutWeights) -> Callable[[], Any]:
+    """What loads the model of a backend."""
+
+    def transformers() -> Any:
+        from megaswift.inference.generator import Generator
+        from megaswift.inference.load_generation_model import load_model_and_prompt_device
+
         model, device = load_model_and_prompt_device(prepared, cfg.placement)
         return Generator(model, prepared.tokenizer, device)
 
-    if cfg.file.dataset is not None:
-        rows = read_prompt_file(cfg.file.dataset, cfg.file.columns, prompts)
-        run = PromptFileRun(cfg, rows, open_journal(cfg, Path(prepared.folder)), sampling, prompts)
-        log.print_result(f"wrote {run.run(load)}")
-        return 0
-    prompts.need_template()
-    Terminal(load(), prompts, sampling, cfg.generation.max_new_tokens, cfg.generation.stop).run()
-    return 0
+    if cfg.backend.infer_backend == "transformers":
+        return transformers
+    from megaswift.inference.vllm_generator import VllmGenerator
+    from megaswift.rollout.vllm_package import max_lora_rank_for
+    from megaswift.serve.vllm_server import adapters_rank, infer_problems
+
+    if problems := infer_problems(cfg):
+        raise ConfigError(problems)
+    rank = adapters_rank(cfg)
+    return lambda: VllmGenerator(prepared, cfg.backend, max_lora_rank_for(rank) if rank else 0)
+
+
+def worker_main(words: Sequence[str]) -> NoReturn:
+    """A process of several: the exit code, with one message for a user's mistake."""
+    if {PARENT, "TORCHELASTIC_RUN_ID"} & os.environ.keys():
+        end_with_parent(os.environ)
+    try:
+        code = main(words)
+    except UserError as error:
+        code = print_error_once(error, os.environ)
+    except OSError as error:
+        if (refused := storage_error(error)) is None:
+            raise
+        code = print_error_once(refused, os.environ)
+    exit_worker(code, os.environ)
+
+
+if __name__ == "__main__":
+    worker_main(sys.argv[1:])

@@ -36,6 +36,7 @@ LAYERS = {
     "rollout": 5,
     "rewards": 5,
     "trainers": 6,
+    "cli": 7,
 }
 TOP = 7
 """Entry points: every other module directly in megaswift/."""

@@ -7,6 +7,7 @@ also comes from files and Python, is `swift_config.py`'s.
 
 from __future__ import annotations
 
+import os
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,10 +15,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar, get_type_hints
 
+from megaswift import log
 from megaswift.command_line_common import HELP
 from megaswift.config.help_page import option_lines, section_heading
+from megaswift.config.inference_other_names import NEUTRAL_OF, VALUES_ELSEWHERE_OF_INFERENCE, inference_option_advice
+from megaswift.config.launcher_environment import CHECKED
+from megaswift.config.neutral_options import NeutralOption, neutral_notice
 from megaswift.config.option import OptionTable, build_option_table
-from megaswift.config.option_sources import GivenOptionValue, read_command_line, secret_values_of
+from megaswift.config.option_sources import (
+    GivenOptionValue,
+    read_command_line,
+    read_config_file,
+    secret_values_of,
+)
 from megaswift.config.parse_option_values import FALSE
 from megaswift.config.resolve_sections import ResolveState, set_option_value, unknown_option_problem
 from megaswift.config.user_spelling import TypedOption, errors_as_typed, problems_as_typed
@@ -36,6 +46,8 @@ class ParsedCommand:
 
     sections: Mapping[str, Any]
     typed: Mapping[str, TypedOption]
+    notices: tuple[str, ...] = ()
+    """Lines for the user that are no mistakes."""
 
     def given(self, name: str) -> bool:
         """Whether the user set this option."""
@@ -44,6 +56,11 @@ class ParsedCommand:
     def label(self, name: str) -> str:
         """The option as the user wrote it."""
         return self.typed[name].label if name in self.typed else f"--{name}"
+
+
+def as_given(parsed: ParsedCommand) -> ParsedCommand:
+    """The options without any from elsewhere."""
+    return parsed
 
 
 Config = TypeVar("Config")
@@ -58,8 +75,8 @@ class CommandParser(Generic[Config]):
     config: type[Config]
     """A dataclass whose fields are the sections of options."""
     check: Callable[[ParsedCommand], Iterable[Problem]]
-    hints: Mapping[str, str]
-    """Names of other toolkits that have another shape here."""
+    complete: Callable[[ParsedCommand], ParsedCommand] = as_given
+    """Fills in what files name that the options point to, before `check`."""
 
     @cached_property
     def sections(self) -> Mapping[str, type]:
@@ -77,6 +94,9 @@ class CommandParser(Generic[Config]):
             print(self.help())
             return 0 if argv else 2
         parsed = self.parse(argv)
+        if CHECKED not in os.environ:  # the process that started this one has printed them
+            for notice in parsed.notices:
+                log.info(notice)
         with errors_as_typed(parsed.typed, self.table.names):
             return work(self.config(**parsed.sections))
 
@@ -84,35 +104,57 @@ class CommandParser(Generic[Config]):
         """The sections; ConfigError with all mistakes."""
         line = read_command_line(list(argv), self.table)
         state = ResolveState(problems=list(line.problems))
-        state.problems += [
-            Problem(word, f"is an unexpected argument of megaswift {self.name}", f"megaswift {self.name} --help")
-            for word in line.files
-        ]
-        first: dict[str, GivenOptionValue] = {}
-        for given in line.givens:
-            option = self.table.options.get(self.table.names.get(given.name, ""))
-            if option is None:
-                state.problems.append(self._unknown(given))
-                continue
-            set_option_value(state, option, given, first.get(option.name))
-            first.setdefault(option.name, given)
+        sources = [read_config_file(file) for file in line.files]
+        state.problems += [problem for source in sources for problem in source.problems]
+        state.notices += [notice for source in sources for notice in source.notices]
+        for givens in (*(source.givens for source in sources), line.givens):
+            self._take(state, givens)
         sections = {
             key: cls(**{n: v for n, v in state.values.items() if self.table.options[n].section == key})
             for key, cls in self.sections.items()
         }
-        parsed = ParsedCommand(
-            sections, {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None}
-        )
+        neutral = neutral_notice(((label, name) for name, label in state.neutral.items()), self.neutral)
+        typed = {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None}
+        parsed = self.complete(ParsedCommand(sections, typed, (*state.notices, *[neutral] * bool(neutral))))
         checked = [p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong]
+        if state.problems:  # what the command lacks may be what a refused option asked for
+            checked = [p for p in checked if p.what != f"megaswift {self.name}"]
         problems = state.problems + problems_as_typed(checked, parsed.typed, self.table.names)
         if problems:
             raise ConfigError(redacted(problems, secret_values_of(line.givens)))
         return parsed
 
+    @property
+    def neutral(self) -> Mapping[str, NeutralOption]:
+        """Options of other toolkits that ask for what happens anyway."""
+        return NEUTRAL_OF.get(self.name, {})
+
+    def _take(self, state: ResolveState, givens: Sequence[GivenOptionValue]) -> None:
+        """The values of one source."""
+        first: dict[str, GivenOptionValue] = {}
+        for given in givens:
+            option = self.table.options.get(self.table.names.get(given.name, ""))
+            neutral = self.neutral.get(given.name)
+            if option is not None:
+                count = len(state.problems)
+                set_option_value(state, option, given, first.get(option.name))
+                fix = VALUES_ELSEWHERE_OF_INFERENCE.get((option.name, str(given.value).strip().lower()))
+                if fix and len(state.problems) > count:
+                    state.problems[-1] = replace(state.problems[-1], fix=fix)
+                first.setdefault(option.name, given)
+            elif neutral is not None and neutral.accepts(given.value):
+                state.neutral[given.name] = given.label
+            else:
+                state.problems.append(self._unknown(given))
+
     def _unknown(self, given: GivenOptionValue) -> Problem:
+        neutral, advice = self.neutral.get(given.name), inference_option_advice(self.name, given.name)
+        if neutral is not None:
+            rule = f"is not supported: {neutral.reason}"
+            return Problem(given.label, rule, advice or neutral.otherwise or "leave it out")
         problem = unknown_option_problem(given, self.table.names, self.name)
         off = str(given.value).strip().lower() in FALSE
-        return replace(problem, fix=self.hints[given.name]) if given.name in self.hints and not off else problem
+        return replace(problem, fix=advice) if advice and not off else problem
 
     def help(self, width: int | None = None) -> str:
         """The help page, `width` columns wide (None: as wide as the terminal, at most 120)."""

@@ -17,6 +17,7 @@ from megaswift.errors import Problem, missing_path_hint
 Device = int | str
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 DISK = "disk"
+EXAMPLE = '{"model.embed_tokens": 0, "model.layers.0": "cpu", ...}'
 _DEVICE = re.compile(r"(?:cuda:|gpu:)?(\d+)|cpu|mps|disk|cuda")
 
 
@@ -65,8 +66,8 @@ def parse_max_memory(text: str) -> dict[Device, int] | Problem:
 
 
 def parse_device_map(text: str) -> str | dict[str, Device] | Problem:
-    """A way to place (`auto`), a map of the whole model to one device, or the map of a file; a Problem where it is
-    none."""
+    """A way to place (`auto`), a map of the whole model to one device, or the map of a file or a JSON text; a Problem
+    where it is none."""
     if text in AUTOMATIC:
         return text
     label = f"--device_map {text}"
@@ -75,23 +76,33 @@ def parse_device_map(text: str) -> str | dict[str, Device] | Problem:
         return Problem(label, "has no compute device", "--device_map cpu --max_memory cpu:1GiB --offload_folder DIR")
     if one is not None:
         return {"": one}
-    return _of_file(Path(text), label)
+    return _of_json(text, label) if text.strip().startswith("{") else _of_file(Path(text), label)
 
 
 def _of_file(path: Path, label: str) -> dict[str, Device] | Problem:
-    example = '{"model.embed_tokens": 0, "model.layers.0": "cpu", ...}'
     if path.suffix.lower() != ".json":
         return Problem(
-            label, f"is neither one of {', '.join(AUTOMATIC)}, a device, nor a .json file", "--device_map auto"
+            label,
+            f"is neither one of {', '.join(AUTOMATIC)}, a device, a JSON object, nor a .json file",
+            "--device_map auto",
         )
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        return Problem(label, f"no such file; {missing_path_hint(path)}", f"write a JSON object: {example}")
-    except (OSError, ValueError, RecursionError) as error:
-        return Problem(label, f"cannot be read: {error}", f"write a JSON object: {example}")
+        return Problem(label, f"no such file; {missing_path_hint(path)}", f"write a JSON object: {EXAMPLE}")
+    except (OSError, ValueError) as error:
+        return Problem(label, f"cannot be read: {error}", f"write a JSON object: {EXAMPLE}")
+    return _of_json(text, label)
+
+
+def _of_json(text: str, label: str) -> dict[str, Device] | Problem:
+    """The map of a JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Problem(label, f"cannot be read: {error}", f"write a JSON object: {EXAMPLE}")
     if not isinstance(value, dict) or not value:
-        return Problem(label, "does not contain a JSON object of modules", example)
+        return Problem(label, "does not contain a JSON object of modules", EXAMPLE)
     devices = {name: parse_placement_device(device) for name, device in value.items()}
     wrong = [name for name, device in devices.items() if device is None]
     if wrong:

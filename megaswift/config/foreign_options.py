@@ -61,7 +61,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "task_type": _TASKS,
     "num_labels": _TASKS,
     "problem_type": _TASKS,
-    "mode": "use the command's name: megaswift sft, megaswift infer",
     # what trains
     "sft_type": "--train_type",
     "finetuning_type": "--train_type",

@@ -3,7 +3,10 @@ spellings of them."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megaswift.config.model import DTYPES
 from megaswift.config.option import option
@@ -20,6 +23,12 @@ ATTENTION = {
 }
 
 
+def split_adapter_name(entry: str) -> tuple[str, str]:
+    """`NAME=DIR` as (NAME, DIR); a folder without a name as ("", DIR)."""
+    name, equals, folder = entry.partition("=")
+    return (name, folder) if equals and "/" not in name and not Path(entry).exists() else ("", entry)
+
+
 @dataclass(frozen=True)
 class ModelPathOptions:
     """Model"""
@@ -27,13 +36,30 @@ class ModelPathOptions:
     model: str | None = option(
         None,
         "Hugging Face model folder, output directory of a run, checkpoint, or hub ID",
-        aliases=("model_id_or_path", "model_name_or_path"),
+        aliases=("model_id_or_path", "model_name_or_path", "model_id"),
         metavar="DIR",
     )
+    model_type: str | None = option(None, "Expected model_type of config.json; another one is an error", metavar="NAME")
     use_hf: bool = option(True, "Load hub IDs from Hugging Face; false: from ModelScope")
     model_revision: str | None = option(None, "Branch, tag or commit of the hub ID", metavar="REV")
     trust_remote_code: bool = option(False, "Allow Python code from the model folder to run")
-    adapters: str | None = option(None, "PEFT adapter folder: OUT/adapter", aliases=("adapter",), metavar="DIR")
+    adapters: tuple[str, ...] = option(
+        (),
+        "PEFT adapter folders or the output directory of a LoRA run; several are added up; deploy: NAME=DIR for "
+        "adapters that requests select by model name",
+        aliases=("adapter", "mcore_adapter"),
+        metavar="DIR...",
+    )
+
+    @property
+    def adapter_folders(self) -> tuple[str, ...]:
+        """The folders of --adapters, without their names."""
+        return tuple(folder for _, folder in self.named_adapters)
+
+    @property
+    def named_adapters(self) -> tuple[tuple[str, str], ...]:
+        """(name or the empty string, folder) of each entry of --adapters."""
+        return tuple(split_adapter_name(entry) for entry in self.adapters)
 
 
 @dataclass(frozen=True)
@@ -54,18 +80,37 @@ class ModelLoadingOptions(ModelPathOptions):
         choices=("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
         spellings=ATTENTION,
     )
-    merge_adapters: bool = option(False, "Merge the adapters into the weights at load time")
+    merge_adapters: bool = option(False, "Merge the adapters into the weights at load time", aliases=("merge_lora",))
 
 
 @dataclass(frozen=True)
-class PlacementOptions:
+class BitsandbytesOptions:
+    """Quantization"""
+
+    quantization_bit: int | None = option(
+        None,
+        "Quantize linear layers to 4 (NF4) or 8 bits with bitsandbytes",
+        aliases=("quant_bits", "quant"),
+        minimum=4,
+        maximum=8,
+        metavar="BITS",
+    )
+    quant_method: str | None = option(
+        None, "Quantization library", choices=("bnb",), spellings={"bitsandbytes": "bnb"}, metavar="bnb"
+    )
+    bnb_4bit_quant_type: str = option("nf4", "4 bits: data type", choices=("nf4", "fp4"))
+    bnb_4bit_use_double_quant: bool = option(False, "4 bits: quantize the scales too")
+
+
+@dataclass(frozen=True)
+class PlacementOptions(BitsandbytesOptions):
     """Devices
 
     The device map is printed before loading. If --max_memory is given, only the devices in it are used."""
 
     device_map: str = option(
         "auto",
-        ("auto, balanced, balanced_low_0, sequential, a device (cpu, cuda:0), or a JSON file of modules and devices"),
+        "auto, balanced, balanced_low_0, sequential, a device (cpu, cuda:0), or a map of modules: JSON or JSON file",
     )
     max_memory: str | None = option(None, "Maximum memory for weights per device: 0:20GiB,cpu:64GiB", metavar="SIZES")
     offload_folder: str | None = option(
@@ -73,14 +118,6 @@ class PlacementOptions:
         "Folder for weights that fit on no device; they are read from disk in every step",
         aliases=("offload_dir",),
         metavar="DIR",
-    )
-    quantization_bit: int | None = option(
-        None,
-        "Quantize linear layers to 4 (NF4) or 8 bits with bitsandbytes",
-        aliases=("quant_bits",),
-        minimum=4,
-        maximum=8,
-        metavar="BITS",
     )
 
 
@@ -125,21 +162,35 @@ class ChatTemplateOptions:
     system: str | None = option(
         None, "System message for conversations without one: text or a file", metavar="TEXT|FILE"
     )
+    max_length: int | None = option(
+        None,
+        "Maximum number of prompt tokens; a longer prompt is an error; unset: the model's context",
+        minimum=1,
+        unit="tokens",
+    )
+    enable_thinking: bool | None = option(
+        None, "Variable enable_thinking of the chat template; unset: the template's default", metavar="true|false"
+    )
 
 
 @dataclass(frozen=True)
 class PromptFileOptions:
     """Prompt file, instead of a conversation in the terminal"""
 
-    dataset: str | None = option(
-        None,
-        "Prompt file in any format that training accepts (.jsonl, .json, .csv, .parquet); no responses needed",
+    dataset: tuple[str, ...] = option(
+        (),
+        "Prompt files, folders or hub IDs in any format that training accepts; no responses needed; FILE#N: N rows",
         aliases=("val_dataset", "infer_dataset"),
-        metavar="FILE",
+        metavar="FILE...",
+    )
+    load_data_args: bool = option(
+        False, "Use the validation rows of the run that wrote the model or adapters, as its config.yaml has them"
     )
     columns: dict[str, str] = option({}, "Column renaming: question=query, or JSON", metavar="FROM=TO...")
     result_path: str | None = option(
-        None, "JSONL file to write: each row with its `response`, in input order", metavar="FILE"
+        None,
+        "JSONL file to write: each row with its `response`, in input order; unset: infer_result/MODEL/DATASET.jsonl",
+        metavar="FILE",
     )
     per_device_eval_batch_size: int = option(
         8,
@@ -159,6 +210,70 @@ class PromptFileOptions:
 
 
 @dataclass(frozen=True)
+class BackendOptions:
+    """Inference backend"""
+
+    infer_backend: str = option(
+        "transformers", "Inference backend", choices=("transformers", "vllm"), spellings={"pt": "transformers"}
+    )
+    tensor_parallel_size: int | None = option(
+        None,
+        "vLLM: number of GPUs to split the model over",
+        aliases=("tp", "vllm_tensor_parallel_size"),
+        minimum=1,
+        unit="GPUs",
+    )
+    vllm_gpu_memory_utilization: float | None = option(
+        None,
+        "vLLM: fraction of GPU memory to use",
+        aliases=("gpu_memory_utilization",),
+        above=0,
+        maximum=1,
+        metavar="FRACTION",
+    )
+    vllm_max_model_len: int | None = option(
+        None, "vLLM: maximum context length", aliases=("max_model_len",), minimum=1, unit="tokens"
+    )
+    vllm_max_num_seqs: int | None = option(
+        None, "vLLM: maximum number of sequences per step", aliases=("max_num_seqs",), minimum=1, unit="sequences"
+    )
+    vllm_data_parallel_size: int | None = option(
+        None, "vLLM's server: number of model replicas", aliases=("data_parallel_size",), minimum=1, unit="replicas"
+    )
+    vllm_enforce_eager: bool = option(False, "vLLM: disable CUDA graphs", aliases=("enforce_eager",))
+    vllm_engine_kwargs: str | None = option(
+        None, "vLLM: any other arguments of its engine, as a JSON object; not checked", metavar="JSON"
+    )
+
+    @property
+    def engine_kwargs(self) -> dict[str, Any] | None:
+        """--vllm_engine_kwargs; None where it is not an object."""
+        try:
+            value = json.loads(self.vllm_engine_kwargs or "{}")
+        except (ValueError, RecursionError):
+            return None
+        return value if isinstance(value, dict) else None
+
+
+@dataclass(frozen=True)
+class TerminalOptions:
+    """Conversation in the terminal"""
+
+    stream: bool = option(True, "Print an answer while it is generated; false: when it is complete")
+
+
+@dataclass(frozen=True)
+class InferenceLaunchOptions:
+    """Launch
+
+    Each process answers a share of the prompt file on its share of the GPUs."""
+
+    nproc_per_node: int | None = option(
+        None, "Processes on this machine; unset: NPROC_PER_NODE, else one", minimum=1, unit="processes"
+    )
+
+
+@dataclass(frozen=True)
 class ServerOptions:
     """Server"""
 
@@ -168,9 +283,6 @@ class ServerOptions:
         None, "Token that clients must send; safer: the environment variable MEGASWIFT_API_KEY", metavar="TOKEN"
     )
     served_model_name: str | None = option(None, "Model name in the API; unset: name of the folder", metavar="NAME")
-    infer_backend: str = option(
-        "transformers", "Inference backend", choices=("transformers", "vllm"), spellings={"pt": "transformers"}
-    )
     max_batch_size: int = option(8, "Maximum number of completions generated together", minimum=1, unit="completions")
     max_waiting: int = option(
         64, "Maximum number of queued completions; further requests get HTTP 429", minimum=0, unit="completions"
@@ -178,26 +290,45 @@ class ServerOptions:
     max_body_size: str | None = option(
         None, "Maximum request size; unset: 8MiB, or 32MiB if the model accepts images", metavar="SIZE"
     )
-    log_requests: bool = option(True, "Log each request: client, path, status and duration; neither text nor token")
-    tensor_parallel_size: int | None = option(
-        None, "vLLM: number of GPUs to split the model over", aliases=("tp",), minimum=1, unit="GPUs"
+    log_requests: bool = option(
+        True, "Log each request: client, path, status and duration; neither text nor token", aliases=("verbose",)
     )
+    max_logprobs: int = option(20, "Maximum top_logprobs of a request", minimum=0, maximum=20, unit="tokens")
+    owned_by: str = option("megaswift", "Owner of the models in /v1/models")
 
 
 @dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(BitsandbytesOptions):
     """Export"""
 
     merge_lora: bool = option(False, "Merge the adapters from --adapters into the model")
-    quantization_bit: int | None = option(
+    to_mcore: bool = option(False, "Convert to a sharded Megatron checkpoint (torch_dist)")
+    to_hf: bool = option(False, "Convert --mcore_model to a Hugging Face folder")
+    mcore_model: str | None = option(
         None,
-        "Quantize linear layers to 4 (NF4) or 8 bits with bitsandbytes",
-        aliases=("quant_bits", "quant"),
-        minimum=4,
-        maximum=8,
-        metavar="BITS",
+        "Megatron checkpoint to convert: a converted folder, OUT, or OUT/checkpoints/step-N",
+        metavar="DIR",
     )
-    output_dir: str | None = option(None, "Folder to write; must not exist", metavar="DIR")
+    test_convert_precision: bool = option(False, "Compare every tensor after a conversion, bit by bit")
+    torch_dtype: str | None = option(
+        None,
+        "Dtype of all tensors of a conversion; unset: unchanged",
+        aliases=("dtype",),
+        choices=("float32", "bfloat16", "float16"),
+        spellings=DTYPES,
+    )
+    tensor_model_parallel_size: int | None = option(
+        None, "Intended layout of a Megatron checkpoint", aliases=("tp",), minimum=1, unit="ranks"
+    )
+    pipeline_model_parallel_size: int | None = option(
+        None, "Intended layout; only checked", aliases=("pp",), minimum=1, unit="ranks"
+    )
+    expert_model_parallel_size: int | None = option(
+        None, "Intended layout; only checked", aliases=("ep",), minimum=1, unit="ranks"
+    )
+    output_dir: str | None = option(
+        None, "Folder to write; must not exist; unset: the source with a suffix: DIR-merged, DIR-mcore", metavar="DIR"
+    )
     max_shard_size: str = option("5GB", "Maximum file size")
 
 
@@ -209,6 +340,7 @@ class CommonInferenceConfig:
     placement: PlacementOptions
     generation: GenerationOptions
     conversation: ChatTemplateOptions
+    backend: BackendOptions
 
 
 @dataclass(frozen=True)
@@ -216,6 +348,8 @@ class InferConfig(CommonInferenceConfig):
     """One `megaswift infer`, checked."""
 
     file: PromptFileOptions
+    terminal: TerminalOptions
+    launch: InferenceLaunchOptions
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ library's.)"""
 COUNTS = {"nproc_per_node": ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), "nnodes": ("GROUP_WORLD_SIZE", "CROSS_SIZE")}
 """Our option and what it is for torchrun, for DeepSpeed's launcher."""
 
+CHECKED = "MEGASWIFT_CHECKED"
+"""Set for workers whose options the process that started them has checked, and whose notices it has printed."""
 RESTARTS = "MEGASWIFT_RESTARTS"
 """How often `--max_restarts` has started the processes again; torchrun counts its own restarts."""
 

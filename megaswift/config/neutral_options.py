@@ -5,7 +5,7 @@ Owns the table and the reason of each. A value that asks for something else is r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,16 +166,19 @@ NEUTRAL: dict[str, NeutralOption] = {
     "include_num_input_tokens_seen": NeutralOption(EITHER, "metrics.jsonl contains the number of tokens"),
     "push_to_hub": NeutralOption(OFF, "results stay in --output_dir", "leave it out: megaswift does not upload"),
     "do_train": NeutralOption(ON, "this command trains", "leave it out"),
+    "mode": NeutralOption(
+        ("train", "training"), "this command trains", "use the command's name: megaswift infer, megaswift deploy"
+    ),
     "do_eval": NeutralOption(EITHER, "evaluation follows --val_dataset and --eval_steps"),
     "local_rank": NeutralOption(ANY, "the launcher's environment variables set the rank"),
 }
 """Names of ms-swift, Megatron-LM, transformers and TRL."""
 
 
-def neutral_notice(accepted: Iterable[tuple[str, str]]) -> str:
-    """One line for the accepted options, given as (label, name); empty for none. Reasons occur once."""
+def neutral_notice(accepted: Iterable[tuple[str, str]], table: Mapping[str, NeutralOption] = NEUTRAL) -> str:
+    """One line for the accepted options of `table`, given as (label, name); empty for none. Reasons occur once."""
     by_reason: dict[str, list[str]] = {}
     for label, name in accepted:
-        by_reason.setdefault(NEUTRAL[name].reason, []).append(label)
+        by_reason.setdefault(table[name].reason, []).append(label)
     listed = "; ".join(f"{', '.join(labels)} ({reason})" for reason, labels in by_reason.items())
     return f"accepted without effect: {listed}" if listed else ""

@@ -22,6 +22,8 @@ from megaswift.redaction import MASK, is_secret
 from megaswift.version import __version__
 
 ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+ENVIRONMENT_SECTION = "ENV"
+"""ms-swift's section of environment variables."""
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
 """Of files that are no configuration, whatever is in them."""
 
@@ -159,7 +161,10 @@ def read_config_file(path: str) -> ConfigSource:
     for section, name, value, line in pairs:
         label = f"{path}{line} {name}: {MASK if is_secret(normalize_name(name)) else option_value_text(value)}"
         if section and not is_section_entry(normalize_name(section), {}):
-            if (section, "") not in seen:
+            if normalize_name(section) == ENVIRONMENT_SECTION:
+                rule = "is not an option: a configuration file does not set environment variables"
+                problems.append(Problem(label, rule, f"export {name}={option_value_text(value)} before the command"))
+            elif (section, "") not in seen:
                 fix = did_you_mean_hint(section, [*SECTIONS, *NAMES])
                 problems.append(
                     Problem(f"{path}{line} {section}", f"is not a section; sections are {', '.join(SECTIONS)}", fix)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from megaswift.config import SwiftConfig
+from megaswift.config.command_parser import ParsedCommand
+from megaswift.config.inference import ModelPathOptions
 from megaswift.data.read_template_and_system import read_template
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.data.vision_processor import Processor, processor_spec
@@ -35,6 +38,7 @@ CONFIG_FILES = (
     "merges.txt",
     "*.model",
 )
+ADAPTER_FILES = (ADAPTERS, "adapter_model.safetensors")
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 SILENT = ("hf", "model", "checkpoints")
 """Folders whose names do not tell one model from another."""
@@ -101,12 +105,23 @@ def _folder(path: Path, name: str, verify: bool) -> Path:
     raise WeightsError(Problem(f"--model {name}", "has no config.json", "give a folder with a Hugging Face model"))
 
 
-def _fetch(model: ModelNameOptions, name: str, patterns: tuple[str, ...]) -> Path:
+def with_fetched_adapters(parsed: ParsedCommand, section: str) -> ParsedCommand:
+    """The options with adapters of a hub as downloaded folders; paths stay as they are."""
+    options: ModelPathOptions = parsed.sections[section]
+    found = []
+    for name, folder in options.named_adapters:
+        if folder.count("/") == 1 and folder[:1] not in "./~" and not Path(folder).exists():
+            folder = str(_fetch(replace(options, model_revision=None), folder, ADAPTER_FILES, "--adapters"))
+        found.append(f"{name}={folder}" if name else folder)
+    return replace(parsed, sections={**parsed.sections, section: replace(options, adapters=tuple(found))})
+
+
+def _fetch(model: ModelNameOptions, name: str, patterns: tuple[str, ...], flag: str = "--model") -> Path:
     """A snapshot from the hub; the library's own cache and locks keep ranks from fetching twice."""
     package = "huggingface_hub" if model.use_hf else "modelscope"
     if importlib.util.find_spec(package) is None:
         raise WeightsError(
-            Problem(f"--model {name}", f"no such folder, and {package} is not installed", f"run pip install {package}")
+            Problem(f"{flag} {name}", f"no such folder, and {package} is not installed", f"run pip install {package}")
         )
     try:
         if model.use_hf:
@@ -121,7 +136,7 @@ def _fetch(model: ModelNameOptions, name: str, patterns: tuple[str, ...]) -> Pat
         hub = "Hugging Face" if model.use_hf else "ModelScope"
         raise WeightsError(
             Problem(
-                f"--model {name}",
+                f"{flag} {name}",
                 f"no such local folder, and {hub} could not provide it ({first_line(error)})",
                 "give the path of a local folder, or use a machine with access to the hub",
             )

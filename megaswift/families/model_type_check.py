@@ -5,6 +5,7 @@ Owns ms-swift's names, which are finer than transformers': one per generation an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,8 @@ def model_type_problems(wanted: str | None, config: Mapping[str, Any]) -> list[P
     """A problem where config.json describes another architecture than `wanted`, by either toolkit's name."""
     actual = str(config.get("model_type", ""))
     if wanted is None or wanted in (actual, *MS_SWIFT_TYPES.get(actual, ())):
+        return []
+    if re.fullmatch(r"[a-z]+", wanted) and re.match(rf"{wanted}(_v)?\d", actual):  # any generation: qwen, glm
         return []
     rule = f"does not match the model, whose config.json has model_type {actual}"
     return [Problem(f"--model_type {wanted}", rule, f"--model_type {actual}, leave it out, or use another --model")]

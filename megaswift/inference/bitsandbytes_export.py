@@ -4,20 +4,26 @@ transformers."""
 from __future__ import annotations
 
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
 from megaswift.bridge.checkpoint_hf_metadata import copy_tokenizer_and_template_files
-from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
+from megaswift.config.inference import BitsandbytesOptions, ModelLoadingOptions, PlacementOptions
 from megaswift.errors import CheckpointError, ConfigError, Problem, first_line
 from megaswift.inference.load_generation_model import load_model_and_prompt_device, prepare_model_load
 
 
-def quantize_and_save_model(weights: ModelLoadingOptions, bits: int, target: Path, max_shard_size: str) -> Path:
+def quantize_and_save_model(
+    weights: ModelLoadingOptions, options: BitsandbytesOptions, target: Path, max_shard_size: str
+) -> Path:
     """Loads the model with quantized layers and saves it; `target` appears whole or not at all."""
+    placement = PlacementOptions(**{f.name: getattr(options, f.name) for f in fields(BitsandbytesOptions)})
+    bits = placement.quantization_bit
+    assert bits is not None, "the command line was checked"
     prepared = prepare_model_load(weights, None)
-    model, _ = load_model_and_prompt_device(prepared, PlacementOptions(quantization_bit=bits))
+    model, _ = load_model_and_prompt_device(prepared, placement)
     stage = target.with_name(f".{target.name}.exporting")
     shutil.rmtree(stage, ignore_errors=True)
     try:

@@ -8,10 +8,11 @@ conversation may name is said by its `ImageRoot` (`data/images.py`), whose readi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from megaswift.config.inference import ChatTemplateOptions
 from megaswift.data.images import ImageRoot, Source, attach_images, open_image
 from megaswift.data.read_template_and_system import read_system_message
 from megaswift.data.render_chat import ChatRenderer, load_chat_templates
@@ -25,6 +26,7 @@ from megaswift.inference.load_generation_model import ModelWithoutWeights
 IMAGES = ("image", "image_url")
 """Types of a content's parts that are images."""
 _Message = Mapping[str, Any]
+THINKING = "enable_thinking"
 STRANGERS = ImageRoot(None)
 """Whoever asks names no file of this machine."""
 
@@ -45,12 +47,26 @@ class TokenizedChat:
     """What the towers read of them; None: they are opened when the answer's turn comes."""
 
 
+def template_variables(options: ChatTemplateOptions, template: Any) -> dict[str, Any]:
+    """Variables of the chat template that the options set; ConfigError where it does not read them."""
+    if options.enable_thinking is None:
+        return {}
+    if THINKING not in str(template or ""):
+        said = str(options.enable_thinking).lower()
+        rule = "has no effect: the chat template of this model does not read it"
+        raise ConfigError(Problem(f"--{THINKING} {said}", rule, "leave it out"))
+    return {THINKING: options.enable_thinking}
+
+
 class ChatInputRenderer:
     """Renders with the tokenizer's chat template, and with the processor of a vision-language model."""
 
-    def __init__(self, prepared: ModelWithoutWeights, system: str | None, home: ImageRoot = STRANGERS) -> None:
+    def __init__(
+        self, prepared: ModelWithoutWeights, options: ChatTemplateOptions, home: ImageRoot = STRANGERS
+    ) -> None:
         self.tokenizer, self.context, self.home = prepared.tokenizer, prepared.context, home
-        self.system = read_system_message(system)
+        self.system, self._longest = read_system_message(options.system), options.max_length
+        self._variables = template_variables(options, prepared.tokenizer.chat_template)
         self._reader, self._name = prepared.reader, str(prepared.options.model)
 
     @property
@@ -60,7 +76,9 @@ class ChatInputRenderer:
 
     @cached_property
     def _chat(self) -> ChatRenderer:
-        return ChatRenderer(load_chat_templates(self.tokenizer, None), parts=True)
+        templates = load_chat_templates(self.tokenizer, None)
+        variables = {**templates.special_tokens, **self._variables}
+        return ChatRenderer(replace(templates, special_tokens=variables), parts=True)
 
     def need_template(self) -> None:
         """ConfigError where the tokenizer has no chat template."""
@@ -87,7 +105,12 @@ class ChatInputRenderer:
                 turn["content"] = self._text(turn["content"])
         try:
             ids = self.tokenizer.apply_chat_template(
-                turns, tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=True, return_dict=True
+                turns,
+                tools=list(tools) if tools else None,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **self._variables,
             )["input_ids"]
         except REFUSED as error:
             raise ChatInputError(f"the chat template rejects this conversation ({first_line(error)})") from None
@@ -154,6 +177,8 @@ class ChatInputRenderer:
     def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
         if not ids:
             raise ChatInputError("the prompt is empty")
+        if self._longest is not None and len(ids) > self._longest:
+            raise ChatInputError(f"the prompt has {len(ids)} tokens; --max_length is {self._longest}")
         if self.context is not None and len(ids) >= self.context:
             raise ChatInputError(
                 f"the prompt has {len(ids)} tokens; prompt and answer must fit the context length of {self.context}"

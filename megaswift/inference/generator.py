@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from megaswift.data.vision_batches import ImageInputs, join_image_inputs
 from megaswift.errors import ConfigError, Problem, UserError, first_line
 from megaswift.families import FAMILIES
 from megaswift.inference.incremental_detokenizer import IncrementalDetokenizer, decode_tokens
+from megaswift.inference.load_adapters import active_adapter
+
+NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class GenerationParams:
     repetition_penalty: float = 1.0
     num_beams: int = 1
     seed: int | None = None
+    adapter: str = ""
+    """Which of the adapters that requests select; none of them."""
 
 
 @dataclass(frozen=True)
@@ -222,8 +228,10 @@ def _unlike(requests: Sequence[AnswerRequest]) -> tuple[AnswerRequest, AnswerReq
 class Generator:
     """A loaded model that answers batches. One at a time: callers wait for one another elsewhere."""
 
-    def __init__(self, model: Any, tokenizer: Any, device: torch.device) -> None:
-        self.model, self.tokenizer, self.device = model, tokenizer, device
+    def __init__(
+        self, model: Any, tokenizer: Any, device: torch.device, adapters: Mapping[str, str] = NO_ADAPTERS
+    ) -> None:
+        self.model, self.tokenizer, self.device, self.adapters = model, tokenizer, device, adapters
         self.own = model.generation_config
         ends = self.own.eos_token_id
         ends = tokenizer.eos_token_id if ends is None else ends
@@ -277,8 +285,12 @@ class Generator:
 
     def generate(self, requests: Sequence[AnswerRequest], sampling: GenerationParams) -> list[Answer]:
         """The answers, in the order of the requests."""
+        with active_adapter(self.model, self.adapters, sampling.adapter):
+            return self._generate(requests, sampling)
+
+    def _generate(self, requests: Sequence[AnswerRequest], sampling: GenerationParams) -> list[Answer]:
         if not self._together(requests):
-            return [completion for request in requests for completion in self.generate([request], sampling)]
+            return [completion for request in requests for completion in self._generate([request], sampling)]
         live = any(r.listener is not None or r.stop for r in requests)
         rows = [
             _Row(r, IncrementalDetokenizer(self.tokenizer, r.stop) if live or r.logprobs is not None else None)

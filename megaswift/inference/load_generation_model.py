@@ -9,10 +9,8 @@ is wrong.
 from __future__ import annotations
 
 import os
-import re
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -33,22 +31,17 @@ from megaswift.data.training_sample import RowError
 from megaswift.data.vision_processor import Processor, image_support_problems
 from megaswift.errors import ConfigError, Problem, UserError, WeightsError, first_line
 from megaswift.families import FAMILIES
-from megaswift.families.adapter_folder import adapter_shapes, base_model_name
 from megaswift.families.checkpoint_folder import find_checkpoint, find_intact_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.model_and_tokenizer_source import read_processor, read_tokenizer
 from megaswift.families.vision_tower_config import has_vision_tower
 from megaswift.inference import device_placement
 from megaswift.inference.device_placement import DeviceMap, ModuleSizes
+from megaswift.inference.load_adapters import check_adapters_fit, model_with_adapters
 from megaswift.inference.precheck import locate_generation_model, require_package
+from megaswift.inference.transformers_refusals import transformers_errors_as_ours
 
-REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError)
-"""What transformers raises for a model that it cannot load."""
 TEXT_ONLY = "this model accepts only text"
-LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
-LAYER = re.compile(r"(?:.*\.)?layers\.(?P<number>\d+)\.")
-ADAPTER = "default"
-"""PEFT's name for the one adapter of a model, a part of its parameters' names."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +71,6 @@ class ModelWithoutWeights:
         return GenerationConfig.from_model_config(self.config)
 
 
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    """transformers' refusals as ours."""
-    try:
-        yield
-    except REFUSALS as error:
-        fix = (
-            "give --trust_remote_code true if you trust the code in the model folder"
-            if "trust_remote_code" in str(error)
-            else ""
-        )
-        raise WeightsError(Problem(what, f"transformers cannot load it: {first_line(error)}", fix)) from None
-
-
 def quiet_transformers() -> None:
     """Hides transformers' progress bars and developer notes; megaswift reports what is wrong."""
     from transformers.utils import logging
@@ -109,7 +88,7 @@ def prepare_model_load(options: ModelLoadingOptions, chat_template: str | None) 
     quiet_transformers()
     from transformers import AutoConfig
 
-    with _told(str(folder)):
+    with transformers_errors_as_ours(str(folder)):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     _writes(config, f"--model {options.model}")
     if find_checkpoint(folder) is not None and hasattr(config, "quantization_config"):
@@ -176,7 +155,7 @@ def _auto(prepared: ModelWithoutWeights) -> Any:
 def _skeleton(prepared: ModelWithoutWeights, how: Mapping[str, Any]) -> Any:
     """transformers' model without weights."""
     trust = prepared.options.trust_remote_code
-    with _told(str(prepared.folder)), torch.device("meta"):
+    with transformers_errors_as_ours(str(prepared.folder)), torch.device("meta"):
         model = _auto(prepared).from_config(prepared.config, trust_remote_code=trust, **how)
     model.tie_weights()
     return model
@@ -235,7 +214,8 @@ def place_modules(prepared: ModelWithoutWeights, options: PlacementOptions, mode
     return placed
 
 
-def _quantization(prepared: ModelWithoutWeights, bits: int | None, dtype: torch.dtype) -> dict[str, Any]:
+def _quantization(prepared: ModelWithoutWeights, options: PlacementOptions, dtype: torch.dtype) -> dict[str, Any]:
+    bits = options.quantization_bit
     if bits is None:
         return {}
     stored = getattr(prepared.config, "quantization_config", None)
@@ -244,13 +224,15 @@ def _quantization(prepared: ModelWithoutWeights, bits: int | None, dtype: torch.
         raise ConfigError(
             Problem(f"--quantization_bit {bits}", f"the weights are already quantized ({method})", "leave it out")
         )
-    return {"quantization_config": generation_bitsandbytes_config(bits, dtype)}
+    return {"quantization_config": generation_bitsandbytes_config(options, dtype)}
 
 
-def generation_bitsandbytes_config(bits: int, dtype: torch.dtype) -> Any:
-    """transformers' settings: NF4 that computes in `dtype`, or LLM.int8()."""
+def generation_bitsandbytes_config(options: PlacementOptions, dtype: torch.dtype) -> Any:
+    """transformers' settings: NF4 or FP4 that computes in `dtype`, or LLM.int8()."""
+    bits = options.quantization_bit
+    assert bits is not None, "asked for with bits only"
     require_package("bitsandbytes", f"--quantization_bit {bits}")
-    return bitsandbytes_config(bits, dtype)
+    return bitsandbytes_config(bits, dtype, options.bnb_4bit_quant_type, options.bnb_4bit_use_double_quant)
 
 
 class _Lazy:
@@ -280,9 +262,9 @@ def load_model_and_prompt_device(prepared: ModelWithoutWeights, options: Placeme
     dtype = _dtype(prepared)
     attention = prepared.options.attn_impl
     how: dict[str, Any] = {"dtype": dtype} | ({} if attention == "auto" else {"attn_implementation": attention})
-    quantized = _quantization(prepared, options.quantization_bit, dtype)
+    quantized = _quantization(prepared, options, dtype)
     skeleton = _skeleton(prepared, how)
-    _fitting(skeleton, prepared.options)
+    check_adapters_fit(skeleton, prepared.options)
     placed = place_modules(prepared, options, skeleton)
     how |= {
         **quantized,
@@ -295,7 +277,7 @@ def load_model_and_prompt_device(prepared: ModelWithoutWeights, options: Placeme
         check_finite_weights.check_folder_weights_finite(prepared.folder)
     if DISK in placed.values():
         how["offload_folder"] = options.offload_folder
-    with _told(str(prepared.options.model)):
+    with transformers_errors_as_ours(str(prepared.options.model)):
         if checkpoint is None:
             loaded: Any = _auto(prepared).from_pretrained(prepared.folder, **how)
         else:
@@ -316,78 +298,4 @@ def load_model_and_prompt_device(prepared: ModelWithoutWeights, options: Placeme
         device_placement.run_token_through_offloaded_model(
             model, device_placement.execution_device(placed), f"--device_map {options.device_map}"
         )
-    return _adapted(model, prepared, placed).eval(), device_placement.execution_device(placed)
-
-
-def _fitting(skeleton: Any, options: ModelLoadingOptions) -> None:
-    """WeightsError for LoRA adapters that were trained on a model of other sizes, before a weight is read."""
-    if options.adapters is None:
-        return
-    folder, modules = Path(options.adapters), dict(skeleton.named_modules())
-    depth = getattr(skeleton.config.get_text_config(), "num_hidden_layers", None)
-    for name, shape in adapter_shapes(folder).items():
-        match = LORA.fullmatch(name)
-        if match is None:
-            continue
-        module, half = modules.get(match["module"]), match["half"]
-        layer = LAYER.match(match["module"])
-        wrong = ""
-        if isinstance(module, torch.nn.Linear):
-            side, ours = ("inputs", module.in_features) if half == "A" else ("outputs", module.out_features)
-            theirs = shape[-1 if half == "A" else 0]
-            wrong = f"{match['module']} has {theirs} {side} there and {ours} in this model" if theirs != ours else ""
-        elif module is None and layer is not None and depth is not None and int(layer["number"]) >= depth:
-            wrong = f"it has {match['module']}, but this model has {log.count_text(depth, 'layer')}"
-        if wrong:
-            base = base_model_name(folder)
-            rule = f"was trained on another model{f' ({base})' * bool(base)}: {wrong}"
-            raise WeightsError(
-                Problem(f"--adapters {folder}", rule, f"use --model {base or 'BASE'}, or adapters of {options.model}")
-            )
-
-
-def _adapted(model: Any, prepared: ModelWithoutWeights, placed: DeviceMap) -> Any:
-    """The model with the adapters beside its weights, or in them.
-
-    PEFT would take a dispatched model apart and dispatch it again by a map of its own, and write a copy of the weights
-    beside the model for those on disk. Layers keep their hooks when adapters are put around them, so nothing of it is
-    needed: the map is hidden meanwhile.
-    """
-    folder = prepared.options.adapters
-    if folder is None:
-        return model
-    from peft import PeftModel
-
-    vars(model).pop("hf_device_map", None)
-    with _told(f"--adapters {folder}"):
-        adapted: Any = PeftModel.from_pretrained(model, folder, low_cpu_mem_usage=True, torch_device="cpu")
-    model.hf_device_map = placed
-    _onto_devices(adapted, folder, device_placement.execution_device(placed))
-    added = ((name, p) for name, p in adapted.named_parameters() if f".{ADAPTER}" in name)
-    check_finite_weights.check_weights_finite(added, f"--adapters {folder}")
-    return adapted.merge_and_unload() if prepared.options.merge_adapters else adapted
-
-
-def _onto_devices(adapted: Any, folder: str, device: torch.device) -> None:
-    """Adapters of layers that are offloaded. PEFT puts them where their layer's weights are, and those are nowhere
-    between two steps."""
-    from peft import load_peft_weights
-
-    homeless = [
-        (name, module, own)
-        for name, module in adapted.named_modules()
-        for own, p in module.named_parameters(recurse=False)
-        if p.is_meta and f".{ADAPTER}" in f"{name}.{own}"
-    ]
-    weights = load_peft_weights(folder, device=str(device)) if homeless else {}
-    for name, module, own in homeless:
-        saved = f"{name}.{own}".replace(f".{ADAPTER}", "")
-        if saved not in weights:
-            raise WeightsError(
-                Problem(
-                    f"--adapters {folder}",
-                    f"{name} cannot be combined with offloaded weights",
-                    "run megaswift export --merge_lora true first, or use a larger --max_memory",
-                )
-            )
-        setattr(module, own, torch.nn.Parameter(weights[saved], requires_grad=False))
+    return model_with_adapters(model, prepared.options, placed).eval(), device_placement.execution_device(placed)

@@ -17,6 +17,7 @@ from megaswift.families.adapter_folder import is_reward_model_adapter
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems
+from megaswift.families.model_type_check import model_type_problems
 from megaswift.families.quantized_training_checks import quantization_package_problems
 from megaswift.families.saved_step_integrity import refuse_damaged_part
 from megaswift.families.scalar_head import has_scalar_head
@@ -39,11 +40,12 @@ def precheck_model(cfg: CommonInferenceConfig) -> None:
 def locate_generation_model(options: ModelLoadingOptions) -> Path:
     """The folder of the model, fetched where it is a hub's; an error where it cannot be one that answers."""
     require_package("accelerate", "inference")
-    if options.adapters is not None:
-        require_package("peft", f"--adapters {options.adapters}")
-        refuse_damaged_part(Path(options.adapters))
+    for adapters in options.adapter_folders:
+        require_package("peft", f"--adapters {adapters}")
+        refuse_damaged_part(Path(adapters))
     folder = locate_model(options)
     problems = missing_model_file_problems(folder, random_init=False) + _judges(folder, options)
+    problems += model_type_problems(options.model_type, read_config(folder))
     if find_checkpoint(folder) is None:
         problems += quantization_package_problems(read_config(folder), f"--model {options.model}")
     if problems:
@@ -55,12 +57,10 @@ def _judges(folder: Path, options: ModelLoadingOptions) -> list[Problem]:
     """Reward models, which transformers would give an untrained or the base model's vocabulary head, and let write."""
     rule, fix = "is a reward model, which does not generate text", "use it as --reward_model of megaswift grpo"
     problems = [Problem(f"--model {options.model}", rule, fix)] if has_scalar_head(read_config(folder)) else []
-    if options.adapters is not None and is_reward_model_adapter(Path(options.adapters)):
-        problems.append(
-            Problem(
-                f"--adapters {options.adapters}",
-                rule.replace("is", "is of", 1),
-                f"merge them into the model, then {fix}",
-            )
-        )
+    judging = rule.replace("is", "is of", 1)
+    problems += [
+        Problem(f"--adapters {folder}", judging, f"merge them into the model, then {fix}")
+        for folder in options.adapter_folders
+        if is_reward_model_adapter(Path(folder))
+    ]
     return problems

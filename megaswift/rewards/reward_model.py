@@ -22,7 +22,8 @@ from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems, read_tokenizer
 from megaswift.families.scalar_head import scalar_head_problems
-from megaswift.inference.load_generation_model import REFUSALS, quiet_transformers
+from megaswift.inference.load_generation_model import quiet_transformers
+from megaswift.inference.transformers_refusals import REFUSALS
 from megaswift.rewards.contract import RewardInput
 
 TOKENS = 16384

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -74,6 +74,10 @@ class ServerState:
     """For writing: a copy of its own, because the tokenizers library refuses two threads at a time."""
     also: tuple[str, ...] = ()
     """Other names that clients may use for the model."""
+    adapters: tuple[str, ...] = ()
+    """Names of adapters: models of their own for clients."""
+    max_logprobs: int = 20
+    owned_by: str = "megaswift"
     unread: int = 0
     reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "read"))
     """Parses, renders, tokenizes, opens images. One thread: a tokenizer cannot be in two."""
@@ -109,6 +113,7 @@ class ParsedRequest:
     told: int | None
     """How many likeliest tokens to tell; None: no log-probabilities."""
     form: ChatResponseWriter
+    adapter: str = ""
 
 
 def build_app(served: ServerState) -> FastAPI:
@@ -120,16 +125,16 @@ def build_app(served: ServerState) -> FastAPI:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "megaswift"}
+    def card(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": served.created, "owned_by": served.owned_by}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [card(name) for name in (served.name, *served.adapters)]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        _same_model(served, name)
-        return card
+        return card(_adapter(served, name) or served.name)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
@@ -144,31 +149,35 @@ def build_app(served: ServerState) -> FastAPI:
 
 def _chat(served: ServerState, body: bytes) -> ParsedRequest:
     parsed = parse_request(ChatRequest, body)
-    _same_model(served, parsed.model)
+    adapter = _adapter(served, parsed.model)
+    if (parsed.told() or 0) > served.max_logprobs:
+        raise RequestRefused(400, f"top_logprobs may be at most {served.max_logprobs} here", "top_logprobs")
     if parsed.top_logprobs is not None and not parsed.logprobs:
         raise RequestRefused(400, "top_logprobs requires logprobs: true", "top_logprobs")
     prompt = _prompt(served, served.prompts.of_chat, parsed.messages, "messages")
-    return ParsedRequest(
-        parsed, [prompt], parsed.told(), ChatResponseWriter(served.name, served.tokenizer, bool(parsed.logprobs))
-    )
+    form = ChatResponseWriter(adapter or served.name, served.tokenizer, bool(parsed.logprobs))
+    return ParsedRequest(parsed, [prompt], parsed.told(), form, adapter)
 
 
 def _text(served: ServerState, body: bytes) -> ParsedRequest:
     parsed = parse_request(CompletionRequest, body)
-    _same_model(served, parsed.model)
+    adapter = _adapter(served, parsed.model)
+    if (parsed.logprobs or 0) > served.max_logprobs:
+        raise RequestRefused(400, f"logprobs may be at most {served.max_logprobs} here", "logprobs")
     prompts = [_prompt(served, served.prompts.of_any, p, "prompt") for p in parsed.prompts()]
-    return ParsedRequest(
-        parsed,
-        prompts,
-        parsed.logprobs,
-        CompletionResponseWriter(served.name, served.tokenizer, parsed.logprobs is not None),
-    )
+    form = CompletionResponseWriter(adapter or served.name, served.tokenizer, parsed.logprobs is not None)
+    return ParsedRequest(parsed, prompts, parsed.logprobs, form, adapter)
 
 
-def _same_model(served: ServerState, name: str) -> None:
-    if name not in (served.name, *served.also):
-        what = f"the model {shorten(name)!r} does not exist; this server has {served.name!r}"
-        raise RequestRefused(404, what, "model", "model_not_found")
+def _adapter(served: ServerState, name: str) -> str:
+    """The adapter that a client's model name selects; empty for the model itself."""
+    if name in served.adapters:
+        return name
+    if name in (served.name, *served.also):
+        return ""
+    known = ", ".join(repr(n) for n in (served.name, *served.adapters))
+    what = f"the model {shorten(name)!r} does not exist; this server has {known}"
+    raise RequestRefused(404, what, "model", "model_not_found")
 
 
 def _prompt(served: ServerState, make: Callable[[Any], TokenizedChat], what: Any, param: str) -> TokenizedChat:
@@ -197,7 +206,7 @@ async def _answer(served: ServerState, request: Request, parsed: ParsedRequest) 
     """Waits for the answers of a request, or streams them."""
     wish, prompts, form = parsed.request, parsed.prompts, parsed.form
     try:
-        sampling = wish.sampling(served.defaults, served.own)
+        sampling = replace(wish.sampling(served.defaults, served.own), adapter=parsed.adapter)
     except UserError as error:
         raise RequestRefused(400, "; ".join(p.rule for p in error.problems), "temperature") from None
     most, stop = wish.wanted(served.defaults.max_new_tokens), (*served.defaults.stop, *wish.stops())

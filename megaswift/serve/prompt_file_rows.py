@@ -5,16 +5,18 @@ Owns which part of a row is the prompt. An answer in the row is not part of it; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megaswift.data.coordinate_token_cache_build import data_cache_folder
 from megaswift.data.encode_rows import malformed_row_problem
 from megaswift.data.formats import parse_sample
 from megaswift.data.images import has_images
 from megaswift.data.prompt_rows import lacks_only_answer, row_readable_as_prompt
-from megaswift.data.resolve_dataset_files import resolve_dataset_files, split_into_parts
+from megaswift.data.resolve_dataset_files import DatasetFiles, split_into_parts
+from megaswift.data.tokenization import dataset_files
 from megaswift.data.training_sample import RowError, Sample
 from megaswift.errors import DataError, Problem, merge_similar_problems
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer, TokenizedChat
@@ -23,18 +25,25 @@ SHOWN = 10
 
 
 @dataclass(frozen=True)
+class PromptRows:
+    """Which rows of which data sets are answered."""
+
+    datasets: tuple[str, ...]
+    columns: Mapping[str, str]
+    only: frozenset[str] | None = None
+    """`file:line` of the rows to take; None: all."""
+
+
+@dataclass(frozen=True)
 class PromptFileRow:
     """A row, and what of it goes into the model."""
 
-    line: int
+    place: str
+    """`file:line`"""
     columns: dict[str, Any]
     """As they were read, an answer under `labels`."""
     prompt: TokenizedChat
     """Without its images' pixels, which are read again when the row's turn comes."""
-
-
-def _no_hub(name: str, subset: str | None) -> tuple[Path, ...]:
-    raise DataError(Problem(f"--dataset {name}", "no such file"))
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:
@@ -69,36 +78,44 @@ def _prompt(
     return replace(prompts.of_chat(messages, sample.tools, named), pictures=None), answer
 
 
-def read_prompt_file(path: str, columns: Mapping[str, str], prompts: ChatInputRenderer) -> list[PromptFileRow]:
-    """All rows in order; DataError with file and line of rows without a usable prompt."""
+def read_prompt_file(wanted: PromptRows, renderer: Callable[[Path], ChatInputRenderer]) -> list[PromptFileRow]:
+    """All rows in order; DataError with file and line of rows without a usable prompt. `renderer`: for the rows of a
+    file."""
     prompt_rows: list[PromptFileRow] = []
     problems: list[Problem] = []
-    for line, row in _located(path):
+    for path, line, row in _located(wanted.datasets):
+        place = f"{path}:{line}"
+        if wanted.only is not None and place not in wanted.only:
+            continue
         try:
             if isinstance(row, RowError):
                 raise row
-            prompt, answer = _prompt(row, columns, prompts)
-            prompt_rows.append(PromptFileRow(line, _columns(row, answer), prompt))
+            prompt, answer = _prompt(row, wanted.columns, renderer(path))
+            prompt_rows.append(PromptFileRow(place, _columns(row, answer), prompt))
         except RowError as error:
-            problems.append(malformed_row_problem(path, line, error))
+            problems.append(malformed_row_problem(str(path), line, error))
         except ChatInputError as error:
-            problems.append(Problem(f"{path}:{line}", str(error)))
+            problems.append(Problem(place, str(error)))
     if problems:
         more = [Problem(f"and {len(problems) - SHOWN} more rows", "have problems too")] if len(problems) > SHOWN else []
         raise DataError(merge_similar_problems(problems[:SHOWN]) + more)
     if not prompt_rows:
-        raise DataError(
-            Problem(
-                f"--dataset {path}", "is empty", 'write rows like {"messages": [{"role": "user", "content": "..."}]}'
-            )
-        )
+        what = f"--dataset {' '.join(wanted.datasets)}"
+        fix = 'write rows like {"messages": [{"role": "user", "content": "..."}]}'
+        raise DataError(Problem(what, "is empty", fix))
     return prompt_rows
 
 
-def _located(path: str) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
-    for part in split_into_parts(resolve_dataset_files(path, _no_hub), processes=1):
-        for located in part.rows():
-            yield located.line, located.row
+def prompt_dataset_files(names: Sequence[str]) -> list[DatasetFiles]:
+    """The files of each entry of --dataset, fetched from a hub where it is an ID."""
+    return [dataset_files(name, data_cache_folder(None)) for name in names]
+
+
+def _located(names: Sequence[str]) -> Iterator[tuple[Path, int, Mapping[str, Any] | RowError]]:
+    for source in prompt_dataset_files(names):
+        for part in split_into_parts(source, processes=1):
+            for located in part.rows():
+                yield Path(part.path), located.line, located.row
 
 
 def _columns(row: Mapping[str, Any], answer: str | None) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class Terminal:
     sampling: GenerationParams
     max_new_tokens: int
     stop: tuple[str, ...] = ()
+    stream: bool = True
+    """Whether an answer is printed while it is generated."""
     out: TextIO = field(default_factory=lambda: sys.stdout)
     messages: list[dict[str, Any]] = field(default_factory=list)
     images: list[dict[str, Any]] = field(default_factory=list)
@@ -93,7 +95,10 @@ class Terminal:
         messages = [*self.messages, {"role": "user", "content": content}]
         try:
             request = self.prompts.request(
-                self.prompts.of_chat(messages), self.max_new_tokens, self.stop, listener=self._show
+                self.prompts.of_chat(messages),
+                self.max_new_tokens,
+                self.stop,
+                listener=self._show if self.stream else None,
             )
         except ChatInputError as error:
             print(f"({error}; /clear clears the conversation)", file=self.out)
@@ -101,6 +106,8 @@ class Terminal:
         self.images = []
         with _ctrl_c_stops(request):
             completion = self.generator.generate([request], self.sampling)[0]
+        if not self.stream:
+            self._show(completion.text, ())
         ended = {"length": f"(stopped after {completion.tokens} tokens)", "cancelled": "(stopped)"}.get(
             completion.reason, ""
         )

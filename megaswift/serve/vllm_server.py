@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.inference import DeployConfig
+from megaswift.config.inference import CommonInferenceConfig, DeployConfig
 from megaswift.errors import Problem, WeightsError, first_line
 from megaswift.rollout.vllm_package import RANKS, max_lora_rank_for, supports_quantization, vllm_version_problem
 
@@ -17,11 +17,22 @@ OLDEST = (0, 10)
 """Older releases of vLLM are refused rather than guessed about."""
 GENERATION = ("temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens")
 QUANTIZER = "bitsandbytes"
+MAX_LOGPROBS = 20
+"""vLLM's own default."""
 
 
 def missing_vllm_problems() -> list[Problem]:
     """Problems with the installed vLLM."""
     return vllm_version_problem("--infer_backend vllm", OLDEST, "--infer_backend transformers")
+
+
+def infer_problems(cfg: CommonInferenceConfig) -> list[Problem]:
+    """What stands against vLLM's engine in `infer`: the package, or several adapters, which it cannot add up."""
+    problems = [*missing_vllm_problems(), *_lora_rank_problems(cfg)]
+    if len(cfg.weights.adapters) > 1:
+        what = f"--adapters {' '.join(cfg.weights.adapters)}"
+        problems.append(Problem(what, "vLLM applies one adapter at a time", "--infer_backend transformers"))
+    return problems
 
 
 def unsupported_option_problems(cfg: DeployConfig) -> Iterator[Problem]:
@@ -32,21 +43,22 @@ def unsupported_option_problems(cfg: DeployConfig) -> Iterator[Problem]:
             f"the installed vLLM does not support {QUANTIZER}",
             "use --infer_backend transformers, or a quantized checkpoint (AWQ, GPTQ, FP8)",
         )
+    yield from _lora_rank_problems(cfg)
+
+
+def _lora_rank_problems(cfg: CommonInferenceConfig) -> Iterator[Problem]:
     if (rank := adapters_rank(cfg)) > RANKS[-1]:
         yield Problem(
-            f"--adapters {cfg.weights.adapters}",
+            f"--adapters {' '.join(cfg.weights.adapters)}",
             f"rank {rank} exceeds vLLM's maximum LoRA rank ({RANKS[-1]})",
             "run megaswift export --merge_lora true, then give --model its folder",
         )
 
 
-def adapters_rank(cfg: DeployConfig) -> int:
-    """Of --adapters; 0 without."""
-    return (
-        0
-        if cfg.weights.adapters is None
-        else int(_read(Path(cfg.weights.adapters) / "adapter_config.json").get("r", 8))
-    )
+def adapters_rank(cfg: CommonInferenceConfig) -> int:
+    """The largest of --adapters; 0 without."""
+    ranks = [int(_read(Path(folder) / "adapter_config.json").get("r", 8)) for folder in cfg.weights.adapter_folders]
+    return max(ranks, default=0)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -78,15 +90,31 @@ def server_command(cfg: DeployConfig, folder: Path, name: str, port: int) -> lis
     ]
     if cfg.weights.trust_remote_code:
         words.append("--trust-remote-code")
-    if cfg.server.tensor_parallel_size is not None:
-        words += ["--tensor-parallel-size", str(cfg.server.tensor_parallel_size)]
+    backend = cfg.backend
+    for flag, value in (
+        ("--tensor-parallel-size", backend.tensor_parallel_size),
+        ("--gpu-memory-utilization", backend.vllm_gpu_memory_utilization),
+        ("--max-model-len", backend.vllm_max_model_len),
+        ("--max-num-seqs", backend.vllm_max_num_seqs),
+        ("--data-parallel-size", backend.vllm_data_parallel_size),
+    ):
+        words += [] if value is None else [flag, str(value)]
+    words += ["--enforce-eager"] if backend.vllm_enforce_eager else []
+    words += ["--max-logprobs", str(cfg.server.max_logprobs)] if cfg.server.max_logprobs != MAX_LOGPROBS else []
     if cfg.conversation.chat_template is not None:
         words += ["--chat-template", cfg.conversation.chat_template]
     if cfg.placement.quantization_bit is not None:
         words += ["--quantization", QUANTIZER]
-    if cfg.weights.adapters is not None:  # clients choose adapters by the model's name there
+    if cfg.weights.adapters:  # clients choose adapters by the model's name there
         words += ["--enable-lora", "--max-lora-rank", str(max_lora_rank_for(adapters_rank(cfg)))]
-        words += ["--lora-modules", f"{name}-adapter={cfg.weights.adapters}"]
+        words += ["--lora-modules"]
+        words += [f"{own or f'{name}-adapter'}={adapters}" for own, adapters in cfg.weights.named_adapters]
+    for option, value in (backend.engine_kwargs or {}).items():
+        flag = f"--{option.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [flag, value if isinstance(value, str) else json.dumps(value)]
     return [*words, "--override-generation-config", json.dumps(generation_defaults(cfg, folder))]
 
 

@@ -99,7 +99,7 @@ def test_inference_refuses_a_checkpoint_and_adapters(damaged: Path, tmp_path: Pa
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(WeightsError, match=f"--adapters {folder}: has values that are not finite"):
         load_model_and_prompt_device(
-            prepare_model_load(ModelLoadingOptions(model=str(tmp_path / "whole"), adapters=str(folder)), None),
+            prepare_model_load(ModelLoadingOptions(model=str(tmp_path / "whole"), adapters=(str(folder),)), None),
             PlacementOptions(),
         )
 

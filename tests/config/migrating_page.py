@@ -16,6 +16,7 @@ from megaswift.config.differing_toolkit_defaults import (
     differing_default_table_rows,
 )
 from megaswift.config.foreign_options import NAMES_ELSEWHERE, PRECISIONS, VALUES_ELSEWHERE
+from megaswift.config.inference_other_names import HINTS_OF, NEUTRAL_OF, VALUES_ELSEWHERE_OF_INFERENCE
 from megaswift.config.neutral_options import NEUTRAL
 from megaswift.config.translated_options import RENAMED, SWITCHES, TASK_SPELLINGS
 from tests.sources import ROOT
@@ -56,6 +57,17 @@ def tables() -> dict[str, str]:
     translated += [(f"`{name}: true`", f"`torch_dtype: {dtype}`") for name, dtype in PRECISIONS.items()]
     found = {toolkit: rows(DEFAULTS, differing_default_table_rows(toolkit)) for toolkit in TOOLKITS}
     found |= {"neutral": rows(("option", "values", "why"), neutral), "translated": rows(("there", "here"), translated)}
+    found["inference neutral"] = rows(
+        ("command", "option", "values", "why"),
+        [
+            (command, f"`{name}`", ", ".join(option.values) or "any value", option.reason)
+            for command, table in NEUTRAL_OF.items()
+            for name, option in sorted(table.items())
+        ],
+    )
+    hints = [(c, f"`{name}`", text) for c, table in HINTS_OF.items() for name, text in sorted(table.items())]
+    answers = [("all", f"`{name}: {value}`", text) for (name, value), text in VALUES_ELSEWHERE_OF_INFERENCE.items()]
+    found["inference names"] = rows(("command", "there", "here"), [*hints, *answers])
     return found | {"names": rows(NAMES_HEAD, [*names, *values])}
 
 

@@ -17,6 +17,7 @@ from megaswift.cli import COMMANDS
 from megaswift.command_line_common import ELSEWHERE, unknown_command_error
 from megaswift.config import load_config
 from megaswift.config.foreign_options import NAMES_ELSEWHERE, PATTERNS, VALUES_ELSEWHERE, foreign_option_advice
+from megaswift.config.inference_other_names import HINTS_OF
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.errors import ConfigError, did_you_mean_hint, edit_distance, missing_path_hint
 from megaswift.redaction import is_secret
@@ -143,14 +144,15 @@ def test_without_a_task_the_hint_names_all() -> None:
 @pytest.mark.parametrize("module", [infer, deploy, export])
 def test_other_commands_advise_their_own_options(module: object) -> None:
     command = module.COMMAND  # type: ignore[attr-defined]
-    for name in {**NAMES_ELSEWHERE, **command.hints}:
-        if name in command.table.names or is_secret(name):
+    hints = HINTS_OF[command.name]
+    for name in {**NAMES_ELSEWHERE, **hints}:
+        if name in {*command.table.names, *command.neutral} or is_secret(name):
             continue
         with pytest.raises(ConfigError) as caught:
             command.parse(["--model", "m", f"--{name}", "1"])
         (fix,) = [p.fix for p in caught.value.problems if p.what == f"--{name} 1"]
         named = re.findall(r"--(\w+)", fix)
-        assert name in command.hints or set(named) <= {*command.table.names, "help"}, (name, fix)
+        assert name in hints or set(named) <= {*command.table.names, "help"}, (name, fix)
 
 
 def unknown_options(texts: Iterable[str], known: Collection[str]) -> list[str]:
@@ -204,7 +206,15 @@ def test_a_missing_dash_leaves_no_stray_words() -> None:
 
 
 @pytest.mark.parametrize(
-    "word, answer", [("train", "megaswift sft"), ("merge-lora", "megaswift export"), ("sfft", "did you mean sft?")]
+    "word, answer",
+    [
+        ("finetune", "megaswift sft"),
+        ("merge-lora", "megaswift export"),
+        ("sfft", "did you mean sft?"),
+        ("swift/cli/sft.py", "megaswift sft ..."),
+        ("swift/cli/_megatron/rlhf.py", "megaswift rlhf ..."),
+        ("main.py", "megaswift train ..."),
+    ],
 )
 def test_commands_of_other_toolkits(word: str, answer: str) -> None:
     assert unknown_command_error("megaswift", word, COMMANDS).problems[0].fix.startswith(answer)

@@ -8,7 +8,7 @@ from megaswift.families import FAMILIES
 from megaswift.families.model_type_check import MS_SWIFT_TYPES, model_type_problems
 
 
-@pytest.mark.parametrize("wanted", [None, "qwen2", "qwen2_5", "deepseek_r1_distill"])
+@pytest.mark.parametrize("wanted", [None, "qwen", "qwen2", "qwen2_5", "deepseek_r1_distill"])
 def test_names_of_the_architecture(wanted: str | None) -> None:
     assert model_type_problems(wanted, {"model_type": "qwen2"}) == []
 

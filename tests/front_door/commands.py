@@ -1,4 +1,4 @@
-"""Training commands in a folder of shell scripts, as a user would have typed them.
+"""Commands in a folder of shell scripts, as a user would have typed them.
 
 Owns reading scripts: joined lines, the environment before a command, and variables that the script sets itself.
 """
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TASKS = ("pt", "sft", "rlhf", "dpo", "kto", "grpo", "ppo", "rm", "orpo", "cpo", "simpo")
+INFERENCE = ("infer", "deploy", "export")
 PROGRAMS = ("swift", "megatron")
-SCRIPT = re.compile(r"(?:^|/)(?:swift/)?cli/(?:_megatron/)?(pt|sft|rlhf)\.py$")
+SCRIPT = re.compile(r"(?:^|/)(?:swift/)?cli/(?:_megatron/)?(pt|sft|rlhf|infer|deploy|export)\.py$")
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _QUOTIENT = re.compile(r"\$\(expr (\d+) / (\d+)\)")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
@@ -21,7 +22,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 
 @dataclass(frozen=True)
 class Command:
-    """One training command."""
+    """One command of TASKS or INFERENCE."""
 
     file: str
     line: int
@@ -37,7 +38,7 @@ def commands_in_folder(folder: Path) -> list[Command]:
 
 
 def commands_in_script(file: Path, name: str) -> Iterator[Command]:
-    """Every training command of one script."""
+    """Every command of one script."""
     variables: dict[str, str] = {}
     for number, text in _logical_lines(file.read_text(encoding="utf-8", errors="replace")):
         try:
@@ -54,16 +55,16 @@ def commands_in_script(file: Path, name: str) -> Iterator[Command]:
         if not words:
             variables |= environ
             continue
-        if command := _training_command(words):
+        if command := _command(words):
             program, task, rest = command
             known = {k: v for k, v in variables.items() if k.isupper()}
             yield Command(name, number, program, task, rest, known | environ)
 
 
-def _training_command(words: list[str]) -> tuple[str, str, tuple[str, ...]] | None:
+def _command(words: list[str]) -> tuple[str, str, tuple[str, ...]] | None:
     for i, word in enumerate(words):
         following = words[i + 1] if i + 1 < len(words) else ""
-        if word in PROGRAMS and following in TASKS:
+        if word in PROGRAMS and following in (*TASKS, *INFERENCE):
             return word, following, _arguments(words[i + 2 :])
         if found := SCRIPT.search(word):
             return "megatron" if "_megatron" in word else "swift", found[1], _arguments(words[i + 1 :])

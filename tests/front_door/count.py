@@ -1,10 +1,11 @@
-"""How many of other people's training commands pass everything that happens before processes start.
+"""How many of other people's commands pass everything that happens before processes start or weights are read.
 
-    python -m tests.front_door.count FOLDER [--list]
+    python -m tests.front_door.count FOLDER [--list] [--inference]
 
 FOLDER holds shell scripts, such as ms-swift's examples. Each command is typed as it stands, with tiny models of
 the same kind and small local data in place of the named ones: options, rules, engine choice and preflight. What depends
 on this machine (a GPU, free memory) is left out. Prints the count and the causes of refusals by the number of commands.
+--inference counts infer, deploy and export in place of training.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from megaswift.entry import further_problems_of_refused_config, process_count
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.trainers import preflight
 from megaswift.trainers.engine_choice import resolve_engine
-from tests.front_door.commands import Command, commands_in_folder
+from tests.front_door.commands import INFERENCE, Command, commands_in_folder
+from tests.front_door.inference_commands import inference_refusal
 from tests.front_door.tiny_models import tiny_model_folder
 
 MODELS = ("model", "ref_model", "reward_model", "teacher_model", "value_model")
@@ -129,15 +131,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="count", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--list", action="store_true", help="every command with its problems")
+    parser.add_argument("--inference", action="store_true", help="infer, deploy and export")
     args = parser.parse_args(argv)
-    commands = commands_in_folder(args.folder)
+    commands = [c for c in commands_in_folder(args.folder) if (c.task in INFERENCE) == args.inference]
+    judge = inference_refusal if args.inference else refusal
     os.chdir(args.folder.resolve().parent)  # scripts are started where the folder lies
     passed, causes, only = 0, Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         (root / "rows.jsonl").write_text(ROWS * 64)
         for command in commands:
-            problems = refusal(command, root)
+            problems = [p for p in judge(command, root) if not MACHINE.search(p.rule)]
             passed += not problems
             found = {cause(p) for p in problems}
             causes.update(found)

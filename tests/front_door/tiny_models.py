@@ -52,7 +52,7 @@ MODELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"gemma-3", "gemma3", {}),
     (r"gemma-2", "gemma2", {"num_hidden_layers": 26}),
     (r"mixtral", "mixtral", {"num_hidden_layers": 32, "num_local_experts": 8}),
-    (r"r1-distill-qwen|qwen2(\.5)?-|qwen2(\.5)?$|qwq|qwen1\.5", "qwen2", {}),
+    (r"r1-distill-qwen|qwen2(\.5)?-|qwen2(\.5)?$|qwq|qwen1\.5|^qwen-\d", "qwen2", {}),
     (r"qwen3", "qwen3", {}),
     (r"llama", "llama", {"num_hidden_layers": 32}),
     (r"mistral", "mistral", {"num_hidden_layers": 32}),

@@ -52,7 +52,7 @@ def opened(
 ) -> tuple[ModelWithoutWeights, Generator]:
     """As `infer` opens a model."""
     options = ModelLoadingOptions(
-        model=str(model), adapters=None if adapter is None else str(adapter), merge_adapters=merge
+        model=str(model), adapters=() if adapter is None else (str(adapter),), merge_adapters=merge
     )
     prepared = prepare_model_load(options, None)
     loaded, device = load_model_and_prompt_device(prepared, PlacementOptions(**placement))

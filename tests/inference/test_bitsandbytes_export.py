@@ -10,7 +10,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from megaswift.errors import ConfigError
 from megaswift.export import main
@@ -51,6 +51,18 @@ def test_quantized_as_transformers_quantizes(model: Path, tmp_path: Path, bits: 
     assert not list(tmp_path.glob(".small*"))
 
 
+def test_bitsandbytes_other_data_type_and_quantized_scales(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    words = "--quant_method bnb --quant_bits 4 --bnb_4bit_quant_type fp4 --bnb_4bit_use_double_quant true"
+    assert main(["--model", str(model), *words.split(), "--output_dir", str(out)]) == 0
+    how = {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+    config = BitsAndBytesConfig(load_in_4bit=True, **how)
+    with cpu_with(avx512_bf16=False):
+        theirs = AutoModelForCausalLM.from_pretrained(model, device_map="cpu", quantization_config=config)
+    found = logits(by_transformers(out))
+    assert torch.equal(found, logits(theirs)) and not torch.equal(found, logits(by_transformers(model, 4)))
+
+
 def test_merged_and_quantized_is_one_after_the_other(model: Path, tmp_path: Path) -> None:
     source = ["--model", str(model), "--adapters", str(adapters(tmp_path / "adapter", model)), "--merge_lora"]
     assert main([*source, "--output_dir", str(tmp_path / "merged")]) == 0
@@ -62,13 +74,11 @@ def test_merged_and_quantized_is_one_after_the_other(model: Path, tmp_path: Path
 
 
 def test_mistakes() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="needs adapters"):
         main(["--model", "x", "--merge_lora", "true", "--quantization_bit", "4"])
-    for part in ("needs adapters", "--output_dir: is missing"):
-        assert part in str(caught.value)
     with pytest.raises(ConfigError, match="merge_adapters true: is not an option .*\n.*--merge_lora true"):
         main(["--model", "x", "--merge_adapters", "true", "--output_dir", "y"])
-    with pytest.raises(ConfigError, match="needs --merge_lora or --quantization_bit"):
+    with pytest.raises(ConfigError, match="needs --merge_lora, --quantization_bit, --to_mcore or --to_hf"):
         main(["--model", "x", "--output_dir", "y"])
 
 

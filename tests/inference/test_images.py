@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from megaswift.config.inference import GenerationOptions
+from megaswift.config.inference import ChatTemplateOptions, GenerationOptions
 from megaswift.data import images
 from megaswift.data.images import ImageRoot
 from megaswift.data.vision_processor import Processor
@@ -125,7 +125,7 @@ def test_with_adapters_and_with_weights_on_disk(
     room = {"max_memory": "cpu:90KiB", "offload_folder": str(tmp_path / "off")} if how == "disk" else {}
     _, generator = opened(folder, adapter, **room)
     assert any(p.is_meta for p in generator.model.parameters()) == (how == "disk")
-    prompts = ChatInputRenderer(prepared, None, ImageRoot(folder.parent))
+    prompts = ChatInputRenderer(prepared, ChatTemplateOptions(), ImageRoot(folder.parent))
     found = generator.generate(
         [prompts.request(prompts.of_chat(c), NEW, (), logprobs=0) for c in CONVERSATIONS], GenerationParams()
     )
@@ -146,7 +146,7 @@ def url(folder: Path, number: int) -> str:
 )
 def test_a_batch_with_and_without_images(kind: str, model: Callable[[str], Opened]) -> None:
     folder, prepared, generator = model(kind)
-    prompts = ChatInputRenderer(prepared, None, ImageRoot(folder.parent))
+    prompts = ChatInputRenderer(prepared, ChatTemplateOptions(), ImageRoot(folder.parent))
     want, scores = zip(*(told(folder, c, prepared) for c in CONVERSATIONS), strict=True)
     found = generator.generate(
         [prompts.request(prompts.of_chat(c), NEW, (), logprobs=0) for c in CONVERSATIONS], GenerationParams()
@@ -189,7 +189,7 @@ def test_a_file_of_rows(
 
 def test_an_image_that_went_before_its_turn_is_told(model: Callable[[str], Opened], tmp_path: Path) -> None:
     folder, prepared, _ = model(CHEAP)
-    prompts = ChatInputRenderer(prepared, None, ImageRoot(tmp_path))
+    prompts = ChatInputRenderer(prepared, ChatTemplateOptions(), ImageRoot(tmp_path))
     image = vision.write_images(tmp_path)[0]
     prompt = prompts.of_chat(ask({"type": "image", "image": image}, "x"))
     kept = type(prompt)(prompt.ids, prompt.text, prompt.images)
@@ -238,7 +238,7 @@ class Clients:
         line = RequestQueue.before(generator, 4, 8)
         named = (
             "sees",
-            ChatInputRenderer(prepared, None),
+            ChatInputRenderer(prepared, ChatTemplateOptions()),
             line,
             GenerationOptions(),
             prepared.generation,
@@ -277,7 +277,7 @@ def test_the_server_answers_about_images(clients: Clients, model: Callable[[str]
     whole = clients.chat(sent(url(folder, 0), detail="auto"), "what is it?", n=2)
     assert [c.message.content for c in whole.choices] == [want, want]
     assert whole.usage.prompt_tokens == len(
-        ChatInputRenderer(prepared, None, ImageRoot(folder.parent)).of_chat(CONVERSATIONS[0]).ids
+        ChatInputRenderer(prepared, ChatTemplateOptions(), ImageRoot(folder.parent)).of_chat(CONVERSATIONS[0]).ids
     )
     chunks = clients.chat(sent(url(folder, 0)), "what is it?", stream=True)
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == want
@@ -318,7 +318,11 @@ def test_in_the_terminal(model: Callable[[str], Opened], monkeypatch: pytest.Mon
     folder, prepared, generator = model(CHEAP)
     out = io.StringIO()
     terminal = Terminal(
-        generator, ChatInputRenderer(prepared, None, ImageRoot(folder.parent)), GenerationParams(), NEW, out=out
+        generator,
+        ChatInputRenderer(prepared, ChatTemplateOptions(), ImageRoot(folder.parent)),
+        GenerationParams(),
+        NEW,
+        out=out,
     )
     lines = ["/image images/9.png", "/image images/3.png", "/clear", "/image images/0.png", "what is it?"]
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
@@ -334,7 +338,7 @@ def test_text_models_and_processors_that_do_not_load(model: Callable[[str], Open
     for name in ("processor_config.json", "preprocessor_config.json"):
         (folder / name).unlink(missing_ok=True)
     prepared, generator = opened(folder)
-    prompts = ChatInputRenderer(prepared, None, ImageRoot(tmp_path))
+    prompts = ChatInputRenderer(prepared, ChatTemplateOptions(), ImageRoot(tmp_path))
     with pytest.raises(ChatInputError, match="images are not supported: .* has no processor"):
         prompts.of_chat(ask(shown(0), "x"))
     with pytest.raises(ChatInputError, match="images are not supported: .* has no processor"):

@@ -7,16 +7,24 @@ Covers: megaswift/infer.py, megaswift/serve/prompt_file_rows.py.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megaswift import distributed
+from megaswift.config import load_config
+from megaswift.config.option_sources import CONFIG_HEADER
+from megaswift.data.build_batch_sources import load_document_splits
 from megaswift.errors import ConfigError, DataError
 from megaswift.infer import COMMAND, main
 from megaswift.inference import generator as generation
-from tests.inference.models import plain
+from tests.inference.models import adapters, plain
+from tests.sources import ROOT
 
 pytestmark = pytest.mark.wide
 
@@ -145,6 +153,12 @@ def test_rows_that_cannot_be_asked_are_told_with_their_lines_and_no_model_is_loa
     assert "(6 problems)" in text
 
 
+def test_prompts_are_at_most_max_length(model: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "d.jsonl", [{"text": "0" * 9}, {"text": "0" * 8}])
+    with pytest.raises(DataError, match=r"d.jsonl:1: the prompt has 9 tokens; --max_length is 8"):
+        infer(model, data, tmp_path / "a.jsonl", "--max_length", "8")
+
+
 def refused(*words: str) -> str:
     with pytest.raises(ConfigError) as caught:
         COMMAND.parse(words)
@@ -176,7 +190,7 @@ def test_all_mistakes_of_a_command_line_at_once(tmp_path: Path) -> None:
         "'gpu' is not a device",
     ):
         assert part in text, text
-    assert "(8 problems)" in text  # and --result_path
+    assert "(7 problems)" in text
     (tmp_path / "adapter").mkdir()
     text = refused(
         "--model",
@@ -212,3 +226,64 @@ def test_help_is_grouped_and_fits(width: int) -> None:
     assert all(f"--{name} " in page.replace("\n", " ") for name in COMMAND.table.names)
     assert max(len(line) for line in page.splitlines()[6:]) <= width
     assert "Devices\n-------" in page and "--max_new_tokens 512 tokens" in page
+
+
+def test_several_data_sets_and_a_file_of_its_own_name(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "xy":
+        write(Path(f"{name}.jsonl"), [{"query": f"{name}{i}"} for i in range(5)])
+    assert main(["--model", str(model), "--val_dataset", "x.jsonl#2", "y.jsonl", "--max_new_tokens", "2"]) == 0
+    (result,) = Path("infer_result").glob("*/x-and-1.jsonl")
+    found = read(result)
+    assert [r["query"] for r in found] == ["x0", "x1", "y0", "y1", "y2", "y3", "y4"]
+
+
+def test_a_run_s_held_out_rows(model: Path, tmp_path: Path) -> None:
+    """Those that are in none of its training documents."""
+    data = write(tmp_path / "d.jsonl", [{"query": f"{i}+1?", "response": "x"} for i in range(12)])
+    run = adapters(tmp_path / "run" / "adapter", model).parent
+    cfg = load_config("sft", ["--model", str(model), "--dataset", str(data), "--split_dataset_ratio", "0.25"])
+    (run / "config.yaml").write_text(f"{CONFIG_HEADER}\n{cfg.to_yaml()}")
+    out = tmp_path / "a.jsonl"
+    words = ["--adapters", str(run), "--load_data_args", "true", "--result_path", str(out), "--max_new_tokens", "2"]
+    assert main(words) == 0
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    training, _ = load_document_splits(cfg.data, cfg.train, tokenizer, "sft")
+    learned = " ".join(tokenizer.decode(training.read(i)[0]) for i in range(len(training)))
+    found = [r["query"] for r in read(out)]
+    assert len(found) == 3 and not [q for q in found if f"<u> {' '.join(q)}" in learned or f"<u>{q}" in learned]
+    assert [r["labels"] for r in read(out)] == ["x"] * 3
+
+
+def test_what_two_processes_left_one_goes_on_with(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of two answers its batches, and is gone before rank 0 begins."""
+    data = write(tmp_path / "d.jsonl", [{"query": q} for q in QUESTIONS])
+    whole = infer(model, data, tmp_path / "whole.jsonl", "--temperature", "1")
+    with monkeypatch.context() as second:
+        for name, value in (("global_rank", 1), ("global_world_size", 2)):
+            second.setattr(distributed, name, lambda value=value: value)
+        words = ["--model", str(model), "--dataset", str(data), "--result_path", str(tmp_path / "a.jsonl")]
+        words += ["--max_new_tokens", str(NEW), "--batch_size", "3", "--temperature", "1"]
+        assert main(words) == 0 and not (tmp_path / "a.jsonl").exists()
+    assert [line["row"] for line in read(tmp_path / "a.jsonl.partial-1")[1:]] and len(list(tmp_path.glob("*l*"))) == 3
+    calls: list[int] = []
+    real = generation.Generator.generate
+    monkeypatch.setattr(generation.Generator, "generate", lambda self, r, s: calls.append(len(r)) or real(self, r, s))
+    assert infer(model, data, tmp_path / "a.jsonl", "--temperature", "1") == whole
+    assert calls == [3, 1] and not list(tmp_path.glob("*.partial*"))
+
+
+@pytest.mark.process
+def test_two_processes_write_the_file_of_one(model: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "d.jsonl", [{"query": q} for q in QUESTIONS])
+    infer(model, data, tmp_path / "one.jsonl", "--temperature", "1", "--logprobs")
+    words = ["--model", str(model), "--dataset", str(data), "--result_path", str(tmp_path / "two.jsonl"), "--logprobs"]
+    words += ["--max_new_tokens", str(NEW), "--batch_size", "3", "--temperature", "1"]
+    environ = {**os.environ, "NPROC_PER_NODE": "2", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "megaswift", "infer", *words]
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stderr.count("device map") == 1, done.stderr
+    assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    assert {p.name for p in tmp_path.iterdir()} == {"d.jsonl", "one.jsonl", "two.jsonl"}

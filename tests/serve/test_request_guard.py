@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from megaswift.config.inference import GenerationOptions, ModelLoadingOptions
+from megaswift.config.inference import ChatTemplateOptions, GenerationOptions, ModelLoadingOptions
 from megaswift.inference.chat_inputs import ChatInputRenderer
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams
 from megaswift.inference.load_generation_model import prepare_model_load
@@ -58,7 +58,7 @@ class Server:
 
     def __init__(self, folder: Path, rules: AccessRules, most: int = 50) -> None:
         prepared = prepare_model_load(ModelLoadingOptions(model=str(folder)), None)
-        self.model, self.prompts = Model(), ChatInputRenderer(prepared, None)
+        self.model, self.prompts = Model(), ChatInputRenderer(prepared, ChatTemplateOptions())
         line = RequestQueue(self.model.generate, 8, 40)
         line.start()
         self.served = ServerState(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megaswift.config.inference import ChatTemplateOptions
 from megaswift.inference.chat_inputs import ChatInputRenderer
 from megaswift.inference.generator import GenerationParams, Generator
 from megaswift.inference.load_generation_model import ModelWithoutWeights
@@ -36,7 +37,12 @@ def conversation(
     prepared, generator = open_model
     out = io.StringIO()
     terminal = Terminal(
-        generator, ChatInputRenderer(prepared, how.get("system")), GenerationParams(), how.get("new", NEW), out=out
+        generator,
+        ChatInputRenderer(prepared, ChatTemplateOptions(system=how.get("system"))),
+        GenerationParams(),
+        how.get("new", NEW),
+        stream=how.get("stream", True),
+        out=out,
     )
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
     terminal.run()
@@ -64,6 +70,19 @@ def test_turns_build_on_one_another_until_they_are_cleared(
     assert [m["content"] for m in terminal.messages] == ["1+2?", want[0]]
     assert out.count(want[0]) == 2 and want[1] in out and "conversation cleared" in out and "never" not in out
     assert out.index(want[0]) < out.index(want[1])
+
+
+def test_an_answer_is_printed_when_it_is_complete(
+    model: Path, open_model: tuple[ModelWithoutWeights, Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (want,) = expected(model, ["1+2?"])
+    shown: list[str] = []
+    monkeypatch.setattr(Terminal, "_show", lambda self, text, logprobs: shown.append(text))
+    conversation(open_model, ["1+2?"], monkeypatch, stream=False)
+    assert shown == [want]
+    shown.clear()
+    conversation(open_model, ["1+2?"], monkeypatch)
+    assert len(shown) > 1 and "".join(shown) == want
 
 
 def test_what_looks_like_a_command_is_not_sent(

@@ -89,7 +89,7 @@ def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path)
     good, words = str(step(out, 4)), ["--model", str(step(out, 4)), "--dataset", "d.jsonl", "--train_type", "lora"]
     for read in (
         lambda: PeftFolder(bad / "adapter"),
-        lambda: locate_generation_model(ModelLoadingOptions(model=good, adapters=added)),
+        lambda: locate_generation_model(ModelLoadingOptions(model=good, adapters=(added,))),
         lambda: verified_model_folder(load_config("sft", [*words, "--adapters", added]), step(out, 4) / "model"),
         lambda: merge_adapter_folder_into_base(good, added, tmp_path / "hf"),
     ):

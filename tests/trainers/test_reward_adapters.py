@@ -228,4 +228,4 @@ def test_adapters_of_the_other_kind_are_refused(tmp_path: Path) -> None:
             )
             assert len(found) == 1 and said in found[0]
     with pytest.raises(WeightsError, match="is of a reward model, which does not generate text"):
-        prepare_model_load(ModelLoadingOptions(model=str(model), adapters=str(tmp_path / "adapter")), None)
+        prepare_model_load(ModelLoadingOptions(model=str(model), adapters=(str(tmp_path / "adapter"),)), None)

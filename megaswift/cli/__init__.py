@@ -24,6 +24,13 @@ def _train(task: str) -> Callable[[list[str]], int]:
     return command
 
 
+def _task_of_options(argv: list[str]) -> int:
+    """`megaswift train ...`."""
+    from megaswift.train import main as train
+
+    return train(argv)
+
+
 def _config(argv: list[str]) -> int:
     """`megaswift config FILE [overrides]` and `megaswift config --schema`."""
     from megaswift.config import load_config
@@ -106,6 +113,7 @@ megaswift config --schema                    JSON schema of configuration files,
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     **{task: (text, _train(task)) for task, text in TASKS.items()},
     "rlhf": ("the task given by --rlhf_type", _train("rlhf")),
+    "train": ("the task given by the configuration file or --algorithm", _task_of_options),
     "config": ("check and print a configuration; print the JSON schema", _config),
     "data": ("data show: inspect tokens, loss mask, lengths and packing", _data),
     "convert": ("convert, verify and merge weights (Hugging Face, Megatron)", _convert),

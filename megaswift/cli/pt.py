@@ -1,0 +1,13 @@
+"""`megaswift pt` under a path of ms-swift: `torchrun megaswift/cli/pt.py`."""
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: python has put its folder on the path, where it would hide other packages
+    _here = Path(__file__).resolve()
+    sys.path[:] = [str(_here.parents[2]), *(p for p in sys.path if Path(p).resolve() != _here.parent)]
+
+from megaswift.entry import main  # noqa: E402
+
+if __name__ == "__main__":
+    raise SystemExit(main("pt"))

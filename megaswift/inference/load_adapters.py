@@ -1,0 +1,143 @@
+"""Puts the adapters of --adapters around a loaded model's layers, or merges them into it.
+
+Adapters without names are all active and add up; of adapters with names, `Generator` activates those that a request
+selects.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaswift import log
+from megaswift.bridge import check_finite_weights
+from megaswift.config.inference import ModelLoadingOptions
+from megaswift.errors import Problem, WeightsError
+from megaswift.families.adapter_folder import adapter_shapes, base_model_name
+from megaswift.inference import device_placement
+from megaswift.inference.device_placement import DeviceMap
+from megaswift.inference.transformers_refusals import transformers_errors_as_ours
+
+LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+LAYER = re.compile(r"(?:.*\.)?layers\.(?P<number>\d+)\.")
+
+
+def peft_adapter_names(options: ModelLoadingOptions) -> dict[str, str]:
+    """PEFT's name of each adapter folder, a part of its parameters' names: `default`, then numbered ones."""
+    return {
+        folder: "default" if number == 0 else f"adapter_{number}"
+        for number, folder in enumerate(options.adapter_folders)
+    }
+
+
+def selectable_adapters(options: ModelLoadingOptions) -> Mapping[str, str]:
+    """The adapters that requests select: the user's name to PEFT's; none where all adapters are active."""
+    own = peft_adapter_names(options)
+    return {name: own[folder] for name, folder in options.named_adapters if name}
+
+
+def check_adapters_fit(skeleton: Any, options: ModelLoadingOptions) -> None:
+    """WeightsError for LoRA adapters that were trained on a model of other sizes, before a weight is read."""
+    for folder in options.adapter_folders:
+        _check_fit(skeleton, Path(folder), str(options.model))
+
+
+def _check_fit(skeleton: Any, folder: Path, model: str) -> None:
+    modules = dict(skeleton.named_modules())
+    depth = getattr(skeleton.config.get_text_config(), "num_hidden_layers", None)
+    for name, shape in adapter_shapes(folder).items():
+        match = LORA.fullmatch(name)
+        if match is None:
+            continue
+        module, half = modules.get(match["module"]), match["half"]
+        layer = LAYER.match(match["module"])
+        wrong = ""
+        if isinstance(module, torch.nn.Linear):
+            side, ours = ("inputs", module.in_features) if half == "A" else ("outputs", module.out_features)
+            theirs = shape[-1 if half == "A" else 0]
+            wrong = f"{match['module']} has {theirs} {side} there and {ours} in this model" if theirs != ours else ""
+        elif module is None and layer is not None and depth is not None and int(layer["number"]) >= depth:
+            wrong = f"it has {match['module']}, but this model has {log.count_text(depth, 'layer')}"
+        if wrong:
+            base = base_model_name(folder)
+            rule = f"was trained on another model{f' ({base})' * bool(base)}: {wrong}"
+            raise WeightsError(
+                Problem(f"--adapters {folder}", rule, f"use --model {base or 'BASE'}, or adapters of {model}")
+            )
+
+
+def model_with_adapters(model: Any, options: ModelLoadingOptions, placed: DeviceMap) -> Any:
+    """The model with the adapters beside its weights, or in them.
+
+    PEFT would take a dispatched model apart and dispatch it again by a map of its own, and write a copy of the weights
+    beside the model for those on disk. Layers keep their hooks when adapters are put around them, so nothing of it is
+    needed: the map is hidden meanwhile.
+    """
+    names = peft_adapter_names(options)
+    if not names:
+        return model
+    from peft import PeftModel
+
+    vars(model).pop("hf_device_map", None)
+    adapted: Any = None
+    for folder, name in names.items():
+        with transformers_errors_as_ours(f"--adapters {folder}"):
+            how: dict[str, Any] = {"adapter_name": name, "low_cpu_mem_usage": True, "torch_device": "cpu"}
+            if adapted is None:
+                adapted = PeftModel.from_pretrained(model, folder, **how)
+            else:
+                adapted.load_adapter(folder, **how)
+    if len(names) > 1 and not selectable_adapters(options):
+        with transformers_errors_as_ours("--adapters"):
+            adapted.base_model.set_adapter([*names.values()])
+    model.hf_device_map = placed
+    for folder, name in names.items():
+        _onto_devices(adapted, (folder, name), device_placement.execution_device(placed))
+        added = ((n, p) for n, p in adapted.named_parameters() if _of_adapter(n, name))
+        check_finite_weights.check_weights_finite(added, f"--adapters {folder}")
+    return adapted.merge_and_unload() if options.merge_adapters else adapted
+
+
+@contextmanager
+def active_adapter(model: Any, selectable: Mapping[str, str], name: str) -> Iterator[None]:
+    """The model with the adapter of this name alone, or with none for the empty name. Nothing changes where none is
+    `selectable`."""
+    if name:
+        model.set_adapter(selectable[name])
+    with model.disable_adapter() if selectable and not name else nullcontext():
+        yield
+
+
+def _of_adapter(parameter: str, adapter: str) -> bool:
+    return adapter in parameter.split(".")
+
+
+def _onto_devices(adapted: Any, adapter: tuple[str, str], device: torch.device) -> None:
+    """The adapter (folder, name) of layers that are offloaded. PEFT puts them where their layer's weights are, and
+    those are nowhere between two steps."""
+    from peft import load_peft_weights
+
+    folder, own_name = adapter
+    homeless = [
+        (name, module, own)
+        for name, module in adapted.named_modules()
+        for own, p in module.named_parameters(recurse=False)
+        if p.is_meta and _of_adapter(f"{name}.{own}", own_name)
+    ]
+    weights = load_peft_weights(folder, device=str(device)) if homeless else {}
+    for name, module, own in homeless:
+        saved = f"{name}.{own}".replace(f".{own_name}", "")
+        if saved not in weights:
+            raise WeightsError(
+                Problem(
+                    f"--adapters {folder}",
+                    f"{name} cannot be combined with offloaded weights",
+                    "run megaswift export --merge_lora true first, or use a larger --max_memory",
+                )
+            )
+        setattr(module, own, torch.nn.Parameter(weights[saved], requires_grad=False))

@@ -1,0 +1,73 @@
+"""Entry files of other toolkits: `main.py --mode train --algorithm`, `megaswift train`, ms-swift's paths."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaswift import entry, train
+from megaswift.cli import main
+from tests.sources import ROOT
+
+FILES = sorted(p.relative_to(ROOT) for p in (ROOT / "megaswift" / "cli").rglob("*.py") if not p.name.startswith("__"))
+ENTRIES = [*map(str, FILES), "main.py", "megaswift/train.py", "megaswift/infer.py"]
+
+
+def first_line_of_help(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize("file", ENTRIES)
+def test_an_entry_file_is_its_command(
+    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As python starts it: with the folder of the file first on the path, and without its package."""
+    folder = str((ROOT / file).parent)
+    monkeypatch.setattr(sys, "argv", [file, "--help"])
+    monkeypatch.setattr(sys, "path", [folder, *(p for p in sys.path if Path(p or ".").resolve() != ROOT), str(ROOT)])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / file), run_name="__main__")
+    assert ended.value.code == 0
+    command = {"main.py": "train", "megaswift/cli/main.py": ""}.get(file, Path(file).stem)
+    assert first_line_of_help(capsys).startswith(f"megaswift {command}")
+    assert file == "main.py" or folder not in sys.path
+
+
+@pytest.mark.parametrize(("module", "command"), [("megaswift.cli._megatron.pt", "pt"), ("megaswift.cli", "")])
+def test_an_entry_file_as_a_module(
+    module: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__")
+    assert ended.value.code == 0 and first_line_of_help(capsys).startswith(f"megaswift {command}")
+
+
+@pytest.mark.parametrize(
+    ("words", "task"),
+    [
+        ("--mode train --algorithm dpo", "dpo"),
+        ("--training_task GRPO", "grpo"),
+        ("--rlhf_type orpo", "orpo"),
+        ("", "sft"),
+        ("--config {file}", "orpo"),
+        ("--config {file} --algorithm orpo --local_rank -1", "orpo"),
+    ],
+)
+def test_the_options_name_the_task(words: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.yaml").write_text("task: orpo\nmodel: m\n")
+    started: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(entry, "main", lambda task, words: started.append((task, words)) or 0)
+    typed = ["--model", "m", *words.format(file=tmp_path / "run.yaml").split()]
+    assert main(["train", *typed]) == 0 and started == [(task, typed)]
+
+
+def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train.main(["--mode", "eval", "--model", "m"])
+    assert ended.value.code == 2 and "use the command's name: megaswift infer" in capsys.readouterr().err
+    assert train.main([]) == 2
