@@ -85,9 +85,30 @@ NOT_SERVED = {
 """Keys of `zero_optimization` that change numbers or the layout that checkpoints read, with the only value that
 goes."""
 
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
+LOSS_SCALE_OPTIONS = {
+    "initial_scale_power": "--initial_loss_scale",
+    "loss_scale_window": "--loss_scale_window",
+    "hysteresis": "--hysteresis",
+    "min_loss_scale": "--min_loss_scale",
+}
+"""Number of the section `fp16`: the option."""
+FP16_ONLY = {"loss_scale": 0, "consecutive_hysteresis": False, "fp16_master_weights_and_grads": False}
+"""Keys of the section `fp16`, with the only value that goes."""
+
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 SCHEDULER_NUMBERS = ("warmup_min_lr", "warmup_min_ratio", "cos_min_ratio")
 """What a schedule of the run has no option for; 0 asks for nothing."""
+
+
+@dataclass(frozen=True)
+class LossScaleNumbers:
+    """Of the dynamic loss scale, under the names of DeepSpeed's section `fp16`."""
+
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    min_loss_scale: int = 1
 
 
 @dataclass(frozen=True)
@@ -105,9 +126,11 @@ class DeepspeedAutoValues:
     clip: float
     schedule: str
     dtype: str
-    """float32 or bfloat16."""
+    """float32, bfloat16 or float16."""
     hidden_size: int | None = None
     """Of the model; None: DeepSpeed's own bucket sizes stand in for "auto"."""
+    loss_scale: LossScaleNumbers = LossScaleNumbers()
+    """Of float16."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +157,9 @@ def deepspeed_auto_values(cfg: Sections, world: int | None, dtype: str, hidden_s
         o.lr_scheduler_type,
         dtype,
         hidden_size,
+        LossScaleNumbers(
+            round(math.log2(o.initial_loss_scale)), o.loss_scale_window, o.hysteresis, int(o.min_loss_scale)
+        ),
     )
 
 
@@ -148,7 +174,8 @@ def deepspeed_preset(kind: str) -> dict[str, Any]:
     zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if optimizer else {}
     zero |= {"offload_param": {"device": "cpu", "pin_memory": True}} if weights else {}
     autos = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    return {"zero_optimization": zero, "bf16": {"enabled": "auto"}, **dict.fromkeys(autos, "auto")}
+    halves = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}
+    return {"zero_optimization": zero, **halves, **dict.fromkeys(autos, "auto")}
 
 
 def offloads_optimizer_and_weights(config: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -262,6 +289,7 @@ def _agree(section: dict[str, Any], name: str, value: Any, flag: str, label: str
         section.pop(name) if value is None else section.update({name: value})
     elif value_in_file is not None and value is not None and not _same(value_in_file, value):
         shown = value_in_file if isinstance(value_in_file, list) else [value_in_file]
+        shown = [2**number for number in shown] if name == "initial_scale_power" else shown
         typed = " ".join(f"{option} {number}" for option, number in zip(flag.split(), shown, strict=False))
         yield Problem(
             f'{label}: "{name}": {value_in_file}',
@@ -278,24 +306,31 @@ def _same(value_in_file: Any, value: Any) -> bool:
 
 
 def _precision(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -> Iterator[Problem]:
-    half = facts.dtype == "bfloat16"
-    if (config.pop("fp16", None) or {}).get("enabled") is True:
-        yield Problem(
-            f'{label}: "fp16"',
-            "float16 is not supported: it needs gradient loss scaling",
-            '"bf16": {"enabled": "auto"}',
-        )
-    section = config.setdefault("bf16", {})
-    enabled = section.setdefault("enabled", "auto")
-    if enabled == "auto":
-        section["enabled"] = half
-    elif bool(enabled) != half:
-        other = "bfloat16" if enabled else "float32"
-        yield Problem(
-            f'{label}: "bf16": {{"enabled": {json.dumps(enabled)}}}',
-            f"conflicts with the compute dtype {facts.dtype}",
-            f'--torch_dtype {other}, or "auto" in the file',
-        )
+    for name, dtype in PRECISIONS.items():
+        section = config.setdefault(name, {})
+        enabled = section.setdefault("enabled", "auto" if name == "bf16" or facts.dtype == dtype else False)
+        if enabled == "auto":
+            section["enabled"] = facts.dtype == dtype
+        elif bool(enabled) != (facts.dtype == dtype):
+            yield Problem(
+                f'{label}: "{name}": {{"enabled": {json.dumps(enabled)}}}',
+                f"conflicts with the compute dtype {facts.dtype}",
+                f'--torch_dtype {dtype if enabled else "float32"}, or "auto" in the file',
+            )
+    if config["fp16"]["enabled"]:
+        yield from _loss_scale(config["fp16"], facts.loss_scale, label)
+    else:
+        config.pop("fp16")
+
+
+def _loss_scale(section: dict[str, Any], own: LossScaleNumbers, label: str) -> Iterator[Problem]:
+    for name, only in FP16_ONLY.items():
+        if section.pop(name, only) != only:
+            yield Problem(f'{label}: "fp16": "{name}"', "is not supported: the loss scale is dynamic", "leave it out")
+    section.pop("auto_cast", None)  # inputs are always cast
+    for name, flag in LOSS_SCALE_OPTIONS.items():
+        section.setdefault(name, "auto")
+        yield from _agree(section, name, getattr(own, name), flag, label)
 
 
 def _optimizer(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -> Iterator[Problem]:

@@ -229,12 +229,6 @@ ENGINE_CLASHES: tuple[ConflictingOptions, ...] = (
         "--recompute_granularity full",
     ),
     ConflictingOptions(
-        ("torch_dtype", *READS),
-        lambda c: _TORCH(c) and c.model.torch_dtype == "float16",
-        "needs gradient loss scaling, which only the native engine supports",
-        "--torch_dtype bfloat16, or --engine megatron",
-    ),
-    ConflictingOptions(
         ("freeze_llm", "freeze_vit", "freeze_aligner"),
         lambda c: c.model.freeze_llm and c.model.freeze_vit is not False and c.model.freeze_aligner is not False,
         "leaves nothing to train: freeze_vit and freeze_aligner are true by default",

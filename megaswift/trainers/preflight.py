@@ -126,8 +126,10 @@ def collect_check_errors(checks: Iterable[Check]) -> list[UserError]:
 
 
 def device_problems(cfg: SwiftConfig) -> list[Problem]:
-    """What a CPU alone cannot do: offloading from a device that is the host itself, and training in float16."""
-    offload, half = cfg.optim.optimizer_cpu_offload, cfg.model.torch_dtype == "float16"
+    """What a CPU alone cannot do: offloading from a device that is the host itself, and, under DeepSpeed on most CPUs,
+    training in float16."""
+    offload = cfg.optim.optimizer_cpu_offload
+    half = cfg.model.torch_dtype == "float16" and requested_engine(cfg) in ZERO
     if not offload and not half:
         return []
     import torch
@@ -136,10 +138,10 @@ def device_problems(cfg: SwiftConfig) -> list[Problem]:
         return []
     rule = "there is no CUDA device, so the optimizer state is in host memory anyway"
     problems = [Problem("--optimizer_cpu_offload true", rule, "--optimizer_cpu_offload false")] * offload
-    return (
-        problems
-        + [Problem("--torch_dtype float16", "needs a CUDA device for training", "--torch_dtype bfloat16")] * half
-    )
+    if half and not torch.ops.mkldnn._is_mkldnn_fp16_supported():  # what DeepSpeed asks
+        rule = "DeepSpeed supports float16 on CPUs with AVX512-FP16 only, and there is no CUDA device"
+        problems.append(Problem("--torch_dtype float16", rule, "--engine fsdp2, or --torch_dtype bfloat16"))
+    return problems
 
 
 def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:

@@ -114,7 +114,7 @@ def test_auto_without_a_known_size_is_deepspeeds_own() -> None:
             ("warmup_min_lr", "warmup starts at 0"),
         ),
         ({"bf16": {"enabled": False}}, ("conflicts with the compute dtype bfloat16", "--torch_dtype float32")),
-        ({"fp16": {"enabled": True}}, ("float16 is not supported",)),
+        ({"fp16": {"enabled": True}}, ("conflicts with the compute dtype bfloat16", "--torch_dtype float16")),
         ({"amp": {"enabled": True}}, ("would be ignored", "bf16")),
         ({"gradient_cliping": 1.0}, ("would be ignored", "did you mean gradient_clipping?")),
         ({"prescale_gradients": True}, ("gradients are summed",)),

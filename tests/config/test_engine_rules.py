@@ -68,7 +68,6 @@ CLASHING = [
     "--use_fsdp true --engine ddp",
     "--fsdp full_shard,shard_grad_op",
     "--engine ddp --recompute_granularity selective",
-    "--torch_dtype fp16 --engine fsdp2",
     "--engine ddp --freeze_llm true",
 ]
 

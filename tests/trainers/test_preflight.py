@@ -78,8 +78,12 @@ def test_what_a_cpu_alone_cannot_do(model: Path, tmp_path: Path, monkeypatch: py
     )
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert ["--optimizer_cpu_offload true: there is no CUDA device" in text for text in problems(cfg, 1)] == [True]
-    half = SwiftConfig(task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), torch_dtype="fp16")
-    assert ["--torch_dtype float16: needs a CUDA device for training" in text for text in problems(half, 1)] == [True]
+    words = {"model": str(model), "dataset": "d", "output_dir": str(tmp_path / "out"), "torch_dtype": "fp16"}
+    half = SwiftConfig(task="sft", engine="zero2", **words)
+    monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_fp16_supported", lambda: False)
+    assert ["DeepSpeed supports float16 on CPUs with AVX512-FP16 only" in text for text in problems(half, 1)] == [True]
+    for engine in ("megatron", "ddp", "fsdp2"):
+        assert problems(SwiftConfig(task="sft", engine=engine, **words), 1) == []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert problems(cfg, 1) == problems(half, 1) == []
 

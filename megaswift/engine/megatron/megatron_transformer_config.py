@@ -24,7 +24,6 @@ from megaswift.engine.megatron.layers.layer_implementation import (
 )
 from megaswift.engine.megatron.layers.layer_module_classes import gated_activation_class
 from megaswift.engine.megatron.layers.rope import inverse_frequencies
-from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Layout
 
@@ -37,10 +36,6 @@ def compute_dtype(cfg: SwiftConfig, spec: ModelSpec, cuda: bool) -> torch.dtype:
     name = cfg.model.torch_dtype
     if name == "auto":
         name = spec.dtype if cuda else "float32"
-    if name == "float16" and not cuda:
-        raise ConfigError(
-            Problem("--torch_dtype float16", "float16 training needs a CUDA device", "--torch_dtype bfloat16")
-        )
     return DTYPES[name]
 
 
