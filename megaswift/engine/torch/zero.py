@@ -14,7 +14,7 @@ gone round here:
 - Half precision: weights are rounded before the fp32 masters are made from them. What that loses is written back into
   the masters.
 - float16: the loss scale changes between the check of the gradients and their division by it, so that a step on which
-  it grows takes half a gradient and reports half a norm. The scale is the strategy's, and changes after the step.
+  it grows takes half a gradient. The scale is the strategy's, and changes after the step.
 - Stage 0 computes no gradient norm unless it clips, never checks it, and keeps it nowhere; `step` does it.
 
 At stages 2 and 3 DeepSpeed reduces gradients while the backward pass runs, in the order in which they come. So every
