@@ -65,8 +65,7 @@ def _options(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     kind = _section(config, "scheduler").get("type")
     if isinstance(kind, str) and kind in SCHEDULES:
         yield "scheduler", "lr_scheduler_type", SCHEDULES[kind]
-    if _is_number(schedule.get("warmup_num_steps")):
-        yield "warmup_num_steps", "warmup_steps", int(schedule["warmup_num_steps"])
+    yield from _schedule_numbers(schedule, optimizer.get("lr"))
     for name, dtype in PRECISIONS.items():
         if _section(config, name).get("enabled") is True:
             yield name, "torch_dtype", dtype
@@ -76,6 +75,17 @@ def _options(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             if _is_number(half.get(key)):
                 power = key == "initial_scale_power" and abs(half[key]) < LARGEST_POWER
                 yield key, flag.removeprefix("--"), 2.0 ** half[key] if power else half[key]
+
+
+def _schedule_numbers(schedule: Mapping[str, Any], rate: Any) -> Iterator[tuple[str, str, Any]]:
+    """Warmup, and where the schedule ends; ratios are of the peak, where the file has one."""
+    if _is_number(schedule.get("warmup_num_steps")):
+        yield "warmup_num_steps", "warmup_steps", int(schedule["warmup_num_steps"])
+    if _is_number(schedule.get("warmup_min_lr")):
+        yield "warmup_min_lr", "lr_warmup_init", schedule["warmup_min_lr"]
+    for key, name in (("warmup_min_ratio", "lr_warmup_init"), ("cos_min_ratio", "min_lr")):
+        if _is_number(schedule.get(key)) and _is_number(rate):
+            yield key, name, schedule[key] * rate
 
 
 def _notices(config: Mapping[str, Any], file: str) -> Iterator[str]:

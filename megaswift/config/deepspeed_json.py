@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config.batch_arithmetic import accumulation_steps
+from megaswift.config.deepspeed_served_keys import unserved_key_problems, without_switched_off_keys
 from megaswift.config.read_json_object import read_option_json_object
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem, did_you_mean_hint
@@ -31,60 +32,6 @@ KINDS = {
 }
 """Kind: stage, whether the optimizer is kept on the CPU, whether the weights are too."""
 
-SERVED = (
-    "zero_optimization",
-    "bf16",
-    "fp16",
-    "data_types",
-    "communication_data_type",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "optimizer",
-    "scheduler",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "flops_profiler",
-    "comms_logger",
-    "memory_breakdown",
-    "dump_state",
-    "log_level",
-    "disable_python_gc",
-    "aio",
-)
-"""Sections and keys that have an effect, or repeat what the run says."""
-
-INSTEAD = {
-    "amp": "bf16",
-    "torch_autocast": "bf16",
-    "activation_checkpointing": "--recompute_granularity",
-    "tensorboard": "--report_to tensorboard",
-    "wandb": "--report_to wandb",
-    "pipeline": "use --engine megatron with --pp",
-    "tensor_parallel": "use --engine megatron with --tp",
-    "sequence_parallel_size": "use --engine megatron with --cp",
-    "prescale_gradients": "leave it out: gradients are summed, then divided once",
-    "gradient_predivide_factor": "leave it out: gradients are summed, then divided once",
-    "gradient_allreduce_op": "leave it out: gradients are summed, then divided once",
-}
-"""What does the work of a key that is not served."""
-
-NOT_SERVED = {
-    "zero_quantized_weights": False,
-    "zero_quantized_nontrainable_weights": False,
-    "zero_quantized_gradients": False,
-    "zero_hpz_partition_size": 1,
-    "mics_shard_size": -1,
-    "zenflow": None,
-    "compute_grad_norm": True,
-    "round_robin_gradients": False,
-}
-"""Keys of `zero_optimization` that change numbers or the layout that checkpoints read, with the only value that
-goes."""
-
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 LOSS_SCALE_OPTIONS = {
     "initial_scale_power": "--initial_loss_scale",
@@ -97,8 +44,17 @@ FP16_ONLY = {"loss_scale": 0, "consecutive_hysteresis": False, "fp16_master_weig
 """Keys of the section `fp16`, with the only value that goes."""
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-SCHEDULER_NUMBERS = ("warmup_min_lr", "warmup_min_ratio", "cos_min_ratio")
-"""What a schedule of the run has no option for; 0 asks for nothing."""
+IDLE_PARAMS: Mapping[str, Any] = {
+    "adam_w_mode": True,
+    "bias_correction": True,
+    "amsgrad": False,
+    "fp32_optimizer_states": True,
+    "torch_adam": None,
+    "warmup_type": None,
+    "total_num_steps": None,
+    "last_batch_iteration": -1,
+}
+"""Further parameters of an optimizer or a schedule, with the only value that goes; None: any."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +76,9 @@ class DeepspeedAutoValues:
     world: int | None
     """Processes; None: not known yet."""
     learning_rate: float
+    warmup_init: float | None
+    """Learning rate of the first warmup step; None without a warmup."""
+    min_lr: float
     betas: tuple[float, float]
     epsilon: float
     weight_decay: float
@@ -150,6 +109,8 @@ def deepspeed_auto_values(cfg: Sections, world: int | None, dtype: str, hidden_s
         accumulation_steps(train, world or 1),
         world,
         o.learning_rate,
+        o.lr_warmup_init if o.warmup_steps or o.warmup_ratio else None,
+        o.min_lr,
         (o.adam_beta1, o.adam_beta2),
         o.adam_epsilon,
         o.weight_decay,
@@ -201,7 +162,7 @@ def matching_deepspeed_preset(config: Mapping[str, Any]) -> str | None:
 def read_deepspeed_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file; ConfigError where there is none."""
     fix = f"give one of {', '.join(KINDS)}, or a JSON file such as configs/deepspeed/zero2.json"
-    return read_option_json_object(path, f"--deepspeed {path}", fix)
+    return without_switched_off_keys(read_option_json_object(path, f"--deepspeed {path}", fix))
 
 
 def missing_deepspeed_problems(kind: str) -> list[Problem]:
@@ -219,10 +180,10 @@ def missing_deepspeed_problems(kind: str) -> list[Problem]:
 
 def fill_deepspeed_auto(given: Mapping[str, Any], facts: DeepspeedAutoValues, label: str) -> FilledDeepspeedConfig:
     """`given` without "auto", and what is wrong with it; `label` is how the user named the file."""
-    config = json.loads(json.dumps(given))
+    config = without_switched_off_keys(json.loads(json.dumps(given)))
     zero = config.setdefault("zero_optimization", {})
     problems = [
-        *_unserved(config, zero, label),
+        *unserved_key_problems(config, zero, label),
         *_numbers(config, facts, label),
         *_precision(config, facts, label),
         *_optimizer(config, facts, label),
@@ -256,20 +217,6 @@ def _sizes(facts: DeepspeedAutoValues) -> dict[str, int | None]:
         "stage3_prefetch_bucket_size": None if square is None else square * 9 // 10,
         "stage3_param_persistence_threshold": None if h is None else 10 * h,
     }
-
-
-def _unserved(config: Mapping[str, Any], zero: Mapping[str, Any], label: str) -> Iterator[Problem]:
-    for name in config:
-        if name not in SERVED:
-            fix = INSTEAD.get(name) or did_you_mean_hint(name, SERVED) or "leave it out"
-            yield Problem(f'{label}: "{name}"', "would be ignored: torch engines do not support it", fix)
-    for name, only in NOT_SERVED.items():
-        if name in zero and zero[name] != only:
-            rule = "is not supported: it changes results, or the layout that checkpoints rely on"
-            yield Problem(f'{label}: "{name}": {zero[name]}', rule, "leave it out")
-    for part in ("optimizer", "param"):
-        if (device := (zero.get(f"offload_{part}") or {}).get("device", "none")) not in ("none", "cpu"):
-            yield Problem(f'{label}: "offload_{part}": "device": "{device}"', "is not supported", '"cpu"')
 
 
 def _numbers(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -> Iterator[Problem]:
@@ -337,22 +284,20 @@ def _optimizer(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -
     """Optimizer and schedule are the run's; the file's are compared and then left out."""
     section = config.pop("optimizer", None) or {}
     params = dict(section.get("params") or {})
-    if (kind := section.get("type", "AdamW")) not in ("Adam", "AdamW", "auto") or params.pop(
-        "adam_w_mode", True
-    ) is False:
+    if (kind := section.get("type", "AdamW")) not in ("Adam", "AdamW", "auto") or params.get("adam_w_mode") is False:
         yield Problem(
             f'{label}: "optimizer": "{kind}"',
             "is not supported: ZeRO runs always use AdamW",
             '"AdamW", or leave the section out',
         )
+        params.pop("adam_w_mode", None)
     names = {
         "lr": (facts.learning_rate, "--learning_rate"),
         "betas": (facts.betas, "--adam_beta1 --adam_beta2"),
         "eps": (facts.epsilon, "--adam_epsilon"),
         "weight_decay": (facts.weight_decay, "--weight_decay"),
     }
-    for name, (value, flag) in names.items():
-        yield from _agree(params, name, value, flag, label)
+    yield from _compared(params, names, label)
     section = config.pop("scheduler", None) or {}
     kind, params = section.get("type"), dict(section.get("params") or {})
     if kind is not None and SCHEDULES.get(kind) != facts.schedule:
@@ -362,10 +307,29 @@ def _optimizer(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -
             f"the schedule of the run is {facts.schedule}",
             f"{fix}, or leave the section out",
         )
-    for name, value in params.items():
-        if value not in ("auto", 0) and name in SCHEDULER_NUMBERS:
-            rule = "is not supported: warmup starts at 0, and --min_lr is where the schedule ends"
-            yield Problem(f'{label}: "{name}": {value}', rule, "0, or leave it out")
+        return
+    rate = facts.learning_rate
+    for ratio, name in (("warmup_min_ratio", "warmup_min_lr"), ("cos_min_ratio", "min_lr")):
+        if ratio in params:
+            value = params.pop(ratio)
+            params[name] = value * rate if isinstance(value, int | float) else value
+    names = {
+        "warmup_min_lr": (facts.warmup_init, "--lr_warmup_init"),
+        "warmup_max_lr": (rate, "--learning_rate"),
+        "min_lr": (facts.min_lr, "--min_lr"),
+        "warmup_num_steps": (None, "--warmup_steps"),
+    }
+    yield from _compared(params, names, label)
+
+
+def _compared(params: dict[str, Any], names: Mapping[str, tuple[Any, str]], label: str) -> Iterator[Problem]:
+    """Parameters that say something else than the run, and those that would be ignored."""
+    for name in list(params):
+        if name in names:
+            yield from _agree(params, name, *names[name], label)
+        elif name not in IDLE_PARAMS or IDLE_PARAMS[name] not in (None, params[name]):
+            fix = did_you_mean_hint(name, [*names, *IDLE_PARAMS]) or "leave it out"
+            yield Problem(f'{label}: "{name}": {json.dumps(params[name])}', "would be ignored", fix)
 
 
 def _autos(node: Any, path: str = "") -> Iterator[str]:

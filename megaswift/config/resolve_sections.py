@@ -226,16 +226,21 @@ def _without_superfluous(state: ResolveState, sections: Sections) -> tuple[Resol
 def _with_one_dropped(state: ResolveState, sections: Sections) -> tuple[ResolveState, Sections] | None:
     """State and sections without the first contradicted option whose absence leaves fewer problems; None where there
     is none. Where both options say the same thing, as many problems are few enough."""
-    count = len(_check(sections, state))
+    count, idle = len(_check(sections, state)), _superfluous_names(sections, state)
     for old, new in overridden_options(sections, state.weights, frozenset(state.wrong) | state.ambient):
         if old in KEPT or not state.typed[old].spelling:  # accelerate's settings: its launcher follows them too
             continue
         rest = state.without(old, f"{state.typed[old].label} is not used because of {state.typed[new].label}")
         fewer = _sections(rest)
         same_thing = {old, new} == {BATCH[0], *BATCH[1]}
-        if len(_check(fewer, rest)) < count + same_thing:
+        depending = _superfluous_names(fewer, rest) - idle  # a notice leaves these out
+        if len(_check(fewer, rest)) - len(depending) < count + same_thing:
             return rest, fewer
     return None
+
+
+def _superfluous_names(sections: Sections, state: ResolveState) -> set[str]:
+    return {name for name, _ in superfluous_options(sections, state.wrong)}
 
 
 def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:

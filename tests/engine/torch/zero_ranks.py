@@ -21,7 +21,7 @@ OPTIM = OptimConfig(learning_rate=1e-3, adam_epsilon=1e-6, loss_scale_window=2, 
 
 
 def facts(world: int, dtype: str = "float32") -> DeepspeedAutoValues:
-    return DeepspeedAutoValues(2, 1, world, 1e-3, (0.9, 0.95), 1e-6, 0.1, 0.5, "cosine", dtype, HIDDEN)
+    return DeepspeedAutoValues(2, 1, world, 1e-3, 0.0, 0.0, (0.9, 0.95), 1e-6, 0.1, 0.5, "cosine", dtype, HIDDEN)
 
 
 def loss_scale(dtype: str) -> DynamicLossScale | None:
