@@ -53,6 +53,20 @@ _BACKEND = NeutralOption(
     "leave it out: mpi, ccl and hccl need a build of torch that has them",
 )
 
+FSDP_SETTLED = {
+    "use_orig_params": "FSDP2 always keeps the original parameters",
+    "limit_all_gathers": "FSDP2 always limits all-gathers",
+    "backward_prefetch": "FSDP2 always prefetches the next layer",
+    "forward_prefetch": "FSDP2 always prefetches the next layer",
+    "min_num_params": "the decoder layers, or --fsdp_transformer_layer_cls_to_wrap, are the units of FSDP2",
+    "auto_wrap_policy": "the decoder layers, or --fsdp_transformer_layer_cls_to_wrap, are the units of FSDP2",
+    "sync_module_states": "every rank loads only its shard of the weights",
+    "cpu_ram_efficient_loading": "every rank loads only its shard of the weights",
+    "state_dict_type": "checkpoints contain full tensors, from which any number of processes can resume",
+    "version": "FSDP2 is always used",
+}
+"""Settings of FSDP that change memory or speed, not results, and why they change nothing here."""
+
 NEUTRAL: dict[str, NeutralOption] = {
     # data
     "load_from_cache_file": NeutralOption(EITHER, "cached rows are found by content and never stale"),
@@ -108,6 +122,12 @@ NEUTRAL: dict[str, NeutralOption] = {
     ),
     "vllm_enforce_eager": NeutralOption(EITHER, "CUDA graphs change no result"),
     "vllm_max_lora_rank": NeutralOption(ANY, "it follows --lora_rank"),
+    # FSDP
+    **{
+        prefix + name: NeutralOption(ANY, reason)
+        for name, reason in FSDP_SETTLED.items()
+        for prefix in ("fsdp_", "")[: 1 if name in ("version", "auto_wrap_policy", "state_dict_type") else 2]
+    },
     # data parallelism
     "ddp_find_unused_parameters": NeutralOption(EITHER, "gradients of unused parameters are zero"),
     "find_unused_parameters": NeutralOption(EITHER, "gradients of unused parameters are zero"),

@@ -45,8 +45,8 @@ def build_strategy(
     words, machines = cfg.engine.fsdp, launched_process_count("nnodes", os.environ) or 1
     options = FsdpOptions(
         layers,
-        reshard="shard_grad_op" not in words,
-        replicas=machines if "hybrid_shard" in words else 1,
+        reshard=not {"shard_grad_op", "hybrid_shard_zero2"} & {*words},
+        replicas=machines if {"hybrid_shard", "hybrid_shard_zero2"} & {*words} else 1,
         offload="offload" in words,
         param_dtype=None if dtype == torch.float32 else dtype,
     )
