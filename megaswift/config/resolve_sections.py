@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megaswift.config.accelerate_file import expand_accelerate_files
 from megaswift.config.adapter_rules import train_type_defaults
 from megaswift.config.data import ALIGNMENT, RL
 from megaswift.config.deepspeed_file_options import source_from_deepspeed_file
@@ -110,7 +111,7 @@ def resolve_sections(
     others.
     """
     state = ResolveState(task=task)
-    read = list(sources)
+    read = expand_accelerate_files(list(sources))
     for weight, source in enumerate([source_from_deepspeed_file(read), *translate_rollout_correction_options(read)]):
         _take(state, source, weight)
     state, sections = _without_superfluous(*_later_wins(state))
