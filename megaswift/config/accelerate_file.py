@@ -1,5 +1,5 @@
-"""A file of `accelerate config`, given to megaswift itself (`--accelerate_config FILE`, or as the configuration file): its
-keys as options of the run. Names and meanings: accelerate 1.15.
+"""A file of `accelerate config`, given to megaswift itself (`--accelerate_config FILE`, or as the configuration file):
+its keys as options of the run. Names and meanings: accelerate 1.15.
 
 Owns the keys of the file. What its settings mean is `accelerate_options.py`, as under `accelerate launch`; the section
 `fsdp_config` is `fsdp_json.py`.
@@ -124,9 +124,9 @@ def _text(value: Any) -> str:
 def _launch(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """(key, option, value) of processes and machines."""
     processes, machines = content.get("num_processes"), content.get("num_machines") or 1
-    if isinstance(processes, int) and isinstance(machines, int) and processes > 0 and processes % machines == 0:
-        if processes > 1:
-            yield "num_processes", "nproc_per_node", processes // machines
+    whole = isinstance(processes, int) and isinstance(machines, int) and processes > machines
+    if whole and processes % machines == 0:
+        yield "num_processes", "nproc_per_node", processes // machines
     if isinstance(machines, int) and machines > 1:
         yield "num_machines", "nnodes", machines
     for key, option in LAUNCH.items():
