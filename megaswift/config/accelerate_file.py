@@ -124,10 +124,11 @@ def _text(value: Any) -> str:
 def _launch(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """(key, option, value) of processes and machines."""
     processes, machines = content.get("num_processes"), content.get("num_machines") or 1
-    whole = isinstance(processes, int) and isinstance(machines, int) and processes > machines
-    if whole and processes % machines == 0:
+    if not (isinstance(processes, int) and isinstance(machines, int)):
+        processes = machines = 1
+    if processes > machines and processes % machines == 0:
         yield "num_processes", "nproc_per_node", processes // machines
-    if isinstance(machines, int) and machines > 1:
+    if machines > 1:
         yield "num_machines", "nnodes", machines
     for key, option in LAUNCH.items():
         if content.get(key) is not None and (machines != 1 or key == "main_process_port"):

@@ -28,6 +28,13 @@ class EngineConfig:
     deepspeed: str | None = option(
         None, "Same as --engine zero2 and so on, or a DeepSpeed JSON file", metavar="zero2|FILE"
     )
+    ddp_backend: str | None = option(
+        None,
+        "Communication backend; unset: nccl on GPUs, gloo on CPUs",
+        aliases=("distributed_backend", "dist_backend"),
+        choices=("nccl", "gloo"),
+        metavar="nccl|gloo",
+    )
     use_fsdp: bool = option(False, "Same as --engine fsdp2")
     fsdp: tuple[str, ...] = option(
         (), "FSDP2 sharding strategy and options; unset: full_shard", choices=FSDP_WORDS, metavar="WORD..."

@@ -227,6 +227,10 @@ PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("rlhf_type", "gkd"): "run megaswift sft on completions of the teacher: distillation (GKD) is not supported",
     ("rlhf_type", "ppo_v2"): "megaswift ppo",
+    ("ddp_backend", "mpi"): "leave it out: MPI needs a build of PyTorch with MPI, and megaswift does not use it",
+    ("ddp_backend", "ccl"): "leave it out: oneCCL is for Intel devices, which megaswift does not support",
+    ("ddp_backend", "xccl"): "leave it out: XCCL is for Intel GPUs, which megaswift does not support",
+    ("ddp_backend", "hccl"): "leave it out: HCCL is for Ascend NPUs, which megaswift does not support",
     ("report_to", "all"): "--report_to tensorboard wandb swanlab",
     ("attn_impl", "local"): "--attn_impl sdpa",
     ("optimizer", "muon"): "--optimizer adam: Muon is not supported",

@@ -47,12 +47,6 @@ _SAMPLER_LIMIT = "--max_length, prompt plus completion, is the sampler's limit"
 _STEPS = "--{0}_steps N sets the interval; without it only at the end"
 _WORKERS = "--dataloader_num_workers threads read ahead and last for the whole run"
 
-_BACKEND = NeutralOption(
-    ("nccl", "gloo"),
-    "the backend follows the device: nccl on GPUs, gloo on CPUs",
-    "leave it out: mpi, ccl and hccl need a build of torch that has them",
-)
-
 FSDP_SETTLED = {
     "use_orig_params": "FSDP2 always keeps the original parameters",
     "limit_all_gathers": "FSDP2 always limits all-gathers",
@@ -134,9 +128,12 @@ NEUTRAL: dict[str, NeutralOption] = {
     "ddp_bucket_cap_mb": NeutralOption(ANY, "the engine sets the bucket size"),
     "ddp_broadcast_buffers": NeutralOption(EITHER, "all ranks load the same buffers"),
     "distributed": NeutralOption(ON, "the launcher starts --nproc_per_node processes", "--nproc_per_node 1"),
-    "distributed_backend": _BACKEND,
-    "ddp_backend": _BACKEND,
     "fp16_opt_level": NeutralOption(ANY, "--torch_dtype sets the precision"),
+    "half_precision_backend": NeutralOption(
+        ("auto", "amp", "cuda_amp", "cpu_amp"),
+        "--torch_dtype sets the precision",
+        "leave it out: apex is not supported",
+    ),
     "check_model": NeutralOption(EITHER, "model files are checked before the run starts"),
     "use_torchrun": NeutralOption(ON, "torchrun is the default launcher", "leave it out"),
     # what trains

@@ -344,6 +344,8 @@ def read_command_line(argv: list[str], table: OptionTable = TRAINING) -> ParsedC
         while not equals and words and not _FLAG.match(words[0]) and not _one_dash(words[0], table):
             values.append(words.pop(0))
         _take(line, flag, values, table)
+    if any(given.name == "deepspeed_config" for given in line.givens):  # DeepSpeed's own arguments: a switch and a file
+        line.problems = [p for p in line.problems if (p.what, p.rule) != ("--deepspeed", "has no value")]
     if len(line.files) > 1:
         line.problems.append(
             Problem(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing_deepspeed_problems
@@ -130,12 +131,16 @@ def device_problems(cfg: SwiftConfig) -> list[Problem]:
     training in float16."""
     offload = cfg.optim.optimizer_cpu_offload
     half = cfg.model.torch_dtype == "float16" and requested_engine(cfg) in ZERO
-    if not offload and not half:
+    backend = cfg.engine.ddp_backend
+    if not offload and not half and backend is None:
         return []
     import torch
 
     if torch.cuda.is_available():
-        return []
+        rule = "is for CPUs: GPUs communicate through NCCL"
+        return [Problem("--ddp_backend gloo", rule, "--ddp_backend nccl")] * (backend == "gloo")
+    if backend == "nccl":
+        log.info("--ddp_backend nccl has no effect: there is no CUDA device, so processes communicate through gloo")
     rule = "there is no CUDA device, so the optimizer state is in host memory anyway"
     problems = [Problem("--optimizer_cpu_offload true", rule, "--optimizer_cpu_offload false")] * offload
     if half and not torch.ops.mkldnn._is_mkldnn_fp16_supported():  # what DeepSpeed asks

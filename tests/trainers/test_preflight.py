@@ -88,6 +88,19 @@ def test_what_a_cpu_alone_cannot_do(model: Path, tmp_path: Path, monkeypatch: py
     assert problems(cfg, 1) == problems(half, 1) == []
 
 
+def test_the_backend_is_the_device_s(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"task": "sft", "model": str(model), "dataset": "d", "output_dir": str(tmp_path / "out")}
+    for cuda, backend, said in ((False, "nccl", True), (False, "gloo", False), (True, "nccl", False)):
+        monkeypatch.setattr("torch.cuda.is_available", lambda cuda=cuda: cuda)
+        assert problems(SwiftConfig(distributed_backend=backend, **words), 1) == []
+        assert ("--ddp_backend nccl has no effect" in capsys.readouterr().err) == said
+    assert ["GPUs communicate through NCCL" in p for p in problems(SwiftConfig(ddp_backend="gloo", **words), 1)] == [
+        True
+    ]
+
+
 def test_a_template_below_home_is_found(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "t.jinja").write_text("{{ messages }}")
