@@ -24,6 +24,10 @@ _SHARDING = {
     "1": "full_shard",
     "2": "shard_grad_op",
     "4": "hybrid_shard",
+    "3": "no_shard",
+    "no_shard": "no_shard",
+    "5": "hybrid_shard_zero2",
+    "hybrid_shard_zero2": "hybrid_shard_zero2",
     "full_shard": "full_shard",
     "shard_grad_op": "shard_grad_op",
     "hybrid_shard": "hybrid_shard",
@@ -42,6 +46,14 @@ _WITHOUT_EFFECT = {
         ("0", "100000000"),
         "--fsdp_transformer_layer_cls_to_wrap",
     ),
+    "FSDP_AUTO_WRAP_POLICY": (
+        "fsdp_auto_wrap_policy",
+        ("transformer_based_wrap",),
+        "--fsdp_transformer_layer_cls_to_wrap",
+    ),
+    "FSDP_STATE_DICT_TYPE": ("fsdp_state_dict_type", ("full_state_dict",), "the format of checkpoints, full tensors,"),
+    "FSDP_USE_ORIG_PARAMS": ("fsdp_use_orig_params", ("true",), "torch's FSDP2"),
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": ("fsdp_cpu_ram_efficient_loading", ("true",), "loading shard by shard"),
     "FSDP_BACKWARD_PREFETCH": ("fsdp_backward_prefetch", ("backward_pre", "none", "no_prefetch"), "torch's FSDP2"),
     "FSDP_FORWARD_PREFETCH": ("fsdp_forward_prefetch", ("false",), "torch's FSDP2"),
 }
@@ -69,11 +81,7 @@ def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> 
     for g in givens:
         if g not in taken:
             yield f"{g.label} has no effect: --{g.name} {option_value_text(c.value(g.name))} of the run overrides it"
-    for variable, (name, silent, instead) in _WITHOUT_EFFECT.items():
-        value = environ.get(variable, "").lower()
-        idle = variable.startswith("FSDP_") and not _on(environ, FSDP)
-        if value and value not in silent and not idle:
-            yield f"accelerate's {name} {value} has no effect: {instead} determines it"
+    yield from settings_without_effect(environ)
     if _on(environ, FSDP) and environ.get("FSDP_VERSION", "1") == "1":
         yield "fsdp_version 1 has no effect: FSDP2 is always used"
     if alone and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= environ.keys():
@@ -81,6 +89,15 @@ def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> 
             "accelerate started one process (with --cpu it ignores --num_processes). For several, use "
             "accelerate launch --multi_gpu (on a CPU too), or torchrun"
         )
+
+
+def settings_without_effect(environ: Mapping[str, str]) -> Iterator[str]:
+    """A line for each setting that something else determines here."""
+    for variable, (name, silent, instead) in _WITHOUT_EFFECT.items():
+        value = environ.get(variable, "").lower()
+        idle = variable.startswith("FSDP_") and not _on(environ, FSDP)
+        if value and value not in silent and not idle:
+            yield f"accelerate's {name} {value} has no effect: {instead} determines it"
 
 
 def accelerate_engine_flag_problems(environ: Mapping[str, str]) -> list[Problem]:
@@ -125,6 +142,9 @@ def _zero(environ: Mapping[str, str]) -> str:
 
 
 def _fsdp(environ: Mapping[str, str]) -> Iterator[GivenOptionValue]:
+    if _sharding(environ) == "no_shard":
+        yield GivenOptionValue("engine", "ddp", "accelerate's fsdp_sharding_strategy NO_SHARD")
+        return
     words = [_sharding(environ)] + ["offload"] * _on(environ, "FSDP_OFFLOAD_PARAMS")
     yield GivenOptionValue("fsdp", words, "accelerate's fsdp_config")
     classes = environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "None")
@@ -180,12 +200,5 @@ def _refused_zero(environ: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _refused_fsdp(environ: Mapping[str, str]) -> Iterator[Problem]:
-    strategy = environ.get("FSDP_SHARDING_STRATEGY", "")
-    if environ.get("FSDP_VERSION") != "2" and strategy.lower() in ("3", "5", "no_shard", "hybrid_shard_zero2"):
-        yield Problem(
-            f"accelerate's fsdp_sharding_strategy {strategy}",
-            "is not supported",
-            "FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD; --engine ddp for no sharding",
-        )
     if environ.get("FSDP_IGNORED_MODULES", "None") != "None":
         yield Problem("accelerate's fsdp_ignored_modules", "is not supported", "leave it out")

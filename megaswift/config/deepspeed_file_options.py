@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.deepspeed_json import SCHEDULES, read_deepspeed_json
+from megaswift.config.deepspeed_json import LOSS_SCALE_OPTIONS, PRECISIONS, SCHEDULES, read_deepspeed_json
 from megaswift.config.engine import ZERO
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue
 from megaswift.config.sections import NAMES
@@ -23,6 +23,8 @@ _BATCH = {
     "gradient_clipping": "max_grad_norm",
 }
 _OPTIMIZER = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+LARGEST_POWER = 128
+"""Of float32, in which losses are scaled."""
 LINEAR_WARMUP = "its warmup is linear here (DeepSpeed's default: logarithmic; warmup_type linear in the file)"
 
 
@@ -63,10 +65,27 @@ def _options(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     kind = _section(config, "scheduler").get("type")
     if isinstance(kind, str) and kind in SCHEDULES:
         yield "scheduler", "lr_scheduler_type", SCHEDULES[kind]
+    yield from _schedule_numbers(schedule, optimizer.get("lr"))
+    for name, dtype in PRECISIONS.items():
+        if _section(config, name).get("enabled") is True:
+            yield name, "torch_dtype", dtype
+    half = _section(config, "fp16")
+    if half.get("enabled", False) is not False:
+        for key, flag in LOSS_SCALE_OPTIONS.items():
+            if _is_number(half.get(key)):
+                power = key == "initial_scale_power" and abs(half[key]) < LARGEST_POWER
+                yield key, flag.removeprefix("--"), 2.0 ** half[key] if power else half[key]
+
+
+def _schedule_numbers(schedule: Mapping[str, Any], rate: Any) -> Iterator[tuple[str, str, Any]]:
+    """Warmup, and where the schedule ends; ratios are of the peak, where the file has one."""
     if _is_number(schedule.get("warmup_num_steps")):
         yield "warmup_num_steps", "warmup_steps", int(schedule["warmup_num_steps"])
-    if _section(config, "bf16").get("enabled") is True:
-        yield "bf16", "torch_dtype", "bfloat16"
+    if _is_number(schedule.get("warmup_min_lr")):
+        yield "warmup_min_lr", "lr_warmup_init", schedule["warmup_min_lr"]
+    for key, name in (("warmup_min_ratio", "lr_warmup_init"), ("cos_min_ratio", "min_lr")):
+        if _is_number(schedule.get(key)) and _is_number(rate):
+            yield key, name, schedule[key] * rate
 
 
 def _notices(config: Mapping[str, Any], file: str) -> Iterator[str]:

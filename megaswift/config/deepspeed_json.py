@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config.batch_arithmetic import accumulation_steps
+from megaswift.config.deepspeed_served_keys import unserved_key_problems, without_switched_off_keys
 from megaswift.config.read_json_object import read_option_json_object
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem, did_you_mean_hint
@@ -31,63 +32,39 @@ KINDS = {
 }
 """Kind: stage, whether the optimizer is kept on the CPU, whether the weights are too."""
 
-SERVED = (
-    "zero_optimization",
-    "bf16",
-    "fp16",
-    "data_types",
-    "communication_data_type",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "optimizer",
-    "scheduler",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "flops_profiler",
-    "comms_logger",
-    "memory_breakdown",
-    "dump_state",
-    "log_level",
-    "disable_python_gc",
-    "aio",
-)
-"""Sections and keys that have an effect, or repeat what the run says."""
-
-INSTEAD = {
-    "amp": "bf16",
-    "torch_autocast": "bf16",
-    "activation_checkpointing": "--recompute_granularity",
-    "tensorboard": "--report_to tensorboard",
-    "wandb": "--report_to wandb",
-    "pipeline": "use --engine megatron with --pp",
-    "tensor_parallel": "use --engine megatron with --tp",
-    "sequence_parallel_size": "use --engine megatron with --cp",
-    "prescale_gradients": "leave it out: gradients are summed, then divided once",
-    "gradient_predivide_factor": "leave it out: gradients are summed, then divided once",
-    "gradient_allreduce_op": "leave it out: gradients are summed, then divided once",
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
+LOSS_SCALE_OPTIONS = {
+    "initial_scale_power": "--initial_loss_scale",
+    "loss_scale_window": "--loss_scale_window",
+    "hysteresis": "--hysteresis",
+    "min_loss_scale": "--min_loss_scale",
 }
-"""What does the work of a key that is not served."""
-
-NOT_SERVED = {
-    "zero_quantized_weights": False,
-    "zero_quantized_nontrainable_weights": False,
-    "zero_quantized_gradients": False,
-    "zero_hpz_partition_size": 1,
-    "mics_shard_size": -1,
-    "zenflow": None,
-    "compute_grad_norm": True,
-    "round_robin_gradients": False,
-}
-"""Keys of `zero_optimization` that change numbers or the layout that checkpoints read, with the only value that
-goes."""
+"""Number of the section `fp16`: the option."""
+FP16_ONLY = {"loss_scale": 0, "consecutive_hysteresis": False, "fp16_master_weights_and_grads": False}
+"""Keys of the section `fp16`, with the only value that goes."""
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-SCHEDULER_NUMBERS = ("warmup_min_lr", "warmup_min_ratio", "cos_min_ratio")
-"""What a schedule of the run has no option for; 0 asks for nothing."""
+IDLE_PARAMS: Mapping[str, Any] = {
+    "adam_w_mode": True,
+    "bias_correction": True,
+    "amsgrad": False,
+    "fp32_optimizer_states": True,
+    "torch_adam": None,
+    "warmup_type": None,
+    "total_num_steps": None,
+    "last_batch_iteration": -1,
+}
+"""Further parameters of an optimizer or a schedule, with the only value that goes; None: any."""
+
+
+@dataclass(frozen=True)
+class LossScaleNumbers:
+    """Of the dynamic loss scale, under the names of DeepSpeed's section `fp16`."""
+
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    min_loss_scale: int = 1
 
 
 @dataclass(frozen=True)
@@ -99,15 +76,20 @@ class DeepspeedAutoValues:
     world: int | None
     """Processes; None: not known yet."""
     learning_rate: float
+    warmup_init: float | None
+    """Learning rate of the first warmup step; None without a warmup."""
+    min_lr: float
     betas: tuple[float, float]
     epsilon: float
     weight_decay: float
     clip: float
     schedule: str
     dtype: str
-    """float32 or bfloat16."""
+    """float32, bfloat16 or float16."""
     hidden_size: int | None = None
     """Of the model; None: DeepSpeed's own bucket sizes stand in for "auto"."""
+    loss_scale: LossScaleNumbers = LossScaleNumbers()
+    """Of float16."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +109,8 @@ def deepspeed_auto_values(cfg: Sections, world: int | None, dtype: str, hidden_s
         accumulation_steps(train, world or 1),
         world,
         o.learning_rate,
+        o.lr_warmup_init if o.warmup_steps or o.warmup_ratio else None,
+        o.min_lr,
         (o.adam_beta1, o.adam_beta2),
         o.adam_epsilon,
         o.weight_decay,
@@ -134,6 +118,9 @@ def deepspeed_auto_values(cfg: Sections, world: int | None, dtype: str, hidden_s
         o.lr_scheduler_type,
         dtype,
         hidden_size,
+        LossScaleNumbers(
+            round(math.log2(o.initial_loss_scale)), o.loss_scale_window, o.hysteresis, int(o.min_loss_scale)
+        ),
     )
 
 
@@ -148,7 +135,8 @@ def deepspeed_preset(kind: str) -> dict[str, Any]:
     zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if optimizer else {}
     zero |= {"offload_param": {"device": "cpu", "pin_memory": True}} if weights else {}
     autos = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    return {"zero_optimization": zero, "bf16": {"enabled": "auto"}, **dict.fromkeys(autos, "auto")}
+    halves = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}
+    return {"zero_optimization": zero, **halves, **dict.fromkeys(autos, "auto")}
 
 
 def offloads_optimizer_and_weights(config: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -174,7 +162,7 @@ def matching_deepspeed_preset(config: Mapping[str, Any]) -> str | None:
 def read_deepspeed_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file; ConfigError where there is none."""
     fix = f"give one of {', '.join(KINDS)}, or a JSON file such as configs/deepspeed/zero2.json"
-    return read_option_json_object(path, f"--deepspeed {path}", fix)
+    return without_switched_off_keys(read_option_json_object(path, f"--deepspeed {path}", fix))
 
 
 def missing_deepspeed_problems(kind: str) -> list[Problem]:
@@ -192,10 +180,10 @@ def missing_deepspeed_problems(kind: str) -> list[Problem]:
 
 def fill_deepspeed_auto(given: Mapping[str, Any], facts: DeepspeedAutoValues, label: str) -> FilledDeepspeedConfig:
     """`given` without "auto", and what is wrong with it; `label` is how the user named the file."""
-    config = json.loads(json.dumps(given))
+    config = without_switched_off_keys(json.loads(json.dumps(given)))
     zero = config.setdefault("zero_optimization", {})
     problems = [
-        *_unserved(config, zero, label),
+        *unserved_key_problems(config, zero, label),
         *_numbers(config, facts, label),
         *_precision(config, facts, label),
         *_optimizer(config, facts, label),
@@ -231,20 +219,6 @@ def _sizes(facts: DeepspeedAutoValues) -> dict[str, int | None]:
     }
 
 
-def _unserved(config: Mapping[str, Any], zero: Mapping[str, Any], label: str) -> Iterator[Problem]:
-    for name in config:
-        if name not in SERVED:
-            fix = INSTEAD.get(name) or did_you_mean_hint(name, SERVED) or "leave it out"
-            yield Problem(f'{label}: "{name}"', "would be ignored: torch engines do not support it", fix)
-    for name, only in NOT_SERVED.items():
-        if name in zero and zero[name] != only:
-            rule = "is not supported: it changes results, or the layout that checkpoints rely on"
-            yield Problem(f'{label}: "{name}": {zero[name]}', rule, "leave it out")
-    for part in ("optimizer", "param"):
-        if (device := (zero.get(f"offload_{part}") or {}).get("device", "none")) not in ("none", "cpu"):
-            yield Problem(f'{label}: "offload_{part}": "device": "{device}"', "is not supported", '"cpu"')
-
-
 def _numbers(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -> Iterator[Problem]:
     rows = facts.per_device * facts.accumulation
     yield from _agree(config, "train_batch_size", facts.world and rows * facts.world, "--global_batch_size", label)
@@ -262,6 +236,7 @@ def _agree(section: dict[str, Any], name: str, value: Any, flag: str, label: str
         section.pop(name) if value is None else section.update({name: value})
     elif value_in_file is not None and value is not None and not _same(value_in_file, value):
         shown = value_in_file if isinstance(value_in_file, list) else [value_in_file]
+        shown = [2**number for number in shown] if name == "initial_scale_power" else shown
         typed = " ".join(f"{option} {number}" for option, number in zip(flag.split(), shown, strict=False))
         yield Problem(
             f'{label}: "{name}": {value_in_file}',
@@ -278,46 +253,51 @@ def _same(value_in_file: Any, value: Any) -> bool:
 
 
 def _precision(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -> Iterator[Problem]:
-    half = facts.dtype == "bfloat16"
-    if (config.pop("fp16", None) or {}).get("enabled") is True:
-        yield Problem(
-            f'{label}: "fp16"',
-            "float16 is not supported: it needs gradient loss scaling",
-            '"bf16": {"enabled": "auto"}',
-        )
-    section = config.setdefault("bf16", {})
-    enabled = section.setdefault("enabled", "auto")
-    if enabled == "auto":
-        section["enabled"] = half
-    elif bool(enabled) != half:
-        other = "bfloat16" if enabled else "float32"
-        yield Problem(
-            f'{label}: "bf16": {{"enabled": {json.dumps(enabled)}}}',
-            f"conflicts with the compute dtype {facts.dtype}",
-            f'--torch_dtype {other}, or "auto" in the file',
-        )
+    for name, dtype in PRECISIONS.items():
+        section = config.setdefault(name, {})
+        enabled = section.setdefault("enabled", "auto" if name == "bf16" or facts.dtype == dtype else False)
+        if enabled == "auto":
+            section["enabled"] = facts.dtype == dtype
+        elif bool(enabled) != (facts.dtype == dtype):
+            yield Problem(
+                f'{label}: "{name}": {{"enabled": {json.dumps(enabled)}}}',
+                f"conflicts with the compute dtype {facts.dtype}",
+                f'--torch_dtype {dtype if enabled else "float32"}, or "auto" in the file',
+            )
+    if config["fp16"]["enabled"]:
+        yield from _loss_scale(config["fp16"], facts.loss_scale, label)
+    else:
+        config.pop("fp16")
+
+
+def _loss_scale(section: dict[str, Any], own: LossScaleNumbers, label: str) -> Iterator[Problem]:
+    for name, only in FP16_ONLY.items():
+        if section.pop(name, only) != only:
+            yield Problem(f'{label}: "fp16": "{name}"', "is not supported: the loss scale is dynamic", "leave it out")
+    section.pop("auto_cast", None)  # inputs are always cast
+    for name, flag in LOSS_SCALE_OPTIONS.items():
+        section.setdefault(name, "auto")
+        yield from _agree(section, name, getattr(own, name), flag, label)
 
 
 def _optimizer(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -> Iterator[Problem]:
     """Optimizer and schedule are the run's; the file's are compared and then left out."""
     section = config.pop("optimizer", None) or {}
     params = dict(section.get("params") or {})
-    if (kind := section.get("type", "AdamW")) not in ("Adam", "AdamW", "auto") or params.pop(
-        "adam_w_mode", True
-    ) is False:
+    if (kind := section.get("type", "AdamW")) not in ("Adam", "AdamW", "auto") or params.get("adam_w_mode") is False:
         yield Problem(
             f'{label}: "optimizer": "{kind}"',
             "is not supported: ZeRO runs always use AdamW",
             '"AdamW", or leave the section out',
         )
+        params.pop("adam_w_mode", None)
     names = {
         "lr": (facts.learning_rate, "--learning_rate"),
         "betas": (facts.betas, "--adam_beta1 --adam_beta2"),
         "eps": (facts.epsilon, "--adam_epsilon"),
         "weight_decay": (facts.weight_decay, "--weight_decay"),
     }
-    for name, (value, flag) in names.items():
-        yield from _agree(params, name, value, flag, label)
+    yield from _compared(params, names, label)
     section = config.pop("scheduler", None) or {}
     kind, params = section.get("type"), dict(section.get("params") or {})
     if kind is not None and SCHEDULES.get(kind) != facts.schedule:
@@ -327,10 +307,29 @@ def _optimizer(config: dict[str, Any], facts: DeepspeedAutoValues, label: str) -
             f"the schedule of the run is {facts.schedule}",
             f"{fix}, or leave the section out",
         )
-    for name, value in params.items():
-        if value not in ("auto", 0) and name in SCHEDULER_NUMBERS:
-            rule = "is not supported: warmup starts at 0, and --min_lr is where the schedule ends"
-            yield Problem(f'{label}: "{name}": {value}', rule, "0, or leave it out")
+        return
+    rate = facts.learning_rate
+    for ratio, name in (("warmup_min_ratio", "warmup_min_lr"), ("cos_min_ratio", "min_lr")):
+        if ratio in params:
+            value = params.pop(ratio)
+            params[name] = value * rate if isinstance(value, int | float) else value
+    names = {
+        "warmup_min_lr": (facts.warmup_init, "--lr_warmup_init"),
+        "warmup_max_lr": (rate, "--learning_rate"),
+        "min_lr": (facts.min_lr, "--min_lr"),
+        "warmup_num_steps": (None, "--warmup_steps"),
+    }
+    yield from _compared(params, names, label)
+
+
+def _compared(params: dict[str, Any], names: Mapping[str, tuple[Any, str]], label: str) -> Iterator[Problem]:
+    """Parameters that say something else than the run, and those that would be ignored."""
+    for name in list(params):
+        if name in names:
+            yield from _agree(params, name, *names[name], label)
+        elif name not in IDLE_PARAMS or IDLE_PARAMS[name] not in (None, params[name]):
+            fix = did_you_mean_hint(name, [*names, *IDLE_PARAMS]) or "leave it out"
+            yield Problem(f'{label}: "{name}": {json.dumps(params[name])}', "would be ignored", fix)
 
 
 def _autos(node: Any, path: str = "") -> Iterator[str]:

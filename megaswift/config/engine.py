@@ -9,7 +9,8 @@ from megaswift.config.option import option
 ZERO = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 ENGINES = ("auto", "megatron", "ddp", *ZERO, "fsdp2")
 SPELLINGS = {"native": "megatron", "mcore": "megatron", "fsdp": "fsdp2", "deepspeed": "zero2"}
-FSDP_WORDS = ("full_shard", "shard_grad_op", "hybrid_shard", "offload", "auto_wrap")
+FSDP_STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
+FSDP_WORDS = (*FSDP_STRATEGIES, "offload", "auto_wrap")
 """transformers' words. auto_wrap changes nothing: decoder layers are always the units."""
 
 
@@ -27,12 +28,19 @@ class EngineConfig:
     deepspeed: str | None = option(
         None, "Same as --engine zero2 and so on, or a DeepSpeed JSON file", metavar="zero2|FILE"
     )
+    ddp_backend: str | None = option(
+        None,
+        "Communication backend; unset: nccl on GPUs, gloo on CPUs",
+        aliases=("distributed_backend", "dist_backend"),
+        choices=("nccl", "gloo"),
+        metavar="nccl|gloo",
+    )
     use_fsdp: bool = option(False, "Same as --engine fsdp2")
     fsdp: tuple[str, ...] = option(
         (), "FSDP2 sharding strategy and options; unset: full_shard", choices=FSDP_WORDS, metavar="WORD..."
     )
     fsdp_config: str | None = option(
-        None, "FSDP JSON file in the format of transformers, applied to fsdp2", metavar="FILE"
+        None, "FSDP settings of transformers or accelerate: JSON or YAML file, or JSON", metavar="FILE"
     )
     fsdp_transformer_layer_cls_to_wrap: tuple[str, ...] = option(
         (), "Module classes that fsdp2 shards as units; unset: the decoder layers", metavar="CLASS..."

@@ -13,7 +13,7 @@ from megaswift.config.deepspeed_json import (
     matching_deepspeed_preset,
     read_deepspeed_json,
 )
-from megaswift.config.engine import ZERO
+from megaswift.config.engine import FSDP_STRATEGIES, ZERO
 from megaswift.config.optim import EVERYWHERE
 from megaswift.config.peft_methods import METHODS
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
@@ -175,11 +175,28 @@ def uses_model_parallelism(c: Sections) -> bool:
 _TORCH: Test = lambda c: requested_engine(c) not in (NATIVE, AUTO)  # noqa: E731
 _NO_FSDP: Test = lambda c: requested_engine(c) != "fsdp2"  # noqa: E731
 
+
+def _fsdp_beside_deepspeed(c: Sections) -> bool:
+    """Whether options of FSDP stand beside DeepSpeed, and no engine is named."""
+    return c.engine.deepspeed is not None and "engine" not in c.given and bool({*FSDP_ONLY, "use_fsdp"} & c.given)
+
+
 _FSDP_MISSING: tuple[tuple[Test, str], ...] = (
     (lambda c: _NO_FSDP(c) and c.engine.deepspeed is None, "--engine fsdp2"),
-    (lambda c: _NO_FSDP(c) and c.engine.deepspeed is not None, "use --engine fsdp2 instead of --deepspeed"),
+    (
+        lambda c: _NO_FSDP(c) and c.engine.deepspeed is not None and not _fsdp_beside_deepspeed(c),
+        "use --engine fsdp2 instead of --deepspeed",
+    ),
 )
 ENGINE_IGNORED: tuple[IgnoredOption, ...] = (
+    IgnoredOption(
+        "deepspeed",
+        ("engine", "use_fsdp", *FSDP_ONLY),
+        _fsdp_beside_deepspeed,
+        "the FSDP options select engine fsdp2, which shards weights, gradients and optimizer",
+        "keep either DeepSpeed or FSDP",
+        notice=True,
+    ),
     *(
         IgnoredOption(
             name,
@@ -221,13 +238,13 @@ ENGINE_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("use_fsdp", "engine"),
-        lambda c: c.engine.use_fsdp and requested_engine(c) != "fsdp2",
+        lambda c: c.engine.use_fsdp and requested_engine(c) != "fsdp2" and not _fsdp_beside_deepspeed(c),
         "conflicts with engine {engine}",
         ONE_OF,
     ),
     ConflictingOptions(
         ("fsdp",),
-        lambda c: len({"full_shard", "shard_grad_op", "hybrid_shard"} & set(c.engine.fsdp)) > 1,
+        lambda c: len({*FSDP_STRATEGIES} & set(c.engine.fsdp)) > 1,
         "has more than one sharding strategy",
         "--fsdp full_shard",
     ),
@@ -236,12 +253,6 @@ ENGINE_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: _TORCH(c) and c.model.recompute_granularity == "selective",
         "needs the native engine; torch engines recompute whole layers",
         "--recompute_granularity full",
-    ),
-    ConflictingOptions(
-        ("torch_dtype", *READS),
-        lambda c: _TORCH(c) and c.model.torch_dtype == "float16",
-        "needs gradient loss scaling, which only the native engine supports",
-        "--torch_dtype bfloat16, or --engine megatron",
     ),
     ConflictingOptions(
         ("freeze_llm", "freeze_vit", "freeze_aligner"),

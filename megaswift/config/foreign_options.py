@@ -151,12 +151,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "zero_stage": "--deepspeed zero1, zero2 or zero3",
     "use_megatron_fsdp": "--use_fsdp true (PyTorch FSDP2)",
     "data_parallel_sharding_strategy": "--fsdp full_shard or shard_grad_op",
-    "fsdp_use_orig_params": _GONE + "FSDP2 always keeps the original parameters",
     "use_orig_params": _GONE + "FSDP2 always keeps the original parameters",
-    "fsdp_sharding_strategy": "--fsdp full_shard or shard_grad_op",
-    "fsdp_auto_wrap_policy": "--fsdp_transformer_layer_cls_to_wrap CLASS; unset: the decoder layers",
-    "fsdp_min_num_params": "--fsdp_transformer_layer_cls_to_wrap CLASS; unset: the decoder layers",
-    "fsdp_offload_params": "--fsdp full_shard offload",
     "use_ray": "--launcher ray",
     "moe_router_load_balancing": "--moe_aux_loss_coeff 0.001; 0 disables it",
     "moe_pad_expert_input_to_capacity": _GONE + "experts get as many tokens as they are chosen by",
@@ -226,10 +221,12 @@ PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Switches of transformers, TRL and Megatron-LM."""
 
 VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
-    ("fsdp", "no_shard"): "--engine ddp, which replicates the model on every rank",
-    ("fsdp", "hybrid_shard_zero2"): "--fsdp shard_grad_op, which shards gradients and optimizer over all ranks",
     ("rlhf_type", "gkd"): "run megaswift sft on completions of the teacher: distillation (GKD) is not supported",
     ("rlhf_type", "ppo_v2"): "megaswift ppo",
+    ("ddp_backend", "mpi"): "leave it out: MPI needs a build of PyTorch with MPI, and megaswift does not use it",
+    ("ddp_backend", "ccl"): "leave it out: oneCCL is for Intel devices, which megaswift does not support",
+    ("ddp_backend", "xccl"): "leave it out: XCCL is for Intel GPUs, which megaswift does not support",
+    ("ddp_backend", "hccl"): "leave it out: HCCL is for Ascend NPUs, which megaswift does not support",
     ("report_to", "all"): "--report_to tensorboard wandb swanlab",
     ("attn_impl", "local"): "--attn_impl sdpa",
     ("optimizer", "muon"): "--optimizer adam: Muon is not supported",

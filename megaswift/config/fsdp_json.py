@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.read_json_object import read_option_json_object
+from megaswift.config.engine import FSDP_STRATEGIES
+from megaswift.config.read_json_object import read_option_object
 from megaswift.config.sections import Sections
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 
@@ -23,9 +24,12 @@ WORDS: Mapping[Any, str] = {
     "FULL_SHARD": "full_shard",
     "SHARD_GRAD_OP": "shard_grad_op",
     "HYBRID_SHARD": "hybrid_shard",
+    "HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
+    "_HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
     "1": "full_shard",
     "2": "shard_grad_op",
     "4": "hybrid_shard",
+    "5": "hybrid_shard_zero2",
 }
 """What `reshard_after_forward` and FSDP1's `sharding_strategy` (also by accelerate's numbers) may say, as words of
 `--fsdp`."""
@@ -37,17 +41,16 @@ ALWAYS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "backward_prefetch": (("BACKWARD_PRE",), "FSDP2 always prefetches the next layer in the backward pass"),
     "forward_prefetch": ((False,), "FSDP2 always prefetches the next layer in the forward pass"),
     "auto_wrap_policy": (("TRANSFORMER_BASED_WRAP",), "FSDP2 wraps by layer class"),
-    "min_num_params": ((0,), "FSDP2 wraps by layer class"),
+    "min_num_params": ((0, 100000000), "FSDP2 wraps by layer class"),
     "state_dict_type": (
         ("FULL_STATE_DICT",),
         "checkpoints contain full tensors, from which any engine and number of processes can resume",
     ),
     "version": ((1, 2), "FSDP2 is always used"),
-    "xla": ((False,), "XLA is not supported"),
-    "xla_fsdp_v2": ((False,), "XLA is not supported"),
-    "xla_fsdp_grad_ckpt": ((False,), "XLA is not supported"),
 }
-"""Key -> the values that say what is so anyway, and what is so."""
+"""Key -> the values that say what is so anyway, and what is so. Another value changes memory or speed at most, and gets
+a notice."""
+XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 INSTEAD = {
     "mixed_precision_policy": "--torch_dtype",
     "mixed_precision": "--torch_dtype",
@@ -67,25 +70,36 @@ class FsdpFileOptions:
 
     options: Mapping[str, Any]
     problems: tuple[Problem, ...] = ()
+    notices: tuple[str, ...] = ()
 
 
-def read_fsdp_json(path: Path) -> dict[str, Any]:
-    """The JSON object of a file; ConfigError where there is none."""
-    return read_option_json_object(path, f"--fsdp_config {path}", 'give a file like {"reshard_after_forward": true}')
+def read_fsdp_settings(named: str) -> dict[str, Any]:
+    """The object of a JSON or YAML file, or of JSON itself; ConfigError where there is none. ms-swift's files have a
+    section `fsdp_config` beside the words of `--fsdp`."""
+    fix = 'give a file like {"reshard_after_forward": true}'
+    given = read_option_object(named, f"--fsdp_config {named}", fix)
+    section = given.get("fsdp_config")
+    if not isinstance(section, dict):
+        return given
+    words = given.get("fsdp") or []
+    return {"words": words.split() if isinstance(words, str) else words, **section}
 
 
 def options_from_fsdp(given: Mapping[str, Any], label: str) -> FsdpFileOptions:
     """What a file says; `label` is how the user named it. Keys may begin with accelerate's `fsdp_`."""
-    plain = {name.removeprefix("fsdp_"): _plain(value) for name, value in given.items()}
-    problems = [*_idle(plain, label), *_types(plain, label)]
+    plain = {n.removeprefix("fsdp_"): _plain(value) for n, value in given.items() if not n.startswith("_")}
+    named = [str(word) for word in plain.pop("words", [])]
+    problems = [*_unserved(plain, label), *_types(plain, label)]
     if problems:
         return FsdpFileOptions({}, tuple(problems))
-    ways = list(dict.fromkeys(WORDS[plain[name]] for name in SHARDS if name in plain))
+    said = [word for word in named if word in FSDP_STRATEGIES]
+    ways = list(dict.fromkeys(said + [WORDS[plain[name]] for name in SHARDS if name in plain]))
     if len(ways) > 1:
         problems.append(
             Problem(f"{label}: {' and '.join(SHARDS)}", f"conflict: {' and '.join(ways)}", "keep one of the two")
         )
-    words = (*ways[:1], *(("offload",) if any(plain.get(name) for name in OFFLOADS) else ()))
+    offloads = "offload" in named or any(plain.get(name) for name in OFFLOADS)
+    words = (*ways[:1], *(("offload",) if offloads else ()))
     layers = next((plain[name] for name in LAYERS if plain.get(name)), ())
     options: dict[str, Any] = {}
     if words:
@@ -94,7 +108,7 @@ def options_from_fsdp(given: Mapping[str, Any], label: str) -> FsdpFileOptions:
         options["fsdp_transformer_layer_cls_to_wrap"] = tuple(layers)
     if RECOMPUTES in plain:
         options["recompute_granularity"] = "full" if plain[RECOMPUTES] else None
-    return FsdpFileOptions(options, tuple(problems))
+    return FsdpFileOptions(options, tuple(problems), tuple(_notices(plain, label)))
 
 
 def _plain(value: Any) -> Any:
@@ -105,16 +119,22 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _idle(plain: Mapping[str, Any], label: str) -> Iterator[Problem]:
-    """Keys that would be ignored, or that ask for what is never so."""
+def _notices(plain: Mapping[str, Any], label: str) -> Iterator[str]:
+    """Keys that ask for what FSDP2 does in another way."""
+    for name, (allowed, why) in ALWAYS.items():
+        value = plain.get(name, allowed[0])
+        same = value.upper() if isinstance(value, str) else value
+        if not any(same == v or str(same) == str(v) for v in allowed):
+            yield f'{label}: "{name}": {json.dumps(value)} has no effect: {why}'
+
+
+def _unserved(plain: Mapping[str, Any], label: str) -> Iterator[Problem]:
+    """Keys that would be ignored."""
     for name, value in plain.items():
-        if name in ALWAYS:
-            allowed, why = ALWAYS[name]
-            same = value.upper() if isinstance(value, str) else value
-            if not any(same == v or str(same) == str(v) for v in allowed):
-                fix = f"{json.dumps(allowed[0])}, or leave it out"
-                yield Problem(f'{label}: "{name}": {json.dumps(value)}', f"would be ignored: {why}", fix)
-        elif name not in TAKEN:
+        if name in XLA:
+            if value:
+                yield Problem(f'{label}: "{name}": {json.dumps(value)}', "XLA is not supported", "leave it out")
+        elif name not in (*TAKEN, *ALWAYS):
             fix = INSTEAD.get(name) or did_you_mean_hint(name, [*TAKEN, *ALWAYS]) or "leave it out"
             yield Problem(f'{label}: "{name}"', "would be ignored: fsdp2 does not support it", fix)
 
@@ -145,12 +165,13 @@ def fsdp_file_options(c: Sections) -> FsdpFileOptions:
     named = c.engine.fsdp_config
     if named is None:
         return FsdpFileOptions({})
-    path = Path(named)
+    label = "--fsdp_config" if named.lstrip().startswith("{") else Path(named).name
     try:
-        settings = options_from_fsdp(read_fsdp_json(path), path.name)
+        settings = options_from_fsdp(read_fsdp_settings(named), label)
     except ConfigError as error:
         return FsdpFileOptions({}, tuple(error.problems))
-    return FsdpFileOptions(settings.options, (*settings.problems, *_contradictions(c, settings.options, path.name)))
+    conflicts = _contradictions(c, settings.options, label)
+    return replace(settings, problems=(*settings.problems, *conflicts))
 
 
 def _contradictions(c: Sections, options: Mapping[str, Any], label: str) -> Iterator[Problem]:

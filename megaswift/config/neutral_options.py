@@ -50,11 +50,19 @@ _WORKERS = "--dataloader_num_workers threads read ahead and last for the whole r
 _TP_COMM = "Transformer Engine reads --tp_comm_overlap_{0}"
 _ATOMIC = "`atomic_gemm: true` in the file of --tp_comm_overlap_cfg"
 
-_BACKEND = NeutralOption(
-    ("nccl", "gloo"),
-    "the backend follows the device: nccl on GPUs, gloo on CPUs",
-    "leave it out: mpi, ccl and hccl need a build of torch that has them",
-)
+FSDP_SETTLED = {
+    "use_orig_params": "FSDP2 always keeps the original parameters",
+    "limit_all_gathers": "FSDP2 always limits all-gathers",
+    "backward_prefetch": "FSDP2 always prefetches the next layer",
+    "forward_prefetch": "FSDP2 always prefetches the next layer",
+    "min_num_params": "the decoder layers, or --fsdp_transformer_layer_cls_to_wrap, are the units of FSDP2",
+    "auto_wrap_policy": "the decoder layers, or --fsdp_transformer_layer_cls_to_wrap, are the units of FSDP2",
+    "sync_module_states": "every rank loads only its shard of the weights",
+    "cpu_ram_efficient_loading": "every rank loads only its shard of the weights",
+    "state_dict_type": "checkpoints contain full tensors, from which any number of processes can resume",
+    "version": "FSDP2 is always used",
+}
+"""Settings of FSDP that change memory or speed, not results, and why they change nothing here."""
 
 NEUTRAL: dict[str, NeutralOption] = {
     # data
@@ -118,15 +126,24 @@ NEUTRAL: dict[str, NeutralOption] = {
     "tp_comm_split_rs": NeutralOption(ON, _TP_COMM.format("rs"), "--tp_comm_overlap_rs false"),
     "tp_comm_atomic_ag": NeutralOption(OFF, _TP_COMM.format("ag"), _ATOMIC),
     "tp_comm_atomic_rs": NeutralOption(OFF, _TP_COMM.format("rs"), _ATOMIC),
+    # FSDP
+    **{
+        prefix + name: NeutralOption(ANY, reason)
+        for name, reason in FSDP_SETTLED.items()
+        for prefix in ("fsdp_", "")[: 1 if name in ("version", "auto_wrap_policy", "state_dict_type") else 2]
+    },
     # data parallelism
     "ddp_find_unused_parameters": NeutralOption(EITHER, "gradients of unused parameters are zero"),
     "find_unused_parameters": NeutralOption(EITHER, "gradients of unused parameters are zero"),
     "ddp_bucket_cap_mb": NeutralOption(ANY, "the engine sets the bucket size"),
     "ddp_broadcast_buffers": NeutralOption(EITHER, "all ranks load the same buffers"),
     "distributed": NeutralOption(ON, "the launcher starts --nproc_per_node processes", "--nproc_per_node 1"),
-    "distributed_backend": _BACKEND,
-    "ddp_backend": _BACKEND,
     "fp16_opt_level": NeutralOption(ANY, "--torch_dtype sets the precision"),
+    "half_precision_backend": NeutralOption(
+        ("auto", "amp", "cuda_amp", "cpu_amp"),
+        "--torch_dtype sets the precision",
+        "leave it out: apex is not supported",
+    ),
     "check_model": NeutralOption(EITHER, "model files are checked before the run starts"),
     "use_torchrun": NeutralOption(ON, "torchrun is the default launcher", "leave it out"),
     # what trains

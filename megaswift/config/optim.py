@@ -73,6 +73,18 @@ class OptimConfig:
     adam_beta2: float = option(0.95, "Decay rate of Adam's second moment (Lion: of the momentum)", minimum=0, below=1)
     adam_epsilon: float = option(1e-8, "Epsilon in Adam's denominator", aliases=("adam_eps",), above=0)
     max_grad_norm: float = option(1.0, "Gradient clipping norm; 0: no clipping", aliases=("clip_grad",), minimum=0)
+    initial_loss_scale: float = option(
+        2.0**16, "float16: loss scale of the first step, a power of two", minimum=1, maximum=2.0**32
+    )
+    min_loss_scale: float = option(
+        1.0, "float16: lower bound of the loss scale, a power of two", minimum=1, maximum=2.0**32
+    )
+    loss_scale_window: int = option(
+        1000, "float16: steps with finite gradients before the loss scale is doubled", minimum=1, unit="steps"
+    )
+    hysteresis: int = option(
+        2, "float16: steps with non-finite gradients before the loss scale is halved", minimum=1, unit="steps"
+    )
     optimizer: str = option(
         "adam",
         "Optimizer; adam is AdamW. All except adam and sgd need --engine ddp or fsdp2",

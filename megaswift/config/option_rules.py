@@ -15,6 +15,7 @@ from megaswift.config.data import RL
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED, requested_engine
 from megaswift.config.generation_batch import generation_batch_problems
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
+from megaswift.config.loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
 from megaswift.config.native_engine_rules import MODEL_CLASHES, MODEL_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.parse_option_values import option_value_text
@@ -152,6 +153,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
     *RL_IGNORED,
     *OPTIMIZER_IGNORED,
     *SPEED_IGNORED,
+    *LOSS_SCALE_IGNORED,
 )
 
 CLASHES: tuple[ConflictingOptions, ...] = (
@@ -245,6 +247,7 @@ CLASHES: tuple[ConflictingOptions, ...] = (
     *RL_CLASHES,
     *OPTIMIZER_CLASHES,
     *SPEED_CLASHES,
+    *LOSS_SCALE_CLASHES,
 )
 
 

@@ -147,6 +147,8 @@ def read_config_file(path: str) -> ConfigSource:
     try:
         text = _text(file)
         pairs = list(_json_pairs(text) if file.suffix.lower() == ".json" else _yaml_pairs(text))
+        if {"compute_environment", "distributed_type"} <= {name for section, name, *_ in pairs if not section}:
+            return ConfigSource((GivenOptionValue("accelerate_config", path, path, path),))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(Problem(path, f"cannot be read: {error}")) from None
     except _Malformed as error:
@@ -347,6 +349,8 @@ def read_command_line(argv: list[str], table: OptionTable = TRAINING) -> ParsedC
         while not equals and words and not _FLAG.match(words[0]) and not _one_dash(words[0], table):
             values.append(words.pop(0))
         _take(line, flag, values, table)
+    if any(given.name == "deepspeed_config" for given in line.givens):  # DeepSpeed's own arguments: a switch and a file
+        line.problems = [p for p in line.problems if (p.what, p.rule) != ("--deepspeed", "has no value")]
     if len(line.files) > 1:
         line.problems.append(
             Problem(

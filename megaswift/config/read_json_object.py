@@ -1,4 +1,4 @@
-"""Reads the JSON object in a file given by an option, or raises one error with the reason."""
+"""Reads the JSON or YAML object in a file given by an option, or raises one error with the reason."""
 
 from __future__ import annotations
 
@@ -19,4 +19,26 @@ def read_option_json_object(path: Path, what: str, fix: str) -> dict[str, Any]:
         raise ConfigError(Problem(what, f"is not JSON: {error}", fix)) from error
     if not isinstance(value, dict):
         raise ConfigError(Problem(what, "does not contain a JSON object", fix))
+    return value
+
+
+def read_option_object(named: str, what: str, fix: str) -> dict[str, Any]:
+    """The same for a value that is JSON itself, a YAML file (by its suffix) or a JSON file."""
+    if named.lstrip().startswith("{"):
+        try:
+            return dict(json.loads(named))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(Problem(what, f"is not JSON: {error}", fix)) from error
+    if Path(named).suffix.lower() not in (".yaml", ".yml"):
+        return read_option_json_object(Path(named), what, fix)
+    import yaml
+
+    try:
+        value = yaml.safe_load(Path(named).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(Problem(what, f"cannot be read: {error.strerror}", fix)) from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(Problem(what, f"is not YAML: {str(error).splitlines()[0]}", fix)) from error
+    if not isinstance(value, dict):
+        raise ConfigError(Problem(what, "does not contain names with values", fix))
     return value

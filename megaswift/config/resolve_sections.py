@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megaswift.config.accelerate_file import expand_accelerate_files
 from megaswift.config.adapter_rules import train_type_defaults
 from megaswift.config.data import ALIGNMENT, RL
 from megaswift.config.deepspeed_file_options import source_from_deepspeed_file
@@ -111,7 +112,7 @@ def resolve_sections(
     others.
     """
     state = ResolveState(task=task)
-    read = list(sources)
+    read = expand_accelerate_files(list(sources))
     for weight, source in enumerate([source_from_deepspeed_file(read), *translate_rollout_correction_options(read)]):
         _take(state, source, weight)
     state, sections = _without_superfluous(*_later_wins(state))
@@ -227,16 +228,21 @@ def _without_superfluous(state: ResolveState, sections: Sections) -> tuple[Resol
 def _with_one_dropped(state: ResolveState, sections: Sections) -> tuple[ResolveState, Sections] | None:
     """State and sections without the first contradicted option whose absence leaves fewer problems; None where there
     is none. Where both options say the same thing, as many problems are few enough."""
-    count = len(_check(sections, state))
+    count, idle = len(_check(sections, state)), _superfluous_names(sections, state)
     for old, new in overridden_options(sections, state.weights, frozenset(state.wrong) | state.ambient):
         if old in KEPT or not state.typed[old].spelling:  # accelerate's settings: its launcher follows them too
             continue
         rest = state.without(old, f"{state.typed[old].label} is not used because of {state.typed[new].label}")
         fewer = _sections(rest)
         same_thing = {old, new} == {BATCH[0], *BATCH[1]}
-        if len(_check(fewer, rest)) < count + same_thing:
+        depending = _superfluous_names(fewer, rest) - idle  # a notice leaves these out
+        if len(_check(fewer, rest)) - len(depending) < count + same_thing:
             return rest, fewer
     return None
+
+
+def _superfluous_names(sections: Sections, state: ResolveState) -> set[str]:
+    return {name for name, _ in superfluous_options(sections, state.wrong)}
 
 
 def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:

@@ -46,6 +46,7 @@ SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
         lambda c: not c.optim.warmup_steps and not c.optim.warmup_ratio,
         "there is no warmup",
         "--warmup_steps 100",
+        notice=True,
     ),
     IgnoredOption(
         "warmup_ratio",

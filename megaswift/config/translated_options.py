@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megaswift.config.foreign_options import PRECISIONS
+from megaswift.config.fsdp_spellings import translated_fsdp_options
 from megaswift.config.option_sources import GivenOptionValue
 from megaswift.config.parse_option_values import FALSE, TRUE
 from megaswift.config.peft_methods import VARIANTS
@@ -86,6 +87,7 @@ SWITCHES = {
     "use_lora": ("train_type", "lora"),
     "use_galore": ("optimizer", "galore_adamw"),
     "activation_checkpointing": ("recompute_granularity", "full"),
+    "fsdp_activation_checkpointing": ("recompute_granularity", "full"),
     "sequence_packing": ("packing", True),
     "mlp_padding_free": ("packing", True),
     "use_ray": ("launcher", "ray"),
@@ -106,7 +108,6 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     ("sleep_level", "0"): ("rollout_sleep", False),
     ("sleep_level", "1"): ("rollout_sleep", True),
     ("sleep_level", "2"): ("rollout_sleep", True),
-    ("fsdp", "fsdp2"): ("use_fsdp", True),
 }
 """Another toolkit's name and value -> option and value; true and false stand for all their spellings."""
 _HOST, _PORT, _URL = ("vllm_server_host", "sglang_server_host"), ("vllm_server_port", "sglang_server_port"), "8000"
@@ -120,6 +121,7 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
     without another precision float32. `warmup_steps` below 1 is a fraction, as in transformers 5. A server's host and
     port are its URL. `eval_strategy no` unsets `eval_steps`.
     """
+    givens = list(translated_fsdp_options(givens))
     values = {given.name: _text(given) for given in givens}
     unused = _unused_names(values)
     for given in givens:

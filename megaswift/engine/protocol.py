@@ -44,6 +44,8 @@ class StepResult:
     parts: Sequence[MicrobatchLoss] = ()
     """This rank's micro-batches, on ranks of the last pipeline stage: the one field that is not the same on every
     rank."""
+    loss_scale: float | None = None
+    """By which the loss of this step was multiplied in float16."""
     loss_scale_falling: bool = False
     """Skipped in float16 while the loss scale is above its minimum: a smaller one may fit."""
 

@@ -66,7 +66,8 @@ class CheckpointHook(Hook):
         began = time.perf_counter()
         rank, ranks = distributed.global_rank(), distributed.global_world_size()
         hooks = {type(h).__name__: state for h in loop.hooks if (state := h.state_dict())}
-        state = {**self.facts, "total_steps": loop.total_steps, "data": loop.source.state_dict(), "hooks": hooks}
+        steps = {"total_steps": loop.total_steps, "skipped_steps": loop.skipped}
+        state = {**self.facts, **steps, "data": loop.source.state_dict(), "hooks": hooks}
         engines = {} if self.write_weights_only else {ENGINE: loop.engine, **loop.engines}
         if self.write_weights_only:
             state[saved_step_integrity.WEIGHTS_ONLY] = True
@@ -138,7 +139,7 @@ def restore_run(
     named = {type(hook).__name__: hook for hook in loop.hooks}
     hooks = manifest["hooks"]
     _load_states(folder, [(f"hooks, {name}", hook, hooks[name]) for name, hook in named.items() if name in hooks])
-    loop.step = manifest["step"]
+    loop.step, loop.skipped = manifest["step"], manifest.get("skipped_steps", 0)
     return manifest
 
 

@@ -81,7 +81,10 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
     if tell and (cfg.engine.fsdp or cfg.engine.fsdp_config):
         log.info("engine fsdp2: the FSDP options select torch's fully_shard (FSDP2); FSDP1 is not used")
     if cfg.engine.fsdp_config:
-        cfg = cfg.replace(**fsdp_json.fsdp_file_options(cfg).options)
+        settings = fsdp_json.fsdp_file_options(cfg)
+        for notice in settings.notices if tell else ():
+            log.info(notice)
+        cfg = cfg.replace(**settings.options)
     needs_torch = reason_for_torch_engine(cfg)
     if requested != AUTO and not needs_torch:
         return cfg if cfg.engine.engine == requested else cfg.replace(engine=requested)

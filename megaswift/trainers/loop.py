@@ -65,6 +65,8 @@ class Loop:
     """Others that are trained too, by their folder in a checkpoint."""
     step: int = 0
     """Optimizer steps taken."""
+    skipped: int = 0
+    """Of these, skipped ones: the learning-rate schedule stands still where the weights do."""
     interrupted: int = 0
     """The signal that ended the run early, 0 when none did."""
     mistake: UserError | None = None
@@ -86,9 +88,10 @@ class Loop:
                         break
                     self.emit("on_batch")
                     microbatches = self.prepare(self.engine, microbatches, True)
-                    rate = self.learning_rate(self.step)
+                    rate = self.learning_rate(self.step - self.skipped)
                     result = self.engine.train_batch(microbatches, self.loss, rate)
                     self.step += 1
+                    self.skipped += result.skipped
                     self.emit("on_step", self.record(rate, result, microbatches))
                 if self.step or self.mistake is None:
                     self.emit("on_end")

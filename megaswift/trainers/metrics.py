@@ -151,6 +151,8 @@ class MetricsHook(Hook):
         }
         if w.skipped:
             line["skipped"] = w.skipped
+        if step.result.loss_scale is not None:
+            line["loss_scale"] = step.result.loss_scale
         return line | {k: v / w.weights[k] for k, v in w.metrics.items() if k not in line}
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing_deepspeed_problems
@@ -128,20 +129,26 @@ def collect_check_errors(checks: Iterable[Check]) -> list[UserError]:
 
 
 def device_problems(cfg: SwiftConfig) -> list[Problem]:
-    """What a CPU alone cannot do: offloading from a device that is the host itself, and training in float16."""
-    offload, half = cfg.optim.optimizer_cpu_offload, cfg.model.torch_dtype == "float16"
-    if not offload and not half:
+    """What a CPU alone cannot do: offloading from a device that is the host itself, and, under DeepSpeed on most CPUs,
+    training in float16."""
+    offload = cfg.optim.optimizer_cpu_offload
+    half = cfg.model.torch_dtype == "float16" and requested_engine(cfg) in ZERO
+    backend = cfg.engine.ddp_backend
+    if not offload and not half and backend is None:
         return []
     import torch
 
     if torch.cuda.is_available():
-        return []
+        rule = "is for CPUs: GPUs communicate through NCCL"
+        return [Problem("--ddp_backend gloo", rule, "--ddp_backend nccl")] * (backend == "gloo")
+    if backend == "nccl":
+        log.info("--ddp_backend nccl has no effect: there is no CUDA device, so processes communicate through gloo")
     rule = "there is no CUDA device, so the optimizer state is in host memory anyway"
     problems = [Problem("--optimizer_cpu_offload true", rule, "--optimizer_cpu_offload false")] * offload
-    return (
-        problems
-        + [Problem("--torch_dtype float16", "needs a CUDA device for training", "--torch_dtype bfloat16")] * half
-    )
+    if half and not torch.ops.mkldnn._is_mkldnn_fp16_supported():  # what DeepSpeed asks
+        rule = "DeepSpeed supports float16 on CPUs with AVX512-FP16 only, and there is no CUDA device"
+        problems.append(Problem("--torch_dtype float16", rule, "--engine fsdp2, or --torch_dtype bfloat16"))
+    return problems
 
 
 def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:

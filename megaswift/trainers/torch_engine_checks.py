@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from ctypes.util import find_library
 from importlib.util import find_spec
+from pathlib import Path
 
 from megaswift.config import SwiftConfig
+from megaswift.config.deepspeed_json import read_deepspeed_json
+from megaswift.config.deepspeed_served_keys import OFFLOADS
+from megaswift.config.engine import ZERO
 from megaswift.config.optim import OF_BITSANDBYTES, PAGED
 from megaswift.errors import Problem
 
@@ -22,6 +27,7 @@ def torch_engine_machine_problems(cfg: SwiftConfig) -> list[Problem]:
         *liger_problems(cfg),
         *compiler_problems(cfg),
         *boft_extension_problems(cfg),
+        *nvme_problems(cfg),
     ]
 
 
@@ -96,6 +102,20 @@ def compiler_problems(cfg: SwiftConfig) -> list[Problem]:
             "use --torch_compile_backend aot_eager, which is not faster",
         )
     ]
+
+
+def nvme_problems(cfg: SwiftConfig) -> list[Problem]:
+    """DeepSpeed compiles its asynchronous reads and writes (async_io) against libaio."""
+    named = cfg.engine.deepspeed
+    if named is None or named in ZERO:
+        return []
+    zero = read_deepspeed_json(Path(named)).get("zero_optimization") or {}
+    parts = [part for part in OFFLOADS if (zero.get(f"offload_{part}") or {}).get("device") == "nvme"]
+    if not parts or find_library("aio") is not None:
+        return []
+    rule = "needs libaio and its headers, for which DeepSpeed compiles async_io; the library is not installed"
+    what = f'{Path(named).name}: "offload_{parts[0]}": "device": "nvme"'
+    return [Problem(what, rule, 'install libaio-dev (libaio-devel), or use "device": "cpu"')]
 
 
 def boft_extension_problems(cfg: SwiftConfig) -> list[Problem]:

@@ -27,6 +27,7 @@ CHINESE = {
     "option": "选项",
     "there": "原工具",
     "here": "megaswift",
+    "command": "命令",
     "where": "适用范围",
     "values": "接受的取值",
     "why": "原因",

@@ -64,6 +64,7 @@ FSDP2 = FSDP1 | {"FSDP_VERSION": "2"}
             },
         ),
         (FSDP2 | {"ACCELERATE_MIXED_PRECISION": "bf16"}, {"fsdp": ("full_shard",), "torch_dtype": "bfloat16"}),
+        (FSDP1 | {"FSDP_SHARDING_STRATEGY": "5"}, {"fsdp": ("hybrid_shard_zero2",)}),
         (ACCELERATE | {"ACCELERATE_MIXED_PRECISION": "fp16"}, {"torch_dtype": "float16"}),
         (ACCELERATE, {}),
     ],
@@ -102,7 +103,6 @@ def test_the_run_s_own_options_go_over_them() -> None:
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed_precision fp8"),
         ({"FSDP_IGNORED_MODULES": "a"}, "fsdp_ignored_modules"),
-        ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "fsdp_sharding_strategy NO_SHARD"),
         (ZERO2 | {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme"}, "the optimizer on nvme"),
         (ZERO2 | {"ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "x"}, "moe_layer_cls_names"),
     ],
@@ -123,6 +123,8 @@ def test_what_is_refused(added: dict[str, str], part: str) -> None:
         ),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend inductor has no effect"),
         ({"FSDP_FORWARD_PREFETCH": "true"}, "fsdp_forward_prefetch true has no effect"),
+        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "fsdp_auto_wrap_policy size_based_wrap has no effect"),
+        ({"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}, "fsdp_state_dict_type sharded_state_dict has no effect"),
     ],
 )
 def test_what_has_no_effect_is_said(added: dict[str, str], part: str) -> None:

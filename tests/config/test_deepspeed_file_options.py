@@ -10,7 +10,8 @@ import pytest
 
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.deepspeed_file_options import LINEAR_WARMUP
-from megaswift.config.engine_rules import filled_deepspeed_config
+from megaswift.config.engine_rules import filled_deepspeed_config, requested_engine
+from tests.config.whole_deepspeed_files import WHOLE_FILES
 
 GIVEN = ["--model", "m", "--dataset", "d.jsonl"]
 WHOLE = {
@@ -90,3 +91,42 @@ def test_a_missing_file_is_not_another_engine(tmp_path: Path) -> None:
     """The rules leave it to the check that names the file."""
     cfg = load_config("sft", [*GIVEN, "--deepspeed", "no.json", "--engine", "zero3"], environ={})
     assert cfg.engine.deepspeed == "no.json"
+
+
+@pytest.mark.parametrize("name", WHOLE_FILES)
+def test_whole_files(name: str, tmp_path: Path) -> None:
+    """Their values are the run's, and nothing is left that contradicts it."""
+    file = WHOLE_FILES[name]
+    cfg = load(tmp_path, file.content)
+    assert requested_engine(cfg) == file.kind
+    assert {option: cfg.value(option) for option, _ in file.options} == dict(file.options)
+    dtype = cfg.model.torch_dtype.replace("auto", "bfloat16")
+    filled = filled_deepspeed_config(cfg, file.world, dtype, 64)
+    assert (filled.kind, filled.problems) == (file.kind, ())
+    assert filled.config["bf16"]["enabled"] == (dtype == "bfloat16") and ("fp16" in filled.config) == (
+        dtype == "float16"
+    )
+
+
+def test_a_loss_scale(tmp_path: Path) -> None:
+    """Its numbers count where float16 does: a file of transformers repeats DeepSpeed's defaults beside bfloat16."""
+    numbers = {"initial_scale_power": 12, "loss_scale_window": 50, "hysteresis": 1, "min_loss_scale": 4}
+    names = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
+    zero = {"zero_optimization": {"stage": 2}}
+    for words, enabled in (((), True), (("--fp16", "true"), "auto")):
+        optim = load(tmp_path, {**zero, "fp16": {"enabled": enabled, **numbers}}, *words).optim
+        assert [getattr(optim, name) for name in names] == [2**12, 50, 1, 4]
+    for words, section in ((("--bf16", "true"), {"enabled": "auto"}), ((), {"enabled": False}), ((), {})):
+        assert load(tmp_path, {**zero, "fp16": {**section, **numbers}}, *words).optim.hysteresis == 2
+
+
+def test_ratios_of_a_cosine(tmp_path: Path) -> None:
+    params = {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.01, "warmup_num_steps": 5}
+    content = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-4}},
+        "scheduler": {"type": "WarmupCosineLR", "params": params},
+        "zero_optimization": {"stage": 2},
+    }
+    cfg = load(tmp_path, content)
+    assert (cfg.optim.lr_warmup_init, cfg.optim.min_lr) == (pytest.approx(2e-5), pytest.approx(2e-6))
+    assert filled_deepspeed_config(cfg, 1, "float32", 64).problems == ()

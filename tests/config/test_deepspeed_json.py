@@ -14,6 +14,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.deepspeed_json import (
     KINDS,
     DeepspeedAutoValues,
+    LossScaleNumbers,
     deepspeed_auto_values,
     deepspeed_preset,
     fill_deepspeed_auto,
@@ -24,7 +25,7 @@ from megaswift.config.deepspeed_json import (
 from megaswift.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "deepspeed"
-FACTS = DeepspeedAutoValues(4, 8, 2, 2e-5, (0.9, 0.95), 1e-8, 0.1, 1.0, "cosine", "bfloat16", 1024)
+FACTS = DeepspeedAutoValues(4, 8, 2, 2e-5, 0.0, 0.0, (0.9, 0.95), 1e-8, 0.1, 1.0, "cosine", "bfloat16", 1024)
 LABEL = "--deepspeed f.json"
 TRANSFORMERS_ZERO3: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
@@ -111,15 +112,32 @@ def test_auto_without_a_known_size_is_deepspeeds_own() -> None:
         ({"scheduler": {"type": "WarmupLR"}}, ("the schedule of the run is cosine", "--lr_scheduler_type constant")),
         (
             {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_min_lr": 1e-6}}},
-            ("warmup_min_lr", "warmup starts at 0"),
+            ("warmup_min_lr", "--lr_warmup_init 1e-06"),
+        ),
+        (
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0.5}}},
+            ("min_lr", "which uses 0.0", "--min_lr 1e-05"),
+        ),
+        (
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_step": 5}}},
+            ("warmup_num_step", "would be ignored", "did you mean warmup_num_steps?"),
+        ),
+        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, ("amsgrad", "would be ignored")),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, ("--recompute_granularity",)),
+        ({"tensorboard": {"enabled": True}}, ("--report_to tensorboard",)),
+        ({"sequence_parallel_size": 2}, ("--engine megatron with --cp",)),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}},
+            ("nvme", "needs stage 3"),
         ),
         ({"bf16": {"enabled": False}}, ("conflicts with the compute dtype bfloat16", "--torch_dtype float32")),
-        ({"fp16": {"enabled": True}}, ("float16 is not supported",)),
+        ({"fp16": {"enabled": True}}, ("conflicts with the compute dtype bfloat16", "--torch_dtype float16")),
         ({"amp": {"enabled": True}}, ("would be ignored", "bf16")),
         ({"gradient_cliping": 1.0}, ("would be ignored", "did you mean gradient_clipping?")),
         ({"prescale_gradients": True}, ("gradients are summed",)),
         ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, ("is not supported",)),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, ("nvme", "is not supported")),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, ("nvme", "nvme_path")),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, ("none, cpu, nvme",)),
         (
             {"zero_optimization": {"stage": 3, "sub_group_size": "auto"}},
             ("sub_group_size", "the run does not provide this value"),
@@ -160,10 +178,63 @@ def test_values_that_agree_are_no_mistake() -> None:
     assert wrong({**TRANSFORMERS_ZERO3, **same}) == ""
 
 
+def test_what_is_switched_off_asks_for_nothing() -> None:
+    off = {
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "amp": {"enabled": False, "opt_level": "O1"},
+        "tensorboard": {"enabled": False, "output_path": "t"},
+        "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
+        "sequence_parallel_size": 1,
+        "elasticity": {"enabled": False},
+        "sparse_gradients": False,
+    }
+    filled = fill_deepspeed_auto({**TRANSFORMERS_ZERO3, **off}, FACTS, LABEL)
+    assert filled.problems == () and not off.keys() & filled.config.keys()
+
+
+def test_offload_in_older_files(tmp_path: Path) -> None:
+    older = {"stage": 3, "cpu_offload": True, "cpu_offload_params": True, "cpu_offload_use_pin_memory": True}
+    (tmp_path / "f.json").write_text(json.dumps({"zero_optimization": older}))
+    read = read_deepspeed_json(tmp_path / "f.json")
+    pinned = {"device": "cpu", "pin_memory": True}
+    assert read["zero_optimization"] == {"stage": 3, "offload_optimizer": pinned, "offload_param": pinned}
+    assert matching_deepspeed_preset(read) == "zero3_offload"
+
+
+HALF = {
+    "loss_scale": 0,
+    "initial_scale_power": 12,
+    "loss_scale_window": 50,
+    "hysteresis": 1,
+    "min_loss_scale": 4,
+}
+
+
+@pytest.mark.parametrize("enabled", [True, "auto"])
+def test_float16(enabled: object) -> None:
+    """DeepSpeed's own section with the run's numbers, whether the file repeats them or leaves them to the run."""
+    numbers = LossScaleNumbers(12, 50, 1, 4)
+    facts = replace(FACTS, dtype="float16", loss_scale=numbers)
+    want = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 50, "hysteresis": 1, "min_loss_scale": 4}
+    for section in ({"enabled": enabled}, {"enabled": enabled, "auto_cast": True, **HALF}):
+        filled = fill_deepspeed_auto({**TRANSFORMERS_ZERO3, "fp16": section}, facts, LABEL)
+        assert filled.problems == () and filled.config["fp16"] == want and filled.config["bf16"] == {"enabled": False}
+    other = fill_deepspeed_auto(
+        {**TRANSFORMERS_ZERO3, "fp16": {"enabled": True, "initial_scale_power": 20}}, facts, LABEL
+    )
+    assert "conflicts with the run, which uses 12" in str(other.problems[0])
+    assert "--initial_loss_scale 1048576" in str(other.problems[0])
+    fixed = fill_deepspeed_auto({**TRANSFORMERS_ZERO3, "fp16": {"enabled": True, "loss_scale": 128}}, facts, LABEL)
+    assert "the loss scale is dynamic" in str(fixed.problems[0])
+
+
 def test_facts_come_from_the_configuration() -> None:
     cfg = SwiftConfig(learning_rate=3e-5, global_batch_size=16, per_device_train_batch_size=2, max_grad_norm=0.7)
     facts = deepspeed_auto_values(cfg, 4, "float32", 64)
     assert (facts.per_device, facts.accumulation, facts.world, facts.learning_rate, facts.clip) == (2, 2, 4, 3e-5, 0.7)
+    half = SwiftConfig(initial_loss_scale=2**12, loss_scale_window=50, hysteresis=1, min_loss_scale=4)
+    assert deepspeed_auto_values(half, 4, "float16", 64).loss_scale == LossScaleNumbers(12, 50, 1, 4)
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])

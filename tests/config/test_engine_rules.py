@@ -69,7 +69,6 @@ CLASHING = [
     "--use_fsdp true --engine ddp",
     "--fsdp full_shard,shard_grad_op",
     "--engine ddp --recompute_granularity selective",
-    "--torch_dtype fp16 --engine fsdp2",
     "--engine ddp --freeze_llm true",
 ]
 
@@ -279,3 +278,22 @@ def test_capabilities_follow_the_engine() -> None:
     for engine, native in (("megatron", True), ("ddp", False), ("fsdp2", False), ("zero3", False)):
         able = asdict(capabilities_of(load_config("sft", ["--engine", engine], environ={})))
         assert able == {name: native != (name == "vision") for name in able}, engine
+
+
+@pytest.mark.parametrize("name", ["ddp_backend", "distributed_backend", "dist_backend"])
+@pytest.mark.parametrize("backend", ["mpi", "ccl", "hccl"])
+def test_backends_that_are_missing(name: str, backend: str) -> None:
+    assert SwiftConfig(**{name: "gloo"}).engine.ddp_backend == "gloo"
+    with pytest.raises(ConfigError) as error:
+        SwiftConfig(**{name: backend})
+    assert "must be one of nccl | gloo" in str(error.value) and "megaswift does not" in str(error.value)
+
+
+def test_deepspeed_s_own_arguments(tmp_path: Path) -> None:
+    """`deepspeed --hostfile ... SCRIPT --deepspeed --deepspeed_config=FILE`: its launcher adds the rank."""
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 1}}')
+    words = ["--local_rank=0", "--model", "m", "--dataset", "d", "--deepspeed", f"--deepspeed_config={file}"]
+    assert requested_engine(load_config("sft", words, environ={})) == "zero1"
+    with pytest.raises(ConfigError, match="--deepspeed: has no value"):
+        load_config("sft", ["--deepspeed"], environ={})

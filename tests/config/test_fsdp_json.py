@@ -64,10 +64,7 @@ def test_what_is_taken() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"backward_prefetch": "no_prefetch"}, ("backward_prefetch", "would be ignored", "BACKWARD_PRE")),
-        ({"state_dict_type": "SHARDED_STATE_DICT"}, ("would be ignored", "full tensors")),
         ({"xla": True}, ("XLA is not supported",)),
-        ({"cpu_ram_efficient_loading": False}, ("shard by shard",)),
         ({"mixed_precision_policy": "bf16"}, ("--torch_dtype",)),
         ({"reshard_after_foward": True}, ("reshard_after_forward",)),
         ({"sharding_strategy": "NO_SHARD"}, ("--engine ddp",)),
@@ -82,6 +79,31 @@ def test_what_is_taken() -> None:
 def test_what_is_told(content: dict[str, Any], said: tuple[str, ...]) -> None:
     text = "\n".join(str(p) for p in options_from_fsdp(content, "f.json").problems)
     assert all(part in text for part in ("f.json", *said)), text
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"backward_prefetch": "no_prefetch"}, "prefetches the next layer"),
+        ({"forward_prefetch": True}, "prefetches the next layer"),
+        ({"state_dict_type": "SHARDED_STATE_DICT"}, "full tensors"),
+        ({"cpu_ram_efficient_loading": False}, "shard by shard"),
+        ({"limit_all_gathers": False}, "limits all-gathers"),
+        ({"use_orig_params": "false"}, "original parameters"),
+        ({"min_num_params": 2000}, "wraps by layer class"),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "wraps by layer class"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "fsdp_"])
+def test_what_changes_memory_or_speed_at_most(
+    content: dict[str, Any], said: str, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line says that it has no effect."""
+    ((name, value),) = content.items()
+    cfg = made(tmp_path, {prefix + name: value})
+    resolve_engine(cfg, 2)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
+    assert f'fsdp.json: "{name}"' in line and said in line
 
 
 def test_a_run_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
+from megaswift.config.loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.option_rules import CLASHES, IGNORED
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
@@ -190,6 +191,7 @@ def test_every_row_is_tried() -> None:
         *RL_CLASHES,
         *OPTIMIZER_CLASHES,
         *SPEED_CLASHES,
+        *LOSS_SCALE_CLASHES,
     )
     idle = (
         *ENGINE_IGNORED,
@@ -199,6 +201,7 @@ def test_every_row_is_tried() -> None:
         *RL_IGNORED,
         *OPTIMIZER_IGNORED,
         *SPEED_IGNORED,
+        *LOSS_SCALE_IGNORED,
     )
     own = [r for r in CLASHES if r not in clashes]
     assert {NAMES[i.split()[0][2:]] for i, _ in IDLE} == {r.option for r in IGNORED if r not in idle}

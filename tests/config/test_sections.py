@@ -53,6 +53,8 @@ def other_value(name: str) -> object:
     o = OPTIONS[name]
     if name == "fsdp_config":
         return str(Path(__file__).resolve().parents[2] / "configs" / "fsdp" / "fsdp2.json")
+    if name in ("initial_loss_scale", "min_loss_scale"):
+        return 2.0
     if o.kind == "bool":
         return not o.default
     if o.choices:

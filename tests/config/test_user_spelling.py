@@ -87,7 +87,7 @@ def test_every_alias_in_a_message_of_a_later_stage() -> None:
         ("sft --attention_backend flash --transformer_impl torch", "--attention_backend flash"),
         ("sft --tuner_type adalora --engine ddp --adalora_init_r 4", "--adalora_init_r 4"),
         ("sft --lr_warmup_iters 9 --train_iters 3", "--lr_warmup_iters 9"),
-        ("sft --deepspeed zero2 --fsdp auto_wrap", "--fsdp auto_wrap"),
+        ("sft --engine zero2 --deepspeed zero2 --fsdp auto_wrap", "--fsdp auto_wrap"),
     ],
 )
 def test_rules_name_what_was_typed(words: str, what: str) -> None:

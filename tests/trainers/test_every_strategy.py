@@ -83,6 +83,7 @@ WAYS = {
     "fsdp2 no reshard": fsdp("shard_grad_op", keeps=True),
     "fsdp2 offload": fsdp("offload", offloads=True),
     "fsdp2 hybrid": fsdp("hybrid_shard", ranks=4, mesh=(2, 2)),
+    "fsdp2 hybrid no reshard": fsdp("hybrid_shard_zero2", ranks=4, mesh=(2, 2), keeps=True),
     "fsdp2 units in units": replace(
         fsdp(), words=("--engine", "fsdp2", "--fsdp_transformer_layer_cls_to_wrap", LAYER, NORM), units=(LAYER, NORM)
     ),

@@ -78,10 +78,27 @@ def test_what_a_cpu_alone_cannot_do(model: Path, tmp_path: Path, monkeypatch: py
     )
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert ["--optimizer_cpu_offload true: there is no CUDA device" in text for text in problems(cfg, 1)] == [True]
-    half = SwiftConfig(task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), torch_dtype="fp16")
-    assert ["--torch_dtype float16: needs a CUDA device for training" in text for text in problems(half, 1)] == [True]
+    words = {"model": str(model), "dataset": "d", "output_dir": str(tmp_path / "out"), "torch_dtype": "fp16"}
+    half = SwiftConfig(task="sft", engine="zero2", **words)
+    monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_fp16_supported", lambda: False)
+    assert ["DeepSpeed supports float16 on CPUs with AVX512-FP16 only" in text for text in problems(half, 1)] == [True]
+    for engine in ("megatron", "ddp", "fsdp2"):
+        assert problems(SwiftConfig(task="sft", engine=engine, **words), 1) == []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert problems(cfg, 1) == problems(half, 1) == []
+
+
+def test_the_backend_is_the_device_s(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"task": "sft", "model": str(model), "dataset": "d", "output_dir": str(tmp_path / "out")}
+    for cuda, backend, said in ((False, "nccl", True), (False, "gloo", False), (True, "nccl", False)):
+        monkeypatch.setattr("torch.cuda.is_available", lambda cuda=cuda: cuda)
+        assert problems(SwiftConfig(distributed_backend=backend, **words), 1) == []
+        assert ("--ddp_backend nccl has no effect" in capsys.readouterr().err) == said
+    assert ["GPUs communicate through NCCL" in p for p in problems(SwiftConfig(ddp_backend="gloo", **words), 1)] == [
+        True
+    ]
 
 
 def test_a_template_below_home_is_found(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig
+from megaswift.config.engine_rules import filled_deepspeed_config
 from megaswift.trainers import torch_engine_checks
 from megaswift.trainers.torch_engine_checks import torch_engine_machine_problems
 from tests.parity.models import build
@@ -91,3 +93,19 @@ def test_losses_of_routers_need_routers(tmp_path: Path) -> None:
         True
     ]
     assert problems(SwiftConfig(model=str(moe), **options), 2) == []
+
+
+def test_nvme_needs_libaio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "ds.json"
+    for device, found, many in (("nvme", None, 1), ("nvme", "libaio.so.1", 0), ("cpu", None, 0)):
+        section = {"device": device, "nvme_path": str(tmp_path)}
+        file.write_text(
+            json.dumps({"zero_optimization": {"stage": 3, "offload_param": section}, "aio": {"queue_depth": 8}})
+        )
+        monkeypatch.setattr(torch_engine_checks, "find_library", lambda name, found=found: found)
+        cfg = SwiftConfig(deepspeed=str(file))
+        assert len(torch_engine_checks.nvme_problems(cfg)) == many
+        filled = filled_deepspeed_config(cfg, 1, "float32", 64)
+        assert (filled.kind, filled.problems) == ("zero3_offload", ())
+        assert filled.config["aio"] == {"queue_depth": 8}
+        assert filled.config["zero_optimization"]["offload_param"] == section

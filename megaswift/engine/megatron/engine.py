@@ -171,9 +171,10 @@ class MegatronEngine:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
         result = self.accumulate(microbatches, loss, whole_gradients=False)
         optim.set_lr_and_weight_decay(self.optimizer, lr, self.cfg.optim.weight_decay)
+        scale = optim.get_loss_scale(self.optimizer)
         norm, stepped = optim.optimizer_step(self.optimizer, self.cfg.optim.max_grad_norm)
         falling = not stepped and optim.can_lower_loss_scale(self.optimizer)
-        return replace(result, grad_norm=norm, skipped=not stepped, loss_scale_falling=falling)
+        return replace(result, grad_norm=norm, skipped=not stepped, loss_scale=scale, loss_scale_falling=falling)
 
     def accumulate(self, microbatches: Sequence[Batch], loss: Loss, whole_gradients: bool = True) -> StepResult:
         """Forward and backward only; `hf_gradients` then has the gradients of the global objective."""

@@ -42,10 +42,6 @@ def compute_dtype(cfg: SwiftConfig, spec: ModelSpec, cuda: bool) -> torch.dtype:
     name = cfg.model.torch_dtype
     if name == "auto":
         name = spec.dtype if cuda else "float32"
-    if name == "float16" and not cuda:
-        raise ConfigError(
-            Problem("--torch_dtype float16", "float16 training needs a CUDA device", "--torch_dtype bfloat16")
-        )
     return DTYPES[name]
 
 

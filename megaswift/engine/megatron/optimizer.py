@@ -23,9 +23,6 @@ from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.host_adam import HostAdam, materialize_host_adam_state
 from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
 
-LOSS_SCALE = 2.0**16
-"""At the start of a run in float16, as torch's GradScaler has it; Megatron-Core's 2^32 overflows for some 20 steps."""
-
 
 def build_optimizer(
     chunks: list[DistributedDataParallel], config: TransformerConfig, cfg: SwiftConfig
@@ -50,7 +47,10 @@ def build_optimizer(
         use_precision_aware_optimizer=o.precision_aware_optimizer,
         exp_avg_dtype=torch.float32,  # in bfloat16 FusedAdam makes float32 copies of a whole group: more at its peak
         exp_avg_sq_dtype=torch.float32,
-        initial_loss_scale=LOSS_SCALE,
+        initial_loss_scale=o.initial_loss_scale,
+        min_loss_scale=o.min_loss_scale,
+        loss_scale_window=o.loss_scale_window,
+        hysteresis=o.hysteresis,
         fp8_recipe=config.fp8_recipe if config.fp8_param else None,
     )
     extra = (
@@ -95,6 +95,12 @@ def _chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 def holds_main_weights(part: MegatronOptimizer) -> bool:
     """Whether the inner optimizer, Transformer Engine's FusedAdam, has the main weights, and reads `decoupled_grad`."""
     return bool(getattr(part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+
+
+def get_loss_scale(optimizer: MegatronOptimizer) -> float | None:
+    """The loss scale (float16); None in other precisions."""
+    scaler = _shared_scaler(optimizer)
+    return None if scaler is None else float(scaler.scale)
 
 
 def can_lower_loss_scale(optimizer: MegatronOptimizer) -> bool:

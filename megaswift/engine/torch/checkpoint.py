@@ -146,6 +146,8 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
             )
         for name, kind in _entries(engine):
             engine.strategy.put(name, kind, source.slice(f"{kind}.{name}"))
+    if engine.strategy.loss_scale is not None and facts.get("loss_scale"):
+        engine.strategy.loss_scale.load_state_dict(facts["loss_scale"])
     if engine.allocation is not None:
         engine.allocation.read(directory)
     if same and rng_state.rng_state_fits_generators(states[0]):
@@ -187,6 +189,7 @@ def _facts(engine: TorchEngine) -> dict[str, Any]:
         "step": engine.strategy.steps,
         "train_type": engine.cfg.model.train_type,
         "optimizer": engine.cfg.optim.optimizer,
+        "loss_scale": None if engine.strategy.loss_scale is None else engine.strategy.loss_scale.state_dict(),
     }
 
 

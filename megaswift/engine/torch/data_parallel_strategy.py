@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import OptimConfig
+from megaswift.engine.torch.loss_scale import DynamicLossScale
 
 WEIGHT, GRADIENT = "weight", "gradient"
 
@@ -53,6 +54,8 @@ class DataParallelStrategy(Protocol):
 
     steps: int
     """Optimizer steps taken."""
+    loss_scale: DynamicLossScale | None
+    """In float16; None in other precisions."""
 
 
 def has_weight_decay(name: str, parameter: Tensor) -> bool:

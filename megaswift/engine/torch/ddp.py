@@ -18,6 +18,7 @@ from megaswift.config.optim import OptimConfig
 from megaswift.engine.squared_gradient_norm import sum_of_squares
 from megaswift.engine.torch.data_parallel_context import TorchContext
 from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT, clip_gradients, set_rates
+from megaswift.engine.torch.loss_scale import DynamicLossScale
 from megaswift.engine.torch.meta_init import allocate_storage
 from megaswift.engine.torch.optimizer_registry import make_torch_optimizer
 from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
@@ -30,8 +31,10 @@ class DdpStrategy:
 
     kind = "ddp"
 
-    def __init__(self, module: nn.Module, optim: OptimConfig, context: TorchContext) -> None:
-        self.context, self.optim = context, optim
+    def __init__(
+        self, module: nn.Module, optim: OptimConfig, context: TorchContext, loss_scale: DynamicLossScale | None = None
+    ) -> None:
+        self.context, self.optim, self.loss_scale = context, optim, loss_scale
         self.ranks = context.layout.world_size
         self.module = self.wrap(module)
         self.parameters = {name: p for name, p in self.named()}
@@ -66,7 +69,14 @@ class DdpStrategy:
         """DDP averages gradients over ranks: the loss is multiplied by their number, so that they add up."""
         wait = nullcontext() if last or not isinstance(self.module, DistributedDataParallel) else self.module.no_sync()
         with wait:
-            (loss * self.ranks).backward()
+            self.scaled_backward(loss * self.ranks, last)
+
+    def scaled_backward(self, loss: Tensor, last: bool) -> None:
+        """Backward pass of a loss times the loss scale; after the last one of a step gradients are divided by it."""
+        scale = self.loss_scale
+        (loss if scale is None else loss * scale.value).backward()
+        if scale is not None and last:
+            scale.unscale(self.gradients())
 
     def gradients(self) -> list[Tensor]:
         """Of all parameters that have one."""
@@ -86,6 +96,8 @@ class DdpStrategy:
             self.optimizer.step()
             self.steps += 1
             self.stepped(self.steps)
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflow=not stepped)
         self.zero_grad()
         return norm, stepped
 

@@ -48,7 +48,6 @@ from megaswift.engine.torch.loss_fields import labeled_columns
 from megaswift.engine.torch.merged_adapters import collect_merged_adapter_weights
 from megaswift.engine.torch.router_losses import RouterLosses
 from megaswift.engine.torch.strategy_registry import build_strategy
-from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_spec import ModelSpec
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
 
@@ -110,8 +109,11 @@ class TorchEngine:
     def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
         result = self.accumulate(microbatches, loss)
+        scale = self.strategy.loss_scale
+        used = None if scale is None else scale.value
         norm, stepped = self.strategy.step(lr, self.cfg.optim)
-        return replace(result, grad_norm=norm, skipped=not stepped)
+        falling = not stepped and scale is not None and scale.can_fall
+        return replace(result, grad_norm=norm, skipped=not stepped, loss_scale=used, loss_scale_falling=falling)
 
     def accumulate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
         """Forward and backward only; `hf_gradients` then has the gradients of the global objective."""
@@ -320,16 +322,7 @@ def _compute_dtype(cfg: SwiftConfig, folder: Path, device: torch.device) -> torc
     """`--torch_dtype`; auto: the checkpoint's on a GPU, float32 on a CPU."""
     if cfg.model.torch_dtype != "auto":
         return getattr(torch, cfg.model.torch_dtype)
-    dtype = folder_config_dtype(folder) if device.type == "cuda" else torch.float32
-    if dtype == torch.float16:  # as config.engine_rules refuses it
-        raise ConfigError(
-            Problem(
-                "--torch_dtype auto",
-                "is float16, the checkpoint's dtype, which needs a loss scale; only --engine megatron has one",
-                "--torch_dtype bfloat16",
-            )
-        )
-    return dtype
+    return folder_config_dtype(folder) if device.type == "cuda" else torch.float32
 
 
 def document_length_per_token(batch: Batch) -> Tensor:

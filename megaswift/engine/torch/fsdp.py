@@ -19,6 +19,7 @@ from megaswift.config.optim import OptimConfig
 from megaswift.engine.squared_gradient_norm import sum_of_squares
 from megaswift.engine.torch.data_parallel_context import TorchContext
 from megaswift.engine.torch.ddp import DdpStrategy
+from megaswift.engine.torch.loss_scale import DynamicLossScale
 from megaswift.engine.torch.meta_init import allocate_storage
 
 
@@ -44,9 +45,16 @@ class FsdpStrategy(DdpStrategy):
 
     kind = "fsdp2"
 
-    def __init__(self, module: nn.Module, optim: OptimConfig, context: TorchContext, options: FsdpOptions) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optim: OptimConfig,
+        context: TorchContext,
+        options: FsdpOptions,
+        loss_scale: DynamicLossScale | None = None,
+    ) -> None:
         self.options = options
-        super().__init__(module, optim, context)
+        super().__init__(module, optim, context, loss_scale)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Shards in place. Gradients are summed over ranks, not averaged."""
@@ -84,7 +92,7 @@ class FsdpStrategy(DdpStrategy):
     def backward(self, loss: Tensor, last: bool) -> None:
         """Gradients stay in parts; they are reduced after every micro-batch, so that none is ever whole for long."""
         cast(FSDPModule, self.module).set_is_last_backward(last)
-        loss.backward()
+        self.scaled_backward(loss, last)
 
     def norm(self) -> float:
         """Over all parts of all ranks."""

@@ -15,6 +15,7 @@ from megaswift.engine.torch.data_parallel_context import TorchContext
 from megaswift.engine.torch.data_parallel_strategy import DataParallelStrategy
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.loss_fields import LossFieldsModel
+from megaswift.engine.torch.loss_scale import make_loss_scale
 from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.decoder_layer_classes import decoder_layer_class_names
@@ -24,8 +25,9 @@ def build_strategy(
     kind: str, module: LossFieldsModel, cfg: SwiftConfig, context: TorchContext, dtype: torch.dtype
 ) -> DataParallelStrategy:
     """The wrapped model of an engine of this kind."""
+    scale = make_loss_scale(dtype, cfg.optim)
     if kind == "ddp":
-        return DdpStrategy(module, cfg.optim, context)
+        return DdpStrategy(module, cfg.optim, context, scale)
     if kind in ZERO:
         from megaswift.engine.torch.zero import ZeroStrategy
 
@@ -36,19 +38,19 @@ def build_strategy(
         filled = filled_deepspeed_config(cfg, context.layout.world_size, name, hidden)
         if filled.problems:
             raise ConfigError(filled.problems)
-        return ZeroStrategy(module, cfg.optim, filled.config, context.device)
+        return ZeroStrategy(module, cfg.optim, filled.config, context.device, scale)
     from megaswift.engine.torch.fsdp import FsdpOptions, FsdpStrategy
 
     layers = fsdp_unit_classes(cfg, unwrap_peft_model(module.model))
     words, machines = cfg.engine.fsdp, launched_process_count("nnodes", os.environ) or 1
     options = FsdpOptions(
         layers,
-        reshard="shard_grad_op" not in words,
-        replicas=machines if "hybrid_shard" in words else 1,
+        reshard=not {"shard_grad_op", "hybrid_shard_zero2"} & {*words},
+        replicas=machines if {"hybrid_shard", "hybrid_shard_zero2"} & {*words} else 1,
         offload="offload" in words,
         param_dtype=None if dtype == torch.float32 else dtype,
     )
-    return FsdpStrategy(module, cfg.optim, context, options)
+    return FsdpStrategy(module, cfg.optim, context, options, scale)
 
 
 def fsdp_unit_classes(cfg: SwiftConfig, model: nn.Module) -> frozenset[str]:

@@ -11,8 +11,10 @@ gone round here:
   before. The buffers are zeroed after each step.
 - Offload: a parameter that takes no part in the *last* micro-batch of a step loses its gradient of the others;
   `backward` completes the gradients itself.
-- bfloat16: weights are rounded before the fp32 masters are made from them. What that loses is written back into the
-  masters.
+- Half precision: weights are rounded before the fp32 masters are made from them. What that loses is written back into
+  the masters.
+- float16: the loss scale changes between the check of the gradients and their division by it, so that a step on which
+  it grows takes half a gradient. The scale is the strategy's, and changes after the step.
 - Stage 0 computes no gradient norm unless it clips, never checks it, and keeps it nowhere; `step` does it.
 
 At stages 2 and 3 DeepSpeed reduces gradients while the backward pass runs, in the order in which they come. So every
@@ -34,7 +36,14 @@ from megaswift.config.deepspeed_json import KINDS, matching_deepspeed_preset, of
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.squared_gradient_norm import sum_of_squares
 from megaswift.engine.torch import zero_config
-from megaswift.engine.torch.data_parallel_strategy import WEIGHT, clip_gradients, make_adamw_or_sgd, set_rates
+from megaswift.engine.torch.data_parallel_strategy import (
+    GRADIENT,
+    WEIGHT,
+    clip_gradients,
+    make_adamw_or_sgd,
+    set_rates,
+)
+from megaswift.engine.torch.loss_scale import DynamicLossScale
 from megaswift.engine.torch.meta_init import allocate_storage, is_unallocated
 from megaswift.engine.torch.zero_tensors import (
     MOMENTS,
@@ -60,14 +69,22 @@ class ZeroStrategy:
     `config`: a DeepSpeed configuration without "auto" (`megaswift.config.deepspeed_json.fill`).
     """
 
-    def __init__(self, module: nn.Module, optim: OptimConfig, config: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optim: OptimConfig,
+        config: Mapping[str, Any],
+        device: torch.device,
+        loss_scale: DynamicLossScale | None = None,
+    ) -> None:
         if optim.optimizer != "adam":
             raise ConfigError(Problem(f"--optimizer {optim.optimizer}", "ZeRO supports AdamW only", "--optimizer adam"))
         self.kind, self._device = matching_deepspeed_preset(config) or "", device
         self.stage, (self._offload, self._offload_weights) = KINDS[self.kind][0], offloads_optimizer_and_weights(config)
         self._world = dist.get_world_size()
         self._names = dict(module.named_parameters())
-        exact = _finer_than_bfloat16(module) if (config.get("bf16") or {}).get("enabled") and self.stage else {}
+        self.loss_scale, half = loss_scale, zero_config.half_dtype(config)
+        exact = _finer_than(half, module) if half is not None and self.stage else {}
         deepspeed = zero_config.load_deepspeed(device.type)
         settings = zero_config.deepspeed_engine_config(config, self._world, device.type)
         if self.stage == 3 and any(is_unallocated(p) for p in self._names.values()):
@@ -79,6 +96,7 @@ class ZeroStrategy:
         self._undo = float(self._world) if self.module.gradient_average else 1.0
         self._micro = 0
         self._check()
+        self._own_loss_scale()
         initialize_missing_adam_states(self._zero, optimizer)
         self._tensors = ZeroWholeTensorAccess(deepspeed, self.module, optimizer)
         for name, tensor in exact.items():
@@ -101,20 +119,42 @@ class ZeroStrategy:
                 f"a shard of {sharded} of {elements} parameters on {self._world} ranks"
             )
 
+    def _own_loss_scale(self) -> None:
+        """DeepSpeed multiplies by the scale of this strategy, and never changes it."""
+        if self.loss_scale is None:
+            return
+        if self.stage == 0:
+            self.module.torch_autocast_z0_gradscaler = None
+        else:
+            self._zero.loss_scaler.update_scale = lambda overflow: None
+            self._zero.loss_scaler.cur_scale = self.loss_scale.value
+
     def backward(self, loss: Tensor, last: bool) -> None:
         """Adds the gradients of `loss`, a scalar that is already divided by the global count. `last`: they are summed
         over ranks."""
+        if self.loss_scale is not None and self.stage == 0:
+            loss = loss * self.loss_scale.value
+        elif self.loss_scale is not None and self._micro == 0:
+            self._zero.loss_scaler.cur_scale = self.loss_scale.value
         finish = last and self._offload and self._micro > 0
         self.module.set_gradient_accumulation_boundary(last and not finish)
         self.module.backward(loss * self._undo, scale_wrt_gas=False)
         if finish:
             self._zero.finalize_gradient_accumulation_boundary()
             self.module.set_gradient_accumulation_boundary(True)
+        if last and self.loss_scale is not None and self.stage == 0:
+            self.loss_scale.unscale(p.grad for p in self._names.values() if p.grad is not None)
         self._micro += 1
 
-    @torch.no_grad()
     def step(self, lr: float, optim: OptimConfig) -> tuple[float, bool]:
         """(gradient norm before clipping, whether the step was taken). Gradients are gone afterwards."""
+        norm, stepped = self._step(lr, optim)
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflow=not stepped)
+        return norm, stepped
+
+    @torch.no_grad()
+    def _step(self, lr: float, optim: OptimConfig) -> tuple[float, bool]:
         self._micro = 0
         set_rates(self._zero, lr, optim.weight_decay)
         norm = self._clip_whole(optim.max_grad_norm) if self.stage == 0 else 0.0
@@ -186,7 +226,8 @@ class ZeroStrategy:
     def full(self, name: str, kind: str) -> Tensor:
         """The whole float32 tensor: weight, gradient (after the last backward of a step), exp_avg or exp_avg_sq.
         Collective."""
-        return self._tensors.get(self._names[name], kind)
+        tensor = self._tensors.get(self._names[name], kind)
+        return tensor / self.loss_scale.value if kind == GRADIENT and self.loss_scale and self.stage else tensor
 
     def put(self, name: str, kind: str, tensor: Tensor) -> None:
         """The inverse of `full` for weights and moments; every rank passes the full tensor. Collective."""
@@ -211,12 +252,12 @@ class ZeroStrategy:
         self.module.destroy()
 
 
-def _finer_than_bfloat16(module: nn.Module) -> dict[str, Tensor]:
-    """Copies on the CPU of trained weights that bfloat16 cannot hold: none of a bfloat16 checkpoint, or of a
-    partitioned model."""
+def _finer_than(half: torch.dtype, module: nn.Module) -> dict[str, Tensor]:
+    """Copies on the CPU of trained weights that `half` cannot hold: none of a checkpoint in it, or of a partitioned
+    model."""
     trained = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad and not hasattr(p, "ds_tensor")}
     return {
         n: p.cpu().clone()
         for n, p in trained.items()
-        if p.dtype == torch.float32 and not torch.equal(p, p.bfloat16().float())
+        if p.dtype == torch.float32 and not torch.equal(p, p.to(half).float())
     }

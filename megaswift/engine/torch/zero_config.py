@@ -41,6 +41,12 @@ def load_deepspeed(device_type: str) -> Any:
     return deepspeed
 
 
+def half_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The half precision of a configuration; None: float32."""
+    named = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return next((dtype for section, dtype in named.items() if (config.get(section) or {}).get("enabled")), None)
+
+
 def deepspeed_engine_config(config: Mapping[str, Any], world: int, device_type: str) -> dict[str, Any]:
     """The configuration that DeepSpeed gets for a resolved one (`megaswift.config.deepspeed_json.fill`).
 
@@ -48,8 +54,8 @@ def deepspeed_engine_config(config: Mapping[str, Any], world: int, device_type: 
       micro-batches.
     - Ranks are summed (`gradient_allreduce_op`), not averaged. ZeRO-3 can only average, which the strategy undoes.
     - Clipping is set on the optimizer at each step, and done by the strategy at stage 0, where DeepSpeed keeps no norm.
-    - bfloat16: fp32 accumulation and communication of gradients. Stage 0 cannot do that in DeepSpeed's bf16 section
-      (weights and gradients would be bfloat16 throughout), so it computes under autocast from fp32 weights.
+    - Half precision: fp32 accumulation and communication of gradients. Stage 0 cannot do that in DeepSpeed's sections
+      bf16 and fp16 (weights and gradients would be halves throughout), so it computes under autocast from fp32 weights.
     """
     completed = copy.deepcopy(dict(config))
     zero = completed.setdefault("zero_optimization", {"stage": 0})
@@ -66,11 +72,11 @@ def deepspeed_engine_config(config: Mapping[str, Any], world: int, device_type: 
     completed["data_types"] = {"grad_accum_dtype": "fp32", **completed.get("data_types", {})}
     if stage < 3:
         completed["gradient_allreduce_op"] = "sum"
-    half = bool((completed.get("bf16") or {}).get("enabled"))
-    if half and stage == 0:
-        completed.pop("bf16")
-        completed["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    elif half:
+    half = half_dtype(completed)
+    if half is not None and stage == 0:
+        completed = {key: section for key, section in completed.items() if key not in ("bf16", "fp16")}
+        completed["torch_autocast"] = {"enabled": True, "dtype": str(half).removeprefix("torch.")}
+    elif half == torch.bfloat16:
         completed["bf16"]["check_grad_overflow"] = True
     if device_type == "cpu":
         for section in (zero.get("offload_optimizer"), zero.get("offload_param")):
@@ -104,7 +110,7 @@ def partition_meta_parameters(module: nn.Module, settings: Mapping[str, Any], de
     """
     deepspeed = load_deepspeed(device.type)
     deepspeed.init_distributed()  # before the configuration is read, which else takes the world to be one process
-    dtype = torch.bfloat16 if (settings.get("bf16") or {}).get("enabled") else torch.float32
+    dtype = half_dtype(settings) or torch.float32
     deepspeed.zero.Init(module=_OneByOne(module, dtype, device), config_dict_or_path=dict(settings), dtype=dtype)
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)

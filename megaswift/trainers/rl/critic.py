@@ -59,7 +59,7 @@ class CriticTrainer(BatchTransform):
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
         """The micro-batches as they are, learnt from."""
         began = time.perf_counter()
-        result = self.engine.train_batch(batches, self.loss, self.learning_rate(self.steps))
+        result = self.engine.train_batch(batches, self.loss, self.learning_rate(self.steps - self.watch.skipped))
         self.steps += 1
         self.watch.skips(self.steps, result)
         explained = explained_variance(result.metrics)

@@ -93,7 +93,10 @@ class Plain:
     uses: tuple[bool, ...] = ()
     broken: tuple[int, ...] = ()
     precision: str = "float32"
-    """float32, bfloat16 (weights and gradients in bfloat16, float32 masters and sums) or autocast."""
+    """float32, bfloat16 or float16 (weights and gradients in it, float32 masters and sums), or autocast to bfloat16 or
+    float16."""
+    scale: float = 1.0
+    """By which a loss is multiplied, and its gradient divided in float32."""
 
     def run(self) -> tuple[list[float], list[dict[str, Tensor]], Fields]:
         """(norm, gradients by name) of each step that is taken, and the trained module."""
@@ -110,20 +113,24 @@ class Plain:
             optimizer.step()
         return norms, gradients, module
 
+    @property
+    def half(self) -> torch.dtype:
+        return getattr(torch, self.precision.removeprefix("autocast "))
+
     def _gradients(self, module: Fields, step: int) -> list[Tensor]:
         """Sums over all rows, zero for what takes no part."""
         working = copy.deepcopy(module)
         for p in working.parameters():  # not the buffers: rotary frequencies stay float32
-            p.data = p.data.to(torch.bfloat16 if self.precision == "bfloat16" else torch.float32)
+            p.data = p.data.to(torch.float32 if self.precision.startswith("autocast") else self.half)
         sums = [torch.zeros_like(p) for p in module.parameters()]
         batches = rows(step, self.ranks, self.micro)
         for own in batches:
             for m, r in enumerate(own):
                 extra = self.uses[step * self.micro + m] if self.uses else True
-                with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "autocast"):
+                with torch.autocast("cpu", self.half, enabled=self.precision.startswith("autocast")):
                     fields = working(r.ids, r.labels, extra)
                 working.zero_grad()
-                (-(fields * r.weights).sum() / count(batches)).backward()
+                (-(fields * r.weights).sum() / count(batches) * self.scale).backward()
                 for total, p in zip(sums, working.parameters(), strict=True):
-                    total += 0 if p.grad is None else p.grad.float()
+                    total += 0 if p.grad is None else p.grad.float() / self.scale
         return sums

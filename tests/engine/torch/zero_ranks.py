@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,24 +11,44 @@ import torch.distributed as dist
 
 from megaswift.config.deepspeed_json import DeepspeedAutoValues, deepspeed_preset, fill_deepspeed_auto
 from megaswift.config.optim import OptimConfig
+from megaswift.engine.torch.loss_scale import DynamicLossScale, make_loss_scale
 from megaswift.engine.torch.meta_init import drop_storage
 from megaswift.engine.torch.zero import ZeroStrategy
 from tests.engine.torch.zero_model import HIDDEN, Fields, count, rows
 
-OPTIM = OptimConfig(learning_rate=1e-3, adam_epsilon=1e-6)
+OPTIM = OptimConfig(learning_rate=1e-3, adam_epsilon=1e-6, loss_scale_window=2, hysteresis=1, initial_loss_scale=2**10)
+"""The loss scale of float16 changes at every kind of step of these tests."""
 
 
 def facts(world: int, dtype: str = "float32") -> DeepspeedAutoValues:
-    return DeepspeedAutoValues(2, 1, world, 1e-3, (0.9, 0.95), 1e-6, 0.1, 0.5, "cosine", dtype, HIDDEN)
+    return DeepspeedAutoValues(2, 1, world, 1e-3, 0.0, 0.0, (0.9, 0.95), 1e-6, 0.1, 0.5, "cosine", dtype, HIDDEN)
 
 
-def started(kind: str, world: int, dtype: str = "float32", frozen: tuple[str, ...] = ()) -> ZeroStrategy:
+def loss_scale(dtype: str) -> DynamicLossScale | None:
+    return make_loss_scale(getattr(torch, dtype), OPTIM)
+
+
+def started(kind: str, world: int, dtype: str = "float32", frozen: tuple[str, ...] = ()) -> Any:
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     module = Fields(frozen)
+    if kind in ("ddp", "fsdp2"):
+        return of_torch(kind, module, dtype)
     filled = fill_deepspeed_auto(deepspeed_preset(kind), facts(world, dtype), "preset")
     assert not filled.problems, filled.problems
-    return ZeroStrategy(module, OPTIM, filled.config, torch.device("cpu"))
+    return ZeroStrategy(module, OPTIM, filled.config, torch.device("cpu"), loss_scale(dtype))
+
+
+def of_torch(kind: str, module: Fields, dtype: str) -> Any:
+    from megaswift.engine.torch.ddp import DdpStrategy
+    from megaswift.engine.torch.fsdp import FsdpOptions, FsdpStrategy
+
+    size = SimpleNamespace(world_size=dist.get_world_size())
+    context: Any = SimpleNamespace(layout=size, device=torch.device("cpu"), rank=dist.get_rank())
+    if kind == "ddp":
+        return DdpStrategy(module, OPTIM, context, loss_scale(dtype))
+    options = FsdpOptions(frozenset({"Qwen3DecoderLayer"}), param_dtype=getattr(torch, dtype))
+    return FsdpStrategy(module, OPTIM, context, options, loss_scale(dtype))
 
 
 def sharded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +57,7 @@ def sharded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     config = fill_deepspeed_auto(deepspeed_preset(job["kind"]), facts(world, job["dtype"]), "preset").config
     module = Fields()
     whole = drop_storage(module)
-    strategy = ZeroStrategy(module, OPTIM, config, torch.device("cpu"))
+    strategy = ZeroStrategy(module, OPTIM, config, torch.device("cpu"), loss_scale(job["dtype"]))
     held = sum(p.numel() for p in module.parameters())
     for name, tensor in whole.items():
         strategy.put(name, "weight", tensor)
@@ -51,28 +72,31 @@ def sharded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def passes(strategy: ZeroStrategy, step: int, rank: int, world: int, job: dict[str, Any]) -> None:
+def passes(strategy: Any, step: int, rank: int, world: int, job: dict[str, Any]) -> None:
     """Forward and backward of one step's micro-batches on this rank."""
     micro = job["micro"]
     batches = rows(step, world, micro)
     for m, r in enumerate(batches[rank]):
         extra = job["uses"][step * micro + m] if job.get("uses") else True
-        fields = strategy.module(r.ids, r.labels, extra)
+        with torch.autocast("cpu", torch.float16, enabled=strategy.kind == "ddp"):  # as the engine does
+            fields = strategy.module(r.ids, r.labels, extra)
         loss = -(fields * r.weights).sum() / count(batches)
         strategy.backward(
             loss * float("inf") if step in job.get("broken", ()) and rank == 0 and m == 0 else loss, last=m == micro - 1
         )
 
 
-def everything(strategy: ZeroStrategy, *kinds: str) -> dict[str, dict[str, torch.Tensor]]:
+def everything(strategy: Any, *kinds: str) -> dict[str, dict[str, torch.Tensor]]:
     names, trained = [n for n, _ in Fields().named_parameters()], set(strategy.trained())
-    return {kind: {n: strategy.full(n, kind) for n in names if n in trained or kind == "weight"} for kind in kinds}
+    return {
+        kind: {n: strategy.full(n, kind).clone() for n in names if n in trained or kind == "weight"} for kind in kinds
+    }
 
 
 def train(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Some steps; every step's norm and gradients, and the weights and moments at the end."""
     strategy = started(job["kind"], world, job.get("dtype", "float32"))
-    norms, taken, gradients, states = [], [], [], []
+    norms, taken, gradients, states, scales = [], [], [], [], []
     for step in range(job["steps"]):
         if job.get("abandons"):
             passes(strategy, 5, rank, world, {"micro": 1})
@@ -83,6 +107,7 @@ def train(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         norm, done = strategy.step(1e-3, replace(OPTIM, max_grad_norm=job["clip"]))
         norms.append(norm)
         taken.append(done)
+        scales.append(strategy.loss_scale and strategy.loss_scale.value)
         if job.get("states"):
             states.append(everything(strategy, "weight", "exp_avg", "exp_avg_sq"))
     return {
@@ -90,17 +115,18 @@ def train(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         "taken": taken,
         "gradients": gradients if rank == 0 else None,
         "states": states,
+        "scales": scales,
         "sizes": sizes,
         "final": everything(strategy, "weight", "exp_avg", "exp_avg_sq"),
         "steps": strategy.steps,
         "held": held(strategy),
-        "optimizer": type(strategy.module.optimizer).__name__,
+        "optimizer": type(getattr(strategy.module, "optimizer", None)).__name__,
     }
 
 
-def held(strategy: ZeroStrategy) -> int:
+def held(strategy: Any) -> int:
     """Weights in this rank's module, in elements, counted apart from `sizes`."""
-    return sum(p.numel() for p in strategy.module.module.parameters())
+    return sum(p.numel() for p in strategy.module.parameters())
 
 
 def round_trip(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:

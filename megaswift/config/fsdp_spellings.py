@@ -1,0 +1,83 @@
+"""FSDP options as transformers, accelerate and ms-swift write them, in megaswift's terms, before names are looked up.
+
+Owns sharding strategies under their other names, files given to `--fsdp`, and switches that are words of `--fsdp` here.
+Keys of a file are `fsdp_json.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megaswift.config.option_sources import GivenOptionValue
+from megaswift.config.parse_option_values import FALSE, TRUE
+
+NO_SHARD = "no_shard"
+"""FSDP1's strategy that is DDP."""
+STRATEGIES = {
+    "1": "full_shard",
+    "2": "shard_grad_op",
+    "3": NO_SHARD,
+    "4": "hybrid_shard",
+    "5": "hybrid_shard_zero2",
+    "_hybrid_shard_zero2": "hybrid_shard_zero2",
+}
+"""accelerate's numbers and torch's name: the word of `--fsdp`."""
+SHARDING = ("fsdp_sharding_strategy", "sharding_strategy")
+RESHARDS = ("fsdp_reshard_after_forward", "reshard_after_forward")
+OFFLOADS = ("fsdp_offload_params", "offload_params")
+FILES = (".json", ".yaml", ".yml")
+
+
+def translated_fsdp_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOptionValue]:
+    """The options of one source; those that say how FSDP shards become one `fsdp`."""
+    said = [given for given in givens if given.name in ("fsdp", *SHARDING, *RESHARDS, *OFFLOADS)]
+    words = list(dict.fromkeys(word for given in said for word in _words(given)))
+    for given in givens:
+        if given.name == "fsdp_config" and isinstance(given.value, dict):
+            yield replace(given, value=json.dumps(given.value))
+        elif given not in said:
+            if not (given.name == "use_fsdp" and NO_SHARD in words):
+                yield given
+        elif given is said[0]:
+            yield from _as_one(given, words)
+
+
+def _as_one(given: GivenOptionValue, words: list[str]) -> Iterator[GivenOptionValue]:
+    file = next((word for word in words if word.lower().endswith(FILES) or word.lstrip().startswith("{")), None)
+    if file is not None:
+        yield replace(given, name="fsdp_config", value=file)
+        words = [word for word in words if word != file]
+    if NO_SHARD in words:
+        yield replace(given, name="engine", value="ddp")
+    elif words == ["fsdp2"]:
+        yield replace(given, name="use_fsdp", value=True)
+    elif words := [word for word in words if word != "fsdp2"]:
+        yield replace(given, name="fsdp", value=words)
+
+
+def _words(given: GivenOptionValue) -> list[str]:
+    """What an option says in words of `--fsdp`."""
+    values = given.value if isinstance(given.value, list | tuple) else [given.value]
+    text = " ".join(str(value) for value in values)
+    if given.name == "fsdp":
+        inline = text.lstrip().startswith("{")
+        named = [text] if inline else text.replace(",", " ").split()
+        return ["full_shard"] if text.lower() in TRUE else [] if text.lower() in FALSE else [_word(w) for w in named]
+    if given.name in SHARDING:
+        return [_word(text)]
+    flag = _is_true(given.value)
+    if given.name in RESHARDS:
+        return ["full_shard" if flag else "shard_grad_op"]
+    return ["offload"] * flag
+
+
+def _word(text: str) -> str:
+    low = text.strip().lower()
+    return text.strip() if low.endswith(FILES) or low.startswith("{") else STRATEGIES.get(low, low)
+
+
+def _is_true(value: Any) -> bool:
+    return value is None or str(value).strip().lower() in TRUE
