@@ -166,10 +166,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "logging_first_step": "--logging_steps 1",
     "create_checkpoint_symlink": _GONE + "OUT/checkpoints/latest.json names the newest checkpoint",
     "resume": "--resume_from_checkpoint latest",
-    "load_best_model_at_end": _NOT_SERVED + "best-checkpoint selection; OUT/metrics.jsonl contains every evaluation",
-    "metric_for_best_model": _NOT_SERVED + "best-checkpoint selection; OUT/metrics.jsonl contains every evaluation",
-    "greater_is_better": _NOT_SERVED + "best-checkpoint selection; OUT/metrics.jsonl contains every evaluation",
-    "early_stop_interval": _NOT_SERVED + "early stopping",
     # preference learning and reinforcement learning
     "lmbda": _TEACHER,
     "teacher_model": _TEACHER,

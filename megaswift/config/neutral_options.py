@@ -44,7 +44,6 @@ _RESUME = "resume_from_checkpoint"
 _FROM_START = "--model DIR starts from its weights"
 _EVAL_DTYPE = NeutralOption(OFF, "evaluation computes in --torch_dtype", "leave it out")
 _SAMPLER_LIMIT = "--max_length, prompt plus completion, is the sampler's limit"
-_STEPS = "--{0}_steps N sets the interval; without it only at the end"
 _WORKERS = "--dataloader_num_workers threads read ahead and last for the whole run"
 
 _BACKEND = NeutralOption(
@@ -142,9 +141,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     ),
     "async_save": NeutralOption(OFF, "checkpoints are written before the next step", "leave it out"),
     "save_on_each_node": NeutralOption(OFF, "all nodes write to one shared folder", "leave it out"),
-    "eval_strategy": NeutralOption(("steps", "false"), _STEPS.format("eval"), "--eval_steps N"),
-    "evaluation_strategy": NeutralOption(("steps", "false"), _STEPS.format("eval"), "--eval_steps N"),
-    "save_strategy": NeutralOption(("steps", "false"), _STEPS.format("save"), "--save_steps N"),
     "eval_on_start": NeutralOption(OFF, "evaluation begins after --eval_steps steps", "--eval_steps N"),
     "eval_accumulation_steps": NeutralOption(ANY, "evaluation accumulates sums only"),
     "fp16_full_eval": _EVAL_DTYPE,

@@ -13,6 +13,7 @@ from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.batch_arithmetic import batch_problems
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED, requested_engine
+from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
 from megaswift.config.generation_batch import generation_batch_problems
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.native_engine_rules import MODEL_CLASHES, MODEL_IGNORED
@@ -65,6 +66,7 @@ _NO_EXPORT: Test = lambda c: c.model.train_type != "full" and not c.lora.merge_l
 
 IGNORED: tuple[IgnoredOption, ...] = (
     *SCHEDULE_IGNORED,
+    *EVALUATION_IGNORED,
     IgnoredOption("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
     IgnoredOption("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
     IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
@@ -116,8 +118,8 @@ IGNORED: tuple[IgnoredOption, ...] = (
     ),
     IgnoredOption(
         "save_total_limit",
-        ("save_steps",),
-        lambda c: c.train.save_steps is None,
+        ("save_steps", "save_strategy"),
+        lambda c: c.train.save_steps is None and c.train.save_strategy not in ("epoch", "best"),
         "needs save_steps; without it only one checkpoint is written, at the end",
         "--save_steps 500",
         notice=True,
@@ -237,6 +239,7 @@ CLASHES: tuple[ConflictingOptions, ...] = (
         ONE_OF,
     ),
     *SCHEDULE_CLASHES,
+    *EVALUATION_CLASHES,
     *MODEL_CLASHES,
     *LAUNCH_CLASHES,
     *ENGINE_CLASHES,

@@ -51,6 +51,12 @@ class TrainConfig:
     logging_steps: int = option(
         1, "Steps between entries in metrics.jsonl", aliases=("log_interval",), minimum=1, unit="steps"
     )
+    eval_strategy: str | None = option(
+        None,
+        "When to evaluate; unset: every eval_steps and at the end",
+        aliases=("evaluation_strategy",),
+        choices=("no", "steps", "epoch"),
+    )
     eval_steps: int | None = option(
         None, "Steps between evaluations; unset: only at the end", aliases=("eval_interval",), minimum=1, unit="steps"
     )
@@ -61,11 +67,33 @@ class TrainConfig:
         unset=("-1",),
         unit="batches",
     )
+    save_strategy: str | None = option(
+        None,
+        "When to save; no: only when interrupted; unset: every save_steps and at the end",
+        choices=("no", "steps", "epoch", "best"),
+    )
     save_steps: int | None = option(
         None, "Steps between checkpoints; unset: only at the end", aliases=("save_interval",), minimum=1, unit="steps"
     )
     save_total_limit: int | None = option(
         None, "Number of checkpoints to keep, newest first; unset: all", minimum=1, unset=("-1",), unit="checkpoints"
+    )
+    load_best_model_at_end: bool = option(False, "Export the checkpoint with the best evaluation, not the last one")
+    metric_for_best_model: str | None = option(
+        None, "Evaluation metric that says which model is best; unset: loss, in RL reward"
+    )
+    greater_is_better: bool | None = option(
+        None, "Whether a larger metric is better; unset: unless its name ends in loss"
+    )
+    early_stopping_patience: int | None = option(
+        None,
+        "Evaluations in succession without improvement that end the run; unset: any",
+        aliases=("early_stop_interval",),
+        minimum=1,
+        unit="evaluations",
+    )
+    early_stopping_threshold: float = option(
+        0.0, "Change of the metric that early stopping counts as an improvement", minimum=0
     )
     save_only_model: bool = option(
         False, "Checkpoints hold the weights alone, without optimizer and random states", aliases=("no_save_optim",)

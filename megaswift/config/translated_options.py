@@ -60,7 +60,7 @@ RENAMED = {
     "lambda": "lam",
 }
 """Another toolkit's name -> the option of the same meaning and the same values."""
-INTERVALS = {"eval_strategy": "eval_steps", "evaluation_strategy": "eval_steps", "save_strategy": "save_steps"}
+INTERVALS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps"}
 """Options that unset an interval by the value `no`."""
 TASK_SPELLINGS = ("training_task", "algorithm")
 """Names of the task in other files."""
@@ -111,7 +111,9 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
         meaning = VALUES.get((given.name, text)) or VALUES.get((given.name, flag))
         if given.name in unused or (given.name in SWITCHES and flag == "false"):
             continue
-        if meaning is not None:
+        if NAMES.get(given.name) in INTERVALS and text in FALSE:  # YAML reads `no` as false
+            yield replace(given, value="no")
+        elif meaning is not None:
             yield replace(given, name=meaning[0], value=meaning[1])
         elif given.name in RENAMED or given.name in TASK_SPELLINGS:
             yield replace(given, name=RENAMED.get(given.name, "task"))
@@ -174,7 +176,7 @@ def _unused_names(values: dict[str, str]) -> set[str]:
     if any(name in values for name in _HOST):
         unused.update(_PORT)
     for strategy, interval in INTERVALS.items():
-        if values.get(strategy) in FALSE:  # YAML reads `no` as false
+        if any(text in FALSE for name, text in values.items() if NAMES.get(name) == strategy):
             unused.update(name for name in values if NAMES.get(name) == interval)
     off = {name for name in PRECISIONS if values.get(name) in FALSE}
     chosen = any(NAMES.get(n) == "torch_dtype" or (n in PRECISIONS and n not in off) for n in values)

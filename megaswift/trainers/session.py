@@ -30,6 +30,7 @@ from megaswift.trainers import (
     run_builder,
     summary,
 )
+from megaswift.trainers.best_model import best_checkpoint, copy_export, load_best_checkpoint
 from megaswift.trainers.checkpoint_hook import batch_size_notice, restore_run
 from megaswift.trainers.interrupt import InterruptedBySignal
 from megaswift.trainers.loop import Loop
@@ -83,8 +84,9 @@ class Session:
             self.train(loop)
             if self.cfg.train.export_hf or self.build.adapts:
                 with timed(self.seconds, "export"):
-                    export_model(loop.engine, self.build)
-            self.status = f"finished at step {loop.step}{find_step_monitor(loop).summary()}"
+                    export_model(loop, self.build)
+            why = f": {loop.stopping}" if loop.stopping else ""
+            self.status = f"finished at step {loop.step}{why}{find_step_monitor(loop).summary()}"
         finally:
             if distributed.global_rank() == 0 and self.rows:
                 self.tell_story()
@@ -225,21 +227,31 @@ def failure_reason(error: UserError, where: str) -> str:
     return "".join(f": {line}" for line in lines)
 
 
-def export_model(engine: Engine, build: RunBuilder) -> None:
-    """The weights of all ranks, each tensor in the dtype it was loaded with. An export of an earlier start is replaced
-    once it is whole."""
+def export_model(loop: Loop, build: RunBuilder) -> None:
+    """The weights of all ranks, or of the best checkpoint, each tensor in the dtype it was loaded with. An export of an
+    earlier start is replaced once it is whole."""
+    outputs = build.outputs
+    best = best_checkpoint(loop, outputs.store.root) if build.cfg.train.load_best_model_at_end else None
+    if best is not None and not build.adapts:
+        load_best_checkpoint(loop, best)
     if build.adapts:
-        export_adapters(engine, build)
+        export_adapters(loop.engine, build, best)
         return
-    engine.export(build.outputs.hf, build.folder)
-    distributed.run_on_rank0(lambda: build.write_template(build.outputs.hf))
-    log.print_result(f"exported {build.outputs.hf}")
+    if best is not None and (best / run_builder.HF).is_dir():  # of weights only
+        copy_export(best / run_builder.HF, outputs.hf)
+    else:
+        loop.engine.export(outputs.hf, build.folder)
+        distributed.run_on_rank0(lambda: build.write_template(outputs.hf))
+    log.print_result(f"exported {outputs.hf}")
 
 
-def export_adapters(engine: Engine, build: RunBuilder) -> None:
-    """OUT/adapter; with --merge_lora OUT/hf from it and the base model's own files, so that nothing is rounded
-    twice."""
-    engine.write_adapter(build.outputs.adapter, build.base)
+def export_adapters(engine: Engine, build: RunBuilder, best: Path | None) -> None:
+    """OUT/adapter, of the checkpoint `best` where there is one; with --merge_lora OUT/hf from it and the base model's
+    own files, so that nothing is rounded twice."""
+    if best is not None:
+        copy_export(best / "adapter", build.outputs.adapter)
+    else:
+        engine.write_adapter(build.outputs.adapter, build.base)
     log.print_result(f"wrote {build.outputs.adapter}, which PEFT loads")
     if build.cfg.lora.merge_lora:
         distributed.run_on_rank0(lambda: _merge(build), hours=24)

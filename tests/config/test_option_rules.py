@@ -5,6 +5,7 @@ import pytest
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
+from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.option_rules import CLASHES, IGNORED
@@ -155,6 +156,7 @@ def test_what_goes_together(words: str) -> None:
 def test_every_row_is_tried() -> None:
     clashes = (
         *ENGINE_CLASHES,
+        *EVALUATION_CLASHES,
         *LAUNCH_CLASHES,
         *ADAPTER_CLASHES,
         *PREFERENCE_CLASHES,
@@ -164,6 +166,7 @@ def test_every_row_is_tried() -> None:
     )
     idle = (
         *ENGINE_IGNORED,
+        *EVALUATION_IGNORED,
         *LAUNCH_IGNORED,
         *ADAPTER_IGNORED,
         *PREFERENCE_IGNORED,
