@@ -57,8 +57,8 @@ def test_the_torch_engine_s_best_model(inputs: list[str], tmp_path: Path) -> Non
         {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
         for folder in (tmp_path / "hf", *(tmp_path / "checkpoints" / f"step-{n}" / "engine" / "state" for n in (2, 4)))
     )
-    assert all(torch.equal(best[f"model.{name}"], tensor) for name, tensor in export.items())
-    assert any(not torch.equal(last[f"model.{name}"], tensor) for name, tensor in export.items())
+    assert all(torch.equal(best[f"weight.{name}"], tensor) for name, tensor in export.items())
+    assert any(not torch.equal(last[f"weight.{name}"], tensor) for name, tensor in export.items())
 
 
 def test_epochs_of_packed_rows(inputs: list[str], tmp_path: Path) -> None:
