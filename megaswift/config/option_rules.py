@@ -109,6 +109,14 @@ IGNORED: tuple[IgnoredOption, ...] = (
         notice=True,
     ),
     IgnoredOption(
+        "group_by_length",
+        ("packing",),
+        lambda c: c.data.packing,
+        "packing true leaves no padding",
+        "--packing false",
+        notice=True,
+    ),
+    IgnoredOption(
         "num_train_epochs",
         ("max_steps",),
         lambda c: c.train.max_steps is not None,
@@ -180,6 +188,18 @@ CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.data.streaming and c.train.max_steps is None,
         "a stream has no known length, so max_steps is required",
         "--max_steps 1000",
+    ),
+    ConflictingOptions(
+        ("group_by_length", "streaming", "packing"),
+        lambda c: c.data.group_by_length and c.data.streaming and not c.data.packing,
+        "orders rows by their lengths, which are not known before a stream is read",
+        "--packing true, which fills rows without padding",
+    ),
+    ConflictingOptions(
+        ("group_by_length", "shuffle"),
+        lambda c: c.data.group_by_length and not c.data.shuffle and not c.data.packing and not c.data.streaming,
+        "orders rows anew in each epoch, and shuffle false keeps the order of the files",
+        "--shuffle true",
     ),
     ConflictingOptions(
         ("precision_aware_optimizer", "distributed_optimizer"),

@@ -46,6 +46,8 @@ def test_tables_name_options_and_hide_none() -> None:
         ("--eval_strategy steps --eval_steps 50 --val_dataset v.jsonl", "eval_steps", 50),
         ("--evaluation_strategy no --eval_steps 50 --val_dataset v.jsonl", "eval_steps", None),
         ("--fsdp fsdp2", "use_fsdp", True),
+        ("--train_sampling_strategy group_by_length", "group_by_length", True),
+        ("--train_sampling_strategy sequential", "shuffle", False),
         ("--save_strategy no --save_steps 50", "save_steps", None),
         ("--no_save_optim true", "save_only_model", True),
         ("--save_only_model true", "save_only_model", True),
