@@ -85,6 +85,13 @@ ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
         f"--train_type {next(iter(METHODS))}",
         ({},),
     ),
+    IgnoredOption(
+        "lorap_lr_ratio",
+        _TYPE,
+        lambda c: c.model.train_type not in ("lora", "qlora"),
+        "applies only to LoRA's A and B (train_type is {train_type})",
+        "--train_type lora",
+    ),
     *(
         IgnoredOption(
             name,

@@ -69,7 +69,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "use_lora": "--train_type lora",
     "lora_target": "--target_modules",
     "lora_target_modules": "--target_modules",
-    "lorap_lr_ratio": _NOT_SERVED + "LoRA+; both matrices train at --learning_rate",
     "lora_ga_batch_size": _LORA_GA,
     "lora_ga_iters": _LORA_GA,
     "lora_ga_max_length": _LORA_GA,

@@ -61,6 +61,14 @@ def test_defaults_are_those_of_the_method_and_are_written_out() -> None:
     assert SwiftConfig.from_dict(written).lora.lora_rank == 256
 
 
+@pytest.mark.parametrize("kind", ["full", "road"])
+def test_lora_plus_needs_lora(kind: str) -> None:
+    engine = {} if kind == "full" else {"engine": "ddp"}
+    with pytest.raises(ConfigError, match="applies only to LoRA's A and B"):
+        SwiftConfig(train_type=kind, loraplus_lr_ratio=4, **engine)
+    assert SwiftConfig(train_type="dora", loraplus_lr_ratio=4).optim.lorap_lr_ratio == 4
+
+
 def test_variants_of_lora_are_switches() -> None:
     cfg = SwiftConfig(train_type="dora")
     assert (cfg.model.train_type, cfg.lora.use_dora, cfg.lora.use_rslora) == ("lora", True, False)

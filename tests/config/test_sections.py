@@ -144,6 +144,7 @@ NEEDS = (
             "lora_rank",
             "lora_alpha",
             "lora_dropout",
+            "lorap_lr_ratio",
             "use_rslora",
             "use_dora",
             "target_modules",
