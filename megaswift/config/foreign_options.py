@@ -29,7 +29,7 @@ _TASKS = _NOT_SERVED + "embedding, reranker and classification tasks; for a rewa
 _MODELSCOPE = "--model ORGANIZATION/NAME with --use_hf false"
 _LORA_GA = _NOT_SERVED + "LoRA-GA; train_type lora starts from random A and zero B"
 _HUB = "leave it out: megaswift does not upload; results stay in --output_dir"
-_TRACKER = "set environment variables of the tracker, such as WANDB_PROJECT or SWANLAB_PROJECT"
+_TRACKER = "set environment variables of the tracker: WANDB_PROJECT, SWANLAB_PROJECT, MLFLOW_EXPERIMENT_NAME"
 _EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: run an evaluation harness on OUT/hf"
 _FUSED = _GONE + "fused kernels are selected by device and --transformer_impl"
 _STEPS = "--eval_steps N or --save_steps N; unset: only at the end"
@@ -229,7 +229,7 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("fsdp", "hybrid_shard_zero2"): "--fsdp shard_grad_op, which shards gradients and optimizer over all ranks",
     ("rlhf_type", "gkd"): "run megaswift sft on completions of the teacher: distillation (GKD) is not supported",
     ("rlhf_type", "ppo_v2"): "megaswift ppo",
-    ("report_to", "all"): "--report_to tensorboard wandb swanlab",
+    ("report_to", "all"): "--report_to tensorboard wandb swanlab mlflow",
     ("attn_impl", "local"): "--attn_impl sdpa",
     ("optimizer", "muon"): "--optimizer adam: Muon is not supported",
     ("optimizer", "dist_muon"): "--optimizer adam: Muon is not supported",

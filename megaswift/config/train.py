@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megaswift.config.option import LARGEST_SEED, option
 
-TRACKERS = ("tensorboard", "wandb", "swanlab")
+TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
 """Each is also the name of the package that it needs."""
 
 

@@ -34,6 +34,9 @@ NAMES = (
     "report.html",
     "runs",
     "wandb",
+    "swanlab",
+    "mlflow",
+    "train.log",
 )
 """What a run writes; nothing else in the folder is ours."""
 ASIDE = "replaced"
@@ -78,6 +81,11 @@ class OutputFolder:
         return self.root / "adapter"
 
     @property
+    def log(self) -> Path:
+        """What rank 0 printed."""
+        return self.root / "train.log"
+
+    @property
     def curves(self) -> Path:
         """The picture."""
         return self.root / "loss.png"
@@ -95,7 +103,7 @@ class OutputFolder:
     def present(self) -> list[Path]:
         """What of a run is there. What a start that failed before its first step left behind is no run."""
         present = [p for name in NAMES if (p := self.root / name).exists() and not _empty(p)]
-        failed_start = {"config.yaml", "runs", "wandb", "loss.png", "report.html"}
+        failed_start = {"config.yaml", "runs", "wandb", "swanlab", "mlflow", "loss.png", "report.html", "train.log"}
         ours = self.config.is_file() and self.config.read_text(encoding="utf-8", errors="replace").startswith(
             CONFIG_HEADER
         )
@@ -184,6 +192,7 @@ def prepare_output_folder(cfg: SwiftConfig, lock: RunLock | None = None) -> Outp
         log.info(f"the earlier run in {outputs.root} was moved to {aside}; delete it when you no longer need it")
     if cfg.train.resume_from_checkpoint is not None:
         outputs.store.recover()
+    log.LOG_FILE.open(outputs.log)
     write_atomically(outputs.config, HEADER + config_yaml_text(with_absolute_paths(cfg.to_dict())))
     return outputs
 

@@ -92,6 +92,7 @@ class Session:
                 self.tell_story()
             self.lock.release()
         distributed.barrier()
+        log.LOG_FILE.close()
         return self.build.outputs.root
 
     def prepare(self) -> Loop:
