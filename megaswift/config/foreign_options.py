@@ -46,8 +46,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "flash_attn": _ATTENTION,
     "use_flash_attn": _ATTENTION,
     "use_flash_attention": _ATTENTION,
-    "rope_scaling": "set rope_scaling in the model's config.json",
-    "new_special_tokens": "use a model folder with the extended tokenizer and embeddings",
     "load_in_4bit": "--quantization_bit 4",
     "load_in_8bit": "--quantization_bit 8",
     "local_repo_path": "--trust_remote_code true with --model DIR",

@@ -131,7 +131,9 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
 
 def _section_options(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
     """The entries of an option whose value is a section of options; any other option as it is."""
-    if given.name == "deepspeed" and isinstance(given.value, dict) and set(given.value) == {"config_path"}:
+    if given.name == "rope_scaling" and isinstance(given.value, dict):
+        yield replace(given, value=json.dumps(given.value))
+    elif given.name == "deepspeed" and isinstance(given.value, dict) and set(given.value) == {"config_path"}:
         yield replace(given, value=given.value["config_path"])
     elif given.name == "lr_scheduler_kwargs" and (kwargs := _json_object(given.value)) is not None:
         yield from (_schedule_option(given, name, value) for name, value in kwargs.items())

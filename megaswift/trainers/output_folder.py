@@ -30,6 +30,7 @@ NAMES = (
     "checkpoints",
     "hf",
     "adapter",
+    "base_model",
     "loss.png",
     "report.html",
     "runs",
@@ -103,7 +104,9 @@ class OutputFolder:
     def present(self) -> list[Path]:
         """What of a run is there. What a start that failed before its first step left behind is no run."""
         present = [p for name in NAMES if (p := self.root / name).exists() and not _empty(p)]
-        failed_start = {"config.yaml", "runs", "wandb", "swanlab", "mlflow", "loss.png", "report.html", "train.log"}
+        failed_start = {"config.yaml", "runs", "wandb", "swanlab", "mlflow", "loss.png", "report.html", "train.log"} | {
+            "base_model"
+        }
         ours = self.config.is_file() and self.config.read_text(encoding="utf-8", errors="replace").startswith(
             CONFIG_HEADER
         )

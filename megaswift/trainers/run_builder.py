@@ -46,6 +46,7 @@ from megaswift.trainers.batch_transforms import (
     make_batch_transform,
 )
 from megaswift.trainers.best_model import best_model_hook
+from megaswift.trainers.changed_model import changes_model
 from megaswift.trainers.checkpoint_hook import CheckpointHook
 from megaswift.trainers.engine_factory import EngineContext, make_engine
 from megaswift.trainers.evaluation import EvaluationHook
@@ -121,7 +122,8 @@ class RunBuilder:
     @property
     def base(self) -> str:
         """Name of the base model, for those who load the adapters: the hub id, or the folder."""
-        return str(self.folder.resolve()) if Path(str(self.cfg.model.model)).exists() else str(self.cfg.model.model)
+        local = Path(str(self.cfg.model.model)).exists() or changes_model(self.cfg)
+        return str(self.folder.resolve()) if local else str(self.cfg.model.model)
 
     def geometry(self) -> LoaderGeometry:
         """What the loader must know of this rank and its batches."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift import distributed, log
+from megaswift.bridge.changed_model_folder import write_changed_model_folder
 from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths import with_absolute_paths
@@ -18,9 +19,11 @@ from megaswift.data.stream_batches import StreamBatchSource
 from megaswift.engine.determinism import nondeterministic_op_error
 from megaswift.engine.protocol import Engine
 from megaswift.errors import UserError, first_line
+from megaswift.families.family import read_config
 from megaswift.families.model_and_tokenizer_source import short_name
 from megaswift.families.model_spec import ModelSpec
 from megaswift.trainers import (
+    changed_model,
     checkpoint_store,
     loss_png,
     lost_rank,
@@ -74,6 +77,7 @@ class Session:
         self.status = "failed before the first step"
         self.lock = RunLock(Path(cfg.train.output_dir))
         prepared = distributed.run_on_rank0(lambda: output_folder.prepare_output_folder(cfg, self.lock))
+        folder = base_model_folder(cfg, folder, prepared.root)
         self.build = run_builder.RunBuilder(cfg, spec, folder, context, prepared)
 
     def run(self) -> Path:
@@ -99,7 +103,7 @@ class Session:
         """The loop of the task, at the step where it starts."""
         cfg, b = self.cfg, self.build
         b.resumed = resume = self.resume()
-        if cfg.data.max_length > self.spec.max_positions:
+        if cfg.data.max_length > self.spec.max_positions and cfg.model.rope_scaling is None:
             log.warn(
                 f"--max_length {cfg.data.max_length} exceeds the model's max_position_embeddings "
                 f"({self.spec.max_positions}): quality may degrade on longer documents"
@@ -214,6 +218,24 @@ class Session:
             log.warn(f"{out.report} could not be written: {first_line(error)}")
         else:
             log.print_result(f"{self.status}; report with curves: {out.report}")
+
+
+def base_model_folder(cfg: SwiftConfig, folder: Path, output: Path) -> Path:
+    """The folder that the run starts from: `folder`, or OUT/base_model, which rank 0 makes. Collective."""
+    if not changed_model.changes_model(cfg):
+        return folder
+
+    def make() -> Path:
+        config, tokenizer = changed_model.changed_config_and_tokenizer(cfg, folder)
+        more = config.get("vocab_size", 0) - read_config(folder).get("vocab_size", 0)
+        if more:
+            log.info(
+                f"new_special_tokens: {log.count_text(more, 'new row')} in the embedding, each the mean of the old"
+            )
+        weights = not cfg.model.random_init
+        return write_changed_model_folder(folder, output / changed_model.BASE, config, tokenizer, weights)
+
+    return distributed.run_on_rank0(make, hours=24)
 
 
 def find_step_monitor(loop: Loop) -> StepMonitor:

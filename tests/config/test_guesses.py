@@ -88,7 +88,6 @@ ANSWERS = [
     ("--no_bias_dropout_fusion true", "leave it out: fused kernels are selected by device"),
     ("--no_shuffle", "--shuffle false"),
     ("--fsdp no_shard", "--engine ddp, which replicates the model on every rank"),
-    ("--report_to mlflow", "--report_to tensorboard"),
     ("--attn_impl flash_attn2", "did you mean flash_attn?"),
     ("--nothing_like_it 1", "megaswift sft --help lists them all"),
 ]

@@ -94,6 +94,13 @@ def test_yaml_s_no(tmp_path: Path) -> None:
     assert (cfg.model.torch_dtype, cfg.train.eval_steps, cfg.train.save_steps) == ("float32", None, None)
 
 
+def test_a_mapping_as_rope_scaling(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("rope_scaling:\n  type: yarn\n  factor: 4.0\n")
+    cfg = load_config("sft", [str(file), *GIVEN], environ={})
+    assert cfg.model.rope_scaling == '{"type": "yarn", "factor": 4.0}'
+
+
 def test_two_precisions_contradict_each_other() -> None:
     with pytest.raises(ConfigError, match="conflicts with"):
         load_config("sft", [*GIVEN, "--bf16", "true", "--fp16", "true"], environ={})
