@@ -1,4 +1,4 @@
-"""What `--rope_scaling` and `--new_special_tokens` make of a model: config.json, tokenizer, and the spec, before anything
+"""What `--rope_scaling` and `--new_special_tokens` make of a model: its config.json, tokenizer and spec, before anything
 is written."""
 
 from __future__ import annotations
