@@ -130,8 +130,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     "quant_method": NeutralOption(
         ("bnb", "bitsandbytes"), "--quantization_bit uses bitsandbytes", "--quantization_bit 4"
     ),
-    "init_weights": NeutralOption(ON, "LoRA starts from random A and zero B", "--init_weights true"),
-    "init_lora_weights": NeutralOption(ON, "LoRA starts from random A and zero B", "--init_lora_weights true"),
     # evaluation, logs, checkpoints
     "save_safetensors": _SAFETENSORS,
     "safe_serialization": _SAFETENSORS,

@@ -1,4 +1,4 @@
-"""What `--rope_scaling` and `--new_special_tokens` make of a model: its config.json, tokenizer and spec, before anything
+"""What `--rope_scaling` and `--new_special_tokens` make of a model: its config.json, tokenizer and spec, before a file
 is written."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megaswift.families.family import read_config
 from megaswift.families.rope_scaling_option import config_with_rope_scaling
 from megaswift.families.vision_tower_config import has_vision_tower
 
-BASE = "base_model"
-"""In the output directory."""
+BASE, ADAPTER, RESIDUAL = "base_model", "initial_adapter", "residual_model"
+"""In the output directory; the last two are `--init_weights`'s."""
 
 
 def changes_model(cfg: SwiftConfig) -> bool:

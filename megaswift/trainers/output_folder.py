@@ -16,6 +16,7 @@ from megaswift.config.absolute_paths import with_absolute_paths
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.config.option_sources import CONFIG_HEADER
 from megaswift.config.swift_config import config_yaml_text
+from megaswift.config.train import TRACKERS
 from megaswift.errors import Problem, UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.trainers import checkpoint_store
@@ -31,6 +32,8 @@ NAMES = (
     "hf",
     "adapter",
     "base_model",
+    "initial_adapter",
+    "residual_model",
     "loss.png",
     "report.html",
     "runs",
@@ -40,6 +43,8 @@ NAMES = (
     "train.log",
 )
 """What a run writes; nothing else in the folder is ours."""
+STARTS = ("base_model", "initial_adapter", "residual_model")
+"""What a run starts from, where it is not `--model` itself."""
 ASIDE = "replaced"
 HEADER = f"{CONFIG_HEADER} {__version__}.\n"
 """First line of our config.yaml. A file without CONFIG_HEADER belongs to the user."""
@@ -104,9 +109,7 @@ class OutputFolder:
     def present(self) -> list[Path]:
         """What of a run is there. What a start that failed before its first step left behind is no run."""
         present = [p for name in NAMES if (p := self.root / name).exists() and not _empty(p)]
-        failed_start = {"config.yaml", "runs", "wandb", "swanlab", "mlflow", "loss.png", "report.html", "train.log"} | {
-            "base_model"
-        }
+        failed_start = {"config.yaml", "runs", *TRACKERS, "loss.png", "report.html", "train.log", *STARTS}
         ours = self.config.is_file() and self.config.read_text(encoding="utf-8", errors="replace").startswith(
             CONFIG_HEADER
         )

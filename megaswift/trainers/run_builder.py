@@ -46,7 +46,6 @@ from megaswift.trainers.batch_transforms import (
     make_batch_transform,
 )
 from megaswift.trainers.best_model import best_model_hook
-from megaswift.trainers.changed_model import changes_model
 from megaswift.trainers.checkpoint_hook import CheckpointHook
 from megaswift.trainers.engine_factory import EngineContext, make_engine
 from megaswift.trainers.evaluation import EvaluationHook
@@ -122,7 +121,7 @@ class RunBuilder:
     @property
     def base(self) -> str:
         """Name of the base model, for those who load the adapters: the hub id, or the folder."""
-        local = Path(str(self.cfg.model.model)).exists() or changes_model(self.cfg)
+        local = Path(str(self.cfg.model.model)).exists() or self.folder.is_relative_to(self.outputs.root)
         return str(self.folder.resolve()) if local else str(self.cfg.model.model)
 
     def geometry(self) -> LoaderGeometry:

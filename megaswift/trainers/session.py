@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megaswift import distributed, log
 from megaswift.bridge.changed_model_folder import write_changed_model_folder
+from megaswift.bridge.initial_adapter import write_initial_adapter
 from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths import with_absolute_paths
+from megaswift.config.adapter_rules import starts_otherwise
 from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.data.loader import TokenStoreBatchSource
 from megaswift.data.stream_batches import StreamBatchSource
@@ -78,6 +82,7 @@ class Session:
         self.lock = RunLock(Path(cfg.train.output_dir))
         prepared = distributed.run_on_rank0(lambda: output_folder.prepare_output_folder(cfg, self.lock))
         folder = base_model_folder(cfg, folder, prepared.root)
+        cfg, folder = with_initial_adapter(cfg, folder, prepared.root)
         self.build = run_builder.RunBuilder(cfg, spec, folder, context, prepared)
 
     def run(self) -> Path:
@@ -236,6 +241,18 @@ def base_model_folder(cfg: SwiftConfig, folder: Path, output: Path) -> Path:
         return write_changed_model_folder(folder, output / changed_model.BASE, config, tokenizer, weights)
 
     return distributed.run_on_rank0(make, hours=24)
+
+
+def with_initial_adapter(cfg: SwiftConfig, folder: Path, output: Path) -> tuple[SwiftConfig, Path]:
+    """The configuration of a run that starts from OUT/initial_adapter, and the model that it belongs to, which rank 0
+    makes (`--init_weights`). Collective."""
+    if not starts_otherwise(cfg):
+        return cfg, folder
+    adapter, residual = output / changed_model.ADAPTER, output / changed_model.RESIDUAL
+    base = distributed.run_on_rank0(lambda: write_initial_adapter(cfg, folder, adapter, residual), hours=24)
+    started = copy.copy(cfg)  # without its rules: rank and targets were options of the folder's maker
+    object.__setattr__(started, "lora", replace(cfg.lora, adapters=str(adapter)))
+    return started, base
 
 
 def find_step_monitor(loop: Loop) -> StepMonitor:

@@ -51,6 +51,8 @@ def test_promised_aliases(alias: str, name: str) -> None:
 def other_value(name: str) -> object:
     """A legal value of an option that is not its default."""
     o = OPTIONS[name]
+    if name == "init_weights":
+        return "pissa"
     if name == "fsdp_config":
         return str(Path(__file__).resolve().parents[2] / "configs" / "fsdp" / "fsdp2.json")
     if o.kind == "bool":
@@ -145,6 +147,7 @@ NEEDS = (
             "lora_alpha",
             "lora_dropout",
             "lorap_lr_ratio",
+            "init_weights",
             "use_rslora",
             "use_dora",
             "target_modules",
