@@ -1,8 +1,9 @@
-"""Rules for evaluation and saving by steps or epochs, for the best model and for early stopping. What is compared is in
-`megaswift.trainers.best_model`."""
+"""Rules for evaluation and saving by steps or epochs, for the best model, early stopping and uploads. The comparison of
+evaluations is in `megaswift.trainers.best_model`."""
 
 from __future__ import annotations
 
+from megaswift.config.adapter_rules import changes_base
 from megaswift.config.data import RL
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
@@ -46,6 +47,11 @@ def _saves_without_evaluation(c: Sections) -> bool:
     if train.save_steps is None or train.eval_steps is None or train.save_strategy == "no":
         return True
     return train.save_steps % train.eval_steps != 0
+
+
+def _belongs_to_local_base(c: Sections) -> bool:
+    changed = c.model.rope_scaling is not None or c.model.new_special_tokens or changes_base(c)
+    return bool(c.model.train_type != "full" and not c.lora.merge_lora and changed)
 
 
 def _steps_without_interval(does: str) -> Test:
@@ -110,6 +116,18 @@ EVALUATION_IGNORED: tuple[IgnoredOption, ...] = (
         "there is no early stopping",
         "--early_stopping_patience 3",
     ),
+    *(
+        IgnoredOption(
+            name,
+            ("push_to_hub",),
+            lambda c: not c.train.push_to_hub,
+            "nothing is uploaded",
+            "--push_to_hub true",
+            (None, False, "end"),
+            notice=True,
+        )
+        for name in ("hub_model_id", "hub_token", "hub_private_repo", "hub_strategy")
+    ),
     IgnoredOption(
         "load_best_model_at_end",
         ("export_hf", "train_type"),
@@ -171,5 +189,34 @@ EVALUATION_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.train.save_strategy == "no" and c.launch.max_restarts,
         "no saves no checkpoint to restart from",
         "--save_steps 500",
+    ),
+    ConflictingOptions(
+        ("push_to_hub", "use_hf"),
+        lambda c: c.train.push_to_hub and not c.model.use_hf,
+        "uploads to the Hugging Face Hub, and use_hf false selects ModelScope",
+        "--push_to_hub false, then modelscope upload ORGANIZATION/NAME OUT/hf",
+    ),
+    ConflictingOptions(
+        ("push_to_hub", "export_hf"),
+        lambda c: c.train.push_to_hub and c.model.train_type == "full" and not c.train.export_hf,
+        "uploads OUT/hf, which export_hf false disables",
+        ONE_OF,
+    ),
+    ConflictingOptions(
+        ("push_to_hub", "merge_lora", "rope_scaling", "new_special_tokens", "init_weights"),
+        lambda c: c.train.push_to_hub and _belongs_to_local_base(c),
+        "would upload adapters whose base model is a local folder (rope_scaling, new_special_tokens or init_weights)",
+        "--merge_lora true",
+    ),
+    ConflictingOptions(
+        ("hub_strategy", "save_only_model", "train_type"),
+        lambda c: (
+            c.train.push_to_hub
+            and c.train.hub_strategy == "every_save"
+            and c.model.train_type == "full"
+            and not c.train.save_only_model
+        ),
+        "every_save uploads checkpoints that are Hugging Face folders",
+        "--save_only_model true, or --hub_strategy end",
     ),
 )

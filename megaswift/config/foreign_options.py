@@ -28,7 +28,7 @@ _TEACHER = _NOT_SERVED + "distillation from a teacher (GKD)"
 _TASKS = _NOT_SERVED + "embedding, reranker and classification tasks; for a reward model: megaswift rm"
 _MODELSCOPE = "--model ORGANIZATION/NAME with --use_hf false"
 _LORA_GA = _NOT_SERVED + "LoRA-GA; train_type lora starts from random A and zero B"
-_HUB = "leave it out: megaswift does not upload; results stay in --output_dir"
+_HUB = "--push_to_hub true with --hub_model_id, --hub_token, --hub_private_repo and --hub_strategy"
 _TRACKER = "set environment variables of the tracker: WANDB_PROJECT, SWANLAB_PROJECT, MLFLOW_EXPERIMENT_NAME"
 _EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: run an evaluation harness on OUT/hf"
 _FUSED = _GONE + "fused kernels are selected by device and --transformer_impl"
@@ -227,6 +227,8 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("fsdp", "hybrid_shard_zero2"): "--fsdp shard_grad_op, which shards gradients and optimizer over all ranks",
     ("rlhf_type", "gkd"): "run megaswift sft on completions of the teacher: distillation (GKD) is not supported",
     ("rlhf_type", "ppo_v2"): "megaswift ppo",
+    ("hub_strategy", "checkpoint"): "--hub_strategy every_save: optimizer states are not uploaded",
+    ("hub_strategy", "all_checkpoints"): "--hub_strategy every_save: optimizer states are not uploaded",
     ("report_to", "all"): "--report_to tensorboard wandb swanlab mlflow",
     ("attn_impl", "local"): "--attn_impl sdpa",
     ("optimizer", "muon"): "--optimizer adam: Muon is not supported",

@@ -146,7 +146,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     "plot_loss": NeutralOption(ON, "curves are always plotted (OUT/loss.png, OUT/report.html)", "leave it out"),
     "disable_tqdm": NeutralOption(EITHER, "progress is one line per logged step"),
     "include_num_input_tokens_seen": NeutralOption(EITHER, "metrics.jsonl contains the number of tokens"),
-    "push_to_hub": NeutralOption(OFF, "results stay in --output_dir", "leave it out: megaswift does not upload"),
     "do_train": NeutralOption(ON, "this command trains", "leave it out"),
     "do_eval": NeutralOption(EITHER, "evaluation follows --val_dataset and --eval_steps"),
     "local_rank": NeutralOption(ANY, "the launcher's environment variables set the rank"),

@@ -47,6 +47,8 @@ class CheckpointHook(Hook):
         """Writes what of the engine others read (a PEFT folder); every rank."""
         self.write_weights_only: Callable[[Path], None] | None = None
         """Writes the model alone, in place of all states (--save_only_model); every rank."""
+        self.after_save: Callable[[Path, int], None] = lambda folder, step: None
+        """What is done with a complete checkpoint; every rank."""
         self.size = 0
         """Bytes of the last checkpoint; before the first one, what it holds at least."""
         self.saved = -1
@@ -102,6 +104,7 @@ class CheckpointHook(Hook):
         print_line(
             f"step {loop.step}: checkpoint {done} ({size / 2**20:,.1f} MiB, {time.perf_counter() - began:.1f} s)"
         )
+        self.after_save(done, loop.step)
         return done
 
     def _open(self, step: int, names: Sequence[str]) -> Path:

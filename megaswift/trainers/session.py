@@ -38,7 +38,8 @@ from megaswift.trainers import (
     summary,
 )
 from megaswift.trainers.best_model import best_checkpoint, copy_export, load_best_checkpoint
-from megaswift.trainers.checkpoint_hook import batch_size_notice, restore_run
+from megaswift.trainers.checkpoint_hook import CheckpointHook, batch_size_notice, restore_run
+from megaswift.trainers.hub_upload import hub_upload_of
 from megaswift.trainers.interrupt import InterruptedBySignal
 from megaswift.trainers.loop import Loop
 from megaswift.trainers.model_identity import refuse_other_model
@@ -83,6 +84,7 @@ class Session:
         prepared = distributed.run_on_rank0(lambda: output_folder.prepare_output_folder(cfg, self.lock))
         folder = base_model_folder(cfg, folder, prepared.root)
         cfg, folder = with_initial_adapter(cfg, folder, prepared.root)
+        self.upload = hub_upload_of(cfg)
         self.build = run_builder.RunBuilder(cfg, spec, folder, context, prepared)
 
     def run(self) -> Path:
@@ -94,6 +96,7 @@ class Session:
             if self.cfg.train.export_hf or self.build.adapts:
                 with timed(self.seconds, "export"):
                     export_model(loop, self.build)
+                    self.push_to_hub(loop)
             why = f": {loop.stopping}" if loop.stopping else ""
             self.status = f"finished at step {loop.step}{why}{find_step_monitor(loop).summary()}"
         finally:
@@ -103,6 +106,12 @@ class Session:
         distributed.barrier()
         log.LOG_FILE.close()
         return self.build.outputs.root
+
+    def push_to_hub(self, loop: Loop) -> None:
+        """The export, where the run uploads: the whole model, else the adapters."""
+        if self.upload is not None:
+            outputs, whole = self.build.outputs, not self.build.adapts or self.cfg.lora.merge_lora
+            self.upload.at_end(outputs.hf if whole else outputs.adapter, loop.step)
 
     def prepare(self) -> Loop:
         """The loop of the task, at the step where it starts."""
@@ -115,6 +124,8 @@ class Session:
             )
         built = b.task.build(self)
         loop = built.loop
+        if self.upload is not None:
+            next(h for h in loop.hooks if isinstance(h, CheckpointHook)).after_save = self.upload.after_save
         if resume is not None:
             with timed(self.seconds, "resume"):
                 manifest = restore_run(

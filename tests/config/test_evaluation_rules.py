@@ -28,6 +28,10 @@ IDLE = [
         f"--early_stopping_threshold 0.1 {VAL}",
         f"--early_stopping_threshold 0.1 {VAL} --early_stop_interval 2",
     ),
+    ("--hub_model_id a/b", "--hub_model_id a/b --push_to_hub"),
+    ("--hub_token t", "--hub_token t --push_to_hub"),
+    ("--hub_private_repo", "--hub_private_repo --push_to_hub"),
+    ("--hub_strategy every_save", "--hub_strategy every_save --push_to_hub --save_only_model"),
     (
         f"--load_best_model_at_end {VAL} --save_steps 5 --export_hf false",
         f"--load_best_model_at_end {VAL} --save_steps 5",
@@ -50,6 +54,11 @@ CLASHING = [
     ),
     ("save_strategy", "--save_strategy no --export_hf false"),
     ("save_strategy", "--save_strategy no --max_restarts 2 --nproc_per_node 2"),
+    ("push_to_hub", "--push_to_hub --use_hf false --model a/b"),
+    ("push_to_hub", "--push_to_hub --export_hf false"),
+    ("push_to_hub", "--push_to_hub --train_type lora --init_weights pissa"),
+    ("push_to_hub", "--push_to_hub --train_type lora --new_special_tokens <t>"),
+    ("hub_strategy", "--hub_strategy every_save --push_to_hub"),
 ]
 
 
@@ -76,6 +85,8 @@ def test_every_row_is_tried() -> None:
         "--load_best_model_at_end --val_dataset v --eval_strategy epoch --save_strategy best",
         "--load_best_model_at_end --train_type lora --val_dataset v --eval_steps 5 --save_steps 5",
         "--eval_strategy no",
+        "--push_to_hub --train_type lora --init_weights pissa --merge_lora",
+        "--push_to_hub --train_type lora --hub_strategy every_save",
         "--save_strategy no",
         "--save_strategy epoch --save_total_limit 2",
         "--evaluation_strategy epoch --val_dataset v",
