@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from megaswift.config.launcher_environment import is_launched_worker, restart_count
 from megaswift.errors import UserError
+from megaswift.log import LOG_FILE
 
 PATIENCE_SECONDS = 5.0
 FORGET_SECONDS = 60.0
@@ -65,6 +66,7 @@ def exit_worker(code: int, environ: Mapping[str, str]) -> NoReturn:
 
 
 def _say(text: str) -> None:
+    LOG_FILE.write(text)
     with contextlib.suppress(OSError):  # a terminal that was closed, a full disk behind a redirection
         print(text, file=sys.stderr, flush=True)
 

@@ -1,4 +1,5 @@
-"""Messages of a run: only rank 0 prints. No torch: the rank is taken from the launcher's environment."""
+"""Messages of a run: only rank 0 prints, and the run's log file gets the same lines. No torch: the rank is taken from
+the launcher's environment."""
 
 from __future__ import annotations
 
@@ -6,13 +7,59 @@ import contextlib
 import logging
 import os
 import sys
+import time
 import warnings
+from pathlib import Path
+from typing import TextIO
 
 NO_KERNEL = ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward")
 """bitsandbytes 0.50 logs this wherever it is imported (peft does) on a CPU with AVX512-BF16 and no package `kernels`:
 an optional faster kernel is missing. The logger, and how the message begins."""
 NO_GPU = ("DeepSpeed", "Setting accelerator to CPU")
 """DeepSpeed 0.19 logs this on standard output where accelerate imports it on a machine without a GPU."""
+
+
+EARLY_LINES = 1000
+"""At most so many lines are kept for a log file that is not open yet."""
+
+
+class LogFile:
+    """What rank 0 has printed, with the time of each line."""
+
+    def __init__(self) -> None:
+        self.file: TextIO | None = None
+        self.early: list[str] = []
+
+    def open(self, path: Path) -> None:
+        """Lines go to the end of this file, those first that were printed before."""
+        self.close()
+        with contextlib.suppress(OSError):
+            self.file = path.open("a", encoding="utf-8")
+            self.file.write("".join(self.early))
+            self.file.flush()
+        self.early = []
+
+    def write(self, text: str) -> None:
+        """One message. A full disk is no reason to end a run."""
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        lines = "".join(f"{when} {line}\n" for line in text.split("\n"))
+        if self.file is None:
+            self.early = [*self.early[1 - EARLY_LINES :], lines]
+            return
+        with contextlib.suppress(OSError):
+            self.file.write(lines)
+            self.file.flush()
+
+    def close(self) -> None:
+        """Nothing goes to the file any more."""
+        if self.file is not None:
+            with contextlib.suppress(OSError):
+                self.file.close()
+        self.file = None
+
+
+LOG_FILE = LogFile()
+"""Of the run that this process is part of."""
 
 
 def is_main() -> bool:
@@ -33,12 +80,14 @@ def warn(text: str) -> None:
 def print_result(text: str) -> None:
     """A line about what a command has made, on standard output, from rank 0 only: `> log` keeps it."""
     if is_main():
+        LOG_FILE.write(f"megaswift: {text}")
         with contextlib.suppress(OSError):
             print(f"megaswift: {text}", flush=True)
 
 
 def _say(line: str) -> None:
     if is_main():
+        LOG_FILE.write(line)
         with contextlib.suppress(OSError):  # a closed terminal or a full disk behind it: no reason to end a run
             print(line, file=sys.stderr, flush=True)
 

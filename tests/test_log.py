@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.log import NO_GPU, NO_KERNEL, count_text, quiet_libraries
+from megaswift import log
+from megaswift.log import NO_GPU, NO_KERNEL, LogFile, count_text, quiet_libraries
 
 
 def test_an_amount_is_said_in_the_singular_where_it_reads_one() -> None:
@@ -64,3 +65,36 @@ def test_deepspeed_line_about_a_machine_without_a_gpu_is_not_told(
         logger.warning(f"{NO_GPU[1]}. If you have GPU or other accelerator, we were unable to detect it.")
         logger.warning("something else")
     assert {r.getMessage() for r in caplog.records} == {"something else"}
+
+
+def test_the_log_file_has_every_message_with_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those before it was opened first; a second start goes on at the end; other ranks write nothing."""
+    monkeypatch.setattr(log, "LOG_FILE", LogFile())
+    path = tmp_path / "train.log"
+    log.info("early\nof two lines")
+    log.LOG_FILE.open(path)
+    log.warn("late")
+    log.print_result("made")
+    log.LOG_FILE.close()
+    monkeypatch.setenv("RANK", "1")
+    log.info("of another rank")
+    monkeypatch.setenv("RANK", "0")
+    log.LOG_FILE.open(path)
+    log.info("resumed")
+    lines = path.read_text().splitlines()
+    printed = capsys.readouterr()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines)
+    assert [line[20:] for line in lines] == [
+        "megaswift: early",
+        "of two lines",
+        "megaswift: warning: late",
+        "megaswift: made",
+        "megaswift: resumed",
+    ]
+    assert sorted(line[20:] for line in lines) == sorted((printed.err + printed.out).splitlines())
+    for _ in range(log.EARLY_LINES + 5):
+        log.LOG_FILE.close()
+        log.LOG_FILE.write("x")
+    assert len(log.LOG_FILE.early) == log.EARLY_LINES

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import NATIVE, READS, requested_engine
 from megaswift.config.peft_methods import LORA_ONLY, METHODS, OWNERS, SHARED, PeftMethod
@@ -16,6 +18,7 @@ SHARDED = ("fsdp2", "zero3", "zero3_offload")
 FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 ADAPTER_LEARNING_RATE = 1e-4
 """As in ms-swift and PEFT's examples; weights themselves train at 1e-5."""
+INIT_METHOD = re.compile(r"true|false|gaussian|pissa|pissa_niter_[1-9]\d*|olora|loftq")
 _TYPE = ("train_type",)
 _BITS = ("quantization_bit", "train_type")
 
@@ -28,6 +31,16 @@ def non_lora_peft_method_of(c: Sections) -> PeftMethod | None:
 def base_quantization_bits(c: Sections) -> int | None:
     """Bits of the frozen weights on an engine of torch; None: as they are."""
     return DEFAULT_BITS if c.model.train_type == "qlora" else c.quantization.quantization_bit
+
+
+def starts_otherwise(c: Sections) -> bool:
+    """Whether new adapters do not start as PEFT's default does."""
+    return c.model.train_type in ("lora", "qlora") and c.lora.adapters is None and c.lora.init_weights != "true"
+
+
+def changes_base(c: Sections) -> bool:
+    """Whether the first adapters are taken off the base model's weights."""
+    return starts_otherwise(c) and c.lora.init_weights.startswith(("pissa", "olora"))
 
 
 def train_type_defaults(train_type: Any) -> dict[str, Any]:
@@ -85,6 +98,29 @@ ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
         f"--train_type {next(iter(METHODS))}",
         ({},),
     ),
+    IgnoredOption(
+        "init_weights",
+        _TYPE,
+        lambda c: c.model.train_type not in ("lora", "qlora"),
+        "applies only to LoRA (train_type is {train_type})",
+        "--train_type lora",
+        ("true",),
+    ),
+    IgnoredOption(
+        "init_weights",
+        ("adapters", "train_type"),
+        lambda c: c.model.train_type in ("lora", "qlora") and c.lora.adapters is not None,
+        "the adapter folder {adapters} determines it",
+        "omit --adapters to train new adapters",
+        ("true",),
+    ),
+    IgnoredOption(
+        "lorap_lr_ratio",
+        _TYPE,
+        lambda c: c.model.train_type not in ("lora", "qlora"),
+        "applies only to LoRA's A and B (train_type is {train_type})",
+        "--train_type lora",
+    ),
     *(
         IgnoredOption(
             name,
@@ -121,6 +157,30 @@ ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
 )
 
 ADAPTER_CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
+        ("init_weights",),
+        lambda c: INIT_METHOD.fullmatch(c.lora.init_weights) is None,
+        "must be true, false, gaussian, pissa, pissa_niter_N, olora or loftq",
+        "--init_weights pissa",
+    ),
+    ConflictingOptions(
+        ("init_weights", "train_type"),
+        lambda c: starts_otherwise(c) and (c.task in RL or c.task == "rm"),
+        "is supported in sft, pt and preference learning only",
+        "--init_weights true",
+    ),
+    ConflictingOptions(
+        ("init_weights", "use_dora", "target_parameters"),
+        lambda c: starts_otherwise(c) and (c.lora.use_dora or c.lora.target_parameters),
+        "conflicts with use_dora and target_parameters",
+        "--init_weights true",
+    ),
+    ConflictingOptions(
+        ("init_weights", "quantization_bit", "train_type"),
+        lambda c: starts_otherwise(c) and c.lora.init_weights == "loftq" and base_quantization_bits(c) != 4,
+        "is for weights in 4 bits: it starts from what quantization loses",
+        "--train_type qlora",
+    ),
     ConflictingOptions(
         ("train_type", *READS),
         lambda c: non_lora_peft_method_of(c) is not None and _native(c),

@@ -71,6 +71,9 @@ class DataConfig:
     )
     streaming: bool = option(False, "Read rows on demand instead of preparing the whole data set; needs max_steps")
     shuffle: bool = option(True, "Shuffle rows in each epoch", aliases=("dataset_shuffle", "train_dataloader_shuffle"))
+    group_by_length: bool = option(
+        False, "Put rows of similar length into a global batch; less padding", tasks=("sft", "pt", *PREFERENCES)
+    )
     data_seed: int | None = option(
         None,
         "Seed for shuffling, random subsets and the evaluation split; unset: seed",

@@ -28,8 +28,8 @@ _TEACHER = _NOT_SERVED + "distillation from a teacher (GKD)"
 _TASKS = _NOT_SERVED + "embedding, reranker and classification tasks; for a reward model: megaswift rm"
 _MODELSCOPE = "--model ORGANIZATION/NAME with --use_hf false"
 _LORA_GA = _NOT_SERVED + "LoRA-GA; train_type lora starts from random A and zero B"
-_HUB = "leave it out: megaswift does not upload; results stay in --output_dir"
-_TRACKER = "set environment variables of the tracker, such as WANDB_PROJECT or SWANLAB_PROJECT"
+_HUB = "--push_to_hub true with --hub_model_id, --hub_token, --hub_private_repo and --hub_strategy"
+_TRACKER = "set environment variables of the tracker: WANDB_PROJECT, SWANLAB_PROJECT, MLFLOW_EXPERIMENT_NAME"
 _EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: run an evaluation harness on OUT/hf"
 _FUSED = _GONE + "fused kernels are selected by device and --transformer_impl"
 _STEPS = "--eval_steps N or --save_steps N; unset: only at the end"
@@ -46,8 +46,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "flash_attn": _ATTENTION,
     "use_flash_attn": _ATTENTION,
     "use_flash_attention": _ATTENTION,
-    "rope_scaling": "set rope_scaling in the model's config.json",
-    "new_special_tokens": "use a model folder with the extended tokenizer and embeddings",
     "load_in_4bit": "--quantization_bit 4",
     "load_in_8bit": "--quantization_bit 8",
     "local_repo_path": "--trust_remote_code true with --model DIR",
@@ -68,7 +66,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "use_lora": "--train_type lora",
     "lora_target": "--target_modules",
     "lora_target_modules": "--target_modules",
-    "lorap_lr_ratio": _NOT_SERVED + "LoRA+; both matrices train at --learning_rate",
     "lora_ga_batch_size": _LORA_GA,
     "lora_ga_iters": _LORA_GA,
     "lora_ga_max_length": _LORA_GA,
@@ -163,10 +160,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "logging_first_step": "--logging_steps 1",
     "create_checkpoint_symlink": _GONE + "OUT/checkpoints/latest.json names the newest checkpoint",
     "resume": "--resume_from_checkpoint latest",
-    "load_best_model_at_end": _NOT_SERVED + "best-checkpoint selection; OUT/metrics.jsonl contains every evaluation",
-    "metric_for_best_model": _NOT_SERVED + "best-checkpoint selection; OUT/metrics.jsonl contains every evaluation",
-    "greater_is_better": _NOT_SERVED + "best-checkpoint selection; OUT/metrics.jsonl contains every evaluation",
-    "early_stop_interval": _NOT_SERVED + "early stopping",
     # preference learning and reinforcement learning
     "lmbda": _TEACHER,
     "teacher_model": _TEACHER,
@@ -227,7 +220,9 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("ddp_backend", "ccl"): "leave it out: oneCCL is for Intel devices, which megaswift does not support",
     ("ddp_backend", "xccl"): "leave it out: XCCL is for Intel GPUs, which megaswift does not support",
     ("ddp_backend", "hccl"): "leave it out: HCCL is for Ascend NPUs, which megaswift does not support",
-    ("report_to", "all"): "--report_to tensorboard wandb swanlab",
+    ("hub_strategy", "checkpoint"): "--hub_strategy every_save: optimizer states are not uploaded",
+    ("hub_strategy", "all_checkpoints"): "--hub_strategy every_save: optimizer states are not uploaded",
+    ("report_to", "all"): "--report_to tensorboard wandb swanlab mlflow",
     ("attn_impl", "local"): "--attn_impl sdpa",
     ("optimizer", "muon"): "--optimizer adam: Muon is not supported",
     ("optimizer", "dist_muon"): "--optimizer adam: Muon is not supported",

@@ -22,6 +22,13 @@ class LoraConfig:
     lora_dropout: float = option(
         0.0, "Dropout on adapter inputs", aliases=("boft_dropout", "vera_dropout"), minimum=0, below=1
     )
+    init_weights: str = option(
+        "true",
+        "First A and B: true, false, gaussian, pissa, pissa_niter_N, olora or loftq",
+        aliases=("init_lora_weights",),
+        spellings={"true": "true", "false": "false"},
+        metavar="METHOD",
+    )
     use_rslora: bool = option(False, "Scale by alpha / sqrt(r) instead of alpha / r (rsLoRA, arXiv:2312.03732)")
     use_dora: bool = option(False, "Train magnitudes separately from directions (DoRA, arXiv:2402.09353)")
     target_modules: tuple[str, ...] = option(

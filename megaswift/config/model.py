@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megaswift.config.data import PREFERENCES
 from megaswift.config.option import option
 from megaswift.config.peft_methods import METHODS
 
@@ -17,6 +18,7 @@ DTYPES = {
     "torch.bfloat16": "bfloat16",
     "torch.float16": "float16",
 }
+PLAIN = ("sft", "pt")
 ATTENTION = {
     "flash_attn": "flash",
     "flash_attention_2": "flash",
@@ -42,6 +44,15 @@ class ModelConfig:
     use_hf: bool = option(True, "Load hub IDs from Hugging Face; false: from ModelScope")
     model_revision: str | None = option(None, "Branch, tag or commit of the hub ID", metavar="REV")
     trust_remote_code: bool = option(False, "Allow Python code from the model folder to run")
+    rope_scaling: str | None = option(
+        None,
+        "Scale rotary positions: linear, dynamic or yarn (to max_length), or JSON",
+        tasks=(*PLAIN, *PREFERENCES),
+        metavar="NAME|JSON",
+    )
+    new_special_tokens: tuple[str, ...] = option(
+        (), "Special tokens to add, or a .txt file with one a line", tasks=(*PLAIN, *PREFERENCES), metavar="TOKEN..."
+    )
     random_init: bool = option(False, "Initialize weights randomly from config.json, to pretrain from scratch")
     train_type: str = option(
         "full",

@@ -44,7 +44,6 @@ _RESUME = "resume_from_checkpoint"
 _FROM_START = "--model DIR starts from its weights"
 _EVAL_DTYPE = NeutralOption(OFF, "evaluation computes in --torch_dtype", "leave it out")
 _SAMPLER_LIMIT = "--max_length, prompt plus completion, is the sampler's limit"
-_STEPS = "--{0}_steps N sets the interval; without it only at the end"
 _WORKERS = "--dataloader_num_workers threads read ahead and last for the whole run"
 
 _TP_COMM = "Transformer Engine reads --tp_comm_overlap_{0}"
@@ -78,7 +77,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     "remove_unused_columns": NeutralOption(EITHER, _UNUSED_COLUMNS),
     "label_names": NeutralOption(("labels",), _UNUSED_COLUMNS, "leave it out"),
     "padding_side": NeutralOption(("right",), "rows are padded on the right", "leave it out"),
-    "group_by_length": NeutralOption(OFF, "rows are not grouped by length", "--packing true"),
     "use_chat_template": NeutralOption(ON, "conversations use the chat template", "megaswift pt, for plain text"),
     "val_dataset_shuffle": NeutralOption(OFF, "validation rows keep their order", "leave it out"),
     "packing_strategy": NeutralOption(("binpack", "bfd"), "rows are packed by best fit", "leave it out"),
@@ -160,8 +158,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     "quant_method": NeutralOption(
         ("bnb", "bitsandbytes"), "--quantization_bit uses bitsandbytes", "--quantization_bit 4"
     ),
-    "init_weights": NeutralOption(ON, "LoRA starts from random A and zero B", "--init_weights true"),
-    "init_lora_weights": NeutralOption(ON, "LoRA starts from random A and zero B", "--init_lora_weights true"),
     # evaluation, logs, checkpoints
     "save_safetensors": _SAFETENSORS,
     "safe_serialization": _SAFETENSORS,
@@ -170,9 +166,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     ),
     "async_save": NeutralOption(OFF, "checkpoints are written before the next step", "leave it out"),
     "save_on_each_node": NeutralOption(OFF, "all nodes write to one shared folder", "leave it out"),
-    "eval_strategy": NeutralOption(("steps", "false"), _STEPS.format("eval"), "--eval_steps N"),
-    "evaluation_strategy": NeutralOption(("steps", "false"), _STEPS.format("eval"), "--eval_steps N"),
-    "save_strategy": NeutralOption(("steps", "false"), _STEPS.format("save"), "--save_steps N"),
     "eval_on_start": NeutralOption(OFF, "evaluation begins after --eval_steps steps", "--eval_steps N"),
     "eval_accumulation_steps": NeutralOption(ANY, "evaluation accumulates sums only"),
     "fp16_full_eval": _EVAL_DTYPE,
@@ -181,7 +174,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     "plot_loss": NeutralOption(ON, "curves are always plotted (OUT/loss.png, OUT/report.html)", "leave it out"),
     "disable_tqdm": NeutralOption(EITHER, "progress is one line per logged step"),
     "include_num_input_tokens_seen": NeutralOption(EITHER, "metrics.jsonl contains the number of tokens"),
-    "push_to_hub": NeutralOption(OFF, "results stay in --output_dir", "leave it out: megaswift does not upload"),
     "do_train": NeutralOption(ON, "this command trains", "leave it out"),
     "mode": NeutralOption(
         ("train", "training"), "this command trains", "use the command's name: megaswift infer, megaswift deploy"

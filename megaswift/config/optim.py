@@ -41,6 +41,12 @@ class OptimConfig:
     """Optimizer and learning-rate schedule"""
 
     learning_rate: float = option(1e-5, "Peak learning rate; unset with adapters: 1e-4", aliases=("lr",), above=0)
+    lorap_lr_ratio: float | None = option(
+        None,
+        "LoRA+: learning rate of B over that of A; unset: the same",
+        aliases=("loraplus_lr_ratio",),
+        above=0,
+    )
     min_lr: float = option(0.0, "Final learning rate of the schedule (inverse_sqrt: lower bound)", minimum=0)
     lr_scheduler_type: str = option(
         "cosine",

@@ -33,6 +33,8 @@ class OptionDetails(TypedDict, total=False):
     below: float
     tasks: tuple[str, ...]
     """The tasks that have this option; none named: all."""
+    secret: bool
+    """Never shown or written."""
     metavar: str
     """What `--help` shows in place of a default that is not set."""
 
@@ -42,7 +44,7 @@ def option(default: Any, help: str, **details: Unpack[OptionDetails]) -> Any:
     metadata = {"help": help, **details}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, repr=not details.get("secret", False))
 
 
 @dataclass(frozen=True)

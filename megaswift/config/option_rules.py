@@ -13,6 +13,7 @@ from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.batch_arithmetic import batch_problems
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED, requested_engine
+from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
 from megaswift.config.generation_batch import generation_batch_problems
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
@@ -66,6 +67,7 @@ _NO_EXPORT: Test = lambda c: c.model.train_type != "full" and not c.lora.merge_l
 
 IGNORED: tuple[IgnoredOption, ...] = (
     *SCHEDULE_IGNORED,
+    *EVALUATION_IGNORED,
     IgnoredOption("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
     IgnoredOption("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
     IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
@@ -108,6 +110,14 @@ IGNORED: tuple[IgnoredOption, ...] = (
         notice=True,
     ),
     IgnoredOption(
+        "group_by_length",
+        ("packing",),
+        lambda c: c.data.packing,
+        "packing true leaves no padding",
+        "--packing false",
+        notice=True,
+    ),
+    IgnoredOption(
         "num_train_epochs",
         ("max_steps",),
         lambda c: c.train.max_steps is not None,
@@ -117,8 +127,8 @@ IGNORED: tuple[IgnoredOption, ...] = (
     ),
     IgnoredOption(
         "save_total_limit",
-        ("save_steps",),
-        lambda c: c.train.save_steps is None,
+        ("save_steps", "save_strategy"),
+        lambda c: c.train.save_steps is None and c.train.save_strategy not in ("epoch", "best"),
         "needs save_steps; without it only one checkpoint is written, at the end",
         "--save_steps 500",
         notice=True,
@@ -182,6 +192,18 @@ CLASHES: tuple[ConflictingOptions, ...] = (
         "--max_steps 1000",
     ),
     ConflictingOptions(
+        ("group_by_length", "streaming", "packing"),
+        lambda c: c.data.group_by_length and c.data.streaming and not c.data.packing,
+        "orders rows by their lengths, which are not known before a stream is read",
+        "--packing true, which fills rows without padding",
+    ),
+    ConflictingOptions(
+        ("group_by_length", "shuffle"),
+        lambda c: c.data.group_by_length and not c.data.shuffle and not c.data.packing and not c.data.streaming,
+        "orders rows anew in each epoch, and shuffle false keeps the order of the files",
+        "--shuffle true",
+    ),
+    ConflictingOptions(
         ("precision_aware_optimizer", "distributed_optimizer"),
         lambda c: c.optim.precision_aware_optimizer and not c.parallel.distributed_optimizer,
         "needs distributed_optimizer",
@@ -239,6 +261,7 @@ CLASHES: tuple[ConflictingOptions, ...] = (
         ONE_OF,
     ),
     *SCHEDULE_CLASHES,
+    *EVALUATION_CLASHES,
     *MODEL_CLASHES,
     *LAUNCH_CLASHES,
     *ENGINE_CLASHES,

@@ -365,7 +365,8 @@ def read_command_line(argv: list[str], table: OptionTable = TRAINING) -> ParsedC
 def _take(line: ParsedCommandLine, flag: str, values: list[str], table: OptionTable) -> None:
     name = normalize_name(flag)
     option = table.options.get(table.names.get(name, ""))
-    label = " ".join([flag, *(values if option or not is_secret(name) else [MASK])])
+    hidden = option.details.get("secret", False) if option else is_secret(name)
+    label = " ".join([flag, *([MASK] if hidden else values)])
     if name == "config":
         line.files += values
         line.problems += [] if values else [Problem(flag, "has no value", "--config run.yaml")]
@@ -387,8 +388,13 @@ def _take(line: ParsedCommandLine, flag: str, values: list[str], table: OptionTa
             Problem(v, f"is an unexpected argument ({flag} is a boolean flag)", f"{flag} true") for v in values
         ]
     else:
-        line.givens.append(GivenOptionValue(name, values[0] if values else None, " ".join([flag, *values[:1]]), flag))
+        label = label if hidden else " ".join([flag, *values[:1]])
+        line.givens.append(GivenOptionValue(name, values[0] if values else None, label, flag))
         line.problems += [
-            _stray(v, f"is an unexpected argument ({flag} takes one value)", f'quote values with spaces: {flag} "a b"')
+            _stray(
+                MASK if hidden else v,
+                f"is an unexpected argument ({flag} takes one value)",
+                f'quote values with spaces: {flag} "a b"',
+            )
             for v in values[1:]
         ]

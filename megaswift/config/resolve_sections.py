@@ -220,7 +220,7 @@ def _without_superfluous(state: ResolveState, sections: Sections) -> tuple[Resol
     """State and sections without options that change nothing in this run; a notice names each."""
     if "task" in state.wrong:
         return state, sections
-    for name, why in list(superfluous_options(sections, state.wrong)):
+    for name, why in dict(superfluous_options(sections, state.wrong)).items():
         state = state.without(name, f"{state.typed[name].label} has no effect: {why}")
     return state, _sections(state)
 

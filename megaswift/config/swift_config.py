@@ -79,8 +79,9 @@ class SwiftConfig(Sections):
         return type(self).from_sources(self.task, sources)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values by section, complete enough to repeat the run; options that play no part are left out."""
-        idle = ignored_option_names(self)
+        """Plain values by section, complete enough to repeat the run; options that play no part, and secrets, are left
+        out."""
+        idle = ignored_option_names(self) | {name for name, o in OPTIONS.items() if o.details.get("secret")}
         sections: dict[str, Any] = {"task": self.task}
         for key in SECTIONS:
             sections[key] = {n: _plain(self.value(n)) for n, o in OPTIONS.items() if o.section == key and n not in idle}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megaswift.config.option import LARGEST_SEED, option
 
-TRACKERS = ("tensorboard", "wandb", "swanlab")
+TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
 """Each is also the name of the package that it needs."""
 
 
@@ -51,6 +51,12 @@ class TrainConfig:
     logging_steps: int = option(
         1, "Steps between entries in metrics.jsonl", aliases=("log_interval",), minimum=1, unit="steps"
     )
+    eval_strategy: str | None = option(
+        None,
+        "When to evaluate; unset: every eval_steps and at the end",
+        aliases=("evaluation_strategy",),
+        choices=("no", "steps", "epoch"),
+    )
     eval_steps: int | None = option(
         None, "Steps between evaluations; unset: only at the end", aliases=("eval_interval",), minimum=1, unit="steps"
     )
@@ -61,11 +67,33 @@ class TrainConfig:
         unset=("-1",),
         unit="batches",
     )
+    save_strategy: str | None = option(
+        None,
+        "When to save; no: only when interrupted; unset: every save_steps and at the end",
+        choices=("no", "steps", "epoch", "best"),
+    )
     save_steps: int | None = option(
         None, "Steps between checkpoints; unset: only at the end", aliases=("save_interval",), minimum=1, unit="steps"
     )
     save_total_limit: int | None = option(
         None, "Number of checkpoints to keep, newest first; unset: all", minimum=1, unset=("-1",), unit="checkpoints"
+    )
+    load_best_model_at_end: bool = option(False, "Export the checkpoint with the best evaluation, not the last one")
+    metric_for_best_model: str | None = option(
+        None, "Evaluation metric that says which model is best; unset: loss, in RL reward"
+    )
+    greater_is_better: bool | None = option(
+        None, "Whether a larger metric is better; unset: unless its name ends in loss"
+    )
+    early_stopping_patience: int | None = option(
+        None,
+        "Evaluations in succession without improvement that end the run; unset: any",
+        aliases=("early_stop_interval",),
+        minimum=1,
+        unit="evaluations",
+    )
+    early_stopping_threshold: float = option(
+        0.0, "Change of the metric that early stopping counts as an improvement", minimum=0
     )
     save_only_model: bool = option(
         False, "Checkpoints hold the weights alone, without optimizer and random states", aliases=("no_save_optim",)
@@ -87,6 +115,17 @@ class TrainConfig:
         None, "Name of the run in online trackers; unset: output_dir's", aliases=("experiment_name", "swanlab_exp_name")
     )
     export_hf: bool = option(True, "Write the trained model to output_dir/hf at the end")
+    push_to_hub: bool = option(False, "Upload OUT/hf, or OUT/adapter, to a model repository of the Hugging Face Hub")
+    hub_model_id: str | None = option(
+        None, "Repository, NAME or ORGANIZATION/NAME; unset: output_dir's name", metavar="ID"
+    )
+    hub_token: str | None = option(None, "Token of the hub; unset: that of HF_TOKEN or hf auth login", secret=True)
+    hub_private_repo: bool = option(False, "Make a new repository private")
+    hub_strategy: str = option(
+        "end",
+        "Upload at the end only, or the weights of each checkpoint too",
+        choices=("end", "every_save"),
+    )
     neftune_noise_alpha: float | None = option(
         None, "NEFTune noise on embeddings (torch engines only); unset: no noise", above=0, metavar="X"
     )

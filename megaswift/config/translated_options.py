@@ -73,7 +73,7 @@ RENAMED = {
     "lambda": "lam",
 }
 """Another toolkit's name -> the option of the same meaning and the same values."""
-INTERVALS = {"eval_strategy": "eval_steps", "evaluation_strategy": "eval_steps", "save_strategy": "save_steps"}
+INTERVALS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps"}
 """Options that unset an interval by the value `no`."""
 TASK_SPELLINGS = ("training_task", "algorithm")
 """Names of the task in other files."""
@@ -105,6 +105,9 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     **{("mixed_precision", name): ("torch_dtype", dtype) for name, dtype in PRECISIONS.items()},
     ("mixed_precision", "false"): ("torch_dtype", "float32"),
     ("bf16", "false"): ("torch_dtype", "float32"),
+    ("train_sampling_strategy", "group_by_length"): ("group_by_length", True),
+    ("train_sampling_strategy", "random"): ("shuffle", True),
+    ("train_sampling_strategy", "sequential"): ("shuffle", False),
     ("sleep_level", "0"): ("rollout_sleep", False),
     ("sleep_level", "1"): ("rollout_sleep", True),
     ("sleep_level", "2"): ("rollout_sleep", True),
@@ -130,7 +133,9 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
         meaning = VALUES.get((given.name, text)) or VALUES.get((given.name, flag))
         if given.name in unused or (given.name in SWITCHES and flag == "false"):
             continue
-        if meaning is not None:
+        if NAMES.get(given.name) in INTERVALS and text in FALSE:  # YAML reads `no` as false
+            yield replace(given, value="no")
+        elif meaning is not None:
             yield replace(given, name=meaning[0], value=meaning[1])
         elif given.name == "warmup_steps" and 0 < _number(text) < 1:
             yield replace(given, name="warmup_ratio")
@@ -147,7 +152,9 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
 
 def _section_options(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
     """The entries of an option whose value is a section of options; any other option as it is."""
-    if given.name == "deepspeed" and isinstance(given.value, dict) and set(given.value) == {"config_path"}:
+    if given.name == "rope_scaling" and isinstance(given.value, dict):
+        yield replace(given, value=json.dumps(given.value))
+    elif given.name == "deepspeed" and isinstance(given.value, dict) and set(given.value) == {"config_path"}:
         yield replace(given, value=given.value["config_path"])
     elif given.name == "lr_scheduler_kwargs" and (kwargs := _json_object(given.value)) is not None:
         yield from (_schedule_option(given, name, value) for name, value in kwargs.items())
@@ -202,7 +209,7 @@ def _unused_names(values: dict[str, str]) -> set[str]:
     if any(name in values for name in _HOST):
         unused.update(_PORT)
     for strategy, interval in INTERVALS.items():
-        if values.get(strategy) in FALSE:  # YAML reads `no` as false
+        if any(text in FALSE for name, text in values.items() if NAMES.get(name) == strategy):
             unused.update(name for name in values if NAMES.get(name) == interval)
     off = {name for name in PRECISIONS if values.get(name) in FALSE}
     chosen = any(NAMES.get(n) == "torch_dtype" or (n in PRECISIONS and n not in off) for n in values)

@@ -226,9 +226,10 @@ def _stored(
                 f"--global_batch_size {fits}, use more data, or give {data.dataset[0]}#{enough} to repeat rows",
             )
         )
-    return TokenStoreBatchSource(
-        rows, geometry, shape, EpochOrder(len(rows), data.shuffle, data_seed(data, train)), data.dataloader_num_workers
-    )
+    order = EpochOrder(len(rows), data.shuffle, data_seed(data, train))
+    if data.group_by_length:
+        order.lengths, order.batch = rows.row_lengths(), geometry.global_batch
+    return TokenStoreBatchSource(rows, geometry, shape, order, data.dataloader_num_workers)
 
 
 def _stream(

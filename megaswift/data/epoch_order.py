@@ -1,10 +1,26 @@
-"""Order of rows over all epochs: a permutation per epoch; global batches may span epoch boundaries. Pure."""
+"""Order of rows over all epochs: a permutation per epoch, which may group rows of similar length; global batches may
+span epoch boundaries. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import numpy as np
+
+MEGABATCH = 50
+"""Batches that are sorted by length together, at most: transformers' `mega_batch_mult`."""
+
+
+def group_by_length(order: np.ndarray, lengths: np.ndarray, batch: int) -> np.ndarray:
+    """int64 [rows]: `order` cut into pieces of many batches, each sorted from the longest row to the shortest, with the
+    longest row of all first, so that a lack of memory shows at once (transformers' `LengthGroupedSampler`)."""
+    size = batch * max(1, min(len(order) // (batch * 4), MEGABATCH))
+    pieces = [order[start : start + size] for start in range(0, len(order), size)]
+    pieces = [piece[np.argsort(-lengths[piece], kind="stable")] for piece in pieces]
+    longest = int(np.argmax([lengths[piece[0]] for piece in pieces]))
+    first, other = pieces[0][0], pieces[longest][0]
+    pieces[0][0], pieces[longest][0] = other, first
+    return np.concatenate(pieces)
 
 
 @dataclass
@@ -14,6 +30,10 @@ class EpochOrder:
     rows: int
     shuffle: bool
     seed: int
+    lengths: np.ndarray | None = None
+    """int64 [rows]: with them, rows of similar length are grouped."""
+    batch: int = 0
+    """Rows of a global batch, for which they are grouped."""
     _cached: dict[int, np.ndarray] = field(default_factory=dict)
 
     def epoch(self, number: int) -> np.ndarray:
@@ -22,8 +42,13 @@ class EpochOrder:
             return np.arange(self.rows)
         if number not in self._cached:
             self._cached = {k: v for k, v in self._cached.items() if k >= number - 1}
-            self._cached[number] = np.random.default_rng([self.seed, number]).permutation(self.rows)
+            order = np.random.default_rng([self.seed, number]).permutation(self.rows)
+            self._cached[number] = order if self.lengths is None else group_by_length(order, self.lengths, self.batch)
         return self._cached[number]
+
+    def regroup(self, batch: int) -> None:
+        """Groups for global batches of so many rows."""
+        self.batch, self._cached = batch, {}
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         """int64 [stop - start]: the rows at these places of the endless sequence."""

@@ -110,6 +110,9 @@ class IndexedRows(Protocol):
     def read(self, row: int) -> Any:
         """What a row holds, never empty."""
 
+    def row_lengths(self) -> np.ndarray:
+        """int64 [rows]: tokens to which a row would be padded."""
+
     def batches(self, rows: Sequence[Sequence[Any]], shape: PaddingShape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches. An empty row is one without weight."""
 
@@ -134,6 +137,11 @@ class DocumentRows:
     def read(self, row: int) -> list[Document]:
         """The documents of a row."""
         return self.documents([row] if self.packing is None else self.packing.row(row).tolist())
+
+    def row_lengths(self) -> np.ndarray:
+        """int64 [rows]: the tokens of each."""
+        assert self.packing is None, "packed rows are not grouped by length"
+        return self.docs.length.astype(np.int64)
 
     def documents(self, which: Sequence[int]) -> list[Document]:
         """These documents."""
@@ -262,6 +270,8 @@ class TokenStoreBatchSource:
             "seed": self.order.seed,
             **data_fingerprint(self.data.docs),
         }
+        if self.order.lengths is not None:
+            state |= {"group_by_length": True, "group_batch": self.order.batch}
         if isinstance(self.data, DocumentRows):
             state["packing"] = asdict(self.data.pack_shape)
         if self._rest is not None and self._taken < (self._rest.epoch + 1) * self.rows:
@@ -274,6 +284,8 @@ class TokenStoreBatchSource:
         self._ahead.clear()
         self._rest = None
         self._taken = int(state["rows_taken"])
+        if self.order.lengths is not None:  # on other ranks steps may be larger: the order stays that of the checkpoint
+            self.order.regroup(int(state["group_batch"]))
         if isinstance(self.data, DocumentRows) and "packing" in state:
             self._go_on(self.data, state)
         elif state["rows"] != self.rows:  # of an older version, which did not save how it packed

@@ -120,6 +120,11 @@ class PreferenceDataset:
         which = range(row * width, (row + 1) * width)
         return PreferenceUnit([(*docs.read(i), int(docs.sample[i])) for i in which], float(self.units.values[row]))
 
+    def row_lengths(self) -> np.ndarray:
+        """int64 [units]: the tokens of each unit's longest answer."""
+        longest: np.ndarray = self.docs.length.reshape(-1, self.units.width).max(axis=1).astype(np.int64)
+        return longest
+
     def batches(self, rows: Sequence[PreferenceMicrobatch], shape: PaddingShape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches."""
         return self.layout.batches(rows, shape, uniform)

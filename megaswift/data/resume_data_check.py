@@ -15,7 +15,7 @@ from megaswift.errors import DataError, Problem
 WHAT = "--resume_from_checkpoint"
 FIX = "keep the same data and options, or start a new run from the exported weights"
 CHOICE = "--max_length, --truncation_strategy, --split_dataset_ratio or #rows"
-_OPTIONS = {"seed": "--data_seed", "shuffle": "--shuffle"}
+_OPTIONS = {"seed": "--data_seed", "shuffle": "--shuffle", "group_by_length": "--group_by_length"}
 _SETS = "data_sets"
 
 
@@ -37,9 +37,9 @@ def _facts(store: TokenStore) -> dict[str, Any]:
 def check_same_data(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """DataError when a checkpoint's position is one in other data, or in another order; it names what differs."""
     problems = [
-        Problem(WHAT, f"{option} was {state.get(key)} in the checkpoint, but is {now[key]} now", FIX)
+        Problem(WHAT, f"{option} was {state.get(key, False)} in the checkpoint, but is {now.get(key, False)} now", FIX)
         for key, option in _OPTIONS.items()
-        if state.get(key) != now[key]
+        if state.get(key, False) != now.get(key, False)
     ]
     if state.get("fingerprint") != now["fingerprint"]:
         problems += _differences(state, now)

@@ -1,4 +1,4 @@
-"""The checkpoint hook: saves every `save_steps`, at the end and on a signal; restores a run from a checkpoint.
+"""The checkpoint hook: saves every `save_steps` or epoch, at the end and on a signal; restores a run from a checkpoint.
 
 Owns which rank does what and what the trainer itself must remember. How a folder becomes a checkpoint is `commit`'s,
 what the engine writes is the engine's.
@@ -19,8 +19,10 @@ from megaswift.errors import CheckpointError, Problem
 from megaswift.families import saved_step_integrity
 from megaswift.families.checkpoint_folder import ENGINE
 from megaswift.trainers import checkpoint_store
+from megaswift.trainers.best_model import BestModelHook
 from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.progress import print_line
+from megaswift.trainers.step_interval import BEST, NO, Every, StepInterval
 from megaswift.trainers.verify_checkpoint_files import damaged_file_problems_all_ranks
 
 if TYPE_CHECKING:
@@ -33,15 +35,20 @@ class CheckpointHook(Hook):
     part = "checkpoints"
 
     def __init__(
-        self, store: checkpoint_store.CheckpointStore, every: int | None, limit: int | None, facts: Mapping[str, Any]
+        self, store: checkpoint_store.CheckpointStore, every: Every, limit: int | None, facts: Mapping[str, Any]
     ) -> None:
-        self.store, self.every, self.limit, self.facts = store, every, limit, facts
+        self.store, self.limit, self.facts = store, limit, facts
+        self.interval = StepInterval(every)
+        self.best: BestModelHook | None = None
+        """Of a run that compares its evaluations: the best step is not deleted."""
         self.attach: Callable[[Path], None] = lambda folder: None
         """Writes what makes the folder usable by itself (config.json, tokenizer); rank 0."""
         self.beside: Callable[[Path], None] = lambda folder: None
         """Writes what of the engine others read (a PEFT folder); every rank."""
         self.write_weights_only: Callable[[Path], None] | None = None
         """Writes the model alone, in place of all states (--save_only_model); every rank."""
+        self.after_save: Callable[[Path, int], None] = lambda folder, step: None
+        """What is done with a complete checkpoint; every rank."""
         self.size = 0
         """Bytes of the last checkpoint; before the first one, what it holds at least."""
         self.saved = -1
@@ -50,21 +57,34 @@ class CheckpointHook(Hook):
     def on_start(self, loop: Loop) -> None:
         """What was restored needs no saving."""
         self.saved = loop.step
+        self.interval.start(loop)
 
     def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Saves when it is due."""
-        if self.every and step.number % self.every == 0:
+        improved = self.interval.every == BEST and self.best is not None and self.best.improved_at(step.number)
+        if self.interval.due(step) or improved:
             self.save(loop)
 
     def on_end(self, loop: Loop) -> None:
-        """Saves the last step."""
-        if self.saved != loop.step:
+        """Saves the last step. Of a run that saves nothing, only one that ended early."""
+        early = loop.interrupted or loop.mistake is not None
+        if self.saved != loop.step and (early or self.interval.every != NO):
             self.save(loop)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the interval stands."""
+        return self.interval.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.interval.load_state_dict(state)
 
     def save(self, loop: Loop) -> Path:
         """One checkpoint, on every rank together."""
         began = time.perf_counter()
         rank, ranks = distributed.global_rank(), distributed.global_world_size()
+        if self.best is not None:
+            self.best.before_save(loop.step)
         hooks = {type(h).__name__: state for h in loop.hooks if (state := h.state_dict())}
         steps = {"total_steps": loop.total_steps, "skipped_steps": loop.skipped}
         state = {**self.facts, **steps, "data": loop.source.state_dict(), "hooks": hooks}
@@ -78,12 +98,14 @@ class CheckpointHook(Hook):
         distributed.barrier()
         files = distributed.all_gather_dict(checkpoint_store.hash_share(folder, rank, ranks))
         done = distributed.run_on_rank0(lambda: self.store.finish(loop.step, files, state))
-        distributed.run_on_rank0(lambda: self.store.rotate(self.limit))
+        best = self.best.saved[0] if self.best is not None and self.best.saved is not None else None
+        distributed.run_on_rank0(lambda: self.store.rotate(self.limit, best))
         self.saved = loop.step
         size = self.size = sum(entry["bytes"] for entry in files.values())
         print_line(
             f"step {loop.step}: checkpoint {done} ({size / 2**20:,.1f} MiB, {time.perf_counter() - began:.1f} s)"
         )
+        self.after_save(done, loop.step)
         return done
 
     def _open(self, step: int, names: Sequence[str]) -> Path:

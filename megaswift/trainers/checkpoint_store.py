@@ -120,17 +120,18 @@ class CheckpointStore:
             else:
                 (saving if read_manifest(saving) is not None else old).rename(folder)
 
-    def rotate(self, limit: int | None) -> list[Path]:
-        """Keeps the `limit` checkpoints saved last, and always the one pointed at; clears what crashes left behind.
+    def rotate(self, limit: int | None, best: int | None = None) -> list[Path]:
+        """Keeps the `limit` checkpoints saved last, and always the one pointed at; clears what crashes left behind. The
+        one of step `best` counts as the last but one.
 
         Steps that were found to be damaged are not counted, and stay.
         """
         whole = [s for s in self.complete() if not saved_step_integrity.known_damaged(s)]
-        pointed = self.pointed()
-        surplus = whole[: max(len(whole) - limit, 0)] if limit else []
+        pointed, apart = self.pointed(), None if best is None else self.folder(best)
+        whole = [s for s in whole[:-1] if s.path != apart] + [s for s in whole[:-1] if s.path == apart] + whole[-1:]
         gone = []
-        for saved in surplus:
-            if saved.path != pointed:
+        for saved in whole[: max(len(whole) - limit, 0)] if limit else []:
+            if saved.path not in (pointed, apart):
                 leaving = saved.path.with_name(saved.path.name + DELETING)
                 saved.path.rename(leaving)
                 gone.append(saved.path)

@@ -1,4 +1,4 @@
-"""The evaluation hook: every `eval_steps` and after the last step, written to eval.jsonl.
+"""The evaluation hook: every `eval_steps` or epoch and after the last step, written to eval.jsonl.
 
 The loss is the objective over the whole validation set, or the part of it that the batches hold: each global batch
 weighs by its own count, so that it does not matter how the rows are cut into batches and spread over ranks. Touches no
@@ -15,27 +15,27 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.losses.contract import Batch
 from megaswift.trainers.hook import StepRecord
-from megaswift.trainers.metrics import JsonLinesHook, MetricsWindow, step_mean_weight
+from megaswift.trainers.metrics import IntervalLinesHook, MetricsWindow, step_mean_weight
+from megaswift.trainers.step_interval import Every
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
 
 
-class EvaluationHook(JsonLinesHook):
+class EvaluationHook(IntervalLinesHook):
     """Runs the validation batches through the engine."""
 
     part = "evaluation"
 
-    def __init__(self, path: Path, batches: Callable[[], Iterable[list[Batch]]], every: int | None, count: str) -> None:
-        super().__init__(path)
-        self.batches, self.every, self.count = batches, every, count
+    def __init__(self, path: Path, batches: Callable[[], Iterable[list[Batch]]], every: Every, count: str) -> None:
+        super().__init__(path, every)
+        self.batches, self.count = batches, count
         self.last = 0
         """The step of the last evaluation."""
 
     def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Evaluates when it is due."""
-        due = bool(self.every) and step.number % int(self.every or 1) == 0
-        if due or step.number == loop.total_steps:
+        if self.interval.due(step) or step.number == loop.total_steps:
             self.evaluate(loop, step.epoch)
 
     def evaluate(self, loop: Loop, epoch: float) -> dict[str, Any]:

@@ -70,7 +70,9 @@ class Loop:
     interrupted: int = 0
     """The signal that ended the run early, 0 when none did."""
     mistake: UserError | None = None
-    """What was wrong with the data, where the run ended on it."""
+    """What was wrong with the data or an evaluation, where the run ended on it."""
+    stopping: str = ""
+    """Why a hook ends the run before its last step, the same on every rank."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of the parts, for the report."""
     _inside: bool = False
@@ -81,7 +83,7 @@ class Loop:
         try:
             self.emit("on_start")
             with interrupt.listen_for_signals() as signal:
-                while self.step < self.total_steps:
+                while self.step < self.total_steps and not self.stopping and self.mistake is None:
                     self.emit("on_step_begin")
                     microbatches = self.take(signal.number)
                     if microbatches is None:

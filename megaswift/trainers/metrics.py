@@ -20,6 +20,7 @@ from megaswift.errors import storage_error
 from megaswift.trainers import out_of_memory
 from megaswift.trainers.flops import StepFlopFormula
 from megaswift.trainers.hook import Hook, StepRecord
+from megaswift.trainers.step_interval import Every, StepInterval
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -96,6 +97,27 @@ class JsonLinesHook(Hook):
         if distributed.global_rank() == 0:
             with open_for_append(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.writelines(strict_json_text(line) + "\n" for line in lines)
+
+
+class IntervalLinesHook(JsonLinesHook):
+    """Lines at an interval."""
+
+    def __init__(self, path: Path, every: Every) -> None:
+        super().__init__(path)
+        self.interval = StepInterval(every)
+
+    def on_start(self, loop: Loop) -> None:
+        """Drops the lines past the checkpoint; the interval starts."""
+        super().on_start(loop)
+        self.interval.start(loop)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the interval stands."""
+        return self.interval.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.interval.load_state_dict(state)
 
 
 class MetricsHook(Hook):

@@ -11,13 +11,15 @@ from megaswift.families import ModelSpec, load_spec
 from megaswift.families.family import read_config, rope_and_epsilon_problems
 from megaswift.families.model_spec_of_any_model import spec_of_any_model
 from megaswift.families.scalar_head import with_scalar_head
+from megaswift.trainers.changed_model import changed_config_folder
 
 
 def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:
     """What the folder's config.json describes; ConfigError where the task cannot use it."""
     if unfit := list(rope_and_epsilon_problems(read_config(folder))):
         raise WeightsError(unfit)
-    spec = load_spec(folder) if capabilities_of(cfg).family_tables else spec_of_any_model(folder)
+    with changed_config_folder(cfg, folder) as changed:
+        spec = load_spec(changed) if capabilities_of(cfg).family_tables else spec_of_any_model(changed)
     if cfg.task == "rm":
         return _with_known_score(with_scalar_head(spec))
     if spec.scored:

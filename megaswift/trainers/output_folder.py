@@ -16,6 +16,7 @@ from megaswift.config.absolute_paths import with_absolute_paths
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.config.option_sources import CONFIG_HEADER
 from megaswift.config.swift_config import config_yaml_text
+from megaswift.config.train import TRACKERS
 from megaswift.errors import Problem, UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.trainers import checkpoint_store
@@ -30,12 +31,20 @@ NAMES = (
     "checkpoints",
     "hf",
     "adapter",
+    "base_model",
+    "initial_adapter",
+    "residual_model",
     "loss.png",
     "report.html",
     "runs",
     "wandb",
+    "swanlab",
+    "mlflow",
+    "train.log",
 )
 """What a run writes; nothing else in the folder is ours."""
+STARTS = ("base_model", "initial_adapter", "residual_model")
+"""What a run starts from, where it is not `--model` itself."""
 ASIDE = "replaced"
 HEADER = f"{CONFIG_HEADER} {__version__}.\n"
 """First line of our config.yaml. A file without CONFIG_HEADER belongs to the user."""
@@ -78,6 +87,11 @@ class OutputFolder:
         return self.root / "adapter"
 
     @property
+    def log(self) -> Path:
+        """What rank 0 printed."""
+        return self.root / "train.log"
+
+    @property
     def curves(self) -> Path:
         """The picture."""
         return self.root / "loss.png"
@@ -95,7 +109,7 @@ class OutputFolder:
     def present(self) -> list[Path]:
         """What of a run is there. What a start that failed before its first step left behind is no run."""
         present = [p for name in NAMES if (p := self.root / name).exists() and not _empty(p)]
-        failed_start = {"config.yaml", "runs", "wandb", "loss.png", "report.html"}
+        failed_start = {"config.yaml", "runs", *TRACKERS, "loss.png", "report.html", "train.log", *STARTS}
         ours = self.config.is_file() and self.config.read_text(encoding="utf-8", errors="replace").startswith(
             CONFIG_HEADER
         )
@@ -184,6 +198,7 @@ def prepare_output_folder(cfg: SwiftConfig, lock: RunLock | None = None) -> Outp
         log.info(f"the earlier run in {outputs.root} was moved to {aside}; delete it when you no longer need it")
     if cfg.train.resume_from_checkpoint is not None:
         outputs.store.recover()
+    log.LOG_FILE.open(outputs.log)
     write_atomically(outputs.config, HEADER + config_yaml_text(with_absolute_paths(cfg.to_dict())))
     return outputs
 

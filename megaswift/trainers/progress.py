@@ -1,4 +1,4 @@
-"""Progress on rank 0: a bar on a terminal, otherwise plain lines at intervals.
+"""Progress on rank 0: a bar on a terminal, otherwise plain lines at intervals, which the log file always gets.
 
 Owns the only writes to the terminal inside the loop (`print_line`, `print_warning`), so that messages do not cut the
 bar.
@@ -90,16 +90,15 @@ class Progress(Hook):
         """Shows the figures."""
         if self.bar is not None:
             self.bar.set_postfix_str(progress_figures(line), refresh=False)
-        elif distributed.global_rank() == 0 and (
+        if distributed.global_rank() == 0 and (
             time.monotonic() - self._last >= self.every or line["step"] == loop.total_steps
         ):
             self._last = time.monotonic()
             left = (self._last - self._began) / max(line["step"] - self._first, 1) * (loop.total_steps - line["step"])
-            print(
-                f"step {line['step']}/{loop.total_steps}  {progress_figures(line)}  ETA {duration_text(left)}",
-                file=self.stream,
-                flush=True,
-            )
+            text = f"step {line['step']}/{loop.total_steps}  {progress_figures(line)}  ETA {duration_text(left)}"
+            log.LOG_FILE.write(text)
+            if self.bar is None:
+                print(text, file=self.stream, flush=True)
 
     def on_evaluate(self, loop: Loop, line: Line) -> None:
         """One line an evaluation."""

@@ -20,6 +20,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths import with_absolute_paths
 from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.config.data import PPO
+from megaswift.config.evaluation_rules import evaluates
 from megaswift.config.preference import needs_reference
 from megaswift.data import build_batch_sources as data
 from megaswift.data.loader import BatchSource, EvaluationSource, LoaderGeometry, TokenStoreBatchSource
@@ -44,6 +45,7 @@ from megaswift.trainers.batch_transforms import (
     forward_pass_count_before_step,
     make_batch_transform,
 )
+from megaswift.trainers.best_model import best_model_hook
 from megaswift.trainers.checkpoint_hook import CheckpointHook
 from megaswift.trainers.engine_factory import EngineContext, make_engine
 from megaswift.trainers.evaluation import EvaluationHook
@@ -54,6 +56,7 @@ from megaswift.trainers.output_folder import OutputFolder
 from megaswift.trainers.precomputed_reference import PrecomputedReferenceLogprobs, compute_reference_logprobs
 from megaswift.trainers.progress import Progress
 from megaswift.trainers.rl.critic import critic_start_folder
+from megaswift.trainers.step_interval import interval_of
 from megaswift.trainers.step_monitor import StepMonitor
 from megaswift.trainers.summary import SummaryFacts, data_text
 from megaswift.trainers.tasks import TASKS, Task
@@ -118,7 +121,8 @@ class RunBuilder:
     @property
     def base(self) -> str:
         """Name of the base model, for those who load the adapters: the hub id, or the folder."""
-        return str(self.folder.resolve()) if Path(str(self.cfg.model.model)).exists() else str(self.cfg.model.model)
+        local = Path(str(self.cfg.model.model)).exists() or self.folder.is_relative_to(self.outputs.root)
+        return str(self.folder.resolve()) if local else str(self.cfg.model.model)
 
     def geometry(self) -> LoaderGeometry:
         """What the loader must know of this rank and its batches."""
@@ -231,17 +235,14 @@ class RunBuilder:
             Progress(),
         ]
         hooks += tracker_hooks(train.report_to, TrackedRun(outputs.root, self.cfg.to_dict(), train.run_name))
-        if evaluation is not None:
-            limit = (
-                None
-                if train.eval_iters is None
-                else train.eval_iters * batch_plan(train, self.layout.dp).global_batch_size
-            )
-            hooks.append(
-                EvaluationHook(
-                    outputs.evaluation, partial(evaluation.eval_batches, limit), train.eval_steps, task.count
-                )
-            )
+        if evaluation is not None and evaluates(self.cfg):
+            size = batch_plan(train, self.layout.dp).global_batch_size
+            limit = None if train.eval_iters is None else train.eval_iters * size
+            every = interval_of(train.eval_strategy, train.eval_steps)
+            batches = partial(evaluation.eval_batches, limit)
+            hooks.append(EvaluationHook(outputs.evaluation, batches, every, task.count))
+        if (best := best_model_hook(self.cfg, outputs.store.root)) is not None:
+            hooks.append(best)
         facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}
         facts |= {
             "config": with_absolute_paths(self.cfg.to_dict()),
@@ -249,7 +250,9 @@ class RunBuilder:
         }
         if self.adapts:
             facts["base"] = self.base
-        checkpoint = CheckpointHook(outputs.store, train.save_steps, train.save_total_limit, facts)
+        every = interval_of(train.save_strategy, train.save_steps)
+        checkpoint = CheckpointHook(outputs.store, every, train.save_total_limit, facts)
+        checkpoint.best = best
         checkpoint.attach = partial(self.attach, engine)
         if not train.save_only_model:
             sizes = engine.report()

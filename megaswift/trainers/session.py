@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megaswift import distributed, log
+from megaswift.bridge.changed_model_folder import write_changed_model_folder
+from megaswift.bridge.initial_adapter import write_initial_adapter
 from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths import with_absolute_paths
+from megaswift.config.adapter_rules import starts_otherwise
 from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.data.loader import TokenStoreBatchSource
 from megaswift.data.stream_batches import StreamBatchSource
 from megaswift.engine.determinism import nondeterministic_op_error
 from megaswift.engine.protocol import Engine
 from megaswift.errors import UserError, first_line
+from megaswift.families.family import read_config
 from megaswift.families.model_and_tokenizer_source import short_name
 from megaswift.families.model_spec import ModelSpec
 from megaswift.trainers import (
+    changed_model,
     checkpoint_store,
     loss_png,
     lost_rank,
@@ -30,7 +37,9 @@ from megaswift.trainers import (
     run_builder,
     summary,
 )
-from megaswift.trainers.checkpoint_hook import batch_size_notice, restore_run
+from megaswift.trainers.best_model import best_checkpoint, copy_export, load_best_checkpoint
+from megaswift.trainers.checkpoint_hook import CheckpointHook, batch_size_notice, restore_run
+from megaswift.trainers.hub_upload import hub_upload_of
 from megaswift.trainers.interrupt import InterruptedBySignal
 from megaswift.trainers.loop import Loop
 from megaswift.trainers.model_identity import refuse_other_model
@@ -73,6 +82,9 @@ class Session:
         self.status = "failed before the first step"
         self.lock = RunLock(Path(cfg.train.output_dir))
         prepared = distributed.run_on_rank0(lambda: output_folder.prepare_output_folder(cfg, self.lock))
+        folder = base_model_folder(cfg, folder, prepared.root)
+        cfg, folder = with_initial_adapter(cfg, folder, prepared.root)
+        self.upload = hub_upload_of(cfg)
         self.build = run_builder.RunBuilder(cfg, spec, folder, context, prepared)
 
     def run(self) -> Path:
@@ -83,26 +95,37 @@ class Session:
             self.train(loop)
             if self.cfg.train.export_hf or self.build.adapts:
                 with timed(self.seconds, "export"):
-                    export_model(loop.engine, self.build)
-            self.status = f"finished at step {loop.step}{find_step_monitor(loop).summary()}"
+                    export_model(loop, self.build)
+                    self.push_to_hub(loop)
+            why = f": {loop.stopping}" if loop.stopping else ""
+            self.status = f"finished at step {loop.step}{why}{find_step_monitor(loop).summary()}"
         finally:
             if distributed.global_rank() == 0 and self.rows:
                 self.tell_story()
             self.lock.release()
         distributed.barrier()
+        log.LOG_FILE.close()
         return self.build.outputs.root
+
+    def push_to_hub(self, loop: Loop) -> None:
+        """The export, where the run uploads: the whole model, else the adapters."""
+        if self.upload is not None:
+            outputs, whole = self.build.outputs, not self.build.adapts or self.cfg.lora.merge_lora
+            self.upload.at_end(outputs.hf if whole else outputs.adapter, loop.step)
 
     def prepare(self) -> Loop:
         """The loop of the task, at the step where it starts."""
         cfg, b = self.cfg, self.build
         b.resumed = resume = self.resume()
-        if cfg.data.max_length > self.spec.max_positions:
+        if cfg.data.max_length > self.spec.max_positions and cfg.model.rope_scaling is None:
             log.warn(
                 f"--max_length {cfg.data.max_length} exceeds the model's max_position_embeddings "
                 f"({self.spec.max_positions}): quality may degrade on longer documents"
             )
         built = b.task.build(self)
         loop = built.loop
+        if self.upload is not None:
+            next(h for h in loop.hooks if isinstance(h, CheckpointHook)).after_save = self.upload.after_save
         if resume is not None:
             with timed(self.seconds, "resume"):
                 manifest = restore_run(
@@ -213,6 +236,36 @@ class Session:
             log.print_result(f"{self.status}; report with curves: {out.report}")
 
 
+def base_model_folder(cfg: SwiftConfig, folder: Path, output: Path) -> Path:
+    """The folder that the run starts from: `folder`, or OUT/base_model, which rank 0 makes. Collective."""
+    if not changed_model.changes_model(cfg):
+        return folder
+
+    def make() -> Path:
+        config, tokenizer = changed_model.changed_config_and_tokenizer(cfg, folder)
+        more = config.get("vocab_size", 0) - read_config(folder).get("vocab_size", 0)
+        if more:
+            log.info(
+                f"new_special_tokens: {log.count_text(more, 'new row')} in the embedding, each the mean of the old"
+            )
+        weights = not cfg.model.random_init
+        return write_changed_model_folder(folder, output / changed_model.BASE, config, tokenizer, weights)
+
+    return distributed.run_on_rank0(make, hours=24)
+
+
+def with_initial_adapter(cfg: SwiftConfig, folder: Path, output: Path) -> tuple[SwiftConfig, Path]:
+    """The configuration of a run that starts from OUT/initial_adapter, and the model that it belongs to, which rank 0
+    makes (`--init_weights`). Collective."""
+    if not starts_otherwise(cfg):
+        return cfg, folder
+    adapter, residual = output / changed_model.ADAPTER, output / changed_model.RESIDUAL
+    base = distributed.run_on_rank0(lambda: write_initial_adapter(cfg, folder, adapter, residual), hours=24)
+    started = copy.copy(cfg)  # without its rules: rank and targets were options of the folder's maker
+    object.__setattr__(started, "lora", replace(cfg.lora, adapters=str(adapter)))
+    return started, base
+
+
 def find_step_monitor(loop: Loop) -> StepMonitor:
     """The hook that counts skipped steps."""
     return next(hook for hook in loop.hooks if isinstance(hook, StepMonitor))
@@ -225,21 +278,31 @@ def failure_reason(error: UserError, where: str) -> str:
     return "".join(f": {line}" for line in lines)
 
 
-def export_model(engine: Engine, build: RunBuilder) -> None:
-    """The weights of all ranks, each tensor in the dtype it was loaded with. An export of an earlier start is replaced
-    once it is whole."""
+def export_model(loop: Loop, build: RunBuilder) -> None:
+    """The weights of all ranks, or of the best checkpoint, each tensor in the dtype it was loaded with. An export of an
+    earlier start is replaced once it is whole."""
+    outputs = build.outputs
+    best = best_checkpoint(loop, outputs.store.root) if build.cfg.train.load_best_model_at_end else None
+    if best is not None and not build.adapts:
+        load_best_checkpoint(loop, best)
     if build.adapts:
-        export_adapters(engine, build)
+        export_adapters(loop.engine, build, best)
         return
-    engine.export(build.outputs.hf, build.folder)
-    distributed.run_on_rank0(lambda: build.write_template(build.outputs.hf))
-    log.print_result(f"exported {build.outputs.hf}")
+    if best is not None and (best / run_builder.HF).is_dir():  # of weights only
+        copy_export(best / run_builder.HF, outputs.hf)
+    else:
+        loop.engine.export(outputs.hf, build.folder)
+        distributed.run_on_rank0(lambda: build.write_template(outputs.hf))
+    log.print_result(f"exported {outputs.hf}")
 
 
-def export_adapters(engine: Engine, build: RunBuilder) -> None:
-    """OUT/adapter; with --merge_lora OUT/hf from it and the base model's own files, so that nothing is rounded
-    twice."""
-    engine.write_adapter(build.outputs.adapter, build.base)
+def export_adapters(engine: Engine, build: RunBuilder, best: Path | None) -> None:
+    """OUT/adapter, of the checkpoint `best` where there is one; with --merge_lora OUT/hf from it and the base model's
+    own files, so that nothing is rounded twice."""
+    if best is not None:
+        copy_export(best / "adapter", build.outputs.adapter)
+    else:
+        engine.write_adapter(build.outputs.adapter, build.base)
     log.print_result(f"wrote {build.outputs.adapter}, which PEFT loads")
     if build.cfg.lora.merge_lora:
         distributed.run_on_rank0(lambda: _merge(build), hours=24)

@@ -141,9 +141,15 @@ def optimizer_text(cfg: SwiftConfig, total_steps: int) -> str:
 def output_text(train: Any) -> str:
     """The folder and what is written when."""
     keep = f", the last {train.save_total_limit} kept" if train.save_total_limit else ""
-    save = f"every {train.save_steps:,} steps{keep}" if train.save_steps else "at the end"
+    save = {
+        "epoch": f"every epoch{keep}",
+        "best": f"at each best evaluation{keep}",
+        "no": "only if interrupted",
+    }.get(train.save_strategy or "", f"every {train.save_steps:,} steps{keep}" if train.save_steps else "at the end")
     evaluate = f", evaluation every {train.eval_steps:,}" if train.eval_steps else ""
-    return f"{train.output_dir} (a line every {train.logging_steps:,}{evaluate}, checkpoint {save})"
+    evaluate = ", evaluation every epoch" if train.eval_strategy == "epoch" else evaluate
+    best = ", the best exported" if train.load_best_model_at_end else ""
+    return f"{train.output_dir} (a line every {train.logging_steps:,}{evaluate}, checkpoint {save}{best})"
 
 
 def render_summary(title: str, table: Rows) -> str:

@@ -1,4 +1,4 @@
-"""`--report_to`: TensorBoard events in OUT/runs, Weights & Biases and SwanLab.
+"""`--report_to`: TensorBoard events in OUT/runs, Weights & Biases, SwanLab and MLflow.
 
 `preflight` refuses a requested tracker that is not installed; none is skipped silently.
 """
@@ -190,7 +190,54 @@ class SwanLab(TrackerHook):
         self.session.finish()
 
 
-ONLINE: dict[str, Callable[[TrackedRun], Hook]] = {"wandb": WandB, "swanlab": SwanLab}
+PARAMETERS = 100
+"""MLflow's limit on parameters in one request."""
+
+
+class MLflow(TrackerHook):
+    """MLflow. Its server makes the id of a run, which OUT/mlflow/run-id keeps for a resumed one.
+
+    Parameters cannot be changed once they are there: those of the first start stay.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        super().__init__(run.directory)
+        self.run = run
+
+    def open(self, step: int) -> Any:
+        """A new run, or the one of an earlier start."""
+        import mlflow
+
+        file = self.directory / "mlflow" / "run-id"
+        nested = mlflow.active_run() is not None
+        if file.exists():
+            return mlflow.start_run(run_id=file.read_text(encoding="utf-8"), nested=nested)
+        session = mlflow.start_run(run_name=self.run.title, nested=nested)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(session.info.run_id, encoding="utf-8")
+        parameters = [
+            (f"{section}.{name}" if isinstance(values, Mapping) else section, value)
+            for section, values in self.run.config.items()
+            for name, value in (values.items() if isinstance(values, Mapping) else [("", values)])
+        ]
+        for start in range(0, len(parameters), PARAMETERS):
+            mlflow.log_params(dict(parameters[start : start + PARAMETERS]))
+        return session
+
+    def send(self, scalars: dict[str, float], step: int) -> None:
+        """One request."""
+        import mlflow
+
+        mlflow.log_metrics(scalars, step=step, run_id=self.session.info.run_id)
+
+    def end(self) -> None:
+        """Ends the run."""
+        import mlflow
+
+        mlflow.end_run()
+
+
+ONLINE: dict[str, Callable[[TrackedRun], Hook]] = {"wandb": WandB, "swanlab": SwanLab, "mlflow": MLflow}
 
 
 def tracker_hooks(report_to: Sequence[str], run: TrackedRun) -> list[Hook]:

@@ -13,6 +13,10 @@ from tests.config.refusals import problems
 from tests.config.test_sections import other_value
 
 CLASHING = [
+    "--init_weights pisa --train_type lora",
+    "--init_weights pissa --train_type lora --task rm",
+    "--init_weights pissa --train_type lora --use_dora",
+    "--init_weights loftq --train_type lora",
     "--train_type boft --engine megatron",
     "--train_type adalora --engine zero2",
     "--train_type vblora --engine fsdp2",
@@ -30,7 +34,7 @@ CLASHING = [
 def test_contradictions() -> None:
     assert len(CLASHING) == len(ADAPTER_CLASHES)
     for words, clash in zip(CLASHING, ADAPTER_CLASHES, strict=True):
-        found = problems(words)
+        found = problems(words.removesuffix(" --task rm"), "rm" if words.endswith("rm") else "sft")
         assert len(found) == 1 and any(name in found[0] for name in clash.options), (words, found)
     assert all({r.option, *r.reads} <= set(OPTIONS) for r in ADAPTER_IGNORED)
 
@@ -59,6 +63,29 @@ def test_defaults_are_those_of_the_method_and_are_written_out() -> None:
         written["lora"]["lora_rank"] == 256 and "lora_alpha" not in written["lora"] and "init_r" not in written["peft"]
     )
     assert SwiftConfig.from_dict(written).lora.lora_rank == 256
+
+
+def test_first_weights_of_adapters() -> None:
+    """`true` says what happens anyway, in YAML and beside anything."""
+    assert SwiftConfig(init_lora_weights=True).lora.init_weights == "true"
+    assert SwiftConfig(train_type="lora", init_weights=False).lora.init_weights == "false"
+    for words in ("--init_weights true", "--init_weights true --train_type lora --adapters a"):
+        assert problems(words) == []
+    assert problems("--init_weights pissa_niter_16 --train_type lora") == []
+    assert problems("--init_weights loftq --train_type qlora") == []
+    assert "applies only to LoRA" in problems("--init_weights pissa")[0]
+    assert "the adapter folder a determines it" in problems("--init_weights pissa --train_type lora --adapters a")[0]
+    assert (
+        "sft, pt and preference" in problems("--init_weights pissa --train_type lora --reward_funcs length", "grpo")[0]
+    )
+
+
+@pytest.mark.parametrize("kind", ["full", "road"])
+def test_lora_plus_needs_lora(kind: str) -> None:
+    engine = {} if kind == "full" else {"engine": "ddp"}
+    with pytest.raises(ConfigError, match="applies only to LoRA's A and B"):
+        SwiftConfig(train_type=kind, loraplus_lr_ratio=4, **engine)
+    assert SwiftConfig(train_type="dora", loraplus_lr_ratio=4).optim.lorap_lr_ratio == 4
 
 
 def test_variants_of_lora_are_switches() -> None:

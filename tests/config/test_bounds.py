@@ -79,7 +79,9 @@ def test_an_alias_is_read_as_ever(tmp_path: Path) -> None:
 SECRET = "hf_TooManyKnowIt"
 
 
-@pytest.mark.parametrize("name", ["hf_token", "hub-token", "api_keyy", "wandb_api_key", "aws_secret", "PASSWORD"])
+@pytest.mark.parametrize(
+    "name", ["hf_token", "hub-access-token", "api_keyy", "wandb_api_key", "aws_secret", "PASSWORD"]
+)
 def test_no_message_repeats_a_secret(tmp_path: Path, name: str) -> None:
     for words in ([f"--{name}", SECRET], [f"--{name}={SECRET}"], [f"--{name}", SECRET, SECRET, "--lr", SECRET]):
         text = refused(*words)
@@ -90,6 +92,16 @@ def test_no_message_repeats_a_secret(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         SwiftConfig(**{name.replace("-", "_"): SECRET})
     assert SECRET not in str(caught.value) and "***" in str(caught.value)
+
+
+def test_a_known_secret_is_masked_in_training(tmp_path: Path) -> None:
+    """Where it is a mistake, beside another mistake, from a file."""
+    other = "hf_AndThisOneToo"
+    for words in (["--hub_token", SECRET, other], ["--hub_token", SECRET, "--hub_token", other, "--lr", "x"]):
+        text = refused("--push_to_hub", "true", *words)
+        assert SECRET not in text and other not in text and "***" in text
+    (tmp_path / "r.yaml").write_text(f"hub_token: {SECRET}\npush_to_hub: true\nhub_model_id: [{SECRET}, b]\n")
+    assert SECRET not in refused(str(tmp_path / "r.yaml"))
 
 
 def test_a_known_secret_is_masked_in_other_commands() -> None:

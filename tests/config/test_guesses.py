@@ -88,7 +88,6 @@ ANSWERS = [
     ("--swanlab_project x", "set environment variables of the tracker"),
     ("--no_bias_dropout_fusion true", "leave it out: fused kernels are selected by device"),
     ("--no_shuffle", "--shuffle false"),
-    ("--report_to mlflow", "--report_to tensorboard"),
     ("--attn_impl flash_attn2", "did you mean flash_attn?"),
     ("--nothing_like_it 1", "megaswift sft --help lists them all"),
 ]

@@ -5,6 +5,7 @@ import pytest
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
+from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
@@ -77,6 +78,7 @@ IDLE = [
     ),
     ("--dataloader_num_workers 2 --streaming --max_steps 1", "--dataloader_num_workers 2"),
     ("--num_train_epochs 2 --max_steps 1", "--num_train_epochs 2"),
+    ("--group_by_length --packing", "--group_by_length"),
     ("--save_total_limit 2", "--save_total_limit 2 --save_steps 3"),
     ("--wsd_decay_style linear", "--wsd_decay_style linear --lr_scheduler_type wsd"),
     ("--lr_num_cycles 2", "--lr_num_cycles 2 --lr_scheduler_type cosine_with_restarts"),
@@ -109,6 +111,8 @@ CLASHING = [
     ("split_dataset_ratio", "--split_dataset_ratio 0.1 --val_dataset v"),
     ("split_dataset_ratio", "--split_dataset_ratio 0.1 --streaming --max_steps 1"),
     ("streaming", "--streaming"),
+    ("group_by_length", "--group_by_length --streaming --max_steps 1"),
+    ("group_by_length", "--group_by_length --shuffle false"),
     ("pipeline_layout", "--pipeline_layout Et|tL --pp 2 --first_stage_layers 1"),
     ("overlap_param_gather", "--overlap_param_gather --overlap_grad_reduce --distributed_optimizer false"),
     ("overlap_param_gather", "--overlap_param_gather"),
@@ -185,6 +189,7 @@ def test_what_goes_together(words: str) -> None:
 def test_every_row_is_tried() -> None:
     clashes = (
         *ENGINE_CLASHES,
+        *EVALUATION_CLASHES,
         *LAUNCH_CLASHES,
         *ADAPTER_CLASHES,
         *PREFERENCE_CLASHES,
@@ -195,6 +200,7 @@ def test_every_row_is_tried() -> None:
     )
     idle = (
         *ENGINE_IGNORED,
+        *EVALUATION_IGNORED,
         *LAUNCH_IGNORED,
         *ADAPTER_IGNORED,
         *PREFERENCE_IGNORED,

@@ -51,6 +51,8 @@ def test_promised_aliases(alias: str, name: str) -> None:
 def other_value(name: str) -> object:
     """A legal value of an option that is not its default."""
     o = OPTIONS[name]
+    if name == "init_weights":
+        return "pissa"
     if name == "fsdp_config":
         return str(Path(__file__).resolve().parents[2] / "configs" / "fsdp" / "fsdp2.json")
     if name in ("initial_loss_scale", "min_loss_scale"):
@@ -91,6 +93,16 @@ NEEDS = (
         "sequence_parallel": {"tp": 2},
         "overlap_param_gather": {"overlap_grad_reduce": True},
         "eval_steps": {"val_dataset": "v"},
+        "eval_strategy": {"val_dataset": "v"},
+        "hub_model_id": {"push_to_hub": True},
+        "hub_token": {"push_to_hub": True},
+        "hub_private_repo": {"push_to_hub": True},
+        "hub_strategy": {"push_to_hub": True, "save_only_model": True},
+        "load_best_model_at_end": {"val_dataset": "v", "eval_steps": 1, "save_steps": 1},
+        "metric_for_best_model": {"val_dataset": "v", "eval_steps": 1, "early_stopping_patience": 1},
+        "greater_is_better": {"val_dataset": "v", "eval_steps": 1, "early_stopping_patience": 1},
+        "early_stopping_patience": {"val_dataset": "v", "eval_steps": 1},
+        "early_stopping_threshold": {"val_dataset": "v", "eval_steps": 1, "early_stopping_patience": 1},
         "eval_iters": {"val_dataset": "v"},
         "per_device_eval_batch_size": {"val_dataset": "v"},
         "streaming": {"max_steps": 3},
@@ -140,6 +152,8 @@ NEEDS = (
             "lora_rank",
             "lora_alpha",
             "lora_dropout",
+            "lorap_lr_ratio",
+            "init_weights",
             "use_rslora",
             "use_dora",
             "target_modules",

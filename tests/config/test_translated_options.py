@@ -46,6 +46,8 @@ def test_tables_name_options_and_hide_none() -> None:
         ("--eval_strategy steps --eval_steps 50 --val_dataset v.jsonl", "eval_steps", 50),
         ("--evaluation_strategy no --eval_steps 50 --val_dataset v.jsonl", "eval_steps", None),
         ("--fsdp fsdp2", "use_fsdp", True),
+        ("--train_sampling_strategy group_by_length", "group_by_length", True),
+        ("--train_sampling_strategy sequential", "shuffle", False),
         ("--save_strategy no --save_steps 50", "save_steps", None),
         ("--no_save_optim true", "save_only_model", True),
         ("--save_only_model true", "save_only_model", True),
@@ -90,6 +92,13 @@ def test_yaml_s_no(tmp_path: Path) -> None:
     file.write_text("mixed_precision: no\neval_strategy: no\neval_steps: 5\nsave_strategy: no\nsave_steps: 5\n")
     cfg = load_config("sft", [str(file), *GIVEN, "--val_dataset", "v.jsonl"], environ={})
     assert (cfg.model.torch_dtype, cfg.train.eval_steps, cfg.train.save_steps) == ("float32", None, None)
+
+
+def test_a_mapping_as_rope_scaling(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("rope_scaling:\n  type: yarn\n  factor: 4.0\n")
+    cfg = load_config("sft", [str(file), *GIVEN], environ={})
+    assert cfg.model.rope_scaling == '{"type": "yarn", "factor": 4.0}'
 
 
 def test_two_precisions_contradict_each_other() -> None:

@@ -220,7 +220,7 @@ def reference(
     recipe: Recipe,
     adapter: Path,
     steps: Sequence[Sequence[Batch]],
-    kind: type[LoraOracle | PeftOracle] = LoraOracle,
+    kind: type[LoraOracle] | type[PeftOracle] = LoraOracle,
 ) -> Reference:
     """What the model with the adapters computes."""
     return kind(folder, recipe, adapter).trajectory(steps)

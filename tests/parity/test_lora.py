@@ -17,7 +17,7 @@ from tests.parity.cases import Case, global_batch, parse
 from tests.parity.compare import GRADIENT, compare, table, tensors
 from tests.parity.measure import STEPS, Task
 from tests.parity.models import disk_tensors
-from tests.parity.oracle import Reference
+from tests.parity.oracle import Recipe, Reference
 from tests.parity.pool import Pool
 from tests.parity.references import References
 
@@ -226,3 +226,33 @@ def test_dropout_is_drawn_alike_where_ranks_share_an_input(text: str, pool: Pool
     )[0]
     assert quiet == pytest.approx(want.loss, rel=1e-6)
     assert 1e-5 < abs(loss - want.loss) / want.loss < 0.1 and alike
+
+
+class LoraPlusOracle(lora.LoraOracle):
+    """B, and vectors, at RATIO times the learning rate: the groups of PEFT's `create_loraplus_optimizer`."""
+
+    def __init__(self, folder: Path, recipe: Recipe, adapter: Path) -> None:
+        super().__init__(folder, recipe, adapter)
+        named = self.model.tensors.items()
+        fast = {n for n, t in named if "lora_B" in n or t.dim() == 1}
+        groups = []
+        for quick in (False, True):
+            for decay in (recipe.weight_decay, 0.0):
+                group = [t for n, t in named if (n in fast) == quick and (t.dim() > 1) == bool(decay)]
+                groups.append({"params": group, "weight_decay": decay, "lr": recipe.lr * (RATIO if quick else 1)})
+        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=recipe.betas, eps=recipe.eps)
+
+
+RATIO = 8.0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("text", ["dense tp2 sp do", pytest.param("moe pp2 dp2 ep2 do", marks=pytest.mark.slow)])
+def test_lora_plus(text: str, pool: Pool, adapters: Adapters) -> None:
+    """Matrices and vectors that train fully beside them."""
+    saved = ("lm_head.weight", "model.norm.weight")
+    task, plain = adapters.of(parse(text), saved=saved)
+    steps = [global_batch(replace(task.case, packed=False), k) for k in range(STEPS)]
+    want = lora.reference(task.folder, task.recipe, Path(task.options["adapters"]), steps, LoraPlusOracle)
+    assert want.losses[0] == plain.losses[0] and want.losses[-1] != plain.losses[-1]
+    check(replace(task, options={**task.options, "lorap_lr_ratio": RATIO}), want, pool)

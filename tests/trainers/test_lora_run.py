@@ -66,6 +66,7 @@ def test_the_adapter_loads_in_peft_and_its_merge_in_transformers(whole: tuple[Pa
         "hf",
         "loss.png",
         "report.html",
+        "train.log",
     }
     lines = read_lines(out / "metrics.jsonl")
     assert lines[-1]["loss"] < lines[0]["loss"] and "trained (" in text

@@ -33,7 +33,7 @@ def test_a_new_folder_and_a_folder_of_other_things_are_fine(tmp_path: Path) -> N
 def test_another_run_is_refused_with_the_ways_out(tmp_path: Path) -> None:
     problems = output_folder_problems(config(old_run(tmp_path / "out")))
     assert len(problems) == 1
-    assert problems[0].rule == "contains another run (config.yaml, metrics.jsonl, hf)"
+    assert problems[0].rule == "contains another run (config.yaml, metrics.jsonl, hf, train.log)"
     assert "--resume_from_checkpoint latest" in problems[0].fix and "--overwrite_output_dir" in problems[0].fix
 
 

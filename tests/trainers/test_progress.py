@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from megaswift import log
+from megaswift.log import LogFile
 from megaswift.trainers.flops import StepFlopFormula
 from megaswift.trainers.metrics import MetricsHook, ThroughputFormula
 from megaswift.trainers.progress import Progress, duration_text, print_line, progress_figures
@@ -28,9 +30,12 @@ def shown(stream: io.StringIO, path, steps: int = 5, every: float = 0.0) -> str:
     return stream.getvalue()
 
 
-def test_a_terminal_gets_a_bar_with_loss_rate_speed_and_time_left(tmp_path) -> None:  # noqa: ANN001
+def test_a_terminal_gets_a_bar_with_loss_rate_speed_and_time_left(tmp_path, monkeypatch) -> None:  # noqa: ANN001
+    monkeypatch.setattr(log, "LOG_FILE", LogFile())
+    log.LOG_FILE.open(tmp_path / "train.log")
     text = shown(Terminal(), tmp_path / "m.jsonl")
     last = text.split("\r")[-1]
+    assert "step 5/5  loss " in (tmp_path / "train.log").read_text()  # in plain lines there too
     assert "5/5" in last and "loss " in last and "lr 2.00e-03" in last and "tokens/s" in last and "<" in last
     assert "\nstep" not in text
 

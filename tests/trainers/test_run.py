@@ -57,7 +57,11 @@ def test_a_run_leaves_the_whole_output_directory(whole: tuple[Path, str]) -> Non
         "loss.png",
         "report.html",
         "runs",
+        "train.log",
     }
+    lines_of_log = (out / "train.log").read_text()
+    for told in ("supervised fine-tuning", "step 8/8  loss ", "step 8: evaluation loss ", "finished at step 8; report"):
+        assert lines_of_log.count(told) == 1 and told in text
     lines = values(out)
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert lines[-1]["loss"] < lines[0]["loss"]

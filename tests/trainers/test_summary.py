@@ -20,6 +20,7 @@ from megaswift.trainers.summary import (
     data_text,
     engine_suffix,
     optimizer_text,
+    output_text,
     render_summary,
     summary_rows,
 )
@@ -184,3 +185,21 @@ def test_a_stream_ends_with_the_counts_of_what_was_left_out(capsys: pytest.Captu
         "of 1,234 rows read: 3 malformed and skipped, 1 deleted (longer than --max_length), 1 with an empty completion"
     )
     assert f"d.jsonl: {text}" in capsys.readouterr().err and session.rows == [("rows", text)]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True},
+            "evaluation every epoch, checkpoint every epoch, the best exported",
+        ),
+        (
+            {"eval_steps": 5, "save_strategy": "best", "save_total_limit": 2},
+            "evaluation every 5, checkpoint at each best evaluation, the last 2 kept",
+        ),
+        ({"save_strategy": "no"}, "a line every 1, checkpoint only if interrupted"),
+    ],
+)
+def test_what_is_written_when(options: dict[str, object], text: str) -> None:
+    assert text in output_text(SwiftConfig(val_dataset="v", **options).train)

@@ -45,6 +45,7 @@ def test_a_task_brings_a_loop_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         spec=SimpleNamespace(max_positions=8),
         build=SimpleNamespace(task=own, resumed=None),
         resume=lambda: None,
+        upload=None,
     )
     monkeypatch.setattr(session_module.summary, "summary_rows", lambda cfg, facts: [("title", facts.title)])
     monkeypatch.setattr(session_module.summary, "render_summary", lambda title, rows: title)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import struct
@@ -48,8 +49,8 @@ def test_report_to_chooses(tmp_path: Path) -> None:
     assert [type(h).__name__ for h in tracker_hooks(("tensorboard",), run)] == ["TensorBoard"]
     assert tracker_hooks((), run) == []
     assert [type(h).__name__ for h in tracker_hooks(("wandb",), run)] == ["WandB"]
-    both = tracker_hooks(("swanlab", "tensorboard"), run)
-    assert [type(h).__name__ for h in both] == ["TensorBoard", "SwanLab"]
+    both = tracker_hooks(("mlflow", "swanlab", "tensorboard"), run)
+    assert [type(h).__name__ for h in both] == ["TensorBoard", "SwanLab", "MLflow"]
     assert (run.title, TrackedRun(tmp_path, {}, "mine").title) == (tmp_path.name, "mine")
     assert run.identity("wandb") == run.identity("wandb") != run.identity("swanlab")
 
@@ -130,6 +131,45 @@ def test_swanlab_has_every_line(tmp_path: Path) -> None:
     content = file.read_bytes()
     assert (tmp_path / "swanlab" / "run-id").read_text() in file.name
     assert content.count(b"train/loss") >= 5 and content.count(b"eval/loss") >= 1
+
+
+ML = """
+import sys
+from pathlib import Path
+import mlflow
+from megaswift.trainers.trackers import MLflow, TrackedRun
+from tests.trainers.tiny import tiny_loop
+
+out = Path(sys.argv[1])
+for first, steps, rate in ((0, (1, 2, 3), 0.1), (2, (3, 4), 0.2)):
+    config = {"optim": {f"option_{n}": n for n in range(150)} | {"learning_rate": rate}, "task": "sft"}
+    hook, loop = MLflow(TrackedRun(out, config, "mine")), tiny_loop(4)
+    loop.step = first
+    hook.on_start(loop)
+    for step in steps:
+        hook.on_log(loop, {"step": step, "loss": 10.0 * step, "mfu": None, "rewards/chosen": 1.0})
+    hook.on_evaluate(loop, {"step": steps[-1], "loss": 7.0})
+    hook.close()
+(run,) = mlflow.search_runs(output_format="list")
+history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "train/loss")
+assert [(m.step, m.value) for m in history] == [(s, 10.0 * s) for s in (1, 2, 3, 3, 4)], history
+assert run.data.metrics["eval/loss"] == 7.0 and run.data.metrics["train/rewards/chosen"] == 1.0
+assert "train/mfu" not in run.data.metrics and run.info.run_name == "mine" and run.info.status == "FINISHED"
+assert run.data.params["optim.learning_rate"] == "0.1" and run.data.params["task"] == "sft"
+assert len(run.data.params) == 152 and run.info.run_id == (out / "mlflow" / "run-id").read_text()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_mlflow_has_one_run_with_all_starts(tmp_path: Path) -> None:
+    """Its own client and a database beside it, in a process of its own."""
+    if importlib.util.find_spec("mlflow") is None:
+        pytest.skip("mlflow is not installed: pip install mlflow-skinny sqlalchemy")
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environ = os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/runs.db", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", ML, str(tmp_path)], cwd=ROOT, env=environ, timeout=240)
+    assert done.returncode == 0
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

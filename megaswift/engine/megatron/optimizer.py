@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.host_adam import HostAdam, materialize_host_adam_state
 from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
+
+LORA_B = re.compile(r"\.lora\.B\d+$")
+"""Names of B in a layer's adapters (`lora.layer_adapters`)."""
 
 
 def build_optimizer(
@@ -53,11 +63,13 @@ def build_optimizer(
         hysteresis=o.hysteresis,
         fp8_recipe=config.fp8_recipe if config.fp8_param else None,
     )
-    extra = (
+    extra: dict[str, Any] = (
         {"use_gloo_process_groups": False}
         if "use_gloo_process_groups" in inspect.signature(get_megatron_optimizer).parameters
         else {}
     )
+    if o.lorap_lr_ratio is not None:
+        extra["config_overrides"] = loraplus_overrides(options, o.lorap_lr_ratio)
     optimizer = get_megatron_optimizer(options, chunks, **extra)
     for part in optimizer_parts(optimizer):
         if o.optimizer_cpu_offload:
@@ -66,6 +78,13 @@ def build_optimizer(
             _fuse(part)
     share_loss_scaler(optimizer)
     return optimizer
+
+
+def loraplus_overrides(options: OptimizerConfig, ratio: float) -> dict[ParamKey, Any]:
+    """Megatron's own overrides, and LoRA+ (arXiv:2402.12354): B and vectors learn `ratio` times as fast as A, as PEFT's
+    `create_loraplus_optimizer` groups them."""
+    fast = ParamWithNamePredicate("loraplus", lambda p, name: len(p.shape) == 1 or LORA_B.search(name) is not None)
+    return {**get_standard_config_overrides(options), ParamKey(with_name_predicate=fast): {"lr_mult": ratio}}
 
 
 def _fuse(part: MegatronOptimizer) -> None:

@@ -64,17 +64,34 @@ def has_weight_decay(name: str, parameter: Tensor) -> bool:
     return len(shape) > 1 and not name.endswith("bias")
 
 
-def param_groups_of(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-    """Parameters with weight decay, and those without."""
-    groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in named if has_weight_decay(n, p) == flag], "decays": flag} for flag in (True, False)
-    ]
-    return [g for g in groups if g["params"]]
+EMBEDDING_ADAPTER_RATE = 1e-6
+"""Peak learning rate of adapters on embeddings under LoRA+: PEFT's `loraplus_lr_embedding`."""
+
+
+def lr_multiplier(name: str, parameter: Tensor, optim: OptimConfig) -> float:
+    """What the learning rate is multiplied by: 1, but under LoRA+ (arXiv:2402.12354) for B, vectors and adapters on
+    embeddings, as PEFT's `create_loraplus_optimizer` groups them."""
+    if optim.lorap_lr_ratio is None:
+        return 1.0
+    if "lora_embedding_" in name:
+        return EMBEDDING_ADAPTER_RATE / optim.learning_rate
+    vector = len(getattr(parameter, "ds_shape", parameter.shape)) == 1
+    return optim.lorap_lr_ratio if "lora_B" in name or vector else 1.0
+
+
+def param_groups_of(named: list[tuple[str, nn.Parameter]], optim: OptimConfig) -> list[dict[str, Any]]:
+    """Parameters with weight decay, and those without; apart where their learning rates differ."""
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for decays in (True, False):
+        for name, parameter in named:
+            if has_weight_decay(name, parameter) == decays:
+                groups.setdefault((lr_multiplier(name, parameter, optim), decays), []).append(parameter)
+    return [{"params": params, "decays": decays, "lr_mult": mult} for (mult, decays), params in groups.items()]
 
 
 def make_adamw_or_sgd(named: list[tuple[str, nn.Parameter]], optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW, or SGD, in two groups: with weight decay and without."""
-    groups = param_groups_of(named)
+    """AdamW, or SGD, in groups: with weight decay and without."""
+    groups = param_groups_of(named, optim)
     if optim.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=optim.learning_rate, momentum=optim.sgd_momentum)
     return torch.optim.AdamW(
@@ -85,7 +102,7 @@ def make_adamw_or_sgd(named: list[tuple[str, nn.Parameter]], optim: OptimConfig)
 def set_rates(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
     """Learning rate and weight decay of every group."""
     for group in optimizer.param_groups:
-        group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
+        group["lr"], group["weight_decay"] = lr * group["lr_mult"], weight_decay if group["decays"] else 0.0
 
 
 def clip_gradients(gradients: Iterable[Tensor], norm: float, limit: float) -> None:

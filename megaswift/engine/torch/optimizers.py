@@ -87,7 +87,7 @@ class AdafactorOptimizer(TorchEngineOptimizer):
         from transformers.optimization import Adafactor
 
         return Adafactor(
-            param_groups_of(named), lr=self.optim.learning_rate, scale_parameter=False, relative_step=False
+            param_groups_of(named, self.optim), lr=self.optim.learning_rate, scale_parameter=False, relative_step=False
         )
 
     def metas(self, parameter: Tensor) -> Metas:
@@ -112,7 +112,7 @@ class BitsAndBytesOptimizer(TorchEngineOptimizer):
         """By name: `paged_` in memory that the driver moves to the host, `_8bit` or `_32bit`."""
         from bitsandbytes.optim import AdamW, Lion
 
-        optim, groups = self.optim, param_groups_of(named)
+        optim, groups = self.optim, param_groups_of(named, self.optim)
         self.place = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
         self.lion, self.eight = optim.optimizer in LIONS, optim.optimizer.endswith("8bit")
         options: dict[str, Any] = {

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.data.rl_prompts import Prompt
 from megaswift.trainers.hook import StepRecord
-from megaswift.trainers.metrics import JsonLinesHook
+from megaswift.trainers.metrics import IntervalLinesHook
 from megaswift.trainers.rl.reward_scorer import RewardScorer
 from megaswift.trainers.rl.rollout_metrics import rollout_statistics
 from megaswift.trainers.rl.rollout_scheduler import RolloutScheduler
+from megaswift.trainers.step_interval import Every
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -24,21 +25,21 @@ APART = 2**40
 """Added to the step, it numbers an evaluation's draws apart from those of any generation."""
 
 
-class RewardEvaluationHook(JsonLinesHook):
-    """One completion of each held-out prompt every `eval_steps` and after the last step."""
+class RewardEvaluationHook(IntervalLinesHook):
+    """One completion of each held-out prompt every `eval_steps` or epoch and after the last step."""
 
     part = "evaluation"
 
     def __init__(
-        self, path: Path, prompts: Sequence[Prompt], work: tuple[RolloutScheduler, RewardScorer], every: int | None
+        self, path: Path, prompts: Sequence[Prompt], work: tuple[RolloutScheduler, RewardScorer], every: Every
     ) -> None:
-        super().__init__(path)
-        self.prompts, self.every = prompts, every
+        super().__init__(path, every)
+        self.prompts = prompts
         self.scheduler, self.scorer = work
 
     def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Evaluates when it is due."""
-        if step.number == loop.total_steps or self.every and step.number % self.every == 0:
+        if self.interval.due(step) or step.number == loop.total_steps:
             self.evaluate(loop, step)
 
     def evaluate(self, loop: Loop, step: StepRecord) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.byte_size import bytes_text
+from megaswift.config.evaluation_rules import evaluates
 from megaswift.config.generation_batch import generation_batch_plan
 from megaswift.config.rl_defaults import advantage_estimator_entry_of
 from megaswift.data import build_batch_sources as data
@@ -42,6 +43,7 @@ from megaswift.trainers.rl.rollout_monitor import RolloutMonitor
 from megaswift.trainers.rl.rollout_scheduler import RolloutScheduler
 from megaswift.trainers.rl.rollout_source import RolloutDependencies, RolloutSource
 from megaswift.trainers.rl.settings import rl_settings
+from megaswift.trainers.step_interval import interval_of
 from megaswift.trainers.summary import SummaryFacts, trained_text
 from megaswift.trainers.supervised_loop_builder import BuiltLoop
 from megaswift.trainers.timers import StepTimer, timed
@@ -266,9 +268,10 @@ def rollout_hooks(build: RunBuilder, rollouts: RolloutSource) -> Iterator[Hook]:
 
 def reward_evaluation_hooks(build: RunBuilder, rollouts: RolloutSource, held_out: Sequence[Prompt]) -> Iterator[Hook]:
     """Evaluation on the held-out prompts, where there are any."""
-    if held_out:
-        work = (rollouts.parts.scheduler, rollouts.parts.scorer)
-        yield RewardEvaluationHook(build.outputs.evaluation, held_out, work, build.cfg.train.eval_steps)
+    if held_out and evaluates(build.cfg):
+        work, train = (rollouts.parts.scheduler, rollouts.parts.scorer), build.cfg.train
+        every = interval_of(train.eval_strategy, train.eval_steps)
+        yield RewardEvaluationHook(build.outputs.evaluation, held_out, work, every)
 
 
 def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:

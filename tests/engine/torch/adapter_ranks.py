@@ -127,11 +127,14 @@ def orthogonal(model: Any) -> Tensor:
 
 
 def plain(
-    model: Any, extra: Callable[[Any], Tensor] | None = None, after: Callable[[int], None] = lambda step: None
+    model: Any,
+    extra: Callable[[Any], Tensor] | None = None,
+    after: Callable[[int], None] = lambda step: None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Result:
     """The loop as one writes it: loss over the labels of the global batch, clipping, AdamW."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    optimizer = adamw(named, RECIPE)
+    optimizer = optimizer or adamw(named, RECIPE)
     out = Result()
     for k in range(STEPS):
         batches = global_batch(CASE, k)

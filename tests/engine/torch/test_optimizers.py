@@ -209,3 +209,26 @@ def test_galore_is_the_package(kind: str, inner: str) -> None:
     for (n, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert float((a - b).detach().abs().max()) < 1e-4 * float(b.abs().max()), n
     assert math.isfinite(float(ours().detach()))
+
+
+def test_rates_under_lora_plus_are_peft_s() -> None:
+    """B and vectors (DoRA's too) learn faster, adapters on embeddings slowly, what is saved whole like A."""
+    import peft
+    from peft.optimizers import create_loraplus_optimizer
+
+    config = peft.LoraConfig(
+        target_modules=["embed", "up"], modules_to_save=["head", "norm"], use_dora=True, init_lora_weights=False
+    )
+    model: Any = peft.get_peft_model(Block(), config)
+    theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=3e-4, loraplus_lr_ratio=16.0)
+    ours = make_torch_optimizer(model, optim("adam", train_type="lora", lorap_lr_ratio=16, lr=3e-4)).inner
+    set_rates(ours, 3e-4, 0.1)
+
+    def rates(optimizer: Any) -> dict[str, float]:
+        by_parameter = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        return {n: by_parameter[id(p)] for n, p in model.named_parameters() if p.requires_grad}
+
+    assert rates(ours) == pytest.approx(rates(theirs)) and len({*rates(ours).values()}) == 3
+    set_rates(ours, 1.5e-4, 0.1)
+    assert rates(ours) == pytest.approx({name: rate / 2 for name, rate in rates(theirs).items()})
+    assert {(g["decays"], g["weight_decay"]) for g in ours.param_groups} == {(True, 0.1), (False, 0.0)}

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.config.adapter_rules import SHARDED
 from megaswift.config.peft_methods import METHODS
-from tests.engine.torch.adapter_ranks import Run, adapted, far, logits_of, model_of, orthogonal, plain, saved
+from tests.engine.torch.adapter_ranks import RECIPE, Run, adapted, far, logits_of, model_of, orthogonal, plain, saved
 from tests.parity.models import build, disk_tensors
 from tests.parity.pool import Pool
 
@@ -181,3 +181,26 @@ def test_adapters_on_stacked_experts_are_merged_for_samplers(engine: str, pool: 
     trained.load_state_dict(got.weights, strict=False)
     assert far(got.merged, merged(trained, tmp_path)) < 1e-6
     assert far(got.merged, disk_tensors(folder)) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_lora_plus_on_every_strategy(engine: str, pool: Pool, dense: Path) -> None:
+    """Three steps by PEFT's own optimizer, and a larger step of B than without."""
+    from peft.optimizers import create_loraplus_optimizer
+
+    options = {"engine": engine, "train_type": "lora", "lorap_lr_ratio": 8, **SETTINGS["lora"][0]}
+    got = pool.run(GO, Run(dense, options), 2)[0]
+    model = adapted(model_of(dense), config_of("lora"))
+    optimizer = create_loraplus_optimizer(
+        model,
+        torch.optim.AdamW,
+        lr=RECIPE.lr,
+        loraplus_lr_ratio=8,
+        loraplus_weight_decay=RECIPE.weight_decay,
+        betas=RECIPE.betas,
+        eps=RECIPE.eps,
+    )
+    want = plain(model, optimizer=optimizer)
+    assert got.losses == pytest.approx(want.losses, rel=1e-5) and far(got.weights, want.weights) < 1e-4
+    assert far(got.weights, reference("lora", dense).weights) > 1e-2

@@ -1,0 +1,79 @@
+"""What `--rope_scaling` and `--new_special_tokens` make of a model: its config.json, tokenizer and spec, before a file
+is written."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megaswift.config import SwiftConfig
+from megaswift.errors import ConfigError, Problem
+from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.families.family import read_config
+from megaswift.families.rope_scaling_option import config_with_rope_scaling
+from megaswift.families.vision_tower_config import has_vision_tower
+
+BASE, ADAPTER, RESIDUAL = "base_model", "initial_adapter", "residual_model"
+"""In the output directory; the last two are `--init_weights`'s."""
+
+
+def changes_model(cfg: SwiftConfig) -> bool:
+    """Whether the run starts from a model that differs from the folder's."""
+    return cfg.model.rope_scaling is not None or bool(cfg.model.new_special_tokens)
+
+
+def new_special_tokens_of(cfg: SwiftConfig) -> list[str]:
+    """The tokens in order, each once; a .txt file has one a line."""
+    tokens: list[str] = []
+    for entry in cfg.model.new_special_tokens:
+        if not entry.endswith(".txt"):
+            tokens.append(entry)
+            continue
+        try:
+            lines = Path(entry).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            rule = f"cannot be read ({type(error).__name__})"
+            fix = "give tokens, or a UTF-8 text file with one token a line"
+            raise ConfigError(Problem(f"--new_special_tokens {entry}", rule, fix)) from None
+        tokens += [line.strip() for line in lines if line.strip()]
+    return list(dict.fromkeys(tokens))
+
+
+def changed_config_and_tokenizer(cfg: SwiftConfig, folder: Path) -> tuple[dict[str, Any], Any]:
+    """(config.json, the tokenizer, None where it is the folder's own). ConfigError where the model cannot be
+    changed."""
+    raw, flag = read_config(folder), "--rope_scaling" if cfg.model.rope_scaling is not None else "--new_special_tokens"
+    if has_vision_tower(raw):
+        raise ConfigError(Problem(flag, "needs a language model; this is a vision-language model", "leave it out"))
+    if find_checkpoint(folder) is not None:
+        fix = "megaswift convert megatron-to-hf STEP DIR, then --model DIR"
+        raise ConfigError(Problem(flag, "needs a Hugging Face folder; --model is a checkpoint", fix))
+    config, tokenizer = dict(raw), None
+    if cfg.model.rope_scaling is not None:
+        config = config_with_rope_scaling(config, cfg.model.rope_scaling, cfg.data.max_length)
+    if tokens := new_special_tokens_of(cfg):
+        from megaswift.bridge.changed_model_folder import tokenizer_with_tokens  # loads torch
+
+        tokenizer = tokenizer_with_tokens(folder, cfg.model.trust_remote_code, tokens)
+        config["vocab_size"] = max(int(raw.get("vocab_size") or 0), len(tokenizer))
+    return config, tokenizer
+
+
+@contextmanager
+def changed_config_folder(cfg: SwiftConfig, folder: Path) -> Iterator[Path]:
+    """`folder`, or for the length of a block one beside it with the changed config.json; weights are those of
+    `folder`."""
+    if not changes_model(cfg):
+        yield folder
+        return
+    config, _ = changed_config_and_tokenizer(cfg, folder)
+    with tempfile.TemporaryDirectory(prefix="megaswift-") as name:
+        for path in folder.iterdir():
+            if path.is_file() and path.name != "config.json":
+                (Path(name) / path.name).symlink_to(path.resolve())
+        (Path(name) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield Path(name)

@@ -1,0 +1,85 @@
+"""`--push_to_hub`: uploads of what a run exports to a model repository of the Hugging Face Hub, by rank 0.
+
+Owns the repository and the errors of the hub's client. The server, a cache of the token and offline mode are the
+client's own environment variables. No token is in a message or a file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megaswift import distributed, log
+from megaswift.config import SwiftConfig
+from megaswift.errors import ConfigError, Problem, first_line
+from megaswift.redaction import MASK
+from megaswift.trainers.progress import print_warning
+
+FAILURES = (OSError, ValueError, RuntimeError)
+"""What the client raises: no access, no network, a name that the hub does not accept."""
+
+
+class HubUpload:
+    """The repository of a run. It is made before anything expensive, so that a wrong token or name shows then."""
+
+    def __init__(self, cfg: SwiftConfig) -> None:
+        train = cfg.train
+        self.token, self.every_save = train.hub_token, train.hub_strategy == "every_save"
+        self.name = train.hub_model_id or Path(train.output_dir).absolute().name
+        self.private = train.hub_private_repo
+        self.repository = distributed.run_on_rank0(self._create)
+
+    def _api(self) -> Any:
+        from huggingface_hub import HfApi
+
+        return HfApi(token=self.token)
+
+    def _create(self) -> str:
+        try:
+            private = self.private or None  # None: an organization's own default
+            return str(self._api().create_repo(self.name, private=private, exist_ok=True).repo_id)
+        except FAILURES as error:
+            rule = f"the hub does not give access to {self.name}: {self._reason(error)}"
+            fix = "check --hub_model_id and --hub_token (or HF_TOKEN, or hf auth login)"
+            raise ConfigError(Problem("--push_to_hub true", rule, fix)) from None
+
+    def _reason(self, error: BaseException) -> str:
+        text = first_line(error)
+        return text.replace(self.token, MASK) if self.token else text
+
+    def _send(self, folder: Path, step: int) -> str:
+        self._api().upload_folder(repo_id=self.repository, folder_path=folder, commit_message=f"step {step}")
+        return f"uploaded {folder} to {self.repository}"
+
+    def after_save(self, step_folder: Path, step: int) -> None:
+        """The weights of a checkpoint, where it holds them by themselves. What fails is tried again at the next one.
+        Collective."""
+        folder = next((path for name in ("hf", "adapter") if (path := step_folder / name).is_dir()), None)
+        if not self.every_save or folder is None:
+            return
+
+        def send() -> None:
+            try:
+                log.info(self._send(folder, step))
+            except FAILURES as error:
+                print_warning(f"step {step}: the upload to {self.repository} failed: {self._reason(error)}")
+
+        distributed.run_on_rank0(send, hours=24)
+
+    def at_end(self, folder: Path, step: int) -> None:
+        """The export. ConfigError where it fails: everything is on disk by then. Collective."""
+
+        def send() -> None:
+            try:
+                log.print_result(self._send(folder, step))
+            except FAILURES as error:
+                rule = f"the upload to {self.repository} failed: {self._reason(error)}"
+                fix = f"hf upload {self.repository} {folder}"
+                raise ConfigError(Problem("--push_to_hub true", rule, fix)) from None
+
+        distributed.run_on_rank0(send, hours=24)
+
+
+def hub_upload_of(cfg: SwiftConfig) -> HubUpload | None:
+    """Of a run that uploads. Collective."""
+    return HubUpload(cfg) if cfg.train.push_to_hub else None
