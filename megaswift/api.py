@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.accelerate_options import accelerate_engine_flag_problems
+from megaswift.config.accelerate_options import python_api_accelerate_engine_problems
 from megaswift.config.launcher_environment import is_launched_worker
 from megaswift.config.launcher_table import launcher_entry
 from megaswift.config.sections import NAMES
@@ -73,7 +73,7 @@ class Trainer:
         if problems:
             raise ConfigError(problems)
 
-        problems = unusable_launch_option_problems(cfg)
+        problems = python_api_launch_option_problems(cfg)
         if problems:
             raise ConfigError(problems)
 
@@ -87,10 +87,10 @@ class Trainer:
             return TrainOutput.of(run_training(cfg))
 
 
-def unusable_launch_option_problems(cfg: SwiftConfig) -> list[Problem]:
+def python_api_launch_option_problems(cfg: SwiftConfig) -> list[Problem]:
     """Launch options that this process does not follow: the Python API starts no other process."""
     if is_launched_worker(os.environ):
-        return [*accelerate_engine_flag_problems(os.environ), *launch_option_mismatch_problems(cfg)]
+        return [*python_api_accelerate_engine_problems(os.environ), *launch_option_mismatch_problems(cfg)]
     if launcher_entry(cfg.launch.launcher).always_starts:
         return [
             Problem(
@@ -99,7 +99,7 @@ def unusable_launch_option_problems(cfg: SwiftConfig) -> list[Problem]:
                 "use the command line: megaswift sft",
             )
         ]
-    wanted = torchrun_launcher.launched_processes(cfg.launch)
+    wanted = torchrun_launcher.world_size_of_launch_options(cfg.launch)
     if wanted == int(os.environ.get("WORLD_SIZE", "1")):
         return []
     given = [f"--{name} {value}" for name in ("nproc_per_node", "nnodes") if (value := cfg.value(name)) is not None]

@@ -68,7 +68,7 @@ def _why_not(path: Path) -> str:
 
 
 def _row(store: CheckpointStore, step: Path, verify: bool) -> tuple[str, ...]:
-    manifest = saved_step_integrity.load_manifest(step)
+    manifest = saved_step_integrity.load_manifest_or_problem(step)
     assert isinstance(manifest, dict), "the store says that it is valid"
     files = manifest["files"]
     absent = sum(not (step / name).is_file() for name in files)

@@ -76,7 +76,7 @@ def _tensors(
     a: WeightComparisonSide, b: WeightComparisonSide, options: argparse.Namespace, facts: dict[str, Any]
 ) -> bool:
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    settings = tensors.config_differences(a, b)
+    settings = tensors.model_spec_differences(a, b)
     meter = ProgressMeter(tensors.bytes_to_compare(a, b), 0)
     try:
         rows = list(tensors.compare_weights(a, b, dtype, meter.add))

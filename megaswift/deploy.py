@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megaswift import log
 from megaswift.config.byte_size import parse_byte_size
-from megaswift.config.command_parser import CommandParser, ParsedCommand
+from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
 from megaswift.config.inference import DeployConfig
 from megaswift.config.inference_rules import deploy_option_problems, server_auth_token
 from megaswift.config.inference_run_files import complete_deploy_options
@@ -105,9 +105,12 @@ def _transformers(cfg: DeployConfig) -> int:
     from megaswift.inference.chat_inputs import ChatInputRenderer
     from megaswift.inference.generator import Generator, generation_params
     from megaswift.inference.load_adapters import selectable_adapters
-    from megaswift.inference.load_generation_model import load_model_and_prompt_device, prepare_model_load
+    from megaswift.inference.load_generation_model import (
+        load_config_tokenizer_and_processor,
+        load_model_and_prompt_device,
+    )
 
-    prepared = prepare_model_load(cfg.weights, cfg.conversation.chat_template)
+    prepared = load_config_tokenizer_and_processor(cfg.weights, cfg.conversation.chat_template)
     generation_params(cfg.generation, prepared.generation)  # tells at once what would be ignored
     model, device = load_model_and_prompt_device(prepared, cfg.placement)
     # The tokenizers library refuses to encode and decode with one tokenizer in two threads at a time.

@@ -97,7 +97,7 @@ def all_gather_objects(value: T) -> list[T]:
     return values
 
 
-def all_gather_dict(share: Mapping[K, T]) -> dict[K, T]:
+def all_gather_merged_dict(share: Mapping[K, T]) -> dict[K, T]:
     """The entries of all ranks in one dict, on every rank; of equal keys the highest rank's value."""
     return {key: value for part in all_gather_objects(dict(share)) for key, value in part.items()}
 
@@ -197,7 +197,7 @@ def run_on_rank0(work: Callable[[], T], hours: float = 0.0) -> T:
     raise _error_of(kind, value)
 
 
-def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
+def run_and_gather_on_all_ranks(work: Callable[[], T]) -> list[T]:
     """The result of every rank's `work`, in rank order, on every rank. A UserError, or an OSError that
     `errors.storage_error` explains, on one rank is raised on all."""
     own_error: UserError | None = None
@@ -221,4 +221,4 @@ def map_over_ranks(rows: Sequence[Any], work: Callable[[Sequence[Any]], list[T]]
     on all ranks."""
     rank, ranks = global_rank(), global_world_size()
     share = rows[len(rows) * rank // ranks : len(rows) * (rank + 1) // ranks]
-    return [result for results in run_on_all_ranks(lambda: work(share)) for result in results]
+    return [result for results in run_and_gather_on_all_ranks(lambda: work(share)) for result in results]

@@ -22,8 +22,8 @@ from megaswift.config.data import ALIGNMENT
 from megaswift.config.launcher_environment import (
     COUNTS,
     is_launched_worker,
-    launched_process_count,
     nested_launcher_problems,
+    nproc_or_nnodes_from_environment,
     restart_count,
     without_local_rank,
 )
@@ -80,7 +80,7 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
         raise ConfigError(
             Problem("--rlhf_type", "is missing: it selects the task", f"--rlhf_type {' | '.join(ALIGNMENT)}")
         )
-    cfg = resumed_config(cfg, restart_count(os.environ))
+    cfg = config_after_restart(cfg, restart_count(os.environ))
     world = process_count(cfg)
     other = launch_option_mismatch_problems(cfg) if worker else launcher_of(cfg.launch).missing(cfg.launch)
     if other:
@@ -107,7 +107,7 @@ def process_count(cfg: SwiftConfig) -> int:
     return (
         int(os.environ["WORLD_SIZE"])
         if is_launched_worker(os.environ)
-        else torchrun_launcher.launched_processes(cfg.launch)
+        else torchrun_launcher.world_size_of_launch_options(cfg.launch)
     )
 
 
@@ -119,7 +119,7 @@ def further_problems_of_refused_config(refused: SwiftConfig) -> list[Problem]:
     return layout_data_output_problems(refused, process_count(refused))
 
 
-def resumed_config(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
+def config_after_restart(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
     """The configuration of an attempt after a restart: it goes on from the newest checkpoint of its own folder.
 
     Where that has none yet, it starts as the first attempt did. The folder is this run's now, so it is not replaced.
@@ -138,7 +138,7 @@ def launch_option_mismatch_problems(cfg: SwiftConfig) -> list[Problem]:
     """Options that say otherwise than the launcher that started this worker."""
     problems = nested_launcher_problems(cfg.launch.launcher, os.environ)
     for name in COUNTS:
-        wanted, real = cfg.value(name), launched_process_count(name, os.environ)
+        wanted, real = cfg.value(name), nproc_or_nnodes_from_environment(name, os.environ)
         if wanted is not None and real is not None and wanted != real:
             fix = (
                 RAY_FIX

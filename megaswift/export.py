@@ -11,14 +11,14 @@ from typing import TypeVar
 
 from megaswift import log
 from megaswift.config.byte_size import parse_byte_size
-from megaswift.config.command_parser import CommandParser, ParsedCommand
+from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
 from megaswift.config.inference import ExportConfig, ModelLoadingOptions
 from megaswift.config.inference_rules import LAYOUT, export_option_problems
 from megaswift.config.inference_run_files import complete_export_options
 from megaswift.convert import hf_to_megatron_command, megatron_to_hf_command, verify_command
 from megaswift.errors import Problem, WeightsError
 from megaswift.families.model_and_tokenizer_source import locate_model, with_fetched_adapters
-from megaswift.families.model_type_check import model_type_problems
+from megaswift.families.model_type_option_check import model_type_option_mismatch_problems
 
 Exported = TypeVar("Exported")
 
@@ -114,11 +114,11 @@ def _merge(cfg: ExportConfig, target: Path) -> Path:
 
 def _model_problems(cfg: ExportConfig, folder: Path) -> list[Problem]:
     """An expected model type or dtype that config.json does not have; merging keeps the dtype of each tensor."""
-    from megaswift.families.family import read_config
+    from megaswift.families.family import read_config_json
 
-    config, wanted = read_config(folder), cfg.export.torch_dtype
+    config, wanted = read_config_json(folder), cfg.export.torch_dtype
     own = config.get("dtype") or config.get("torch_dtype")
-    problems = model_type_problems(cfg.source.model_type, config)
+    problems = model_type_option_mismatch_problems(cfg.source.model_type, config)
     if wanted is not None and not cfg.export.to_mcore and own not in (None, wanted):
         rule = f"merging keeps the dtype of each tensor, {own}"
         problems.append(Problem(f"--torch_dtype {wanted}", rule, "leave it out"))

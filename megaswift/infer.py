@@ -14,7 +14,7 @@ if not __package__:  # run as a file: python has put megaswift/ itself on the pa
     sys.path[:] = [_root, *(p for p in sys.path if p != _root and Path(p).resolve() != Path(_root, "megaswift"))]
 
 from megaswift import log
-from megaswift.config.command_parser import CommandParser, ParsedCommand
+from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
 from megaswift.config.inference import InferConfig
 from megaswift.config.inference_rules import infer_option_problems
 from megaswift.config.inference_run_files import complete_infer_options, load_run_config, run_config_file
@@ -26,7 +26,7 @@ from megaswift.launchers.inference_processes import requested_processes, run_in_
 from megaswift.launchers.parent_death import PARENT, end_with_parent
 
 if TYPE_CHECKING:
-    from megaswift.inference.load_generation_model import ModelWithoutWeights
+    from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
 
 USAGE = """\
 megaswift infer: interactive chat, or batch inference on a prompt file
@@ -77,17 +77,17 @@ def _run(cfg: InferConfig) -> int:
     _start_process_group(bool(cfg.file.dataset))
     from megaswift.inference.chat_inputs import ChatInputRenderer
     from megaswift.inference.generator import generation_params
-    from megaswift.inference.load_generation_model import prepare_model_load
+    from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor
     from megaswift.serve.terminal import Terminal
 
-    prepared = prepare_model_load(cfg.weights, cfg.conversation.chat_template)
+    prepared = load_config_tokenizer_and_processor(cfg.weights, cfg.conversation.chat_template)
     sampling = generation_params(cfg.generation, prepared.generation)
     if cfg.file.dataset:
         log.print_result(f"wrote {_answer_files(cfg, prepared, sampling)}")
         return 0
-    from megaswift.data.images import ImageRoot
+    from megaswift.data.images import RowImageFolders
 
-    prompts = ChatInputRenderer(prepared, cfg.conversation, ImageRoot(Path.cwd()))
+    prompts = ChatInputRenderer(prepared, cfg.conversation, RowImageFolders(Path.cwd()))
     prompts.need_template()
     generator, generation = _loader(cfg, prepared)(), cfg.generation
     Terminal(generator, prompts, sampling, generation.max_new_tokens, generation.stop, cfg.terminal.stream).run()
@@ -109,8 +109,8 @@ def _start_process_group(has_rows: bool) -> None:
     start_process_group("gloo", PATIENCE_SECONDS)
 
 
-def _answer_files(cfg: InferConfig, prepared: ModelWithoutWeights, sampling: Any) -> Path:
-    from megaswift.data.images import ImageRoot
+def _answer_files(cfg: InferConfig, prepared: ModelConfigAndTokenizer, sampling: Any) -> Path:
+    from megaswift.data.images import RowImageFolders
     from megaswift.inference.chat_inputs import ChatInputRenderer
     from megaswift.serve.answer_prompt_file import PromptFileRun, open_journal
     from megaswift.serve.prompt_file_rows import PromptRows, read_prompt_file
@@ -121,7 +121,7 @@ def _answer_files(cfg: InferConfig, prepared: ModelWithoutWeights, sampling: Any
         """Images are relative to the folder of their data file."""
         home = file.parent
         if home not in renderers:
-            renderers[home] = ChatInputRenderer(prepared, cfg.conversation, ImageRoot(home))
+            renderers[home] = ChatInputRenderer(prepared, cfg.conversation, RowImageFolders(home))
         return renderers[home]
 
     rows = read_prompt_file(PromptRows(cfg.file.dataset, cfg.file.columns, _rows_of_run(cfg)), renderer)
@@ -144,7 +144,7 @@ def _rows_of_run(cfg: InferConfig) -> frozenset[str] | None:
     return validation_row_places(run, tokenizer_or_processor_for(run))
 
 
-def _loader(cfg: InferConfig, prepared: ModelWithoutWeights) -> Callable[[], Any]:
+def _loader(cfg: InferConfig, prepared: ModelConfigAndTokenizer) -> Callable[[], Any]:
     """What loads the model of a backend."""
 
     def transformers() -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from megaswift import log
 from megaswift.atomic_disk_writes import write_atomically
 from megaswift.command_line_common import UserErrorArgumentParser
-from megaswift.config.command_parser import CommandParser
+from megaswift.config.infer_deploy_export_parser import CommandParser
 from megaswift.config.option_sources import LARGEST_FILE, read_config_file
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.migration.command_script import command_script_text, migrated_command

@@ -23,7 +23,7 @@ def is_secret(name: str) -> bool:
     return NAME.search(low) is not None and NOT_SECRET.search(low) is None
 
 
-def redacted(problems: Iterable[Problem], values: Iterable[str]) -> list[Problem]:
+def redact_problems(problems: Iterable[Problem], values: Iterable[str]) -> list[Problem]:
     """The problems without these secret values."""
     hidden = sorted((v for v in values if len(v) >= LEAST), key=len, reverse=True)
     return [Problem(*(_without(part, hidden) for part in (p.what, p.rule, p.fix))) for p in problems]

@@ -26,8 +26,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from contest import Contest, Turn, by_contender, options  # noqa: E402
-from contest_model import LR, load_engine, load_hf, trl_options, vocabulary  # noqa: E402
+from bench_harness import Benchmark, Turn, by_contender, options  # noqa: E402
+from bench_model import LR, load_engine, load_hf, trl_options, vocabulary  # noqa: E402
 
 NAMES = ("megaswift", "trl")
 BETA = 0.1
@@ -207,4 +207,4 @@ def command_line() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    Contest({"megaswift": megaswift, "trl": trl}, compared, tell).main(command_line())
+    Benchmark({"megaswift": megaswift, "trl": trl}, compared, tell).main(command_line())

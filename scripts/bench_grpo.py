@@ -30,8 +30,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from contest import Contest, Turn, by_contender, options  # noqa: E402
-from contest_model import LR, load_hf, make_model, trl_options, vocabulary  # noqa: E402
+from bench_harness import Benchmark, Turn, by_contender, options  # noqa: E402
+from bench_model import LR, load_hf, make_model, trl_options, vocabulary  # noqa: E402
 
 NAMES = ("megaswift", "trl")
 PARTS = ("generation", "weight sync", "scoring", "rewards", "training")
@@ -81,8 +81,8 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Work:
     from megaswift.trainers.engine_factory import start_context
     from megaswift.trainers.hook import Hook, StepRecord
     from megaswift.trainers.loop import Loop
-    from megaswift.trainers.model_spec import model_spec_for_task
-    from megaswift.trainers.session import Session
+    from megaswift.trainers.session import TrainingSession
+    from megaswift.trainers.task_model_spec import model_spec_for_task
 
     class HookPacer(Hook):
         def __init__(self, turn: Sampling) -> None:
@@ -126,7 +126,7 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Work:
         )
         spec = model_spec_for_task(cfg, locate_model(cfg.model))
         context = start_context(cfg, layout_for(cfg, ModelShape.of(spec), 1))
-        loop = Session(cfg, spec, folder, context).prepare()
+        loop = TrainingSession(cfg, spec, folder, context).prepare()
         loop.hooks = [*loop.hooks[:-1], HookPacer(turn)]  # the last one saves checkpoints
         loop.run()
 
@@ -278,4 +278,4 @@ def command_line() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    Contest({"megaswift": megaswift, "trl": trl}, compared, tell, prepare, Sampling).main(command_line())
+    Benchmark({"megaswift": megaswift, "trl": trl}, compared, tell, prepare, Sampling).main(command_line())

@@ -28,8 +28,8 @@ from torch.nn import functional as F  # noqa: N812
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from contest import Contest, Turn, by_contender, options  # noqa: E402
-from contest_model import BETAS, CLIP, DECAY, EPS, LR, load_engine, load_hf, trl_options, vocabulary  # noqa: E402
+from bench_harness import Benchmark, Turn, by_contender, options  # noqa: E402
+from bench_model import BETAS, CLIP, DECAY, EPS, LR, load_engine, load_hf, trl_options, vocabulary  # noqa: E402
 
 from megaswift.losses.contract import Batch  # noqa: E402
 from megaswift.losses.sft import CrossEntropy  # noqa: E402
@@ -178,4 +178,4 @@ def command_line() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    Contest({"megaswift": megaswift, "plain": plain, "trl": trl}, compared, tell).main(command_line())
+    Benchmark({"megaswift": megaswift, "plain": plain, "trl": trl}, compared, tell).main(command_line())

@@ -28,11 +28,11 @@ case "$algorithm" in
   grpo) settings=(--num_generations 8 --learning_rate 5e-4 --entropy_coef 0.03 --max_steps 280) ;;
   ppo) settings=(--learning_rate 4e-4 --critic_learning_rate 1e-3 --lam 1.0 --beta 0 --entropy_coef 0.06 --max_steps 200) ;;
 esac
-run "$algorithm" 128 --model "$out/sft/hf" --reward_funcs "$quick/exact.py:exact" --max_completion_length 8 "${settings[@]}" \
+run "$algorithm" 128 --model "$out/sft/hf" --reward_funcs "$quick/exact_match_reward.py:exact" --max_completion_length 8 "${settings[@]}" \
   --generation_batch_size 256 --rollout_batch_size 256 --lr_scheduler_type constant --warmup_steps 5 --output_dir "$out/$algorithm"
 
 echo "== 4/4  rewards, and the export, reloaded with transformers"
-"$env/bin/python" "$quick/rewards.py" "$out/$algorithm/completions.jsonl"
+"$env/bin/python" "$quick/mean_completion_rewards.py" "$out/$algorithm/completions.jsonl"
 "$env/bin/python" "$quick/ask.py" "$out/$algorithm/hf" "$quick/data/heldout.jsonl" --show 3 --before "$out/sft/hf"
 
 cat <<END

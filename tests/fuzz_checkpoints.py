@@ -20,13 +20,13 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from megaswift.bridge.hf_source import HfSource
-from megaswift.bridge.torch_dist_files import SavedChunk, write_checkpoint_metadata
+from megaswift.bridge.torch_dist_chunk_io import SavedChunk, write_checkpoint_metadata
 from megaswift.bridge.torch_dist_source import TorchDistSource
-from megaswift.bridge.torch_save_tensor_archive import torch_save_zip_frame
+from megaswift.bridge.torch_save_tensor_file_format import torch_save_zip_frame
 from megaswift.families import saved_step_integrity
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.model_and_tokenizer_source import missing_model_file_problems
-from megaswift.trainers.checkpoint_hook import checkpoint_mismatch_problems
+from megaswift.trainers.checkpoint_hook import checkpoint_format_and_model_problems
 from megaswift.trainers.checkpoint_store import CheckpointStore, resume_step_candidates
 
 TENSORS = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.arange(5, dtype=torch.bfloat16)}
@@ -100,9 +100,9 @@ def folder_of_shards() -> Path:
 def manifest(data: bytes) -> None:
     """manifest.json of the only step of a run."""
     (step() / "manifest.json").write_bytes(data)
-    read = saved_step_integrity.load_manifest(step())
+    read = saved_step_integrity.load_manifest_or_problem(step())
     if isinstance(read, dict):
-        checkpoint_mismatch_problems(read, MODEL)
+        checkpoint_format_and_model_problems(read, MODEL)
         saved_step_integrity.damaged_file_problems(step())
     CheckpointStore(step().parent).incomplete()
     resume_step_candidates("latest", home() / "run")

@@ -26,9 +26,9 @@ from megaswift.bridge.peft_folder import CONFIG, TENSORS, PeftFolder
 from megaswift.config import load_config
 from megaswift.data.encode_preferences import row_encoder_for_task
 from megaswift.data.encode_rows import encode_spec
-from megaswift.data.render_chat import ChatRenderer, ChatTemplates
+from megaswift.data.load_tokenizer import load_tokenizer
+from megaswift.data.render_chat import ChatRenderer, ChatTemplateTexts
 from megaswift.data.resolve_dataset_files import resolve_dataset_files, split_into_parts
-from megaswift.data.tokenizer import load_tokenizer
 from megaswift.data.training_sample import RowError, checked_conversation_sample
 from megaswift.errors import UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
@@ -117,7 +117,7 @@ def chat_template(data: bytes) -> None:
     call = {"role": "assistant", "content": "c", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
     turns = [{"role": "system", "content": "s"}, *chat("q", "a")["messages"], *chat("q", "a")["messages"][:1], call]
     renderer = ChatRenderer(
-        ChatTemplates({"default": data.decode("utf-8", "replace")}, {"eos_token": "</s>"}, ("</s>",))
+        ChatTemplateTexts({"default": data.decode("utf-8", "replace")}, {"eos_token": "</s>"}, ("</s>",))
     )
     with suppress(RowError):
         renderer.render(

@@ -7,7 +7,7 @@ import datasets
 import pytest
 
 from megaswift import SwiftConfig, Trainer
-from megaswift.api import unusable_launch_option_problems
+from megaswift.api import python_api_launch_option_problems
 from megaswift.errors import ConfigError
 from tests.data.makers import chat
 from tests.trainers.inputs import write_model
@@ -37,8 +37,8 @@ def test_launch_options_that_are_not_followed_are_refused(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="--nproc_per_node 2: the Python API does not start processes"):
         trainer.train("d.jsonl")
     assert (
-        unusable_launch_option_problems(SwiftConfig())
-        == unusable_launch_option_problems(SwiftConfig(nproc_per_node=1))
+        python_api_launch_option_problems(SwiftConfig())
+        == python_api_launch_option_problems(SwiftConfig(nproc_per_node=1))
         == []
     )
     monkeypatch.setenv("RANK", "0")
@@ -46,8 +46,8 @@ def test_launch_options_that_are_not_followed_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert unusable_launch_option_problems(trainer.config) == []
-    assert [p.what for p in unusable_launch_option_problems(SwiftConfig(nproc_per_node=4))] == ["--nproc_per_node 4"]
+    assert python_api_launch_option_problems(trainer.config) == []
+    assert [p.what for p in python_api_launch_option_problems(SwiftConfig(nproc_per_node=4))] == ["--nproc_per_node 4"]
 
 
 @pytest.mark.process

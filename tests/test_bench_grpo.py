@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contests import contest
+from tests.run_bench_script import run_bench_script
 
 
 @pytest.mark.process
 @pytest.mark.slow
 def test_both_sample_completions_of_the_full_length() -> None:
     """None ends early, and every part of a step that a contender has is counted."""
-    result = contest(
+    result = run_bench_script(
         "bench_grpo.py", "--prompts 2 --generations 4 --prompt_length 6 --length 9 --steps 2 --warmup 1 --json"
     )
     assert result["mean_lengths"] == {"megaswift": [9.0, 9.0], "trl": [9.0, 9.0]}

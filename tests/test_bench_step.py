@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contests import contest
+from tests.run_bench_script import run_bench_script
 
 
 @pytest.mark.process
 @pytest.mark.slow
 def test_contenders_see_the_same_batches() -> None:
     """The first loss of megaswift, the plain loop and TRL is one number; the second shows that the optimizers agree."""
-    result = contest("bench_step.py", "--rows 2 --length 64 --steps 1 --warmup 1 --json")
+    result = run_bench_script("bench_step.py", "--rows 2 --length 64 --steps 1 --warmup 1 --json")
     first = {name: losses[0] for name, losses in result["first_losses"].items()}
     assert first.keys() == {"megaswift", "plain", "trl"}
     assert first["megaswift"] == pytest.approx(first["plain"], rel=1e-5)

@@ -25,7 +25,7 @@ def agreed(rank: int, world: int, _: None) -> list[object]:
         distributed.run_on_rank0(lambda: rank * 10 + 7),
         distributed.global_world_size(),
         distributed.map_over_ranks("abc", lambda some: [f"{rank}{x}" for x in some]),
-        distributed.all_gather_dict({"both": rank, rank: "own"}),
+        distributed.all_gather_merged_dict({"both": rank, rank: "own"}),
         distributed.broadcast_object(rank, src=1),
         distributed.broadcast_object(rank, group=alone) == rank,
         [(name, tensor.tolist()) for name, tensor in distributed.broadcast_tensors_from_rank0(tensors(rank))],
@@ -65,7 +65,7 @@ def errors_of(rank: int) -> list[list[str]]:
         except DataError as error:
             raised.append([f"{p.what} {p.rule}" for p in error.problems])
     try:
-        distributed.run_on_all_ranks(lambda: full_disk() if rank else "done")
+        distributed.run_and_gather_on_all_ranks(lambda: full_disk() if rank else "done")
     except StorageError as error:
         raised.append([type(error).__name__, *[p.what for p in error.problems]])
     return raised
@@ -110,7 +110,7 @@ def test_alone_everything_is_as_it_is() -> None:
         and distributed.all_gather_objects("x") == ["x"]
         and distributed.global_rank() == 0
     )
-    assert distributed.all_gather_dict({"a": 1}) == {"a": 1} and distributed.broadcast_object("x") == "x"
+    assert distributed.all_gather_merged_dict({"a": 1}) == {"a": 1} and distributed.broadcast_object("x") == "x"
     distributed.raise_on_all_ranks([])
     with pytest.raises(CheckpointError, match="x"):
         distributed.raise_on_all_ranks([Problem("x", "is bad")] * 2)

@@ -7,7 +7,7 @@ scale x B A as long as its m says; they lie on ranks as B's rows do. Megatron jo
 rows of its output belong to which module follows from the pieces of the base weight's rule, so nothing is said twice. A
 column-parallel layer cuts B by rows, a row-parallel one A by columns; the other matrix is on every rank. Experts that
 share a parameter have an A and B each like any other; that they are one tensor in a folder, with gate and up in
-alternating rows, is `StoredAdapterTensor`'s affair. Pure: no ranks, no files, no modules.
+alternating rows, is `PeftFolderTensor`'s affair. Pure: no ranks, no files, no modules.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ModuleAdapterSpec:
 
     def ranges(self, half: Half, tp: int, rank: int) -> list[tuple[int, int]]:
         """Which columns of A, or which rows of B and M, a rank holds, in its order."""
-        size = self.shape(half)[adapter_shard_dim(half)]
+        size = self.shape(half)[tp_dim_of_adapter_half(half)]
         if not self.sharded(half):
             return [(0, size)]
         rank_pieces = [
@@ -121,7 +121,7 @@ class ModuleAdapterSpec:
 
     def take(self, half: Half, full: Tensor, tp: int, rank: int) -> Tensor:
         """A rank's part of the whole tensor."""
-        dim = adapter_shard_dim(half)
+        dim = tp_dim_of_adapter_half(half)
         parts = [full.narrow(dim, start, stop - start) for start, stop in self.ranges(half, tp, rank)]
         return torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
 
@@ -129,7 +129,7 @@ class ModuleAdapterSpec:
         """The whole tensor from the parts of all ranks in order; of a replicated one the first counts."""
         if not self.sharded(half):
             return parts[0]
-        dim, joined = adapter_shard_dim(half), parts[0].new_empty(self.shape(half))
+        dim, joined = tp_dim_of_adapter_half(half), parts[0].new_empty(self.shape(half))
         for rank, part in enumerate(parts):
             offset = 0
             for start, stop in self.ranges(half, len(parts), rank):
@@ -177,12 +177,14 @@ def dora_row_scale(m: Tensor, squares: Tensor) -> Tensor:
     return m.float() / squares.sqrt().to(m.dtype).float()
 
 
-def adapter_shard_dim(half: Half) -> int:
+def tp_dim_of_adapter_half(half: Half) -> int:
     """The dimension that tensor parallelism cuts: columns of A, rows of B and M."""
     return 1 if half == "A" else 0
 
 
-def adapter_output_row_runs(adapters: Sequence[ModuleAdapterSpec], tp: int, rank: int) -> list[tuple[int | None, int]]:
+def rank_output_rows_by_adapter(
+    adapters: Sequence[ModuleAdapterSpec], tp: int, rank: int
+) -> list[tuple[int | None, int]]:
     """(number of the adapter, or None; rows) of each run of rows in a rank's output of the layer that these adapters
     share."""
     entry = adapters[0].entry
@@ -193,7 +195,7 @@ def adapter_output_row_runs(adapters: Sequence[ModuleAdapterSpec], tp: int, rank
 
 
 @dataclass(frozen=True)
-class StoredAdapterTensor:
+class PeftFolderTensor:
     """A tensor of an adapter folder, as PEFT has it: one module's, or a stack's of all experts."""
 
     name: str
@@ -204,7 +206,7 @@ class StoredAdapterTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """A stack's are A [experts x r, in] and B [out, r x experts]."""
-        shape, dim = list(self.adapters[0].shape(self.half)), 1 - adapter_shard_dim(self.half)
+        shape, dim = list(self.adapters[0].shape(self.half)), 1 - tp_dim_of_adapter_half(self.half)
         if len(self.adapters) > 1:
             shape[dim] *= len(self.adapters)
         return tuple(shape)
@@ -218,7 +220,7 @@ class StoredAdapterTensor:
         return rows[0] if len(rows) == 1 else torch.stack(rows, -1).flatten(1)
 
 
-def _stored(adapters: Sequence[ModuleAdapterSpec]) -> Iterator[StoredAdapterTensor]:
+def _stored(adapters: Sequence[ModuleAdapterSpec]) -> Iterator[PeftFolderTensor]:
     """PEFT wraps the module of stacks once for each, the first one innermost, and names it by that."""
     stacks: dict[str, list[ModuleAdapterSpec]] = {}
     for a in adapters:
@@ -226,12 +228,12 @@ def _stored(adapters: Sequence[ModuleAdapterSpec]) -> Iterator[StoredAdapterTens
     for stack, members in stacks.items():
         first = members[0]
         if not first.projection.stack:
-            yield from (StoredAdapterTensor(first.name(half), half, (first,)) for half in first.halves)
+            yield from (PeftFolderTensor(first.name(half), half, (first,)) for half in first.halves)
             continue
         home = stack.rpartition(".")[0]
         same = [s for s in stacks if s.rpartition(".")[0] == home]
         wrapped = home + ".base_layer" * (len(same) - 1 - same.index(stack))
-        yield from (StoredAdapterTensor(f"{wrapped}.lora_{half}.weight", half, tuple(members)) for half in HALVES)
+        yield from (PeftFolderTensor(f"{wrapped}.lora_{half}.weight", half, tuple(members)) for half in HALVES)
 
 
 class AdapterPlan:
@@ -268,7 +270,7 @@ class AdapterPlan:
         """Hugging Face tensor -> its adapter, or those of the experts in it."""
         for adapter in self.adapters:
             self.by_weight.setdefault(adapter.projection.weight, []).append(adapter)
-        self.stored: tuple[StoredAdapterTensor, ...] = tuple(_stored(self.adapters))
+        self.stored: tuple[PeftFolderTensor, ...] = tuple(_stored(self.adapters))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name (without PEFT's prefix) -> shape of every tensor of the adapter folder."""

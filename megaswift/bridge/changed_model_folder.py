@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
 from megaswift.bridge.hf_source import INDEX
-from megaswift.data.tokenizer import load_tokenizer
+from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.errors import Problem, WeightsError
 
 CONFIG, MARK = "config.json", "changed.json"

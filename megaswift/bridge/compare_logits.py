@@ -19,7 +19,7 @@ from torch import Tensor
 from megaswift.bridge.bitsandbytes_config import disable_4bit_cpu_repacking
 from megaswift.bridge.compare_weights import WeightComparisonSide
 from megaswift.bridge.hf_source import HfSource
-from megaswift.data.tokenizer import load_tokenizer
+from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.errors import ConfigError, Problem, WeightsError, first_line
 
 TIMES = 5.0
@@ -37,7 +37,7 @@ class ProbePrompt:
 
 
 @dataclass(frozen=True)
-class LogitsVerdict:
+class PromptLogitsDifference:
     """The verdict on one prompt."""
 
     prompt: str
@@ -132,12 +132,12 @@ def load_float32_model(side: WeightComparisonSide, trust: bool) -> Any:
 
 
 @torch.no_grad()
-def prompt_logits(model: Any, prompts: Sequence[ProbePrompt]) -> list[Tensor]:
+def logits_per_prompt(model: Any, prompts: Sequence[ProbePrompt]) -> list[Tensor]:
     """[tokens, vocabulary] of each prompt."""
     return [model(input_ids=torch.tensor([prompt.ids]), use_cache=False).logits[0].float() for prompt in prompts]
 
 
-def check_prompt_token_ids(model: Any, prompts: Sequence[ProbePrompt]) -> None:
+def require_prompt_ids_in_vocabulary(model: Any, prompts: Sequence[ProbePrompt]) -> None:
     """Tokens that the model does not have are the user's mistake."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     wrong = [p for p in prompts if max(p.ids) >= vocabulary]
@@ -159,7 +159,7 @@ def logits_numerical_noise(
     try:
         model.set_attn_implementation(other)
         second, between = (
-            prompt_logits(model, prompts),
+            logits_per_prompt(model, prompts),
             f"{'sdpa' if other == 'eager' else 'eager'} and {other} attention",
         )
     except (ValueError, NotImplementedError):
@@ -167,7 +167,7 @@ def logits_numerical_noise(
             model.set_experts_implementation("eager")  # torch's grouped product knows no float64
         model.double()
         second, between = (
-            prompt_logits(model, prompts),
+            logits_per_prompt(model, prompts),
             "float32 and float64 (it has only one attention implementation)",
         )
     return [float((x - y).abs().max()) for x, y in zip(first, second, strict=True)], between
@@ -175,22 +175,22 @@ def logits_numerical_noise(
 
 def compare_logits(
     a: WeightComparisonSide, b: WeightComparisonSide, prompts: Sequence[ProbePrompt] | None, trust: bool
-) -> tuple[list[LogitsVerdict], float, str]:
+) -> tuple[list[PromptLogitsDifference], float, str]:
     """(a verdict on each prompt, the tolerance, what the spread is between). One model is in memory at a time."""
     model = load_float32_model(a, trust)
     config = model.config.get_text_config()
     chosen = prompts or builtin_probe_prompts(
         config.vocab_size, getattr(config, "max_position_embeddings", None) or LENGTHS[-1]
     )
-    check_prompt_token_ids(model, chosen)
-    logits_a = prompt_logits(model, chosen)
+    require_prompt_ids_in_vocabulary(model, chosen)
+    logits_a = logits_per_prompt(model, chosen)
     noise, between = logits_numerical_noise(model, chosen, logits_a)
     del model
     model = load_float32_model(b, trust)
-    check_prompt_token_ids(model, chosen)
-    logits_b = prompt_logits(model, chosen)
+    require_prompt_ids_in_vocabulary(model, chosen)
+    logits_b = logits_per_prompt(model, chosen)
     rows = [
-        LogitsVerdict(p.label, len(p.ids), _gap(x, y), s, float(x.abs().max()))
+        PromptLogitsDifference(p.label, len(p.ids), _gap(x, y), s, float(x.abs().max()))
         for p, x, y, s in zip(chosen, logits_a, logits_b, noise, strict=True)
     ]
     return rows, TIMES * max(noise), between

@@ -22,7 +22,7 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.streaming_folder_job import read_tensor_blocks, split_region_into_blocks
 from megaswift.bridge.weight_plan import INV_FREQ, TIED_HEAD
 from megaswift.errors import Problem, WeightsError
-from megaswift.families import FAMILIES, family_of, read_config
+from megaswift.families import FAMILIES, family_of, read_config_json
 from megaswift.families.checkpoint_folder import find_intact_checkpoint
 from megaswift.families.quantization_schemes import config_without_quantization
 
@@ -52,7 +52,7 @@ class WeightComparisonSide:
             folder,
             weights,
             model,
-            config_without_quantization(read_config(model)) if (model / "config.json").exists() else None,
+            config_without_quantization(read_config_json(model)) if (model / "config.json").exists() else None,
         )
 
 
@@ -95,7 +95,7 @@ def check_same_architecture(a: WeightComparisonSide, b: WeightComparisonSide) ->
             )
 
 
-def config_differences(a: WeightComparisonSide, b: WeightComparisonSide) -> list[tuple[str, Any, Any]] | None:
+def model_spec_differences(a: WeightComparisonSide, b: WeightComparisonSide) -> list[tuple[str, Any, Any]] | None:
     """(setting, of A, of B) where the two config.json describe different models; None where they cannot be read as
     models."""
     sides = []
@@ -215,7 +215,7 @@ def _both(
         for digest, part in zip(digests, (x, y), strict=False):
             digest.update(bytes_view(part))
         if not same:
-            count, gap = tensor_difference(x, y)
+            count, gap = differing_count_and_max_abs_diff(x, y)
             different, worst = different + count, math.nan if math.isnan(worst + gap) else max(worst, gap)
         done(x.numel() * a.weights.dtype(name).itemsize)
     status = "dtype" if not same_dtype else "different" if different else "equal"
@@ -234,7 +234,7 @@ def _cast(part: Tensor, dtype: torch.dtype | None) -> Tensor:
     return (part if dtype is None or not part.is_floating_point() else part.to(dtype)).contiguous()
 
 
-def tensor_difference(x: Tensor, y: Tensor) -> tuple[int, float]:
+def differing_count_and_max_abs_diff(x: Tensor, y: Tensor) -> tuple[int, float]:
     """(elements that differ, largest |x - y|); nan where one side alone is not a number."""
     if x.dtype == y.dtype:
         unequal = x.view(BITS[x.element_size()]) != y.view(BITS[y.element_size()])

@@ -21,7 +21,7 @@ from megaswift.bridge.file_tensor import empty_releasable_tensor
 from megaswift.bridge.hf_source import HfSource, Slices, Span, WeightSource, slice_bounds_per_dim
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import Problem, WeightsError
-from megaswift.families import read_config
+from megaswift.families import read_config_json
 from megaswift.families.quantization_schemes import FIELD, Fp8Scheme, Scheme, scheme_of, unreadable_quantization_problem
 
 BAND = 1 << 22
@@ -290,7 +290,7 @@ class DequantizedSource:
 def open_hf_weights(directory: Path | str) -> WeightSource:
     """The weights of a Hugging Face folder, whatever form they are stored in: the one way in."""
     folder = Path(directory)
-    config = read_config(folder) if (folder / "config.json").exists() else {}
+    config = read_config_json(folder) if (folder / "config.json").exists() else {}
     if problem := unreadable_quantization_problem(config):
         raise WeightsError(Problem(f"{folder / 'config.json'}, {FIELD}", *problem))
     scheme, stored = scheme_of(config), HfSource(folder)

@@ -48,7 +48,7 @@ def source_tensor_dtypes(plan: WeightPlan, source: Path | None) -> dict[str, tor
 
 
 @dataclass(frozen=True)
-class ExportContents:
+class HfExportTensorPlan:
     """What an export consists of: every tensor in the order of the files, and where carried ones come from."""
 
     tensors: dict[str, TensorMeta]
@@ -57,13 +57,13 @@ class ExportContents:
     """Carried along unchanged, read from `stored`."""
 
 
-def export_contents(plan: WeightPlan, options: HfExportOptions) -> ExportContents:
+def plan_hf_export_tensors(plan: WeightPlan, options: HfExportOptions) -> HfExportTensorPlan:
     """The model's own tensors, then those that are carried along."""
     dtypes = options.dtype or source_tensor_dtypes(plan, options.source)
     stored = open_weights(options.source) if options.source is not None and folder_has_weights(options.source) else None
     kept = plan.kept(stored.names()) if stored is not None else []
     carried = {name: TensorMeta(stored.shape(name), stored.dtype(name)) for name in kept if stored}
-    return ExportContents({**plan.hf_tensors(dtypes), **carried}, stored, tuple(kept))
+    return HfExportTensorPlan({**plan.hf_tensors(dtypes), **carried}, stored, tuple(kept))
 
 
 def finish_export(writer: HfWriter, plan: WeightPlan, options: HfExportOptions) -> Path:
@@ -80,7 +80,7 @@ def write_hf_export(
 ) -> Path:  # noqa: B008
     """Write `weights` (all HF tensors of the model, in any order, one at a time) as a Hugging Face folder. On one rank
     only."""
-    contents = export_contents(plan, options)
+    contents = plan_hf_export_tensors(plan, options)
     with HfWriter(directory, contents.tensors, options.max_shard_bytes, options.overwrite) as writer:
         for name, tensor in weights:
             writer.add(name, tensor)

@@ -36,7 +36,7 @@ class HfFolderPlan:
     overwrite: bool
 
 
-def make_hf_folder(
+def write_hf_folder_resumably(
     folder: HfFolderPlan, blocks: Callable[[str], Iterator[Tensor]], made_from: Mapping[str, Any]
 ) -> Path:
     """The folder, whole or not at all; `blocks` gives a tensor in row-major order, `made_from` is what decides its

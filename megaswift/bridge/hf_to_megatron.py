@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift.bridge import streaming_folder_job, torch_dist_files, torch_save_tensor_archive
+from megaswift.bridge import streaming_folder_job, torch_dist_chunk_io, torch_save_tensor_file_format
 from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
-from megaswift.bridge.checkpoint_shard_regions import KEPT, padded_vocabulary_size, shard_region
 from megaswift.bridge.dequantized_hf_source import open_hf_weights
 from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.sharded_state_dict_entries import KEPT, padded_vocabulary_size, sharded_state_dict_entry
 from megaswift.bridge.streaming_folder_job import FolderJob, TensorJob, read_tensor_blocks, split_region_into_blocks
-from megaswift.bridge.torch_dist_files import SavedChunk
+from megaswift.bridge.torch_dist_chunk_io import SavedChunk
 from megaswift.bridge.weight_plan import PlanEntry, WeightPlan
 from megaswift.errors import CheckpointError, LayoutError, Problem
 from megaswift.families import family_of, load_spec
@@ -81,7 +81,7 @@ def hf_to_megatron(
     saved, items, files = _arrange(plan, weights, dtypes, padded, options.file_bytes)
 
     def finish(stage: Path) -> None:
-        torch_dist_files.write_checkpoint_metadata(stage, saved)
+        torch_dist_chunk_io.write_checkpoint_metadata(stage, saved)
         write_checkpoint_hf_metadata(stage / MODEL, spec.hf_config, dtypes, folder)
         facts = {
             "megaswift": __version__,
@@ -123,8 +123,8 @@ def _arrange(
     key_dtypes = _key_dtypes(plan, dtypes)
     parts = []
     for entry in plan.entries:
-        region = shard_region(entry, padded)
-        content = functools.partial(megatron_parameter_blocks, entry, weights, padded)
+        region = sharded_state_dict_entry(entry, padded)
+        content = functools.partial(read_megatron_parameter_in_blocks, entry, weights, padded)
         parts.append(
             (entry.hf[0], (region.key, region.whole, region.offset, region.shape, key_dtypes[region.key], content))
         )
@@ -139,13 +139,13 @@ def _arrange(
         if files[[*files][-1]] >= file_bytes:
             files[f"__0_{len(files)}.distcp"] = 0
         file, nbytes = [*files][-1], math.prod(shape) * dtype.itemsize
-        frame = torch_save_tensor_archive.torch_save_zip_frame(dtype, shape)
+        frame = torch_save_tensor_file_format.torch_save_zip_frame(dtype, shape)
         start, length = files[file], len(frame.head) + nbytes + len(frame.tail)
         items.append(
             TensorJob(file, start, nbytes, functools.partial(_cast, blocks, dtype), frame.head, frame.tail, name)
         )
         saved.append(SavedChunk(key, whole, offset, shape, dtype, file, start, length))
-        files[file] = start + length + -(start + length) % torch_save_tensor_archive.ALIGNMENT
+        files[file] = start + length + -(start + length) % torch_save_tensor_file_format.ALIGNMENT
     return saved, items, files
 
 
@@ -153,7 +153,7 @@ def _key_dtypes(plan: WeightPlan, dtypes: Mapping[str, torch.dtype]) -> dict[str
     """Key -> the dtype that holds all its Hugging Face tensors' values: a named tensor has one dtype."""
     dtypes_of: dict[str, list[torch.dtype]] = defaultdict(list)
     for entry in plan.entries:
-        dtypes_of[shard_region(entry).key] += [dtypes[name] for name in entry.hf]
+        dtypes_of[sharded_state_dict_entry(entry).key] += [dtypes[name] for name in entry.hf]
     return {key: functools.reduce(torch.promote_types, each) for key, each in dtypes_of.items()}
 
 
@@ -161,7 +161,9 @@ def _cast(blocks: functools.partial[Iterator[Tensor]], dtype: torch.dtype) -> It
     return (block.to(dtype).contiguous() for block in blocks())
 
 
-def megatron_parameter_blocks(entry: PlanEntry, weights: WeightSource, padded_vocab: int | None) -> Iterator[Tensor]:
+def read_megatron_parameter_in_blocks(
+    entry: PlanEntry, weights: WeightSource, padded_vocab: int | None
+) -> Iterator[Tensor]:
     """A whole parameter in row-major order, in parts; at once where it is no row of ranges of rows (an expert's
     transposed matrix)."""
     pieces, dim = entry.pieces(TensorParallelShard(1, 0, padded_vocab)), shard_dim(entry.rule)

@@ -14,30 +14,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift.bridge import checkpoint_shard_regions
+from megaswift.bridge import sharded_state_dict_entries
 from megaswift.bridge.adapter_plan import ADAPTER, SAVED
 from megaswift.bridge.checkpoint_hf_metadata import read_original_tensor_dtypes
-from megaswift.bridge.checkpoint_shard_regions import KEPT, MAIN, STATES
 from megaswift.bridge.file_tensor import empty_releasable_tensor
 from megaswift.bridge.hf_source import Slices, Span, slice_bounds_per_dim
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
+from megaswift.bridge.sharded_state_dict_entries import KEPT, MAIN, STATES
 from megaswift.bridge.torch_dist_source import TorchDistSource
 from megaswift.bridge.weight_plan import SHOWN, PlanEntry, WeightPlan
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families import family_of, read_config
-from megaswift.families.checkpoint_folder import CheckpointFolder
+from megaswift.families import family_of, read_config_json
+from megaswift.families.checkpoint_folder import CheckpointTensorAndModelPaths
 from megaswift.families.weight_rules import SliceMap, TensorParallelShard, shard_dim
 
 
 class MegatronSource:
     """The weights of a checkpoint as Hugging Face tensors: each in the dtype it once had, or all in `dtype`."""
 
-    def __init__(self, checkpoint: CheckpointFolder, dtype: torch.dtype | None = None) -> None:
-        config = read_config(checkpoint.model)
+    def __init__(self, checkpoint: CheckpointTensorAndModelPaths, dtype: torch.dtype | None = None) -> None:
+        config = read_config_json(checkpoint.model)
         family = family_of(config)
         self.plan = WeightPlan(family, family.spec(config))
         self.directory, self.tensors = checkpoint.tensors, TorchDistSource(checkpoint.tensors)
-        self._places = checkpoint_shard_regions.shard_regions(self.plan.entries)
+        self._places = sharded_state_dict_entries.sharded_state_dict_entries(self.plan.entries)
         self._had, self._wanted = read_original_tensor_dtypes(checkpoint.model), dtype
         self._kept = [key.removeprefix(KEPT) for key in self.tensors.keys() if key.startswith(KEPT)]  # noqa: SIM118 (a method)
         self._check()

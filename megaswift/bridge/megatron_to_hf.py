@@ -20,7 +20,7 @@ from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.open_weight_source import open_checkpoint_weight_source
 from megaswift.bridge.streaming_folder_job import file_change_stamps, read_tensor_blocks
 from megaswift.errors import CheckpointError, Problem, missing_path_hint
-from megaswift.families import read_config
+from megaswift.families import read_config_json
 from megaswift.families.checkpoint_folder import TABLES, find_intact_checkpoint
 
 
@@ -56,7 +56,12 @@ def megatron_to_hf(
     weights = open_checkpoint_weight_source(checkpoint, options.dtype)
     tensors = {name: TensorMeta(weights.shape(name), weights.dtype(name)) for name in weights.names()}
     output = HfFolderPlan(
-        target, tensors, read_config(checkpoint.model), checkpoint.model, options.max_shard_bytes, options.overwrite
+        target,
+        tensors,
+        read_config_json(checkpoint.model),
+        checkpoint.model,
+        options.max_shard_bytes,
+        options.overwrite,
     )
     source_files = [
         path for part in (checkpoint.tensors, checkpoint.model) for path in part.rglob("*") if path.is_file()
@@ -66,4 +71,4 @@ def megatron_to_hf(
         "from": str(checkpoint.tensors.resolve()),
         "dtype": str(options.dtype),
     }
-    return hf_folder_job.make_hf_folder(output, functools.partial(read_tensor_blocks, weights), made_from)
+    return hf_folder_job.write_hf_folder_resumably(output, functools.partial(read_tensor_blocks, weights), made_from)

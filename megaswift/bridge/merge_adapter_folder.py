@@ -99,7 +99,7 @@ def merge_adapter_folder_into_base(
         if not base.exists():
             raise WeightsError(Problem(str(base), "does not exist", missing_path_hint(base)))
         raise WeightsError(Problem(str(base), "has no config.json", "give the folder of the base model"))
-    if merge_by_peft.needs_peft_merge(home, adapter):
+    if merge_by_peft.streaming_merge_unsupported(home, adapter):
         if checkpoint is not None:
             raise WeightsError(
                 Problem(
@@ -132,8 +132,8 @@ def merge_adapter_folder_into_base(
         "from": str(base.resolve()),
         "adapter": file_change_stamps([p for p in adapter.iterdir() if p.is_file()], adapter),
     }
-    config = merge_by_peft.with_tokenizer_pad_token(spec.hf_config, home) if scored else spec.hf_config
+    config = merge_by_peft.config_with_tokenizer_pad_token_id(spec.hf_config, home) if scored else spec.hf_config
     output = HfFolderPlan(target, metas, config, home, max_shard_bytes, overwrite)
-    return hf_folder_job.make_hf_folder(
+    return hf_folder_job.write_hf_folder_resumably(
         output, functools.partial(merged_tensor_blocks, source, plan=plan, tensors=tensors), made_from
     )

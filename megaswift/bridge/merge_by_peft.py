@@ -15,27 +15,27 @@ import torch
 from megaswift.bridge.check_finite_weights import all_values_finite, warn_non_finite_written
 from megaswift.bridge.peft_config_from_options import train_type_for_peft_type
 from megaswift.bridge.transformers_weights import persistent_buffers, tensors_by_disk_name, write_transformers_folder
-from megaswift.data.tokenizer import load_tokenizer, padding_token_of
+from megaswift.data.load_tokenizer import load_tokenizer, padding_token_of
 from megaswift.errors import Problem, UserError, WeightsError, first_line
 from megaswift.families.adapter_folder import adapter_peft_type, is_reward_model_adapter
-from megaswift.families.family import FAMILIES, read_config
+from megaswift.families.family import FAMILIES, read_config_json
 from megaswift.families.quantized_training_checks import PLAIN, quant_method
 from megaswift.families.scalar_head import config_with_scalar_head, with_pad_token_id
-from megaswift.families.vision_tower_config import has_vision_tower
+from megaswift.families.vision_language_detection import has_vision_tower
 
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, NotImplementedError)
 """What transformers and PEFT raise for what they cannot load or merge."""
 
 
-def needs_peft_merge(home: Path, adapter: Path) -> bool:
+def streaming_merge_unsupported(home: Path, adapter: Path) -> bool:
     """Whether the streaming merge does not support these weights or these adapters."""
-    return adapter_peft_type(adapter) != "lora" or str(read_config(home).get("model_type")) not in FAMILIES
+    return adapter_peft_type(adapter) != "lora" or str(read_config_json(home).get("model_type")) not in FAMILIES
 
 
 def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwrite: bool) -> Path:
     """`target`: the model in `base`, a Hugging Face folder, with the adapters merged in. It appears whole or not at
     all."""
-    kind, quantized = adapter_peft_type(adapter), quant_method(read_config(base))
+    kind, quantized = adapter_peft_type(adapter), quant_method(read_config_json(base))
     if not train_type_for_peft_type(kind):
         raise WeightsError(Problem(str(adapter), f"is a {kind.upper()} adapter, which is not supported"))
     if quantized is not None:
@@ -51,7 +51,7 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
     tensors = {**dict(merged.named_parameters()), **persistent_buffers(merged)}
     stored = tensors_by_disk_name(merged, {n: t.detach() for n, t in tensors.items()})
     config = (
-        with_tokenizer_pad_token(config_with_scalar_head(read_config(base)), base)
+        config_with_tokenizer_pad_token_id(config_with_scalar_head(read_config_json(base)), base)
         if is_reward_model_adapter(adapter)
         else None
     )
@@ -60,7 +60,7 @@ def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: in
     return target
 
 
-def with_tokenizer_pad_token(config: Mapping[str, Any], home: Path) -> dict[str, Any]:
+def config_with_tokenizer_pad_token_id(config: Mapping[str, Any], home: Path) -> dict[str, Any]:
     """The config.json of a reward model whose tokenizer lies in `home`: transformers reads a row's score at its last
     token."""
     if config.get("pad_token_id") is not None:
@@ -76,7 +76,7 @@ def _merged(base: Path, adapter: Path) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    auto: Any = AutoModelForImageTextToText if has_vision_tower(read_config(base)) else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if has_vision_tower(read_config_json(base)) else AutoModelForCausalLM
     auto, how = (
         (AutoModelForSequenceClassification, {"num_labels": 1}) if is_reward_model_adapter(adapter) else (auto, {})
     )

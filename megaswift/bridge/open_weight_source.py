@@ -12,7 +12,7 @@ from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.megatron_checkpoint_source import MegatronSource
 from megaswift.bridge.torch_engine_step_source import TorchStepSource
 from megaswift.errors import CheckpointError, Problem, missing_path_hint
-from megaswift.families.checkpoint_folder import CheckpointFolder, find_intact_checkpoint
+from megaswift.families.checkpoint_folder import CheckpointTensorAndModelPaths, find_intact_checkpoint
 
 
 def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSource:
@@ -33,6 +33,8 @@ def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSo
     return open_hf_weights(folder)
 
 
-def open_checkpoint_weight_source(checkpoint: CheckpointFolder, dtype: torch.dtype | None = None) -> WeightSource:
+def open_checkpoint_weight_source(
+    checkpoint: CheckpointTensorAndModelPaths, dtype: torch.dtype | None = None
+) -> WeightSource:
     """The weights of a checkpoint: each in the dtype it once had, or all in `dtype`."""
     return MegatronSource(checkpoint, dtype) if checkpoint.sharded else TorchStepSource(checkpoint, dtype)

@@ -18,14 +18,14 @@ from megaswift.families.adapter_target_modules import Projection
 TensorReader = Callable[[], Tensor]
 
 
-def expert_stack_module_names(names: Iterable[str]) -> list[str]:
+def module_names_of_stacked_expert_lora_keys(names: Iterable[str]) -> list[str]:
     """What stands before `.lora_A.weight` in the names of stacked tensors: PEFT's wrapped modules of experts."""
     return sorted(
         {n.rsplit(".lora_", 1)[0] for n in names if ".experts.lora_" in n or ".experts.base_layer.lora_" in n}
     )
 
 
-def expert_tensor_readers(
+def per_expert_lora_readers(
     stack: str, a: TensorReader, b: TensorReader, known: Mapping[str, Projection]
 ) -> Iterator[tuple[str, TensorReader]]:
     """(name, how to read it) of an A and B for each expert's module; nothing where the stack fits none of the model's.
@@ -66,7 +66,7 @@ def _expert_b(read: TensorReader, which: tuple[int, int], rows: slice, alternati
     return deinterleave_gate_up(read().unflatten(1, (-1, experts))[rows, :, expert], alternating)
 
 
-def peft_expert_parameter_name(module: str) -> str:
+def target_parameter_of_expert_module(module: str) -> str:
     """`mlp.experts.3.up_proj` to the parameter that PEFT's patterns name: `mlp.experts.gate_up_proj`."""
     experts, _, leaf = module.rpartition(".")
     return f"{experts.rpartition('.')[0]}.{'down_proj' if leaf in ('down_proj', 'w2') else 'gate_up_proj'}"

@@ -32,9 +32,9 @@ from megaswift.bridge.adapter_plan import (
 from megaswift.bridge.file_tensor import FileTensor, mapped_tensor
 from megaswift.bridge.peft_expert_stacks import (
     TensorReader,
-    expert_stack_module_names,
-    expert_tensor_readers,
-    peft_expert_parameter_name,
+    module_names_of_stacked_expert_lora_keys,
+    per_expert_lora_readers,
+    target_parameter_of_expert_module,
 )
 from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_safetensors_header
 from megaswift.bridge.weight_plan import SHOWN, WeightPlan
@@ -44,9 +44,9 @@ from megaswift.families.adapter_target_modules import (
     WEIGHT,
     Projection,
     dora_problems,
-    partly_saved_parameter_problems,
+    expert_stack_name_without_layer,
+    partial_fused_modules_to_save_problems,
     projections,
-    stack_suffix,
 )
 from megaswift.families.saved_step_integrity import refuse_damaged_part
 
@@ -140,7 +140,7 @@ class PeftFolder:
             elif (shape := tuple(read().shape)) != weights.hf_shapes[name]:
                 problems.append(self._wrong(name, shape, weights.hf_shapes[name]))
             saved.append(name)
-        problems += partly_saved_parameter_problems(weights.family, weights.spec, saved)
+        problems += partial_fused_modules_to_save_problems(weights.family, weights.spec, saved)
         problems += dora_problems(chosen, f"{self.directory / CONFIG}, use_dora") if self.settings.dora else []
         if problems:
             raise WeightsError(problems[:SHOWN])
@@ -157,7 +157,7 @@ class PeftFolder:
         alphas = {
             m: alpha
             for m in self._unstacked
-            if (alpha := pattern_value_for_module(s.alphas, peft_expert_parameter_name(m), s.alpha)) != s.alpha
+            if (alpha := pattern_value_for_module(s.alphas, target_parameter_of_expert_module(m), s.alpha)) != s.alpha
         }
         return replace(s, ranks={m: r for m, r in ranks.items() if r != s.rank}, alphas={**s.alphas, **alphas})
 
@@ -165,10 +165,10 @@ class PeftFolder:
         """How to read each tensor; stacks of experts taken apart."""
         readers: dict[str, TensorReader] = {name: partial(self._read, name) for name in self._stored}
         apart: dict[str, TensorReader] = {}
-        for stack in expert_stack_module_names(readers):
+        for stack in module_names_of_stacked_expert_lora_keys(readers):
             names = [f"{stack}.lora_{half}.weight" for half in HALVES]
             if all(name in readers for name in names):
-                experts = dict(expert_tensor_readers(stack, readers[names[0]], readers[names[1]], by_module))
+                experts = dict(per_expert_lora_readers(stack, readers[names[0]], readers[names[1]], by_module))
                 readers = {name: read for name, read in readers.items() if not experts or name not in names}
                 apart.update(experts)
         self._unstacked = {name.rsplit(".lora_", 1)[0] for name in apart}
@@ -295,11 +295,15 @@ def _targets(plan: AdapterPlan) -> list[str]:
 
 def _parameters(plan: AdapterPlan) -> list[str]:
     """The same for experts that share a parameter: its name without the layer, or the whole one."""
-    end_of_stack = {a.projection.stack: stack_suffix(a.projection.stack) for a in plan.adapters if a.projection.stack}
+    end_of_stack = {
+        a.projection.stack: expert_stack_name_without_layer(a.projection.stack)
+        for a in plan.adapters
+        if a.projection.stack
+    }
     same_end = {
         p.stack
         for p in projections(plan.plan.family, plan.plan.spec)
-        if p.stack and stack_suffix(p.stack) in end_of_stack.values()
+        if p.stack and expert_stack_name_without_layer(p.stack) in end_of_stack.values()
     }
     return sorted(set(end_of_stack.values()) if same_end == end_of_stack.keys() else end_of_stack)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megaswift.bridge import torch_dist_index, torch_save_tensor_archive
+from megaswift.bridge import torch_dist_index, torch_save_tensor_file_format
 from megaswift.bridge.file_tensor import FileTensor, OpenFileReader, empty_releasable_tensor
 from megaswift.errors import CheckpointError, Problem
 
@@ -127,7 +127,7 @@ class TorchDistSource:
             if (key, box) not in self._items:
                 if info.transform_descriptors:
                     raise ValueError(f"is transformed ({', '.join(info.transform_descriptors)})")
-                record = torch_save_tensor_archive.locate_torch_save_tensor(path, info.offset, info.length)
+                record = torch_save_tensor_file_format.locate_torch_save_tensor(path, info.offset, info.length)
                 if record.shape != box.shape or record.dtype != target.dtype:
                     raise ValueError(
                         f"has {list(record.shape)} {record.dtype}, but .metadata has {list(box.shape)} {target.dtype}"

@@ -16,7 +16,7 @@ from megaswift.bridge.checkpoint_hf_metadata import read_original_tensor_dtypes
 from megaswift.bridge.hf_source import HfSource, Slices
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointFolder
+from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointTensorAndModelPaths
 
 PREFIX = "weight."
 
@@ -24,7 +24,7 @@ PREFIX = "weight."
 class TorchStepSource:
     """The weights of a step: each in the dtype that it had in the model's files, or all in `dtype`."""
 
-    def __init__(self, checkpoint: CheckpointFolder, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, checkpoint: CheckpointTensorAndModelPaths, dtype: torch.dtype | None = None) -> None:
         self.directory = checkpoint.tensors
         self._check()
         self._stored, self._wanted = HfSource(self.directory / WHOLE), dtype

@@ -17,7 +17,7 @@ from megaswift.bridge.hf_export import folder_has_weights
 from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.open_weight_source import open_weights
-from megaswift.families.family import read_config
+from megaswift.families.family import read_config_json
 from megaswift.families.quantization_schemes import unreadable_quantization_problem
 
 
@@ -44,7 +44,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 def folder_tensor_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """The dtype of each tensor in a Hugging Face folder; empty where it has no weights, or in a form that only
     transformers reads."""
-    if not folder_has_weights(folder) or unreadable_quantization_problem(read_config(folder)):
+    if not folder_has_weights(folder) or unreadable_quantization_problem(read_config_json(folder)):
         return {}
     source = open_weights(folder)
     return {name: source.dtype(name) for name in source.names()}
@@ -57,7 +57,7 @@ def folder_config_dtype(folder: Path) -> torch.dtype:
     return getattr(torch, name, torch.float32)
 
 
-def metas_like(tensors: Mapping[str, Tensor], source: Path) -> dict[str, TensorMeta]:
+def tensor_metas_with_source_dtypes(tensors: Mapping[str, Tensor], source: Path) -> dict[str, TensorMeta]:
     """Shape of each tensor by disk name, and the dtype that it has in `source`."""
     stored, default = folder_tensor_dtypes(source), folder_config_dtype(source)
     return {
@@ -79,7 +79,7 @@ def write_transformers_folder(
 
     config.json too, unless `config` is another.
     """
-    with HfWriter(folder, metas_like(weights, source), max_shard_bytes, overwrite) as writer:
+    with HfWriter(folder, tensor_metas_with_source_dtypes(weights, source), max_shard_bytes, overwrite) as writer:
         for name, tensor in weights.items():
             writer.add(name, tensor)
         writer.close(source, config)

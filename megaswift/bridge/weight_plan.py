@@ -152,7 +152,7 @@ def _of_shard(part: Tensor, piece: SliceMap, dim: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PlanGroup:
+class EntriesOfSameHfTensors:
     """Parameters that are made of the same HF tensors: all experts where one tensor holds them, else a single entry."""
 
     entries: tuple[PlanEntry, ...]
@@ -177,10 +177,12 @@ class WeightPlan:
             PlanEntry(rule, spec, layer, expert) for rule, layer, expert in expand_weight_table(family.weights, spec)
         )
         self.by_megatron: dict[str, PlanEntry] = {e.megatron: e for e in self.entries}
-        self.groups: tuple[PlanGroup, ...] = tuple(
-            PlanGroup(tuple(same)) for _, same in groupby(self.entries, key=lambda entry: entry.hf)
+        self.groups: tuple[EntriesOfSameHfTensors, ...] = tuple(
+            EntriesOfSameHfTensors(tuple(same)) for _, same in groupby(self.entries, key=lambda entry: entry.hf)
         )
-        self.by_hf: dict[str, PlanGroup] = {name: group for group in self.groups for name in group.entries[0].hf}
+        self.by_hf: dict[str, EntriesOfSameHfTensors] = {
+            name: group for group in self.groups for name in group.entries[0].hf
+        }
         self.hf_shapes: dict[str, tuple[int, ...]] = {
             n: s for e in self.entries for n, s in zip(e.hf, e.hf_shapes, strict=True)
         }

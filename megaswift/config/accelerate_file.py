@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.accelerate_options import options_from_accelerate, settings_without_effect
+from megaswift.config.accelerate_options import options_from_accelerate_environment, settings_without_effect
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue
-from megaswift.config.read_json_object import read_option_object
+from megaswift.config.read_option_json_file import read_option_object
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 
 NAME = "accelerate_config"
@@ -85,7 +85,7 @@ def source_from_accelerate_file(given: GivenOptionValue) -> ConfigSource:
     kind = str(content.get("distributed_type", "NO")).upper()
     sections = {name: dict(content.get(f"{name}_config") or {}) for name in ("deepspeed", "fsdp")}
     environ = _environ(content, kind, sections["deepspeed"])
-    settings = options_from_accelerate(environ)
+    settings = options_from_accelerate_environment(environ)
     problems = [*_refused(content, kind, label), *_unknown(content, sections["deepspeed"], label), *settings.problems]
     givens = [replace(g, label=f"{label}: {g.label}", spelling=f"{label}: {g.label}") for g in settings.givens]
     givens += [GivenOptionValue(n, v, f"{label}: {k}: {v}", f"{label}: {k}:") for k, n, v in _launch(content)]

@@ -60,7 +60,7 @@ _WITHOUT_EFFECT = {
 """Variable: accelerate's name for it, values that say nothing, and what decides it here."""
 
 
-def options_from_accelerate(environ: Mapping[str, str]) -> ConfigSource:
+def options_from_accelerate_environment(environ: Mapping[str, str]) -> ConfigSource:
     """The options that accelerate's settings amount to, and which of them cannot be followed."""
     givens = [*_precision(environ)]
     problems = [*_refused(environ)]
@@ -74,7 +74,7 @@ def options_from_accelerate(environ: Mapping[str, str]) -> ConfigSource:
 def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> Iterator[str]:
     """What the run took from accelerate's settings, and what of them has no effect. `alone`: the run is this one
     process."""
-    givens = options_from_accelerate(environ).givens
+    givens = options_from_accelerate_environment(environ).givens
     taken = [g for g in givens if _plain(c.value(g.name)) == g.value]
     if taken:
         yield f"from accelerate's settings: {' '.join(f'--{g.name} {option_value_text(g.value)}' for g in taken)}"
@@ -100,7 +100,7 @@ def settings_without_effect(environ: Mapping[str, str]) -> Iterator[str]:
             yield f"accelerate's {name} {value} has no effect: {instead} determines it"
 
 
-def accelerate_engine_flag_problems(environ: Mapping[str, str]) -> list[Problem]:
+def python_api_accelerate_engine_problems(environ: Mapping[str, str]) -> list[Problem]:
     """For the Python API, whose configuration is made by the user's own code: engines asked of accelerate."""
     settings = {ZERO: ("deepspeed", "zero2"), FSDP: ("fsdp", "fsdp2"), MEGATRON: ("megatron_lm", "megatron")}
     return [

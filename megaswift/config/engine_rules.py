@@ -80,7 +80,7 @@ def requested_engine(c: Sections) -> str:
         return deepspeed_preset_of_option(c.engine.deepspeed) or "zero2"
     if c.engine.use_fsdp or c.engine.fsdp or c.engine.fsdp_config:
         return "fsdp2"
-    return AUTO if option_of_torch_engines(c) else c.engine.engine
+    return AUTO if first_given_torch_only_option(c) else c.engine.engine
 
 
 def is_engine_open(c: Sections) -> bool:
@@ -88,7 +88,7 @@ def is_engine_open(c: Sections) -> bool:
     return not uses_model_parallelism(c) and not {*READS} & c.given
 
 
-def option_of_torch_engines(c: Sections) -> str:
+def first_given_torch_only_option(c: Sections) -> str:
     """The first given option that only torch engines serve, where the engine is open; else the empty string."""
     if not is_engine_open(c):
         return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config.engine import FSDP_STRATEGIES
-from megaswift.config.read_json_object import read_option_object
+from megaswift.config.read_option_json_file import read_option_object
 from megaswift.config.sections import Sections
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 

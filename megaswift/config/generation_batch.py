@@ -57,7 +57,7 @@ BATCH_OPTIONS = (
 
 
 @dataclass(frozen=True)
-class DefaultAccumulation:
+class DefaultGradientAccumulation:
     """Forward passes of a step that were not chosen."""
 
     number: int
@@ -65,7 +65,7 @@ class DefaultAccumulation:
     """The notice shown to the user."""
 
 
-def default_accumulation_passes(task: str | None, values: Mapping[str, Any]) -> DefaultAccumulation | None:
+def default_rl_accumulation_steps(task: str | None, values: Mapping[str, Any]) -> DefaultGradientAccumulation | None:
     """`gradient_accumulation_steps` of a run that has no batch size but `per_device_train_batch_size`: as many as
     whole groups take, on any number of ranks. None where another was given, or one pass is enough."""
     if task not in RL or any(values.get(name) is not None for name in BATCH_OPTIONS[1:]):
@@ -77,7 +77,7 @@ def default_accumulation_passes(task: str | None, values: Mapping[str, Any]) -> 
         f"gradient_accumulation_steps is {passes}, since no batch size was given and num_generations is {group}: "
         f"a step trains on {rows * passes} completions per data-parallel rank (change it with --global_batch_size)"
     )
-    return DefaultAccumulation(passes, text) if passes > 1 else None
+    return DefaultGradientAccumulation(passes, text) if passes > 1 else None
 
 
 def generation_batch_problems(c: Sections, labels: Mapping[str, str]) -> Iterator[Problem]:

@@ -10,8 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megaswift.config.byte_size import parse_byte_size
-from megaswift.config.command_parser import ParsedCommand
-from megaswift.config.device_placement import AUTOMATIC, DISK, parse_device_map, parse_max_memory
+from megaswift.config.infer_deploy_export_parser import ParsedCommand
 from megaswift.config.inference import (
     COLD,
     BackendOptions,
@@ -26,6 +25,7 @@ from megaswift.config.inference import (
 )
 from megaswift.config.inference_run_files import ADAPTER_CONFIG, adapter_config
 from megaswift.config.option_sources import DATA_SUFFIXES
+from megaswift.config.parse_device_map_options import AUTOMATIC, DISK, parse_device_map, parse_max_memory
 from megaswift.errors import Problem
 
 TOKEN_VARIABLE = "MEGASWIFT_API_KEY"

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.command_parser import ParsedCommand
+from megaswift.config.infer_deploy_export_parser import ParsedCommand
 from megaswift.config.inference import (
     ExportOptions,
     InferenceLaunchOptions,

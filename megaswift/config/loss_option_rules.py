@@ -10,7 +10,7 @@ from megaswift.config.loss_table import (
     LOSS_TABLE,
     READ_INSTEAD,
     LossEntry,
-    LossRequirement,
+    LossOptionCondition,
     loss_entries,
     losses_reading,
 )
@@ -52,7 +52,7 @@ def _in_use(loss: str) -> Test:
     return lambda c: any(e.name == loss for e in loss_entries_of(c))
 
 
-def loss_requirement_rules(*tasks: str) -> Iterator[ConflictingOptions]:
+def value_required_by_loss_rules(*tasks: str) -> Iterator[ConflictingOptions]:
     """A rule for each requirement of these tasks' losses."""
     for requirement in dict.fromkeys(r for e in LOSS_TABLE if e.task in tasks for r in e.requires):
         yield ConflictingOptions(
@@ -60,7 +60,7 @@ def loss_requirement_rules(*tasks: str) -> Iterator[ConflictingOptions]:
         )
 
 
-def _unmet(requirement: LossRequirement) -> Test:
+def _unmet(requirement: LossOptionCondition) -> Test:
     def unmet(c: Sections) -> bool:
         return any(requirement in e.requires for e in loss_entries_of(c)) and not requirement.holds(
             c.value(requirement.option)

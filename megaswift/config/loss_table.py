@@ -32,7 +32,7 @@ ALPHAPO = "alphapo"
 
 
 @dataclass(frozen=True)
-class LossRequirement:
+class LossOptionCondition:
     """A condition on the value of an option, without which a loss cannot be used."""
 
     option: str
@@ -53,7 +53,7 @@ class LossEntry:
     """Of the options in `LOSS_OPTIONS`, those that the formula reads."""
     needs: frozenset[str] = frozenset()
     """`KL_PAIRS`, `RUNNING_MEAN`, `COVARIANCES`."""
-    requires: tuple[LossRequirement, ...] = ()
+    requires: tuple[LossOptionCondition, ...] = ()
     loss_agg_mode: str | None = None
     """Of a policy's loss: the default of `loss_agg_mode`."""
 
@@ -89,49 +89,51 @@ READ_INSTEAD: dict[tuple[str, str, str], tuple[str, str]] = {
 """(task, loss, option that it does not read) -> the rule and the fix, where another option has its place."""
 
 
-def _entry(task: str, name: str, paper: str, reads: str = "", *requires: LossRequirement, needs: str = "") -> LossEntry:
+def _entry(
+    task: str, name: str, paper: str, reads: str = "", *requires: LossOptionCondition, needs: str = ""
+) -> LossEntry:
     return LossEntry(name, task, paper, frozenset(reads.split()), frozenset(needs.split()), requires)
 
 
-def _policy(name: str, paper: str, mode: str, reads: str, *requires: LossRequirement, needs: str = "") -> LossEntry:
+def _policy(name: str, paper: str, mode: str, reads: str, *requires: LossOptionCondition, needs: str = "") -> LossEntry:
     return replace(_entry("grpo", name, paper, reads, *requires, needs=needs), loss_agg_mode=mode)
 
 
-_UNSORTED = LossRequirement(
+_UNSORTED = LossOptionCondition(
     "use_weighting",
     lambda v: not v,
     "weights individual pairs, but {loss_type} sorts the pairs",
     "--use_weighting false",
 )
-_SMOOTHED = LossRequirement(
+_SMOOTHED = LossOptionCondition(
     "label_smoothing", lambda v: v > 0, "must be > 0: exo_pair takes its logarithm", "--label_smoothing 0.001"
 )
-_BELOW_HALF = LossRequirement(
+_BELOW_HALF = LossOptionCondition(
     "label_smoothing",
     lambda v: v < 0.5,
     "must be < 0.5: robust divides by 1 - 2 x label_smoothing",
     "--label_smoothing 0.1",
 )
 _LEVEL = "importance_sampling_level"
-_PER_COMPLETION = LossRequirement(
+_PER_COMPLETION = LossOptionCondition(
     _LEVEL,
     lambda v: v != "token",
     "loss_type luspo uses one ratio per completion",
     "--importance_sampling_level sequence",
 )
-_PER_TOKEN = LossRequirement(
+_PER_TOKEN = LossOptionCondition(
     _LEVEL,
     lambda v: v == "token",
     "loss_type vespo computes its own ratio per completion",
     "--importance_sampling_level token",
 )
-_CAP = LossRequirement(
+_CAP = LossOptionCondition(
     "epsilon_high",
     lambda v: v is None or v >= 1,
     "is the maximum ratio in loss_type cispo; below 1 it would clip the ratio of every token",
     "--epsilon_high 5",
 )
-_WHOLE = LossRequirement(
+_WHOLE = LossOptionCondition(
     "loss_agg_mode",
     lambda v: v in (None, SEQ_MEAN_TOKEN_MEAN),
     "does not apply to loss_type rloo: all tokens of a completion share one ratio, and all completions have equal "

@@ -9,7 +9,7 @@ from megaswift.config.option import option
 
 
 @dataclass(frozen=True)
-class PeftConfig:
+class NonLoraPeftConfig:
     """Other PEFT adapters
 
     For --train_type adalora, boft, vera and so on, with a torch engine (--engine ddp). Names and defaults follow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.config.data import RL
-from megaswift.config.loss_option_rules import ignored_by_loss_rules, loss_entries_of, loss_requirement_rules
+from megaswift.config.loss_option_rules import ignored_by_loss_rules, loss_entries_of, value_required_by_loss_rules
 from megaswift.config.loss_table import ALPHAPO, KL_PAIRS
 from megaswift.config.preference import LOSSES, beta_of, loss_types_of, needs_reference
 from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
@@ -94,7 +94,7 @@ PREFERENCE_CLASHES: tuple[ConflictingOptions, ...] = (
         "must have one number for each loss_type",
         "give --loss_weights as many numbers",
     ),
-    *loss_requirement_rules("dpo", "kto", "cpo"),
+    *value_required_by_loss_rules("dpo", "kto", "cpo"),
     ConflictingOptions(
         ("ref_model", "train_type"),
         lambda c: c.preference.ref_model is not None and c.model.train_type != "full",

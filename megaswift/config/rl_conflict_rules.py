@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megaswift.config.adapter_rules import base_quantization_bits, non_lora_peft_method_of
 from megaswift.config.data import GRPO, PPO, RL
 from megaswift.config.engine_rules import capabilities_of
-from megaswift.config.loss_option_rules import loss_requirement_rules
+from megaswift.config.loss_option_rules import value_required_by_loss_rules
 from megaswift.config.preference import beta_of
 from megaswift.config.rl_defaults import (
     advantage_estimator_entry_of,
@@ -199,7 +199,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         "makes the gradient of kl_estimator k2 differ from that of the KL divergence; without it k2 is correct",
         "--use_bias_correction_kl false, or --kl_estimator k3",
     ),
-    *loss_requirement_rules("grpo"),
+    *value_required_by_loss_rules("grpo"),
     ConflictingOptions(
         ("loss_type", "advantage_estimator"),
         lambda c: policy_loss_of(c) == "rloo" and advantage_estimator_entry_of(c).per_token,

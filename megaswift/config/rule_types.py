@@ -1,5 +1,5 @@
 """Types of rules about options: an option without effect, and conflicting options. The rules are in
-`option_rules.py`."""
+`option_combination_rules.py`."""
 
 from __future__ import annotations
 

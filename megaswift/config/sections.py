@@ -14,7 +14,7 @@ from megaswift.config.model import ModelConfig
 from megaswift.config.optim import OptimConfig
 from megaswift.config.option import Option, build_option_table
 from megaswift.config.parallel import ParallelConfig
-from megaswift.config.peft_options import PeftConfig
+from megaswift.config.peft_options import NonLoraPeftConfig
 from megaswift.config.preference import PreferenceConfig
 from megaswift.config.quantization import QuantizationConfig
 from megaswift.config.rl import RlConfig
@@ -37,7 +37,7 @@ TASKS = {
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "lora": LoraConfig,
-    "peft": PeftConfig,
+    "peft": NonLoraPeftConfig,
     "quantization": QuantizationConfig,
     "engine": EngineConfig,
     "parallel": ParallelConfig,
@@ -89,7 +89,7 @@ class Sections:
     task: str
     model: ModelConfig
     lora: LoraConfig
-    peft: PeftConfig
+    peft: NonLoraPeftConfig
     quantization: QuantizationConfig
     engine: EngineConfig
     parallel: ParallelConfig

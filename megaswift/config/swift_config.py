@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megaswift.config.accelerate_options import options_from_accelerate
+from megaswift.config.accelerate_options import options_from_accelerate_environment
 from megaswift.config.adapter_rules import train_type_defaults
 from megaswift.config.launcher_environment import is_launched_worker
-from megaswift.config.option_rules import ignored_option_names
+from megaswift.config.merge_config_sources import checked_sections_from_sources
+from megaswift.config.option_combination_rules import ignored_option_names
 from megaswift.config.option_sources import (
     ConfigSource,
     launch_source_from_environment,
@@ -18,7 +19,6 @@ from megaswift.config.option_sources import (
     read_config_file,
     source_from_mapping,
 )
-from megaswift.config.resolve_sections import resolve_sections
 from megaswift.config.sections import OPTIONS, SECTIONS, Sections
 from megaswift.errors import Problem, storage_error
 
@@ -32,7 +32,7 @@ class SwiftConfig(Sections):
     """
 
     def __init__(self, task: str | None = None, **options: Any) -> None:
-        self._fill(resolve_sections(task, [source_from_mapping(options)]))
+        self._fill(checked_sections_from_sources(task, [source_from_mapping(options)]))
 
     def _fill(self, sections: Sections) -> None:
         for f in fields(sections):
@@ -53,7 +53,7 @@ class SwiftConfig(Sections):
             config._fill(refused)
             return beyond(config) if beyond else ()
 
-        config._fill(resolve_sections(task, sources, complete, seen))
+        config._fill(checked_sections_from_sources(task, sources, complete, seen))
         return config
 
     @classmethod
@@ -122,7 +122,7 @@ def load_config(
     environ = os.environ if environ is None else environ
     line = read_command_line(list(argv))
     try:
-        sources = [options_from_accelerate(environ), *(read_config_file(f) for f in line.files)]
+        sources = [options_from_accelerate_environment(environ), *(read_config_file(f) for f in line.files)]
         if not is_launched_worker(environ):
             sources.append(launch_source_from_environment(environ))
         sources.append(ConfigSource(tuple(line.givens), tuple(line.problems)))

@@ -15,10 +15,18 @@ from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES, RL
 from megaswift.data import vocab_check
 from megaswift.data.collate import PaddingShape
 from megaswift.data.coordinate_token_cache_build import data_cache_folder
-from megaswift.data.documents import Documents, gather_documents, hold_out_documents, truncate_documents
+from megaswift.data.documents import Documents, apply_truncation_strategy, gather_documents, hold_out_documents
 from megaswift.data.encode_preferences import PreferenceEncoder
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, encode_spec
 from megaswift.data.epoch_order import EpochOrder
+from megaswift.data.gather_and_truncate_preferences import (
+    CUT_CAUSES,
+    PreferenceDocuments,
+    apply_truncation_to_preferences,
+    gather_preferences,
+    hold_out_preferences,
+)
+from megaswift.data.load_tokenizer import padding_token_of
 from megaswift.data.loader import (
     BatchSource,
     EvaluationSource,
@@ -28,18 +36,14 @@ from megaswift.data.loader import (
     make_document_rows,
 )
 from megaswift.data.preference_batches import PreferenceCollator, PreferenceDataset
-from megaswift.data.preference_documents import (
-    CUT_CAUSES,
-    PreferenceDocuments,
-    gather_preferences,
-    hold_out_preferences,
-    truncate_preferences,
-)
 from megaswift.data.stream_batches import StreamBatchSource, StreamOptions, StreamRowProcessor
+from megaswift.data.stream_encode_and_pack_rows import TokenRowStreamProcessor
 from megaswift.data.stream_preferences import PreferenceStreamProcessor
-from megaswift.data.stream_rows import TokenRowStreamProcessor
-from megaswift.data.tokenization import check_renamed_columns_exist, dataset_files, tokenize_datasets
-from megaswift.data.tokenizer import padding_token_of
+from megaswift.data.tokenization import (
+    check_renamed_columns_exist,
+    resolve_or_download_dataset_files,
+    tokenize_datasets,
+)
 from megaswift.data.vision_processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem
 
@@ -53,8 +57,8 @@ def load_document_splits(
     data: Any, train: Any, tokenizer: Any, task: str = "sft"
 ) -> tuple[Documents, Documents | None]:
     """(training, evaluation) documents, cut to length; DataError when there is nothing to train on."""
-    check_data_options_for_task(data, task)
-    docs = truncate_documents(
+    check_split_truncation_option(data, task)
+    docs = apply_truncation_strategy(
         gather_documents(tokenize_datasets(data, tokenizer, task, seed=data_seed(data, train))),
         data.max_length,
         data.truncation_strategy,
@@ -69,9 +73,9 @@ def load_preference_splits(
     data: Any, train: Any, tokenizer: Any, task: str
 ) -> tuple[PreferenceDocuments, PreferenceDocuments | None]:
     """(training, evaluation) pairs or labeled answers of a task of preferences, cut to length."""
-    check_data_options_for_task(data, task)
+    check_split_truncation_option(data, task)
     gathered = gather_preferences(tokenize_datasets(data, tokenizer, task, seed=data_seed(data, train)))
-    truncated = truncate_preferences(gathered, data.max_length, data.truncation_strategy)
+    truncated = apply_truncation_to_preferences(gathered, data.max_length, data.truncation_strategy)
     _tell(truncated.docs, data, data.dataset)
     if data.val_dataset:
         return truncated, _held_out_units(data, tokenizer, task)
@@ -83,7 +87,7 @@ def global_batch_unit(task: str) -> str:
     return "completions" if task in RL else "pairs" if task in PAIRS else "examples" if task in EXAMPLES else "rows"
 
 
-def check_data_options_for_task(data: Any, task: str) -> None:
+def check_split_truncation_option(data: Any, task: str) -> None:
     """DataError for options that the task's data cannot serve."""
     if data.truncation_strategy != "split":
         return
@@ -134,7 +138,7 @@ def _tell(docs: Documents, data: Any, names: Sequence[str]) -> None:
 
 
 def _held_out(data: Any, tokenizer: Any, task: str) -> Documents:
-    documents = truncate_documents(
+    documents = apply_truncation_strategy(
         gather_documents(tokenize_datasets(data, tokenizer, task, val=True)), data.max_length, data.truncation_strategy
     )
     _tell(documents, data, data.val_dataset)
@@ -142,7 +146,7 @@ def _held_out(data: Any, tokenizer: Any, task: str) -> Documents:
 
 
 def _held_out_units(data: Any, tokenizer: Any, task: str) -> PreferenceDocuments:
-    units = truncate_preferences(
+    units = apply_truncation_to_preferences(
         gather_preferences(tokenize_datasets(data, tokenizer, task, val=True)),
         data.max_length,
         data.truncation_strategy,
@@ -170,7 +174,7 @@ def build_train_and_eval_sources(
     training_shape = replace(shape, minimum=data.max_length) if geometry.full_length else shape
     per_device = train.per_device_eval_batch_size or geometry.per_device
     apart = replace(geometry, per_device=per_device, accumulation=1)
-    check_data_options_for_task(data, task)
+    check_split_truncation_option(data, task)
     if data.streaming:
         assert not isinstance(tokenizer, Processor), "rows with images cannot be streamed"
         evaluation: IndexedRows | None = None
@@ -236,7 +240,9 @@ def _stream(
     data: Any, train: Any, spec: EncodeSpec, where: tuple[LoaderGeometry, PaddingShape], prompt_labels: bool
 ) -> StreamBatchSource:
     (geometry, shape), units = where, spec.task in PREFERENCES
-    datasets = [dataset_files(name, data_cache_folder(data.dataset_cache_dir)) for name in data.dataset]
+    datasets = [
+        resolve_or_download_dataset_files(name, data_cache_folder(data.dataset_cache_dir)) for name in data.dataset
+    ]
     sources = [replace(source, sample_by=data.sample_by) for source in datasets]
     packs = bool(data.packing) and not units  # which units are in a micro-batch does not depend on how they lie there
     options = StreamOptions(data.max_length, data.truncation_strategy, packs, data.shuffle, data_seed(data, train))

@@ -20,7 +20,7 @@ def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[s
     return own | {new: row[old] for old, new in columns.items() if old in row}
 
 
-def fill_placeholders(value: Any, texts: Mapping[str, Sequence[str]], chinese: bool = False) -> Any:
+def fill_self_cognition_name_placeholders(value: Any, texts: Mapping[str, Sequence[str]], chinese: bool = False) -> Any:
     """A row, or a value of it, with {{NAME}} and {{AUTHOR}} replaced, as rows of self-cognition data sets have them.
 
     `texts`: placeholder -> its text, or two, of which the first is for rows whose column `tag` is zh.
@@ -31,8 +31,10 @@ def fill_placeholders(value: Any, texts: Mapping[str, Sequence[str]], chinese: b
         return value
     if isinstance(value, Mapping):
         chinese = chinese or value.get("tag") == "zh"
-        return {key: fill_placeholders(v, texts, chinese) for key, v in value.items()}
-    return [fill_placeholders(v, texts, chinese) for v in value] if isinstance(value, list) else value
+        return {key: fill_self_cognition_name_placeholders(v, texts, chinese) for key, v in value.items()}
+    return (
+        [fill_self_cognition_name_placeholders(v, texts, chinese) for v in value] if isinstance(value, list) else value
+    )
 
 
 def check_columns_exist(sources: Sequence[DatasetFiles], columns: Mapping[str, str]) -> None:

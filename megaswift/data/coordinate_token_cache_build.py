@@ -143,7 +143,7 @@ def _publish_failure(path: Path, error: DataError) -> None:
         write_atomically(path, json.dumps([[p.what, p.rule, p.fix] for p in error.problems]), cached=True)
 
 
-def publish_content_hash(root: Path, name: str, key: str) -> None:
+def publish_content_hash_of_input_files(root: Path, name: str, key: str) -> None:
     """Let waiting processes know the content hash `key` of the inputs whose paths, sizes and times hash to `name`."""
     write_atomically(root / f"{name}.alias", key, cached=True)
 

@@ -116,7 +116,7 @@ def gather_documents(stores: Sequence[tuple[DatasetFiles, TokenStore]]) -> Docum
     )
 
 
-def truncate_documents(docs: Documents, max_length: int, strategy: str) -> Documents:
+def apply_truncation_strategy(docs: Documents, max_length: int, strategy: str) -> Documents:
     """Every document at most `max_length` tokens, by one of raise, delete, left, right, split; counted.
 
     None loses a part of an image: one that would is deleted.

@@ -42,7 +42,7 @@ class _Numbers(dict[str, int]):
 
 
 @dataclass(frozen=True)
-class TokenizedTexts:
+class ConcatenatedTextTokens:
     """Tokens of several texts, one after the other."""
 
     ids: np.ndarray
@@ -77,7 +77,7 @@ class DistinctPieceEncoder:
             self._numbers[token]  # gets its number: the separator must not be among pieces that are joined
         self._learn(self._apart)
 
-    def encode(self, texts: Sequence[str], spans: Sequence[Spans]) -> TokenizedTexts:
+    def encode(self, texts: Sequence[str], spans: Sequence[Spans]) -> ConcatenatedTextTokens:
         """Tokens of `texts`, and which of them touch one of each text's `spans` (character ranges in order)."""
         known = len(self._chars)
         full = max(known, len(self._edges)) > MOST_PIECES or self._chars.sum() > MOST_CHARS
@@ -92,7 +92,7 @@ class DistinctPieceEncoder:
         ids = self._ids[np.repeat(self._begin[numbers] - token_at[:-1], counts) + np.arange(token_at[-1])]
         char_at = _sums(self._chars[numbers])
         mask = self._mask(pieces, char_at, token_at, _shifted(texts, spans))
-        return TokenizedTexts(ids, mask, token_at[np.array(ends, dtype=np.int64)])
+        return ConcatenatedTextTokens(ids, mask, token_at[np.array(ends, dtype=np.int64)])
 
     def _cut(self, text: str, pieces: list[str]) -> int:
         """Add the pieces of `text`; how many there are now. Empty ones do no harm."""

@@ -16,7 +16,7 @@ import numpy as np
 from megaswift.config.data import PREFERENCES, RL
 from megaswift.data.encode_prompts import PromptEncoder
 from megaswift.data.encode_rows import BATCH, SHOWN, EncodedRows, EncodeSpec, RowEncoder, malformed_row_problem
-from megaswift.data.encode_vision import VisionEncoder
+from megaswift.data.encode_vision_row_tokens import VisionRowTokenEncoder
 from megaswift.data.formats import recognize_format
 from megaswift.data.images import reject_images
 from megaswift.data.preference_rows import (
@@ -54,7 +54,7 @@ def row_encoder_for_task(spec: EncodeSpec) -> RowEncoder | PreferenceEncoder:
         return PromptEncoder(spec)
     if spec.task in PREFERENCES:
         return PreferenceEncoder(spec)
-    return RowEncoder(spec) if spec.processor is None else VisionEncoder(spec)
+    return RowEncoder(spec) if spec.processor is None else VisionRowTokenEncoder(spec)
 
 
 def shared_prefix_length(a: np.ndarray, b: np.ndarray) -> int:

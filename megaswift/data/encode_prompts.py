@@ -18,7 +18,7 @@ from megaswift.data.training_sample import RowError, with_default_system_message
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptText(RenderedConversation):
+class RenderedPrompt(RenderedConversation):
     """The text of a prompt, which carries no loss."""
 
     beside: str
@@ -57,4 +57,4 @@ class PromptEncoder(RowEncoder):
             reject_lone_surrogates(text)
         # dates and the like as text
         beside = json.dumps({"said": content, "columns": question.columns, "tools": sample.tools}, default=str)
-        return PromptText(text, (), notes, plain=sample.text is not None, beside=beside)
+        return RenderedPrompt(text, (), notes, plain=sample.text is not None, beside=beside)

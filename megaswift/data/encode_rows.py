@@ -17,18 +17,18 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
 from megaswift.config.data import CHATS
-from megaswift.data.columns import fill_placeholders, rename_columns
+from megaswift.data.columns import fill_self_cognition_name_placeholders, rename_columns
 from megaswift.data.coordinate_token_cache_build import data_cache_folder
 from megaswift.data.encode_distinct_pieces import DistinctPieceEncoder
 from megaswift.data.formats import parse_sample
 from megaswift.data.images import reject_images
+from megaswift.data.load_tokenizer import backend_tokenizer_from_json
 from megaswift.data.read_template_and_system import read_system_message
-from megaswift.data.render_chat import ChatRenderer, ChatTemplates, RenderedConversation, load_chat_templates
+from megaswift.data.render_chat import ChatRenderer, ChatTemplateTexts, RenderedConversation, load_chat_templates
 from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.row_counts import EMPTY_ANSWERS
 from megaswift.data.row_readers import LocatedRow
 from megaswift.data.token_safe_split_points import token_safe_split_patterns
-from megaswift.data.tokenizer import fast_tokenizer_from_json
 from megaswift.data.training_sample import RowError, Sample, with_default_system_message
 from megaswift.data.vision_processor import Processor, ProcessorSpec, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem
@@ -46,7 +46,7 @@ class EncodeSpec:
     tokenizer: str
     """The fast tokenizer as JSON."""
     eos_id: int | None
-    templates: ChatTemplates | None
+    templates: ChatTemplateTexts | None
     loss_scale: str = "default"
     system: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class RowEncoder:
 
     def __init__(self, spec: EncodeSpec) -> None:
         self.spec = spec
-        self._tokenizer: Tokenizer = fast_tokenizer_from_json(spec.tokenizer)
+        self._tokenizer: Tokenizer = backend_tokenizer_from_json(spec.tokenizer)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         # adds nothing here, but would trim white space off the offsets
@@ -175,7 +175,7 @@ class RowEncoder:
         if isinstance(row, RowError):
             raise row
         named = rename_columns(row, self.spec.columns) if self.spec.columns else row
-        return fill_placeholders(named, self.spec.placeholders) if self.spec.placeholders else named
+        return fill_self_cognition_name_placeholders(named, self.spec.placeholders) if self.spec.placeholders else named
 
     def sample(self, row: Any) -> Sample:
         """The sample of a row, with the run's column names and system message."""

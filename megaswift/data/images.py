@@ -39,7 +39,7 @@ MOST_PIXELS = 1 << 25
 
 
 @dataclass(frozen=True)
-class ImageRoot:
+class RowImageFolders:
     """Where a row's images lie."""
 
     data: Path | None
@@ -77,7 +77,7 @@ def reject_images(row: Mapping[str, Any], sample: Sample) -> None:
         )
 
 
-def attach_images(row: Mapping[str, Any], sample: Sample, home: ImageRoot) -> tuple[Sample, list[Source]]:
+def attach_images(row: Mapping[str, Any], sample: Sample, home: RowImageFolders) -> tuple[Sample, list[Source]]:
     """(the sample with each image as a part of a content, the images in order)."""
     given = raw_image_entries(row)
     waiting = iter(given)
@@ -117,7 +117,7 @@ def _parts(content: Any, tagged: bool, where: str) -> Iterator[Part]:
             raise RowError(where, f"a part of type {kind!r}", "text and image parts")
 
 
-def _filed(part: Part, waiting: Iterator[Any], home: ImageRoot, files: list[Source]) -> Part:
+def _filed(part: Part, waiting: Iterator[Any], home: RowImageFolders, files: list[Source]) -> Part:
     """An image part with its file; one that names none takes the next of the column."""
     if part["type"] != "image":
         return part
@@ -140,7 +140,7 @@ def _in_front(messages: list[dict[str, Any]], parts: list[Part]) -> None:
     messages[first_user] = {**messages[first_user], "content": [*parts, *rest]}
 
 
-def _file(value: Any, home: ImageRoot, files: list[Source]) -> str:
+def _file(value: Any, home: RowImageFolders, files: list[Source]) -> str:
     """What a part says of its image, which is also added to `files`."""
     if isinstance(value, Mapping):
         value = next((value[k] for k in ("bytes", "path", "url", "image") if value.get(k)), None)

@@ -25,7 +25,7 @@ from megaswift.data.repack_remaining_rows import (
     packing_spans_from_state,
     remaining_rows,
 )
-from megaswift.data.resume_data_check import FIX, WHAT, check_same_data, data_fingerprint
+from megaswift.data.resume_data_check import FIX, WHAT, check_same_data, documents_fingerprint
 from megaswift.data.vision_batches import VisionCollator
 from megaswift.data.vision_processor import Processor
 from megaswift.errors import DataError, Problem
@@ -268,7 +268,7 @@ class TokenStoreBatchSource:
             "rows": self.rows,
             "shuffle": self.order.shuffle,
             "seed": self.order.seed,
-            **data_fingerprint(self.data.docs),
+            **documents_fingerprint(self.data.docs),
         }
         if self.order.lengths is not None:
             state |= {"group_by_length": True, "group_batch": self.order.batch}

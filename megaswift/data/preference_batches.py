@@ -21,8 +21,8 @@ import torch
 from megaswift.data.collate import Document, PaddingShape
 from megaswift.data.documents import Documents
 from megaswift.data.encode_preferences import first_labeled_token
+from megaswift.data.gather_and_truncate_preferences import PreferenceDocuments
 from megaswift.data.loader import collate_step_microbatches
-from megaswift.data.preference_documents import PreferenceDocuments
 from megaswift.losses.contract import Batch
 
 
@@ -134,7 +134,7 @@ class PreferenceDataset:
         return {"pairs" if self.units.width == 2 else "examples": float(len(self))}
 
 
-def documents_in_batch(batch: Batch) -> list[Document]:
+def split_batch_into_documents(batch: Batch) -> list[Document]:
     """The documents of a batch, rows or packed, with the tokens that carry loss."""
     if batch.cu_seqlens is None:
         spans = [(row, 0, batch.input_ids.shape[1]) for row in range(batch.input_ids.shape[0])]
@@ -160,7 +160,7 @@ def kto_kl_batches(
     """
     rotated: list[Sequence[Document | None]] = []
     for batch in batches:
-        batch_documents = documents_in_batch(batch)
+        batch_documents = split_batch_into_documents(batch)
         documents: list[Document | None] = [d if len(d[0]) else None for d in batch_documents]
         which = batch.fields["examples"].tolist()
         whole = [batch_documents[i] for i in which]

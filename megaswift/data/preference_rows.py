@@ -137,7 +137,7 @@ def _need_prompt(messages: Sequence[Mapping[str, Any]], column: str) -> None:
         )
 
 
-def make_plain_text_example(prompt: str, completions: Mapping[str, str], value: float) -> PreferenceExample:
+def make_plain_text_preference_example(prompt: str, completions: Mapping[str, str], value: float) -> PreferenceExample:
     """A plain prompt, followed by each of `completions` (column -> text) without a chat template."""
     if not prompt:
         raise UnusablePreferenceError(NO_PROMPT, "prompt", "an empty prompt", "text that the completions continue")

@@ -35,7 +35,7 @@ def lacks_only_answer(row: Row, task: str) -> bool:
     return any(missing and there and missing <= set(ANSWERS) for missing, there in lacking)
 
 
-def row_readable_as_prompt(row: Row, task: str) -> Row:
+def make_row_readable_as_prompt(row: Row, task: str) -> Row:
     """The row without columns of preferences, and with an empty answer where it needs one to be read."""
     row = {k: v for k, v in row.items() if k not in COLUMNS}
     present = {k for k, v in row.items() if v is not None}
@@ -52,7 +52,7 @@ def split_prompt_row(row: Row, task: str, names: Mapping[str, str]) -> PromptRow
     """
     # whatever else the row might be
     prompt_columns = row if row.get("prompt") is None else {k: v for k, v in row.items() if k in PROMPT}
-    filled = row_readable_as_prompt(prompt_columns, task)
+    filled = make_row_readable_as_prompt(prompt_columns, task)
     form = recognize_format(filled, task)
     sample = form.parse(filled)
     assert isinstance(sample, Sample)

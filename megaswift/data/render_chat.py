@@ -16,9 +16,9 @@ from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megaswift.data.assistant_turns import AssistantTurnFinder
+from megaswift.data.jinja_sandbox_limits import REFUSED, TemplateLimitExceeded, install_template_limits
 from megaswift.data.read_template_and_system import read_template
-from megaswift.data.template_limits import REFUSED, TemplateLimitExceeded, install_template_limits
-from megaswift.data.template_probe import TemplateProbe
+from megaswift.data.template_probe import RenderedPartsProbe
 from megaswift.data.training_sample import RowError, Sample
 from megaswift.errors import DataError, Problem, first_line
 
@@ -40,7 +40,7 @@ class RenderedConversation:
 
 
 @dataclass(frozen=True)
-class ChatTemplates:
+class ChatTemplateTexts:
     """The chat template(s) of a tokenizer with what they need to render; plain values, so that it can go to workers."""
 
     named: dict[str, str]
@@ -57,7 +57,7 @@ class ChatTemplates:
         return self.named.get("default") or next(iter(self.named.values()))
 
 
-def load_chat_templates(tokenizer: Any, chat_template: str | None) -> ChatTemplates:
+def load_chat_templates(tokenizer: Any, chat_template: str | None) -> ChatTemplateTexts:
     """The templates of `tokenizer`, or `chat_template` (a file or the template itself) in their place."""
     if chat_template is not None:
         named = {"default": read_template(chat_template)}
@@ -73,7 +73,7 @@ def load_chat_templates(tokenizer: Any, chat_template: str | None) -> ChatTempla
             )
         )
     added = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-    return ChatTemplates(
+    return ChatTemplateTexts(
         named, dict(tokenizer.special_tokens_map), tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
     )
 
@@ -92,11 +92,11 @@ def trained_turn_flags(sample: Sample, loss_scale: str) -> list[bool]:
 class ChatRenderer:
     """Renders conversations and finds the characters that carry loss."""
 
-    def __init__(self, templates: ChatTemplates, loss_scale: str = "default", parts: bool = False) -> None:
+    def __init__(self, templates: ChatTemplateTexts, loss_scale: str = "default", parts: bool = False) -> None:
         """`parts`: a vision-language model's, whose template may read lists of parts and no strings."""
         self.templates, self.loss_scale = templates, loss_scale
         self._finders: dict[str, AssistantTurnFinder] = {}
-        self._probes: dict[str, TemplateProbe] = {}
+        self._probes: dict[str, RenderedPartsProbe] = {}
         self._parts: dict[str, bool] = {}
         self._asks = parts
 
@@ -160,7 +160,7 @@ class ChatRenderer:
             self._finders[template] = AssistantTurnFinder(render, self.templates.end_tokens)
         return self._finders[template]
 
-    def _probe(self, template: str) -> TemplateProbe:
+    def _probe(self, template: str) -> RenderedPartsProbe:
         if template not in self._probes:
 
             def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str | None:
@@ -169,7 +169,7 @@ class ChatRenderer:
                 except RowError:
                     return None
 
-            self._probes[template] = TemplateProbe(render)
+            self._probes[template] = RenderedPartsProbe(render)
         return self._probes[template]
 
     def prompt_notes(self, sample: Sample) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ _OPTIONS = {"seed": "--data_seed", "shuffle": "--shuffle", "group_by_length": "-
 _SETS = "data_sets"
 
 
-def data_fingerprint(docs: Documents) -> dict[str, Any]:
+def documents_fingerprint(docs: Documents) -> dict[str, Any]:
     """Of the documents as a whole, and of each data set."""
     return {"fingerprint": docs.fingerprint, "documents": len(docs), _SETS: [_facts(store) for store in docs.stores]}
 

@@ -28,7 +28,7 @@ from megaswift.data.documents import (
     store_row_of,
 )
 from megaswift.data.epoch_order import EpochOrder
-from megaswift.data.resume_data_check import check_same_data, data_fingerprint
+from megaswift.data.resume_data_check import check_same_data, documents_fingerprint
 from megaswift.data.tokenization import tokenize_datasets
 from megaswift.errors import DataError, Problem
 
@@ -48,7 +48,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class PromptDataset:
+class IndexedPrompts:
     """Prompts in file order, read on access."""
 
     docs: Documents
@@ -86,7 +86,7 @@ class PromptDataset:
 class PromptSource:
     """The prompts of one generation after the other: endless, in a known order, the same on every rank."""
 
-    prompts: PromptDataset
+    prompts: IndexedPrompts
     per_generation: int
     """Prompts of a generation over all ranks."""
     order: EpochOrder
@@ -124,7 +124,7 @@ class PromptSource:
             "rows": self.rows,
             "shuffle": self.order.shuffle,
             "seed": self.order.seed,
-            **data_fingerprint(self.prompts.docs),
+            **documents_fingerprint(self.prompts.docs),
             "fingerprint": self.prompts.fingerprint,
         }
 
@@ -166,8 +166,8 @@ def load_prompt_splits(
                 f"--generation_batch_size, more data, or {c.data.dataset[0]}#{per_generation} to repeat rows",
             )
         )
-    evaluation = None if evaluation_docs is None else PromptDataset(evaluation_docs)
-    source = PromptSource(PromptDataset(docs), per_generation, EpochOrder(len(docs), c.data.shuffle, seed), steps)
+    evaluation = None if evaluation_docs is None else IndexedPrompts(evaluation_docs)
+    source = PromptSource(IndexedPrompts(docs), per_generation, EpochOrder(len(docs), c.data.shuffle, seed), steps)
     return source, None if evaluation is None else [evaluation.read(i) for i in range(len(evaluation))]
 
 

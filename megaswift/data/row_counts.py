@@ -1,7 +1,7 @@
 """Counters of skipped and changed rows, and their wording in warnings, the run summary, the report and `data show`.
 
-Owns names and words. Who counts is `token_store.py` (while reading), `documents.py` and `preference_documents.py` (cut
-to length), and `stream_batches.py`.
+Owns names and words. Who counts is `token_store.py` (while reading), `documents.py` and
+`gather_and_truncate_preferences.py` (cut to length), and `stream_batches.py`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Streaming: rows are read on demand, for data that does not fit into the cache.
 
-Owns blocks and the position in them; where reading stands is `stream_cursor.py`, what rows become is `stream_rows.py`
-and `stream_preferences.py`. The files are read in order, again and again; BLOCK rows at a time become items, which are
-shuffled
-among themselves (with `--shuffle`). A position is the place of a block's first row and how much of the block is used:
-the same on every rank and for every number of ranks. Every rank reads every line; each row is tokenized by one of them,
-which hands the tokens to all (`Spread`).
+Owns blocks and the position in them; where reading stands is `stream_cursor.py`, what rows become is
+`stream_encode_and_pack_rows.py` and `stream_preferences.py`. The files are read in order, again and again; BLOCK rows
+at a time become items, which are shuffled among themselves (with `--shuffle`). A position is the place of a block's
+first row and how much of the block is used: the same on every rank and for every number of ranks. Every rank reads
+every line; each row is tokenized by one of them, which hands the tokens to all (`Spread`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megaswift.data.loader import LoaderGeometry
 from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.row_counts import NOTES
 from megaswift.data.row_readers import LocatedRow
-from megaswift.data.stream_cursor import Cursor, StreamPassProgress, read_from_cursor
+from megaswift.data.stream_cursor import Cursor, StreamFractionalEpoch, read_from_cursor
 from megaswift.data.vocab_check import check_batch_token_ids
 from megaswift.errors import DataError, Problem
 from megaswift.log import warn
@@ -41,9 +40,7 @@ Spread = Callable[[Sequence[NumberedRow], Callable[[Sequence[NumberedRow]], list
 """Work on rows, done by several ranks together; all results, in order, on each of them."""
 
 
-def process_all_rows_locally(
-    rows: Sequence[NumberedRow], work: Callable[[Sequence[NumberedRow]], list[Any]]
-) -> list[Any]:
+def run_work_on_all_rows(rows: Sequence[NumberedRow], work: Callable[[Sequence[NumberedRow]], list[Any]]) -> list[Any]:
     """All of it here."""
     return work(rows)
 
@@ -129,7 +126,7 @@ def malformed_row_error(row: Problem) -> DataError:
     return DataError(row if row.fix else replace(row, fix=GO_ON))
 
 
-def source_names(sources: Sequence[DatasetFiles]) -> str:
+def joined_source_names_text(sources: Sequence[DatasetFiles]) -> str:
     """For messages."""
     return ", ".join(s.name for s in sources)
 
@@ -153,7 +150,7 @@ class StreamBatchSource:
     geometry: LoaderGeometry
     rows: None = None
     steps_per_epoch: None = None
-    spread: Spread = process_all_rows_locally
+    spread: Spread = run_work_on_all_rows
     watched: bool = False
     """Whether the tokenizer has tokens that the model lacks."""
     _block: _Block | None = None
@@ -206,8 +203,8 @@ class StreamBatchSource:
         return taken
 
     @cached_property
-    def _passes(self) -> StreamPassProgress:
-        return StreamPassProgress(self.sources)
+    def _passes(self) -> StreamFractionalEpoch:
+        return StreamFractionalEpoch(self.sources)
 
     @property
     def epoch(self) -> float:

@@ -66,7 +66,7 @@ def _file(source: DatasetFiles, at: Cursor) -> Iterator[Placed]:
 
 
 @dataclass
-class StreamPassProgress:
+class StreamFractionalEpoch:
     """Passes over the data at a cursor: exact at the ends of a pass, and within it as far as the files tell without
     being read.
 

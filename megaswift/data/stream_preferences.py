@@ -14,9 +14,9 @@ from megaswift.data.collate import PaddingShape
 from megaswift.data.documents import too_long_document_problem
 from megaswift.data.encode_preferences import EncodedPreference, PreferenceEncoder
 from megaswift.data.encode_rows import malformed_row_problem
+from megaswift.data.gather_and_truncate_preferences import unusable_preference_reason
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.preference_batches import PreferenceCollator, PreferenceUnit
-from megaswift.data.preference_documents import unusable_preference_reason
 from megaswift.data.preference_rows import UnusablePreferenceError
 from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.stream_batches import (
@@ -25,9 +25,9 @@ from megaswift.data.stream_batches import (
     Spread,
     StreamCounts,
     StreamOptions,
-    process_all_rows_locally,
+    joined_source_names_text,
     raise_first_problem,
-    source_names,
+    run_work_on_all_rows,
 )
 from megaswift.data.stream_cursor import Cursor, read_from_cursor
 from megaswift.data.training_sample import RowError
@@ -54,7 +54,7 @@ class PreferenceStreamProcessor:
         return self._items(rows, self.tally, spread)
 
     def _items(
-        self, rows: Sequence[NumberedRow], tally: StreamCounts, spread: Spread = process_all_rows_locally
+        self, rows: Sequence[NumberedRow], tally: StreamCounts, spread: Spread = run_work_on_all_rows
     ) -> list[Item]:
         read = spread(rows, lambda share: [*self.encoder.read((path, located) for path, located, _ in share)])
         items = [self._item(row, one, tally) for row, one in zip(rows, read, strict=True)]
@@ -113,7 +113,7 @@ class PreferenceStreamProcessor:
         causes = ", ".join(f"{count} {what}" for what, count in sorted(counted.items()))
         return DataError(
             Problem(
-                source_names(sources),
+                joined_source_names_text(sources),
                 f"no {unit} of a whole epoch is usable within --max_length {self.options.max_length} "
                 f"(--truncation_strategy {self.options.truncation_strategy}): {causes}",
                 "use a larger --max_length, or other data",

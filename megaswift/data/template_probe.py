@@ -36,7 +36,7 @@ def is_empty_assistant_message(message: _Message) -> bool:
     return not any(message.get(key) for key in REASONING)
 
 
-class TemplateProbe:
+class RenderedPartsProbe:
     """One template's answers."""
 
     def __init__(self, render: _Render) -> None:

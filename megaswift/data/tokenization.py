@@ -28,7 +28,7 @@ from megaswift.data.coordinate_token_cache_build import (
     build_once,
     data_cache_folder,
     is_cache_builder_process,
-    publish_content_hash,
+    publish_content_hash_of_input_files,
     wait_for_build,
     wait_for_content_hash,
 )
@@ -129,7 +129,7 @@ def tokenize_datasets(
     if not val:
         check_renamed_columns_exist(data, task)
     for place, name in enumerate(names):
-        source = dataset_files(name, root, "--val_dataset" if val else "--dataset")
+        source = resolve_or_download_dataset_files(name, root, "--val_dataset" if val else "--dataset")
         source = replace(source, sample_by=data.sample_by)
         if seed is not None and source.rows is not None and data.shuffle and not val and not source.first:
             source = replace(source, draw=(seed, place))
@@ -150,13 +150,14 @@ def check_renamed_columns_exist(data: Any, task: str) -> None:
     renamed = {old: new for old, new in data.columns.items() if old != ANSWER or task not in RL}
     if renamed:
         root = data_cache_folder(data.dataset_cache_dir)
-        files = [dataset_files(name, root) for name in data.dataset]
+        files = [resolve_or_download_dataset_files(name, root) for name in data.dataset]
         columns.check_columns_exist(
-            [*files, *(dataset_files(name, root, "--val_dataset") for name in data.val_dataset)], renamed
+            [*files, *(resolve_or_download_dataset_files(name, root, "--val_dataset") for name in data.val_dataset)],
+            renamed,
         )
 
 
-def dataset_files(name: str, root: Path, flag: str = "--dataset") -> DatasetFiles:
+def resolve_or_download_dataset_files(name: str, root: Path, flag: str = "--dataset") -> DatasetFiles:
     """The files behind an entry of the option `flag`, fetched from a hub where it is an id."""
     return resolve_dataset_files(name, partial(download_hub_datasets.download_dataset_as_parquet, root, flag), flag)
 
@@ -170,7 +171,7 @@ def _store(root: Path, source: DatasetFiles, spec: EncodeSpec, processes: int) -
         wait_for_build(target)
         return target
     target = root / _digest([(str(f), _file_hash(f)) for f in source.files], options)
-    publish_content_hash(root, alias, target.name)
+    publish_content_hash_of_input_files(root, alias, target.name)
     build_once(target, lambda scratch: _build(scratch, target, source, (spec, processes)))
     return target
 

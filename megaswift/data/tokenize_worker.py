@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megaswift.data.encode_preferences import row_encoder_for_task
 from megaswift.data.encode_rows import EncodeSpec
-from megaswift.data.render_chat import ChatTemplates
+from megaswift.data.render_chat import ChatTemplateTexts
 from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.token_store import write_piece
 from megaswift.data.vision_processor import ProcessorSpec
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     processor = text["spec"].pop("processor")
     spec = EncodeSpec(
         **text["spec"],
-        templates=None if templates is None else ChatTemplates(**templates),
+        templates=None if templates is None else ChatTemplateTexts(**templates),
         processor=None if processor is None else ProcessorSpec(**processor),
     )
     parts = [FilePart(**p) for p in text["parts"]]

@@ -168,7 +168,7 @@ def with_default_system_message(sample: Sample, system: str | None) -> Sample:
     return Sample(({"role": "system", "content": system}, *sample.messages), (None, *sample.loss), sample.tools)
 
 
-def text_or_messages(row: Mapping[str, Any], column: str) -> str | Sample:
+def text_or_messages_in_column(row: Mapping[str, Any], column: str) -> str | Sample:
     """A text, or messages (a list, one object, or JSON text of either)."""
     value: Any = row.get(column)
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")) and '"role"' in value:

@@ -43,7 +43,7 @@ class ProcessorSpec:
     """Of its files: other files give other tokens."""
 
 
-def processor_spec(folder: Path, trust: bool) -> ProcessorSpec:
+def processor_spec_of_folder(folder: Path, trust: bool) -> ProcessorSpec:
     """The spec of the processor in a model's folder."""
     digest = hashlib.sha256()
     for name in FILES:
@@ -69,7 +69,7 @@ def image_support_problems(folder: Path, label: str) -> list[Problem]:
 
 
 @dataclass(frozen=True)
-class ProcessedConversation:
+class ImageExpandedConversation:
     """A conversation as the processor reads it."""
 
     ids: list[int]
@@ -127,7 +127,7 @@ class Processor:
                 "as many images as placeholders in the text",
             ) from None
 
-    def expand(self, text: str, images: Sequence[Any]) -> ProcessedConversation:
+    def expand(self, text: str, images: Sequence[Any]) -> ImageExpandedConversation:
         """The tokens of a rendered conversation, and where its images are."""
         out = self._call(text, images, return_text_replacement_offsets=True)
         replacements = out.get("text_replacement_offsets")
@@ -146,7 +146,7 @@ class Processor:
             spans.append(tuple(item["new_span"]))
             gained.append((end, item["new_span"][1] - end))
             position = end
-        return ProcessedConversation(
+        return ImageExpandedConversation(
             list(out["input_ids"][0]), "".join([*pieces, text[position:]]), tuple(spans), tuple(gained)
         )
 

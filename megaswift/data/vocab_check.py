@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megaswift.data.documents import Documents
-from megaswift.data.tokenizer import largest_token_id
+from megaswift.data.load_tokenizer import largest_token_id
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 

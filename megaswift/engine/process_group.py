@@ -29,18 +29,20 @@ def start_process_group(backend: str, timeout_s: float, store: dist.Store | None
     timeout = datetime.timedelta(seconds=timeout_s)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if store is None:
-        store = dist.HashStore() if world == 1 else launcher_store(os.environ, rank, world, timeout)
+        store = dist.HashStore() if world == 1 else launcher_store_of_this_attempt(os.environ, rank, world, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     if "gloo" not in backend:
         distributed.start_cpu_group(timeout)
 
 
-def launcher_store(environ: Mapping[str, str], rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
+def launcher_store_of_this_attempt(
+    environ: Mapping[str, str], rank: int, world: int, timeout: datetime.timedelta
+) -> dist.Store:
     """The store at MASTER_ADDR and MASTER_PORT, with keys of this attempt only.
 
     torchrun's agent keeps one store over all attempts (`--max-restarts`), and `init_process_group` reads addresses of
     dead processes from it. On several machines agents may count attempts differently, so the number is no common
-    prefix there; `missing_restart_variable_warning` names the variable that gives each attempt a store of its own.
+    prefix there; `shared_rdzv_store_restart_warning` names the variable that gives each attempt a store of its own.
     """
     address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -63,7 +65,7 @@ def launcher_store(environ: Mapping[str, str], rank: int, world: int, timeout: d
     return dist.PrefixStore(f"megaswift/attempt-{attempt}", store) if agent and one_machine else store
 
 
-def missing_restart_variable_warning(environ: Mapping[str, str]) -> str:
+def shared_rdzv_store_restart_warning(environ: Mapping[str, str]) -> str:
     """What torchrun's restarts lack on several machines, as text for a warning; empty when nothing is missing."""
     several = environ.get("GROUP_WORLD_SIZE", "1") != "1" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if not several or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

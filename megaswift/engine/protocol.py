@@ -17,7 +17,7 @@ from megaswift.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
-class MicrobatchLoss:
+class MicrobatchLossAndSamples:
     """One micro-batch of a step, to name what a loss came from."""
 
     loss: float
@@ -41,7 +41,7 @@ class StepResult:
     tokens: int = 0
     label_tokens: int = 0
     counts: Mapping[str, float] = field(default_factory=dict)
-    parts: Sequence[MicrobatchLoss] = ()
+    parts: Sequence[MicrobatchLossAndSamples] = ()
     """This rank's micro-batches, on ranks of the last pipeline stage: the one field that is not the same on every
     rank."""
     loss_scale: float | None = None

@@ -56,7 +56,7 @@ def write_rng_state(directory: Path, rank: int, own: Mapping[str, Tensor] = NONE
     return file
 
 
-def read_rng_state(directory: Path, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]] | Problem:
+def read_rng_state_file(directory: Path, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]] | Problem:
     """The states that `write_rng_state` wrote, or what is wrong with the file."""
     file = rng_file(directory, rank)
     if not file.is_file():

@@ -40,7 +40,7 @@ def base_model_name(adapter: Path) -> str:
     return _said(adapter, "base_model_name_or_path")
 
 
-def adapter_shapes(adapter: Path) -> Mapping[str, tuple[int, ...]]:
+def adapter_folder_tensor_shapes(adapter: Path) -> Mapping[str, tuple[int, ...]]:
     """Of its tensors, by name; none where they cannot be read, which whoever loads them says."""
     try:
         with safe_open(adapter / TENSORS, framework="np") as file:

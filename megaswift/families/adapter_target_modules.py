@@ -74,7 +74,7 @@ def _name(pattern: str, layer: int | None, expert: int | None) -> str:
     return pattern.replace("{L}", str(layer)).replace("{E}", str(expert))
 
 
-def takes_adapter(rule: WeightRule) -> bool:
+def is_linear_layer_rule(rule: WeightRule) -> bool:
     """Whether the rule is about a linear layer: no norm, router, bias or embedding."""
     leaf = rule.megatron.removesuffix(WEIGHT).rsplit(".", 1)[-1]
     return rule.megatron.endswith(WEIGHT) and leaf.startswith("linear_")
@@ -83,7 +83,7 @@ def takes_adapter(rule: WeightRule) -> bool:
 def projections(family: Family, spec: ModelSpec) -> Iterator[Projection]:
     """Every projection, in the order of the weight table."""
     for rule, layer, expert in _expand(family, spec):
-        if not takes_adapter(rule):
+        if not is_linear_layer_rule(rule):
             continue
         megatron = _name(rule.megatron, layer, expert).removesuffix(WEIGHT)
         for source, (name, shape) in enumerate(zip(rule.hf, rule.shapes(spec), strict=True)):
@@ -157,7 +157,7 @@ def dora_problems(chosen: Sequence[Projection], label: str) -> list[Problem]:
 def _no_parameter(name: str, candidates: Sequence[Projection]) -> Problem:
     what, ends = (
         f"--target_parameters {name}",
-        list(dict.fromkeys(stack_suffix(p.stack) for p in candidates if p.stack)),
+        list(dict.fromkeys(expert_stack_name_without_layer(p.stack) for p in candidates if p.stack)),
     )
     if ends:
         close = did_you_mean_hint(name, [*ends, *(end.rsplit(".", 1)[-1] for end in ends)])
@@ -169,13 +169,17 @@ def _no_parameter(name: str, candidates: Sequence[Projection]) -> Problem:
     return Problem(what, rule + "in this model each expert has its own", f"--target_modules {' '.join(modules)}")
 
 
-def stack_suffix(stack: str) -> str:
+def expert_stack_name_without_layer(stack: str) -> str:
     """A parameter's name without its layer: `mlp.experts.gate_up_proj`."""
     return ".".join(stack.split(".")[-3:])
 
 
 def _no_target(name: str, candidates: Sequence[Projection], family: Family, spec: ModelSpec) -> Problem:
-    stacks = [stack_suffix(p.stack) for p in candidates if p.stack and _matches(name, (p.stack, p.megatron))]
+    stacks = [
+        expert_stack_name_without_layer(p.stack)
+        for p in candidates
+        if p.stack and _matches(name, (p.stack, p.megatron))
+    ]
     if stacks:
         what = "is not a module but a parameter with all experts stacked"
         return Problem(f"--target_modules {name}", what, f"--target_parameters {stacks[0]}")
@@ -184,7 +188,7 @@ def _no_target(name: str, candidates: Sequence[Projection], family: Family, spec
     )
     for rule, layer, expert in _expand(family, spec):
         modules = [_name(hf, layer, expert).removesuffix(WEIGHT) for hf in rule.hf]
-        if any(m == name or m.endswith("." + name) for m in modules) and not takes_adapter(rule):
+        if any(m == name or m.endswith("." + name) for m in modules) and not is_linear_layer_rule(rule):
             why = "is not a separate linear layer, so it cannot have an adapter"
             return Problem(
                 f"--target_modules {name}",
@@ -239,13 +243,15 @@ def modules_to_save_tensor_names(family: Family, spec: ModelSpec, names: Sequenc
                     "leave it out",
                 )
             )
-    problems += partly_saved_parameter_problems(family, spec, chosen)
+    problems += partial_fused_modules_to_save_problems(family, spec, chosen)
     if problems:
         raise ConfigError(problems)
     return list(chosen)
 
 
-def partly_saved_parameter_problems(family: Family, spec: ModelSpec, chosen: Collection[str]) -> Iterator[Problem]:
+def partial_fused_modules_to_save_problems(
+    family: Family, spec: ModelSpec, chosen: Collection[str]
+) -> Iterator[Problem]:
     """Modules that Megatron joins with others which are not chosen: one parameter trains whole or not at all."""
     for rule, layer, expert in _expand(family, spec):
         names = [_name(hf, layer, expert) for hf in rule.hf]

@@ -21,8 +21,8 @@ from megaswift.errors import CheckpointError, Problem
 from megaswift.families.saved_step_integrity import (
     damage_problems_with_other_steps,
     damaged_file_problems,
-    find_step_folder,
-    missing_step_problem,
+    enclosing_step_folder,
+    no_usable_step_problem,
     skipped_step_notice,
     steps_in_resume_order,
 )
@@ -39,7 +39,7 @@ FACTS = "engine.json"
 
 
 @dataclass(frozen=True)
-class CheckpointFolder:
+class CheckpointTensorAndModelPaths:
     """The two parts."""
 
     tensors: Path
@@ -53,7 +53,7 @@ class CheckpointFolder:
         return (self.tensors / TABLES).is_file()
 
 
-def find_checkpoint(path: Path | str) -> CheckpointFolder | None:
+def find_checkpoint(path: Path | str) -> CheckpointTensorAndModelPaths | None:
     """The checkpoint at `path` by names and manifests; None where there is none.
 
     A converted folder, a `step-N`, an output directory or its `checkpoints` (meaning the latest), the `model` folder of
@@ -62,7 +62,7 @@ def find_checkpoint(path: Path | str) -> CheckpointFolder | None:
     return _find(path, lambda step, parts: [])
 
 
-def find_intact_checkpoint(path: Path | str) -> CheckpointFolder | None:
+def find_intact_checkpoint(path: Path | str) -> CheckpointTensorAndModelPaths | None:
     """The same, with files as they were saved: of an output directory the newest step that is intact.
 
     CheckpointError for a damaged step that was named, and where no step is intact.
@@ -70,12 +70,14 @@ def find_intact_checkpoint(path: Path | str) -> CheckpointFolder | None:
     return _find(path, damaged_file_problems)
 
 
-def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Problem]]) -> CheckpointFolder | None:
+def _find(
+    path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Problem]]
+) -> CheckpointTensorAndModelPaths | None:
     folder = Path(path)
     parts = _parts(folder)
     if parts is not None:
         owner = parts.model.parent
-        step = find_step_folder(owner)
+        step = enclosing_step_folder(owner)
         if step is not None:
             within = owner.absolute().relative_to(step).parts[:1]
             if problems := problems_of(step, within or WEIGHTS):
@@ -91,16 +93,16 @@ def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Pr
             problems += bad
         if problems:
             raise CheckpointError([*problems, Problem(str(store), "has no intact step", "use a copy of the run")])
-        if (lost := missing_step_problem(store)) is not None:
+        if (lost := no_usable_step_problem(store)) is not None:
             raise CheckpointError(Problem(lost.what, lost.rule, "use a copy of the run"))
     return None
 
 
-def _parts(folder: Path) -> CheckpointFolder | None:
+def _parts(folder: Path) -> CheckpointTensorAndModelPaths | None:
     owner = folder.parent if folder.name == MODEL else folder
     for tensors in (owner, owner / ENGINE):
         if (tensors / TABLES).is_file():
-            return CheckpointFolder(tensors, owner / MODEL)
+            return CheckpointTensorAndModelPaths(tensors, owner / MODEL)
     if (owner / ENGINE / WHOLE).is_dir():
-        return CheckpointFolder(owner / ENGINE, owner / MODEL)
+        return CheckpointTensorAndModelPaths(owner / ENGINE, owner / MODEL)
     return None

@@ -14,7 +14,7 @@ from typing import Any
 from megaswift.families.config_rows import (
     ConfigReading,
     ConfigRow,
-    ConvertedFields,
+    FieldGroupRow,
     MappedField,
     RequiredValue,
     UnusedField,
@@ -57,7 +57,7 @@ def _dtype(reading: ConfigReading) -> None:
     reading.values["dtype"] = name
 
 
-def head_dim_row(default: int | None = None) -> ConvertedFields:
+def head_dim_row(default: int | None = None) -> FieldGroupRow:
     """`head_dim_row`, else `default`, else hidden size / heads."""
 
     def read(reading: ConfigReading) -> None:
@@ -73,10 +73,10 @@ def head_dim_row(default: int | None = None) -> ConvertedFields:
             reading.problem("head_dim", f"must be even for rotary embedding, not {width}")
         reading.values["kv_channels"] = width
 
-    return ConvertedFields(("head_dim",), read)
+    return FieldGroupRow(("head_dim",), read)
 
 
-def kv_heads_row(required: bool = True) -> ConvertedFields:
+def kv_heads_row(required: bool = True) -> FieldGroupRow:
     """`num_key_value_heads`; null means as many as attention heads. Where transformers' default is a number, it must be
     there."""
 
@@ -89,10 +89,10 @@ def kv_heads_row(required: bool = True) -> ConvertedFields:
             reading.problem("num_key_value_heads", f"does not divide num_attention_heads {heads}")
         reading.values["num_query_groups"] = groups
 
-    return ConvertedFields(("num_key_value_heads",), read)
+    return FieldGroupRow(("num_key_value_heads",), read)
 
 
-def rope_row(theta: float = 10000.0, partial: float | None = None) -> ConvertedFields:
+def rope_row(theta: float = 10000.0, partial: float | None = None) -> FieldGroupRow:
     """Rotary embedding; `theta` is transformers' default base for the family, `partial` its default share of a head
     (None: whole heads)."""
 
@@ -127,7 +127,7 @@ def rope_row(theta: float = 10000.0, partial: float | None = None) -> ConvertedF
             return
         reading.values["rope"] = RopeSpec(float(base), _scaling(reading, key, scaling), float(share))
 
-    return ConvertedFields(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"), read)
+    return FieldGroupRow(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"), read)
 
 
 def _scaling(reading: ConfigReading, key: str, scaling: dict[str, Any]) -> dict[str, Any] | None:
@@ -162,7 +162,7 @@ def _scaling(reading: ConfigReading, key: str, scaling: dict[str, Any]) -> dict[
     return {"rope_type": kind, **parameters}
 
 
-def window_row(default: int | None) -> ConvertedFields:
+def window_row(default: int | None) -> FieldGroupRow:
     """One `sliding_window` for all layers; transformers' default where the field is absent. A token sees itself and w -
     1 before it."""
 
@@ -171,7 +171,7 @@ def window_row(default: int | None) -> ConvertedFields:
         if width is not None:
             reading.values["window_size"] = (width - 1, 0)
 
-    return ConvertedFields(("sliding_window",), read)
+    return FieldGroupRow(("sliding_window",), read)
 
 
 def _window_switched(reading: ConfigReading) -> None:
@@ -191,7 +191,7 @@ def _biases(reading: ConfigReading) -> None:
     reading.values["add_bias_linear"] = bool(attention and mlp)
 
 
-def architecture_row(name: str) -> ConvertedFields:
+def architecture_row(name: str) -> FieldGroupRow:
     """`architectures` must hold the causal language model, whose tensor names the weight table has."""
 
     def read(reading: ConfigReading) -> None:
@@ -199,10 +199,10 @@ def architecture_row(name: str) -> ConvertedFields:
         if architectures and not (isinstance(architectures, list) and name in architectures):
             reading.problem("architectures", f"must contain {name}: this table maps its tensors")
 
-    return ConvertedFields(("architectures",), read)
+    return FieldGroupRow(("architectures",), read)
 
 
-def remote_code_row(name: str) -> ConvertedFields:
+def remote_code_row(name: str) -> FieldGroupRow:
     """`auto_map` of folders that came with their authors' code before transformers had the model: modules called after
     `name` only.
 
@@ -224,12 +224,12 @@ def remote_code_row(name: str) -> ConvertedFields:
                 "remove auto_map if transformers' built-in model gives the same results",
             )
 
-    return ConvertedFields(("auto_map",), read)
+    return FieldGroupRow(("auto_map",), read)
 
 
 def moe_layers_row(
     pattern: Callable[[ConfigReading, int], list[int] | None], keys: tuple[str, ...] = ()
-) -> ConvertedFields:
+) -> FieldGroupRow:
     """Experts and which layers have them; `pattern` gives 1 for each MoE layer. Without any the model is dense."""
 
     def read(reading: ConfigReading) -> None:
@@ -260,7 +260,7 @@ def moe_layers_row(
             moe_router_load_balancing_type="aux_loss",
         )
 
-    return ConvertedFields(("num_experts", "num_local_experts", "num_experts_per_tok", *keys), read)
+    return FieldGroupRow(("num_experts", "num_local_experts", "num_experts_per_tok", *keys), read)
 
 
 def _auxiliary_if_asked(reading: ConfigReading) -> None:
@@ -297,12 +297,12 @@ def _padding_token(reading: ConfigReading) -> None:
 
 
 WINDOW = window_row(4096)
-WINDOW_SWITCHED = ConvertedFields(("use_sliding_window", "sliding_window"), _window_switched)
-BIASES = ConvertedFields(("attention_bias", "mlp_bias"), _biases)
+WINDOW_SWITCHED = FieldGroupRow(("use_sliding_window", "sliding_window"), _window_switched)
+BIASES = FieldGroupRow(("attention_bias", "mlp_bias"), _biases)
 NO_ATTENTION_BIAS = RequiredValue(
     "attention_bias", (False,), "Megatron has a single switch for the biases of the attention output and the MLP"
 )
-NORM_TOPK = ConvertedFields(("norm_topk_prob",), _norm_topk)
+NORM_TOPK = FieldGroupRow(("norm_topk_prob",), _norm_topk)
 SPARSE_STEP = (NORM_TOPK, moe_layers_row(_sparse_step, ("decoder_sparse_step", "mlp_only_layers")))
 EXPERTS_EVERYWHERE = moe_layers_row(lambda _, layers: [1] * layers)
 ROUTER: tuple[ConfigRow, ...] = (
@@ -312,13 +312,13 @@ ROUTER: tuple[ConfigRow, ...] = (
     ),
 )
 
-AUXILIARY_IF_ASKED = ConvertedFields(("router_aux_loss_coef", "output_router_logits"), _auxiliary_if_asked)
+AUXILIARY_IF_ASKED = FieldGroupRow(("router_aux_loss_coef", "output_router_logits"), _auxiliary_if_asked)
 """As transformers does, where the published coefficient is no training recipe (gpt-oss: 0.9): only with router logits
 asked for."""
 
 SIZES: tuple[ConfigRow, ...] = (
     MappedField("vocab_size", "vocab_size", int),
-    ConvertedFields(("pad_token_id",), _padding_token),
+    FieldGroupRow(("pad_token_id",), _padding_token),
     MappedField("max_position_embeddings", "max_positions", int),
     MappedField("tie_word_embeddings", "tied", bool, False),
     MappedField("num_hidden_layers", "num_layers", int),
@@ -328,7 +328,7 @@ SIZES: tuple[ConfigRow, ...] = (
     MappedField("initializer_range", "init_method_std", float, 0.02),
     MappedField("attention_dropout", "attention_dropout", float, 0.0),
     RequiredValue("hidden_act", ("silu", "swish"), "the gated MLP's activation"),
-    ConvertedFields(("dtype", "torch_dtype"), _dtype),
+    FieldGroupRow(("dtype", "torch_dtype"), _dtype),
 )
 FFN = MappedField("intermediate_size", "ffn_hidden_size", int)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.families.config_rows import ConfigReading, ConfigRow, ConvertedFields, RequiredValue, UnusedField
+from megaswift.families.config_rows import ConfigReading, ConfigRow, FieldGroupRow, RequiredValue, UnusedField
 from megaswift.families.model_spec import ModelSpec
 
 KEYS = (
@@ -60,7 +60,7 @@ class RouterDefaults:
     """`topk_method`; `greedy` chooses among all experts, whatever `n_group` says."""
 
 
-def routed_experts_row(family: RouterDefaults) -> ConvertedFields:
+def routed_experts_row(family: RouterDefaults) -> FieldGroupRow:
     """Dense layers first, then layers of routed and shared experts; without any of these the model is dense."""
 
     def read(reading: ConfigReading) -> None:
@@ -83,7 +83,7 @@ def routed_experts_row(family: RouterDefaults) -> ConvertedFields:
         reading.values["moe_layer_freq"] = [int(layer >= first) for layer in range(layers)]
         _router(reading, family, values["num_moe_experts"], values["moe_router_topk"])
 
-    return ConvertedFields(KEYS, read)
+    return FieldGroupRow(KEYS, read)
 
 
 def _router(reading: ConfigReading, family: RouterDefaults, experts: int, topk: int) -> None:

@@ -8,20 +8,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megaswift.families.config_alternating_windows import WindowedLayer
 from megaswift.families.config_common import rope_row
 from megaswift.families.config_rows import (
     ConfigReading,
     ConfigRow,
-    ConvertedFields,
+    FieldGroupRow,
     MappedField,
     RequiredValue,
     UnusedField,
 )
+from megaswift.families.config_windows_by_layer import WindowedLayer
 from megaswift.families.model_spec import RopeSpec
 
 
-def two_ropes_row(full_theta: float, local_theta: float) -> ConvertedFields:
+def two_ropes_row(full_theta: float, local_theta: float) -> FieldGroupRow:
     """Two rotary embeddings: `rope_theta` with scaling in full layers, `rope_local_base_freq` without any in windowed
     ones.
 
@@ -54,7 +54,7 @@ def two_ropes_row(full_theta: float, local_theta: float) -> ConvertedFields:
             float(local.get("rope_theta") or raw.get("rope_local_base_freq") or local_theta)
         )
 
-    return ConvertedFields(("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters"), read)
+    return FieldGroupRow(("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters"), read)
 
 
 def _embedding_scale(reading: ConfigReading) -> None:
@@ -72,8 +72,8 @@ def _query_scale(reading: ConfigReading) -> None:
 
 GEMMA: tuple[ConfigRow, ...] = (
     MappedField("tie_word_embeddings", "tied", bool, True),
-    ConvertedFields(("hidden_size",), _embedding_scale),
-    ConvertedFields(("query_pre_attn_scalar",), _query_scale),
+    FieldGroupRow(("hidden_size",), _embedding_scale),
+    FieldGroupRow(("query_pre_attn_scalar",), _query_scale),
     RequiredValue("hidden_activation", ("gelu_pytorch_tanh",), "the gated MLP's activation"),
     UnusedField(("hidden_act",), "transformers' model reads hidden_activation"),
     UnusedField(("cache_implementation",), "how transformers generates"),
@@ -87,7 +87,7 @@ GEMMA: tuple[ConfigRow, ...] = (
 """Fields of Gemma 2 and 3 beyond those of all families."""
 
 
-def softcaps_row(attention: float | None, logits: float | None) -> ConvertedFields:
+def softcaps_row(attention: float | None, logits: float | None) -> FieldGroupRow:
     """Caps of attention scores and logits, null for none; transformers' defaults where the fields are absent."""
 
     def read(reading: ConfigReading) -> None:
@@ -105,7 +105,7 @@ def softcaps_row(attention: float | None, logits: float | None) -> ConvertedFiel
             reading.problem("attention_dropout", "must be 0: attention with a soft cap does not support dropout")
         reading.values["attention_dropout"] = dropout
 
-    return ConvertedFields(("attn_logit_softcapping", "final_logit_softcapping", "attention_dropout"), read)
+    return FieldGroupRow(("attn_logit_softcapping", "final_logit_softcapping", "attention_dropout"), read)
 
 
 def windowed_except_every_nth_layer(every: int) -> WindowedLayer:

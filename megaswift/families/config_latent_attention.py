@@ -8,7 +8,7 @@ from __future__ import annotations
 from megaswift.families.config_rows import (
     ConfigReading,
     ConfigRow,
-    ConvertedFields,
+    FieldGroupRow,
     MappedField,
     RequiredValue,
     UnusedField,
@@ -50,13 +50,13 @@ def _scores(reading: ConfigReading) -> None:
 
 
 LATENT: tuple[ConfigRow, ...] = (
-    ConvertedFields(("q_lora_rank",), _compressed_queries),
+    FieldGroupRow(("q_lora_rank",), _compressed_queries),
     MappedField("kv_lora_rank", "kv_lora_rank", int),
     MappedField("qk_nope_head_dim", "qk_head_dim", int),
     MappedField("qk_rope_head_dim", "qk_pos_emb_head_dim", int, least=2),
-    ConvertedFields(("v_head_dim", "num_key_value_heads"), _heads),
-    ConvertedFields(("head_dim",), _head_dim),
-    ConvertedFields((), _scores),
+    FieldGroupRow(("v_head_dim", "num_key_value_heads"), _heads),
+    FieldGroupRow(("head_dim",), _head_dim),
+    FieldGroupRow((), _scores),
     RequiredValue("attention_bias", (False,), "Megatron's latent attention has no biases"),
     UnusedField(("qk_head_dim",), "follows from qk_nope_head_dim and qk_rope_head_dim"),
     UnusedField(("pretraining_tp",), "transformers' model does not read it"),

@@ -147,7 +147,7 @@ class UnusedField(ConfigRow):
 
 
 @dataclass(frozen=True)
-class ConvertedFields(ConfigRow):
+class FieldGroupRow(ConfigRow):
     """Fields that have a meaning only together."""
 
     keys: tuple[str, ...]

@@ -5,9 +5,9 @@ https://arxiv.org/abs/2507.11407.
 
 from __future__ import annotations
 
-from megaswift.families.config_alternating_windows import alternating_windows
 from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_rows import ConfigReading, ConvertedFields
+from megaswift.families.config_rows import ConfigReading, FieldGroupRow
+from megaswift.families.config_windows_by_layer import windows_by_layer_row
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM, dense_mlp, post_norms
 
@@ -20,7 +20,7 @@ def _exaone_layers(reading: ConfigReading) -> None:
     if windows and not isinstance(every, int) and reading.raw.get("layer_types") is None:
         reading.problem("sliding_window_pattern", "must be a number, unless layer_types is given")
         return
-    alternating_windows(lambda _, layer: windows and bool((layer + 1) % every if every else True), 4096).read(reading)
+    windows_by_layer_row(lambda _, layer: windows and bool((layer + 1) % every if every else True), 4096).read(reading)
     layers = reading.layers()
     if windows and layers is not None:
         windowed = reading.values.get("window_attn_skip_freq") or [int("window_size" in reading.values)] * layers
@@ -28,7 +28,7 @@ def _exaone_layers(reading: ConfigReading) -> None:
             reading.values["no_rope_freq"] = [1 - sliding for sliding in windowed]
 
 
-EXAONE_LAYERS = ConvertedFields(("sliding_window", "layer_types", "sliding_window_pattern"), _exaone_layers)
+EXAONE_LAYERS = FieldGroupRow(("sliding_window", "layer_types", "sliding_window_pattern"), _exaone_layers)
 
 
 FAMILIES.register(

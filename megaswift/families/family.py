@@ -20,7 +20,7 @@ from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.model_spec import ArchitectureExtras, ModelSpec
 from megaswift.families.quantization_schemes import config_without_quantization
 from megaswift.families.scalar_head import config_without_scalar_head, has_scalar_head, with_scalar_head
-from megaswift.families.vision_tower_config import TEXT_ONLY, has_vision_tower
+from megaswift.families.vision_language_detection import TEXT_ONLY, has_vision_tower
 from megaswift.families.weight_rules import WeightRule
 from megaswift.registry import Registry
 
@@ -126,7 +126,7 @@ def _int(digits: str) -> int:
     return int(digits)
 
 
-def read_config(directory: Path | str) -> dict[str, Any]:
+def read_config_json(directory: Path | str) -> dict[str, Any]:
     """The `config.json` of a model folder (or the path of the file itself)."""
     path = Path(directory)
     path = path / "config.json" if path.is_dir() or path.suffix != ".json" else path
@@ -154,7 +154,7 @@ def read_config(directory: Path | str) -> dict[str, Any]:
 
 def load_spec(directory: Path | str) -> ModelSpec:
     """The model that a folder's config.json describes."""
-    config = read_config(directory)
+    config = read_config_json(directory)
     return family_of(config).spec(config)
 
 

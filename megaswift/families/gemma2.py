@@ -3,10 +3,10 @@ arXiv:2408.00118."""
 
 from __future__ import annotations
 
-from megaswift.families.config_alternating_windows import alternating_windows, is_even_layer
 from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_gemma_olmo3 import GEMMA, softcaps_row
 from megaswift.families.config_rows import UnusedField
+from megaswift.families.config_windows_by_layer import is_even_layer, windows_by_layer_row
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
 
@@ -20,7 +20,7 @@ FAMILIES.register(
             head_dim_row(256),
             kv_heads_row(),
             rope_row(),
-            alternating_windows(is_even_layer, 4096),
+            windows_by_layer_row(is_even_layer, 4096),
             *GEMMA,
             softcaps_row(50.0, 30.0),
             UnusedField(("sliding_window_size",), "transformers' model reads sliding_window"),

@@ -5,10 +5,10 @@ https://arxiv.org/abs/2503.19786. The models with images (`gemma3`) contain this
 
 from __future__ import annotations
 
-from megaswift.families.config_alternating_windows import alternating_windows
 from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row
 from megaswift.families.config_gemma_olmo3 import GEMMA, softcaps_row, two_ropes_row
-from megaswift.families.config_rows import ConfigReading, ConvertedFields
+from megaswift.families.config_rows import ConfigReading, FieldGroupRow
+from megaswift.families.config_windows_by_layer import windows_by_layer_row
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, post_norms
 
@@ -30,10 +30,10 @@ def _gemma3_layers(reading: ConfigReading) -> None:
                 f"has no effect in transformers, which uses {every}, from sliding_window_pattern or its default",
                 "write layer_types, or sliding_window_pattern without the underscore",
             )
-    alternating_windows(lambda _, layer: bool((layer + 1) % (every or 6)), 4096).read(reading)
+    windows_by_layer_row(lambda _, layer: bool((layer + 1) % (every or 6)), 4096).read(reading)
 
 
-GEMMA3_LAYERS = ConvertedFields(
+GEMMA3_LAYERS = FieldGroupRow(
     ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"), _gemma3_layers
 )
 

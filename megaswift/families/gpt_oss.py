@@ -3,7 +3,6 @@ arXiv:2508.10925."""
 
 from __future__ import annotations
 
-from megaswift.families.config_alternating_windows import alternating_windows, is_even_layer
 from megaswift.families.config_common import (
     AUXILIARY_IF_ASKED,
     EXPERTS_EVERYWHERE,
@@ -11,7 +10,8 @@ from megaswift.families.config_common import (
     kv_heads_row,
     rope_row,
 )
-from megaswift.families.config_rows import ConfigReading, ConvertedFields, MappedField, RequiredValue, UnusedField
+from megaswift.families.config_rows import ConfigReading, FieldGroupRow, MappedField, RequiredValue, UnusedField
+from megaswift.families.config_windows_by_layer import is_even_layer, windows_by_layer_row
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.gpt_oss_expert_weight_rules import InterleavedGateUp, StackedDown, StackedReplicatedRule
 from megaswift.families.weight_rules import ColumnParallelRule, ReplicatedRule
@@ -43,8 +43,8 @@ FAMILIES.register(
             MappedField("intermediate_size", "moe_ffn_hidden_size", int),
             head_dim_row(64),
             kv_heads_row(),
-            ConvertedFields(ROPE.keys, _rope),
-            alternating_windows(is_even_layer, 128),
+            FieldGroupRow(ROPE.keys, _rope),
+            windows_by_layer_row(is_even_layer, 128),
             MappedField("swiglu_limit", "activation_func_clamp_value", float, 7.0),
             RequiredValue("swiglu_alpha", (1.702,), "the constant of Megatron's quick_gelu"),
             RequiredValue(

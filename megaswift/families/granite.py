@@ -4,12 +4,12 @@ https://huggingface.co/ibm-granite."""
 from __future__ import annotations
 
 from megaswift.families.config_common import BIASES, FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_rows import ConfigReading, ConfigRow, ConvertedFields
+from megaswift.families.config_rows import ConfigReading, ConfigRow, FieldGroupRow
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
 
 
-def _factor(key: str, target: str, *, inverse: bool = False) -> ConvertedFields:
+def _factor(key: str, target: str, *, inverse: bool = False) -> FieldGroupRow:
     """A factor above 0, 1 where absent; `inverse` where the field is the divisor."""
 
     def read(reading: ConfigReading) -> None:
@@ -19,7 +19,7 @@ def _factor(key: str, target: str, *, inverse: bool = False) -> ConvertedFields:
             return
         reading.values[target] = 1.0 / value if inverse else value
 
-    return ConvertedFields((key,), read)
+    return FieldGroupRow((key,), read)
 
 
 GRANITE: tuple[ConfigRow, ...] = (

@@ -11,7 +11,7 @@ from megaswift.families.config_common import (
     remote_code_row,
     rope_row,
 )
-from megaswift.families.config_rows import ConfigReading, ConvertedFields, MappedField, RequiredValue, UnusedField
+from megaswift.families.config_rows import ConfigReading, FieldGroupRow, MappedField, RequiredValue, UnusedField
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_rules import ReplicatedRule
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe_block
@@ -52,12 +52,12 @@ FAMILIES.register(
             MappedField("intermediate_size", "moe_ffn_hidden_size", int),
             head_dim_row(128),
             kv_heads_row(),
-            ConvertedFields((*ROPE.keys, "rotary_dim"), _rope),
+            FieldGroupRow((*ROPE.keys, "rotary_dim"), _rope),
             AUXILIARY_IF_ASKED,
             EXPERTS_EVERYWHERE,
             remote_code_row("minimax_m2"),
-            ConvertedFields(("scoring_func",), _router),
-            ConvertedFields(("attn_type_list",), _all_full),
+            FieldGroupRow(("scoring_func",), _router),
+            FieldGroupRow(("attn_type_list",), _all_full),
             RequiredValue("use_routing_bias", (True,), "transformers' model has the bias"),
             RequiredValue("use_qk_norm", (True,), "transformers' model has the norms"),
             RequiredValue("qk_norm_type", ("per_layer",), "transformers' model normalizes all heads together"),

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaswift.config import SwiftConfig
-from megaswift.config.command_parser import ParsedCommand
+from megaswift.config.infer_deploy_export_parser import ParsedCommand
 from megaswift.config.inference import ModelPathOptions
+from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.data.read_template_and_system import read_template
-from megaswift.data.tokenizer import load_tokenizer
-from megaswift.data.vision_processor import Processor, processor_spec
+from megaswift.data.vision_processor import Processor, processor_spec_of_folder
 from megaswift.errors import Problem, WeightsError, first_line, missing_path_hint
 from megaswift.families.adapter_folder import CONFIG as ADAPTERS
 from megaswift.families.adapter_folder import adapter_as_model_problem
 from megaswift.families.checkpoint_folder import find_checkpoint, find_intact_checkpoint
-from megaswift.families.family import read_config
+from megaswift.families.family import read_config_json
 from megaswift.families.saved_step_integrity import MARKER
-from megaswift.families.vision_tower_config import has_vision_tower
+from megaswift.families.vision_language_detection import has_vision_tower
 
 CONFIG_FILES = (
     "config.json",
@@ -202,7 +202,7 @@ def training_processor(cfg: SwiftConfig, folder: Path) -> Processor:
 
 def read_processor(folder: Path, trust: bool, chat_template: str | None) -> Processor:
     """The processor in `folder`; its tokenizer has the chat template of the options."""
-    processor = Processor(processor_spec(folder, trust))
+    processor = Processor(processor_spec_of_folder(folder, trust))
     if chat_template is not None:
         processor.tokenizer.chat_template = read_template(chat_template)
     return processor
@@ -214,7 +214,7 @@ def tokenizer_or_processor_for(cfg: SwiftConfig) -> Any:
     if not (folder / "config.json").is_file() and any((folder / name).is_file() for name in TOKENIZER_FILES):
         return tokenizer_for(cfg)
     folder = locate_model(cfg.model, weights=False)
-    if not has_vision_tower(read_config(folder)):
+    if not has_vision_tower(read_config_json(folder)):
         return tokenizer_for(cfg)
     return training_processor(cfg, folder)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.errors import Problem, WeightsError
-from megaswift.families.family import FAMILIES, family_of, read_config
+from megaswift.families.family import FAMILIES, family_of, read_config_json
 from megaswift.families.model_spec import ModelSpec, RopeSpec
 from megaswift.families.scalar_head import has_scalar_head, with_scalar_head
 
@@ -27,10 +27,10 @@ REQUIRED = ("num_layers", "hidden_size", "vocab_size")
 """Without heads there is no attention: state spaces."""
 
 
-def spec_of_any_model(directory: Path | str) -> ModelSpec:
+def spec_from_family_or_size_fields(directory: Path | str) -> ModelSpec:
     """The model that a folder's config.json describes: by its family where there is one and it takes every field, else
     by its sizes."""
-    config = read_config(directory)
+    config = read_config_json(directory)
     if str(config.get("model_type")) in FAMILIES:
         try:
             return family_of(config).spec(config)

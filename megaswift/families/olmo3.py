@@ -5,9 +5,9 @@ https://allenai.org/olmo.
 
 from __future__ import annotations
 
-from megaswift.families.config_alternating_windows import alternating_windows
 from megaswift.families.config_common import FFN, NO_ATTENTION_BIAS, head_dim_row, kv_heads_row
 from megaswift.families.config_gemma_olmo3 import two_ropes_row, windowed_except_every_nth_layer
+from megaswift.families.config_windows_by_layer import windows_by_layer_row
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM_WIDE, dense_mlp, post_norms
 
@@ -21,7 +21,7 @@ FAMILIES.register(
             head_dim_row(),
             kv_heads_row(required=False),
             two_ropes_row(5e5, 5e5),
-            alternating_windows(windowed_except_every_nth_layer(4), 4096),
+            windows_by_layer_row(windowed_except_every_nth_layer(4), 4096),
             NO_ATTENTION_BIAS,
         ),
         weights=(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, remote_code_row, rope_row, window_row
-from megaswift.families.config_rows import ConfigReading, ConvertedFields, MappedField, RequiredValue
+from megaswift.families.config_rows import ConfigReading, FieldGroupRow, MappedField, RequiredValue
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.model_spec import RopeSpec
 from megaswift.families.weight_table_blocks import EMBEDDING, FUSED_ATTENTION, HEAD, dense_mlp
@@ -67,7 +67,7 @@ def _longrope(reading: ConfigReading) -> None:
         reading.values.update(rope=RopeSpec(rope.base, scaling, rope.partial), longest=original)
 
 
-LONGROPE = ConvertedFields((*_PARTIAL.keys, "original_max_position_embeddings"), _longrope)
+LONGROPE = FieldGroupRow((*_PARTIAL.keys, "original_max_position_embeddings"), _longrope)
 
 FAMILIES.register(
     "phi3",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.families.config_rows import ConfigReading, ConvertedFields
+from megaswift.families.config_rows import ConfigReading, FieldGroupRow
 
 FIELD = "quantization_config"
 UNQUANTIZED = (
@@ -129,4 +129,4 @@ def _read(reading: ConfigReading) -> None:
         reading.problem(FIELD, *problem)
 
 
-QUANTIZATION = ConvertedFields((FIELD,), _read)
+QUANTIZATION = FieldGroupRow((FIELD,), _read)

@@ -3,9 +3,9 @@ https://arxiv.org/abs/2407.10671."""
 
 from __future__ import annotations
 
-from megaswift.families.config_alternating_windows import alternating_windows, is_even_layer
 from megaswift.families.config_common import FFN, ROUTER, SPARSE_STEP, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_rows import ConfigReading, MappedField
+from megaswift.families.config_windows_by_layer import is_even_layer, windows_by_layer_row
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_rules import ReplicatedRule
 from megaswift.families.weight_table_blocks import (
@@ -34,7 +34,7 @@ FAMILIES.register(
             head_dim_row(),
             kv_heads_row(),
             rope_row(),
-            alternating_windows(_windowed, 4096, switched=True, keys=("max_window_layers",)),
+            windows_by_layer_row(_windowed, 4096, switched=True, keys=("max_window_layers",)),
             MappedField("qkv_bias", "add_qkv_bias", bool, True),
             MappedField("moe_intermediate_size", "moe_ffn_hidden_size", int),
             MappedField("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", int),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megaswift.families.config_alternating_windows import WINDOW_BY_LAYER
 from megaswift.families.config_common import FFN, NO_ATTENTION_BIAS, head_dim_row, kv_heads_row, rope_row
+from megaswift.families.config_windows_by_layer import WINDOW_BY_LAYER
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp
 

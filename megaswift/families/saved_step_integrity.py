@@ -50,7 +50,7 @@ def manifest_seal(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def load_manifest(folder: Path) -> dict[str, Any] | Problem:
+def load_manifest_or_problem(folder: Path) -> dict[str, Any] | Problem:
     """The manifest of a step, or what is wrong with it."""
     path = folder / MARKER
     try:
@@ -71,9 +71,9 @@ def load_manifest(folder: Path) -> dict[str, Any] | Problem:
     return Problem(str(path), f"has a wrong value for {wrong}") if wrong else manifest
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
+def load_manifest_or_none(folder: Path) -> dict[str, Any] | None:
     """The manifest of a step, None where it is missing or damaged."""
-    manifest = load_manifest(folder)
+    manifest = load_manifest_or_problem(folder)
     return None if isinstance(manifest, Problem) else manifest
 
 
@@ -111,7 +111,7 @@ def steps_with_valid_manifest(store: Path) -> list[SavedStep]:
     steps = []
     for path in store.glob("step-*"):
         match = STEP.fullmatch(path.name)
-        if match and (manifest := read_manifest(path)) is not None:
+        if match and (manifest := load_manifest_or_none(path)) is not None:
             steps.append(SavedStep(int(match[1]), path, float(manifest["saved_at"]), manifest["files"]))
     return sorted(steps, key=lambda s: (s.saved_at, s.step))
 
@@ -119,13 +119,15 @@ def steps_with_valid_manifest(store: Path) -> list[SavedStep]:
 def steps_without_valid_manifest(store: Path) -> list[Path]:
     """Folders `step-N` without a valid manifest. A step gets its name after its manifest is on disk, so each of these
     was whole once."""
-    return sorted(p for p in store.glob("step-*") if STEP.fullmatch(p.name) and p.is_dir() and read_manifest(p) is None)
+    return sorted(
+        p for p in store.glob("step-*") if STEP.fullmatch(p.name) and p.is_dir() and load_manifest_or_none(p) is None
+    )
 
 
 def step_named_by_latest_json(store: Path) -> Path | None:
     """The step that latest.json names, if its manifest is valid."""
     step = _named_by_pointer(store)
-    return step if step is not None and read_manifest(step) is not None else None
+    return step if step is not None and load_manifest_or_none(step) is not None else None
 
 
 def _named_by_pointer(store: Path) -> Path | None:
@@ -145,7 +147,7 @@ def steps_in_resume_order(store: Path) -> list[Path]:
     return [first, *(p for p in saved if p != first)] if first in saved else saved
 
 
-def missing_step_problem(store: Path) -> Problem | None:
+def no_usable_step_problem(store: Path) -> Problem | None:
     """What is wrong with an OUT/checkpoints that had steps and has no usable one; None where none was ever saved."""
     points = (store / POINTER).exists()
     if not (points or store.name == "checkpoints") or steps_with_valid_manifest(store):
@@ -160,7 +162,7 @@ def missing_step_problem(store: Path) -> Problem | None:
     return Problem(str(store), f"has no checkpoint, but {POINTER} names one that was saved", fix) if points else None
 
 
-def find_step_folder(path: Path) -> Path | None:
+def enclosing_step_folder(path: Path) -> Path | None:
     """The step that `path` is, or lies in; also one without its manifest."""
     path = path.absolute()
     for folder in (path, *path.parents)[:3]:
@@ -174,7 +176,7 @@ def _is_moved_step(folder: Path) -> bool:
     return (folder / MARKER).is_file() and any((folder / part).is_dir() for part in ("engine", "hf", "adapter"))
 
 
-def files_within(manifest: Mapping[str, Any], parts: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
+def manifest_file_entries(manifest: Mapping[str, Any], parts: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
     """The files of these folders of a step, or of all of it."""
     chosen = tuple(f"{part}/" for part in parts)
     return {name: entry for name, entry in manifest["files"].items() if not chosen or name.startswith(chosen)}
@@ -186,7 +188,7 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def is_known_intact(path: Path, expected: Mapping[str, Any]) -> bool | None:
+def cached_file_integrity_verdict(path: Path, expected: Mapping[str, Any]) -> bool | None:
     """Whether the file is what was saved, if that was found out already and it has not changed since."""
     try:
         facts = path.stat()
@@ -196,7 +198,7 @@ def is_known_intact(path: Path, expected: Mapping[str, Any]) -> bool | None:
 
 
 def remember_intact(path: Path, expected: Mapping[str, Any], intact: bool) -> None:
-    """For `is_known_intact`: what this process or another rank found."""
+    """For `cached_file_integrity_verdict`: what this process or another rank found."""
     try:
         facts = path.stat()
     except OSError:
@@ -204,10 +206,10 @@ def remember_intact(path: Path, expected: Mapping[str, Any], intact: bool) -> No
     _KNOWN[(str(path), facts.st_size, facts.st_mtime_ns, expected["sha256"])] = intact
 
 
-def known_damaged(saved: SavedStep) -> bool:
+def has_missing_or_known_changed_files(saved: SavedStep) -> bool:
     """Whether a file of the step is missing, or this process knows that it has changed. Reads none."""
     return any(
-        is_known_intact(saved.path / name, entry) is False or not os.path.isfile(saved.path / name)
+        cached_file_integrity_verdict(saved.path / name, entry) is False or not os.path.isfile(saved.path / name)
         for name, entry in saved.files.items()
     )
 
@@ -225,7 +227,7 @@ def file_problem(path: Path, expected: Mapping[str, Any]) -> Problem | None:
     size = facts.st_size
     if size != expected["bytes"]:
         return Problem(str(path), f"has {size} bytes; the manifest has {expected['bytes']}")
-    intact = is_known_intact(path, expected)
+    intact = cached_file_integrity_verdict(path, expected)
     if intact is None:
         try:
             intact = hash_file(path) == expected["sha256"]
@@ -237,10 +239,10 @@ def file_problem(path: Path, expected: Mapping[str, Any]) -> Problem | None:
 
 def damaged_file_problems(step: Path, parts: Iterable[str] = ()) -> list[Problem]:
     """What of a step (or of these folders of it) is not as it was saved; by one process alone."""
-    manifest = load_manifest(step)
+    manifest = load_manifest_or_problem(step)
     if isinstance(manifest, Problem):
         return [manifest]
-    files, began = files_within(manifest, parts), time.perf_counter()
+    files, began = manifest_file_entries(manifest, parts), time.perf_counter()
     problems = [p for name, entry in files.items() if (p := file_problem(step / name, entry)) is not None]
     log_check_duration(step, files.values(), time.perf_counter() - began)
     return problems
@@ -255,7 +257,7 @@ def log_check_duration(step: Path, files: Iterable[Mapping[str, Any]], seconds: 
 
 def refuse_damaged_part(folder: Path) -> None:
     """CheckpointError where a folder, such as `adapter`, lies in a step and is not as it was saved."""
-    step = find_step_folder(folder)
+    step = enclosing_step_folder(folder)
     if step is None or not (within := folder.absolute().relative_to(step).parts[:1]):
         return
     if problems := damaged_file_problems(step, within):

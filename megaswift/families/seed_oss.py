@@ -4,7 +4,7 @@ https://huggingface.co/ByteDance-Seed."""
 from __future__ import annotations
 
 from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_rows import ConfigReading, ConvertedFields, MappedField, RequiredValue
+from megaswift.families.config_rows import ConfigReading, FieldGroupRow, MappedField, RequiredValue
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
 
@@ -25,7 +25,7 @@ def _seed_biases(reading: ConfigReading) -> None:
     reading.values.update(add_qkv_bias=bool(inner), add_bias_linear=bool(out and mlp))
 
 
-SEED_BIASES = ConvertedFields(("attention_bias", "attention_out_bias", "mlp_bias"), _seed_biases)
+SEED_BIASES = FieldGroupRow(("attention_bias", "attention_out_bias", "mlp_bias"), _seed_biases)
 
 
 FAMILIES.register(

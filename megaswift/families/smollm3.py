@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megaswift.families.config_alternating_windows import alternating_windows
 from megaswift.families.config_common import BIASES, FFN, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_rows import ConfigReading, ConfigRow, ConvertedFields, MappedField, UnusedField
+from megaswift.families.config_rows import ConfigReading, ConfigRow, FieldGroupRow, MappedField, UnusedField
+from megaswift.families.config_windows_by_layer import windows_by_layer_row
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
 
@@ -32,8 +32,8 @@ def _smollm3_windowed(reading: ConfigReading, layer: int) -> bool:
 
 SMOLLM3: tuple[ConfigRow, ...] = (
     MappedField("tie_word_embeddings", "tied", bool, True),
-    ConvertedFields(("no_rope_layers", "no_rope_layer_interval"), _without_rotation),
-    alternating_windows(_smollm3_windowed, None, switched=True),
+    FieldGroupRow(("no_rope_layers", "no_rope_layer_interval"), _without_rotation),
+    windows_by_layer_row(_smollm3_windowed, None, switched=True),
     UnusedField(("pretraining_tp", "max_window_layers"), "transformers' model does not read them"),
 )
 

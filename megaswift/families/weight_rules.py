@@ -259,7 +259,7 @@ class VocabParallelRule:
 
 
 @dataclass(frozen=True)
-class JoinedSourcesRule:
+class FusedHfTensorRule:
     """`parts` with its HF tensors joined by rows, in their order, into the one called `name`."""
 
     parts: WeightRule

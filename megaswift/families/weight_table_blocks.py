@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from megaswift.families.weight_rules import (
     ColumnParallelRule,
+    FusedHfTensorRule,
     FusedQKVRule,
     GateUpRule,
-    JoinedSourcesRule,
     ReplicatedRule,
     RowParallelRule,
     Scope,
@@ -53,7 +53,7 @@ PROJECTIONS: tuple[WeightRule, ...] = (
 ATTENTION: tuple[WeightRule, ...] = (INPUT_NORM, *PROJECTIONS)
 FUSED_ATTENTION: tuple[WeightRule, ...] = (
     INPUT_NORM,
-    JoinedSourcesRule(QKV_WEIGHT, A + "qkv_proj.weight"),
+    FusedHfTensorRule(QKV_WEIGHT, A + "qkv_proj.weight"),
     *PROJECTIONS[1:],
 )
 """Query, key and value in one tensor."""
@@ -89,7 +89,7 @@ def dense_mlp(
     )
     return (
         *before,
-        JoinedSourcesRule(gate_up, mlp + "gate_up_proj.weight") if fused else gate_up,
+        FusedHfTensorRule(gate_up, mlp + "gate_up_proj.weight") if fused else gate_up,
         GateUpRule(
             M + "mlp.linear_fc1.bias",
             (mlp + "gate_proj.bias", mlp + "up_proj.bias"),

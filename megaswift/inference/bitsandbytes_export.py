@@ -12,7 +12,7 @@ from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
 from megaswift.bridge.checkpoint_hf_metadata import copy_tokenizer_and_template_files
 from megaswift.config.inference import BitsandbytesOptions, ModelLoadingOptions, PlacementOptions
 from megaswift.errors import CheckpointError, ConfigError, Problem, first_line
-from megaswift.inference.load_generation_model import load_model_and_prompt_device, prepare_model_load
+from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor, load_model_and_prompt_device
 
 
 def quantize_and_save_model(
@@ -22,7 +22,7 @@ def quantize_and_save_model(
     placement = PlacementOptions(**{f.name: getattr(options, f.name) for f in fields(BitsandbytesOptions)})
     bits = placement.quantization_bit
     assert bits is not None, "the command line was checked"
-    prepared = prepare_model_load(weights, None)
+    prepared = load_config_tokenizer_and_processor(weights, None)
     model, _ = load_model_and_prompt_device(prepared, placement)
     stage = target.with_name(f".{target.name}.exporting")
     shutil.rmtree(stage, ignore_errors=True)

@@ -1,8 +1,8 @@
 """Converts conversations to model inputs: tokens, and the vision encoder's inputs for images.
 
 Owns rendering for an answer and the limit of the context. Reading rows of files is `prompt_file_rows.py`'s; which
-images a
-conversation may name is said by its `ImageRoot` (`data/images.py`), whose reading and placing of them is training's.
+images a conversation may name is said by its `RowImageFolders` (`data/images.py`), whose reading and placing of them
+is training's.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from functools import cached_property
 from typing import Any
 
 from megaswift.config.inference import ChatTemplateOptions
-from megaswift.data.images import ImageRoot, Source, attach_images, open_image
+from megaswift.data.images import RowImageFolders, Source, attach_images, open_image
+from megaswift.data.jinja_sandbox_limits import REFUSED
 from megaswift.data.read_template_and_system import read_system_message
 from megaswift.data.render_chat import ChatRenderer, load_chat_templates
-from megaswift.data.template_limits import REFUSED
 from megaswift.data.training_sample import RowError, Sample, checked_conversation_sample
 from megaswift.data.vision_processor import Processor
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.inference.generator import AnswerRequest, Listener, ProcessedImageInputs
-from megaswift.inference.load_generation_model import ModelWithoutWeights
+from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
 
 IMAGES = ("image", "image_url")
 """Types of a content's parts that are images."""
 _Message = Mapping[str, Any]
 THINKING = "enable_thinking"
-STRANGERS = ImageRoot(None)
+STRANGERS = RowImageFolders(None)
 """Whoever asks names no file of this machine."""
 
 
@@ -62,7 +62,7 @@ class ChatInputRenderer:
     """Renders with the tokenizer's chat template, and with the processor of a vision-language model."""
 
     def __init__(
-        self, prepared: ModelWithoutWeights, options: ChatTemplateOptions, home: ImageRoot = STRANGERS
+        self, prepared: ModelConfigAndTokenizer, options: ChatTemplateOptions, home: RowImageFolders = STRANGERS
     ) -> None:
         self.tokenizer, self.context, self.home = prepared.tokenizer, prepared.context, home
         self.system, self._longest = read_system_message(options.system), options.max_length

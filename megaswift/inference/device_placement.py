@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megaswift.config.byte_size import bytes_text
-from megaswift.config.device_placement import DISK, Device
+from megaswift.config.parse_device_map_options import DISK, Device
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.families.decoder_layer_classes import decoder_layer_class_names
 
@@ -172,7 +172,7 @@ def execution_device(placed: Mapping[str, Device]) -> torch.device:
     return torch.device("cpu")
 
 
-def run_token_through_offloaded_model(model: Any, device: torch.device, flag: str) -> None:
+def check_offloaded_forward_pass(model: Any, device: torch.device, flag: str) -> None:
     """One token, with weights elsewhere: accelerate brings a module's when it is called, which JetMoe's experts never
     are."""
     try:

@@ -251,10 +251,10 @@ class Generator:
             pair = (
                 _unlike(requests)
                 if shown
-                else tuple(AnswerRequest(p, 1) for p in probe_prompts(self.tokenizer, self.pad))
+                else tuple(AnswerRequest(p, 1) for p in random_prompts_of_two_lengths(self.tokenizer, self.pad))
             )
             first, second = (self._inputs([r]) for r in pair)
-            self._tried[shown] = padding_agrees(self.model, self._inputs(pair), (first, second), self.pad)
+            self._tried[shown] = batch_padding_keeps_logits(self.model, self._inputs(pair), (first, second), self.pad)
             if not self._tried[shown]:
                 log.info(
                     f"the answers of this model to prompts{' with images' * shown} of different lengths depend on "
@@ -365,7 +365,7 @@ Inputs = Mapping[str, Tensor]
 """Of transformers' `generate`: a batch."""
 
 
-def probe_prompts(tokenizer: Any, pad: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def random_prompts_of_two_lengths(tokenizer: Any, pad: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Two prompts of ordinary tokens."""
     special = {pad, *tokenizer.all_special_ids}
     order = torch.randperm(len(tokenizer), generator=torch.Generator().manual_seed(0)).tolist()
@@ -373,7 +373,7 @@ def probe_prompts(tokenizer: Any, pad: int) -> tuple[tuple[int, ...], tuple[int,
     return tuple(tokens[:LONG]), tuple(tokens[LONG : LONG + SHORT])
 
 
-def padding_agrees(model: Any, both: Inputs, alone: tuple[Inputs, Inputs], pad: int) -> bool:
+def batch_padding_keeps_logits(model: Any, both: Inputs, alone: tuple[Inputs, Inputs], pad: int) -> bool:
     """Whether two prompts get the answers that each gets alone."""
     try:
         together, single = _logits(model, both, pad), [_logits(model, inputs, pad)[:, 0] for inputs in alone]

@@ -18,7 +18,7 @@ from megaswift import log
 from megaswift.bridge import check_finite_weights
 from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import Problem, WeightsError
-from megaswift.families.adapter_folder import adapter_shapes, base_model_name
+from megaswift.families.adapter_folder import adapter_folder_tensor_shapes, base_model_name
 from megaswift.inference import device_placement
 from megaswift.inference.device_placement import DeviceMap
 from megaswift.inference.transformers_refusals import transformers_errors_as_ours
@@ -50,7 +50,7 @@ def check_adapters_fit(skeleton: Any, options: ModelLoadingOptions) -> None:
 def _check_fit(skeleton: Any, folder: Path, model: str) -> None:
     modules = dict(skeleton.named_modules())
     depth = getattr(skeleton.config.get_text_config(), "num_hidden_layers", None)
-    for name, shape in adapter_shapes(folder).items():
+    for name, shape in adapter_folder_tensor_shapes(folder).items():
         match = LORA.fullmatch(name)
         if match is None:
             continue

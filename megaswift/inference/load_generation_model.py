@@ -1,9 +1,9 @@
 """Loads `--model` for generation: locates, places and loads it, with its adapters. Checks come first, so that errors
 cost no time.
 
-`prepare_model_load` reads configuration and tokenizer; `load_model_and_prompt_device` reads weights. transformers loads
-and accelerate dispatches; what is ours is the way from a checkpoint of training to transformers' model, and saying what
-is wrong.
+`load_config_tokenizer_and_processor` reads configuration and tokenizer; `load_model_and_prompt_device` reads weights.
+transformers loads and accelerate dispatches; what is ours is the way from a checkpoint of training to transformers'
+model, and saying what is wrong.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from megaswift.bridge import check_finite_weights
 from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, disable_4bit_cpu_repacking
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.open_weight_source import open_checkpoint_weight_source
-from megaswift.config import device_placement as devices
-from megaswift.config.device_placement import DISK
+from megaswift.config import parse_device_map_options as devices
 from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
+from megaswift.config.parse_device_map_options import DISK
 from megaswift.data.training_sample import RowError
 from megaswift.data.vision_processor import Processor, image_support_problems
 from megaswift.errors import ConfigError, Problem, UserError, WeightsError, first_line
 from megaswift.families import FAMILIES
 from megaswift.families.checkpoint_folder import find_checkpoint, find_intact_checkpoint
-from megaswift.families.family import read_config
+from megaswift.families.family import read_config_json
 from megaswift.families.model_and_tokenizer_source import read_processor, read_tokenizer
-from megaswift.families.vision_tower_config import has_vision_tower
+from megaswift.families.vision_language_detection import has_vision_tower
 from megaswift.inference import device_placement
 from megaswift.inference.device_placement import DeviceMap, ModuleSizes
 from megaswift.inference.load_adapters import check_adapters_fit, model_with_adapters
@@ -45,7 +45,7 @@ TEXT_ONLY = "this model accepts only text"
 
 
 @dataclass(frozen=True)
-class ModelWithoutWeights:
+class ModelConfigAndTokenizer:
     """All of a model but its weights."""
 
     folder: Path
@@ -82,7 +82,9 @@ def quiet_transformers() -> None:
     getLogger("accelerate.big_modeling").setLevel(ERROR)  # says what the device map has said
 
 
-def prepare_model_load(options: ModelLoadingOptions, chat_template: str | None) -> ModelWithoutWeights:
+def load_config_tokenizer_and_processor(
+    options: ModelLoadingOptions, chat_template: str | None
+) -> ModelConfigAndTokenizer:
     """Configuration and tokenizer, and everything that can be wrong without reading a weight."""
     folder = locate_generation_model(options)
     quiet_transformers()
@@ -97,13 +99,13 @@ def prepare_model_load(options: ModelLoadingOptions, chat_template: str | None) 
     reader = _reader(folder, options, chat_template)
     if isinstance(reader, Processor) and not tokenizer.chat_template:  # older models have it beside their processor
         tokenizer.chat_template = reader.tokenizer.chat_template
-    return ModelWithoutWeights(folder, options, config, tokenizer, reader)
+    return ModelConfigAndTokenizer(folder, options, config, tokenizer, reader)
 
 
 def _reader(folder: Path, options: ModelLoadingOptions, chat_template: str | None) -> Processor | str:
     """A vision-language model's processor, tried on blank images; a reason where there is none, and text alone is
     answered."""
-    if not has_vision_tower(read_config(folder)):
+    if not has_vision_tower(read_config_json(folder)):
         return TEXT_ONLY
     if problems := image_support_problems(folder, f"--model {options.model}"):
         return f"{problems[0].what} {problems[0].rule}"
@@ -135,7 +137,7 @@ def _writes(config: Any, flag: str) -> None:
         )
 
 
-def _dtype(prepared: ModelWithoutWeights) -> torch.dtype:
+def _dtype(prepared: ModelConfigAndTokenizer) -> torch.dtype:
     wanted = prepared.options.torch_dtype
     own = getattr(prepared.config, "dtype", None) or getattr(prepared.config.get_text_config(), "dtype", None)
     if wanted != "auto":
@@ -143,7 +145,7 @@ def _dtype(prepared: ModelWithoutWeights) -> torch.dtype:
     return own if isinstance(own, torch.dtype) else torch.float32
 
 
-def _auto(prepared: ModelWithoutWeights) -> Any:
+def _auto(prepared: ModelConfigAndTokenizer) -> Any:
     """transformers' class of models that answer; a vision-language model is asked by text alone."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -152,7 +154,7 @@ def _auto(prepared: ModelWithoutWeights) -> Any:
     )
 
 
-def _skeleton(prepared: ModelWithoutWeights, how: Mapping[str, Any]) -> Any:
+def _skeleton(prepared: ModelConfigAndTokenizer, how: Mapping[str, Any]) -> Any:
     """transformers' model without weights."""
     trust = prepared.options.trust_remote_code
     with transformers_errors_as_ours(str(prepared.folder)), torch.device("meta"):
@@ -161,7 +163,7 @@ def _skeleton(prepared: ModelWithoutWeights, how: Mapping[str, Any]) -> Any:
     return model
 
 
-def place_modules(prepared: ModelWithoutWeights, options: PlacementOptions, model: Any) -> DeviceMap:
+def choose_and_log_device_map(prepared: ModelConfigAndTokenizer, options: PlacementOptions, model: Any) -> DeviceMap:
     """Each module's device; the table of them goes to the user."""
     sizes = ModuleSizes(model, options.quantization_bit or device_placement.quantized_checkpoint_bits(prepared.config))
     requested = devices.parse_device_map(options.device_map)
@@ -214,7 +216,7 @@ def place_modules(prepared: ModelWithoutWeights, options: PlacementOptions, mode
     return placed
 
 
-def _quantization(prepared: ModelWithoutWeights, options: PlacementOptions, dtype: torch.dtype) -> dict[str, Any]:
+def _quantization(prepared: ModelConfigAndTokenizer, options: PlacementOptions, dtype: torch.dtype) -> dict[str, Any]:
     bits = options.quantization_bit
     if bits is None:
         return {}
@@ -257,7 +259,9 @@ class _Lazy:
         return self.source.dtype_name(self.name)
 
 
-def load_model_and_prompt_device(prepared: ModelWithoutWeights, options: PlacementOptions) -> tuple[Any, torch.device]:
+def load_model_and_prompt_device(
+    prepared: ModelConfigAndTokenizer, options: PlacementOptions
+) -> tuple[Any, torch.device]:
     """(the model with its weights and adapters, where its prompts go)."""
     dtype = _dtype(prepared)
     attention = prepared.options.attn_impl
@@ -265,7 +269,7 @@ def load_model_and_prompt_device(prepared: ModelWithoutWeights, options: Placeme
     quantized = _quantization(prepared, options, dtype)
     skeleton = _skeleton(prepared, how)
     check_adapters_fit(skeleton, prepared.options)
-    placed = place_modules(prepared, options, skeleton)
+    placed = choose_and_log_device_map(prepared, options, skeleton)
     how |= {
         **quantized,
         "device_map": placed,
@@ -295,7 +299,7 @@ def load_model_and_prompt_device(prepared: ModelWithoutWeights, options: Placeme
         )
     check_finite_weights.check_weights_finite(model.named_parameters())
     if any(p.is_meta for p in model.parameters()) and prepared.config.model_type not in FAMILIES:
-        device_placement.run_token_through_offloaded_model(
+        device_placement.check_offloaded_forward_pass(
             model, device_placement.execution_device(placed), f"--device_map {options.device_map}"
         )
     return model_with_adapters(model, prepared.options, placed).eval(), device_placement.execution_device(placed)

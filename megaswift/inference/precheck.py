@@ -15,9 +15,9 @@ from megaswift.data.read_template_and_system import read_system_message, read_te
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.adapter_folder import is_reward_model_adapter
 from megaswift.families.checkpoint_folder import find_checkpoint
-from megaswift.families.family import read_config
+from megaswift.families.family import read_config_json
 from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems
-from megaswift.families.model_type_check import model_type_problems
+from megaswift.families.model_type_option_check import model_type_option_mismatch_problems
 from megaswift.families.quantized_training_checks import quantization_package_problems
 from megaswift.families.saved_step_integrity import refuse_damaged_part
 from megaswift.families.scalar_head import has_scalar_head
@@ -45,9 +45,9 @@ def locate_generation_model(options: ModelLoadingOptions) -> Path:
         refuse_damaged_part(Path(adapters))
     folder = locate_model(options)
     problems = missing_model_file_problems(folder, random_init=False) + _judges(folder, options)
-    problems += model_type_problems(options.model_type, read_config(folder))
+    problems += model_type_option_mismatch_problems(options.model_type, read_config_json(folder))
     if find_checkpoint(folder) is None:
-        problems += quantization_package_problems(read_config(folder), f"--model {options.model}")
+        problems += quantization_package_problems(read_config_json(folder), f"--model {options.model}")
     if problems:
         raise WeightsError(problems)
     return folder
@@ -56,7 +56,7 @@ def locate_generation_model(options: ModelLoadingOptions) -> Path:
 def _judges(folder: Path, options: ModelLoadingOptions) -> list[Problem]:
     """Reward models, which transformers would give an untrained or the base model's vocabulary head, and let write."""
     rule, fix = "is a reward model, which does not generate text", "use it as --reward_model of megaswift grpo"
-    problems = [Problem(f"--model {options.model}", rule, fix)] if has_scalar_head(read_config(folder)) else []
+    problems = [Problem(f"--model {options.model}", rule, fix)] if has_scalar_head(read_config_json(folder)) else []
     judging = rule.replace("is", "is of", 1)
     problems += [
         Problem(f"--adapters {folder}", judging, f"merge them into the model, then {fix}")

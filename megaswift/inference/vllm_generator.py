@@ -13,13 +13,13 @@ from typing import Any
 from megaswift.config.inference import BackendOptions
 from megaswift.errors import Problem, UserError
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams, TokenLogprob
-from megaswift.inference.load_generation_model import ModelWithoutWeights
+from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
 
 
 class VllmGenerator:
     """The same calls as `Generator`, answered by vLLM."""
 
-    def __init__(self, prepared: ModelWithoutWeights, options: BackendOptions, lora_rank: int) -> None:
+    def __init__(self, prepared: ModelConfigAndTokenizer, options: BackendOptions, lora_rank: int) -> None:
         """`lora_rank`: the maximum of the engine; 0: no adapters."""
         vllm: Any = importlib.import_module("vllm")
         weights = prepared.options

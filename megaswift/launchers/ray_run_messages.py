@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class ExchangeEvents:
+class WorkerEventsSinceLastPoll:
     """What has happened since the last look."""
 
     lines: list[str]
@@ -60,7 +60,7 @@ class RunMessageActor:
         """Signals after the first `seen`."""
         return self.signals[seen:]
 
-    def news(self) -> ExchangeEvents:
+    def news(self) -> WorkerEventsSinceLastPoll:
         """For the command; each line once."""
         lines, self.lines = self.lines, []
-        return ExchangeEvents(lines, len(self.ranks), dict(self.failed))
+        return WorkerEventsSinceLastPoll(lines, len(self.ranks), dict(self.failed))

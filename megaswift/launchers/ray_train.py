@@ -91,7 +91,9 @@ def _connect(address: str, launch: LaunchConfig) -> None:
     if address == LOCAL:
         root = str(Path(__file__).resolve().parents[2])
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        cores = max(os.cpu_count() or 1, torchrun_launcher.launched_processes(launch) * launch.cpus_per_worker)
+        cores = max(
+            os.cpu_count() or 1, torchrun_launcher.world_size_of_launch_options(launch) * launch.cpus_per_worker
+        )
         options |= {"num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     try:
         _knock(address)
@@ -138,7 +140,7 @@ def _reserves_gpu(launch: LaunchConfig) -> bool:
     """Whether each worker has a GPU. ConfigError when the cluster is smaller than the run."""
     import ray
 
-    there, world = ray.cluster_resources(), torchrun_launcher.launched_processes(launch)
+    there, world = ray.cluster_resources(), torchrun_launcher.world_size_of_launch_options(launch)
     gpus, cores = int(there.get("GPU", 0)), int(there.get("CPU", 0))
     gpu = gpus > 0 if launch.use_gpu is None else launch.use_gpu
     problems = []
@@ -170,7 +172,7 @@ def _reserves_gpu(launch: LaunchConfig) -> bool:
 
 def _workers(launch: LaunchConfig, gpu: bool) -> str:
     each = log.count_text(launch.cpus_per_worker, "core") + (" and a GPU" if gpu else "")
-    return f"{log.count_text(torchrun_launcher.launched_processes(launch), 'process')} with {each} each"
+    return f"{log.count_text(torchrun_launcher.world_size_of_launch_options(launch), 'process')} with {each} each"
 
 
 def _trainer(launch: LaunchConfig, plan: dict[str, Any], gpu: bool, folder: str) -> Any:
@@ -188,7 +190,7 @@ def _trainer(launch: LaunchConfig, plan: dict[str, Any], gpu: bool, folder: str)
         train_func_context = property(lambda self: contextlib.nullcontext)
 
     scaling = ScalingConfig(
-        num_workers=torchrun_launcher.launched_processes(launch),
+        num_workers=torchrun_launcher.world_size_of_launch_options(launch),
         use_gpu=gpu,
         placement_strategy=launch.placement_strategy.upper(),
         resources_per_worker={"CPU": launch.cpus_per_worker} | ({"GPU": 1} if gpu else {}),

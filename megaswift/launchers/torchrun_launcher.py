@@ -37,7 +37,7 @@ def requests_worker_processes(launch: LaunchConfig) -> bool:
     )
 
 
-def launched_processes(launch: LaunchConfig) -> int:
+def world_size_of_launch_options(launch: LaunchConfig) -> int:
     """Processes of the whole run."""
     return launch.num_workers or (launch.nproc_per_node or 1) * (launch.nnodes or 1)
 
@@ -157,7 +157,7 @@ def _once(words: Sequence[str], environ: Mapping[str, str]) -> tuple[int, bool]:
     return (code if code >= 0 else 128 - code), bool(received)
 
 
-def environment_launch_options(cfg: SwiftConfig) -> list[str]:
+def environment_launch_arguments(cfg: SwiftConfig) -> list[str]:
     """Launch options that this process has from its environment, as words: workers do not read them there."""
     names = ["nproc_per_node", *(["nnodes", "node_rank", "master_addr"] if (cfg.launch.nnodes or 1) > 1 else [])]
     values = [(name, cfg.value(name)) for name in names if name not in cfg.given]
@@ -167,7 +167,7 @@ def environment_launch_options(cfg: SwiftConfig) -> list[str]:
 def start_torchrun(cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
     """The run of this command line by torchrun's workers; torchrun's exit code."""
     script = Path(__file__).parents[1] / f"{cfg.task}.py"
-    command = torchrun_command(cfg.launch, script, [*words, *environment_launch_options(cfg)])
+    command = torchrun_command(cfg.launch, script, [*words, *environment_launch_arguments(cfg)])
     return run_torchrun_with_restarts(command, torchrun_environment(cfg.launch, environ), cfg.launch.max_restarts)
 
 

@@ -105,7 +105,7 @@ class ModelOutputs:
 
 
 @dataclass(frozen=True)
-class Term:
+class LossTerm:
     """A part of the objective: weight x sum / global count of `denominator`."""
 
     name: str
@@ -168,5 +168,5 @@ class Loss(Protocol):
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """The numbers by which terms are divided, of this micro-batch; the engine sums them over the global batch."""
 
-    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """Terms and metrics of one micro-batch."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Metric, ModelOutputs, RequestedModelOutputs, Term
-from megaswift.losses.document_segments import completion_mask, document_counts, document_sums
+from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, RequestedModelOutputs
+from megaswift.losses.document_segments import completion_mask, document_sums, masked_tokens_per_document
 from megaswift.losses.dpo_loss_types import label_smoothed_sigmoid_loss
 from megaswift.losses.preference_pairs import (
     PairTensors,
@@ -22,7 +22,7 @@ from megaswift.losses.preference_pairs import (
     preference_logp_metrics,
     side_masks,
     split_pairs,
-    token_mean,
+    token_mean_metric,
 )
 
 
@@ -58,24 +58,24 @@ class CPO:
         """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""
         return pair_and_chosen_token_counts(batch)
 
-    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """The preference, the cross-entropy where it has a weight, and TRL's metrics."""
         assert outputs.logprobs is not None
         kind = LOSS_TYPES[self.loss_type]
         logps = self._logps(outputs.logprobs, batch, kind.per_token)
         rewards = PairTensors(self._reward(logps.chosen), self._reward(logps.rejected))
-        terms = [Term(f"loss/{self.loss_type}", kind.formula(rewards.difference, self).sum(), "pairs")]
+        terms = [LossTerm(f"loss/{self.loss_type}", kind.formula(rewards.difference, self).sum(), "pairs")]
         metrics = {**implicit_reward_metrics(self.beta * rewards), **preference_logp_metrics(outputs, batch, logps)}
         if self.cpo_alpha:
             chosen, _ = side_masks(batch, completion_mask(batch))
-            terms.append(Term("loss/sft", -(outputs.logprobs * chosen).sum(), "chosen_tokens", self.cpo_alpha))
-            metrics["nll_loss"] = token_mean(-outputs.logprobs, chosen)
+            terms.append(LossTerm("loss/sft", -(outputs.logprobs * chosen).sum(), "chosen_tokens", self.cpo_alpha))
+            metrics["nll_loss"] = token_mean_metric(-outputs.logprobs, chosen)
         return terms, metrics
 
     def _logps(self, logprobs: Tensor, batch: Batch, per_token: bool) -> PairTensors:
         mask = completion_mask(batch)
         sums = split_pairs(batch, document_sums(batch, logprobs * mask))
-        return sums / split_pairs(batch, document_counts(batch, mask).clamp(min=1)) if per_token else sums
+        return sums / split_pairs(batch, masked_tokens_per_document(batch, mask).clamp(min=1)) if per_token else sums
 
     def _reward(self, logps: Tensor) -> Tensor:
         """[p]: a reward before beta, of the answers' log-probabilities."""

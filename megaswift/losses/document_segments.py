@@ -37,20 +37,20 @@ def document_sums(batch: Batch, x: Tensor) -> Tensor:
     return sums.index_add(0, document_index(batch).flatten(), x.flatten().double()).to(x.dtype)
 
 
-def document_counts(batch: Batch, mask: Tensor) -> Tensor:
+def masked_tokens_per_document(batch: Batch, mask: Tensor) -> Tensor:
     """int64 [documents]: how many tokens of each document are in `mask` (bool [b, s])."""
     return document_sums(batch, mask.double()).long()
 
 
-def token_numbers_in_documents(batch: Batch, mask: Tensor) -> Tensor:
+def masked_token_number_in_document(batch: Batch, mask: Tensor) -> Tensor:
     """int64 [b, s]: the running number, from 1, of a masked token among the masked tokens of its document; meaningless
     elsewhere."""
-    counts = document_counts(batch, mask)
+    counts = masked_tokens_per_document(batch, mask)
     before = counts.cumsum(0) - counts
     return mask.flatten().cumsum(0).view_as(mask) - before[document_index(batch)]
 
 
-def document_token_mask(batch: Batch, documents: Tensor) -> Tensor:
+def token_mask_of_documents(batch: Batch, documents: Tensor) -> Tensor:
     """bool [b, s]: tokens that belong to one of `documents` (int64 [n])."""
     member = torch.zeros(document_count(batch), dtype=torch.bool, device=documents.device)
     return member.index_fill(0, documents, True)[document_index(batch)]

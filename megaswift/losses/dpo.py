@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Metric, ModelOutputs, RequestedModelOutputs, Term
+from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, RequestedModelOutputs
 from megaswift.losses.document_segments import (
     completion_mask,
-    document_counts,
     document_index,
     document_sums,
-    token_numbers_in_documents,
+    masked_token_number_in_document,
+    masked_tokens_per_document,
 )
 from megaswift.losses.dpo_loss_types import (
     ALIASES,
@@ -36,7 +36,7 @@ from megaswift.losses.preference_pairs import (
     preference_logp_metrics,
     side_masks,
     split_pairs,
-    token_mean,
+    token_mean_metric,
 )
 
 
@@ -89,7 +89,7 @@ class DPO:
         """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""
         return pair_and_chosen_token_counts(batch)
 
-    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """A term for each loss type, and TRL's metrics."""
         assert outputs.logprobs is not None
         compared = self.compare(outputs.logprobs, batch)
@@ -101,15 +101,15 @@ class DPO:
             **preference_logp_metrics(outputs, batch, compared.logps),
         }
         assert outputs.entropy is not None and outputs.correct is not None
-        metrics["entropy"] = token_mean(outputs.entropy, mask)
-        metrics["mean_token_accuracy"] = token_mean(outputs.correct, chosen)
+        metrics["entropy"] = token_mean_metric(outputs.entropy, mask)
+        metrics["mean_token_accuracy"] = token_mean_metric(outputs.correct, chosen)
         terms = []
         for name, factor in self.weights.items():
             if name == SFT:
-                metrics["nll_loss"] = token_mean(-outputs.logprobs, chosen)
-                terms.append(Term(f"loss/{name}", -(outputs.logprobs * chosen).sum(), "chosen_tokens", factor))
+                metrics["nll_loss"] = token_mean_metric(-outputs.logprobs, chosen)
+                terms.append(LossTerm(f"loss/{name}", -(outputs.logprobs * chosen).sum(), "chosen_tokens", factor))
             else:
-                terms.append(Term(f"loss/{name}", (LOSS_TYPES[name](compared) * weight).sum(), "pairs", factor))
+                terms.append(LossTerm(f"loss/{name}", (LOSS_TYPES[name](compared) * weight).sum(), "pairs", factor))
         return terms, metrics
 
     def compare(self, logprobs: Tensor, batch: Batch) -> PairLogprobsAndRatios:
@@ -119,7 +119,7 @@ class DPO:
         reference = torch.zeros_like(logprobs) if self.reference_free else batch.fields["reference"].to(logprobs.dtype)
         policy, base = (split_pairs(batch, document_sums(batch, x * weights)) for x in (logprobs, reference))
         ratios = split_pairs(batch, document_sums(batch, (logprobs - reference) * weights))
-        lengths = split_pairs(batch, document_counts(batch, mask).clamp(min=1))
+        lengths = split_pairs(batch, masked_tokens_per_document(batch, mask).clamp(min=1))
         return PairLogprobsAndRatios(
             policy, base, ratios, divergence_scores(ratios, self.f_divergence, self.f_alpha), lengths, self.settings
         )
@@ -127,9 +127,9 @@ class DPO:
     def _verbosity_weights(self, batch: Batch, mask: Tensor) -> Tensor:
         """float32 [b, s]: 1 for tokens up to the shorter answer's length, `ld_alpha` beyond, 0 outside of answers."""
         assert self.ld_alpha is not None
-        pairs, lengths = batch.fields["pairs"], document_counts(batch, mask)
+        pairs, lengths = batch.fields["pairs"], masked_tokens_per_document(batch, mask)
         shared = lengths.index_put((pairs,), lengths[pairs].amin(1, keepdim=True).expand_as(pairs))
-        within = token_numbers_in_documents(batch, mask) <= shared[document_index(batch)]
+        within = masked_token_number_in_document(batch, mask) <= shared[document_index(batch)]
         return torch.where(within, 1.0, self.ld_alpha) * mask
 
     def pair_weights(self, outputs: ModelOutputs, batch: Batch) -> Tensor:
@@ -140,5 +140,5 @@ class DPO:
         assert outputs.log_sum_sq is not None
         mask = completion_mask(batch)
         likely = document_sums(batch, (outputs.logprobs - outputs.log_sum_sq).detach() * mask)
-        means: PairTensors = split_pairs(batch, likely / document_counts(batch, mask).clamp(min=1))
+        means: PairTensors = split_pairs(batch, likely / masked_tokens_per_document(batch, mask).clamp(min=1))
         return (means.chosen + means.rejected).exp()

@@ -18,14 +18,14 @@ from megaswift.config.loss_table import KL_PAIRS, RUNNING_MEAN, losses_needing
 from megaswift.losses.contract import (
     Batch,
     DifferenceMetric,
+    LossTerm,
     MeanMetric,
     Metric,
     ModelOutputs,
     RequestedModelOutputs,
-    Term,
 )
-from megaswift.losses.document_segments import completion_mask, document_sums, document_token_mask
-from megaswift.losses.preference_pairs import token_mean
+from megaswift.losses.document_segments import completion_mask, document_sums, token_mask_of_documents
+from megaswift.losses.preference_pairs import token_mean_metric
 
 
 def log_ratios(logprobs: Tensor, batch: Batch) -> Tensor:
@@ -85,7 +85,7 @@ class KTO:
         """`examples`."""
         return {"examples": float(batch.fields["examples"].numel())}
 
-    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """One term, and TRL's metrics."""
         assert outputs.logprobs is not None
         examples = batch.fields["examples"]
@@ -95,7 +95,7 @@ class KTO:
         weight = torch.where(good, self.desirable_weight, self.undesirable_weight)
         total = (LOSS_TYPES[self.loss_type](rewards, good, zero) * weight).sum()
         answers = document_sums(batch, outputs.logprobs * completion_mask(batch))[examples]
-        return [Term("loss", total, "examples")], self._metrics(outputs, batch, rewards, answers)
+        return [LossTerm("loss", total, "examples")], self._metrics(outputs, batch, rewards, answers)
 
     def _zero(self, batch: Batch, rewards: Tensor) -> Tensor:
         """0-d: the reward that counts as neither good nor bad."""
@@ -111,11 +111,13 @@ class KTO:
         assert outputs.entropy is not None and outputs.mean_logit is not None
         examples, mask = batch.fields["examples"], completion_mask(batch)
         good = batch.fields["label"][examples]
-        metrics: dict[str, Metric] = {"entropy": token_mean(outputs.entropy, mask)}
+        metrics: dict[str, Metric] = {"entropy": token_mean_metric(outputs.entropy, mask)}
         for side, of in (("chosen", good), ("rejected", ~good)):
             metrics[f"rewards/{side}"] = MeanMetric(rewards.detach()[of].sum(), of.sum())
             metrics[f"logps/{side}"] = MeanMetric(answers.detach()[of].sum(), of.sum())
-            metrics[f"logits/{side}"] = token_mean(outputs.mean_logit, mask & document_token_mask(batch, examples[of]))
+            metrics[f"logits/{side}"] = token_mean_metric(
+                outputs.mean_logit, mask & token_mask_of_documents(batch, examples[of])
+            )
         metrics["rewards/margins"] = DifferenceMetric("rewards/chosen", "rewards/rejected")
         for name, used in (("kl", USES_KL), ("delta", USES_DELTA)):
             if self.loss_type in used:

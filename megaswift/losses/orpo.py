@@ -14,17 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Metric, ModelOutputs, RequestedModelOutputs, Term
-from megaswift.losses.document_segments import completion_mask, document_counts, document_sums
+from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, RequestedModelOutputs
+from megaswift.losses.document_segments import completion_mask, document_sums, masked_tokens_per_document
 from megaswift.losses.preference_pairs import (
     PairTensors,
     implicit_reward_metrics,
     pair_count,
-    pair_mean,
+    pair_mean_metric,
     preference_logp_metrics,
     side_masks,
     split_pairs,
-    token_mean,
+    token_mean_metric,
 )
 
 
@@ -40,26 +40,26 @@ class ORPO:
         """`pairs`, and `chosen_tokens`: labels of chosen documents, prompts included."""
         return {"pairs": float(pair_count(batch)), "chosen_tokens": float(_chosen(batch).sum())}
 
-    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """The likelihood, the odds ratio, and TRL's metrics."""
         assert outputs.logprobs is not None
         mask = completion_mask(batch)
         logps = split_pairs(batch, document_sums(batch, outputs.logprobs * mask)) / split_pairs(
-            batch, document_counts(batch, mask).clamp(min=1)
+            batch, masked_tokens_per_document(batch, mask).clamp(min=1)
         )
         log_odds = (logps - PairTensors(_log1mexp(logps.chosen), _log1mexp(logps.rejected))).difference
         ratio = F.logsigmoid(log_odds)
         chosen = _chosen(batch)
         terms = [
-            Term("loss/sft", -(outputs.logprobs * chosen).sum(), "chosen_tokens"),
-            Term("loss/odds_ratio", -ratio.sum(), "pairs", self.beta),
+            LossTerm("loss/sft", -(outputs.logprobs * chosen).sum(), "chosen_tokens"),
+            LossTerm("loss/odds_ratio", -ratio.sum(), "pairs", self.beta),
         ]
         metrics: dict[str, Metric] = {
             **implicit_reward_metrics(self.beta * logps),
             **preference_logp_metrics(outputs, batch, logps),
-            "nll_loss": token_mean(-outputs.logprobs, chosen),
-            "log_odds_ratio": pair_mean(ratio),
-            "log_odds_chosen": pair_mean(log_odds),
+            "nll_loss": token_mean_metric(-outputs.logprobs, chosen),
+            "log_odds_ratio": pair_mean_metric(ratio),
+            "log_odds_chosen": pair_mean_metric(log_odds),
         }
         return terms, metrics
 

@@ -23,8 +23,8 @@ from megaswift.config.loss_table import (
     loss_entries,
 )
 from megaswift.losses.advantages import LARGEST_LOG_RATIO, kl_estimate
-from megaswift.losses.contract import Batch, Metric, ModelOutputs, RequestedModelOutputs, Term
-from megaswift.losses.document_segments import document_counts, document_index, document_sums
+from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, RequestedModelOutputs
+from megaswift.losses.document_segments import document_index, document_sums, masked_tokens_per_document
 from megaswift.losses.policy_loss_types import (
     HIGHEST,
     LOSS_TYPES,
@@ -34,7 +34,7 @@ from megaswift.losses.policy_loss_types import (
     PolicySettings,
 )
 from megaswift.losses.policy_metrics import cispo_clip_metrics, clip_metrics, completion_means, vespo_metrics
-from megaswift.losses.preference_pairs import token_mean
+from megaswift.losses.preference_pairs import token_mean_metric
 from megaswift.losses.sampler_correction import correction_weight_metrics, logprob_gap_metrics
 
 LEVELS = ("token", "sequence", "sequence_token")
@@ -112,7 +112,7 @@ class PolicyLoss:
         }
         return counts | ({"kept_tokens": float(_kept(batch).sum())} if self.entropy_coef else {})
 
-    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """Terms for the policy, the KL and the entropy, and TRL's metrics."""
         assert outputs.logprobs is not None and outputs.entropy is not None
         mask, trained = batch.loss_weights != 0, _kept(batch)
@@ -123,14 +123,17 @@ class PolicyLoss:
         if "ratio" in batch.fields and not self.kind.corrects:
             per_token = per_token * batch.fields["ratio"].to(old.dtype)
         terms = [self._term("loss/policy", per_token, batch)]
-        metrics: dict[str, Metric] = {"entropy": token_mean(outputs.entropy, mask), **self._metrics(x, old, batch)}
+        metrics: dict[str, Metric] = {
+            "entropy": token_mean_metric(outputs.entropy, mask),
+            **self._metrics(x, old, batch),
+        }
         if self.has_kl:
             kl = kl_estimate(logprobs, batch.fields["reference"].to(old.dtype), self.kl_estimator)
             kl = kl * x.weights if self.use_bias_correction_kl else kl
-            metrics["kl"] = token_mean(kl, mask)
+            metrics["kl"] = token_mean_metric(kl, mask)
             terms.append(self._term("loss/kl", kl, batch, self.beta))
         if self.entropy_coef:
-            terms.append(Term("loss/entropy", -(outputs.entropy * trained).sum(), "kept_tokens", self.entropy_coef))
+            terms.append(LossTerm("loss/entropy", -(outputs.entropy * trained).sum(), "kept_tokens", self.entropy_coef))
         return terms, metrics
 
     def weigh(self, logprobs: Tensor, old: Tensor, batch: Batch) -> PolicyLossInputs:
@@ -150,7 +153,7 @@ class PolicyLoss:
 
     def _completion_mean(self, x: Tensor, batch: Batch) -> Tensor:
         """[b, s]: the mean over the labeled tokens of each token's completion of x, which is 0 elsewhere."""
-        lengths = document_counts(batch, batch.loss_weights != 0).clamp(min=1)
+        lengths = masked_tokens_per_document(batch, batch.loss_weights != 0).clamp(min=1)
         return (document_sums(batch, x) / lengths)[document_index(batch)]
 
     def _completion_log_weights(self, log_ratio: Tensor, batch: Batch) -> Tensor:
@@ -176,14 +179,14 @@ class PolicyLoss:
         mean = self._completion_mean(since.nan_to_num(nan=0.0) * (batch.loss_weights != 0), batch)
         return ((x.advantages >= 0) | (mean <= self.off_policy_mask_threshold)).to(old.dtype)
 
-    def _term(self, name: str, per_token: Tensor, batch: Batch, weight: float = 1.0) -> Term:
+    def _term(self, name: str, per_token: Tensor, batch: Batch, weight: float = 1.0) -> LossTerm:
         mask = batch.loss_weights != 0
         mode = self.agg_mode
         mean = mode == SEQ_MEAN_TOKEN_MEAN
         total = completion_means(batch, per_token, mask).sum() if mean else (per_token * mask).sum()
         denominator = "completion_tokens" if mode == TOKEN_MEAN else "completions"
         fixed = mode == SEQ_MEAN_TOKEN_SUM_NORM
-        return Term(name, total, denominator, weight / (self.max_completion_length or 1) if fixed else weight)
+        return LossTerm(name, total, denominator, weight / (self.max_completion_length or 1) if fixed else weight)
 
     def _metrics(self, x: PolicyLossInputs, old: Tensor, batch: Batch) -> dict[str, Metric]:
         metrics: dict[str, Metric] = {}

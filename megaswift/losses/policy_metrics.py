@@ -10,28 +10,28 @@ import torch
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric
-from megaswift.losses.document_segments import document_counts, document_sums
+from megaswift.losses.document_segments import document_sums, masked_tokens_per_document
 from megaswift.losses.policy_loss_types import PolicyLossInputs, vespo_weights
-from megaswift.losses.preference_pairs import pair_mean, token_mean
+from megaswift.losses.preference_pairs import pair_mean_metric, token_mean_metric
 
 
-def completion_lengths(batch: Batch, mask: Tensor) -> Tensor:
+def masked_tokens_per_completion(batch: Batch, mask: Tensor) -> Tensor:
     """int64 [n]: tokens in the mask of each completion."""
-    return document_counts(batch, mask)[batch.fields["completions"]]
+    return masked_tokens_per_document(batch, mask)[batch.fields["completions"]]
 
 
 def completion_means(batch: Batch, x: Tensor, mask: Tensor, empty: float = 0.0) -> Tensor:
     """[n]: the mean of x [b, s] over the masked tokens of each completion; `empty` for one that has none.
     Differentiable."""
-    lengths = completion_lengths(batch, mask)
+    lengths = masked_tokens_per_completion(batch, mask)
     means = document_sums(batch, x * mask)[batch.fields["completions"]] / lengths.clamp(min=1)
     return means + empty * (lengths == 0)
 
 
-def token_or_completion_mean(batch: Batch, x: Tensor, by_completion: bool, empty: float = 0.0) -> MeanMetric:
+def token_or_completion_mean_metric(batch: Batch, x: Tensor, by_completion: bool, empty: float = 0.0) -> MeanMetric:
     """The mean over labeled tokens, or over completions."""
     mask = batch.loss_weights != 0
-    return pair_mean(completion_means(batch, x, mask, empty)) if by_completion else token_mean(x, mask)
+    return pair_mean_metric(completion_means(batch, x, mask, empty)) if by_completion else token_mean_metric(x, mask)
 
 
 def clip_metrics(x: PolicyLossInputs, batch: Batch, by_completion: bool) -> dict[str, Metric]:
@@ -40,13 +40,13 @@ def clip_metrics(x: PolicyLossInputs, batch: Batch, by_completion: bool) -> dict
     s, mask = x.settings, batch.loss_weights != 0
     low = ((x.bounded < 1 - s.epsilon) & (x.advantages < 0)).to(x.weights.dtype)
     high = ((x.bounded > 1 + s.high) & (x.advantages > 0)).to(x.weights.dtype)
-    seen = completion_lengths(batch, mask) >= (0 if by_completion else 1)
+    seen = masked_tokens_per_completion(batch, mask) >= (0 if by_completion else 1)
     lowest = torch.where(seen, completion_means(batch, low, mask), 1.0)
     highest = torch.where(seen, completion_means(batch, high, mask), 0.0)
     return {
-        "clip_ratio/low_mean": token_or_completion_mean(batch, low, by_completion),
-        "clip_ratio/high_mean": token_or_completion_mean(batch, high, by_completion),
-        "clip_ratio/region_mean": token_or_completion_mean(batch, low + high, by_completion),
+        "clip_ratio/low_mean": token_or_completion_mean_metric(batch, low, by_completion),
+        "clip_ratio/high_mean": token_or_completion_mean_metric(batch, high, by_completion),
+        "clip_ratio/region_mean": token_or_completion_mean_metric(batch, low + high, by_completion),
         # Shares lie between 0 and 1, so these change nothing where a micro-batch has no completion.
         "clip_ratio/low_min": MinMetric(lowest.min() if lowest.numel() else 1.0),
         "clip_ratio/high_max": MaxMetric(highest.max() if highest.numel() else 0.0),
@@ -56,9 +56,11 @@ def clip_metrics(x: PolicyLossInputs, batch: Batch, by_completion: bool) -> dict
 def cispo_clip_metrics(x: PolicyLossInputs, batch: Batch, by_completion: bool) -> dict[str, Metric]:
     """The share of weights that CISPO truncates where the advantage is positive."""
     clipped = (x.weights > x.settings.cap) & (x.advantages > 0)
-    return {"cispo_clip_ratio": token_or_completion_mean(batch, clipped.to(x.weights.dtype), by_completion)}
+    return {"cispo_clip_ratio": token_or_completion_mean_metric(batch, clipped.to(x.weights.dtype), by_completion)}
 
 
 def vespo_metrics(x: PolicyLossInputs, batch: Batch) -> dict[str, Metric]:
     """The mean weight of a completion; 1 for one without labels, whose log-ratio is 0."""
-    return {"vespo/phi_seq_mean": token_or_completion_mean(batch, vespo_weights(x), by_completion=True, empty=1.0)}
+    return {
+        "vespo/phi_seq_mean": token_or_completion_mean_metric(batch, vespo_weights(x), by_completion=True, empty=1.0)
+    }

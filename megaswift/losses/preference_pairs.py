@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, MeanMetric, Metric, ModelOutputs
-from megaswift.losses.document_segments import completion_mask, document_token_mask
+from megaswift.losses.document_segments import completion_mask, token_mask_of_documents
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ def pair_and_chosen_token_counts(batch: Batch, mask: Tensor | None = None) -> di
 def side_masks(batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
     """bool [b, s] each: the tokens in `mask` of chosen, and of rejected documents."""
     pairs = batch.fields["pairs"]
-    return mask & document_token_mask(batch, pairs[:, 0]), mask & document_token_mask(batch, pairs[:, 1])
+    return mask & token_mask_of_documents(batch, pairs[:, 0]), mask & token_mask_of_documents(batch, pairs[:, 1])
 
 
-def pair_mean(values: Tensor) -> MeanMetric:
+def pair_mean_metric(values: Tensor) -> MeanMetric:
     """The mean over pairs or examples of values [n]."""
     return MeanMetric(values.detach().sum(), values.numel())
 
 
-def token_mean(values: Tensor, mask: Tensor) -> MeanMetric:
+def token_mean_metric(values: Tensor, mask: Tensor) -> MeanMetric:
     """The mean over the tokens in `mask` of values [b, s]."""
     return MeanMetric((values.detach() * mask).sum(), mask.sum())
 
@@ -80,10 +80,10 @@ def implicit_reward_metrics(rewards: PairTensors) -> dict[str, Metric]:
     """Implicit rewards, how often the chosen one is the larger, and by how much."""
     rewards = rewards.detach()
     return {
-        "rewards/chosen": pair_mean(rewards.chosen),
-        "rewards/rejected": pair_mean(rewards.rejected),
-        "rewards/accuracies": pair_mean((rewards.chosen > rewards.rejected).to(rewards.chosen.dtype)),
-        "rewards/margins": pair_mean(rewards.difference),
+        "rewards/chosen": pair_mean_metric(rewards.chosen),
+        "rewards/rejected": pair_mean_metric(rewards.rejected),
+        "rewards/accuracies": pair_mean_metric((rewards.chosen > rewards.rejected).to(rewards.chosen.dtype)),
+        "rewards/margins": pair_mean_metric(rewards.difference),
     }
 
 
@@ -92,8 +92,8 @@ def preference_logp_metrics(outputs: ModelOutputs, batch: Batch, logps: PairTens
     assert outputs.mean_logit is not None
     chosen, rejected = side_masks(batch, completion_mask(batch))
     return {
-        "logps/chosen": pair_mean(logps.chosen),
-        "logps/rejected": pair_mean(logps.rejected),
-        "logits/chosen": token_mean(outputs.mean_logit, chosen),
-        "logits/rejected": token_mean(outputs.mean_logit, rejected),
+        "logps/chosen": pair_mean_metric(logps.chosen),
+        "logps/rejected": pair_mean_metric(logps.rejected),
+        "logits/chosen": token_mean_metric(outputs.mean_logit, chosen),
+        "logits/rejected": token_mean_metric(outputs.mean_logit, rejected),
     }

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from megaswift.losses.contract import (
     Batch,
+    LossTerm,
     MaxMetric,
     MeanMetric,
     Metric,
     MinMetric,
     ModelOutputs,
     RequestedModelOutputs,
-    Term,
 )
 from megaswift.losses.document_segments import document_index, document_sums
-from megaswift.losses.preference_pairs import pair_count, pair_mean, split_pairs
+from megaswift.losses.preference_pairs import pair_count, pair_mean_metric, split_pairs
 
 
 def weight_last_tokens_only(batch: Batch) -> Batch:
@@ -47,22 +47,22 @@ class RewardLoss:
         """`pairs`."""
         return {"pairs": float(pair_count(batch))}
 
-    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """The preference, centring, and TRL's metrics."""
         assert outputs.values is not None
         scores = split_pairs(batch, document_sums(batch, outputs.values * (batch.loss_weights != 0)))
         difference = scores.difference
         margin = batch.fields["margin"].to(difference.dtype) if "margin" in batch.fields else 0.0
-        terms = [Term("loss/preference", -F.logsigmoid(difference - margin).sum(), "pairs")]
+        terms = [LossTerm("loss/preference", -F.logsigmoid(difference - margin).sum(), "pairs")]
         if self.center_rewards_coefficient is not None:
             squares = ((scores.chosen + scores.rejected) ** 2).sum()
-            terms.append(Term("loss/centring", squares, "pairs", self.center_rewards_coefficient))
+            terms.append(LossTerm("loss/centring", squares, "pairs", self.center_rewards_coefficient))
         return terms, self._metrics(scores.detach().chosen, scores.detach().rejected)
 
     def _metrics(self, chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
         metrics: dict[str, Metric] = {
-            "accuracy": pair_mean((chosen > rejected).to(chosen.dtype)),
-            "margin": pair_mean(chosen - rejected),
+            "accuracy": pair_mean_metric((chosen > rejected).to(chosen.dtype)),
+            "margin": pair_mean_metric(chosen - rejected),
             "mean_reward": MeanMetric(chosen.sum() + rejected.sum(), 2 * chosen.numel()),
             "min_reward": MinMetric(float("inf")),
             "max_reward": MaxMetric(-float("inf")),

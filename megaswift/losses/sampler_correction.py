@@ -18,8 +18,8 @@ from torch import Tensor
 from megaswift.config.rl import MODES
 from megaswift.losses.advantages import LARGEST_LOG_RATIO
 from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric
-from megaswift.losses.policy_metrics import completion_means, token_or_completion_mean
-from megaswift.losses.preference_pairs import token_mean
+from megaswift.losses.policy_metrics import completion_means, token_or_completion_mean_metric
+from megaswift.losses.preference_pairs import token_mean_metric
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def logprob_gap_metrics(logprobs: Tensor, batch: Batch) -> dict[str, Metric]:
     known = (batch.loss_weights != 0) & ~away.isnan()
     away = torch.where(known, away, 0.0)
     return {
-        "sampling/sampling_logp_difference/mean": token_mean(away, known),
+        "sampling/sampling_logp_difference/mean": token_mean_metric(away, known),
         "sampling/sampling_logp_difference/max": MaxMetric(away.max() if away.numel() else 0.0),
-        "sampling/token_mult_prob_error": token_mean(_ratio(away), known),
+        "sampling/token_mult_prob_error": token_mean_metric(_ratio(away), known),
     }
 
 
@@ -96,7 +96,7 @@ def correction_weight_metrics(batch: Batch, level: str) -> dict[str, Metric]:
     ratio, mask = batch.fields["ratio"], batch.loss_weights != 0
     by_completion = level == "sequence"
     ratios = completion_means(batch, ratio, mask, empty=1.0) if by_completion else ratio[mask]
-    mean: MeanMetric = token_or_completion_mean(batch, ratio, by_completion, empty=1.0)
+    mean: MeanMetric = token_or_completion_mean_metric(batch, ratio, by_completion, empty=1.0)
     return {
         "sampling/importance_sampling_ratio/min": MinMetric(ratios.min() if ratios.numel() else float("inf")),
         "sampling/importance_sampling_ratio/mean": mean,

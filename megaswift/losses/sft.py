@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megaswift.losses.contract import Batch, MeanMetric, Metric, ModelOutputs, RequestedModelOutputs, Term
+from megaswift.losses.contract import Batch, LossTerm, MeanMetric, Metric, ModelOutputs, RequestedModelOutputs
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class CrossEntropy:
         """`label_weight`: the sum of the loss weights."""
         return {"label_weight": float(batch.loss_weights.sum())}
 
-    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """One term, and the share of labels that are the model's first choice."""
         assert outputs.logprobs is not None
         total = -(outputs.logprobs * batch.loss_weights).sum()
@@ -30,4 +30,4 @@ class CrossEntropy:
         metrics: dict[str, Metric] = {}
         if outputs.correct is not None:
             metrics["token_accuracy"] = MeanMetric((outputs.correct * labeled).sum(), labeled.sum())
-        return [Term("loss", total, "label_weight")], metrics
+        return [LossTerm("loss", total, "label_weight")], metrics

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megaswift.losses.contract import Batch, Metric, ModelOutputs, RequestedModelOutputs, Term
-from megaswift.losses.preference_pairs import token_mean
+from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, RequestedModelOutputs
+from megaswift.losses.preference_pairs import token_mean_metric
 
 PARTS = ("value/returns", "value/returns_squared", "value/error", "value/error_squared")
 
@@ -32,7 +32,7 @@ class ValueLoss:
         """`completion_tokens`."""
         return {"completion_tokens": float(batch.label_tokens)}
 
-    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """One term; the loss, what was clipped, and the parts of `explained_variance`."""
         assert outputs.values is not None
         values, mask = outputs.values, batch.loss_weights != 0
@@ -48,12 +48,12 @@ class ValueLoss:
         error = (returns - values).detach()
         parts = (returns, returns**2, error, error**2)
         metrics: dict[str, Metric] = {
-            "vf_loss": token_mean(squares / 2, mask),
-            "vf_clip_ratio": token_mean(clipped.to(values.dtype), mask),
-            "value/mean": token_mean(values, mask),
-            **{name: token_mean(x, mask) for name, x in zip(PARTS, parts, strict=True)},
+            "vf_loss": token_mean_metric(squares / 2, mask),
+            "vf_clip_ratio": token_mean_metric(clipped.to(values.dtype), mask),
+            "value/mean": token_mean_metric(values, mask),
+            **{name: token_mean_metric(x, mask) for name, x in zip(PARTS, parts, strict=True)},
         }
-        return [Term("loss/value", (squares * mask).sum() / 2, "completion_tokens", self.vf_coef)], metrics
+        return [LossTerm("loss/value", (squares * mask).sum() / 2, "completion_tokens", self.vf_coef)], metrics
 
 
 def explained_variance(metrics: Mapping[str, float]) -> float | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaswift.command_line_common import ELSEWHERE
-from megaswift.config.command_parser import CommandParser
+from megaswift.config.infer_deploy_export_parser import CommandParser
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.migration.foreign_command import ForeignCommand
 from megaswift.migration.launch_line import launch_of_command, launch_words

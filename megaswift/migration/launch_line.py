@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.accelerate_options import options_from_accelerate
+from megaswift.config.accelerate_options import options_from_accelerate_environment
 from megaswift.config.foreign_options import foreign_option_advice
 from megaswift.config.option_sources import ConfigSource
 from megaswift.config.parse_option_values import TRUE
@@ -146,7 +146,7 @@ def _accelerate_settings(run: MigratedRun, command: ForeignCommand, folder: Path
 
 def _accelerate_source(run: MigratedRun, settings: dict[str, Any]) -> ConfigSource:
     """The options of its settings; what is used is taken out of them."""
-    source = options_from_accelerate(accelerate_environment(settings))
+    source = options_from_accelerate_environment(accelerate_environment(settings))
     for problem in source.problems:
         run.ask_problem(problem)
     used = ("mixed_precision", "zero_stage", "offload_", "deepspeed_config_file", "fsdp_", "gradient_", "deepspeed_moe")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from megaswift.config.data import RL
 from megaswift.config.differing_toolkit_defaults import DifferingDefault, defaults_differing_from_toolkit
-from megaswift.config.option_rules import ignored_option_names
+from megaswift.config.merge_config_sources import checked_sections_from_sources
+from megaswift.config.option_combination_rules import ignored_option_names
 from megaswift.config.parse_option_values import InvalidValue, parse_option_value
-from megaswift.config.resolve_sections import resolve_sections
 from megaswift.config.sections import NAMES, OPTIONS, Sections
 from megaswift.errors import ConfigError, Problem
 from megaswift.migration.migrated_run import MigratedOption, MigratedRun
@@ -32,7 +32,7 @@ def settle_options(run: MigratedRun) -> None:
     """Takes out what the loader refuses, one option after the other, until the rest loads."""
     for _ in range(MOST_ROUNDS):
         try:
-            run.sections = resolve_sections(run.task, [run.source()])
+            run.sections = checked_sections_from_sources(run.task, [run.source()])
             break
         except ConfigError as error:
             _drop_one(run, error.problems)
@@ -58,7 +58,7 @@ def leave_out_idle_options(run: MigratedRun) -> None:
 def missing_options(run: MigratedRun) -> list[Problem]:
     """What a run needs beside the file."""
     try:
-        resolve_sections(run.task, [run.source()], complete=True)
+        checked_sections_from_sources(run.task, [run.source()], complete=True)
     except ConfigError as error:
         return error.problems
     return []

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaswift.config.foreign_options import foreign_value_advice
+from megaswift.config.merge_config_sources import TASK_NAMES, unknown_option_problem
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
 from megaswift.config.neutral_options import NEUTRAL
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue, read_command_line, read_config_file
@@ -22,7 +23,6 @@ from megaswift.config.parse_option_values import (
     parse_option_value,
     resets_number_to_default,
 )
-from megaswift.config.resolve_sections import TASK_NAMES, unknown_option_problem
 from megaswift.config.sections import NAMES, OPTIONS, TASKS
 from megaswift.config.translated_options import SWITCHES, translated_options
 from megaswift.errors import ConfigError

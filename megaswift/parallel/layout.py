@@ -94,7 +94,7 @@ class Layout(AxisSizes):
     @classmethod
     def from_config(cls, parallel: LayoutOptions, world_size: int) -> Layout:
         """The layout of a configuration, vpp from the layout string if there is one."""
-        axes = requested_axes(parallel)
+        axes = requested_axis_sizes(parallel)
         return cls(world_size, **axes, sequence_parallel=uses_sequence_parallel(axes["tp"], parallel.sequence_parallel))
 
     @property
@@ -178,7 +178,7 @@ def uses_sequence_parallel(tp: int, requested: bool | None) -> bool:
     return tp > 1 if requested is None else requested
 
 
-def requested_axes(parallel: LayoutOptions) -> dict[str, int]:
+def requested_axis_sizes(parallel: LayoutOptions) -> dict[str, int]:
     """The sizes that a configuration asks for, unchecked, by short name."""
     pp, vpp = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size
     if parallel.pipeline_layout is not None and vpp is None and pp > 0:

@@ -41,7 +41,7 @@ def layout_problems(shape: ModelShape, request: LayoutRequest) -> list[Problem]:
         if near is not None:
             last = problems[-1]
             processes = count_text(request.world_size, "process")
-            text = f"nearest layout that works on {processes}: {describe_layout(near, request)}"
+            text = f"nearest layout that works on {processes}: {suggested_layout_flags_text(near, request)}"
             problems[-1] = replace(last, fix="\n         ".join(filter(None, (last.fix, text))))
     return problems
 
@@ -61,7 +61,7 @@ def nearest_layout(shape: ModelShape, request: LayoutRequest) -> LayoutRequest |
     return None
 
 
-def describe_layout(near: LayoutRequest, request: LayoutRequest) -> str:
+def suggested_layout_flags_text(near: LayoutRequest, request: LayoutRequest) -> str:
     """The flags of a layout: those that are not 1, and those that differ from the request."""
     parts = [f"{FLAGS[axis]} {size}" for axis, size in near.axes.items() if size > 1 or size != request.axes[axis]]
     if near.split != PipelineSplit():

@@ -15,7 +15,14 @@ from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.swift_config import SwiftConfig
 from megaswift.config.train import TrainConfig
 from megaswift.errors import Problem
-from megaswift.parallel.layout import FLAGS, AxisSizes, Layout, requested_axes, size_problems, uses_sequence_parallel
+from megaswift.parallel.layout import (
+    FLAGS,
+    AxisSizes,
+    Layout,
+    requested_axis_sizes,
+    size_problems,
+    uses_sequence_parallel,
+)
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.parallel.pipeline_split import PipelineSplit, divisors, nearest_values, split_problems
 
@@ -44,7 +51,7 @@ class LayoutRequest(AxisSizes):
         p = cfg.parallel
         return cls(
             world_size,
-            **requested_axes(p),
+            **requested_axis_sizes(p),
             sequence_parallel=p.sequence_parallel,
             split=PipelineSplit.from_config(p),
             dp=p.data_parallel_size,

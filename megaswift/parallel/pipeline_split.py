@@ -60,7 +60,9 @@ class ModelChunk:
         return "+".join(["embed"] * self.embedding + span + ["head"] * self.loss)
 
 
-def stage_chunks(num_layers: int, layout: Layout, split: PipelineSplit | None = None) -> list[list[ModelChunk]]:
+def model_chunks_by_stage(
+    num_layers: int, layout: Layout, split: PipelineSplit | None = None
+) -> list[list[ModelChunk]]:
     """[pp][vpp]: what every chunk of every stage holds. LayoutError when the layers cannot be spread so.
 
     A sample passes the stages of chunk 0, then those of chunk 1, and so on: chunk v of stage p is the (v x pp +

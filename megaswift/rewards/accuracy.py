@@ -16,7 +16,7 @@ from itertools import groupby
 
 from megaswift import log
 from megaswift.errors import ConfigError, Problem, RewardError
-from megaswift.rewards.contract import RewardInput, RewardOptions, reward_function_flag
+from megaswift.rewards.reward_interface_and_scoring import RewardInput, RewardOptions, reward_function_flag
 from megaswift.rewards.sandbox import JobLimits, Sandbox
 
 SOLUTION = "solution"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megaswift.errors import ConfigError, Problem
-from megaswift.rewards.contract import RewardInput, RewardOptions
+from megaswift.rewards.reward_interface_and_scoring import RewardInput, RewardOptions
 
 _SWIFT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>\Z", re.DOTALL)
 _THINK = re.compile(r"<think>(?!.*<think>)(.*?)</think>", re.DOTALL)

@@ -10,8 +10,8 @@ from pathlib import Path
 from megaswift.errors import ConfigError, Problem
 from megaswift.registry import Registry
 from megaswift.rewards import accuracy, code_reward, format_and_length_rewards
-from megaswift.rewards.contract import RewardFunction, RewardOptions
-from megaswift.rewards.user_function import UserFunction, load_user_reward_function
+from megaswift.rewards.reward_interface_and_scoring import RewardFunction, RewardOptions
+from megaswift.rewards.user_reward_function import UserFunction, load_user_reward_function
 
 NAMED: Registry[Callable[[RewardOptions], RewardFunction]] = Registry("reward function")
 NAMED.register("accuracy", accuracy.accuracy_reward)

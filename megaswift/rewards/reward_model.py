@@ -19,12 +19,12 @@ from megaswift.bridge.bitsandbytes_config import disable_4bit_cpu_repacking
 from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import Problem, RewardError, WeightsError, first_line
 from megaswift.families.checkpoint_folder import find_checkpoint
-from megaswift.families.family import read_config
+from megaswift.families.family import read_config_json
 from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems, read_tokenizer
 from megaswift.families.scalar_head import scalar_head_problems
 from megaswift.inference.load_generation_model import quiet_transformers
 from megaswift.inference.transformers_refusals import REFUSALS
-from megaswift.rewards.contract import RewardInput
+from megaswift.rewards.reward_interface_and_scoring import RewardInput
 
 TOKENS = 16384
 """Of a batch, padding included."""
@@ -149,7 +149,7 @@ def _made(options: ModelLoadingOptions, name: str) -> RewardModel:
     if find_checkpoint(folder) is not None:
         raise WeightsError(Problem(flag, "is a training checkpoint", "use the run's export: the folder hf"))
     if problems := missing_model_file_problems(folder, random_init=False) or scalar_head_problems(
-        flag, read_config(folder)
+        flag, read_config_json(folder)
     ):
         raise WeightsError(problems)
     return RewardModel(name, folder, options, read_tokenizer(folder, options.trust_remote_code, None))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megaswift.errors import Problem, RewardError, UserError
 
 if TYPE_CHECKING:
-    from megaswift.rewards.contract import RewardInput
+    from megaswift.rewards.reward_interface_and_scoring import RewardInput
 
 SHOWN = 80
 """Characters of a sample in a message."""
@@ -75,7 +75,7 @@ def _checked(flag: str, value: Any, sample: RewardInput, where: str) -> Value:
 
 
 def _finite(flag: str, value: Any, sample: RewardInput, where: str) -> float:
-    number = as_float(value)
+    number = float_or_none(value)
     if number is None or not math.isfinite(number):
         what = f"{value!r} ({type(value).__name__})" if number is None else str(number)
         fix = "return a finite number for every sample, or None for one that the function does not apply to"
@@ -88,7 +88,7 @@ def _item(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
-def as_float(value: Any) -> float | None:
+def float_or_none(value: Any) -> float | None:
     """A number or truth value of any library as a float; None where it is neither."""
     value = _item(value)
     try:
@@ -112,7 +112,7 @@ def convert_user_code_errors(say: Callable[[str], UserError]) -> Iterator[None]:
         raise say(user_traceback_text(error)) from error
 
 
-def reward_function_error(flag: str, samples: Sequence[RewardInput]) -> Callable[[str], RewardError]:
+def reward_error_from_trace_factory(flag: str, samples: Sequence[RewardInput]) -> Callable[[str], RewardError]:
     """The error of a function that raised: the function, the samples, and where in the user's code."""
     what = f"failed on samples 0 to {len(samples) - 1}, the first of them {_shown(samples[0])}"
     return lambda trace: RewardError(

@@ -54,7 +54,7 @@ class ChildLimits:
 
 
 @dataclass
-class RunningChild:
+class ChildDeadline:
     """One that runs."""
 
     number: int
@@ -121,7 +121,7 @@ def _fork(order: ChildLimits, files: list[int], kind: str) -> int:
     return pid
 
 
-def _reports(running: dict[int, RunningChild]) -> list[dict[str, Any]]:
+def _reports(running: dict[int, ChildDeadline]) -> list[dict[str, Any]]:
     """What became of the children that have ended; those that are overdue are killed."""
     exited = []
     for pid, child in list(running.items()):
@@ -136,7 +136,7 @@ def _reports(running: dict[int, RunningChild]) -> list[dict[str, Any]]:
     return exited
 
 
-def _patience(running: Mapping[int, RunningChild]) -> int:
+def _patience(running: Mapping[int, ChildDeadline]) -> int:
     """Milliseconds until a child is overdue, or it is time to look after the trainer."""
     deadlines = [c.deadline for c in running.values() if not c.overdue]
     left = min(deadlines) - time.monotonic() if deadlines else LOOK_SECONDS
@@ -149,7 +149,7 @@ def serve_jobs(control: socket.socket, kind: str, workers: int) -> None:
     ended, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only signals with a handler reach the pipe
     signal.set_wakeup_fd(wake)
-    running: dict[int, RunningChild] = {}
+    running: dict[int, ChildDeadline] = {}
     trainer, poll = os.getppid(), select.poll()
     poll.register(control, select.POLLIN)
     poll.register(ended, select.POLLIN)
@@ -164,7 +164,7 @@ def serve_jobs(control: socket.socket, kind: str, workers: int) -> None:
             message, files, _, _ = socket.recv_fds(control, MESSAGE, FILES)
             order = ChildLimits(**json.loads(message))
             deadline = time.monotonic() + order.clock
-            running[_fork(order, files, kind)] = RunningChild(order.number, deadline)
+            running[_fork(order, files, kind)] = ChildDeadline(order.number, deadline)
         if ended in ready:
             os.read(ended, MESSAGE)
         for report in _reports(running):

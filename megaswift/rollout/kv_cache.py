@@ -100,6 +100,6 @@ def keep_rows(cache: Cache, rows: Tensor) -> None:
         layer.keep(rows)
 
 
-def check_layers(config: Any) -> None:
+def check_kv_cache_layer_types(config: Any) -> None:
     """ConfigError for a model whose cache has layers other than full or sliding-window attention."""
     build_preallocated_cache(config, torch.zeros(1, dtype=torch.long), 1)

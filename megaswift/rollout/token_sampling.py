@@ -65,7 +65,7 @@ def filter_logits(scores: Tensor, sampling: SamplingParams) -> Tensor:
     return scores
 
 
-def part_sums(weights: Tensor) -> Tensor:
+def vocabulary_part_sums(weights: Tensor) -> Tensor:
     """[b, parts] float64: sums of `weights` [b, V] in parts of PART columns; one part where they are few."""
     count = weights.shape[-1]
     if count <= FEW:
@@ -82,9 +82,9 @@ def _passed(weights: Tensor, uniform: Tensor) -> Tensor:
     return columns.clamp_(max=weights.shape[-1] - 1)  # only where weights are not finite
 
 
-def draw_tokens(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
-    """[b]: tokens by their `weights` [b, V], of which `sums` are the `part_sums`: first the part, then the token in
-    it."""
+def inverse_transform_sample_tokens(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
+    """[b]: tokens by their `weights` [b, V], of which `sums` are the `vocabulary_part_sums`: first the part, then the
+    token in it."""
     if sums.shape[-1] == 1:
         return _passed(weights, uniform)[:, 0]
     part = _passed(sums, uniform)
@@ -107,7 +107,7 @@ def choose_tokens(
         penalized = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top).exp_()
-    sums = part_sums(weights)
+    sums = vocabulary_part_sums(weights)
     total = sums.sum(-1)
     if uniform is None:
         tokens = penalized.argmax(-1)
@@ -115,6 +115,6 @@ def choose_tokens(
         filtered = filter_logits(penalized, sampling)
         if filtered is not scores:
             weights = filtered.softmax(-1)
-            sums = part_sums(weights)
-        tokens = draw_tokens(weights, sums, uniform)
+            sums = vocabulary_part_sums(weights)
+        tokens = inverse_transform_sample_tokens(weights, sums, uniform)
     return tokens, ((scores.gather(1, tokens[:, None]) - top)[:, 0] - total.log()).float()

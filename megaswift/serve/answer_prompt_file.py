@@ -160,7 +160,7 @@ class PromptFileRun:
                     log.info(
                         f"{len(done)} of {total} rows, {(len(done) - before) / (time.monotonic() - began):.2f} rows/s"
                     )
-        return self._finish(distributed.all_gather_dict(done))
+        return self._finish(distributed.all_gather_merged_dict(done))
 
     def _answers(self, generator: Generator, batch: Sequence[int]) -> list[dict[str, Any]]:
         """One batch. Its seed is its own, so that a run that goes on draws what the whole run would have drawn."""

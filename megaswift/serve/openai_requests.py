@@ -65,7 +65,7 @@ def shorten(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
 
 
-class StreamField(BaseModel):
+class RequestStreamOptions(BaseModel):
     """`stream_options`."""
 
     model_config = ConfigDict(extra="forbid")
@@ -87,7 +87,7 @@ class CommonRequestFields(BaseModel):
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: Any = None
     stream: bool | None = None
-    stream_options: StreamField | None = None
+    stream_options: RequestStreamOptions | None = None
     # These concern OpenAI's own accounts and change no answer.
     user: str | None = None
     metadata: Any = None

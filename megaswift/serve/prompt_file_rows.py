@@ -14,9 +14,9 @@ from megaswift.data.coordinate_token_cache_build import data_cache_folder
 from megaswift.data.encode_rows import malformed_row_problem
 from megaswift.data.formats import parse_sample
 from megaswift.data.images import has_images
-from megaswift.data.prompt_rows import lacks_only_answer, row_readable_as_prompt
+from megaswift.data.prompt_rows import lacks_only_answer, make_row_readable_as_prompt
 from megaswift.data.resolve_dataset_files import DatasetFiles, split_into_parts
-from megaswift.data.tokenization import dataset_files
+from megaswift.data.tokenization import resolve_or_download_dataset_files
 from megaswift.data.training_sample import RowError, Sample
 from megaswift.errors import DataError, Problem, merge_similar_problems
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer, TokenizedChat
@@ -48,7 +48,7 @@ class PromptFileRow:
 
 def _sample(row: Mapping[str, Any]) -> Sample:
     """The conversation or text of a row; an answer that is not there is an empty one."""
-    filled = row_readable_as_prompt(row, "sft")
+    filled = make_row_readable_as_prompt(row, "sft")
     plain = row.get("text") is not None and not lacks_only_answer(row, "sft")
     return parse_sample(filled, "pt" if plain else "sft")
 
@@ -108,7 +108,7 @@ def read_prompt_file(wanted: PromptRows, renderer: Callable[[Path], ChatInputRen
 
 def prompt_dataset_files(names: Sequence[str]) -> list[DatasetFiles]:
     """The files of each entry of --dataset, fetched from a hub where it is an ID."""
-    return [dataset_files(name, data_cache_folder(None)) for name in names]
+    return [resolve_or_download_dataset_files(name, data_cache_folder(None)) for name in names]
 
 
 def _located(names: Sequence[str]) -> Iterator[tuple[Path, int, Mapping[str, Any] | RowError]]:

@@ -11,12 +11,12 @@ from megaswift.config.engine_rules import requested_engine
 from megaswift.errors import Problem, UserError
 from megaswift.families import quantized_training_checks
 from megaswift.families.adapter_folder import adapter_peft_type, is_reward_model_adapter
-from megaswift.families.family import read_config
+from megaswift.families.family import read_config_json
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def adapter_folder_problems(adapters: str) -> list[Problem]:
+def missing_adapter_file_problems(adapters: str) -> list[Problem]:
     """What a folder of adapters lacks."""
     folder = Path(adapters)
     lacking = [name for name in ADAPTER_FILES if not (folder / name).is_file()]
@@ -28,7 +28,7 @@ def adapter_folder_problems(adapters: str) -> list[Problem]:
 
 def adapter_task_type_problems(cfg: SwiftConfig) -> list[Problem]:
     """A folder of a reward model's adapters for another task, or of a language model's for task rm."""
-    if cfg.lora.adapters is None or adapter_folder_problems(cfg.lora.adapters):
+    if cfg.lora.adapters is None or missing_adapter_file_problems(cfg.lora.adapters):
         return []
     label, scored = f"--adapters {cfg.lora.adapters}", is_reward_model_adapter(Path(cfg.lora.adapters))
     if scored == (cfg.task == "rm"):
@@ -56,7 +56,7 @@ def adapter_task_type_problems(cfg: SwiftConfig) -> list[Problem]:
 def quantized_or_peft_run_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     """Of a run on an engine of torch, with the model in `folder`."""
     kind, bits = cfg.model.train_type, base_quantization_bits(cfg)
-    config, label = read_config(folder), f"--model {cfg.model.model}"
+    config, label = read_config_json(folder), f"--model {cfg.model.model}"
     problems = quantized_training_checks.quantized_training_problems(config, label, kind, bits, cfg.lora.merge_lora)
     if quantized_training_checks.stays_quantized(config) and requested_engine(cfg) in SHARDED:
         problems.append(
@@ -85,7 +85,7 @@ def quantized_or_peft_run_problems(cfg: SwiftConfig, folder: Path) -> list[Probl
             problems
             + lacking
             + (
-                adapter_folder_problems(cfg.lora.adapters)
+                missing_adapter_file_problems(cfg.lora.adapters)
                 or adapter_train_type_problems(cfg, Path(cfg.lora.adapters)) + adapter_task_type_problems(cfg)
             )
         )

@@ -13,9 +13,9 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.checkpoint_folder import find_checkpoint
-from megaswift.families.family import read_config
+from megaswift.families.family import read_config_json
 from megaswift.families.rope_scaling_option import config_with_rope_scaling
-from megaswift.families.vision_tower_config import has_vision_tower
+from megaswift.families.vision_language_detection import has_vision_tower
 
 BASE, ADAPTER, RESIDUAL = "base_model", "initial_adapter", "residual_model"
 """In the output directory; the last two are `--init_weights`'s."""
@@ -46,7 +46,10 @@ def new_special_tokens_of(cfg: SwiftConfig) -> list[str]:
 def changed_config_and_tokenizer(cfg: SwiftConfig, folder: Path) -> tuple[dict[str, Any], Any]:
     """(config.json, the tokenizer, None where it is the folder's own). ConfigError where the model cannot be
     changed."""
-    raw, flag = read_config(folder), "--rope_scaling" if cfg.model.rope_scaling is not None else "--new_special_tokens"
+    raw, flag = (
+        read_config_json(folder),
+        "--rope_scaling" if cfg.model.rope_scaling is not None else "--new_special_tokens",
+    )
     if has_vision_tower(raw):
         raise ConfigError(Problem(flag, "needs a language model; this is a vision-language model", "leave it out"))
     if find_checkpoint(folder) is not None:

@@ -96,7 +96,7 @@ class CheckpointHook(Hook):
             engine.save(folder / name)
         (self.write_weights_only or self.beside)(folder)
         distributed.barrier()
-        files = distributed.all_gather_dict(checkpoint_store.hash_share(folder, rank, ranks))
+        files = distributed.all_gather_merged_dict(checkpoint_store.hash_share(folder, rank, ranks))
         done = distributed.run_on_rank0(lambda: self.store.finish(loop.step, files, state))
         best = self.best.saved[0] if self.best is not None and self.best.saved is not None else None
         distributed.run_on_rank0(lambda: self.store.rotate(self.limit, best))
@@ -144,14 +144,14 @@ def restore_run(
     `on_manifest` is called with the manifest before anything is loaded, so that a notice of changed options comes
     before a refusal that they cause.
     """
-    manifest = distributed.run_on_rank0(lambda: saved_step_integrity.load_manifest(folder))
+    manifest = distributed.run_on_rank0(lambda: saved_step_integrity.load_manifest_or_problem(folder))
     if isinstance(manifest, Problem):
         raise CheckpointError(manifest)
     if manifest.get(saved_step_integrity.WEIGHTS_ONLY):
         rule = "contains weights only (--save_only_model): a run needs the optimizer's states to resume"
         part = f"--adapters {folder / 'adapter'}" if (folder / "adapter").is_dir() else f"--model {folder / 'hf'}"
         raise CheckpointError(Problem(str(folder), rule, f"{part} starts from these weights"))
-    problems = [*checkpoint_mismatch_problems(manifest, model), *damaged_file_problems_all_ranks(folder)]
+    problems = [*checkpoint_format_and_model_problems(manifest, model), *damaged_file_problems_all_ranks(folder)]
     if problems:
         raise CheckpointError(problems)
     on_manifest(manifest)
@@ -181,7 +181,7 @@ def _load_states(folder: Path, states: Sequence[tuple[str, _Stateful, Any]]) -> 
             ) from error
 
 
-def batch_size_notice(manifest: Mapping[str, Any], plan: BatchPlan) -> str:
+def global_batch_size_change_notice(manifest: Mapping[str, Any], plan: BatchPlan) -> str:
     """What is said of steps that are larger or smaller now, as on other data-parallel ranks where no global batch is
     given."""
     size = plan.global_batch_size
@@ -190,7 +190,7 @@ def batch_size_notice(manifest: Mapping[str, Any], plan: BatchPlan) -> str:
     return "" if was == size else f"the global batch size is {size}; it was {was} in the checkpoint's run: {fix} it"
 
 
-def checkpoint_mismatch_problems(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> list[Problem]:
+def checkpoint_format_and_model_problems(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> list[Problem]:
     """What makes a checkpoint unfit for this run: another format, another model."""
     problems = []
     if manifest["format"] != checkpoint_store.FORMAT:

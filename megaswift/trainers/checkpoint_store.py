@@ -20,7 +20,14 @@ from typing import Any
 from megaswift.atomic_disk_writes import fsync_path, write_atomically
 from megaswift.errors import CheckpointError, Problem, did_you_mean_hint
 from megaswift.families import saved_step_integrity
-from megaswift.families.saved_step_integrity import MARKER, POINTER, STEP, SavedStep, manifest_seal, read_manifest
+from megaswift.families.saved_step_integrity import (
+    MARKER,
+    POINTER,
+    STEP,
+    SavedStep,
+    load_manifest_or_none,
+    manifest_seal,
+)
 
 FORMAT = 1
 SAVING, DELETING, REPLACED = ".saving", ".deleting", ".replaced"
@@ -118,7 +125,7 @@ class CheckpointStore:
             if folder.exists():
                 shutil.rmtree(old)
             else:
-                (saving if read_manifest(saving) is not None else old).rename(folder)
+                (saving if load_manifest_or_none(saving) is not None else old).rename(folder)
 
     def rotate(self, limit: int | None, best: int | None = None) -> list[Path]:
         """Keeps the `limit` checkpoints saved last, and always the one pointed at; clears what crashes left behind. The
@@ -126,7 +133,7 @@ class CheckpointStore:
 
         Steps that were found to be damaged are not counted, and stay.
         """
-        whole = [s for s in self.complete() if not saved_step_integrity.known_damaged(s)]
+        whole = [s for s in self.complete() if not saved_step_integrity.has_missing_or_known_changed_files(s)]
         pointed, apart = self.pointed(), None if best is None else self.folder(best)
         whole = [s for s in whole[:-1] if s.path != apart] + [s for s in whole[:-1] if s.path == apart] + whole[-1:]
         gone = []
@@ -181,7 +188,7 @@ def resume_step_candidates(wanted: str, output: Path) -> tuple[list[Path], list[
     for root in (path, path / "checkpoints"):
         if not STEP.fullmatch(root.name) and (steps := _steps(root)):
             return steps, []
-    manifest = saved_step_integrity.load_manifest(path)
+    manifest = saved_step_integrity.load_manifest_or_problem(path)
     if isinstance(manifest, Problem):
         rule = f"has no complete {MARKER}: not a megaswift checkpoint, or an interrupted save"
         if (path / MARKER).exists():
@@ -192,7 +199,7 @@ def resume_step_candidates(wanted: str, output: Path) -> tuple[list[Path], list[
 
 def _steps(root: Path) -> list[Path]:
     steps = saved_step_integrity.steps_in_resume_order(root)
-    if not steps and (lost := saved_step_integrity.missing_step_problem(root)) is not None:
+    if not steps and (lost := saved_step_integrity.no_usable_step_problem(root)) is not None:
         raise CheckpointError(lost)
     return steps
 

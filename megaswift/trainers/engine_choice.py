@@ -15,18 +15,18 @@ from megaswift.config.adapter_rules import SHARDED, base_quantization_bits, non_
 from megaswift.config.engine_rules import (
     AUTO,
     NATIVE,
+    first_given_torch_only_option,
     is_engine_open,
-    option_of_torch_engines,
     requested_engine,
     uses_model_parallelism,
 )
 from megaswift.config.optim import EVERYWHERE, ON_PARTS
 from megaswift.errors import UserError
 from megaswift.families import FAMILIES
-from megaswift.families.family import read_config
+from megaswift.families.family import read_config_json
 from megaswift.families.model_and_tokenizer_source import locate_model
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.model_spec_of_any_model import spec_of_any_model
+from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
 from megaswift.families.quantized_training_checks import KERNELS, quant_method
 
 SMALL, MIDDLE = 1e9, 7e9
@@ -64,7 +64,7 @@ class MachineFacts:
         return self.need(kind, size) <= SHARE * self.memory
 
 
-def memory_bytes_per_process(processes: int) -> float:
+def available_memory_bytes_per_process(processes: int) -> float:
     """Bytes: a GPU's, or the processes' share of this machine's."""
     import torch
 
@@ -88,8 +88,8 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
     needs_torch = reason_for_torch_engine(cfg)
     if requested != AUTO and not needs_torch:
         return cfg if cfg.engine.engine == requested else cfg.replace(engine=requested)
-    machine = MachineFacts(world_size, memory_bytes_per_process(world_size), cfg.model.train_type == "full")
-    spec = spec_of_any_model(locate_model(cfg.model, weights=False))
+    machine = MachineFacts(world_size, available_memory_bytes_per_process(world_size), cfg.model.train_type == "full")
+    spec = spec_from_family_or_size_fields(locate_model(cfg.model, weights=False))
     kind, why = choose_engine(spec, uses_model_parallelism(cfg), machine, bool(needs_torch))
     optimizer = cfg.optim.optimizer
     if kind != "ddp" and optimizer in ON_PARTS:
@@ -97,7 +97,7 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
     elif kind != "ddp" and optimizer not in EVERYWHERE:
         kind, why = "ddp", f"the optimizer {optimizer} needs whole matrices"
     if non_lora_peft_method_of(cfg) is not None or base_quantization_bits(cfg) is not None:
-        kind, why = resolve_for_adapters(cfg, kind, why)
+        kind, why = restrict_engine_for_adapters(cfg, kind, why)
     if tell:
         log.info(f"engine {kind}: {needs_torch}{why}")
     return cfg.replace(engine=kind)
@@ -107,12 +107,12 @@ def reason_for_torch_engine(cfg: SwiftConfig) -> str:
     """Why the default engine gives way to one of torch; empty where it stays, or where the user named an engine."""
     if not is_engine_open(cfg):
         return ""
-    if name := option_of_torch_engines(cfg):
+    if name := first_given_torch_only_option(cfg):
         given = cfg.typed[name].label if name in cfg.typed else f"--{name}"
         return f"{given} needs a torch engine; "
     try:
         folder = locate_model(cfg.model, weights=False)
-        config, family = read_config(folder), spec_of_any_model(folder).family
+        config, family = read_config_json(folder), spec_from_family_or_size_fields(folder).family
     except UserError:  # preflight reports it with all other problems
         return ""
     if family not in FAMILIES:
@@ -121,7 +121,7 @@ def reason_for_torch_engine(cfg: SwiftConfig) -> str:
     return f"the native engine does not read {method} weights; " if method in KERNELS else ""
 
 
-def resolve_for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, str]:
+def restrict_engine_for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, str]:
     """The same where the adapters, or the weights under them, leave the choice to fewer engines."""
     name, method = f"train_type {cfg.model.train_type}", non_lora_peft_method_of(cfg)
     if kind == NATIVE and cfg.model.train_type != "qlora" and not uses_model_parallelism(cfg):

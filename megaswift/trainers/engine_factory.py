@@ -22,7 +22,7 @@ GATHERING = ("fsdp2", "zero3", "zero3_offload")
 """Engines that gather weights layer by layer."""
 
 
-class EngineContext(Protocol):
+class RankContext(Protocol):
     """The processes of a run."""
 
     layout: Layout
@@ -34,9 +34,9 @@ class EngineContext(Protocol):
         """Takes the process groups down."""
 
 
-def start_context(cfg: SwiftConfig, layout: Layout) -> EngineContext:
+def start_context(cfg: SwiftConfig, layout: Layout) -> RankContext:
     """Process groups and random states."""
-    if need := process_group.missing_restart_variable_warning(os.environ):
+    if need := process_group.shared_rdzv_store_restart_warning(os.environ):
         log.warn(need)
     native = requested_engine(cfg) == NATIVE
     if need := set_max_connections(os.environ, layout, sharded_weights=requested_engine(cfg) in GATHERING):

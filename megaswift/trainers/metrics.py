@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def open_for_append(path: Path) -> Iterator[None]:
+def os_errors_as_storage_error(path: Path) -> Iterator[None]:
     """StorageError where the system does not let us write a file of ours."""
     try:
         yield
@@ -95,7 +95,7 @@ class JsonLinesHook(Hook):
     def write(self, *lines: Mapping[str, Any]) -> None:
         """Adds lines to the file."""
         if distributed.global_rank() == 0:
-            with open_for_append(self.path), self.path.open("a", encoding="utf-8") as file:
+            with os_errors_as_storage_error(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.writelines(strict_json_text(line) + "\n" for line in lines)
 
 
@@ -120,7 +120,7 @@ class IntervalLinesHook(JsonLinesHook):
         self.interval.load_state_dict(state)
 
 
-class MetricsHook(Hook):
+class MetricsJsonlHook(Hook):
     """Adds steps up and writes the lines."""
 
     def __init__(self, path: Path, every: int, speed: ThroughputFormula, count: str) -> None:
@@ -131,7 +131,7 @@ class MetricsHook(Hook):
     def on_start(self, loop: Loop) -> None:
         """Drops the lines past the checkpoint and opens the file."""
         if distributed.global_rank() == 0:
-            with open_for_append(self.path):
+            with os_errors_as_storage_error(self.path):
                 truncate_lines_after(self.path, loop.step)
             self._file = self.path.open("a", encoding="utf-8")
 
@@ -142,7 +142,7 @@ class MetricsHook(Hook):
             line = self.line(step)
             self.window = MetricsWindow()
             if self._file is not None:
-                with open_for_append(self.path):
+                with os_errors_as_storage_error(self.path):
                     self._file.write(strict_json_text(line) + "\n")
                     self._file.flush()
             loop.emit("on_log", line)

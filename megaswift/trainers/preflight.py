@@ -27,31 +27,31 @@ from megaswift.data.resolve_dataset_files import resolve_dataset_files
 from megaswift.data.vision_processor import image_support_problems
 from megaswift.engine.determinism import determinism_environment_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
-from megaswift.families import ModelSpec, family_of, four_bit_weights
+from megaswift.families import ModelSpec, family_of, qlora_weight_selection
 from megaswift.families.adapter_target_modules import (
     Projection,
     dora_problems,
     modules_to_save_tensor_names,
     select_projections,
 )
-from megaswift.families.family import read_config
+from megaswift.families.family import read_config_json
 from megaswift.families.megatron_architecture_check import megatron_architecture_problems
 from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems
-from megaswift.families.model_type_check import model_type_problems
-from megaswift.families.vision_tower_config import has_vision_tower
+from megaswift.families.model_type_option_check import model_type_option_mismatch_problems
+from megaswift.families.vision_language_detection import has_vision_tower
 from megaswift.parallel.layout_checks import layout_problems
 from megaswift.parallel.layout_rules import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.trainers import output_folder
 from megaswift.trainers.adapter_checks import (
-    adapter_folder_problems,
     adapter_task_type_problems,
+    missing_adapter_file_problems,
     quantized_or_peft_run_problems,
 )
-from megaswift.trainers.model_spec import model_spec_for_task
 from megaswift.trainers.rl.adapter_sync import adapter_sync_problems
-from megaswift.trainers.rl.preflight_checks import named_rewards_and_models_problems, rl_run_problems
-from megaswift.trainers.torch_engine_checks import torch_engine_machine_problems
+from megaswift.trainers.rl.preflight_checks import reward_environment_and_model_problems, rl_run_problems
+from megaswift.trainers.task_model_spec import model_spec_for_task
+from megaswift.trainers.torch_engine_machine_checks import torch_engine_machine_problems
 
 EXPERT_OPTIONS = (
     "moe_aux_loss_coeff",
@@ -76,11 +76,11 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
                 lambda: missing_transformer_engine_problems(cfg) if capabilities_of(cfg).transformer_engine else [],
                 ConfigError,
             ),
-            (lambda: device_problems(cfg), ConfigError),
+            (lambda: cuda_only_option_problems(cfg), ConfigError),
             (lambda: determinism_environment_problems(cfg, os.environ), ConfigError),
             (lambda: model_problems(cfg, world_size), UserError),
             (lambda: rl_run_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
-            *file_checks(cfg),
+            *data_output_and_tracker_checks(cfg),
         ]
     )
     if len(errors) == 1:
@@ -99,13 +99,15 @@ def layout_data_output_problems(cfg: SwiftConfig, world_size: int) -> list[Probl
         shape = ModelShape.of(model_spec_for_task(cfg, locate_model(cfg.model, weights=False)))
         return layout_problems(shape, LayoutRequest.from_config(cfg, world_size))
 
-    named: Check = (lambda: named_rewards_and_models_problems(cfg) if cfg.task in RL else [], ConfigError)
+    named: Check = (lambda: reward_environment_and_model_problems(cfg) if cfg.task in RL else [], ConfigError)
     return [
-        p for error in collect_check_errors([(layout, LayoutError), named, *file_checks(cfg)]) for p in error.problems
+        p
+        for error in collect_check_errors([(layout, LayoutError), named, *data_output_and_tracker_checks(cfg)])
+        for p in error.problems
     ]
 
 
-def file_checks(cfg: SwiftConfig) -> list[Check]:
+def data_output_and_tracker_checks(cfg: SwiftConfig) -> list[Check]:
     """Of data sets, the output directory and trackers."""
     return [
         (lambda: data_problems(cfg), ConfigError),
@@ -128,7 +130,7 @@ def collect_check_errors(checks: Iterable[Check]) -> list[UserError]:
     return errors
 
 
-def device_problems(cfg: SwiftConfig) -> list[Problem]:
+def cuda_only_option_problems(cfg: SwiftConfig) -> list[Problem]:
     """What a CPU alone cannot do: offloading from a device that is the host itself, and, under DeepSpeed on most CPUs,
     training in float16."""
     offload = cfg.optim.optimizer_cpu_offload
@@ -156,7 +158,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     folder = locate_model(cfg.model, weights=False)
     local = Path(str(cfg.model.model)).is_dir()
     problems = missing_model_file_problems(folder, cfg.model.random_init) if local else []
-    problems += model_type_problems(cfg.model.model_type, read_config(folder))
+    problems += model_type_option_mismatch_problems(cfg.model.model_type, read_config_json(folder))
     spec = model_spec_for_task(cfg, folder)
     problems += megatron_architecture_problems(cfg.model.megatron_architecture, spec)
     problems += extra_kwargs_problems(cfg.model.megatron_extra_kwargs, spec.transformer)
@@ -164,18 +166,20 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     if not capabilities_of(cfg).model_parallel:
         return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)
     idle = (
-        dense_recompute_problems(cfg)
+        recompute_mlp_without_dense_layer_problems(cfg)
         if spec.experts and all(spec.moe_layers)
         else []
         if spec.experts
         else expert_option_problems(cfg)
     )
-    adapters = adapter_problems(cfg, spec) if cfg.model.train_type != "full" else []
+    adapters = adapter_target_and_folder_problems(cfg, spec) if cfg.model.train_type != "full" else []
     idle += rope_length_problems(cfg, spec)
     request = LayoutRequest.from_config(cfg, world_size)
     unfit = layout_problems(ModelShape.of(spec), request)
     if cfg.model.train_type == "qlora" and not unfit:
-        unfit = four_bit_weights.four_bit_block_size_problems(family_of(spec.hf_config), spec, request.tp, request.etp)
+        unfit = qlora_weight_selection.four_bit_block_size_problems(
+            family_of(spec.hf_config), spec, request.tp, request.etp
+        )
     return problems + idle + adapters + unfit
 
 
@@ -204,11 +208,11 @@ def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world
     return problems
 
 
-def adapter_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
+def adapter_target_and_folder_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     """Targets that match nothing; an adapter folder that is none (what is in it, the bridge reads)."""
     lora, problems = cfg.lora, []
     if lora.adapters is not None:
-        return adapter_folder_problems(lora.adapters) + adapter_task_type_problems(cfg)
+        return missing_adapter_file_problems(lora.adapters) + adapter_task_type_problems(cfg)
     family = family_of(spec.hf_config)
     targets: list[Projection] = []
     try:
@@ -218,14 +222,14 @@ def adapter_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     try:
         whole = modules_to_save_tensor_names(family, spec, lora.modules_to_save)
         problems += (
-            four_bit_weights.four_bit_trainable_problems(family, whole) if cfg.model.train_type == "qlora" else []
+            qlora_weight_selection.four_bit_trainable_problems(family, whole) if cfg.model.train_type == "qlora" else []
         )
     except UserError as error:
         problems += error.problems
     if lora.use_dora:
         problems += dora_problems(targets, "--use_dora true")
     if lora.use_dora and cfg.model.train_type == "qlora":
-        problems.append(four_bit_weights.NO_DORA)
+        problems.append(qlora_weight_selection.NO_DORA)
     return problems
 
 
@@ -263,7 +267,7 @@ def expert_option_problems(cfg: SwiftConfig) -> list[Problem]:
     return given
 
 
-def dense_recompute_problems(cfg: SwiftConfig) -> list[Problem]:
+def recompute_mlp_without_dense_layer_problems(cfg: SwiftConfig) -> list[Problem]:
     """Recomputing dense MLPs, asked for a model that has none."""
     idle = "mlp" in cfg.model.recompute_modules
     return (

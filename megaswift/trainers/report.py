@@ -24,7 +24,7 @@ from megaswift.log import count_text
 from megaswift.trainers.loss_png import median_smooth, metric_column, plot_limits, primary_metric, smoothing_window
 from megaswift.trainers.metrics import read_lines
 from megaswift.trainers.progress import duration_text
-from megaswift.trainers.summary import Rows
+from megaswift.trainers.startup_summary import Rows
 from megaswift.trainers.svg_line_charts import ChartSeries, Points, line_chart_svg
 
 PACKAGES = (
@@ -94,7 +94,7 @@ tr.given td{background:var(--given)}.bar{background:var(--blue);height:9px;borde
 
 
 @dataclass
-class RunReportExtras:
+class RunReportHeaderAndTimes:
     """What the page shows besides the files' contents."""
 
     title: str
@@ -275,7 +275,7 @@ def configuration_table_html(cfg: SwiftConfig) -> str:
 
 def report_page_html(
     cfg: SwiftConfig,
-    story: RunReportExtras,
+    story: RunReportHeaderAndTimes,
     lines: list[dict[str, Any]],
     evals: list[dict[str, Any]],
     answers: str = "",
@@ -302,7 +302,7 @@ def report_page_html(
     )
 
 
-def write_report(path: Path, cfg: SwiftConfig, story: RunReportExtras, logs: tuple[Path, Path, Path]) -> None:
+def write_report(path: Path, cfg: SwiftConfig, story: RunReportHeaderAndTimes, logs: tuple[Path, Path, Path]) -> None:
     """The page on disk, whole or not at all. `logs`: metrics.jsonl, eval.jsonl and completions.jsonl."""
     lines, evals, answers = (read_lines(log) for log in logs)
     write_atomically(path, report_page_html(cfg, story, lines, evals, sample_table_html(answers)))

@@ -19,8 +19,8 @@ from megaswift.engine.determinism import enable_determinism
 from megaswift.families.model_and_tokenizer_source import locate_model
 from megaswift.parallel.layout_checks import layout_for
 from megaswift.parallel.model_shape import ModelShape
-from megaswift.trainers.model_spec import model_spec_for_task
 from megaswift.trainers.preflight import preflight
+from megaswift.trainers.task_model_spec import model_spec_for_task
 
 __all__ = ["preflight", "run_training"]
 
@@ -32,8 +32,8 @@ def run_training(cfg: SwiftConfig) -> Path:
     enable_determinism(cfg, os.environ)
     with gc_paused():
         from megaswift.trainers.engine_factory import start_context
-        from megaswift.trainers.session import Session
-        from megaswift.trainers.verify_checkpoint_files import verified_model_folder
+        from megaswift.trainers.session import TrainingSession
+        from megaswift.trainers.verify_checkpoint_files import verify_sources_and_locate_model
 
         folder = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)
         spec = model_spec_for_task(cfg, folder)
@@ -42,9 +42,9 @@ def run_training(cfg: SwiftConfig) -> Path:
     finished = False
     try:
         with gc_paused():
-            intact = verified_model_folder(cfg, folder)
+            intact = verify_sources_and_locate_model(cfg, folder)
             spec = spec if intact == folder else model_spec_for_task(cfg, intact)
-            session = Session(cfg, spec, intact, context)
+            session = TrainingSession(cfg, spec, intact, context)
         session.seconds["start-up"] = time.perf_counter() - began
         root = session.run()
         finished = True

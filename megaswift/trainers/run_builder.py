@@ -23,21 +23,21 @@ from megaswift.config.data import PPO
 from megaswift.config.evaluation_rules import evaluates
 from megaswift.config.preference import needs_reference
 from megaswift.data import build_batch_sources as data
+from megaswift.data.load_tokenizer import padding_token_of
 from megaswift.data.loader import BatchSource, EvaluationSource, LoaderGeometry, TokenStoreBatchSource
 from megaswift.data.preference_batches import kto_kl_batches
 from megaswift.data.stream_batches import StreamBatchSource
-from megaswift.data.tokenizer import padding_token_of
 from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine
 from megaswift.families.checkpoint_folder import MODEL
 from megaswift.families.model_and_tokenizer_source import training_processor, training_tokenizer
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.scalar_head import with_pad_token_id
-from megaswift.families.vision_tower_config import has_vision_tower
+from megaswift.families.vision_language_detection import has_vision_tower
 from megaswift.losses.contract import Batch
 from megaswift.parallel.layout import Layout
+from megaswift.parallel.layout_grid_text import rank_grid_text
 from megaswift.parallel.pipeline_split import PipelineSplit
-from megaswift.parallel.rank_grid import rank_grid_text
 from megaswift.parallel.row_padding import fp8_token_multiple, row_padding_multiple
 from megaswift.trainers.batch_transforms import (
     BatchTransform,
@@ -47,18 +47,18 @@ from megaswift.trainers.batch_transforms import (
 )
 from megaswift.trainers.best_model import best_model_hook
 from megaswift.trainers.checkpoint_hook import CheckpointHook
-from megaswift.trainers.engine_factory import EngineContext, make_engine
+from megaswift.trainers.engine_factory import RankContext, make_engine
 from megaswift.trainers.evaluation import EvaluationHook
 from megaswift.trainers.flops import StepFlopFormula, peak_tflops, step_flop_formula
 from megaswift.trainers.hook import Hook
-from megaswift.trainers.metrics import MetricsHook, ThroughputFormula
+from megaswift.trainers.metrics import MetricsJsonlHook, ThroughputFormula
 from megaswift.trainers.output_folder import OutputFolder
 from megaswift.trainers.precomputed_reference import PrecomputedReferenceLogprobs, compute_reference_logprobs
 from megaswift.trainers.progress import Progress
 from megaswift.trainers.rl.critic import critic_start_folder
+from megaswift.trainers.startup_summary import SummaryFacts, data_text
 from megaswift.trainers.step_interval import interval_of
 from megaswift.trainers.step_monitor import StepMonitor
-from megaswift.trainers.summary import SummaryFacts, data_text
 from megaswift.trainers.tasks import TASKS, Task
 from megaswift.trainers.trackers import TrackedRun, tracker_hooks
 
@@ -90,7 +90,7 @@ class RunBuilder:
     spec: ModelSpec
     folder: Path
     """The model's Hugging Face folder."""
-    context: EngineContext
+    context: RankContext
     outputs: OutputFolder
     tokenizer: Any = None
     resumed: Path | None = None
@@ -230,7 +230,7 @@ class RunBuilder:
         """In the order of their work within a step: lines first, the checkpoint last."""
         train, outputs, task = self.cfg.train, self.outputs, self.task
         hooks: list[Hook] = [
-            MetricsHook(outputs.metrics, train.logging_steps, self.speed(engine), task.count),
+            MetricsJsonlHook(outputs.metrics, train.logging_steps, self.speed(engine), task.count),
             StepMonitor(),
             Progress(),
         ]

@@ -23,7 +23,7 @@ from megaswift.data.stream_batches import StreamBatchSource
 from megaswift.engine.determinism import nondeterministic_op_error
 from megaswift.engine.protocol import Engine
 from megaswift.errors import UserError, first_line
-from megaswift.families.family import read_config
+from megaswift.families.family import read_config_json
 from megaswift.families.model_and_tokenizer_source import short_name
 from megaswift.families.model_spec import ModelSpec
 from megaswift.trainers import (
@@ -35,14 +35,14 @@ from megaswift.trainers import (
     output_folder,
     report,
     run_builder,
-    summary,
+    startup_summary,
 )
 from megaswift.trainers.best_model import best_checkpoint, copy_export, load_best_checkpoint
-from megaswift.trainers.checkpoint_hook import CheckpointHook, batch_size_notice, restore_run
+from megaswift.trainers.checkpoint_hook import CheckpointHook, global_batch_size_change_notice, restore_run
 from megaswift.trainers.hub_upload import hub_upload_of
 from megaswift.trainers.interrupt import InterruptedBySignal
 from megaswift.trainers.loop import Loop
-from megaswift.trainers.model_identity import refuse_other_model
+from megaswift.trainers.resumed_model_config_check import refuse_other_model
 from megaswift.trainers.run_builder import RunBuilder
 from megaswift.trainers.run_lock import RunLock
 from megaswift.trainers.step_monitor import StepMonitor
@@ -72,13 +72,13 @@ REPORT_ERRORS = (OSError, ValueError, TypeError, LookupError, ArithmeticError, R
 """What drawing and writing the report may fail with: a full disk, lines that another program changed, no matplotlib."""
 
 
-class Session:
+class TrainingSession:
     """A run between the start of its processes and their end."""
 
     def __init__(self, cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> None:
         self.cfg, self.spec = cfg, spec
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.rows: summary.Rows = []
+        self.rows: startup_summary.Rows = []
         self.status = "failed before the first step"
         self.lock = RunLock(Path(cfg.train.output_dir))
         prepared = distributed.run_on_rank0(lambda: output_folder.prepare_output_folder(cfg, self.lock))
@@ -134,15 +134,15 @@ class Session:
                     b.model_facts(),
                     lambda m: run_builder.changed_options(m.get("config", {}), with_absolute_paths(cfg.to_dict())),
                 )
-                if notice := batch_size_notice(manifest, batch_plan(cfg.train, b.layout.dp)):
+                if notice := global_batch_size_change_notice(manifest, batch_plan(cfg.train, b.layout.dp)):
                     log.warn(notice)
             # each row as often as was asked, whatever steps took
             if cfg.train.max_steps is None and isinstance(loop.source, TokenStoreBatchSource):
                 loop.total_steps = loop.step + loop.source.steps_left(cfg.train.num_train_epochs)
         facts = built.facts()
-        self.rows = summary.summary_rows(cfg, facts)
+        self.rows = startup_summary.summary_rows(cfg, facts)
         if distributed.global_rank() == 0:
-            log.info(summary.render_summary(facts.title, self.rows))
+            log.info(startup_summary.render_summary(facts.title, self.rows))
         return loop
 
     def resume(self) -> Path | None:
@@ -216,7 +216,7 @@ class Session:
         """What was left out of a stream since this start, on the screen and in the report."""
         if (
             isinstance(source, StreamBatchSource)
-            and (text := summary.streamed_rows_text(source.stats))
+            and (text := startup_summary.streamed_rows_text(source.stats))
             and distributed.global_rank() == 0
         ):
             self.rows.append(("rows", text))
@@ -228,7 +228,9 @@ class Session:
         title = f"{self.build.task.title}: {short_name(str(self.cfg.model.model))}"
         try:
             loss_png.draw_loss_png(out.metrics, out.evaluation, out.curves, title)
-            story = report.RunReportExtras(title, self.status, self.rows, {k: v for k, v in self.seconds.items() if v})
+            story = report.RunReportHeaderAndTimes(
+                title, self.status, self.rows, {k: v for k, v in self.seconds.items() if v}
+            )
             report.write_report(out.report, self.cfg, story, (out.metrics, out.evaluation, out.completions))
         except REPORT_ERRORS as error:
             log.warn(f"{out.report} could not be written: {first_line(error)}")
@@ -243,7 +245,7 @@ def base_model_folder(cfg: SwiftConfig, folder: Path, output: Path) -> Path:
 
     def make() -> Path:
         config, tokenizer = changed_model.changed_config_and_tokenizer(cfg, folder)
-        more = config.get("vocab_size", 0) - read_config(folder).get("vocab_size", 0)
+        more = config.get("vocab_size", 0) - read_config_json(folder).get("vocab_size", 0)
         if more:
             log.info(
                 f"new_special_tokens: {log.count_text(more, 'new row')} in the embedding, each the mean of the old"
@@ -286,7 +288,7 @@ def export_model(loop: Loop, build: RunBuilder) -> None:
     if best is not None and not build.adapts:
         load_best_checkpoint(loop, best)
     if build.adapts:
-        export_adapters(loop.engine, build, best)
+        export_adapters_and_merged_model(loop.engine, build, best)
         return
     if best is not None and (best / run_builder.HF).is_dir():  # of weights only
         copy_export(best / run_builder.HF, outputs.hf)
@@ -296,7 +298,7 @@ def export_model(loop: Loop, build: RunBuilder) -> None:
     log.print_result(f"exported {outputs.hf}")
 
 
-def export_adapters(engine: Engine, build: RunBuilder, best: Path | None) -> None:
+def export_adapters_and_merged_model(engine: Engine, build: RunBuilder, best: Path | None) -> None:
     """OUT/adapter, of the checkpoint `best` where there is one; with --merge_lora OUT/hf from it and the base model's
     own files, so that nothing is rounded twice."""
     if best is not None:

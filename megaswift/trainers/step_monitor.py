@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megaswift import distributed
-from megaswift.engine.protocol import MicrobatchLoss, StepResult
+from megaswift.engine.protocol import MicrobatchLossAndSamples, StepResult
 from megaswift.errors import EXIT_NO_PROGRESS, Problem, UserError
 from megaswift.log import count_text
 from megaswift.trainers.hook import Hook, StepRecord
@@ -145,7 +145,7 @@ def is_spike(loss: float, before: Sequence[float]) -> bool:
     return not loss <= median + max(SPREADS * deviation, SHARE * abs(median), LEAST)
 
 
-def worst_microbatches_text(parts: Sequence[MicrobatchLoss]) -> str:
+def worst_microbatches_text(parts: Sequence[MicrobatchLossAndSamples]) -> str:
     """`; rank 1, rows 7, 12`: micro-batches whose loss is not finite, else the one with the largest. Collective."""
     worst = worst_microbatches(
         [(rank, part) for rank, own in enumerate(distributed.all_gather_objects(list(parts))) for part in own]
@@ -157,7 +157,9 @@ def worst_microbatches_text(parts: Sequence[MicrobatchLoss]) -> str:
     )
 
 
-def worst_microbatches(parts: Sequence[tuple[int, MicrobatchLoss]]) -> list[tuple[int, MicrobatchLoss]]:
+def worst_microbatches(
+    parts: Sequence[tuple[int, MicrobatchLossAndSamples]],
+) -> list[tuple[int, MicrobatchLossAndSamples]]:
     """Micro-batches by the rank that has them: all with a loss that is not finite, else the one with the largest. Ranks
     that share their data are named once."""
     once = {part.samples: (rank, part) for rank, part in reversed(parts)}.values()

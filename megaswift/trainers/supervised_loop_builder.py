@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from megaswift.trainers.learning_rate_schedule import check_warmup, count_steps, lr_at
 from megaswift.trainers.loop import Loop, unchanged
-from megaswift.trainers.summary import SummaryFacts
+from megaswift.trainers.startup_summary import SummaryFacts
 from megaswift.trainers.timers import StepTimer, timed
 
 if TYPE_CHECKING:
-    from megaswift.trainers.session import Session
+    from megaswift.trainers.session import TrainingSession
 
 
 @dataclass(frozen=True)
-class BuiltLoop:
+class LoopWithRunSummary:
     """What a task hands to the session: a loop that is ready to be restored and run."""
 
     loop: Loop
@@ -25,7 +25,7 @@ class BuiltLoop:
     """The run summary, asked for once the loop stands at its first step. Collective."""
 
 
-def build_supervised_loop(session: Session) -> BuiltLoop:
+def build_supervised_loop(session: TrainingSession) -> LoopWithRunSummary:
     """Data first: a malformed row stops the run before a model is built."""
     cfg, build = session.cfg, session.build
     with timed(session.seconds, "data"):
@@ -46,4 +46,4 @@ def build_supervised_loop(session: Session) -> BuiltLoop:
         unchanged if transform is None else transform.prepare,
         seconds=session.seconds,
     )
-    return BuiltLoop(loop, lambda: build.facts(engine, source, evaluation, loop.total_steps, loop.step))
+    return LoopWithRunSummary(loop, lambda: build.facts(engine, source, evaluation, loop.total_steps, loop.step))

@@ -22,10 +22,10 @@ from megaswift.losses.sft import CrossEntropy
 from megaswift.registry import Registry
 from megaswift.trainers.rl.rollout_loop_builder import build_rollout_loop
 from megaswift.trainers.rl.settings import correction_of
-from megaswift.trainers.supervised_loop_builder import BuiltLoop, build_supervised_loop
+from megaswift.trainers.supervised_loop_builder import LoopWithRunSummary, build_supervised_loop
 
 if TYPE_CHECKING:
-    from megaswift.trainers.session import Session
+    from megaswift.trainers.session import TrainingSession
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Task:
     """The model ends in one number a conversation."""
     prompt_labels: bool = False
     """Prompts carry labels too."""
-    build: Callable[[Session], BuiltLoop] = build_supervised_loop
+    build: Callable[[TrainingSession], LoopWithRunSummary] = build_supervised_loop
     """Makes the loop of a run of this task, with its data, model and hooks."""
 
 

@@ -22,12 +22,12 @@ from megaswift.families.model_and_tokenizer_source import locate_model
 def damaged_file_problems_all_ranks(step: Path, parts: Iterable[str] = ()) -> list[Problem]:
     """What of a step (or of these folders of it) is not as it was saved, the same on every rank. Collective."""
     rank, ranks, began = distributed.global_rank(), distributed.global_world_size(), time.perf_counter()
-    manifest = distributed.run_on_rank0(partial(saved_step_integrity.load_manifest, step))
+    manifest = distributed.run_on_rank0(partial(saved_step_integrity.load_manifest_or_problem, step))
     if isinstance(manifest, Problem):
         return [manifest]
-    files = list(saved_step_integrity.files_within(manifest, parts).items())
+    files = list(saved_step_integrity.manifest_file_entries(manifest, parts).items())
     share = {name: saved_step_integrity.file_problem(step / name, entry) for name, entry in files[rank::ranks]}
-    shares = distributed.all_gather_dict(share)
+    shares = distributed.all_gather_merged_dict(share)
     for name, entry in files:
         saved_step_integrity.remember_intact(step / name, entry, shares[name] is None)
     saved_step_integrity.log_check_duration(step, [entry for _, entry in files], time.perf_counter() - began)
@@ -56,11 +56,14 @@ def verify_source_steps(cfg: SwiftConfig) -> None:
     for name in _sources(cfg):
         path = Path(name).expanduser()
         for step, parts in distributed.run_on_rank0(partial(_steps_at, path)):
-            if not damaged_file_problems_all_ranks(step, parts) and saved_step_integrity.find_step_folder(path) is None:
+            if (
+                not damaged_file_problems_all_ranks(step, parts)
+                and saved_step_integrity.enclosing_step_folder(path) is None
+            ):
                 break
 
 
-def verified_model_folder(cfg: SwiftConfig, folder: Path) -> Path:
+def verify_sources_and_locate_model(cfg: SwiftConfig, folder: Path) -> Path:
     """The model's folder once it and the run's other models are checked: `folder`, or the one in an older step where
     --model is an output directory whose latest step is damaged. Collective."""
     verify_source_steps(cfg)
@@ -79,7 +82,7 @@ def _steps_at(path: Path) -> list[tuple[Path, tuple[str, ...]]]:
     """The steps that a path may mean, in the order in which they are tried, with the folders of each that are read."""
     if not path.is_dir():
         return []
-    step = saved_step_integrity.find_step_folder(path)
+    step = saved_step_integrity.enclosing_step_folder(path)
     if step is not None:
         within = path.absolute().relative_to(step).parts[:1]
         return [(step, within if within and within != (MODEL,) else WEIGHTS)]

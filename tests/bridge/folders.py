@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megaswift.bridge import HfSource, WeightPlan
-from megaswift.families import family_of, read_config
+from megaswift.families import family_of, read_config_json
 from tests.parity.models import build
 
 
@@ -22,7 +22,7 @@ def make(variant: str, root: Path, dtype: torch.dtype = torch.float32) -> Path:
 
 def plan_of(folder: Path) -> WeightPlan:
     """The weight plan of a folder's config.json."""
-    config = read_config(folder)
+    config = read_config_json(folder)
     family = family_of(config)
     return WeightPlan(family, family.spec(config))
 

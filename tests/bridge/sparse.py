@@ -17,7 +17,7 @@ from megaswift.bridge.hf_safetensors_writer import (
 from megaswift.bridge.hf_source import INDEX, TensorMeta
 from megaswift.bridge.peft_folder import CONFIG, TENSORS, peft_adapter_config_json
 from megaswift.bridge.weight_plan import WeightPlan
-from megaswift.families import family_of, read_config
+from megaswift.families import family_of, read_config_json
 from megaswift.families.adapter_target_modules import projections
 from tests.parity.models import BASE
 
@@ -44,7 +44,7 @@ def write_sparse_adapter(folder: Path, base: Path, rank: int) -> int:
     """Adapters of this rank on every linear layer of the base model, float32, and its output layer as a whole; their
     bytes."""
     folder.mkdir(parents=True)
-    fields = read_config(base)
+    fields = read_config_json(base)
     family = family_of(fields)
     weights = WeightPlan(family, family.spec(fields))
     plan = AdapterPlan(weights, projections(family, weights.spec), AdapterHyperparameters(rank), ["lm_head.weight"])

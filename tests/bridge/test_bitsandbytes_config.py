@@ -15,7 +15,7 @@ from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, disable_4b
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch.model_building import build_model
 from megaswift.engine.torch.quantized_weights import dequantized_weight, quantized_from_pretrained_arguments
-from megaswift.families.model_spec_of_any_model import spec_of_any_model
+from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
 from tests.four_bits import cpu_with
 from tests.trainers.inputs import write_model
 
@@ -54,7 +54,9 @@ def test_the_torch_engine_evaluates_and_merges_from_the_stored_values(folder: Pa
     ids = torch.arange(4, 40)[None]
     with cpu_with(avx512_bf16=True):
         further = quantized_from_pretrained_arguments(folder, cfg, cpu, torch.float32)
-        model = build_model(folder, cfg, weights=True, spec=spec_of_any_model(folder), further=further, empty=False)
+        model = build_model(
+            folder, cfg, weights=True, spec=spec_from_family_or_size_fields(folder), further=further, empty=False
+        )
     packed = [m for m in model.modules() if isinstance(m, Linear4bit)]
     assert packed
     before = [dequantized_weight(m) for m in packed]

@@ -20,7 +20,7 @@ from megaswift.bridge.megatron_to_hf import megatron_to_hf
 from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
 from megaswift.errors import WeightsError
-from megaswift.inference.load_generation_model import load_model_and_prompt_device, prepare_model_load
+from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor, load_model_and_prompt_device
 from tests.inference.models import adapters
 from tests.trainers.inputs import write_inputs, write_model
 
@@ -80,7 +80,8 @@ def damaged(tmp_path: Path) -> Path:
 def test_inference_and_quantization_refuse_the_folder(damaged: Path, bits: int | None) -> None:
     with pytest.raises(WeightsError, match=f"--model: has values that are not finite .* in {NAME}") as error:
         load_model_and_prompt_device(
-            prepare_model_load(ModelLoadingOptions(model=str(damaged)), None), PlacementOptions(quantization_bit=bits)
+            load_config_tokenizer_and_processor(ModelLoadingOptions(model=str(damaged)), None),
+            PlacementOptions(quantization_bit=bits),
         )
     assert len(error.value.problems) == 1 and error.value.exit_code == 2
 
@@ -89,7 +90,8 @@ def test_inference_refuses_a_checkpoint_and_adapters(damaged: Path, tmp_path: Pa
     hf_to_megatron(damaged, tmp_path / "checkpoint")
     with pytest.raises(WeightsError, match=f"not finite .* in {NAME}"):
         load_model_and_prompt_device(
-            prepare_model_load(ModelLoadingOptions(model=str(tmp_path / "checkpoint")), None), PlacementOptions()
+            load_config_tokenizer_and_processor(ModelLoadingOptions(model=str(tmp_path / "checkpoint")), None),
+            PlacementOptions(),
         )
     write_model(tmp_path / "whole")
     folder = adapters(tmp_path / "adapter", tmp_path / "whole")
@@ -99,7 +101,9 @@ def test_inference_refuses_a_checkpoint_and_adapters(damaged: Path, tmp_path: Pa
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(WeightsError, match=f"--adapters {folder}: has values that are not finite"):
         load_model_and_prompt_device(
-            prepare_model_load(ModelLoadingOptions(model=str(tmp_path / "whole"), adapters=(str(folder),)), None),
+            load_config_tokenizer_and_processor(
+                ModelLoadingOptions(model=str(tmp_path / "whole"), adapters=(str(folder),)), None
+            ),
             PlacementOptions(),
         )
 

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from megaswift.bridge import hf_to_megatron, megatron_to_hf, streaming_folder_job
-from megaswift.bridge.checkpoint_shard_regions import shard_region
 from megaswift.bridge.open_weight_source import open_weights
+from megaswift.bridge.sharded_state_dict_entries import sharded_state_dict_entry
 from megaswift.bridge.torch_dist_source import TorchDistSource
 from megaswift.errors import CheckpointError, LayoutError, UserError
 from tests.bridge.folders import make, plan_of, rewrite, set_config, tensors_of
@@ -126,7 +126,7 @@ def test_torchs_own_reader_reads_it(variant: str, folders: Path, tmp_path: Path)
     forth(folder, tmp_path / "m", hf_to_megatron.HfToMegatronOptions(layout={"tp": 2}))
     loaded = _load_state_dict_from_keys(checkpoint_id=tmp_path / "m", storage_reader=FileSystemReader(tmp_path / "m"))
     plan, source = plan_of(folder), open_weights(folder)
-    at = {entry.megatron: shard_region(entry, 144) for entry in plan.entries}
+    at = {entry.megatron: sharded_state_dict_entry(entry, 144) for entry in plan.entries}
     assert set(loaded) == {p.key for p in at.values()}
     for entry in plan.entries:
         where = at[entry.megatron]

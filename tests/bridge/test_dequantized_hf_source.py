@@ -19,7 +19,7 @@ from torch import Tensor
 from megaswift.bridge import HfExportOptions, PlanEntry, open_hf_weights, write_hf_export
 from megaswift.bridge import dequantized_hf_source as quantized_module
 from megaswift.bridge.hf_source import HfSource
-from megaswift.bridge.weight_plan import PlanGroup
+from megaswift.bridge.weight_plan import EntriesOfSameHfTensors
 from megaswift.errors import WeightsError
 from megaswift.families import family_of, load_spec
 from tests.bridge.folders import make, plan_of, rewrite, set_config, tensors_of
@@ -165,7 +165,7 @@ def test_a_model_is_what_transformers_loads(fresh: Fresh, tmp_path: Path) -> Non
     weights = [
         pair
         for entry in plan.entries
-        for pair in PlanGroup((entry,)).write([[entry.read(source, 2, r) for r in range(2)]]).items()
+        for pair in EntriesOfSameHfTensors((entry,)).write([[entry.read(source, 2, r) for r in range(2)]]).items()
     ]
     write_hf_export(tmp_path / "out", plan, weights, HfExportOptions(source=folder))
     config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megaswift.bridge.adapter_plan import HALVES, AdapterHyperparameters, AdapterPlan, adapter_output_row_runs
+from megaswift.bridge.adapter_plan import HALVES, AdapterHyperparameters, AdapterPlan, rank_output_rows_by_adapter
 from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.bridge.peft_folder import PeftFolder, write_peft_folder
 from megaswift.convert import convert_command
@@ -102,7 +102,7 @@ def test_options_mean_what_they_mean_to_peft(
 ) -> None:
     """rank 16, alpha 8: alpha / r is 1/2, alpha / sqrt(r) is 2. PEFT reads its own scale from the folder."""
     from megaswift.config import SwiftConfig
-    from megaswift.engine.megatron.lora.rank_adapters import plan_adapters
+    from megaswift.engine.megatron.lora.rank_adapters import adapter_plan_from_lora_config
 
     folder = make("dense", folders)
     cfg = SwiftConfig(
@@ -113,7 +113,7 @@ def test_options_mean_what_they_mean_to_peft(
         modules_to_save="lm_head",
         **options,
     )
-    plan = plan_adapters(cfg.lora, plan_of(folder))
+    plan = adapter_plan_from_lora_config(cfg.lora, plan_of(folder))
     assert {a.scale for a in plan.adapters} == {scale} and {a.dora for a in plan.adapters} == {cfg.lora.use_dora}
     write_peft_folder(tmp_path / "adapter", plan, random_values(plan).items(), str(folder))
     loaded = peft.PeftModel.from_pretrained(base(folder), tmp_path / "adapter")
@@ -270,7 +270,7 @@ def test_shards_of_the_product_are_products_of_shards(variant: str, ranks: int, 
                     parts[a.name(half)].append(part)
             products = [a.scale * parts[a.name("B")][rank] @ parts[a.name("A")][rank] for a in adapters]
             at, rows = [0] * len(adapters), []
-            for number, n in adapter_output_row_runs(adapters, ranks, rank):
+            for number, n in rank_output_rows_by_adapter(adapters, ranks, rank):
                 if number is None:
                     rows.append(torch.zeros(n, products[0].shape[1]))
                 else:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megaswift.bridge.weight_plan import PlanEntry, PlanGroup
+from megaswift.bridge.weight_plan import EntriesOfSameHfTensors, PlanEntry
 from megaswift.families import ModelSpec, family_of
 from megaswift.families.weight_rules import Shard, SliceMap, TensorParallelShard
 from tests.families.published import QWEN3_30B_A3B
@@ -64,4 +64,4 @@ def test_stacked_transposed_interleaved() -> None:
     assert entries[0].shard_shape(2) == (F, H) and entries[0].full_shape() == (2 * F, H)
     second = shards[1][1]  # expert 1, rank 1: gates 3, 4, 5 are columns 6, 8, 10, its ups columns 7, 9, 11
     assert torch.equal(second, stored[1][:, [6, 8, 10, 7, 9, 11]].t())
-    assert torch.equal(PlanGroup(entries).write(shards)["gate_up"], stored)
+    assert torch.equal(EntriesOfSameHfTensors(entries).write(shards)["gate_up"], stored)

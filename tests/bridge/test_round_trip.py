@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import HfExportOptions, HfSource, WeightPlan, write_hf_export
-from megaswift.bridge.weight_plan import PlanGroup
+from megaswift.bridge.weight_plan import EntriesOfSameHfTensors
 from megaswift.families import FAMILIES
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
 from tests.parity.models import BRIDGED, VARIANTS
@@ -127,7 +127,7 @@ def test_padding_is_zero_and_leaves_no_trace(folders: Path) -> None:
     assert torch.count_nonzero(shards[2][34:]) == 0 and torch.count_nonzero(shards[3]) == 0
     assert torch.count_nonzero(shards[2][:34]) > 0
     shards = [s + 7 for s in shards]  # whatever the padding became in training
-    back = PlanGroup((entry,)).write([shards])["lm_head.weight"]
+    back = EntriesOfSameHfTensors((entry,)).write([shards])["lm_head.weight"]
     assert torch.equal(back, tensors_of(make("dense", folders))["lm_head.weight"] + 7)
 
 
@@ -136,7 +136,7 @@ def test_lost_shards_are_noticed(folders: Path) -> None:
     entry = plan.by_megatron["decoder.layers.0.mlp.linear_fc1.weight"]
     shard = entry.read(source, 4, 0)
     with pytest.raises(AssertionError, match="shard 0 is"):
-        PlanGroup((entry,)).write([[shard, shard]])
+        EntriesOfSameHfTensors((entry,)).write([[shard, shard]])
 
 
 @pytest.mark.parametrize("variant", ONE_A_FAMILY)

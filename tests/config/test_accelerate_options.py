@@ -1,6 +1,6 @@
 """accelerate's settings, as `accelerate launch` (1.15) leaves them in the environment: taken, told, or refused.
 
-Covers: megaswift/config/read_json_object.py.
+Covers: megaswift/config/read_option_json_file.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.accelerate_options import accelerate_engine_flag_problems, accelerate_notices
+from megaswift.config.accelerate_options import accelerate_notices, python_api_accelerate_engine_problems
 from megaswift.config.engine_rules import requested_engine
 from megaswift.errors import ConfigError
 from tests.config.test_launcher_environment import ACCELERATE, ALONE
@@ -142,5 +142,5 @@ def test_one_process_that_was_not_meant() -> None:
 
 @pytest.mark.parametrize("environ, engine", [(ZERO2, "zero2"), (FSDP1, "fsdp2")])
 def test_the_python_api_does_not_read_them(environ: dict[str, str], engine: str) -> None:
-    (problem,) = accelerate_engine_flag_problems(environ)
-    assert f"SwiftConfig(engine='{engine}')" in problem.fix and not accelerate_engine_flag_problems(ACCELERATE)
+    (problem,) = python_api_accelerate_engine_problems(environ)
+    assert f"SwiftConfig(engine='{engine}')" in problem.fix and not python_api_accelerate_engine_problems(ACCELERATE)

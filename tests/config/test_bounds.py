@@ -16,7 +16,7 @@ from megaswift.convert import convert_command
 from megaswift.deploy import COMMAND as DEPLOY
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
-from megaswift.families.family import read_config
+from megaswift.families.family import read_config_json
 from tests.families.published import LLAMA_3_1_8B
 
 
@@ -146,4 +146,4 @@ def test_a_config_json_without_end(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(WeightsError, match=part):
-            read_config(tmp_path)
+            read_config_json(tmp_path)

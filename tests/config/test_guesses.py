@@ -1,6 +1,7 @@
 """What an unknown option or value is answered with: what another toolkit means by it, a likely typo, or nothing.
 
-Covers: megaswift/config/command_parser.py, megaswift/config/foreign_options.py, megaswift/config/inference_rules.py.
+Covers: megaswift/config/infer_deploy_export_parser.py, megaswift/config/foreign_options.py,
+megaswift/config/inference_rules.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Options of ms-swift and vLLM in infer, deploy and export: taken, taken without effect, or refused with the way out.
 
-Covers: megaswift/config/inference_other_names.py, megaswift/config/command_parser.py,
-megaswift/config/device_placement.py.
+Covers: megaswift/config/inference_other_names.py, megaswift/config/infer_deploy_export_parser.py,
+megaswift/config/parse_device_map_options.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megaswift import deploy, export, infer
-from megaswift.config.device_placement import parse_device_map
 from megaswift.config.inference_other_names import HINTS_OF, NEUTRAL_OF, inference_option_advice
 from megaswift.config.neutral_options import ANY
+from megaswift.config.parse_device_map_options import parse_device_map
 from megaswift.errors import ConfigError, Problem
 
 COMMANDS = {"infer": infer.COMMAND, "deploy": deploy.COMMAND, "export": export.COMMAND}

@@ -7,7 +7,7 @@ import pytest
 from megaswift.config import load_config
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.sections import OPTIONS
-from megaswift.launchers.torchrun_launcher import launched_processes, requests_worker_processes
+from megaswift.launchers.torchrun_launcher import requests_worker_processes, world_size_of_launch_options
 from tests.config.refusals import assert_contradiction, assert_idle
 
 RAY = "--launcher ray --num_workers 2"
@@ -66,4 +66,4 @@ def test_every_row_is_tried() -> None:
 )
 def test_how_many_processes_under_ray(words: str, environ: dict[str, str], count: int) -> None:
     launch = load_config("sft", words.split(), environ=environ).launch
-    assert requests_worker_processes(launch) and launched_processes(launch) == count
+    assert requests_worker_processes(launch) and world_size_of_launch_options(launch) == count

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megaswift.config import load_config
-from megaswift.config.accelerate_options import options_from_accelerate
+from megaswift.config.accelerate_options import options_from_accelerate_environment
 from megaswift.config.launcher_environment import (
     is_launched_worker,
-    launched_process_count,
     nested_launcher_problems,
+    nproc_or_nnodes_from_environment,
     without_local_rank,
 )
 from megaswift.errors import ConfigError
@@ -37,13 +37,13 @@ ALONE = {
 def test_workers_of_three_launchers(environ: dict[str, str]) -> None:
     assert (
         is_launched_worker(environ)
-        and launched_process_count("nproc_per_node", environ) == 4
-        and launched_process_count("nnodes", environ) == 2
+        and nproc_or_nnodes_from_environment("nproc_per_node", environ) == 4
+        and nproc_or_nnodes_from_environment("nnodes", environ) == 2
     )
     assert load_config("sft", [], environ={**environ, "NPROC_PER_NODE": "7"}).launch.nproc_per_node is None
     assert (
-        not options_from_accelerate(environ).givens
-        and not options_from_accelerate(environ).problems
+        not options_from_accelerate_environment(environ).givens
+        and not options_from_accelerate_environment(environ).problems
         and not nested_launcher_problems("torchrun", environ)
     )
     assert nested_launcher_problems("ray", environ) and not nested_launcher_problems(
@@ -55,7 +55,9 @@ def test_workers_of_three_launchers(environ: dict[str, str]) -> None:
 def test_what_is_no_worker(environ: dict[str, str]) -> None:
     assert (
         not is_launched_worker(environ)
-        and launched_process_count("nproc_per_node", environ) is launched_process_count("nnodes", environ) is None
+        and nproc_or_nnodes_from_environment("nproc_per_node", environ)
+        is nproc_or_nnodes_from_environment("nnodes", environ)
+        is None
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.data.columns import fill_placeholders
+from megaswift.data.columns import fill_self_cognition_name_placeholders
 from megaswift.data.encode_rows import RowEncoder, encode_spec
 from tests.data.makers import tokenizer
 
@@ -24,12 +24,12 @@ TEXTS = {"{{NAME}}": ("小黄", "Xiao Huang"), "{{AUTHOR}}": ("魔搭",)}
     ],
 )
 def test_texts(row: dict[str, Any], filled: str) -> None:
-    assert fill_placeholders(row, TEXTS)["response"] == filled
+    assert fill_self_cognition_name_placeholders(row, TEXTS)["response"] == filled
 
 
 def test_values_within_a_row() -> None:
     row = {"messages": [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "{{NAME}}"}], "n": 3}
-    filled = fill_placeholders({**row, "tag": "zh"}, TEXTS)
+    filled = fill_self_cognition_name_placeholders({**row, "tag": "zh"}, TEXTS)
     assert filled["messages"][1]["content"] == "小黄" and filled["n"] == 3
     assert row["messages"][1]["content"] == "{{NAME}}", "the row itself is not changed"
 

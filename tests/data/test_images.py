@@ -1,6 +1,6 @@
 """Rows with images: their forms, the tokens and masks that transformers gives them, what is refused, what is cut.
 
-Covers: megaswift/data/encode_rows.py, megaswift/data/encode_vision.py, megaswift/data/vision_processor.py,
+Covers: megaswift/data/encode_rows.py, megaswift/data/encode_vision_row_tokens.py, megaswift/data/vision_processor.py,
 megaswift/data/token_store.py, megaswift/data/vision_batches.py.
 """
 
@@ -18,7 +18,7 @@ from megaswift.config import SwiftConfig
 from megaswift.data import build_batch_sources
 from megaswift.data.encode_rows import RowEncoder, encode_spec
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.vision_processor import Processor, processor_spec
+from megaswift.data.vision_processor import Processor, processor_spec_of_folder
 from megaswift.errors import DataError
 from tests.parity import vision
 
@@ -35,7 +35,7 @@ def processor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     made = vision.KINDS[request.param](tokens)[1]
     made.chat_template = tokens.chat_template
     made.save_pretrained(folder)
-    return Processor(processor_spec(folder, False))
+    return Processor(processor_spec_of_folder(folder, False))
 
 
 @pytest.fixture

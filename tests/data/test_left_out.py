@@ -24,7 +24,7 @@ from megaswift.data.rl_prompts import load_prompt_splits
 from megaswift.data.show_samples import data_summary
 from megaswift.data.training_sample import RowError, checked_conversation_sample
 from megaswift.errors import DataError
-from megaswift.trainers.summary import data_text
+from megaswift.trainers.startup_summary import data_text
 from tests.data.makers import chat, config, jsonl, tokenizer
 
 PLAIN = (

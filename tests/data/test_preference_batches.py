@@ -19,7 +19,7 @@ from megaswift.data.loader import LoaderGeometry
 from megaswift.data.preference_batches import kto_kl_batches
 from megaswift.errors import DataError
 from tests.data.makers import tokenizer
-from tests.data.test_preference_documents import pair, says, source, theirs, user
+from tests.data.test_gather_and_truncate_preferences import pair, says, source, theirs, user
 
 
 def by_hand(packing: bool, geometry: LoaderGeometry, tmp_path: Path, **options: Any) -> Any:

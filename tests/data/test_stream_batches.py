@@ -1,6 +1,6 @@
 """Streams of rows: resume on any number of ranks, the part of a pass, rows of no use, the same tokens as stored.
 
-Covers: megaswift/data/stream_cursor.py, megaswift/data/stream_rows.py.
+Covers: megaswift/data/stream_cursor.py, megaswift/data/stream_encode_and_pack_rows.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.resolve_dataset_files import DatasetFiles
-from megaswift.data.stream_cursor import Cursor, StreamPassProgress, read_from_cursor
+from megaswift.data.stream_cursor import Cursor, StreamFractionalEpoch, read_from_cursor
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 from tests.data.test_loader import ids_of, source
@@ -74,7 +74,7 @@ def test_the_part_of_a_pass_by_rows_bytes_and_files(tmp_path: Path) -> None:
 
     def parts(*sources: DatasetFiles) -> list[float]:
         cursors = (cursor for _, _, cursor in read_from_cursor(sources, Cursor()))
-        return [StreamPassProgress(sources).at(cursor) for cursor in islice(cursors, 8)]
+        return [StreamFractionalEpoch(sources).at(cursor) for cursor in islice(cursors, 8)]
 
     quarters = pytest.approx([0.25 * n for n in range(1, 9)])
     assert parts(DatasetFiles("", (lines,))) == quarters and parts(DatasetFiles("", (columns,))) == quarters

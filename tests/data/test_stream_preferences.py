@@ -14,7 +14,7 @@ from megaswift.data.loader import LoaderGeometry
 from megaswift.errors import DataError
 from megaswift.losses.contract import Batch
 from tests.data.makers import jsonl
-from tests.data.test_preference_documents import LONG, USELESS, pair, says, source, user
+from tests.data.test_gather_and_truncate_preferences import LONG, USELESS, pair, says, source, user
 
 PAIRS = [pair(f"q {i}", "a " * (i % 5 + 1), "b " * (i % 3 + 1) + "c") for i in range(17)]
 JUDGED = [{"messages": [user(f"q {i}"), says("a " * (i % 4 + 1))], "label": i % 3 == 0} for i in range(17)]

@@ -371,7 +371,7 @@ def test_the_cache_key_covers_the_modules_that_tokenize() -> None:
     assert {Path(path).name for path in keyed} >= {
         ENTRY,
         "render_chat.py",
-        "template_limits.py",
+        "jinja_sandbox_limits.py",
         "token_safe_split_points.py",
         "alpaca.py",
     }

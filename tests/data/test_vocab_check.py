@@ -1,7 +1,7 @@
 """Tokens that were added to the tokenizer and not to the model: told with their row, whether data are stored or
 streamed.
 
-Covers: megaswift/data/tokenizer.py.
+Covers: megaswift/data/load_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megaswift.data.build_batch_sources import build_train_and_eval_sources, padding_shape_of
+from megaswift.data.load_tokenizer import padding_token_of
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.tokenizer import padding_token_of
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 

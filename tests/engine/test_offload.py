@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from megaswift.engine.megatron import offload_for_sampling
-from megaswift.engine.megatron.offload_for_sampling import OffloadedStorage
-from megaswift.trainers.rl.rollout_scheduler import RolloutScheduler
+from megaswift.engine.megatron.offload_for_sampling import StorageOffloader
+from megaswift.trainers.rl.rollout_scheduler import CompletionSamplingScheduler
 
 
 def test_dropped_storages_are_empty_and_come_back_as_zeros() -> None:
     buffer = torch.ones(1000)
     view, other = buffer[10:20].view(2, 5), torch.ones(7)
-    parked = OffloadedStorage()
+    parked = StorageOffloader()
     parked.park([buffer, view, other], keep=False)
     assert parked.bytes == 4 * 1007 and buffer.untyped_storage().nbytes() == 0
     parked.bring_back()
@@ -34,7 +34,7 @@ def test_dropped_storages_are_empty_and_come_back_as_zeros() -> None:
 
 def test_tensors_of_the_cpu_are_not_offloaded() -> None:
     tensor = torch.arange(5.0)
-    parked = OffloadedStorage()
+    parked = StorageOffloader()
     parked.park([tensor])
     assert parked.bytes == 0 and tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
@@ -57,7 +57,7 @@ def test_host_memory_is_kept_and_device_memory_returned(megatron: Any, monkeypat
     monkeypatch.setattr(offload_for_sampling, "allocate_host_memory", allocate)
     monkeypatch.setattr(torch.cuda, "synchronize", device_call("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", device_call("empty"))
-    parked = OffloadedStorage()
+    parked = StorageOffloader()
     for number in range(3):
         seen.clear()
         values = [t.clone() for t in tensors]
@@ -109,9 +109,9 @@ def untimed(_: str) -> Iterator[None]:
     yield
 
 
-def drawing_of(generation: Any, critic: bool = False) -> RolloutScheduler:
+def drawing_of(generation: Any, critic: bool = False) -> CompletionSamplingScheduler:
     prompts: Any = SimpleNamespace(next=lambda: ["a", "b"])
-    return RolloutScheduler(
+    return CompletionSamplingScheduler(
         prompts,
         generation,
         3,

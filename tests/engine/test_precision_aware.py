@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.open_weight_source import open_weights
-from megaswift.bridge.torch_dist_files import ShardChunk, plan_chunk_reads, write_shard_chunks
+from megaswift.bridge.torch_dist_chunk_io import RankTensorChunk, dcp_save_rank_tensor_chunks, plan_chunk_reads
 from megaswift.bridge.torch_dist_index import read_torch_dist_metadata
 from megaswift.bridge.torch_dist_source import TorchDistSource
 from megaswift.engine.megatron.checkpoint.optimizer_states import join_bf16_remainder, split_bf16_remainder
@@ -112,9 +112,9 @@ def test_save_and_load(words: str, pool: Pool, tmp_path: Path) -> None:
 def test_a_state_of_another_kind_is_refused(
     key: str, saved: torch.dtype, wanted: torch.dtype, fits: bool, tmp_path: Path
 ) -> None:
-    write_shard_chunks(tmp_path, [ShardChunk(key, (4,), (0,), torch.zeros(4, dtype=saved))])
+    dcp_save_rank_tensor_chunks(tmp_path, [RankTensorChunk(key, (4,), (0,), torch.zeros(4, dtype=saved))])
     items, problems = plan_chunk_reads(
-        read_torch_dist_metadata(tmp_path), [ShardChunk(key, (4,), (0,), torch.zeros(4, dtype=wanted))]
+        read_torch_dist_metadata(tmp_path), [RankTensorChunk(key, (4,), (0,), torch.zeros(4, dtype=wanted))]
     )
     assert bool(items) == (not problems) == fits
     if not fits:

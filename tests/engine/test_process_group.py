@@ -67,13 +67,13 @@ def test_several_machines_share_no_attempt_number() -> None:
     """Agents may count attempts differently: keys then have no prefix, and the run says what is missing."""
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     one, two = (_environ(agent.port, 0, 3, GROUP_WORLD_SIZE=n, TORCHELASTIC_MAX_RESTARTS="3") for n in "12")
-    process_group.launcher_store(one, 1, 1, SECOND).set("a", "1")
-    process_group.launcher_store(two, 1, 1, SECOND).set("b", "2")
+    process_group.launcher_store_of_this_attempt(one, 1, 1, SECOND).set("a", "1")
+    process_group.launcher_store_of_this_attempt(two, 1, 1, SECOND).set("b", "2")
     assert agent.get("megaswift/attempt-3/a") == b"1" and agent.get("b") == b"2"
-    assert process_group.missing_restart_variable_warning(one) == ""
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in process_group.missing_restart_variable_warning(two)
-    assert process_group.missing_restart_variable_warning(two | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) == ""
-    assert process_group.missing_restart_variable_warning(two | {"TORCHELASTIC_MAX_RESTARTS": "0"}) == ""
+    assert process_group.shared_rdzv_store_restart_warning(one) == ""
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in process_group.shared_rdzv_store_restart_warning(two)
+    assert process_group.shared_rdzv_store_restart_warning(two | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) == ""
+    assert process_group.shared_rdzv_store_restart_warning(two | {"TORCHELASTIC_MAX_RESTARTS": "0"}) == ""
 
 
 def test_a_port_in_use_is_one_message() -> None:
@@ -83,4 +83,4 @@ def test_a_port_in_use_is_one_message() -> None:
         port = taken.getsockname()[1]
         environ = _environ(port, 0, 0, TORCHELASTIC_USE_AGENT_STORE="False")
         with pytest.raises(ConfigError, match=f"MASTER_PORT {port}: another process"):
-            process_group.launcher_store(environ, 0, 1, SECOND)
+            process_group.launcher_store_of_this_attempt(environ, 0, 1, SECOND)

@@ -46,7 +46,7 @@ def test_restored_bit_for_bit(context: ParallelContext, tmp_path: Path) -> None:
     draw()
     save_load.write_rank_rng(tmp_path, 0)
     after = [draw(), draw()]
-    states = saved.read_rng_state(tmp_path, 0)
+    states = saved.read_rng_state_file(tmp_path, 0)
     assert not isinstance(states, Problem) and save_load.fits_rank_rng(states[0])
     save_load.restore_rank_rng(*states)
     assert [draw(), draw()] == after
@@ -71,7 +71,7 @@ def test_reseed_is_repeatable_and_fresh(context: ParallelContext, tmp_path: Path
 def test_other_generators_do_not_fit(context: ParallelContext, tmp_path: Path) -> None:
     """A checkpoint from a machine with another kind of device."""
     save_load.write_rank_rng(tmp_path, 0)
-    states = saved.read_rng_state(tmp_path, 0)
+    states = saved.read_rng_state_file(tmp_path, 0)
     assert not isinstance(states, Problem)
     assert not save_load.fits_rank_rng({**states[0], "cuda": torch.zeros(16, dtype=torch.uint8)})
 
@@ -81,5 +81,5 @@ def test_unreadable(content: bytes | None, context: ParallelContext, tmp_path: P
     """A problem that names the file."""
     if content is not None:
         saved.rng_file(tmp_path, 3).write_bytes(content)
-    found = saved.read_rng_state(tmp_path, 3)
+    found = saved.read_rng_state_file(tmp_path, 3)
     assert isinstance(found, Problem) and "rng-00003.safetensors" in found.what

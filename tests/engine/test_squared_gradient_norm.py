@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megaswift.engine.squared_gradient_norm import sum_of_squares
-from megaswift.engine.torch.data_parallel_strategy import clip_gradients
+from megaswift.engine.torch.data_parallel_strategy import clip_grads_with_norm
 from tests.sources import sources
 
 ELEMENTS = 4_000_003
@@ -85,7 +85,7 @@ def test_no_engine_calls_the_inaccurate_functions() -> None:
 @pytest.mark.parametrize(("limit", "factor"), [(0.0, 1.0), (10.0, 1.0), (5.0, 1.0), (1.0, 0.2), (0.5, 0.1)])
 def test_gradients_are_scaled_down_to_the_limit_only(limit: float, factor: float) -> None:
     gradients = [torch.tensor([3.0]), torch.tensor([[4.0]])]
-    clip_gradients(gradients, 5.0, limit)
+    clip_grads_with_norm(gradients, 5.0, limit)
     assert torch.allclose(
         torch.stack([g.flatten()[0] for g in gradients]), factor * torch.tensor([3.0, 4.0]), rtol=1e-6
     )

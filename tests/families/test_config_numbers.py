@@ -12,7 +12,7 @@ import pytest
 from megaswift.config import load_config
 from megaswift.errors import WeightsError
 from megaswift.families.family import rope_and_epsilon_problems
-from megaswift.trainers.model_spec import model_spec_for_task
+from megaswift.trainers.task_model_spec import model_spec_for_task
 from tests.trainers.inputs import write_model
 
 

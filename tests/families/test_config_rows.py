@@ -1,7 +1,7 @@
 """Every field of config.json is mapped, has its one right value, or is listed: all others are named in the error.
 
 Covers: megaswift/families/config_gemma_olmo3.py, megaswift/families/config_latent_attention.py,
-megaswift/families/config_common.py, megaswift/families/config_alternating_windows.py, megaswift/families/exaone4.py,
+megaswift/families/config_common.py, megaswift/families/config_windows_by_layer.py, megaswift/families/exaone4.py,
 megaswift/families/gemma3_text.py, megaswift/families/gpt_oss.py, megaswift/families/granite.py,
 megaswift/families/minimax_m2.py, megaswift/families/phi3.py, megaswift/families/quantization_schemes.py,
 megaswift/families/scalar_head.py, megaswift/families/seed_oss.py.

@@ -106,7 +106,7 @@ def refusal(command: Command, root: Path) -> list[Problem]:
                 checks = [
                     (lambda: preflight.model_problems(cfg, world), UserError),
                     (lambda: preflight.rl_run_problems(cfg, world) if cfg.task in RL else [], ConfigError),
-                    *preflight.file_checks(cfg),
+                    *preflight.data_output_and_tracker_checks(cfg),
                 ]
                 errors = preflight.collect_check_errors(checks)
                 return [p for error in errors for p in error.problems if not MACHINE.search(p.rule)]

@@ -11,9 +11,9 @@ import torch
 from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
 from megaswift.inference.generator import Generator
 from megaswift.inference.load_generation_model import (
-    ModelWithoutWeights,
+    ModelConfigAndTokenizer,
+    load_config_tokenizer_and_processor,
     load_model_and_prompt_device,
-    prepare_model_load,
 )
 from tests.trainers.inputs import write_model
 
@@ -49,12 +49,12 @@ def adapters(path: Path, model: Path, seed: int = 5) -> Path:
 
 def opened(
     model: Path, adapter: Path | None = None, merge: bool = False, **placement: Any
-) -> tuple[ModelWithoutWeights, Generator]:
+) -> tuple[ModelConfigAndTokenizer, Generator]:
     """As `infer` opens a model."""
     options = ModelLoadingOptions(
         model=str(model), adapters=() if adapter is None else (str(adapter),), merge_adapters=merge
     )
-    prepared = prepare_model_load(options, None)
+    prepared = load_config_tokenizer_and_processor(options, None)
     loaded, device = load_model_and_prompt_device(prepared, PlacementOptions(**placement))
     return prepared, Generator(loaded, prepared.tokenizer, device)
 

@@ -22,13 +22,13 @@ from transformers import AutoModelForImageTextToText
 
 from megaswift.config.inference import ChatTemplateOptions, GenerationOptions
 from megaswift.data import images
-from megaswift.data.images import ImageRoot
+from megaswift.data.images import RowImageFolders
 from megaswift.data.vision_processor import Processor
 from megaswift.errors import DataError
 from megaswift.infer import main
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer
 from megaswift.inference.generator import GenerationParams, Generator
-from megaswift.inference.load_generation_model import ModelWithoutWeights
+from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
 from megaswift.serve.app import ServerState, build_app
 from megaswift.serve.request_queue import RequestQueue
 from megaswift.serve.terminal import Terminal
@@ -38,7 +38,7 @@ from tests.parity import vision
 pytestmark = pytest.mark.wide
 
 NEW, CHEAP, END = 8, "qwen2_vl", vision.VOCAB.index("<unk>")
-Opened = tuple[Path, ModelWithoutWeights, Generator]
+Opened = tuple[Path, ModelConfigAndTokenizer, Generator]
 
 
 def ask(*parts: Any) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Opened]:
 
 
 def told(
-    folder: Path, conversation: list[dict[str, Any]], prepared: ModelWithoutWeights, model: Any = None
+    folder: Path, conversation: list[dict[str, Any]], prepared: ModelConfigAndTokenizer, model: Any = None
 ) -> tuple[str, list[float]]:
     """transformers alone: its answer, and the log-probability of each token."""
     assert isinstance(prepared.reader, Processor)
@@ -103,7 +103,7 @@ def told(
     return prepared.tokenizer.decode(ids, skip_special_tokens=True), scores
 
 
-def theirs(folder: Path, conversation: list[dict[str, Any]], prepared: ModelWithoutWeights) -> str:
+def theirs(folder: Path, conversation: list[dict[str, Any]], prepared: ModelConfigAndTokenizer) -> str:
     return told(folder, conversation, prepared)[0]
 
 
@@ -125,7 +125,7 @@ def test_with_adapters_and_with_weights_on_disk(
     room = {"max_memory": "cpu:90KiB", "offload_folder": str(tmp_path / "off")} if how == "disk" else {}
     _, generator = opened(folder, adapter, **room)
     assert any(p.is_meta for p in generator.model.parameters()) == (how == "disk")
-    prompts = ChatInputRenderer(prepared, ChatTemplateOptions(), ImageRoot(folder.parent))
+    prompts = ChatInputRenderer(prepared, ChatTemplateOptions(), RowImageFolders(folder.parent))
     found = generator.generate(
         [prompts.request(prompts.of_chat(c), NEW, (), logprobs=0) for c in CONVERSATIONS], GenerationParams()
     )
@@ -146,7 +146,7 @@ def url(folder: Path, number: int) -> str:
 )
 def test_a_batch_with_and_without_images(kind: str, model: Callable[[str], Opened]) -> None:
     folder, prepared, generator = model(kind)
-    prompts = ChatInputRenderer(prepared, ChatTemplateOptions(), ImageRoot(folder.parent))
+    prompts = ChatInputRenderer(prepared, ChatTemplateOptions(), RowImageFolders(folder.parent))
     want, scores = zip(*(told(folder, c, prepared) for c in CONVERSATIONS), strict=True)
     found = generator.generate(
         [prompts.request(prompts.of_chat(c), NEW, (), logprobs=0) for c in CONVERSATIONS], GenerationParams()
@@ -189,7 +189,7 @@ def test_a_file_of_rows(
 
 def test_an_image_that_went_before_its_turn_is_told(model: Callable[[str], Opened], tmp_path: Path) -> None:
     folder, prepared, _ = model(CHEAP)
-    prompts = ChatInputRenderer(prepared, ChatTemplateOptions(), ImageRoot(tmp_path))
+    prompts = ChatInputRenderer(prepared, ChatTemplateOptions(), RowImageFolders(tmp_path))
     image = vision.write_images(tmp_path)[0]
     prompt = prompts.of_chat(ask({"type": "image", "image": image}, "x"))
     kept = type(prompt)(prompt.ids, prompt.text, prompt.images)
@@ -231,7 +231,7 @@ def test_rows_that_cannot_be_asked(model: Callable[[str], Opened], tmp_path: Pat
 class Clients:
     """The server's application, asked by the openai client in this process."""
 
-    def __init__(self, prepared: ModelWithoutWeights, generator: Generator) -> None:
+    def __init__(self, prepared: ModelConfigAndTokenizer, generator: Generator) -> None:
         import openai
         from starlette.testclient import TestClient
 
@@ -277,7 +277,7 @@ def test_the_server_answers_about_images(clients: Clients, model: Callable[[str]
     whole = clients.chat(sent(url(folder, 0), detail="auto"), "what is it?", n=2)
     assert [c.message.content for c in whole.choices] == [want, want]
     assert whole.usage.prompt_tokens == len(
-        ChatInputRenderer(prepared, ChatTemplateOptions(), ImageRoot(folder.parent)).of_chat(CONVERSATIONS[0]).ids
+        ChatInputRenderer(prepared, ChatTemplateOptions(), RowImageFolders(folder.parent)).of_chat(CONVERSATIONS[0]).ids
     )
     chunks = clients.chat(sent(url(folder, 0)), "what is it?", stream=True)
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == want
@@ -319,7 +319,7 @@ def test_in_the_terminal(model: Callable[[str], Opened], monkeypatch: pytest.Mon
     out = io.StringIO()
     terminal = Terminal(
         generator,
-        ChatInputRenderer(prepared, ChatTemplateOptions(), ImageRoot(folder.parent)),
+        ChatInputRenderer(prepared, ChatTemplateOptions(), RowImageFolders(folder.parent)),
         GenerationParams(),
         NEW,
         out=out,
@@ -338,7 +338,7 @@ def test_text_models_and_processors_that_do_not_load(model: Callable[[str], Open
     for name in ("processor_config.json", "preprocessor_config.json"):
         (folder / name).unlink(missing_ok=True)
     prepared, generator = opened(folder)
-    prompts = ChatInputRenderer(prepared, ChatTemplateOptions(), ImageRoot(tmp_path))
+    prompts = ChatInputRenderer(prepared, ChatTemplateOptions(), RowImageFolders(tmp_path))
     with pytest.raises(ChatInputError, match="images are not supported: .* has no processor"):
         prompts.of_chat(ask(shown(0), "x"))
     with pytest.raises(ChatInputError, match="images are not supported: .* has no processor"):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
 from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator
 from megaswift.inference.load_adapters import selectable_adapters
-from megaswift.inference.load_generation_model import load_model_and_prompt_device, prepare_model_load
+from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor, load_model_and_prompt_device
 from tests.inference.models import PROMPTS, adapters, plain
 
 pytestmark = pytest.mark.wide
@@ -35,7 +35,7 @@ def merged(model: Path, *folders: str) -> list[str]:
 
 def generator(model: Path, entries: tuple[str, ...], merge: bool = False) -> Generator:
     options = ModelLoadingOptions(model=str(model), adapters=entries, merge_adapters=merge)
-    prepared = prepare_model_load(options, None)
+    prepared = load_config_tokenizer_and_processor(options, None)
     loaded, device = load_model_and_prompt_device(prepared, PlacementOptions())
     return Generator(loaded, prepared.tokenizer, device, selectable_adapters(options))
 

@@ -1,7 +1,7 @@
 """Models as `infer` opens them: on disk, in four bits, with adapters, from checkpoints; answers equal to transformers'
 and PEFT's own.
 
-Covers: megaswift/config/byte_size.py, megaswift/config/device_placement.py.
+Covers: megaswift/config/byte_size.py, megaswift/config/parse_device_map_options.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megaswift.bridge.hf_to_megatron import hf_to_megatron
 from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import UserError
 from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator
-from megaswift.inference.load_generation_model import prepare_model_load
+from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor
 from tests.four_bits import BOTH_CPUS, by_transformers, cpu_with
 from tests.inference.models import PROMPTS, adapters, opened, plain
 from tests.trainers.inputs import write_model
@@ -147,6 +147,6 @@ def test_what_is_wrong_is_told_before_weights_are_read(model: Path, tmp_path: Pa
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "code.py").write_text("raise SystemExit('ran code of the folder')\n")
     with pytest.raises(UserError, match="--trust_remote_code true"):
-        prepare_model_load(ModelLoadingOptions(model=str(tmp_path)), None)
+        load_config_tokenizer_and_processor(ModelLoadingOptions(model=str(tmp_path)), None)
     with pytest.raises(UserError, match="no such folder"):
-        prepare_model_load(ModelLoadingOptions(model="/nowhere/model"), None)
+        load_config_tokenizer_and_processor(ModelLoadingOptions(model="/nowhere/model"), None)

@@ -19,7 +19,7 @@ from megaswift.cli import main
 from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import UserError
 from megaswift.families import quantized_training_checks
-from megaswift.inference.load_generation_model import prepare_model_load
+from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor
 from tests.bridge.folders import set_config
 from tests.inference.models import folder, opened
 from tests.inference.test_load_generation_model import answers, expected
@@ -84,4 +84,4 @@ def test_a_package_that_quantized_weights_need_is_named(tmp_path: Path, monkeypa
     )
     set_config(folder(tmp_path / "model"), quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(UserError, match="pip install gptqmodel optimum"):
-        prepare_model_load(ModelLoadingOptions(model=str(tmp_path / "model")), None)
+        load_config_tokenizer_and_processor(ModelLoadingOptions(model=str(tmp_path / "model")), None)

@@ -13,7 +13,7 @@ from megaswift.config.inference import InferConfig, ModelLoadingOptions
 from megaswift.errors import UserError
 from megaswift.infer import COMMAND
 from megaswift.inference.generator import AnswerRequest, GenerationParams, ProcessedImageInputs, TokenLogprob
-from megaswift.inference.load_generation_model import ModelWithoutWeights
+from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
 from megaswift.inference.vllm_generator import VllmGenerator
 from megaswift.serve import vllm_server
 from tests.config.test_inference_run_files import peft_folder
@@ -61,7 +61,7 @@ def test_the_engine_and_a_batch(engine: type[Engine], tmp_path: Path) -> None:
     more = ["--vllm_engine_kwargs", '{"kv_cache_dtype": "fp8"}']
     words = "--tp 2 --vllm_max_model_len 99 --vllm_gpu_memory_utilization 0.5 --vllm_enforce_eager --adapters"
     cfg = config(tmp_path, *more, *words.split(), str(folder))
-    prepared = ModelWithoutWeights(tmp_path, cfg.weights, None, "tokenizer")
+    prepared = ModelConfigAndTokenizer(tmp_path, cfg.weights, None, "tokenizer")
     found = VllmGenerator(prepared, cfg.backend, 8)
     assert engine.made == {
         "model": str(tmp_path),
@@ -97,7 +97,7 @@ def test_the_engine_and_a_batch(engine: type[Engine], tmp_path: Path) -> None:
 
 def test_what_vllm_does_not_do(engine: type[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config(tmp_path)
-    found = VllmGenerator(ModelWithoutWeights(tmp_path, ModelLoadingOptions(), None, None), cfg.backend, 0)
+    found = VllmGenerator(ModelConfigAndTokenizer(tmp_path, ModelLoadingOptions(), None, None), cfg.backend, 0)
     seen = AnswerRequest((1,), 5, pictures=ProcessedImageInputs({}, {}))
     with pytest.raises(UserError, match="images: are not supported with --infer_backend vllm"):
         found.generate([seen], GenerationParams())

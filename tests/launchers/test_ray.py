@@ -18,7 +18,7 @@ import pytest
 
 from megaswift import entry
 from megaswift.config import load_config
-from megaswift.launchers.ray_run_messages import ExchangeEvents, RunMessageActor
+from megaswift.launchers.ray_run_messages import RunMessageActor, WorkerEventsSinceLastPoll
 from megaswift.launchers.ray_train import _Run, missing_ray_problems
 from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.metrics import read_lines
@@ -188,7 +188,7 @@ def test_what_is_said_and_when() -> None:
     exchange.say("a\n")
     assert (
         exchange.where() == ("h", 7)
-        and exchange.news() == ExchangeEvents(["a\n"], 1, {})
+        and exchange.news() == WorkerEventsSinceLastPoll(["a\n"], 1, {})
         and exchange.news().lines == []
     )
     exchange.signal(2)

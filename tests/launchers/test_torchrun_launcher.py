@@ -20,11 +20,11 @@ from megaswift.config import load_config
 from megaswift.config.launcher_environment import RESTARTS
 from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.torchrun_launcher import (
-    launched_processes,
     requests_worker_processes,
     run_torchrun_with_restarts,
     torchrun_command,
     torchrun_environment,
+    world_size_of_launch_options,
 )
 from megaswift.trainers import checkpoint_store
 from tests.trainers.inputs import write_inputs
@@ -83,9 +83,9 @@ def test_several_machines() -> None:
 
 def test_no_number_given_is_this_very_process() -> None:
     launch = load_config("sft", [], environ={"MASTER_ADDR": "h", "MASTER_PORT": "1"}).launch
-    assert not requests_worker_processes(launch) and launched_processes(launch) == 1
+    assert not requests_worker_processes(launch) and world_size_of_launch_options(launch) == 1
     assert (
-        launched_processes(
+        world_size_of_launch_options(
             load_config(
                 "sft", [], environ={"NPROC_PER_NODE": "4", "NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "h"}
             ).launch
@@ -233,12 +233,12 @@ def test_a_port_in_use_is_refused_with_another() -> None:
 def test_workers_are_told_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers do not read NPROC_PER_NODE: without it an option of several processes would be refused there."""
     cfg = load_config("sft", ["--max_restarts", "2"], environ={"NPROC_PER_NODE": "2"})
-    assert torchrun_launcher.environment_launch_options(cfg) == ["--nproc_per_node", "2"]
+    assert torchrun_launcher.environment_launch_arguments(cfg) == ["--nproc_per_node", "2"]
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert (
         load_config(
-            "sft", ["--max_restarts", "2", *torchrun_launcher.environment_launch_options(cfg)]
+            "sft", ["--max_restarts", "2", *torchrun_launcher.environment_launch_arguments(cfg)]
         ).launch.max_restarts
         == 2
     )
@@ -247,17 +247,17 @@ def test_workers_are_told_what_the_environment_says(monkeypatch: pytest.MonkeyPa
 def test_a_restarted_attempt_resumes_from_its_own_folder(tmp_path: Path) -> None:
     out = tmp_path / "out"
     cfg = load_config("sft", ["--output_dir", str(out), "--overwrite_output_dir"], environ={})
-    assert entry.resumed_config(cfg, 0) is cfg
-    again = entry.resumed_config(cfg, 1).train
+    assert entry.config_after_restart(cfg, 0) is cfg
+    again = entry.config_after_restart(cfg, 1).train
     assert again.resume_from_checkpoint == "latest" and not again.overwrite_output_dir
     other = load_config("sft", ["--output_dir", str(out), "--resume_from_checkpoint", str(tmp_path)], environ={})
-    assert entry.resumed_config(other, 1).train.resume_from_checkpoint == str(tmp_path), (
+    assert entry.config_after_restart(other, 1).train.resume_from_checkpoint == str(tmp_path), (
         "nothing of its own is saved yet"
     )
     store = checkpoint_store.CheckpointStore(out / "checkpoints")
     store.begin(3)
     store.finish(3, {}, {})
-    assert entry.resumed_config(other, 1).train.resume_from_checkpoint == "latest"
+    assert entry.config_after_restart(other, 1).train.resume_from_checkpoint == "latest"
 
 
 @pytest.mark.process

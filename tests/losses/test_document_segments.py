@@ -8,11 +8,11 @@ import torch
 from megaswift.losses.contract import Batch
 from megaswift.losses.document_segments import (
     document_count,
-    document_counts,
     document_index,
     document_sums,
-    document_token_mask,
-    token_numbers_in_documents,
+    masked_token_number_in_document,
+    masked_tokens_per_document,
+    token_mask_of_documents,
 )
 from tests.losses.bigram import batch, documents
 
@@ -39,12 +39,12 @@ def test_against_slices(packed: bool) -> None:
     (gradient,) = torch.autograd.grad((sums * weights).sum(), [x])
     assert all((gradient[p] == weights[i]).all() for i, p in enumerate(at))
     mask = b.loss_weights != 0
-    assert document_counts(b, mask).tolist() == [5, 1, 2, 7]
+    assert masked_tokens_per_document(b, mask).tolist() == [5, 1, 2, 7]
     for p, n in zip(at, (5, 1, 2, 7), strict=True):
-        assert token_numbers_in_documents(b, mask)[p][mask[p]].tolist() == list(range(1, n + 1))
-    member = document_token_mask(b, torch.tensor([3, 1]))
+        assert masked_token_number_in_document(b, mask)[p][mask[p]].tolist() == list(range(1, n + 1))
+    member = token_mask_of_documents(b, torch.tensor([3, 1]))
     assert [bool(member[p].all()) and bool(member[p].any()) for p in at] == [False, True, False, True]
-    assert not member[at[0]].any() and not document_token_mask(b, torch.tensor([], dtype=torch.int64)).any()
+    assert not member[at[0]].any() and not token_mask_of_documents(b, torch.tensor([], dtype=torch.int64)).any()
 
 
 def test_long_sums_keep_their_small_differences() -> None:
@@ -60,4 +60,4 @@ def test_long_sums_keep_their_small_differences() -> None:
 def test_a_filler_is_a_document_without_weight() -> None:
     for packed in (False, True):
         b = batch([], packed)
-        assert document_count(b) == 1 and document_counts(b, b.loss_weights != 0).tolist() == [0]
+        assert document_count(b) == 1 and masked_tokens_per_document(b, b.loss_weights != 0).tolist() == [0]

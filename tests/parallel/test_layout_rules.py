@@ -12,7 +12,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.errors import LayoutError
-from megaswift.parallel.layout_checks import describe_layout, layout_for, layout_problems, nearest_layout
+from megaswift.parallel.layout_checks import layout_for, layout_problems, nearest_layout, suggested_layout_flags_text
 from megaswift.parallel.layout_rules import LayoutRequest, broken_rule_problems
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.parallel.pipeline_split import PipelineSplit
@@ -261,13 +261,13 @@ def _legal(asked, others):
 
 def test_nearest_layouts_by_hand():
     assert (
-        describe_layout(nearest_layout(DENSE, LayoutRequest(8, tp=3)), LayoutRequest(8, tp=3))
+        suggested_layout_flags_text(nearest_layout(DENSE, LayoutRequest(8, tp=3)), LayoutRequest(8, tp=3))
         == "--tp 4 (data parallel: 2)"
     )
     dense = LayoutRequest(8, tp=2, ep=4)
-    assert describe_layout(nearest_layout(DENSE, dense), dense) == "--tp 2 --ep 1 (data parallel: 4)"
+    assert suggested_layout_flags_text(nearest_layout(DENSE, dense), dense) == "--tp 2 --ep 1 (data parallel: 4)"
     split = LayoutRequest(4, pp=4, split=PipelineSplit(first=5))
-    assert describe_layout(nearest_layout(DENSE, split), split) == "--pp 4 (data parallel: 1)"
+    assert suggested_layout_flags_text(nearest_layout(DENSE, split), split) == "--pp 4 (data parallel: 1)"
     assert nearest_layout(DENSE, LayoutRequest(4, train=config(gbs=6).train)) == LayoutRequest(
         4, tp=2, train=config(gbs=6).train
     )

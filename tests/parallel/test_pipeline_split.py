@@ -15,8 +15,8 @@ from megaswift.parallel.pipeline_layout_string import parse_layout_string
 from megaswift.parallel.pipeline_split import (
     PipelineSplit,
     balanced_pipeline_layout_string,
+    model_chunks_by_stage,
     split_problems,
-    stage_chunks,
 )
 
 
@@ -83,7 +83,7 @@ def test_even_and_uneven_splits_are_megatrons(megatron, pp, vpp):
         problems = split_problems(layers, pp, vpp, split)
         assert bool(problems) == (theirs is None), (layers, pp, vpp, split, problems)
         if theirs is not None:
-            assert layer_ids(stage_chunks(layers, pipeline(pp, vpp), split)) == theirs, (layers, split)
+            assert layer_ids(model_chunks_by_stage(layers, pipeline(pp, vpp), split)) == theirs, (layers, split)
         agreed[theirs is None] += 1
     assert agreed[False] >= 5
     assert pp == 1 or agreed[True] > 5
@@ -95,7 +95,7 @@ def test_megatron_still_fails_with_both_ends_interleaved_over_two_stages(megatro
     with pytest.raises(ZeroDivisionError):
         megatrons_layers(config, 8, 2, 2)
     with pytest.raises(LayoutError, match="--first_stage_layers 2 alone"):
-        stage_chunks(8, pipeline(2, 2), split)
+        model_chunks_by_stage(8, pipeline(2, 2), split)
 
 
 CUSTOM = [
@@ -124,7 +124,7 @@ def test_layout_strings_are_megatrons(megatron, text):
             continue
         theirs = Theirs(text, pp)
         theirs.validate_layer_layout(layers, None)
-        ours = stage_chunks(layers, pipeline(pp, len(stages) // pp), PipelineSplit(custom=text))
+        ours = model_chunks_by_stage(layers, pipeline(pp, len(stages) // pp), PipelineSplit(custom=text))
         for row, expected in zip(ours, theirs.layout, strict=True):
             for chunk, kinds in zip(row, expected, strict=True):
                 assert len(chunk.layers) == kinds.count(LayerType.decoder)
@@ -172,15 +172,15 @@ def test_refusals_have_numbers_and_a_way_out():
 def test_the_layout_offered_instead_works(layers, stages):
     text = balanced_pipeline_layout_string(layers, stages)
     assert split_problems(layers, stages, 1, PipelineSplit(custom=text)) == []
-    counts = [len(row[0].layers) for row in stage_chunks(layers, pipeline(stages), PipelineSplit(custom=text))]
+    counts = [len(row[0].layers) for row in model_chunks_by_stage(layers, pipeline(stages), PipelineSplit(custom=text))]
     assert max(counts) - min(counts) <= 1
     assert sum(counts) == layers
 
 
 def test_chunks_read_well():
-    chunks = stage_chunks(8, pipeline(2, 2))
+    chunks = model_chunks_by_stage(8, pipeline(2, 2))
     assert [[str(chunk) for chunk in row] for row in chunks] == [["embed+0-1", "4-5"], ["2-3", "6-7+head"]]
-    assert [str(row[0]) for row in stage_chunks(2, pipeline(3), PipelineSplit(custom="E|t|tL"))] == [
+    assert [str(row[0]) for row in model_chunks_by_stage(2, pipeline(3), PipelineSplit(custom="E|t|tL"))] == [
         "embed",
         "0",
         "1+head",

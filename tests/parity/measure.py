@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import FIELDS, Batch, Loss, ModelOutputs, RequestedModelOutputs, Term
+from megaswift.losses.contract import FIELDS, Batch, Loss, LossTerm, ModelOutputs, RequestedModelOutputs
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import Case, global_batch, own
 from tests.parity.oracle import Recipe, Reference
@@ -51,7 +51,7 @@ class ScaledLoss:
         """Those of cross-entropy."""
         return CrossEntropy().counts(batch)
 
-    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Any]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Any]:
         """Cross-entropy's term, its sum scaled."""
         terms, metrics = CrossEntropy()(outputs, batch)
         return [replace(t, sum=t.sum * self.factor) for t in terms], metrics
@@ -72,10 +72,10 @@ class MixedLoss:
         """Those of cross-entropy."""
         return CrossEntropy().counts(batch)
 
-    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Any]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Any]:
         """One term."""
         mixed = sum(w * getattr(outputs, name) for name, w in MIX.items())
-        return [Term("loss", (mixed * batch.loss_weights).sum(), "label_weight")], {}
+        return [LossTerm("loss", (mixed * batch.loss_weights).sum(), "label_weight")], {}
 
 
 def build(case: Case, folder: Path, world: int, **options: Any) -> tuple[Any, Any]:

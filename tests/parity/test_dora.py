@@ -168,14 +168,14 @@ def test_experts_and_lacking_magnitudes_are_refused(references: References, tmp_
     import peft
 
     from megaswift.config.lora import LoraConfig
-    from megaswift.engine.megatron.lora.rank_adapters import plan_adapters
+    from megaswift.engine.megatron.lora.rank_adapters import adapter_plan_from_lora_config
 
     moe, dense = references.model("moe"), references.model("dense")
     config = peft.LoraConfig(use_dora=True, target_modules=[], target_parameters=["mlp.experts.down_proj"])
     with pytest.raises(ValueError, match="does not work with use_dora=True"):  # what our message says of PEFT
         peft.get_peft_model(AutoModelForCausalLM.from_pretrained(moe), config)
     with pytest.raises(ConfigError, match="--use_dora true: is not supported for experts"):
-        plan_adapters(LoraConfig(use_dora=True), plan_of(moe))
+        adapter_plan_from_lora_config(LoraConfig(use_dora=True), plan_of(moe))
     with pytest.raises(WeightsError, match="use_dora: is not supported for experts"):
         PeftFolder(lora.make_adapter(moe, tmp_path / "a", ALL, use_dora=True)).plan(plan_of(moe))
     adapter = lora.make_adapter(dense, tmp_path / "b", ALL)

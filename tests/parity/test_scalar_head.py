@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.new_scalar_head import new_scalar_head_weight
-from megaswift.losses.contract import Batch, Metric, ModelOutputs, RequestedModelOutputs, Term
+from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, RequestedModelOutputs
 from tests.parity.cases import global_batch, own, parse
 from tests.parity.compare import GRADIENT, LOSS, number, table, tensors
 from tests.parity.measure import Task, full
@@ -39,10 +39,10 @@ class Squares:
         """The sum of the weights."""
         return {"label_weight": float(batch.loss_weights.sum())}
 
-    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """One term."""
         assert outputs.values is not None
-        return [Term("loss", ((outputs.values - 1).square() * batch.loss_weights).sum(), "label_weight")], {}
+        return [LossTerm("loss", ((outputs.values - 1).square() * batch.loss_weights).sum(), "label_weight")], {}
 
 
 def measure(rank: int, world: int, task: Task) -> tuple[float, dict[str, Tensor], dict[str, Tensor]] | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.data.vision_processor import Processor, processor_spec
+from megaswift.data.vision_processor import Processor, processor_spec_of_folder
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.vision_tokenizer import VOCAB, tokenizer
 
@@ -283,7 +283,7 @@ def reference(folder: Path, data: Path, rows: int) -> Reference:
     """transformers alone, a row at a time without padding, in one process."""
     from transformers import AutoModelForImageTextToText
 
-    processor = Processor(processor_spec(folder, False)).inner
+    processor = Processor(processor_spec_of_folder(folder, False)).inner
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
     lines = data.read_text(encoding="utf-8").splitlines()[:rows]
     made = [inputs_of(processor, line, data.parent) for line in lines]
@@ -317,7 +317,7 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     """The engine's numbers of the first global batch, then of `steps` steps; on rank 0."""
     from megaswift.config import SwiftConfig
     from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
-    from megaswift.families.model_spec_of_any_model import spec_of_any_model
+    from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
     from megaswift.parallel.layout import Layout
     from megaswift.trainers.engine_factory import start_context
     from megaswift.trainers.run_builder import RunBuilder
@@ -334,7 +334,7 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
         task="sft", model=str(task.folder), dataset=[str(task.data)], engine=task.engine, **options | dict(task.options)
     )
     context = start_context(cfg, Layout.from_config(cfg.parallel, world))
-    build: Any = RunBuilder(cfg, spec_of_any_model(task.folder), task.folder, context, None)
+    build: Any = RunBuilder(cfg, spec_from_family_or_size_fields(task.folder), task.folder, context, None)
     source, _ = build.data()
     engine = build.engine(fresh=True, total_steps=1)
     first = source.next()

@@ -11,7 +11,7 @@ from typing import Any
 
 Waits = dict[str, int]
 LAYERS, MICROBATCHES = 4, 2
-REPORT = {"read megaswift.engine.objective:Objective.on_host": 1}
+REPORT = {"read megaswift.engine.global_batch_loss_and_metrics:GlobalBatchLossCallback.on_host": 1}
 """Losses and metrics of the step, in one read."""
 NORM = {"read megatron.core.optimizer.clip_grads:get_grad_norm_fp32": 1}
 """Megatron-Core's: whether the norm is finite decides on the step."""
@@ -29,8 +29,8 @@ TORCH_EXPERTS = DISPATCH | {
 """Megatron-Core's permutation without Transformer Engine's kernels asks once more."""
 MOE = REPORT | EXPERT_NORM | ROUTERS
 SHARED_BATCH = {
-    "read megaswift.engine.objective:count_global_batch": 1,
-    "read megaswift.engine.objective:_reduce": 1,
+    "read megaswift.engine.global_batch_loss_and_metrics:count_global_batch": 1,
+    "read megaswift.engine.global_batch_loss_and_metrics:_reduce": 1,
 }
 """Over data-parallel ranks: counts before the step, which losses are divided by, and what is reported."""
 PIPELINE = {
@@ -52,7 +52,7 @@ SAMPLER = {
     "read megaswift.rollout.decoding:decode_batch": 8,
     "read megaswift.rollout.token_sampling:RowGenerators.keep": 1,
 }
-COLLECT = "read megaswift.engine.megatron.rank_weights:RankWeights.collect"
+COLLECT = "read megaswift.engine.megatron.load_and_gather_rank_weights:RankWeights.collect"
 SCORES = "read megaswift.data.rollout_batches:gather_completion_values"
 """Of a generation: each decoded token, the reference's log-probabilities (a critic's values too), and the weights' way
 to the sampler, which is through host memory (25 tensors, 19 groups of them)."""
@@ -62,9 +62,9 @@ OBJECTS = "gloo megaswift.distributed:all_gather_objects"
 def _checkpoint(written: int, read: int, exported: int, counters: int = 0, ranks: int = 1) -> dict[str, Waits]:
     """Waits of a checkpoint, an export and a load: one a tensor. `counters`: step counts of torch's Adam, a read and a
     copy each."""
-    files, states = "megaswift.bridge.torch_dist_files:", "megaswift.engine.megatron.checkpoint.optimizer_states:"
+    files, states = "megaswift.bridge.torch_dist_chunk_io:", "megaswift.engine.megatron.checkpoint.optimizer_states:"
     several = ranks > 1
-    save = {f"gloo {files}write_shard_chunks": 4, f"read {files}write_shard_chunks": written}
+    save = {f"gloo {files}dcp_save_rank_tensor_chunks": 4, f"read {files}dcp_save_rank_tensor_chunks": written}
     load = {f"copy {files}read_planned_chunks": read}
     export = {COLLECT: exported} if exported else {}
     if several:

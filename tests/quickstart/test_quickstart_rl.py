@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.rewards.contract import RewardInput, RewardOptions, score_rewards
 from megaswift.rewards.load_reward_functions import load_reward_functions
+from megaswift.rewards.reward_interface_and_scoring import RewardInput, RewardOptions, score_rewards
 from tests.sources import ROOT
 
 QUICK = ROOT / "scripts" / "quickstart"
@@ -20,7 +20,9 @@ STEPS = {"grpo": 280, "ppo": 200}
 
 
 def test_the_reward_is_one_for_the_very_words() -> None:
-    (function,) = load_reward_functions([f"{QUICK / 'exact.py'}:exact"], RewardOptions(max_completion_length=8))
+    (function,) = load_reward_functions(
+        [f"{QUICK / 'exact_match_reward.py'}:exact"], RewardOptions(max_completion_length=8)
+    )
     asked = [{"role": "user", "content": "What is 7 in words?"}]
     judged = [
         RewardInput(asked, [{"role": "assistant", "content": said}], (5,), True, {"response": "seven"})

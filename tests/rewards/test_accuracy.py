@@ -15,8 +15,8 @@ from trl.rewards import accuracy_reward, get_cosine_scaled_reward, reasoning_acc
 from megaswift.errors import ConfigError, RewardError
 from megaswift.rewards import accuracy
 from megaswift.rewards.accuracy import CorrectnessCache
-from megaswift.rewards.contract import RewardInput, RewardOptions
 from megaswift.rewards.load_reward_functions import load_reward_functions
+from megaswift.rewards.reward_interface_and_scoring import RewardInput, RewardOptions
 from megaswift.rewards.sandbox import JobLimits, Sandbox
 from tests.rewards.samples import judged, said
 

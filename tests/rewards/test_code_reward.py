@@ -1,6 +1,6 @@
 """Rewards for programs: the forms of tests, what passes, what does not.
 
-Covers: megaswift/rewards/code_tests.py.
+Covers: megaswift/rewards/parse_code_tests_and_compare_output.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 from megaswift.errors import RewardError
 from megaswift.rewards import code_reward
 from megaswift.rewards.code_reward import extract_program
-from megaswift.rewards.code_tests import answers_match, read_tests
-from megaswift.rewards.contract import RewardOptions
+from megaswift.rewards.parse_code_tests_and_compare_output import json_values_match, read_tests
+from megaswift.rewards.reward_interface_and_scoring import RewardOptions
 from tests.rewards.samples import judged, said
 
 pytestmark = pytest.mark.wide
@@ -155,7 +155,7 @@ def test_the_last_block_is_the_program() -> None:
     ],
 )
 def test_values_that_are_the_same(one: Any, other: Any, equal: bool) -> None:
-    assert answers_match(one, other) is equal
+    assert json_values_match(one, other) is equal
 
 
 @pytest.mark.parametrize(

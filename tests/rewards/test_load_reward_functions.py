@@ -1,6 +1,6 @@
 """From --reward_funcs to functions: names, files, and what is told of mistakes.
 
-Covers: megaswift/rewards/user_function.py.
+Covers: megaswift/rewards/user_reward_function.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megaswift.errors import ConfigError, RewardError
-from megaswift.rewards.contract import RewardOptions, missing_reward_column_problems, score_rewards
 from megaswift.rewards.load_reward_functions import NAMED, SPELLINGS, load_reward_functions
+from megaswift.rewards.reward_interface_and_scoring import RewardOptions, missing_reward_column_problems, score_rewards
 from tests.rewards.samples import judged
 
 OPTIONS = RewardOptions(max_completion_length=20)

@@ -24,7 +24,7 @@ import pytest
 
 from megaswift.errors import ConfigError, RewardError
 from megaswift.rewards import code_reward, sandbox, sandbox_child, seccomp
-from megaswift.rewards.contract import RewardOptions
+from megaswift.rewards.reward_interface_and_scoring import RewardOptions
 from megaswift.rewards.sandbox import ROOT, JobLimits, JobOutcome, Sandbox, self_test_sandbox
 from tests.rewards.samples import judged
 

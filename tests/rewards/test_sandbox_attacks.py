@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from megaswift.rewards import code_reward
-from megaswift.rewards.contract import RewardOptions
+from megaswift.rewards.reward_interface_and_scoring import RewardOptions
 from megaswift.rewards.sandbox import JobLimits, Sandbox
 from tests.rewards.samples import judged
 

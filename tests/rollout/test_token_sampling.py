@@ -13,7 +13,14 @@ from transformers import (
 )
 
 from megaswift.rollout.sampler import SamplingParams
-from megaswift.rollout.token_sampling import BLOCK, RowGenerators, choose_tokens, draw_tokens, filter_logits, part_sums
+from megaswift.rollout.token_sampling import (
+    BLOCK,
+    RowGenerators,
+    choose_tokens,
+    filter_logits,
+    inverse_transform_sample_tokens,
+    vocabulary_part_sums,
+)
 
 
 def scores(rows: int = 40, size: int = 97, seed: int = 1) -> torch.Tensor:
@@ -51,12 +58,17 @@ def test_draws_have_the_probabilities_of_the_scores(size: int) -> None:
     logits, count = filter_logits(scores(1, size), SamplingParams(1, top_k=12)), 20000
     weights = logits.exp().expand(count, -1)
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    found = draw_tokens(weights, part_sums(weights), uniform)
+    found = inverse_transform_sample_tokens(weights, vocabulary_part_sums(weights), uniform)
     hits = found.bincount(minlength=size) / count
     assert (hits - logits[0].double().softmax(-1)).abs().max() < 1.5 / count
     assert bool((found.diff() >= 0).all())
     ends = torch.tensor([0.0, 1 - 2.0**-40], dtype=torch.float64)
-    assert bool((logits[0, draw_tokens(weights[:2], part_sums(weights[:2]), ends)] > float("-inf")).all())
+    assert bool(
+        (
+            logits[0, inverse_transform_sample_tokens(weights[:2], vocabulary_part_sums(weights[:2]), ends)]
+            > float("-inf")
+        ).all()
+    )
 
 
 def test_uniform_numbers_do_not_depend_on_who_else_draws() -> None:

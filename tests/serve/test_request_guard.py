@@ -20,7 +20,7 @@ import uvicorn
 from megaswift.config.inference import ChatTemplateOptions, GenerationOptions, ModelLoadingOptions
 from megaswift.inference.chat_inputs import ChatInputRenderer
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams
-from megaswift.inference.load_generation_model import prepare_model_load
+from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor
 from megaswift.serve import app
 from megaswift.serve.app import ServerState, build_app
 from megaswift.serve.request_guard import AccessRules, RequestGuardMiddleware, http_protocol_with_limits
@@ -57,7 +57,7 @@ class Server:
     """One on a port of its own, in a thread."""
 
     def __init__(self, folder: Path, rules: AccessRules, most: int = 50) -> None:
-        prepared = prepare_model_load(ModelLoadingOptions(model=str(folder)), None)
+        prepared = load_config_tokenizer_and_processor(ModelLoadingOptions(model=str(folder)), None)
         self.model, self.prompts = Model(), ChatInputRenderer(prepared, ChatTemplateOptions())
         line = RequestQueue(self.model.generate, 8, 40)
         line.start()

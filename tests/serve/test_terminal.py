@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megaswift.config.inference import ChatTemplateOptions
 from megaswift.inference.chat_inputs import ChatInputRenderer
 from megaswift.inference.generator import GenerationParams, Generator
-from megaswift.inference.load_generation_model import ModelWithoutWeights
+from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
 from megaswift.serve.terminal import Terminal
 from tests.inference.models import opened, plain
 from tests.sources import ROOT
@@ -27,12 +27,12 @@ NEW = 6
 
 
 @pytest.fixture(scope="module")
-def open_model(model: Path) -> tuple[ModelWithoutWeights, Generator]:
+def open_model(model: Path) -> tuple[ModelConfigAndTokenizer, Generator]:
     return opened(model)
 
 
 def conversation(
-    open_model: tuple[ModelWithoutWeights, Generator], lines: list[str], monkeypatch: pytest.MonkeyPatch, **how: Any
+    open_model: tuple[ModelConfigAndTokenizer, Generator], lines: list[str], monkeypatch: pytest.MonkeyPatch, **how: Any
 ) -> tuple[str, Terminal]:
     prepared, generator = open_model
     out = io.StringIO()
@@ -61,7 +61,7 @@ def expected(model: Path, turns: list[str], system: str = "") -> list[str]:
 
 
 def test_turns_build_on_one_another_until_they_are_cleared(
-    model: Path, open_model: tuple[ModelWithoutWeights, Generator], monkeypatch: pytest.MonkeyPatch
+    model: Path, open_model: tuple[ModelConfigAndTokenizer, Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, terminal = conversation(
         open_model, ["1+2?", "and \\", "x", "/clear", "1+2?", "", "/quit", "never"], monkeypatch, system="be"
@@ -73,7 +73,7 @@ def test_turns_build_on_one_another_until_they_are_cleared(
 
 
 def test_an_answer_is_printed_when_it_is_complete(
-    model: Path, open_model: tuple[ModelWithoutWeights, Generator], monkeypatch: pytest.MonkeyPatch
+    model: Path, open_model: tuple[ModelConfigAndTokenizer, Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (want,) = expected(model, ["1+2?"])
     shown: list[str] = []
@@ -86,7 +86,7 @@ def test_an_answer_is_printed_when_it_is_complete(
 
 
 def test_what_looks_like_a_command_is_not_sent(
-    open_model: tuple[ModelWithoutWeights, Generator], monkeypatch: pytest.MonkeyPatch
+    open_model: tuple[ModelConfigAndTokenizer, Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, terminal = conversation(open_model, ["/clera", "/save a.txt", "/usr/bin", "//ab"], monkeypatch)
     assert [m["content"] for m in terminal.messages[::2]] == ["/ab"]
@@ -99,7 +99,7 @@ def test_what_looks_like_a_command_is_not_sent(
 
 
 def test_a_conversation_that_grows_too_long_is_told(
-    open_model: tuple[ModelWithoutWeights, Generator], monkeypatch: pytest.MonkeyPatch
+    open_model: tuple[ModelConfigAndTokenizer, Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, terminal = conversation(open_model, ["a" * 130, "b"], monkeypatch)
     assert (
@@ -109,7 +109,7 @@ def test_a_conversation_that_grows_too_long_is_told(
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_it(
-    open_model: tuple[ModelWithoutWeights, Generator], monkeypatch: pytest.MonkeyPatch
+    open_model: tuple[ModelConfigAndTokenizer, Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))

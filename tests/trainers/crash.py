@@ -57,7 +57,7 @@ def look(root: Path) -> list[object]:
     folder = store.latest()
     if folder is None:
         return ["nothing"]
-    manifest = checkpoint_store.read_manifest(folder)
+    manifest = checkpoint_store.load_manifest_or_none(folder)
     assert manifest is not None
     return [manifest["step"], manifest["text"], [str(p) for p in damaged_file_problems(folder)]]
 

@@ -50,14 +50,14 @@ def go(rank: int, world: int, job: Job) -> Seen | None:
 
     found: list[Seen | None] = []
 
-    class Watched(session.Session):
+    class Watched(session.TrainingSession):
         """Looks at the engine when the loop is done."""
 
         def train(self, loop: Any) -> None:
             super().train(loop)
             found.append(look(loop.engine) if hasattr(loop.engine, "strategy") else None)
 
-    session.Session = Watched  # type: ignore[misc]  # this process ends with the job
+    session.TrainingSession = Watched  # type: ignore[misc]  # this process ends with the job
     cfg = resolve_engine(load_config("sft", job.words, complete=True), world)
     preflight(cfg, world)
     run_training(cfg)

@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from megaswift.bridge.changed_model_folder import write_changed_model_folder
 from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError
-from megaswift.families.family import read_config
+from megaswift.families.family import read_config_json
 from megaswift.families.rope_scaling_option import config_with_rope_scaling
 from megaswift.trainers.changed_model import changed_config_and_tokenizer
 from megaswift.trainers.metrics import read_lines
-from megaswift.trainers.model_spec import model_spec_for_task
+from megaswift.trainers.task_model_spec import model_spec_for_task
 from tests.trainers.inputs import logits, write_inputs, write_model
 from tests.trainers.runs import run
 
@@ -149,7 +149,7 @@ def test_rope_scaling_is_transformers(
 )
 def test_scalings_that_cannot_be(option: str, rule: str, model: Path) -> None:
     with pytest.raises(ConfigError, match=rule):
-        config_with_rope_scaling(read_config(model), option, 128)
+        config_with_rope_scaling(read_config_json(model), option, 128)
 
 
 def test_layers_of_several_kinds_are_refused() -> None:
@@ -196,7 +196,7 @@ def test_a_run_exports_the_model_that_it_trained(engine: tuple[str, object], tmp
     text = run(inputs, out, *options, "--new_special_tokens", *NEW, *engine)
     assert "3 new rows in the embedding" in text and "exceeds the model's" not in text
     assert read_lines(out / "eval.jsonl")[-1]["loss"] == pytest.approx(loss_by_transformers(out / "hf", rows), rel=1e-5)
-    config = read_config(out / "hf")
+    config = read_config_json(out / "hf")
     assert config["vocab_size"] == 48 and config["rope_parameters"]["rope_type"] == "yarn"
     assert load_file(out / "hf" / "model.safetensors")["lm_head.weight"].shape[0] == 48
     assert AutoTokenizer.from_pretrained(out / "hf")("<tool><plan>").input_ids == [45, 47]

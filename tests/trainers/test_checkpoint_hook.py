@@ -14,12 +14,12 @@ import torch
 from megaswift.config.batch_arithmetic import BatchPlan
 from megaswift.errors import CheckpointError
 from megaswift.trainers import checkpoint_store
-from megaswift.trainers.checkpoint_hook import CheckpointHook, batch_size_notice, restore_run
+from megaswift.trainers.checkpoint_hook import CheckpointHook, global_batch_size_change_notice, restore_run
 from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.flops import StepFlopFormula
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.loop import Loop
-from megaswift.trainers.metrics import MetricsHook, ThroughputFormula, read_lines
+from megaswift.trainers.metrics import MetricsJsonlHook, ThroughputFormula, read_lines
 from tests.trainers.tiny import tiny_loop
 
 MODEL = {"family": "tiny", "num_layers": 2}
@@ -35,7 +35,7 @@ CLOCK = {
 
 def loop_in(folder: Path, steps: int, *extra: Hook, every: int | None = 3, seed: int = 0) -> Loop:
     hooks = [
-        MetricsHook(folder / "metrics.jsonl", 2, ThroughputFormula([StepFlopFormula(1, 1)], 1, 1), "label_weight"),
+        MetricsJsonlHook(folder / "metrics.jsonl", 2, ThroughputFormula([StepFlopFormula(1, 1)], 1, 1), "label_weight"),
         *extra,
         CheckpointHook(CheckpointStore(folder / "checkpoints"), every, None, {"model": MODEL, "config": {}}),
     ]
@@ -105,12 +105,17 @@ def test_the_last_step_is_saved_once_and_a_run_without_save_steps_saves_at_its_e
 
 def test_steps_of_another_size_are_told() -> None:
     four, eight = BatchPlan(2, 1, 4), BatchPlan(2, 2, 8)
-    assert batch_size_notice({"global_batch_size": 4}, four) == batch_size_notice({}, four) == ""
-    assert "is 8; it was 4 in the checkpoint's run: --global_batch_size 4 keeps it" in batch_size_notice(
+    assert (
+        global_batch_size_change_notice({"global_batch_size": 4}, four)
+        == global_batch_size_change_notice({}, four)
+        == ""
+    )
+    assert "is 8; it was 4 in the checkpoint's run: --global_batch_size 4 keeps it" in global_batch_size_change_notice(
         {"global_batch_size": 4}, eight
     )
-    assert "is 8; it was 6 in the checkpoint's run: fewer data-parallel ranks keep it" in batch_size_notice(
-        {"global_batch_size": 6}, eight
+    assert (
+        "is 8; it was 6 in the checkpoint's run: fewer data-parallel ranks keep it"
+        in global_batch_size_change_notice({"global_batch_size": 6}, eight)
     )
 
 

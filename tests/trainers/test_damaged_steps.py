@@ -26,7 +26,7 @@ from megaswift.families import saved_step_integrity
 from megaswift.families.model_and_tokenizer_source import locate_model
 from megaswift.inference.precheck import locate_generation_model
 from megaswift.trainers import checkpoint_store, output_folder
-from megaswift.trainers.verify_checkpoint_files import first_intact_step, verified_model_folder
+from megaswift.trainers.verify_checkpoint_files import first_intact_step, verify_sources_and_locate_model
 from tests.bridge.folders import make
 from tests.parity.pool import RankError
 from tests.trainers.inputs import write_inputs
@@ -80,7 +80,9 @@ def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path)
         lambda: megatron_to_hf.megatron_to_hf(bad, tmp_path / "hf"),
         lambda: locate_model(options),
         lambda: locate_generation_model(options),
-        lambda: verified_model_folder(load_config("sft", ["--model", str(bad), "--dataset", "d.jsonl"]), bad / "model"),
+        lambda: verify_sources_and_locate_model(
+            load_config("sft", ["--model", str(bad), "--dataset", "d.jsonl"]), bad / "model"
+        ),
     ]
     for read in readers:
         with pytest.raises(CheckpointError, match=r"__0_0.distcp: its content changed(.|\n)*another step.*step-4"):
@@ -90,7 +92,9 @@ def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path)
     for read in (
         lambda: PeftFolder(bad / "adapter"),
         lambda: locate_generation_model(ModelLoadingOptions(model=good, adapters=(added,))),
-        lambda: verified_model_folder(load_config("sft", [*words, "--adapters", added]), step(out, 4) / "model"),
+        lambda: verify_sources_and_locate_model(
+            load_config("sft", [*words, "--adapters", added]), step(out, 4) / "model"
+        ),
         lambda: merge_adapter_folder_into_base(good, added, tmp_path / "hf"),
     ):
         with pytest.raises(CheckpointError, match=r"adapter_config.json: its content changed"):
@@ -108,7 +112,7 @@ def test_of_a_run_the_newest_intact_step_is_taken(out: Path, tmp_path: Path, cap
     assert locate_model(ModelLoadingOptions(model=str(out))) == step(out, 4) / "model"
     assert "step-8 is damaged and is not used" in capsys.readouterr().err
     cfg = load_config("sft", ["--model", str(out), "--dataset", "d.jsonl"])
-    assert verified_model_folder(cfg, locate_model(cfg.model, verify=False)) == step(out, 4) / "model"
+    assert verify_sources_and_locate_model(cfg, locate_model(cfg.model, verify=False)) == step(out, 4) / "model"
     assert main(["convert", "megatron-to-hf", str(out), str(tmp_path / "hf")]) == 0
     good = open_weights(step(out, 4))
     assert all(torch.equal(open_weights(tmp_path / "hf").slice(name), good.slice(name)) for name in good.names())
@@ -193,7 +197,7 @@ def test_a_run_goes_on_from_the_step_before_a_damaged_one(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["engine/" + "x" * 300, "engine/a\ud83d", "engine", FILE + "/x"])
 def test_a_manifest_with_names_that_no_file_has(out: Path, name: str) -> None:
     step = out / "checkpoints" / "step-8"
-    manifest = saved_step_integrity.load_manifest(step)
+    manifest = saved_step_integrity.load_manifest_or_problem(step)
     assert isinstance(manifest, dict)
     manifest["files"][name] = manifest["files"][FILE]
     (step / saved_step_integrity.MARKER).write_text(
@@ -201,4 +205,4 @@ def test_a_manifest_with_names_that_no_file_has(out: Path, name: str) -> None:
     )
     assert [p.what for p in saved_step_integrity.damaged_file_problems(step)] == [str(step / name)]
     (saved,) = (s for s in saved_step_integrity.steps_with_valid_manifest(step.parent) if s.path == step)
-    assert saved_step_integrity.known_damaged(saved)
+    assert saved_step_integrity.has_missing_or_known_changed_files(saved)

@@ -14,7 +14,7 @@ from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.loop import length_squares
 from megaswift.trainers.metrics import (
     JsonLinesHook,
-    MetricsHook,
+    MetricsJsonlHook,
     ThroughputFormula,
     read_lines,
     strict_json_text,
@@ -56,13 +56,15 @@ def step(number: int, loss: float, weight: float, **result: object) -> StepRecor
 RULE = StepFlopFormula(parameters=7_000_000_000, attention=1_000_000)
 
 
-def metrics(path: Path, every: int, peak: float | None = None, beside: tuple[StepFlopFormula, ...] = ()) -> MetricsHook:
-    return MetricsHook(
+def metrics(
+    path: Path, every: int, peak: float | None = None, beside: tuple[StepFlopFormula, ...] = ()
+) -> MetricsJsonlHook:
+    return MetricsJsonlHook(
         path, every, ThroughputFormula([RULE, *beside], devices=4, replicas=2, peak_tflops=peak), "label_weight"
     )
 
 
-def feed(hook: MetricsHook, *steps: StepRecord, total: int = 99) -> list[dict]:
+def feed(hook: MetricsJsonlHook, *steps: StepRecord, total: int = 99) -> list[dict]:
     loop = tiny_loop(total)
     hook.on_start(loop)
     for s in steps:

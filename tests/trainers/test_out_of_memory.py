@@ -80,9 +80,9 @@ def test_libraries_that_allocate_beside_torch(words: str) -> None:
 
 def test_a_run_that_runs_out_ends_with_the_advice() -> None:
     """Around the model's making and the loop; another error passes through as it is."""
-    from megaswift.trainers.session import Session
+    from megaswift.trainers.session import TrainingSession
 
-    session = object.__new__(Session)
+    session = object.__new__(TrainingSession)
     session.cfg, session.spec = SwiftConfig(model="m", dataset="d"), SimpleNamespace(experts=0)  # type: ignore[assignment]
     with (
         pytest.raises(out_of_memory.OutOfMemory, match="1. --recompute_granularity selective"),

@@ -19,9 +19,9 @@ import torch
 
 from megaswift.config import load_config
 from megaswift.data.documents import Documents
+from megaswift.data.gather_and_truncate_preferences import PreferenceDocuments
 from megaswift.data.loader import EvaluationSource, LoaderGeometry
 from megaswift.data.preference_batches import PreferenceDataset
-from megaswift.data.preference_documents import PreferenceDocuments
 from megaswift.losses.contract import Batch, ModelOutputs, RequestedModelOutputs
 from megaswift.trainers.batch_transforms import forward_pass_count_before_step, make_batch_transform
 from megaswift.trainers.metrics import read_lines

@@ -76,7 +76,7 @@ def run(tmp_path: Path) -> tuple[Path, Path, Path, SwiftConfig]:
 def parsed(run: tuple[Path, Path, Path, SwiftConfig], **story: object) -> tuple[str, Strict]:
     path, metrics, evaluation, cfg = run
     rows = [("model", "qwen3"), ("layout", "TP2 PP2 on 4 processes\n  ranks 0-1   ranks 2-3")]
-    made = report.RunReportExtras(
+    made = report.RunReportHeaderAndTimes(
         title="sft: tiny & <small>", status="finished", rows=rows, seconds={"data": 1.25, "metrics": 3.0}, **story
     )
     report.write_report(path, cfg, made, (metrics, evaluation, metrics.with_name("completions.jsonl")))

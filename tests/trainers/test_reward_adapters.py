@@ -1,7 +1,7 @@
 """Adapters on a reward model: beside TRL's trainer with PEFT, what their folder and its merge score, and going on bit
 for bit.
 
-Covers: megaswift/trainers/model_spec.py.
+Covers: megaswift/trainers/task_model_spec.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megaswift.config import SwiftConfig
 from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import WeightsError
 from megaswift.families import load_spec
-from megaswift.inference.load_generation_model import prepare_model_load
-from megaswift.rewards.contract import RewardInput
+from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor
+from megaswift.rewards.reward_interface_and_scoring import RewardInput
 from megaswift.rewards.reward_model import load_reward_models
 from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import write_model
@@ -228,4 +228,6 @@ def test_adapters_of_the_other_kind_are_refused(tmp_path: Path) -> None:
             )
             assert len(found) == 1 and said in found[0]
     with pytest.raises(WeightsError, match="is of a reward model, which does not generate text"):
-        prepare_model_load(ModelLoadingOptions(model=str(model), adapters=(str(tmp_path / "adapter"),)), None)
+        load_config_tokenizer_and_processor(
+            ModelLoadingOptions(model=str(model), adapters=(str(tmp_path / "adapter"),)), None
+        )

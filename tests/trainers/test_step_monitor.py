@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.engine.protocol import MicrobatchLoss, StepResult
+from megaswift.engine.protocol import MicrobatchLossAndSamples, StepResult
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.trainers import session
 from megaswift.trainers.hook import StepRecord
@@ -88,21 +88,25 @@ def test_steps_skipped_while_the_loss_scale_falls_are_no_success(
 
 
 def test_the_rows_of_a_loss_that_is_not_finite_are_named() -> None:
-    parts = [MicrobatchLoss(0.3, (0, 1)), MicrobatchLoss(math.nan, (6, 11)), MicrobatchLoss(0.9, (2, 3))]
+    parts = [
+        MicrobatchLossAndSamples(0.3, (0, 1)),
+        MicrobatchLossAndSamples(math.nan, (6, 11)),
+        MicrobatchLossAndSamples(0.9, (2, 3)),
+    ]
     assert worst_microbatches_text(parts) == "; rank 0, rows 7, 12"
     assert worst_microbatches_text([parts[0], parts[2]]) == "; rank 0, rows 3, 4", "else those of the largest loss"
     assert (
-        worst_microbatches_text([MicrobatchLoss(math.inf, tuple(range(20)))])
+        worst_microbatches_text([MicrobatchLossAndSamples(math.inf, tuple(range(20)))])
         == "; rank 0, rows 1, 2, 3, 4, 5, 6, 7, 8 and 12 more"
     )
-    assert worst_microbatches_text([]) == worst_microbatches_text([MicrobatchLoss(math.nan, ())]) == ""
+    assert worst_microbatches_text([]) == worst_microbatches_text([MicrobatchLossAndSamples(math.nan, ())]) == ""
     assert worst_microbatches([(0, parts[1]), (1, parts[1]), (2, parts[2])]) == [(0, parts[1])], (
         "tensor-parallel ranks share rows"
     )
 
 
 def step(number: int, loss: float, skipped: bool = False) -> StepRecord:
-    result = StepResult(loss, skipped=skipped, parts=(MicrobatchLoss(loss, (number,)),))
+    result = StepResult(loss, skipped=skipped, parts=(MicrobatchLossAndSamples(loss, (number,)),))
     return StepRecord(number, 0.0, 0.1, result, 1.0, 0.0, 0)
 
 
@@ -143,7 +147,7 @@ def test_engines_name_the_samples_of_their_parts() -> None:
     """A real objective: two micro-batches, their shares add up to the loss."""
     import torch
 
-    from megaswift.engine.objective import GlobalBatchCounts, Objective
+    from megaswift.engine.global_batch_loss_and_metrics import GlobalBatchCounts, GlobalBatchLossCallback
     from megaswift.losses.contract import Batch
     from megaswift.losses.sft import CrossEntropy
 
@@ -152,13 +156,13 @@ def test_engines_name_the_samples_of_their_parts() -> None:
         Batch(ones, ones, torch.ones(2, 3), ones, ones.bool(), sample_ids=torch.tensor(ids))
         for ids in ([4, 9], [7, -1])
     ]
-    objective: Any = Objective(CrossEntropy(), GlobalBatchCounts({"labels": 12.0}, 12, 12, 2))
+    objective: Any = GlobalBatchLossCallback(CrossEntropy(), GlobalBatchCounts({"labels": 12.0}, 12, 12, 2))
     names = list(CrossEntropy().counts(batches[0]))
     objective.counts = dict.fromkeys(names, 12.0)
     fields = [torch.full((len(CrossEntropy().needs.names), 2, 3), -value) for value in (1.0, 3.0)]
     for batch, field in zip(batches, fields, strict=True):
         objective(batch, field)
-    assert objective.local(batches) == (MicrobatchLoss(0.5, (4, 9)), MicrobatchLoss(1.5, (7,)))
+    assert objective.local(batches) == (MicrobatchLossAndSamples(0.5, (4, 9)), MicrobatchLossAndSamples(1.5, (7,)))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from megaswift.config.sections import TASKS as NAMES
 from megaswift.trainers import session as session_module
 from megaswift.trainers.loop import Loop
 from megaswift.trainers.rl.rollout_loop_builder import build_rollout_loop
-from megaswift.trainers.session import Session
-from megaswift.trainers.supervised_loop_builder import BuiltLoop, build_supervised_loop
+from megaswift.trainers.session import TrainingSession
+from megaswift.trainers.supervised_loop_builder import LoopWithRunSummary, build_supervised_loop
 from megaswift.trainers.tasks import TASKS, Task
 from tests.trainers.tiny import tiny_loop
 
@@ -35,9 +35,9 @@ def test_a_task_brings_a_loop_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     loop: Loop = tiny_loop(2)
     built: list[Any] = []
 
-    def build(session: Session) -> BuiltLoop:
+    def build(session: TrainingSession) -> LoopWithRunSummary:
         built.append(session)
-        return BuiltLoop(loop, lambda: SimpleNamespace(title="own"))  # type: ignore[arg-type, return-value]
+        return LoopWithRunSummary(loop, lambda: SimpleNamespace(title="own"))  # type: ignore[arg-type, return-value]
 
     own = Task("own", "a task of its own", lambda cfg: loop.loss, "pairs", "pairs", build=build)
     session: Any = SimpleNamespace(
@@ -47,6 +47,6 @@ def test_a_task_brings_a_loop_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         resume=lambda: None,
         upload=None,
     )
-    monkeypatch.setattr(session_module.summary, "summary_rows", lambda cfg, facts: [("title", facts.title)])
-    monkeypatch.setattr(session_module.summary, "render_summary", lambda title, rows: title)
-    assert Session.prepare(session) is loop and built == [session] and session.rows == [("title", "own")]
+    monkeypatch.setattr(session_module.startup_summary, "summary_rows", lambda cfg, facts: [("title", facts.title)])
+    monkeypatch.setattr(session_module.startup_summary, "render_summary", lambda title, rows: title)
+    assert TrainingSession.prepare(session) is loop and built == [session] and session.rows == [("title", "own")]

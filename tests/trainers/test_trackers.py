@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megaswift.trainers.flops import StepFlopFormula
-from megaswift.trainers.metrics import MetricsHook, ThroughputFormula, read_lines
+from megaswift.trainers.metrics import MetricsJsonlHook, ThroughputFormula, read_lines
 from megaswift.trainers.trackers import WRITER_THREAD, TensorBoard, TrackedRun, scalars_of, tracker_hooks
 from tests.sources import ROOT
 from tests.trainers.tiny import tiny_loop
@@ -27,7 +27,7 @@ def test_events_are_the_lines(tmp_path: Path) -> None:
 
     tiny_loop(
         4,
-        MetricsHook(tmp_path / "m.jsonl", 2, ThroughputFormula([StepFlopFormula(1, 1)], 1, 1), "label_weight"),
+        MetricsJsonlHook(tmp_path / "m.jsonl", 2, ThroughputFormula([StepFlopFormula(1, 1)], 1, 1), "label_weight"),
         TensorBoard(tmp_path / "runs"),
     ).run()
     events = EventAccumulator(str(tmp_path / "runs")).Reload()

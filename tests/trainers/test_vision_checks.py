@@ -11,7 +11,7 @@ import pytest
 from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
-from megaswift.families.model_spec_of_any_model import spec_of_any_model
+from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
 from megaswift.trainers.preflight import vision_problems
 
 TEXT = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32}
@@ -21,7 +21,7 @@ SEES = {"model_type": "llava", "text_config": TEXT, "vision_config": {"hidden_si
 def told(folder: Path, config: dict[str, Any], task: str = "sft", **options: Any) -> str:
     (folder / "config.json").write_text(json.dumps(config))
     cfg = SwiftConfig(task=task, model=str(folder), dataset=["d.jsonl"], **{"engine": "ddp"} | options)
-    return "\n".join(map(str, vision_problems(cfg, spec_of_any_model(folder))))
+    return "\n".join(map(str, vision_problems(cfg, spec_from_family_or_size_fields(folder))))
 
 
 def test_fits(tmp_path: Path) -> None:

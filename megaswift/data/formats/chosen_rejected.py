@@ -16,7 +16,7 @@ from megaswift.data.preference_rows import (
     label_in_column,
     make_labeled_example,
     make_pair,
-    make_plain_text_example,
+    make_plain_text_preference_example,
     number_in_column,
 )
 from megaswift.data.training_sample import (
@@ -24,7 +24,7 @@ from megaswift.data.training_sample import (
     checked_conversation_sample,
     reject_chat_only_columns,
     text_in_column,
-    text_or_messages,
+    text_or_messages_in_column,
     with_default_system_message,
 )
 
@@ -52,8 +52,8 @@ def _whole(answer: str | Sample) -> bool:
 
 def parse(row: Row) -> PreferenceExample:
     """A pair."""
-    prompt = None if row.get("prompt") is None else text_or_messages(row, "prompt")
-    chosen, rejected = text_or_messages(row, "chosen"), text_or_messages(row, "rejected")
+    prompt = None if row.get("prompt") is None else text_or_messages_in_column(row, "prompt")
+    chosen, rejected = text_or_messages_in_column(row, "chosen"), text_or_messages_in_column(row, "rejected")
     if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, Sample):
         if prompt is None:  # TRL's rule: the space before the first different word belongs to the answers
             prompt = commonprefix([chosen, rejected])
@@ -61,7 +61,9 @@ def parse(row: Row) -> PreferenceExample:
                 prompt = prompt.removesuffix(" ")
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         reject_chat_only_columns(row)
-        return make_plain_text_example(prompt, {"chosen": chosen, "rejected": rejected}, number_in_column(row))
+        return make_plain_text_preference_example(
+            prompt, {"chosen": chosen, "rejected": rejected}, number_in_column(row)
+        )
     return make_pair(
         _joined(row, prompt, chosen), _joined(row, prompt, rejected), number_in_column(row), ("chosen", "rejected")
     )
@@ -69,10 +71,10 @@ def parse(row: Row) -> PreferenceExample:
 
 def parse_labeled(row: Row) -> PreferenceExample:
     """A labeled completion."""
-    prompt, answer = text_or_messages(row, "prompt"), text_or_messages(row, "completion")
+    prompt, answer = text_or_messages_in_column(row, "prompt"), text_or_messages_in_column(row, "completion")
     if isinstance(prompt, str) and isinstance(answer, str):
         reject_chat_only_columns(row)
-        return make_plain_text_example(prompt, {"completion": answer}, label_in_column(row))
+        return make_plain_text_preference_example(prompt, {"completion": answer}, label_in_column(row))
     sample = _joined(row, prompt, answer)
     begin = None if _whole(answer) else len(sample.messages) - len(_said(answer, "assistant").messages)
     return make_labeled_example(sample, label_in_column(row), "completion", begin)

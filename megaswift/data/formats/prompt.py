@@ -11,13 +11,13 @@ from megaswift.data.training_sample import (
     checked_conversation_sample,
     reject_chat_only_columns,
     text_in_column,
-    text_or_messages,
+    text_or_messages_in_column,
 )
 
 
 def parse(row: Row) -> Sample:
     """The prompt."""
-    prompt = text_or_messages(row, "prompt")
+    prompt = text_or_messages_in_column(row, "prompt")
     if isinstance(prompt, str):
         if not prompt.strip():
             raise RowError("prompt", "an empty prompt", "text for the model to continue, or messages")

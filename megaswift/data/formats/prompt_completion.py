@@ -14,13 +14,13 @@ from megaswift.data.training_sample import (
     describe_value,
     reject_chat_only_columns,
     text_in_column,
-    text_or_messages,
+    text_or_messages_in_column,
 )
 
 
 def parse(row: Row) -> Sample:
     """The prompt and what follows it."""
-    prompt, completion = text_or_messages(row, "prompt"), text_or_messages(row, "completion")
+    prompt, completion = text_or_messages_in_column(row, "prompt"), text_or_messages_in_column(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         reject_chat_only_columns(row)
         if not prompt:

@@ -25,6 +25,12 @@ from megaswift.bridge.peft_folder import write_peft_folder
 from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.config import SwiftConfig
 from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems
+from megaswift.engine.global_batch_loss_and_metrics import (
+    GlobalBatchLossCallback,
+    count_global_batch,
+    named_head_outputs,
+    reduce_objective_report,
+)
 from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import fp8_weights
 from megaswift.engine.megatron import optimizer as optim
@@ -38,25 +44,28 @@ from megaswift.engine.megatron.fp8_weights import (
 from megaswift.engine.megatron.layers.layer_implementation import (
     TORCH,
     choose_layer_implementation,
+    fp8_blockwise_sp_hidden_size_problems,
     fp8_compute_capability_problems,
-    fp8_gather_problems,
     transformer_engine_unusable_reason,
 )
 from megaswift.engine.megatron.layers.router import AuxLosses
 from megaswift.engine.megatron.layers.te_attention_backend_env import TEAttentionBackendEnv
-from megaswift.engine.megatron.lora.rank_adapters import RankAdapters, plan_adapters
+from megaswift.engine.megatron.load_and_gather_rank_weights import (
+    RandomWeightSource,
+    RankWeights,
+    freeze_matching_weights,
+)
+from megaswift.engine.megatron.lora.rank_adapters import RankAdapters, adapter_plan_from_lora_config
 from megaswift.engine.megatron.measure_engine_sizes import measure_engine_sizes
 from megaswift.engine.megatron.megatron_transformer_config import transformer_config
 from megaswift.engine.megatron.model import build_model_chunks, finish_weight_gathers, wrap_chunks
 from megaswift.engine.megatron.offload_for_sampling import EngineOffload
 from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.engine.megatron.rank_weights import RandomWeightSource, RankWeights, freeze_matching_weights
 from megaswift.engine.megatron.tp_comm_overlap import tp_comm_overlap_text
-from megaswift.engine.objective import Objective, count_global_batch, named_head_outputs, reduce_objective_report
 from megaswift.engine.protocol import EngineSizeReport, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.errors import ConfigError, Problem
-from megaswift.families import family_of, four_bit_weights
+from megaswift.families import family_of, qlora_weight_selection
 from megaswift.families.model_spec import ModelSpec
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
 
@@ -78,19 +87,19 @@ class MegatronEngine:
         if cfg.model.fp8_format:
             recipe = cfg.model.fp8_recipe
             unfit = fp8_compute_capability_problems(recipe, torch.cuda.get_device_capability())
-            if unfit := unfit + fp8_gather_problems(recipe, spec.hidden_size, self.layout):
+            if unfit := unfit + fp8_blockwise_sp_hidden_size_problems(recipe, spec.hidden_size, self.layout):
                 raise ConfigError(unfit)
         self.config = transformer_config(spec, cfg, self.layout, self.choice)
         self.plan = WeightPlan(family_of(spec.hf_config), spec)
-        adapters = plan_adapters(cfg.lora, self.plan) if cfg.model.train_type != "full" else None
+        adapters = adapter_plan_from_lora_config(cfg.lora, self.plan) if cfg.model.train_type != "full" else None
         if adapters and self.config.quantized:
             family, layout = self.plan.family, self.layout
-            if unfit := four_bit_weights.four_bit_block_size_problems(
+            if unfit := qlora_weight_selection.four_bit_block_size_problems(
                 family, spec, layout.tp, layout.etp
-            ) + four_bit_weights.four_bit_trainable_problems(family, adapters.saved):
+            ) + qlora_weight_selection.four_bit_trainable_problems(family, adapters.saved):
                 raise ConfigError(unfit)
             if adapters.settings.dora:
-                raise ConfigError(four_bit_weights.NO_DORA)
+                raise ConfigError(qlora_weight_selection.NO_DORA)
         self.backend = TEAttentionBackendEnv(self.config.attention_backend != AttnBackend.auto)
         with self.backend.building():
             self.plain = build_model_chunks(spec, self.config, context, self.choice)
@@ -182,23 +191,21 @@ class MegatronEngine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._run(
-            microbatches, loss, passes.ForwardBackwardSettings(self.choice.attention, False, whole_gradients)
-        )
+        return self._run(microbatches, loss, passes.ForwardBackwardMode(self.choice.attention, False, whole_gradients))
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
         """The numbers of `train_batch` without dropout, gradient or change of state."""
         with _evaluating(self):
-            return self._run(microbatches, loss, passes.ForwardBackwardSettings(self.choice.attention, True))
+            return self._run(microbatches, loss, passes.ForwardBackwardMode(self.choice.attention, True))
 
-    def _run(self, microbatches: Sequence[Batch], loss: Loss, settings: passes.ForwardBackwardSettings) -> StepResult:
+    def _run(self, microbatches: Sequence[Batch], loss: Loss, settings: passes.ForwardBackwardMode) -> StepResult:
         counted = count_global_batch(microbatches, loss, self.context)
-        objective = Objective(loss, counted)
+        objective = GlobalBatchLossCallback(loss, counted)
         self._need(loss.needs)
         self.aux.begin(counted.microbatches)
         with self.backend.computing():
-            passes.forward_backward(self.chunks, microbatches, objective, self.context, settings)
+            passes.run_forward_backward_schedule(self.chunks, microbatches, objective, self.context, settings)
         total, metrics = reduce_objective_report(objective, self.context)
         if not settings.forward_only:
             metrics = {**metrics, **self.aux.report()}
@@ -220,12 +227,12 @@ class MegatronEngine:
 
         self._need(needs)
         with _evaluating(self), self.backend.computing():
-            passes.forward_backward(
+            passes.run_forward_backward_schedule(
                 self.chunks,
                 microbatches,
                 keep,
                 self.context,
-                passes.ForwardBackwardSettings(self.choice.attention, True),
+                passes.ForwardBackwardMode(self.choice.attention, True),
             )
         if self.layout.pp > 1:
             if not outputs:

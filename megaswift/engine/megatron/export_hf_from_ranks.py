@@ -18,15 +18,15 @@ from pathlib import Path
 from torch import Tensor
 
 from megaswift import distributed
-from megaswift.bridge.hf_export import ExportContents, HfExportOptions, export_contents, finish_export
+from megaswift.bridge.hf_export import HfExportOptions, HfExportTensorPlan, finish_export, plan_hf_export_tensors
 from megaswift.bridge.hf_safetensors_writer import (
     HfPartialFolderWriter,
     HfWriter,
     PlannedSafetensorsFile,
     plan_safetensors_shards,
 )
-from megaswift.bridge.weight_plan import PlanGroup
-from megaswift.engine.megatron.rank_weights import GatherDestination, RankWeights
+from megaswift.bridge.weight_plan import EntriesOfSameHfTensors
+from megaswift.engine.megatron.load_and_gather_rank_weights import GatherRankAndTimeout, RankWeights
 from megaswift.errors import ROOM, Problem, UserError
 
 
@@ -36,7 +36,7 @@ class ExportTask:
 
     writer: int
     names: tuple[str, ...]
-    group: PlanGroup | None
+    group: EntriesOfSameHfTensors | None
     """What they are made of; None: they are carried along."""
 
 
@@ -55,7 +55,7 @@ def assign_file_writers(files: Sequence[PlannedSafetensorsFile], holders: Mappin
 
 
 def export_rounds(
-    files: Sequence[PlannedSafetensorsFile], writers: Sequence[int], groups: Mapping[str, PlanGroup]
+    files: Sequence[PlannedSafetensorsFile], writers: Sequence[int], groups: Mapping[str, EntriesOfSameHfTensors]
 ) -> list[list[ExportTask]]:
     """All tasks, at most one a writer in each round. A group that two files share is gathered by both writers."""
     by_writer: dict[int, dict[tuple[str, ...], list[str]]] = {}
@@ -73,8 +73,8 @@ def export_rounds(
 def export_hf_folder_from_ranks(weights: RankWeights, directory: Path, options: HfExportOptions) -> None:
     """The Hugging Face folder of the model, complete when this returns. Collective. An error of one rank is raised on
     all of them, and no folder is left."""
-    read: list[ExportContents] = []
-    distributed.run_on_all_ranks(lambda: read.append(export_contents(weights.plan, options)))
+    read: list[HfExportTensorPlan] = []
+    distributed.run_and_gather_on_all_ranks(lambda: read.append(plan_hf_export_tensors(weights.plan, options)))
     (contents,) = read
     files = plan_safetensors_shards(contents.tensors, options.max_shard_bytes)
     writers = assign_file_writers(files, _holders(weights))
@@ -106,14 +106,17 @@ def _holders(weights: RankWeights) -> dict[str, list[int]]:
 
 
 def _write_rounds(
-    weights: RankWeights, part: HfPartialFolderWriter, contents: ExportContents, rounds: Iterable[Sequence[ExportTask]]
+    weights: RankWeights,
+    part: HfPartialFolderWriter,
+    contents: HfExportTensorPlan,
+    rounds: Iterable[Sequence[ExportTask]],
 ) -> list[Problem]:
     """Every task of every rank; what this rank could not write. After a failure it goes on to send what others need."""
     failures: list[Problem] = []
     for tasks in rounds:
         own: list[tuple[ExportTask, dict[str, Tensor]]] = []
         for task in tasks:
-            route = GatherDestination(task.writer, distributed.PATIENCE)
+            route = GatherRankAndTimeout(task.writer, distributed.PATIENCE)
             made = {} if task.group is None else dict(weights.stream_group(task.group, weights.exact, route))
             if task.writer == weights.context.rank:
                 own.append((task, made))
@@ -122,7 +125,9 @@ def _write_rounds(
     return failures + _attempt(part, part.close)
 
 
-def _write(part: HfPartialFolderWriter, contents: ExportContents, task: ExportTask, made: Mapping[str, Tensor]) -> None:
+def _write(
+    part: HfPartialFolderWriter, contents: HfExportTensorPlan, task: ExportTask, made: Mapping[str, Tensor]
+) -> None:
     for name in task.names:
         if name in made:
             part.add(name, made[name])

@@ -1,7 +1,7 @@
 """Forward and backward over a global batch on Megatron-Core's own schedules.
 
-Owns how micro-batches meet the schedule. What is differentiated comes divided from `engine.objective`; Megatron divides
-nothing.
+Owns how micro-batches meet the schedule. What is differentiated comes divided from
+`engine.global_batch_loss_and_metrics`; Megatron divides nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaswift.losses.contract import Batch
 
 
 @dataclass(frozen=True)
-class ForwardBackwardSettings:
+class ForwardBackwardMode:
     """How a run over micro-batches is made."""
 
     attention: str
@@ -39,12 +39,12 @@ Callback = Callable[[Batch, Tensor], Tensor]
 """A micro-batch and its fields [f, b, s] to the scalar that is differentiated."""
 
 
-def forward_backward(
+def run_forward_backward_schedule(
     chunks: Sequence[Any],
     microbatches: Sequence[Batch],
     callback: Callback,
     context: ParallelContext,
-    settings: ForwardBackwardSettings,
+    settings: ForwardBackwardMode,
 ) -> None:
     """All micro-batches through the pipeline; gradients are left in DDP's buffers, reduced, divided by nothing."""
     layout, coords = context.layout, context.coordinates

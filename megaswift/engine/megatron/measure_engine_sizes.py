@@ -34,7 +34,9 @@ def _optimizer_bytes(engine: MegatronEngine) -> tuple[int, int]:
     half = engine.config.bf16 or engine.config.fp16
     device = host = 0
     for part in optim.optimizer_parts(engine.optimizer):
-        compact = engine.config.bf16 and part.config.store_param_remainders and optim.holds_main_weights(part)
+        compact = (
+            engine.config.bf16 and part.config.store_param_remainders and optim.uses_precision_aware_optimizer(part)
+        )
         main = 2 if compact else 4
         offloaded = isinstance(part.optimizer, HostAdam)
         host += part.optimizer.host_bytes() if offloaded else 0

@@ -18,15 +18,15 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megaswift.bridge.checkpoint_shard_regions import padded_vocabulary_size
+from megaswift.bridge.sharded_state_dict_entries import padded_vocabulary_size
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
 from megaswift.engine.megatron.fp8_weights import gather_weights_now
 from megaswift.engine.megatron.layers.layer_implementation import TORCH, LayerImplementationChoice
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, windowed_layer_inv_freq
-from megaswift.engine.megatron.layers.router import BalancedRouter, install_padding_mask_hooks
+from megaswift.engine.megatron.layers.router import AuxLossTopKRouter, install_padding_mask_hooks
 from megaswift.engine.megatron.layers.transformer_layer_spec import block_spec
-from megaswift.engine.megatron.layers.vocab_head import VocabularyHeadFunction, VocabularyHeadShard
+from megaswift.engine.megatron.layers.vocab_head import VocabularyHeadFunction, VocabularyHeadShardSpec
 from megaswift.engine.megatron.layers.vocab_parallel_embedding import UnsyncedVocabParallelEmbedding
 from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
 from megaswift.engine.megatron.parallel_context import ParallelContext
@@ -128,7 +128,7 @@ class SwiftGPT(GPTModel):
         self.wait_for_weight(weight)
         first = group.rank() * weight.shape[0]
         features: ArchitectureExtras = self.config.features
-        shard = VocabularyHeadShard(
+        shard = VocabularyHeadShardSpec(
             first,
             self.real_vocabulary - first,
             group,
@@ -152,7 +152,7 @@ def embedding_scale_hook(features: ArchitectureExtras) -> Callable[..., Tensor]:
     return hook
 
 
-def frozen_padding_embedding_hook(token: int) -> Callable[..., None]:
+def zero_pad_token_embedding_grad_hook(token: int) -> Callable[..., None]:
     """A hook on Megatron's token embedding: a padding token's vector gets no gradient where it is looked up, as in
     torch's Embedding(padding_idx), of which transformers builds every model whose config.json has a `pad_token_id`.
     (Some models end their turns with that token. A tied head learns from it all the same.)"""
@@ -213,7 +213,7 @@ def build_model_chunks(
             model.embedding.embedding_dropout.p = 0.0  # transformers drops what attention and MLP add, never embeddings
         if model.pre_process and spec.features.padding_token is not None:
             model.embedding.word_embeddings.register_forward_hook(
-                frozen_padding_embedding_hook(spec.features.padding_token)
+                zero_pad_token_embedding_grad_hook(spec.features.padding_token)
             )
         if model.pre_process and spec.features.embedding_scale != 1.0:
             model.embedding.register_forward_hook(embedding_scale_hook(spec.features))
@@ -259,7 +259,7 @@ def wrap_chunks(
     )
     half = config.bf16 or config.fp16
     inner = [Float16Module(config, c) if half else c for c in chunks]
-    for router in (m for c in chunks for m in c.modules() if isinstance(m, BalancedRouter)):
+    for router in (m for c in chunks for m in c.modules() if isinstance(m, AuxLossTopKRouter)):
         # before weights come: Megatron's own call, in the first pass, is after their rounding
         router._maintain_float32_expert_bias()
     wrapped = [

@@ -62,7 +62,7 @@ class HostBuffers:
         self._used = 0
 
 
-class OffloadedStorage:
+class StorageOffloader:
     """Storages that are empty until `bring_back`."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class EngineOffload:
     """Parks parts of one engine. Weights that the optimizer keeps in float32 count as its state."""
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        self.chunks, self.optimizer, self.parked = chunks, optimizer, OffloadedStorage()
+        self.chunks, self.optimizer, self.parked = chunks, optimizer, StorageOffloader()
 
     def optimizer_and_gradients(self) -> None:
         """Gradients are dropped: the next step begins with zeros."""

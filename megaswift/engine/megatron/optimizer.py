@@ -111,7 +111,7 @@ def _chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
-def holds_main_weights(part: MegatronOptimizer) -> bool:
+def uses_precision_aware_optimizer(part: MegatronOptimizer) -> bool:
     """Whether the inner optimizer, Transformer Engine's FusedAdam, has the main weights, and reads `decoupled_grad`."""
     return bool(getattr(part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
@@ -188,6 +188,6 @@ def optimizer_step(optimizer: MegatronOptimizer, clip: float) -> tuple[float, bo
             parameters = part.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(
-                    parameters, max_norm=clip, total_norm=norm, use_decoupled_grad=holds_main_weights(part)
+                    parameters, max_norm=clip, total_norm=norm, use_decoupled_grad=uses_precision_aware_optimizer(part)
                 )
     return norm, bool(optimizer.step_with_ready_grads())

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaswift.config import SwiftConfig
-from megaswift.config.native_engine_rules import has_frozen_weights
+from megaswift.config.megatron_engine_rules import has_frozen_weights
 from megaswift.engine.megatron.layers.layer_implementation import TORCH, LayerImplementationChoice
 from megaswift.errors import ConfigError, Problem
 

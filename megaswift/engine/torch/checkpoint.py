@@ -28,11 +28,11 @@ from megaswift.bridge.transformers_weights import persistent_buffers, tensors_by
 from megaswift.engine import rng_state
 from megaswift.engine.torch import weight_loading
 from megaswift.engine.torch.data_parallel_strategy import WEIGHT
-from megaswift.engine.torch.host_memory_release import return_freed_memory
-from megaswift.engine.torch.peft_wrappers import PREFIX, unwrap_peft_model
+from megaswift.engine.torch.host_memory_release import returning_freed_memory_to_system
 from megaswift.engine.torch.transformers_conversions import conversion_groups, jointly_written_parameters
+from megaswift.engine.torch.unwrap_and_save_peft_model import PREFIX, unwrap_peft_model
 from megaswift.errors import ROOM, Problem, UserError
-from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointFolder
+from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointTensorAndModelPaths
 
 if TYPE_CHECKING:
     from megaswift.engine.torch.engine import TorchEngine
@@ -75,7 +75,7 @@ def write_tensor_stream_to_folder(
         writer = HfWriter(folder, metas, MAX_SHARD_BYTES, overwrite=True) if engine.rank == 0 else None
     except UserError as error:
         problems = list(error.problems)
-    with return_freed_memory():
+    with returning_freed_memory_to_system():
         for name, tensor in tensors:
             if writer is not None and not problems:
                 try:
@@ -134,13 +134,13 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
     checkpoint."""
     facts, source = _open(engine, directory)
     same = facts["world_size"] == engine.layout.world_size
-    states = rng_state.read_rng_state(directory, engine.rank if same else 0)
+    states = rng_state.read_rng_state_file(directory, engine.rank if same else 0)
     distributed.raise_on_all_ranks([states] if isinstance(states, Problem) else [])
     assert not isinstance(states, Problem)
     engine.strategy.steps = int(facts["step"])
-    with return_freed_memory():
+    with returning_freed_memory_to_system():
         if not engine.adapts:
-            weights = TorchStepSource(CheckpointFolder(directory, directory), torch.float32)
+            weights = TorchStepSource(CheckpointTensorAndModelPaths(directory, directory), torch.float32)
             weight_loading.fill_from_files(
                 engine, conversion_groups(unwrap_peft_model(engine.fields.model), weights), weights, {}
             )

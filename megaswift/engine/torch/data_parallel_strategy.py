@@ -99,13 +99,13 @@ def make_adamw_or_sgd(named: list[tuple[str, nn.Parameter]], optim: OptimConfig)
     )
 
 
-def set_rates(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
+def set_param_groups_lr_and_weight_decay(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
     """Learning rate and weight decay of every group."""
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = lr * group["lr_mult"], weight_decay if group["decays"] else 0.0
 
 
-def clip_gradients(gradients: Iterable[Tensor], norm: float, limit: float) -> None:
+def clip_grads_with_norm(gradients: Iterable[Tensor], norm: float, limit: float) -> None:
     """Scales gradients of global norm `norm`, finite, down to `limit`, in place; 0: no clipping."""
     if limit > 0 and norm + 1e-6 > limit:
         for gradient in gradients:

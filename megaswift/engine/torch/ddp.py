@@ -17,12 +17,17 @@ from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.squared_gradient_norm import sum_of_squares
 from megaswift.engine.torch.data_parallel_context import TorchContext
-from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT, clip_gradients, set_rates
+from megaswift.engine.torch.data_parallel_strategy import (
+    GRADIENT,
+    WEIGHT,
+    clip_grads_with_norm,
+    set_param_groups_lr_and_weight_decay,
+)
 from megaswift.engine.torch.loss_scale import DynamicLossScale
 from megaswift.engine.torch.meta_init import allocate_storage
 from megaswift.engine.torch.optimizer_registry import make_torch_optimizer
-from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
-from megaswift.engine.torch.quantized_weights import scale_bytes, unpacked_numel
+from megaswift.engine.torch.quantized_weights import quantization_scale_bytes, unpacked_numel
+from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
 from megaswift.engine.torch.vision_model_parts import trains_encoder_or_aligner
 
 
@@ -91,8 +96,8 @@ class DdpStrategy:
         norm = self.norm()
         stepped = math.isfinite(norm)
         if stepped:
-            clip_gradients(self.gradients(), norm, optim.max_grad_norm)
-            set_rates(self.optimizer.inner, lr, optim.weight_decay)
+            clip_grads_with_norm(self.gradients(), norm, optim.max_grad_norm)
+            set_param_groups_lr_and_weight_decay(self.optimizer.inner, lr, optim.weight_decay)
             self.optimizer.step()
             self.steps += 1
             self.stepped(self.steps)
@@ -144,7 +149,7 @@ class DdpStrategy:
         gradients = sum(parts[name].nbytes for name in trained)
         sizes = {name: self.optimizer.nbytes(self.parameters[name]) for name in trained}
         states = sum(sizes[name] * parts[name].numel() // self.parameters[name].numel() for name in trained)
-        scales = sum(scale_bytes(p) for p in self.parameters.values())
+        scales = sum(quantization_scale_bytes(p) for p in self.parameters.values())
         count = sum(
             unpacked_numel(p) if getattr(p, "quant_state", None) else parts[n].numel()
             for n, p in self.parameters.items()

@@ -22,30 +22,35 @@ from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.transformers_weights import (
     folder_config_dtype,
     folder_tensor_dtypes,
-    metas_like,
     persistent_buffers,
+    tensor_metas_with_source_dtypes,
 )
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
 from megaswift.device_copy import copy_to_device_async
-from megaswift.engine.objective import Objective, count_global_batch, named_head_outputs, reduce_objective_report
+from megaswift.engine.global_batch_loss_and_metrics import (
+    GlobalBatchLossCallback,
+    count_global_batch,
+    named_head_outputs,
+    reduce_objective_report,
+)
 from megaswift.engine.protocol import EngineSizeReport, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.torch import (
     causality_and_packing_check,
     checkpoint,
-    peft_wrappers,
     quantized_weights,
+    unwrap_and_save_peft_model,
     weight_loading,
 )
 from megaswift.engine.torch.adalora_rank_allocation import find_adalora_rank_allocator
 from megaswift.engine.torch.data_parallel_context import TorchContext
 from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
 from megaswift.engine.torch.ddp import DdpStrategy
-from megaswift.engine.torch.host_memory_release import return_freed_memory
+from megaswift.engine.torch.host_memory_release import returning_freed_memory_to_system
 from megaswift.engine.torch.loss_fields import labeled_columns
-from megaswift.engine.torch.merged_adapters import collect_merged_adapter_weights
+from megaswift.engine.torch.merged_adapter_weight_stream import collect_merged_adapter_weights
 from megaswift.engine.torch.router_losses import RouterLosses
 from megaswift.engine.torch.strategy_registry import build_strategy
 from megaswift.families.model_spec import ModelSpec
@@ -65,21 +70,21 @@ class TorchEngine:
 
     def load_hf(self, directory: Path) -> None:
         """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
-        with return_freed_memory():
-            self._build(weight_loading.prepare_weights_from_files(directory, self))
+        with returning_freed_memory_to_system():
+            self._build(weight_loading.prepare_model_and_filler_from_files(directory, self))
         check_finite_weights.check_weights_finite((name, _local(p)) for name, p in self.fields.model.named_parameters())
         causality_and_packing_check.check_causality_and_packing(self)
 
     def random_init(self, seed: int) -> None:
         """Weights from the configured seed."""
-        with return_freed_memory():
-            self._build(weight_loading.prepare_random_weights(self.folder, self))
+        with returning_freed_memory_to_system():
+            self._build(weight_loading.prepare_model_and_filler_with_random_weights(self.folder, self))
         causality_and_packing_check.check_causality_and_packing(self)
 
     def keep(self, directory: Path) -> None:
         """The model without its weights, which a checkpoint brings."""
-        with return_freed_memory():
-            self._build(weight_loading.prepare_without_weights(directory, self))
+        with returning_freed_memory_to_system():
+            self._build(weight_loading.prepare_model_and_filler_without_weights(directory, self))
 
     def _build(self, start: weight_loading.ModelWithWeightFiller) -> None:
         self.fields = start.fields
@@ -88,7 +93,7 @@ class TorchEngine:
         self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
         self.noise, self.routers = (
             self._noise(),
-            RouterLosses(peft_wrappers.unwrap_peft_model(self.fields.model), self.spec, self.cfg),
+            RouterLosses(unwrap_and_save_peft_model.unwrap_peft_model(self.fields.model), self.spec, self.cfg),
         )
         self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
         self.strategy = build_strategy(self.kind, self.fields, self.cfg, self.context, self.dtype)
@@ -101,7 +106,7 @@ class TorchEngine:
     def _noise(self) -> NeftuneNoise | None:
         alpha = self.cfg.train.neftune_noise_alpha
         return (
-            NeftuneNoise(peft_wrappers.unwrap_peft_model(self.fields.model).get_input_embeddings(), alpha)
+            NeftuneNoise(unwrap_and_save_peft_model.unwrap_peft_model(self.fields.model).get_input_embeddings(), alpha)
             if alpha
             else None
         )
@@ -131,7 +136,7 @@ class TorchEngine:
 
     def _run(self, microbatches: Sequence[Batch], loss: Loss, train: bool) -> StepResult:
         counted = count_global_batch(microbatches, loss, self.context)
-        objective = Objective(loss, counted)
+        objective = GlobalBatchLossCallback(loss, counted)
         self.fields.needs = loss.needs
         for i, batch in enumerate(microbatches):
             on_device = batch.to(self.context.device)
@@ -246,7 +251,7 @@ class TorchEngine:
         config.json is the source's, but for a model with a scalar head.
         """
         metas, config = (
-            metas_like(checkpoint.meta_tensors_by_disk_name(self), source),
+            tensor_metas_with_source_dtypes(checkpoint.meta_tensors_by_disk_name(self), source),
             self.spec.hf_config if self.spec.scored else None,
         )
         metas = metas if dtype is None else {name: meta._replace(dtype=dtype) for name, meta in metas.items()}
@@ -260,10 +265,11 @@ class TorchEngine:
         """A PEFT folder with what trains. Collective; rank 0 writes."""
         state = {name: self.strategy.full(name, WEIGHT) for name in self.strategy.trained()}
         state |= {
-            peft_wrappers.PREFIX + name: tensor for name, tensor in persistent_buffers(self.fields.model).items()
+            unwrap_and_save_peft_model.PREFIX + name: tensor
+            for name, tensor in persistent_buffers(self.fields.model).items()
         }  # VeRA's projections
         if self.rank == 0:
-            peft_wrappers.write_adapter_folder(
+            unwrap_and_save_peft_model.write_adapter_folder(
                 self.fields.model, {n: t.detach().cpu() for n, t in state.items()}, folder, base
             )
 
@@ -284,7 +290,7 @@ class TorchEngine:
     def kernels(self) -> str:
         """For the first screen."""
         attention, chosen = (
-            getattr(peft_wrappers.unwrap_peft_model(self.fields.model).config, "_attn_implementation", ""),
+            getattr(unwrap_and_save_peft_model.unwrap_peft_model(self.fields.model).config, "_attn_implementation", ""),
             self.cfg.model,
         )
         extra = [f"layers compiled by {chosen.torch_compile_backend}"] * chosen.torch_compile + [

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import OptimConfig
-from megaswift.engine.torch.optimizers import Metas, NamedParameters, TorchEngineOptimizer, elementwise_optimizer_class
-from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
+from megaswift.engine.torch.optimizers import Metas, NamedParameters, TorchEngineOptimizer, torch_engine_optimizer_class
+from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
 
 LEFT, RIGHT = "galore_left", "galore_right"
@@ -83,7 +83,7 @@ class GaloreOptimizer(TorchEngineOptimizer):
     def __init__(self, named: NamedParameters, optim: OptimConfig, module: nn.Module) -> None:
         chosen = galore_targets(module, optim)
         self.targets = {p: _target(p, optim) for name, p in named if name in chosen}
-        kind = elementwise_optimizer_class(optim.optimizer.removeprefix("galore_"))
+        kind = torch_engine_optimizer_class(optim.optimizer.removeprefix("galore_"))
         self.stepped = kind([(n, self.targets[p].stand_in if p in self.targets else p) for n, p in named], optim)
         super().__init__(named, optim)
 

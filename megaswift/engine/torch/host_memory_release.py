@@ -19,7 +19,7 @@ MOVING, TRAINING = 1 << 20, 32 << 20
 
 
 @contextmanager
-def return_freed_memory() -> Iterator[None]:
+def returning_freed_memory_to_system() -> Iterator[None]:
     """Blocks that are freed inside are no longer this process's. Without effect where the C library is not glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

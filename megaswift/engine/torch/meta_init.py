@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 
 @contextmanager
-def build_on_meta() -> Iterator[None]:
+def init_empty_weights() -> Iterator[None]:
     """Modules made inside have parameters on the meta device, which costs nothing; their buffers are real."""
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
@@ -43,7 +43,7 @@ def meta_parameters_to_expanded_zeros(module: nn.Module) -> None:
                 part._parameters[name] = parameters.setdefault(id(parameter), empty)
 
 
-def drop_storage(module: nn.Module) -> dict[str, torch.Tensor]:
+def swap_parameters_for_expanded_zeros(module: nn.Module) -> dict[str, torch.Tensor]:
     """Drops the storage of a module's parameters; returns them by name, to be filled in again later."""
     tensors = {}
     for name, parameter in module.named_parameters():

@@ -23,11 +23,11 @@ from megaswift.config import SwiftConfig
 from megaswift.config.model import ModelConfig
 from megaswift.engine.torch import liger, meta_init, quantized_weights, vision_model_parts
 from megaswift.engine.torch.loss_fields import LossFieldsModel
-from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
+from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.decoder_layer_classes import decoder_layer_class_names
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.vision_tower_config import has_vision_tower
+from megaswift.families.vision_language_detection import has_vision_tower
 
 RECOMPILES = 64
 """Shapes and layers of one class that may be compiled before torch falls back to eager; its own limit is 8."""
@@ -64,7 +64,7 @@ def build_model(
         )
         with torch.random.fork_rng():
             torch.manual_seed(cfg.train.seed)
-            with meta_init.build_on_meta() if empty else nullcontext():
+            with meta_init.init_empty_weights() if empty else nullcontext():
                 return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust, **options)
     except (OSError, ValueError, ImportError) as error:
         # what transformers raises for a folder or an option that it cannot serve

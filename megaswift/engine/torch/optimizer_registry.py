@@ -6,9 +6,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megaswift.config.optim import GALORE, ON_PARTS, OptimConfig
-from megaswift.engine.torch.fsdp_bitsandbytes import LocalShardOptimizer
+from megaswift.engine.torch.fsdp_bitsandbytes_optimizer import LocalShardOptimizer
 from megaswift.engine.torch.galore import GaloreOptimizer
-from megaswift.engine.torch.optimizers import TorchEngineOptimizer, elementwise_optimizer_class
+from megaswift.engine.torch.optimizers import TorchEngineOptimizer, torch_engine_optimizer_class
 
 
 def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> TorchEngineOptimizer:
@@ -19,5 +19,5 @@ def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> TorchEngineOp
     return (
         GaloreOptimizer(named, optim, module)
         if optim.optimizer in GALORE
-        else elementwise_optimizer_class(optim.optimizer)(named, optim)
+        else torch_engine_optimizer_class(optim.optimizer)(named, optim)
     )

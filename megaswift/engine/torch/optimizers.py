@@ -142,7 +142,7 @@ class BitsAndBytesOptimizer(TorchEngineOptimizer):
         self.count(parameter, steps)
 
 
-def elementwise_optimizer_class(name: str) -> Callable[[NamedParameters, OptimConfig], TorchEngineOptimizer]:
+def torch_engine_optimizer_class(name: str) -> Callable[[NamedParameters, OptimConfig], TorchEngineOptimizer]:
     """Of an optimizer that takes all parameters alike."""
     if name in OF_BITSANDBYTES:
         return BitsAndBytesOptimizer

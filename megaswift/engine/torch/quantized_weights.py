@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megaswift.bridge.bitsandbytes_config import bitsandbytes_config
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import base_quantization_bits
-from megaswift.families.family import read_config
+from megaswift.families.family import read_config_json
 from megaswift.families.quantized_training_checks import DEQUANTIZED, quant_method, quantization_config_of
 
 
@@ -25,7 +25,7 @@ def quantized_from_pretrained_arguments(
     folder: Path, cfg: SwiftConfig, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Arguments of `from_pretrained` for quantized weights; `dtype`: the run's compute precision."""
-    config, bits = read_config(folder), base_quantization_bits(cfg)
+    config, bits = read_config_json(folder), base_quantization_bits(cfg)
     method = quant_method(config)
     if method in DEQUANTIZED:
         from transformers.quantizers import AutoQuantizationConfig
@@ -48,7 +48,7 @@ def quantized_from_pretrained_arguments(
 
 def dequantized_model_to_float32(model: nn.Module, folder: Path) -> nn.Module:
     """The model in float32 where transformers dequantized it, into the dtype that config.json names."""
-    if quant_method(read_config(folder)) in DEQUANTIZED:
+    if quant_method(read_config_json(folder)) in DEQUANTIZED:
         for parameter in model.parameters():
             parameter.data = parameter.data.float()
     return model
@@ -83,7 +83,7 @@ def unpacked_numel(parameter: Tensor) -> int:
     return parameter.numel() if state is None else math.prod(state.shape)
 
 
-def scale_bytes(parameter: Tensor) -> int:
+def quantization_scale_bytes(parameter: Tensor) -> int:
     """Bytes of the scales beside a quantized parameter."""
     state, rows = getattr(parameter, "quant_state", None), getattr(parameter, "SCB", None)
     tensors = [rows] if isinstance(rows, Tensor) else []

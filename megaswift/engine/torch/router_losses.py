@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megaswift import distributed
 from megaswift.config import SwiftConfig
-from megaswift.engine.objective import ObjectiveContext
+from megaswift.engine.global_batch_loss_and_metrics import ParallelContextProtocol
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_spec import ModelSpec
 
@@ -84,7 +84,7 @@ class RouterLosses:
         z = (torch.logsumexp(logits, dim=-1).square() * valid).sum() / tokens
         return experts * (routed / (tokens * topk) * share).sum(), z
 
-    def report(self, context: ObjectiveContext) -> dict[str, float]:
+    def report(self, context: ParallelContextProtocol) -> dict[str, float]:
         """Losses without their coefficients, averaged over micro-batches and layers, on every rank; forgotten here.
         Collective."""
         if not self.routers:

@@ -10,13 +10,13 @@ from torch import nn
 from megaswift.config import SwiftConfig
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import filled_deepspeed_config
-from megaswift.config.launcher_environment import launched_process_count
+from megaswift.config.launcher_environment import nproc_or_nnodes_from_environment
 from megaswift.engine.torch.data_parallel_context import TorchContext
 from megaswift.engine.torch.data_parallel_strategy import DataParallelStrategy
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.loss_fields import LossFieldsModel
 from megaswift.engine.torch.loss_scale import make_loss_scale
-from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
+from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.decoder_layer_classes import decoder_layer_class_names
 
@@ -42,7 +42,7 @@ def build_strategy(
     from megaswift.engine.torch.fsdp import FsdpOptions, FsdpStrategy
 
     layers = fsdp_unit_classes(cfg, unwrap_peft_model(module.model))
-    words, machines = cfg.engine.fsdp, launched_process_count("nnodes", os.environ) or 1
+    words, machines = cfg.engine.fsdp, nproc_or_nnodes_from_environment("nnodes", os.environ) or 1
     options = FsdpOptions(
         layers,
         reshard=not {"shard_grad_op", "hybrid_shard_zero2"} & {*words},

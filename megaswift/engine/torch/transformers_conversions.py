@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.bridge.hf_source import WeightSource
-from megaswift.engine.torch.peft_wrappers import name_without_adapters
+from megaswift.engine.torch.unwrap_and_save_peft_model import name_without_adapters
 
 
 @dataclass(frozen=True)

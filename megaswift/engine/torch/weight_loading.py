@@ -33,15 +33,19 @@ from megaswift.config.adapter_rules import SHARDED, base_quantization_bits
 from megaswift.engine.torch import meta_init, model_building, quantized_weights
 from megaswift.engine.torch.data_parallel_strategy import WEIGHT
 from megaswift.engine.torch.loss_fields import LossFieldsModel
-from megaswift.engine.torch.peft_wrappers import name_without_adapters, unwrap_peft_model, wrapped_name_without_adapters
 from megaswift.engine.torch.transformers_conversions import (
     ConversionGroup,
     conversion_groups,
     converted_parameter_shapes,
     tied_name_map,
 )
+from megaswift.engine.torch.unwrap_and_save_peft_model import (
+    name_without_adapters,
+    unwrap_peft_model,
+    wrapped_name_without_adapters,
+)
 from megaswift.errors import Problem, UserError, WeightsError
-from megaswift.families import read_config
+from megaswift.families import read_config_json
 from megaswift.families.checkpoint_folder import find_checkpoint
 
 if TYPE_CHECKING:
@@ -58,7 +62,7 @@ class ModelWithWeightFiller:
     fill: Fill = lambda engine: None
 
 
-def prepare_weights_from_files(directory: Path, engine: TorchEngine) -> ModelWithWeightFiller:
+def prepare_model_and_filler_from_files(directory: Path, engine: TorchEngine) -> ModelWithWeightFiller:
     """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
     checkpoint, cfg, meta_first = find_checkpoint(directory), engine.cfg, _stays_on_meta(directory, engine.cfg)
     if checkpoint is None and not (engine.kind in SHARDED and meta_first):
@@ -86,14 +90,14 @@ def prepare_weights_from_files(directory: Path, engine: TorchEngine) -> ModelWit
     return _from_first_rank(directory, engine, weights=True)
 
 
-def prepare_random_weights(directory: Path, engine: TorchEngine) -> ModelWithWeightFiller:
+def prepare_model_and_filler_with_random_weights(directory: Path, engine: TorchEngine) -> ModelWithWeightFiller:
     """Random weights."""
     if engine.kind not in SHARDED or not _stays_on_meta(directory, engine.cfg):
         return ModelWithWeightFiller(_prepare(directory, engine, weights=False))
     return _from_first_rank(directory, engine, weights=False)
 
 
-def prepare_without_weights(directory: Path, engine: TorchEngine) -> ModelWithWeightFiller:
+def prepare_model_and_filler_without_weights(directory: Path, engine: TorchEngine) -> ModelWithWeightFiller:
     """No weights: a checkpoint brings them all."""
     return ModelWithWeightFiller(
         _prepare(directory, engine, weights=False, empty=_stays_on_meta(directory, engine.cfg))
@@ -110,7 +114,7 @@ def _prepare(directory: Path, engine: TorchEngine, weights: bool, empty: bool = 
 def _stays_on_meta(directory: Path, cfg: SwiftConfig) -> bool:
     """Whether a model can be built, and adapted, without its weights: adapters that start from weights (DoRA's
     magnitudes) need them."""
-    raw = read_config(directory)
+    raw = read_config_json(directory)
     if (
         (cfg.model.trust_remote_code and "auto_map" in raw)
         or "quantization_config" in raw
@@ -185,7 +189,7 @@ def _from_first_rank(directory: Path, engine: TorchEngine, weights: bool) -> Mod
         return ModelWithWeightFiller(
             _prepare(directory, engine, weights=False, empty=True), lambda engine: broadcast_from_rank0(engine, {})
         )
-    tensors = meta_init.drop_storage(fields)
+    tensors = meta_init.swap_parameters_for_expanded_zeros(fields)
     return ModelWithWeightFiller(fields, lambda engine: broadcast_from_rank0(engine, tensors))
 
 

@@ -39,18 +39,18 @@ from megaswift.engine.torch import zero_config
 from megaswift.engine.torch.data_parallel_strategy import (
     GRADIENT,
     WEIGHT,
-    clip_gradients,
+    clip_grads_with_norm,
     make_adamw_or_sgd,
-    set_rates,
+    set_param_groups_lr_and_weight_decay,
 )
 from megaswift.engine.torch.loss_scale import DynamicLossScale
 from megaswift.engine.torch.meta_init import allocate_storage, is_unallocated
 from megaswift.engine.torch.zero_tensors import (
     MOMENTS,
     ZeroWholeTensorAccess,
-    get_steps,
+    get_adam_step_count,
     initialize_missing_adam_states,
-    set_steps,
+    set_adam_step_count,
     tensors_stepped_on_this_rank,
 )
 from megaswift.errors import ConfigError, Problem
@@ -156,7 +156,7 @@ class ZeroStrategy:
     @torch.no_grad()
     def _step(self, lr: float, optim: OptimConfig) -> tuple[float, bool]:
         self._micro = 0
-        set_rates(self._zero, lr, optim.weight_decay)
+        set_param_groups_lr_and_weight_decay(self._zero, lr, optim.weight_decay)
         norm = self._clip_whole(optim.max_grad_norm) if self.stage == 0 else 0.0
         if not math.isfinite(norm):
             self.module.zero_grad()
@@ -174,7 +174,7 @@ class ZeroStrategy:
         gradients = [p.grad for p in self._names.values() if p.grad is not None]
         norm = float(sum_of_squares(gradients, self._device).sqrt())
         if math.isfinite(norm):
-            clip_gradients(gradients, norm, clip)
+            clip_grads_with_norm(gradients, norm, clip)
         return norm
 
     def _forget(self, stepped: bool) -> None:
@@ -241,11 +241,11 @@ class ZeroStrategy:
     @property
     def steps(self) -> int:
         """Adam's step count."""
-        return get_steps(self._zero, self._inner)
+        return get_adam_step_count(self._zero, self._inner)
 
     @steps.setter
     def steps(self, value: int) -> None:
-        set_steps(self._zero, self._inner, value)
+        set_adam_step_count(self._zero, self._inner, value)
 
     def close(self) -> None:
         """Removes DeepSpeed's hooks from the module."""

@@ -45,13 +45,13 @@ def initialize_missing_adam_states(zero: Any, inner: torch.optim.Optimizer) -> N
         zero._lazy_init_hp_params_optimizer_state()
 
 
-def get_steps(zero: Any, inner: torch.optim.Optimizer) -> int:
+def get_adam_step_count(zero: Any, inner: torch.optim.Optimizer) -> int:
     """Adam's step count."""
     return int(inner.state[tensors_stepped_on_this_rank(zero)[0]]["step"])
 
 
-def set_steps(zero: Any, inner: torch.optim.Optimizer, steps: int) -> None:
-    """The inverse of `get_steps`."""
+def set_adam_step_count(zero: Any, inner: torch.optim.Optimizer, steps: int) -> None:
+    """The inverse of `get_adam_step_count`."""
     for shard in tensors_stepped_on_this_rank(zero):
         inner.state[shard]["step"].fill_(steps)
 

@@ -36,12 +36,12 @@ def missing(options: SamplerOptions) -> list[Problem]:
     return server_option_problems(options, "sglang")
 
 
-def build(folder: Path, options: SamplerOptions) -> SglangSampler:
+def build(folder: Path, options: SamplerOptions) -> SglangServerSampler:
     """The client, after every server has passed its checks."""
-    return SglangSampler(folder, options)
+    return SglangServerSampler(folder, options)
 
 
-class SglangSampler(ServerSampler):
+class SglangServerSampler(ServerSampler):
     """Completions of one or more SGLang servers."""
 
     kind, port = "SGLang", 30000

@@ -20,7 +20,7 @@ from megaswift.errors import Problem, UserError, WeightsError, first_line
 from megaswift.inference.load_generation_model import quiet_transformers
 from megaswift.inference.transformers_refusals import REFUSALS
 from megaswift.rollout.decoding import decode_batch
-from megaswift.rollout.kv_cache import check_layers
+from megaswift.rollout.kv_cache import check_kv_cache_layer_types
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 from megaswift.rollout.transformers_weight_update import InPlaceAdapterLoader, InPlaceWeightLoader
 
@@ -59,7 +59,7 @@ def _model(folder: Path, options: SamplerOptions) -> Any:
             dtype = getattr(torch, options.dtype)
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # weight sync sends floating-point tensors
-        with torch.random.fork_rng(), meta_init.build_on_meta():
+        with torch.random.fork_rng(), meta_init.init_empty_weights():
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=dtype or torch.float32, trust_remote_code=trust, **attention
             )
@@ -79,7 +79,7 @@ class TransformersSampler:
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         self.folder, self.options, self.device = folder, options, torch.device(options.device)
         self.model = _model(folder, options)
-        check_layers(self.model.config)
+        check_kv_cache_layer_types(self.model.config)
         self.incoming, self.adapters = InPlaceWeightLoader(self.model), InPlaceAdapterLoader(self.model)
         self.ready = False
         """Whether all weights are loaded."""
@@ -94,7 +94,7 @@ class TransformersSampler:
 
     def sleep(self) -> None:
         """Releases the weights' storage."""
-        meta_init.drop_storage(self.model)
+        meta_init.swap_parameters_for_expanded_zeros(self.model)
         self.ready = False
 
     def close(self) -> None:

@@ -19,10 +19,10 @@ from megaswift.errors import Problem
 from megaswift.families import family_of
 from megaswift.families.adapter_target_modules import select_projections
 from megaswift.families.checkpoint_folder import find_checkpoint
-from megaswift.families.family import read_config
+from megaswift.families.family import read_config_json
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.quantization_schemes import FIELD
-from megaswift.families.vision_tower_config import has_vision_tower
+from megaswift.families.vision_language_detection import has_vision_tower
 
 EXPERTS = "experts have adapters, whose format differs between samplers"
 OWN_RANKS = ("rank_pattern", "alpha_pattern")
@@ -55,7 +55,7 @@ def merged_sync_reason(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
             "the trained model's weights are quantized, but the sampler's would not be",
         ),
         (
-            read_config(folder).get(FIELD),
+            read_config_json(folder).get(FIELD),
             "the model's weights are stored quantized, and samplers handle these differently",
         ),
         (stored.get("use_dora", cfg.lora.use_dora), "DoRA rescales the weights"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.rollout.sampler import Sampler, SamplerOptions, SamplingParams, make_sampler
-from megaswift.trainers.engine_factory import EngineContext
+from megaswift.trainers.engine_factory import RankContext
 from megaswift.trainers.rl.generation import is_sampling_rank
 
 EVERYWHERE = ("vllm",)
@@ -66,7 +66,7 @@ def sampler_options(cfg: SwiftConfig, device: str = "cpu", dtype: str = "auto", 
     )
 
 
-def build_sampler(cfg: SwiftConfig, folder: Path, context: EngineContext, dtype: str, rank: int) -> Sampler | None:
+def build_sampler(cfg: SwiftConfig, folder: Path, context: RankContext, dtype: str, rank: int) -> Sampler | None:
     """This rank's sampler; None where another rank of the replica has it."""
     if not samples_on_every_rank(cfg) and not is_sampling_rank(context.coordinates):
         return None

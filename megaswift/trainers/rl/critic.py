@@ -19,7 +19,7 @@ from megaswift.families.scalar_head import with_scalar_head
 from megaswift.losses.contract import Batch
 from megaswift.losses.value import PARTS, ValueLoss, explained_variance
 from megaswift.trainers.batch_transforms import BatchTransform
-from megaswift.trainers.engine_factory import EngineContext, make_engine
+from megaswift.trainers.engine_factory import RankContext, make_engine
 from megaswift.trainers.step_monitor import StepMonitor
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def critic_start_folder(cfg: SwiftConfig, folder: Path) -> Path:
     return folder if cfg.rl.critic_model is None else Path(cfg.rl.critic_model)
 
 
-def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: EngineContext, fresh: bool) -> Engine:
+def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: RankContext, fresh: bool) -> Engine:
     """The critic of a run: the policy's model, or `critic_model`, with a scalar head, trained as the policy is.
 
     With adapters these are its own, and the head trains whole. `fresh` False: a checkpoint has what trains. A new head

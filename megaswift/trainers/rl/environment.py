@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaswift.errors import ConfigError, Problem, RewardError, did_you_mean_hint
-from megaswift.rewards.reward_value_validation import as_float, convert_user_code_errors
-from megaswift.rewards.user_function import import_user_file
+from megaswift.rewards.reward_value_validation import convert_user_code_errors, float_or_none
+from megaswift.rewards.user_reward_function import import_user_file
 
 Message = dict[str, Any]
 Turn = tuple[list[Message], float, bool]
@@ -72,7 +72,7 @@ class EnvironmentWithNamedErrors:
         if not isinstance(returned, Sequence) or len(returned) != 3:
             raise RewardError(Problem(self.flag, f"step returned {returned!r:.80}", "return (messages, reward, done)"))
         messages, reward, done = returned
-        worth = as_float(reward)
+        worth = float_or_none(reward)
         if worth is None or not math.isfinite(worth):
             raise RewardError(
                 Problem(

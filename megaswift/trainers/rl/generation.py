@@ -91,8 +91,8 @@ class CompletionGenerator:
         """Rank 0 writes them, every sampler reads them; samplers may come back to the folder until the next is there.
         Collective."""
         folder = distributed.run_on_rank0(rounds.begin)
-        distributed.run_on_all_ranks(lambda: self.engine.write_adapter(folder, self.base))
-        distributed.run_on_all_ranks(
+        distributed.run_and_gather_on_all_ranks(lambda: self.engine.write_adapter(folder, self.base))
+        distributed.run_and_gather_on_all_ranks(
             lambda: self.sampler.update_adapter(folder) if self.sampler is not None and self.updates else None
         )
         if distributed.global_rank() == 0:
@@ -134,4 +134,4 @@ class CompletionGenerator:
     @staticmethod
     def joined(work: Callable[[], list[Completion]]) -> list[Completion]:
         """All ranks' shares, on every rank. Collective."""
-        return [completion for share in distributed.run_on_all_ranks(work) for completion in share]
+        return [completion for share in distributed.run_and_gather_on_all_ranks(work) for completion in share]

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from megaswift.data.jinja_sandbox_limits import REFUSED
 from megaswift.data.rl_prompts import Prompt
-from megaswift.data.template_limits import REFUSED
 from megaswift.errors import Problem, RewardError, first_line
 from megaswift.rollout.sampler import Completion, Sampler, SamplingParams
 from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, Message

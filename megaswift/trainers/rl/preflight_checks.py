@@ -13,7 +13,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.batch_arithmetic import batch_problems
 from megaswift.config.generation_batch import generation_batch_plan
 from megaswift.errors import Problem, UserError, did_you_mean_hint, first_line, missing_path_hint
-from megaswift.families.family import read_config
+from megaswift.families.family import read_config_json
 from megaswift.families.scalar_head import scalar_head_problems
 from megaswift.parallel.layout_rules import LayoutRequest
 from megaswift.rewards.load_reward_functions import NAMED, SPELLINGS, is_file_function
@@ -27,12 +27,12 @@ def rl_run_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     """All problems of an RL run on `world_size` processes, except those of the layout itself (`layout_checks.py`)."""
     return [
         *_found([lambda: batch_problems_of(cfg, world_size)]),
-        *named_rewards_and_models_problems(cfg),
+        *reward_environment_and_model_problems(cfg),
         *_found([lambda: sampler_problems(cfg)]),
     ]
 
 
-def named_rewards_and_models_problems(cfg: SwiftConfig) -> list[Problem]:
+def reward_environment_and_model_problems(cfg: SwiftConfig) -> list[Problem]:
     """Of rewards, environments and models that options name, whatever else is wrong with the options."""
     return _found([lambda: reward_problems(cfg), lambda: other_model_folder_problems(cfg)])
 
@@ -130,7 +130,7 @@ def other_model_folder_problems(cfg: SwiftConfig) -> Iterator[Problem]:
                 else f"give a Hugging Face model folder, such as OUT/{EXPORT} of a run",
             )
         elif flag == "reward_model":
-            yield from scalar_head_problems(f"--{flag} {folder}", read_config(path))
+            yield from scalar_head_problems(f"--{flag} {folder}", read_config_json(path))
 
 
 def sampler_problems(cfg: SwiftConfig) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from megaswift.trainers.hook import StepRecord
 from megaswift.trainers.metrics import IntervalLinesHook
 from megaswift.trainers.rl.reward_scorer import RewardScorer
 from megaswift.trainers.rl.rollout_metrics import rollout_statistics
-from megaswift.trainers.rl.rollout_scheduler import RolloutScheduler
+from megaswift.trainers.rl.rollout_scheduler import CompletionSamplingScheduler
 from megaswift.trainers.step_interval import Every
 
 if TYPE_CHECKING:
@@ -31,7 +31,11 @@ class RewardEvaluationHook(IntervalLinesHook):
     part = "evaluation"
 
     def __init__(
-        self, path: Path, prompts: Sequence[Prompt], work: tuple[RolloutScheduler, RewardScorer], every: Every
+        self,
+        path: Path,
+        prompts: Sequence[Prompt],
+        work: tuple[CompletionSamplingScheduler, RewardScorer],
+        every: Every,
     ) -> None:
         super().__init__(path, every)
         self.prompts = prompts

@@ -13,7 +13,7 @@ from typing import Any
 
 from megaswift import distributed
 from megaswift.data.rl_prompts import Prompt
-from megaswift.rewards.contract import RewardFunction, RewardInput, score_rewards
+from megaswift.rewards.reward_interface_and_scoring import RewardFunction, RewardInput, score_rewards
 from megaswift.rollout.sampler import Completion
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, model_token_mask
 
@@ -97,7 +97,7 @@ class RewardScorer:
                 for k in range(len(mine))
             ]
 
-        rewards = [reward for share in distributed.run_on_all_ranks(work) for reward in share]
+        rewards = [reward for share in distributed.run_and_gather_on_all_ranks(work) for reward in share]
         rollouts = [
             ScoredCompletion(*one, *reward)
             for one, reward in zip(zip(prompts, completions, texts, strict=True), rewards, strict=True)

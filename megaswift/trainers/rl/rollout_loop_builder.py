@@ -14,15 +14,15 @@ from megaswift.config.generation_batch import generation_batch_plan
 from megaswift.config.rl_defaults import advantage_estimator_entry_of
 from megaswift.data import build_batch_sources as data
 from megaswift.data import vocab_check
-from megaswift.data.rl_prompts import Prompt, PromptDataset, PromptSource, load_prompt_splits
+from megaswift.data.rl_prompts import IndexedPrompts, Prompt, PromptSource, load_prompt_splits
 from megaswift.data.rollout_batches import RolloutCollator
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
 from megaswift.families.model_and_tokenizer_source import training_tokenizer
 from megaswift.log import count_text
 from megaswift.losses.value import ValueLoss
-from megaswift.rewards.contract import RewardFunction, RewardOptions, missing_reward_column_problems
 from megaswift.rewards.load_reward_functions import load_reward_functions
+from megaswift.rewards.reward_interface_and_scoring import RewardFunction, RewardOptions, missing_reward_column_problems
 from megaswift.rollout.sync_folder import SyncRounds
 from megaswift.trainers.batch_transforms import ReferenceLogprobs
 from megaswift.trainers.flops import step_flop_formula
@@ -40,17 +40,17 @@ from megaswift.trainers.rl.multi_turn import MultiTurnRunner
 from megaswift.trainers.rl.reward_evaluation import RewardEvaluationHook
 from megaswift.trainers.rl.reward_scorer import RewardScorer
 from megaswift.trainers.rl.rollout_monitor import RolloutMonitor
-from megaswift.trainers.rl.rollout_scheduler import RolloutScheduler
+from megaswift.trainers.rl.rollout_scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.rollout_source import RolloutDependencies, RolloutSource
 from megaswift.trainers.rl.settings import rl_settings
+from megaswift.trainers.startup_summary import SummaryFacts, trained_parameter_share_text
 from megaswift.trainers.step_interval import interval_of
-from megaswift.trainers.summary import SummaryFacts, trained_text
-from megaswift.trainers.supervised_loop_builder import BuiltLoop
+from megaswift.trainers.supervised_loop_builder import LoopWithRunSummary
 from megaswift.trainers.timers import StepTimer, timed
 
 if TYPE_CHECKING:
     from megaswift.trainers.run_builder import RunBuilder
-    from megaswift.trainers.session import Session
+    from megaswift.trainers.session import TrainingSession
 
 CRITIC = "critic"
 """Within a checkpoint."""
@@ -71,12 +71,14 @@ def build_training_and_held_out_prompts(build: RunBuilder) -> tuple[PromptSource
     return source, held_out or []
 
 
-def common_columns(prompts: PromptDataset) -> frozenset[str]:
+def common_columns(prompts: IndexedPrompts) -> frozenset[str]:
     """Columns that every row has, as far as looked at."""
     return frozenset.intersection(*(frozenset(prompts.read(i).columns) for i in range(min(len(prompts), LOOKED_AT))))
 
 
-def with_rl_rows(facts: SummaryFacts, build: RunBuilder, source: PromptSource, critic: Engine | None) -> SummaryFacts:
+def add_rl_summary_rows(
+    facts: SummaryFacts, build: RunBuilder, source: PromptSource, critic: Engine | None
+) -> SummaryFacts:
     """The first screen's rows about sampling, rewards and critic; an epoch passes over each prompt once."""
     cfg, plan = build.cfg, generation_batch_plan(build.cfg, build.layout.dp)
     names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
@@ -91,14 +93,14 @@ def with_rl_rows(facts: SummaryFacts, build: RunBuilder, source: PromptSource, c
     rows = source.rows * plan.generations * plan.iterations
     more = (
         ("sampling", sampling),
-        *weight_sync_rows(build),
+        *weight_sync_summary_rows(build),
         ("rewards", judges),
-        *(() if critic is None else critic_row(cfg, critic)),
+        *(() if critic is None else critic_summary_row(cfg, critic)),
     )
     return replace(facts, rows_per_epoch=rows, more=more)
 
 
-def weight_sync_rows(build: RunBuilder) -> Iterator[tuple[str, str]]:
+def weight_sync_summary_rows(build: RunBuilder) -> Iterator[tuple[str, str]]:
     """Of a run with adapters: what its samplers get."""
     if build.adapts:
         cfg, alone = build.cfg, syncs_adapters_only(build.cfg, build.spec, build.folder)
@@ -113,7 +115,7 @@ def weight_sync_rows(build: RunBuilder) -> Iterator[tuple[str, str]]:
         )
 
 
-def critic_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
+def critic_summary_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
     """What PPO's second model is and costs. Collective."""
     sizes, start = critic.report(), cfg.rl.critic_model or "the initial model"
     memory = bytes_text(sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes)
@@ -121,8 +123,8 @@ def critic_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
     yield (
         "critic",
         (
-            f"{start}, with a scalar head: {sizes.parameters_total:,} parameters{trained_text(sizes)}, {memory} more "
-            f"on the largest rank, learning rate {rate:g}"
+            f"{start}, with a scalar head: {sizes.parameters_total:,} parameters"
+            f"{trained_parameter_share_text(sizes)}, {memory} more on the largest rank, learning rate {rate:g}"
         ),
     )
 
@@ -130,7 +132,7 @@ def critic_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
 class SamplerCloser(Hook):
     """Ends what samples."""
 
-    def __init__(self, scheduler: RolloutScheduler) -> None:
+    def __init__(self, scheduler: CompletionSamplingScheduler) -> None:
         self.scheduler = scheduler
 
     def close(self) -> None:
@@ -160,7 +162,7 @@ def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRunner | None
     )
 
 
-def build_rollout_loop(session: Session) -> BuiltLoop:
+def build_rollout_loop(session: TrainingSession) -> LoopWithRunSummary:
     """The loop of a policy: its batches are rollouts, its other engine is the critic. Prompts first: a malformed row
     stops the run before a model is built."""
     cfg, build = session.cfg, session.build
@@ -203,9 +205,9 @@ def build_rollout_loop(session: Session) -> BuiltLoop:
 
     def facts() -> SummaryFacts:
         plain = build.facts(engine, prompts, None, loop.total_steps, loop.step)
-        return with_rl_rows(plain, build, prompts, loop.engines.get(CRITIC))
+        return add_rl_summary_rows(plain, build, prompts, loop.engines.get(CRITIC))
 
-    return BuiltLoop(loop, facts)
+    return LoopWithRunSummary(loop, facts)
 
 
 def rollout_dependencies(
@@ -229,7 +231,7 @@ def rollout_dependencies(
     )
     critic = critic_of()  # after the sampler, which reserves its share of the memory first
     offloaded = {"optimizer": cfg.rl.offload_optimizer, "model": cfg.rl.offload_model}
-    scheduler = RolloutScheduler(
+    scheduler = CompletionSamplingScheduler(
         prompts,
         generation,
         settings.draws,

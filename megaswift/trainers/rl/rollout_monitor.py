@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.errors import EXIT_NO_PROGRESS, Problem, UserError
 from megaswift.log import count_text
-from megaswift.rewards.contract import reward_function_flag
+from megaswift.rewards.reward_interface_and_scoring import reward_function_flag
 from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.progress import print_warning
 from megaswift.trainers.rl.rollout_source import RolloutSource

@@ -39,7 +39,7 @@ class PendingDraw:
 
 
 @dataclass
-class RolloutScheduler:
+class CompletionSamplingScheduler:
     """The draws of a run, seen from one rank."""
 
     prompts: PromptSource

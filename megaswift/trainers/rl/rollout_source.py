@@ -28,7 +28,7 @@ from megaswift.trainers.rl.critic import CriticTrainer
 from megaswift.trainers.rl.multi_turn import model_token_mask
 from megaswift.trainers.rl.reward_scorer import RewardScorer, ScoredCompletion
 from megaswift.trainers.rl.rollout_metrics import group_rewards_differ, rollout_statistics
-from megaswift.trainers.rl.rollout_scheduler import RolloutScheduler
+from megaswift.trainers.rl.rollout_scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.settings import RlSettings
 from megaswift.trainers.timers import timed
 
@@ -39,7 +39,7 @@ NOTHING = np.zeros(0, dtype=np.float32)
 class RolloutDependencies:
     """What a source works with."""
 
-    scheduler: RolloutScheduler
+    scheduler: CompletionSamplingScheduler
     scorer: RewardScorer
     estimator: AdvantageEstimator
     layout: RolloutCollator
@@ -96,7 +96,7 @@ class RolloutSource:
         """A new generation, ready for its first step."""
         late = self.settings.steps if self.parts.scheduler.ahead is not None else 0
         rollouts = self.sample()
-        self.completed = [rollout_tokens(i, r, self.settings) for i, r in enumerate(rollouts)]
+        self.completed = [scored_completion_to_rollout_tokens(i, r, self.settings) for i, r in enumerate(rollouts)]
         self.used = 0
         with self.timed("scoring"):
             self.score()
@@ -127,7 +127,7 @@ class RolloutSource:
                     prompts, completions, self.parts.scheduler.generation.own(len(prompts), settings.draws)
                 )
             for start in range(0, len(rollouts), settings.draws):
-                group = with_greedy_baseline(rollouts[start : start + settings.draws], settings.group)
+                group = split_off_greedy_baseline(rollouts[start : start + settings.draws], settings.group)
                 (
                     selected if settings.tries == 1 or group_rewards_differ(group, settings.each_reward) else spare
                 ).extend(group)
@@ -269,12 +269,12 @@ class RolloutSource:
         self.parts.estimator.load_state_dict(state["estimator"])
 
 
-def with_greedy_baseline(draws: list[ScoredCompletion], group: int) -> list[ScoredCompletion]:
+def split_off_greedy_baseline(draws: list[ScoredCompletion], group: int) -> list[ScoredCompletion]:
     """The first `group` rollouts of a prompt; with one more, the greedy one, its total is their baseline."""
     return draws if len(draws) == group else [replace(r, baseline=draws[group].total) for r in draws[:group]]
 
 
-def rollout_tokens(number: int, rollout: ScoredCompletion, settings: RlSettings) -> RolloutTokens:
+def scored_completion_to_rollout_tokens(number: int, rollout: ScoredCompletion, settings: RlSettings) -> RolloutTokens:
     """A rollout as the loss sees it. A critic learns nothing from a completion that no reward function applies to."""
     completion = rollout.completion
     silent = settings.mask_truncated and not completion.finished
@@ -324,4 +324,4 @@ def compute_rollout_token_outputs(
     scores: CompletionScores = {}
     for batch, outputs, micro in zip(batches, engine.score(batches, needs), micros, strict=True):
         scores |= gather_completion_values(batch, getattr(outputs, name), micro)
-    return distributed.all_gather_dict(scores if first else {})
+    return distributed.all_gather_merged_dict(scores if first else {})

@@ -59,14 +59,14 @@ class Result:
 def opened(case: Case, run: Run, world: int) -> tuple[Any, Any]:
     """(engine with the folder's weights, context), of any model that transformers loads."""
     from megaswift.config import SwiftConfig
-    from megaswift.families.model_spec_of_any_model import spec_of_any_model
+    from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
     from megaswift.parallel.layout import Layout
     from megaswift.trainers.engine_factory import make_engine, start_context
 
     task = {"task": "grpo", "reward_funcs": ("format",)} if run.merges else {"task": "sft"}
     cfg = SwiftConfig(model=str(run.folder), **task, **case.config(**recipe_options(RECIPE, False), **run.options))
     context = start_context(cfg.replace(ddp_timeout=60, seed=11), Layout.from_config(cfg.parallel, world))
-    engine = make_engine(cfg, spec_of_any_model(run.folder), run.folder, context)
+    engine = make_engine(cfg, spec_from_family_or_size_fields(run.folder), run.folder, context)
     engine.load_hf(run.folder)
     return engine, context
 

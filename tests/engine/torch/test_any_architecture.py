@@ -25,7 +25,7 @@ from megaswift.engine.torch.loss_fields import LossFieldsModel, labeled_columns
 from megaswift.engine.torch.model_building import build_model
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES
-from megaswift.families.model_spec_of_any_model import spec_of_any_model
+from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
 from megaswift.losses.contract import Batch
 from tests.engine.torch.adapter_ranks import CASE, Run, far, model_of, plain
 from tests.engine.torch.other_models import APART, ENCODERS, KINDS, MIXING, POSITIONS, config_of, write
@@ -130,7 +130,9 @@ def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
     logger.addHandler(ear)
     logger.setLevel("WARNING")  # whatever a run before told transformers to say
     folder = folders("gpt2")
-    made = build_model(folder, SwiftConfig(engine="ddp", model=str(folder)), True, spec_of_any_model(folder), {}, False)
+    made = build_model(
+        folder, SwiftConfig(engine="ddp", model=str(folder)), True, spec_from_family_or_size_fields(folder), {}, False
+    )
     warning_once.cache_clear()
     made(torch.tensor([[5, 6, made.config.pad_token_id]]))
     logger.warning("another")

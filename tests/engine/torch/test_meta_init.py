@@ -21,10 +21,10 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.transformers_weights import tensors_by_disk_name
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch import meta_init, model_building, weight_loading
-from megaswift.engine.torch.peft_wrappers import unwrap_peft_model
 from megaswift.engine.torch.transformers_conversions import conversion_groups, jointly_written_parameters, tied_name_map
+from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
 from megaswift.errors import WeightsError
-from megaswift.families.model_spec_of_any_model import spec_of_any_model
+from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
 from tests.bridge.folders import tensors_of
 from tests.parity.models import build
 
@@ -36,7 +36,9 @@ LORA = {"train_type": "lora", "target_modules": ["o_proj"], "modules_to_save": [
 def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
     """(a model that was hollow, how many elements each piece of files held)."""
     cfg = SwiftConfig(model=str(folder), engine="fsdp2", **options)
-    fields = model_building.build_model_for_wrapping(folder, cfg, False, spec_of_any_model(folder), {}, empty=True)
+    fields = model_building.build_model_for_wrapping(
+        folder, cfg, False, spec_from_family_or_size_fields(folder), {}, empty=True
+    )
     bare, source = unwrap_peft_model(fields.model), open_weights(folder)
     assert all(
         meta_init.is_unallocated(p)
@@ -63,7 +65,11 @@ def test_equals_from_pretrained(variant: str, options: dict[str, Any], tmp_path:
     folder = build(variant, tmp_path / variant)
     got, sizes = filled(folder, **options)
     want = model_building.build_model_for_wrapping(
-        folder, SwiftConfig(model=str(folder), engine="fsdp2", **options), True, spec_of_any_model(folder), {}
+        folder,
+        SwiftConfig(model=str(folder), engine="fsdp2", **options),
+        True,
+        spec_from_family_or_size_fields(folder),
+        {},
     )
     for mine, theirs in (
         (got.named_parameters(), want.named_parameters()),
@@ -101,7 +107,12 @@ def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "m" / "config.json", folder)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     fields = model_building.build_model_for_wrapping(
-        folder, SwiftConfig(model=str(folder), engine="fsdp2"), False, spec_of_any_model(folder), {}, empty=True
+        folder,
+        SwiftConfig(model=str(folder), engine="fsdp2"),
+        False,
+        spec_from_family_or_size_fields(folder),
+        {},
+        empty=True,
     )
     source = open_weights(folder)
     told = "\n".join(
@@ -118,10 +129,12 @@ def test_adapters_initialized_from_weights_refuse_a_checkpoint(options: dict[str
     hf_to_megatron(build("dense", tmp_path / "m"), tmp_path / "c")
     folder = tmp_path / "c" / "model"
     engine: Any = SimpleNamespace(
-        cfg=SwiftConfig(model=str(tmp_path / "c"), engine="ddp", **options), kind="ddp", spec=spec_of_any_model(folder)
+        cfg=SwiftConfig(model=str(tmp_path / "c"), engine="ddp", **options),
+        kind="ddp",
+        spec=spec_from_family_or_size_fields(folder),
     )
     with pytest.raises(WeightsError, match="convert megatron-to-hf"):
-        weight_loading.prepare_weights_from_files(folder, engine)
+        weight_loading.prepare_model_and_filler_from_files(folder, engine)
 
 
 def test_a_real_model_hands_its_weights_over() -> None:
@@ -130,7 +143,7 @@ def test_a_real_model_hands_its_weights_over() -> None:
     module = torch.nn.ModuleDict({"a": plain, "b": torch.nn.Linear(3, 5)})
     module["b"].weight = plain.weight
     before = {n: t.detach().clone() for n, t in module.named_parameters()}
-    taken = meta_init.drop_storage(module)
+    taken = meta_init.swap_parameters_for_expanded_zeros(module)
     assert taken.keys() == before.keys() and all(torch.equal(taken[n], t) for n, t in before.items())
     assert module["a"].weight is module["b"].weight and meta_init.is_unallocated(plain.weight)
     assert plain.weight.shape == (5, 3) and plain.weight.untyped_storage().nbytes() == 4

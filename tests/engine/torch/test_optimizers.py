@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megaswift.config import SwiftConfig
 from megaswift.config.optim import OPTIMIZERS, OptimConfig
-from megaswift.engine.torch.data_parallel_strategy import set_rates
+from megaswift.engine.torch.data_parallel_strategy import set_param_groups_lr_and_weight_decay
 from megaswift.engine.torch.optimizer_registry import make_torch_optimizer
 from megaswift.errors import ConfigError
 
@@ -170,7 +170,7 @@ def test_galore_is_the_papers(kind: str) -> None:
     plain = PlainGaLore(
         [theirs.up.weight, theirs.head.weight], theirs.parameters(), adam, GALORE | {"galore_proj_type": kind}
     )
-    set_rates(optimizer.inner, 1e-3, 0.1)
+    set_param_groups_lr_and_weight_decay(optimizer.inner, 1e-3, 0.1)
     five_steps((ours, optimizer), (theirs, plain))
     for (n, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert float((a - b).detach().abs().max()) < 1e-5 * float(b.detach().abs().max()), n
@@ -222,13 +222,13 @@ def test_rates_under_lora_plus_are_peft_s() -> None:
     model: Any = peft.get_peft_model(Block(), config)
     theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=3e-4, loraplus_lr_ratio=16.0)
     ours = make_torch_optimizer(model, optim("adam", train_type="lora", lorap_lr_ratio=16, lr=3e-4)).inner
-    set_rates(ours, 3e-4, 0.1)
+    set_param_groups_lr_and_weight_decay(ours, 3e-4, 0.1)
 
     def rates(optimizer: Any) -> dict[str, float]:
         by_parameter = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         return {n: by_parameter[id(p)] for n, p in model.named_parameters() if p.requires_grad}
 
     assert rates(ours) == pytest.approx(rates(theirs)) and len({*rates(ours).values()}) == 3
-    set_rates(ours, 1.5e-4, 0.1)
+    set_param_groups_lr_and_weight_decay(ours, 1.5e-4, 0.1)
     assert rates(ours) == pytest.approx({name: rate / 2 for name, rate in rates(theirs).items()})
     assert {(g["decays"], g["weight_decay"]) for g in ours.param_groups} == {(True, 0.1), (False, 0.0)}

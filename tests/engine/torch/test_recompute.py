@@ -15,7 +15,7 @@ from torch import Tensor
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch.loss_fields import labeled_columns
 from megaswift.engine.torch.model_building import build_model_for_wrapping
-from megaswift.families.model_spec_of_any_model import spec_of_any_model
+from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
 from tests.trainers.inputs import write_model
 
 
@@ -27,7 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, **options: Any) -> tuple[int, dict[str, Tensor]]:
     """(bytes that the forward pass keeps besides parameters, gradients)."""
     cfg = SwiftConfig(model=str(folder), engine="ddp", **options)
-    fields = build_model_for_wrapping(folder, cfg, weights=True, spec=spec_of_any_model(folder), further={}).train()
+    fields = build_model_for_wrapping(
+        folder, cfg, weights=True, spec=spec_from_family_or_size_fields(folder), further={}
+    ).train()
     ids = torch.arange(4, 40)[None].repeat(4, 1)
     parameters = {p.data_ptr() for p in fields.parameters()}
     kept: dict[int, int] = {}
@@ -57,7 +59,7 @@ def test_compiled_layers_keep_their_names(folder: Path, lora: bool) -> None:
     options: dict[str, Any] = {"train_type": "lora", "target_modules": ["q_proj"]} if lora else {}
     configs = [SwiftConfig(model=str(folder), engine="ddp", torch_compile=on, **options) for on in (False, True)]
     plain, compiled = (
-        build_model_for_wrapping(folder, cfg, weights=True, spec=spec_of_any_model(folder), further={})
+        build_model_for_wrapping(folder, cfg, weights=True, spec=spec_from_family_or_size_fields(folder), further={})
         for cfg in configs
     )
     assert list(plain.state_dict()) == list(compiled.state_dict())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megaswift.config.deepspeed_json import DeepspeedAutoValues, deepspeed_preset, fill_deepspeed_auto
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.torch.loss_scale import DynamicLossScale, make_loss_scale
-from megaswift.engine.torch.meta_init import drop_storage
+from megaswift.engine.torch.meta_init import swap_parameters_for_expanded_zeros
 from megaswift.engine.torch.zero import ZeroStrategy
 from tests.engine.torch.zero_model import HIDDEN, Fields, count, rows
 
@@ -56,7 +56,7 @@ def sharded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     dist.init_process_group("gloo")
     config = fill_deepspeed_auto(deepspeed_preset(job["kind"]), facts(world, job["dtype"]), "preset").config
     module = Fields()
-    whole = drop_storage(module)
+    whole = swap_parameters_for_expanded_zeros(module)
     strategy = ZeroStrategy(module, OPTIM, config, torch.device("cpu"), loss_scale(job["dtype"]))
     held = sum(p.numel() for p in module.parameters())
     for name, tensor in whole.items():

@@ -19,7 +19,7 @@ from megaswift.rewards.format_and_length_rewards import PerCompletionReward
 from megaswift.rollout.sampler import Completion
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
 from megaswift.trainers.rl.reward_scorer import RewardScorer, ScoredCompletion
-from megaswift.trainers.rl.rollout_scheduler import RolloutScheduler
+from megaswift.trainers.rl.rollout_scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.rollout_source import RolloutDependencies, RolloutSource
 from megaswift.trainers.rl.settings import rl_settings
 
@@ -163,7 +163,7 @@ def source(worth: Any = None, **options: Any) -> RolloutSource:
     geometry = LoaderGeometry(per_device=width, accumulation=settings.batch // width)
     prompts: Any = Prompts()
     samples: Any = Samples()
-    drawing = RolloutScheduler(
+    drawing = CompletionSamplingScheduler(
         PromptSource(prompts, settings.generation // settings.group, EpochOrder(len(prompts), False, 0)),
         samples,
         settings.draws,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaswift.engine.protocol import EngineSizeReport
-from megaswift.trainers.rl.rollout_loop_builder import critic_row
+from megaswift.trainers.rl.rollout_loop_builder import critic_summary_row
 from tests.trainers.rl.makers import config
 
 
@@ -37,5 +37,5 @@ def test_the_critic_on_the_screen(options: dict[str, Any], trained: int | None, 
     """1024 + 3072 + 4096 bytes."""
     sizes = EngineSizeReport(5000, 5000, 1024, 3072, 4096, 4000, parameters_trained=trained)
     critic: Any = SimpleNamespace(report=lambda: sizes)
-    found = critic_row(config(task="ppo", num_generations=1, learning_rate=0.001, **options), critic)
+    found = critic_summary_row(config(task="ppo", num_generations=1, learning_rate=0.001, **options), critic)
     assert list(found) == [("critic", text)]

@@ -21,7 +21,7 @@ from megaswift.config.rl import RlConfig
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings as Formulas
 from megaswift.losses.value import ValueLoss
-from megaswift.rewards.contract import RewardOptions
+from megaswift.rewards.reward_interface_and_scoring import RewardOptions
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
 from megaswift.trainers.metrics import read_lines
 from megaswift.trainers.rl import rollout_loop_builder as build_module

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from megaswift.engine.megatron.rank_weights import canonical_parameter_name
+from megaswift.engine.megatron.load_and_gather_rank_weights import canonical_parameter_name
 from megaswift.errors import Problem
 
 if TYPE_CHECKING:

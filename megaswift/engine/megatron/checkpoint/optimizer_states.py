@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megaswift.engine.megatron.fp8_weights import is_fp8_weight
 from megaswift.engine.megatron.host_adam import HostAdam
-from megaswift.engine.megatron.optimizer import holds_main_weights, optimizer_parts
+from megaswift.engine.megatron.optimizer import optimizer_parts, uses_precision_aware_optimizer
 
 REMAINDER = torch.int16
 """The 16 low bits of a float32 main weight, as Transformer Engine's FusedAdam stores them with `store_param_remainders`
@@ -81,7 +81,7 @@ def _sharded(part: DistributedOptimizer, write: bool) -> Iterator[StateSlice]:
     for weight, ranges in _owned(part):
         tensors = part._get_main_param_and_optimizer_states(weight)
         compact = None
-        if holds_main_weights(part) and weight.dtype == torch.float32:
+        if uses_precision_aware_optimizer(part) and weight.dtype == torch.float32:
             del tensors[MAIN]  # FusedAdam makes one and never reads it: such a weight is its own main weight
         elif tensors[MAIN].dtype == REMAINDER:
             compact = SplitMainWeights(_shard(part, weight), tensors[MAIN])
@@ -166,7 +166,7 @@ def store_filled_states(optimizer: MegatronOptimizer, filled: list[StateSlice]) 
     weights in two parts)."""
     by_weight = {id(s.weight): s for s in filled}
     for part in optimizer_parts(optimizer):
-        if not isinstance(part, DistributedOptimizer) or not holds_main_weights(part):
+        if not isinstance(part, DistributedOptimizer) or not uses_precision_aware_optimizer(part):
             continue
         for weight, _ in _owned(part):
             s = by_weight[id(weight)]
@@ -181,7 +181,7 @@ class MainWeightFiller:
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         parts = optimizer_parts(optimizer)
-        if any(holds_main_weights(part) for part in parts):
+        if any(uses_precision_aware_optimizer(part) for part in parts):
             materialize_states(optimizer)
         self._parts = parts
         self._slices = {id(s.weight): s for s in state_slices(optimizer)}
@@ -199,7 +199,7 @@ class MainWeightFiller:
             return
         s.tensors[MAIN].view(-1).copy_(main)
         for part in self._parts:
-            if isinstance(part, DistributedOptimizer) and holds_main_weights(part) and _owns(part, weight):
+            if isinstance(part, DistributedOptimizer) and uses_precision_aware_optimizer(part) and _owns(part, weight):
                 part._set_main_param_and_optimizer_states(weight, s.tensors)
 
 

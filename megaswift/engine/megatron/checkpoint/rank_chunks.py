@@ -20,8 +20,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor
 
-from megaswift.bridge.checkpoint_shard_regions import KEPT, STATES
-from megaswift.bridge.torch_dist_files import ShardChunk
+from megaswift.bridge.sharded_state_dict_entries import KEPT, STATES
+from megaswift.bridge.torch_dist_chunk_io import RankTensorChunk
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
 from megaswift.engine.megatron.fp8_weights import is_fp8_weight
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ParameterSlice:
+class LocalToGlobalSlice:
     """A run of a local tensor's elements, and where it lies in the named tensor."""
 
     key: str
@@ -51,19 +51,19 @@ class ParameterSlice:
         return self.start + math.prod(self.shape)
 
 
-def _piece(part: ShardedTensor, local: Tensor) -> ParameterSlice:
+def _piece(part: ShardedTensor, local: Tensor) -> LocalToGlobalSlice:
     assert part.data.is_contiguous() and part.data.untyped_storage().data_ptr() == local.untyped_storage().data_ptr(), (
         part.key
     )
     start = part.data.storage_offset() - local.storage_offset()
     shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
     replica = part.replica_id if isinstance(part.replica_id, tuple) else (part.replica_id,)
-    return ParameterSlice(
+    return LocalToGlobalSlice(
         part.key, start, shape, tuple(part.global_shape), tuple(part.global_offset), replica, part.allow_shape_mismatch
     )
 
 
-def parameter_slices(engine: MegatronEngine) -> list[tuple[Tensor, list[ParameterSlice]]]:
+def local_to_global_tensor_slices(engine: MegatronEngine) -> list[tuple[Tensor, list[LocalToGlobalSlice]]]:
     """Every weight and persistent buffer of this rank with its pieces (a gated projection has two)."""
     chunks = []
     for chunk in engine.plain:
@@ -80,28 +80,28 @@ def parameter_slices(engine: MegatronEngine) -> list[tuple[Tensor, list[Paramete
     return chunks
 
 
-def weight_chunks(placed: Sequence[tuple[Tensor, list[ParameterSlice]]], write: bool) -> Iterator[ShardChunk]:
+def weight_chunks(placed: Sequence[tuple[Tensor, list[LocalToGlobalSlice]]], write: bool) -> Iterator[RankTensorChunk]:
     """The weights as boxes: all that this rank holds, or only what it has to write."""
     for local, parts in placed:
         flat = local.detach().view(-1)
         for p in parts:
             if not write or is_main_replica(p.replica):
-                yield ShardChunk(p.key, p.whole, p.offset, flat[p.start : p.end].view(p.shape), p.padded)
+                yield RankTensorChunk(p.key, p.whole, p.offset, flat[p.start : p.end].view(p.shape), p.padded)
 
 
-def unchanged_tensor_chunks(engine: MegatronEngine) -> Iterator[ShardChunk]:
+def passthrough_hf_tensor_chunks(engine: MegatronEngine) -> Iterator[RankTensorChunk]:
     """This rank's share of the tensors that are carried along unchanged, each read when it is written."""
     for name in engine.kept_names[engine.rank :: engine.layout.world_size]:
         source = engine.kept
         assert source is not None
         shape = source.shape(name)
         facts = torch.empty(shape, dtype=source.dtype(name), device="meta")
-        yield ShardChunk(KEPT + name, shape, (0,) * len(shape), facts, read=functools.partial(source.slice, name))
+        yield RankTensorChunk(KEPT + name, shape, (0,) * len(shape), facts, read=functools.partial(source.slice, name))
 
 
 def optimizer_chunks(
-    placed: Sequence[tuple[Tensor, list[ParameterSlice]]], slices: Sequence[states.StateSlice], write: bool
-) -> Iterator[ShardChunk]:
+    placed: Sequence[tuple[Tensor, list[LocalToGlobalSlice]]], slices: Sequence[states.StateSlice], write: bool
+) -> Iterator[RankTensorChunk]:
     """The optimizer's states as boxes, in the order of `slices`."""
     by_weight = {id(local): parts for local, parts in placed}
     for s in slices:
@@ -119,7 +119,7 @@ def optimizer_chunks(
                     later = None
                     if tensor.is_meta and s.compact is not None:
                         later = functools.partial(s.compact.read, first - s.start + where, shape)
-                    yield ShardChunk(f"{STATES}{name}.{p.key}", p.whole, offset, data, p.padded, later)
+                    yield RankTensorChunk(f"{STATES}{name}.{p.key}", p.whole, offset, data, p.padded, later)
 
 
 def element_range_boxes(

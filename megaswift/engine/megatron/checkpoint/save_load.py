@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megaswift import distributed, log
 from megaswift.atomic_disk_writes import fsync_path
-from megaswift.bridge import torch_dist_files as files
+from megaswift.bridge import torch_dist_chunk_io as files
 from megaswift.bridge import torch_dist_index
-from megaswift.bridge.checkpoint_shard_regions import KEPT, MAIN, STATES
+from megaswift.bridge.sharded_state_dict_entries import KEPT, MAIN, STATES
 from megaswift.engine import rng_state
 from megaswift.engine.megatron.checkpoint import fp8_history
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
@@ -51,7 +51,7 @@ def save_engine(engine: MegatronEngine, directory: Path) -> None:
     finish_weight_gathers(engine.chunks)
     states.materialize_states(engine.optimizer)
     parameters = (
-        boxes.parameter_slices(engine)
+        boxes.local_to_global_tensor_slices(engine)
         if engine.lora is None
         else adapter_checkpoint_slices.trainable_tensor_slices(engine.lora)
     )
@@ -59,8 +59,8 @@ def save_engine(engine: MegatronEngine, directory: Path) -> None:
         *boxes.weight_chunks([(_exact_copy(engine, w), parts) for w, parts in parameters], True),
         *boxes.optimizer_chunks(parameters, states.state_slices(engine.optimizer, write=True), True),
     ]
-    chunks += boxes.unchanged_tensor_chunks(engine) if engine.lora is None else []
-    files.write_shard_chunks(directory, chunks)
+    chunks += boxes.passthrough_hf_tensor_chunks(engine) if engine.lora is None else []
+    files.dcp_save_rank_tensor_chunks(directory, chunks)
     facts = _facts(engine, max(distributed.all_gather_objects(states.get_step_count(engine.optimizer))))
     distributed.raise_on_all_ranks(_write_small(engine, directory, facts), limit=SHOWN)
 
@@ -110,7 +110,7 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     facts, index = _read_tables(engine, directory)
     states.materialize_states(engine.optimizer)
     parameters = (
-        boxes.parameter_slices(engine)
+        boxes.local_to_global_tensor_slices(engine)
         if engine.lora is None
         else adapter_checkpoint_slices.trainable_tensor_slices(engine.lora)
     )
@@ -122,7 +122,7 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     ]
     items, problems = files.plan_chunk_reads(index, wanted)
     same_layout = facts["layout"] == dataclasses.asdict(engine.layout)
-    random_states = rng_state.read_rng_state(directory, engine.rank if same_layout else 0)
+    random_states = rng_state.read_rng_state_file(directory, engine.rank if same_layout else 0)
     problems += [random_states] if isinstance(random_states, Problem) else []
     histories: fp8_history.Histories | Problem = {}
     if fp8_history.uses_delayed_scaling(engine):
@@ -226,7 +226,7 @@ def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]
     return problems
 
 
-def _source(box: files.ShardChunk, index: Metadata) -> files.ShardChunk:
+def _source(box: files.RankTensorChunk, index: Metadata) -> files.RankTensorChunk:
     """Where to read a box: weights of another dtype than the checkpoint's from its float32 main weights, so that they
     are rounded once; main weights from a float32 run's weights."""
     tables = index.state_dict_metadata

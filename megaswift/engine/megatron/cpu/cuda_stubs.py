@@ -94,7 +94,7 @@ def coalescing(*_: Any, **__: Any) -> Iterator[CompletedWork]:
     yield CompletedWork()
 
 
-def copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_as_distinct_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function object of its own: torch._dynamo refuses one object under two names of torch."""
 
     def replaced(*args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megaswift.engine.megatron.cpu import cuda_stubs, gloo_collectives
+from megaswift.engine.megatron.cpu import cuda_stubs, gloo_all_to_all_collectives
 
 BOTH = "0.16-0.19"
 
@@ -46,7 +46,7 @@ class AttributePatch:
 
 
 @dataclass(frozen=True)
-class MutedWarning:
+class MutedLogRecordFilter:
     """Records of a logger that contain `text` are dropped."""
 
     logger: str
@@ -95,54 +95,68 @@ REPLACEMENTS = (
     AttributePatch("torch.cuda:current_device", lambda: torch.device("cpu"), "names the device of most factory calls"),
     AttributePatch(
         "torch.cuda:set_device",
-        cuda_stubs.copy_function(cuda_stubs.no_op),
+        cuda_stubs.wrap_as_distinct_function(cuda_stubs.no_op),
         "called by parallel_state and the checkpoint writer",
     ),
     AttributePatch(
-        "torch.cuda:synchronize", cuda_stubs.copy_function(cuda_stubs.no_op), "called by DDP, schedules, checkpoints"
+        "torch.cuda:synchronize",
+        cuda_stubs.wrap_as_distinct_function(cuda_stubs.no_op),
+        "called by DDP, schedules, checkpoints",
     ),
-    AttributePatch("torch.cuda:empty_cache", cuda_stubs.copy_function(cuda_stubs.no_op), "called by DDP"),
+    AttributePatch("torch.cuda:empty_cache", cuda_stubs.wrap_as_distinct_function(cuda_stubs.no_op), "called by DDP"),
     AttributePatch("torch.cuda:Stream", cuda_stubs.Stream, "side streams of DDP, pipeline and dispatcher"),
     AttributePatch("torch.cuda:Event", cuda_stubs.Event, "side streams of DDP, pipeline and dispatcher"),
     AttributePatch(
         "torch.cuda:current_stream",
-        cuda_stubs.copy_function(cuda_stubs.Stream),
+        cuda_stubs.wrap_as_distinct_function(cuda_stubs.Stream),
         "side streams of DDP, pipeline and dispatcher",
     ),
-    AttributePatch("torch.cuda:default_stream", cuda_stubs.copy_function(cuda_stubs.Stream), "DDP waits for it"),
+    AttributePatch(
+        "torch.cuda:default_stream", cuda_stubs.wrap_as_distinct_function(cuda_stubs.Stream), "DDP waits for it"
+    ),
     AttributePatch("torch.cuda:stream", cuda_stubs.stream_context, "side streams of DDP, pipeline and dispatcher"),
-    AttributePatch("torch.cuda.nvtx:range_push", cuda_stubs.copy_function(cuda_stubs.no_op), "profiling marks"),
-    AttributePatch("torch.cuda.nvtx:range_pop", cuda_stubs.copy_function(cuda_stubs.no_op), "profiling marks"),
+    AttributePatch(
+        "torch.cuda.nvtx:range_push", cuda_stubs.wrap_as_distinct_function(cuda_stubs.no_op), "profiling marks"
+    ),
+    AttributePatch(
+        "torch.cuda.nvtx:range_pop", cuda_stubs.wrap_as_distinct_function(cuda_stubs.no_op), "profiling marks"
+    ),
     AttributePatch(
         "torch.cuda:manual_seed",
-        cuda_stubs.copy_function(torch.manual_seed),
+        cuda_stubs.wrap_as_distinct_function(torch.manual_seed),
         "the RNG tracker seeds its states with it",
     ),
     AttributePatch(
         "torch.cuda:get_rng_state",
-        cuda_stubs.copy_function(cuda_stubs.get_cpu_rng_state),
+        cuda_stubs.wrap_as_distinct_function(cuda_stubs.get_cpu_rng_state),
         "activation recompute keeps the device's RNG state",
     ),
     AttributePatch(
         "torch.cuda:set_rng_state",
-        cuda_stubs.copy_function(cuda_stubs.set_cpu_rng_state),
+        cuda_stubs.wrap_as_distinct_function(cuda_stubs.set_cpu_rng_state),
         "activation recompute keeps the device's RNG state",
     ),
     AttributePatch(
         "torch.cuda.random:get_rng_state",
-        cuda_stubs.copy_function(cuda_stubs.get_cpu_rng_state),
+        cuda_stubs.wrap_as_distinct_function(cuda_stubs.get_cpu_rng_state),
         "activation recompute keeps the device's RNG state",
     ),
     AttributePatch(
-        "torch:Tensor.cuda", cuda_stubs.copy_function(cuda_stubs.return_self), "moves parameters and gradients"
+        "torch:Tensor.cuda",
+        cuda_stubs.wrap_as_distinct_function(cuda_stubs.return_self),
+        "moves parameters and gradients",
     ),
-    AttributePatch("torch.nn:Module.cuda", cuda_stubs.copy_function(cuda_stubs.return_self), "moves modules"),
-    AttributePatch("torch.distributed:all_to_all_single", gloo_collectives.all_to_all, _SPLITS),
-    AttributePatch("torch.distributed:all_gather", gloo_collectives.all_gather, _UNEVEN),
-    AttributePatch("torch.distributed:reduce_scatter", gloo_collectives.reduce_scatter, _UNEVEN),
-    AttributePatch("torch.distributed:all_gather_into_tensor", gloo_collectives.all_gather_into_tensor, _RING),
-    AttributePatch("torch.distributed:reduce_scatter_tensor", gloo_collectives.reduce_scatter_tensor, _RING),
-    AttributePatch("torch.distributed:all_reduce", gloo_collectives.all_reduce, _RING),
+    AttributePatch(
+        "torch.nn:Module.cuda", cuda_stubs.wrap_as_distinct_function(cuda_stubs.return_self), "moves modules"
+    ),
+    AttributePatch("torch.distributed:all_to_all_single", gloo_all_to_all_collectives.all_to_all, _SPLITS),
+    AttributePatch("torch.distributed:all_gather", gloo_all_to_all_collectives.all_gather, _UNEVEN),
+    AttributePatch("torch.distributed:reduce_scatter", gloo_all_to_all_collectives.reduce_scatter, _UNEVEN),
+    AttributePatch(
+        "torch.distributed:all_gather_into_tensor", gloo_all_to_all_collectives.all_gather_into_tensor, _RING
+    ),
+    AttributePatch("torch.distributed:reduce_scatter_tensor", gloo_all_to_all_collectives.reduce_scatter_tensor, _RING),
+    AttributePatch("torch.distributed:all_reduce", gloo_all_to_all_collectives.all_reduce, _RING),
     AttributePatch(
         _CORE + "distributed.param_and_grad_buffer:_coalescing_manager",
         cuda_stubs.coalescing,
@@ -155,12 +169,12 @@ REPLACEMENTS = (
     ),
     AttributePatch(
         _CORE + "tensor_parallel.random:_get_cuda_rng_state",
-        cuda_stubs.copy_function(cuda_stubs.get_cpu_rng_state),
+        cuda_stubs.wrap_as_distinct_function(cuda_stubs.get_cpu_rng_state),
         _TRACKER,
     ),
     AttributePatch(
         _CORE + "tensor_parallel.random:_set_cuda_rng_state",
-        cuda_stubs.copy_function(cuda_stubs.set_cpu_rng_state),
+        cuda_stubs.wrap_as_distinct_function(cuda_stubs.set_cpu_rng_state),
         _TRACKER,
     ),
 )
@@ -192,8 +206,8 @@ UNDEFINED_NAMES = (
 )
 """Names that guarded imports of Transformer Engine leave undefined or wrong, with CUDA too."""
 
-MUTED_WARNINGS = (
-    MutedWarning(
+MUTED_LOG_RECORDS = (
+    MutedLogRecordFilter(
         _CORE + "tensor_parallel.random",
         "CPU RNG state changed",
         "the tracker warns when the CPU's generator was used: here it is the device's, used by each dropout",
@@ -280,7 +294,7 @@ def install_cpu_patches() -> None:
     for row in CONSTANTS:
         function = unwrap_decorators(resolve_symbol(row.symbol)[2])
         function.__code__ = _cpu_constant(function.__code__)
-    for muted in MUTED_WARNINGS:
+    for muted in MUTED_LOG_RECORDS:
         logging.getLogger(muted.logger).addFilter(muted)
     _define_missing_names()
 

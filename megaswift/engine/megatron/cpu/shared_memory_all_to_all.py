@@ -6,9 +6,10 @@ two slots, which it writes in turns and all others read. A rank that begins turn
 slot of turn t is free at t + 2, when all have begun t + 1. The memory has no name and is gone with its last process,
 however that ends.
 
-Owns the memory and the waiting; which tensors travel, and what becomes of them, belongs to `gloo_collectives.py`.
-Writes become visible in their order on x86-64 only: elsewhere, over several machines or without Linux, there is no
-exchange and gloo carries everything. (memcpy's stores past the cache are fenced by the C library.)
+Owns the memory and the waiting; which tensors travel, and what becomes of them, belongs to
+`gloo_all_to_all_collectives.py`. Writes become visible in their order on x86-64 only: elsewhere, over several machines
+or without Linux, there is no exchange and gloo carries everything. (memcpy's stores past the cache are fenced by the C
+library.)
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ LOOK = 1.0
 """Seconds between looks at whether the ranks that are waited for live."""
 
 
-def shared_memory_id() -> int:
+def machine_and_pid_namespace_id() -> int:
     """A number that processes share when they can share memory; 0 where none can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return 0
@@ -134,7 +135,7 @@ def open_shared_memory_all_to_all(
 
     `gather`: some numbers of this rank to those of all, by whatever means.
     """
-    machine_id, file, memory = shared_memory_id(), -1, None
+    machine_id, file, memory = machine_and_pid_namespace_id(), -1, None
     length = _head(ranks) + 2 * ranks * SLOT
     if rank == 0 and machine_id:
         file = os.memfd_create("megaswift", os.MFD_CLOEXEC)

@@ -47,7 +47,7 @@ def fp8_compute_capability_problems(recipe: str, capability: tuple[int, int]) ->
     ]
 
 
-def fp8_gather_problems(recipe: str, hidden_size: int, layout: Layout) -> list[Problem]:
+def fp8_blockwise_sp_hidden_size_problems(recipe: str, hidden_size: int, layout: Layout) -> list[Problem]:
     """Sequence-parallel ranks gather quantized blocks of 128 x 128, whole ones only (Transformer Engine's
     `Float8BlockQuantizer.is_quantizable`)."""
     if recipe != "blockwise" or not layout.sequence_parallel or hidden_size % 128 == 0:

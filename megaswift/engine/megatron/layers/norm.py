@@ -3,6 +3,7 @@
 `TorchNorm` stands alone; `NormColumnParallelLinear` is a norm followed by a column-parallel product, with the norm's
 weight as `layer_norm_weight`, so that both specs write the same checkpoint. The weights know sequence parallelism:
 their gradients are summed over the tensor-parallel group where each rank saw a part of the sequence.
+`AllHeadsQueryNorm` and `AllHeadsKeyNorm` normalize over the heads of all tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
@@ -88,3 +91,63 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         """The product's shards by rows, the norm whole."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0, "bias": 0}, sharded_offsets)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce; each rank uses the sum for outputs of its own, so the gradients are summed as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class AllHeadsRMSNorm(nn.Module):
+    """RMSNorm over the heads of all ranks together, in float32: `weight` [heads / tp x d]. The attention module sets
+    `group`."""
+
+    group: dist.ProcessGroup
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, heads: int) -> None:
+        super().__init__()
+        self.eps, self.width = eps, heads * hidden_size
+        width = self.width // config.tensor_model_parallel_size
+        self.weight = nn.Parameter(torch.ones(width, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, heads / tp, d], the same shape back."""
+        flat = x.flatten(2).float()
+        squares = flat.square().sum(dim=-1, keepdim=True)
+        if self.group.size() > 1:
+            squares = _SumOverRanks.apply(squares, self.group)
+        normed = flat * torch.rsqrt(squares / self.width + self.eps)
+        return (self.weight.float() * normed).to(x.dtype).view_as(x)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Cut by heads."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets
+        )
+
+
+class AllHeadsQueryNorm(AllHeadsRMSNorm):
+    """Of the queries."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps, config.num_attention_heads)
+
+
+class AllHeadsKeyNorm(AllHeadsRMSNorm):
+    """Of the keys."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps, config.num_query_groups)

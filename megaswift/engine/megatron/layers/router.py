@@ -6,7 +6,7 @@ arXiv:2202.08906, eq. 5), each over the non-padding tokens of a whole micro-batc
 Of sigmoid scores the balancing loss takes each score over their sum, and the experts that are best without the bias
 (DeepSeek-V3, arXiv:2412.19437, eq. 17-20, there for each sequence by itself).
 Megatron-Core weighs them by each shard's token count and then divides by label tokens; here the engine's
-`AuxLossScaleAndLog` is the one place of their scale: coefficient / (micro-batches x data-parallel ranks).
+`RouterAuxLossState` is the one place of their scale: coefficient / (micro-batches x data-parallel ranks).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class AuxLossScaleAndLog:
+class RouterAuxLossState:
     """Coefficients, the number of micro-batches they are averaged over, and the values for the log."""
 
     aux_coefficient: float = 0.0
@@ -119,7 +119,7 @@ def _counts(mask: Tensor, picks: Tensor, group: dist.ProcessGroup) -> tuple[Tens
     return both[:-1], both[-1].clamp(min=1.0)
 
 
-class BalancedRouter(TopKRouter):
+class AuxLossTopKRouter(TopKRouter):
     """Megatron's top-k router with our auxiliary losses, and `choose_experts` where Megatron's own choice is another.
 
     `scale` is set by the engine after the model is built. With an expert capacity the choice is always ours: the losses
@@ -127,11 +127,11 @@ class BalancedRouter(TopKRouter):
     group, and always normalizes sigmoids.
     """
 
-    scale: AuxLossScaleAndLog
+    scale: RouterAuxLossState
 
     def __init__(self, config: Any, pg_collection: Any = None, **kwargs: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection, **kwargs)
-        self.scale = AuxLossScaleAndLog()
+        self.scale = RouterAuxLossState()
         features, sigmoid = config.features, config.moe_router_score_function == "sigmoid"
         self.choice: RoutingRule | None = None
         self.capacity_factor: float | None = config.moe_expert_capacity_factor
@@ -236,13 +236,13 @@ class AuxLosses:
     def __init__(self, chunks: list[SwiftGPT], spec: ModelSpec, cfg: SwiftConfig, context: ParallelContext) -> None:
         coefficient = cfg.model.moe_aux_loss_coeff
         default = spec.transformer.get("moe_aux_loss_coeff") or 0.0
-        self.scale = AuxLossScaleAndLog(
+        self.scale = RouterAuxLossState(
             default if coefficient is None else coefficient, cfg.model.moe_z_loss_coeff or 0.0
         )
         self.context, self.moe_layers = context, sum(spec.moe_layers)
         for chunk in chunks:
             for module in chunk.modules():
-                if isinstance(module, BalancedRouter):
+                if isinstance(module, AuxLossTopKRouter):
                     module.scale = self.scale
 
     def begin(self, microbatches: int) -> None:

@@ -33,8 +33,9 @@ from megaswift.engine.megatron.layers.layer_module_classes import (
     layer_module_classes,
 )
 from megaswift.engine.megatron.layers.nf4_linear import nf4_layer_spec
-from megaswift.engine.megatron.layers.router import BalancedRouter
-from megaswift.engine.megatron.layers.self_attention import AllHeadsKeyNorm, AllHeadsQueryNorm, LayerRotarySelfAttention
+from megaswift.engine.megatron.layers.norm import AllHeadsKeyNorm, AllHeadsQueryNorm
+from megaswift.engine.megatron.layers.rotary_per_layer_self_attention import RotaryPerLayerSelfAttention
+from megaswift.engine.megatron.layers.router import AuxLossTopKRouter
 from megaswift.families.model_spec import ArchitectureExtras
 
 
@@ -63,7 +64,7 @@ def _mlp(
     # built only where the configuration has a width for it
     shared = ModuleSpec(module=SharedExpertMLP, submodules=every)
     return ModuleSpec(
-        module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=BalancedRouter)
+        module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=AuxLossTopKRouter)
     )
 
 
@@ -94,7 +95,7 @@ def _attention(
     parts = SelfAttentionSubmodules(
         linear_qkv=into, core_attention=core, linear_proj=out, q_layernorm=norms[0], k_layernorm=norms[1]
     )
-    return (LayerRotarySelfAttention if wide or features.rope_local is not None else SelfAttention), parts
+    return (RotaryPerLayerSelfAttention if wide or features.rope_local is not None else SelfAttention), parts
 
 
 def layer_spec(config: TransformerConfig, choice: LayerImplementationChoice, moe: bool) -> ModuleSpec:

@@ -18,7 +18,7 @@ KEEP_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
-class VocabularyHeadShard:
+class VocabularyHeadShardSpec:
     """This rank's part of the vocabulary."""
 
     first: int
@@ -42,7 +42,7 @@ class VocabularyHeadShard:
         return x
 
 
-def _logits(hidden: Tensor, weight: Tensor, shard: VocabularyHeadShard) -> tuple[Tensor, Tensor | None]:
+def _logits(hidden: Tensor, weight: Tensor, shard: VocabularyHeadShardSpec) -> tuple[Tensor, Tensor | None]:
     """float32 [t, v]; padding rows of the vocabulary can never be chosen. With a soft cap also its derivative [t,
     v]."""
     out, slope = (hidden @ weight.t()).float(), None
@@ -59,7 +59,7 @@ def _logits(hidden: Tensor, weight: Tensor, shard: VocabularyHeadShard) -> tuple
     return out, slope
 
 
-def _local_labels(labels: Tensor, shard: VocabularyHeadShard, width: int) -> tuple[Tensor, Tensor]:
+def _local_labels(labels: Tensor, shard: VocabularyHeadShardSpec, width: int) -> tuple[Tensor, Tensor]:
     """(label within this shard, clamped; whether it lies here), each [t]."""
     local = labels - shard.first
     in_shard = (local >= 0) & (local < width)
@@ -72,7 +72,7 @@ def _set_label(x: Tensor, local: Tensor, in_shard: Tensor, value: Tensor) -> Ten
     return x.scatter_(1, column, torch.where(in_shard[:, None], value[:, None], x.gather(1, column)))
 
 
-def _forward_chunk(logits: Tensor, labels: Tensor, shard: VocabularyHeadShard) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_chunk(logits: Tensor, labels: Tensor, shard: VocabularyHeadShardSpec) -> tuple[Tensor, Tensor, Tensor]:
     """(fields [f, t], probabilities [t, v], 1 - the label's probability [t]); overwrites `logits`.
 
     The label's exponential is kept out of the sum of the others. Where its probability is near 1, log p = -log1p(rest)
@@ -102,7 +102,7 @@ def _forward_chunk(logits: Tensor, labels: Tensor, shard: VocabularyHeadShard) -
     return torch.stack([values[name] for name in shard.fields]), probs, others / total
 
 
-def _mean_logit(logits: Tensor, shard: VocabularyHeadShard) -> Tensor:
+def _mean_logit(logits: Tensor, shard: VocabularyHeadShardSpec) -> Tensor:
     real = max(min(shard.real, logits.shape[1]), 0)
     sums = torch.stack([logits[:, :real].sum(dim=-1), torch.full_like(logits[:, 0], float(real))])
     sums = shard.reduce(sums)
@@ -110,7 +110,7 @@ def _mean_logit(logits: Tensor, shard: VocabularyHeadShard) -> Tensor:
 
 
 def _backward_chunk(
-    grads: Tensor, out: Tensor, probs: Tensor, rest: Tensor, labels: Tensor, shard: VocabularyHeadShard
+    grads: Tensor, out: Tensor, probs: Tensor, rest: Tensor, labels: Tensor, shard: VocabularyHeadShardSpec
 ) -> Tensor:
     """Gradient of the final logits [t, v] from the fields' gradients [f, t] and 1 - the label's probability, `rest`
     [t]; overwrites `probs` where only log-probabilities are wanted."""
@@ -140,7 +140,7 @@ def _backward_chunk(
     return result / shard.temperature if shard.temperature != 1.0 else result
 
 
-def _through_cap(d_logits: Tensor, slope: Tensor | None, shard: VocabularyHeadShard) -> Tensor:
+def _through_cap(d_logits: Tensor, slope: Tensor | None, shard: VocabularyHeadShardSpec) -> Tensor:
     """Gradient of the products of hidden states and weights from that of the logits before the temperature; in
     place."""
     if slope is not None:
@@ -157,7 +157,7 @@ class VocabularyHeadFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabularyHeadShard) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabularyHeadShardSpec) -> Tensor:
         """The fields; keeps the probabilities where they are small."""
         copies = 1 if shard.softcap is None else 2
         rows = max(1, KEEP_BYTES // (4 * weight.shape[0] * copies))

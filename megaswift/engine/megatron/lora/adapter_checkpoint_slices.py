@@ -12,18 +12,18 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from megaswift.bridge.adapter_plan import ADAPTER, SAVED, adapter_shard_dim
+from megaswift.bridge.adapter_plan import ADAPTER, SAVED, tp_dim_of_adapter_half
 from megaswift.bridge.weight_plan import PlanEntry
-from megaswift.engine.megatron.checkpoint.rank_chunks import ParameterSlice
+from megaswift.engine.megatron.checkpoint.rank_chunks import LocalToGlobalSlice
 from megaswift.engine.megatron.lora.rank_adapters import RankAdapters
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.families.weight_rules import TensorParallelShard, shard_dim
 
 
-def trainable_tensor_slices(lora: RankAdapters) -> list[tuple[Tensor, list[ParameterSlice]]]:
+def trainable_tensor_slices(lora: RankAdapters) -> list[tuple[Tensor, list[LocalToGlobalSlice]]]:
     """Every trainable tensor of this rank with its pieces."""
     context = lora.weights.context
-    slices: list[tuple[Tensor, list[ParameterSlice]]] = []
+    slices: list[tuple[Tensor, list[LocalToGlobalSlice]]] = []
     for p in lora.placed:
         adapter, half = p.adapter, p.half
         replica = _replica(adapter.entry, adapter.sharded(half), context)
@@ -32,7 +32,9 @@ def trainable_tensor_slices(lora: RankAdapters) -> list[tuple[Tensor, list[Param
             (
                 p.tensor,
                 list(
-                    _pieces(ADAPTER + adapter.name(half), adapter.shape(half), adapter_shard_dim(half), ranges, replica)
+                    _pieces(
+                        ADAPTER + adapter.name(half), adapter.shape(half), tp_dim_of_adapter_half(half), ranges, replica
+                    )
                 ),
             )
         )
@@ -40,7 +42,7 @@ def trainable_tensor_slices(lora: RankAdapters) -> list[tuple[Tensor, list[Param
         entry = placed.entry
         ranks, rank = lora.weights.tp_of(entry)
         replica, start, dim = _replica(entry, entry.shard != "replicated", context), 0, shard_dim(entry.rule)
-        parts: list[ParameterSlice] = []
+        parts: list[LocalToGlobalSlice] = []
         for piece in entry.pieces(TensorParallelShard(ranks, rank, lora.weights.padded)):
             whole = entry.hf_shapes[piece.source]
             # rows of the vocabulary's padding are no one's
@@ -53,14 +55,14 @@ def trainable_tensor_slices(lora: RankAdapters) -> list[tuple[Tensor, list[Param
 
 def _pieces(
     key: str, whole: tuple[int, ...], dim: int, ranges: list[tuple[int, int]], replica: tuple[int, ...], first: int = 0
-) -> Iterator[ParameterSlice]:
+) -> Iterator[LocalToGlobalSlice]:
     """A local tensor's runs: whole rows, or the one range of columns that it is made of."""
     assert dim == 0 or len(ranges) == 1, f"{key}: several ranges of columns"
     for start, stop in ranges:
         shape = (*whole[:dim], stop - start, *whole[dim + 1 :])
         offset = (0,) * dim + (start,) + (0,) * (len(whole) - dim - 1)
         if stop > start:
-            piece = ParameterSlice(key, first, shape, whole, offset, replica, False)
+            piece = LocalToGlobalSlice(key, first, shape, whole, offset, replica, False)
             yield piece
             first = piece.end
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaswift.bridge.adapter_plan import ModuleAdapterSpec, adapter_output_row_runs
+from megaswift.bridge.adapter_plan import ModuleAdapterSpec, rank_output_rows_by_adapter
 from megaswift.device_copy import copy_to_device_async
 from megaswift.engine.megatron.lora.layer_adapters import CHILD, LayerAdapters
 from megaswift.engine.megatron.parallel_context import ParallelContext
@@ -39,7 +39,7 @@ class GroupedAdapters(LayerAdapters):
         """Of each expert its adapters' numbers on this rank."""
         first = 0
         for expert in experts:
-            own = adapter_output_row_runs(expert, self.ranks, self.rank) if expert else []
+            own = rank_output_rows_by_adapter(expert, self.ranks, self.rank) if expert else []
             self.runs.append([(None if number is None else first + number, rows) for number, rows in own])
             self.numbers.append(range(first, first + len(expert)))
             first += len(expert)
@@ -88,7 +88,7 @@ class GroupedAdapters(LayerAdapters):
         return next(range(numbers.start, number) for numbers in self.numbers if number in numbers)
 
 
-def add_grouped_adapters_hook(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def grouped_adapters_forward_hook(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Forward hook of a grouped layer called with (x [t, in], tokens of each expert): (output, bias) with the adapters'
     part added."""
     adapters: GroupedAdapters = getattr(layer, CHILD)
@@ -96,7 +96,7 @@ def add_grouped_adapters_hook(layer: nn.Module, args: tuple[Any, ...], output: A
     return adapters(args[0], out, args[1]), *rest
 
 
-def attach_grouped_adapters(layer: nn.Module, adapters: GroupedAdapters) -> None:
+def attach_grouped_adapters_to_layer(layer: nn.Module, adapters: GroupedAdapters) -> None:
     """Put adapters on a grouped layer."""
     layer.add_module(CHILD, adapters)
-    layer.register_forward_hook(add_grouped_adapters_hook)
+    layer.register_forward_hook(grouped_adapters_forward_hook)

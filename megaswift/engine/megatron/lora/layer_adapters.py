@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from torch import Tensor, nn
 
-from megaswift.bridge.adapter_plan import Half, ModuleAdapterSpec, adapter_output_row_runs, dora_row_scale
+from megaswift.bridge.adapter_plan import Half, ModuleAdapterSpec, dora_row_scale, rank_output_rows_by_adapter
 from megaswift.engine.megatron.layers.scaled_post_norm_projection import ScaledPostNormProjection
 from megaswift.engine.megatron.parallel_context import ParallelContext
 
@@ -70,7 +70,7 @@ class LayerAdapters(nn.Module):
         self.group = context.groups.expt_tp if self.expert else context.groups.tp
         self.dropout = dropout
         self.enabled = True
-        self.order = adapter_output_row_runs(adapters, self.ranks, self.rank)
+        self.order = rank_output_rows_by_adapter(adapters, self.ranks, self.rank)
         self.dora = adapters[0].dora
         for half in adapters[0].halves:
             empty = [
@@ -215,7 +215,7 @@ class LayerAdapters(nn.Module):
             return F.dropout(x, self.dropout)
 
 
-def add_adapters_hook(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def adapters_forward_hook(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Forward hook of an adapted layer: (output, bias) with the adapters' part added.
 
     A layer that begins with a norm hands the normed input out beside its output (Transformer Engine's
@@ -233,14 +233,14 @@ def add_adapters_hook(layer: nn.Module, args: tuple[Any, ...], output: Any) -> A
     return adapters.on(x, out, bias if inside else None), *rest
 
 
-def attach_adapters(layer: nn.Module, adapters: LayerAdapters) -> None:
+def attach_adapters_to_layer(layer: nn.Module, adapters: LayerAdapters) -> None:
     """Put adapters on a layer; one that normalizes or scales its product has a place for them before that."""
     layer.add_module(CHILD, adapters)
     adapters.weight = functools.partial(getattr, layer, "weight")
     if isinstance(layer, ScaledPostNormProjection):
         layer.adapted = adapters.on
         return
-    layer.register_forward_hook(add_adapters_hook)
+    layer.register_forward_hook(adapters_forward_hook)
     if hasattr(layer, "layer_norm_weight"):
         setattr(layer, NORMED, True)
 

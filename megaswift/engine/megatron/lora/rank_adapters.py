@@ -24,12 +24,12 @@ from megaswift.bridge.adapter_plan import (
 )
 from megaswift.bridge.new_scalar_head import NEW
 from megaswift.bridge.peft_folder import PeftFolder, adapter_half_getter
-from megaswift.bridge.weight_plan import PlanGroup, WeightPlan
+from megaswift.bridge.weight_plan import EntriesOfSameHfTensors, WeightPlan
 from megaswift.config.lora import LoraConfig
+from megaswift.engine.megatron.load_and_gather_rank_weights import LocalParam, RankWeights
 from megaswift.engine.megatron.lora import layer_adapters
-from megaswift.engine.megatron.lora.grouped_expert_adapters import GroupedAdapters, attach_grouped_adapters
+from megaswift.engine.megatron.lora.grouped_expert_adapters import GroupedAdapters, attach_grouped_adapters_to_layer
 from megaswift.engine.megatron.model import SwiftGPT
-from megaswift.engine.megatron.rank_weights import LocalParam, RankWeights
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.adapter_target_modules import (
     WEIGHT,
@@ -39,7 +39,7 @@ from megaswift.families.adapter_target_modules import (
 )
 
 
-def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
+def adapter_plan_from_lora_config(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
     """The adapters that the options ask for, or those of the folder to go on from; only dropout is still the run's
     then."""
     if cfg.adapters is not None:
@@ -105,13 +105,13 @@ class RankAdapters:
                 wrapper = layer_adapters.LayerAdapters(
                     adapters, weights.context, placed.held.dtype, plan.settings.dropout
                 )
-                layer_adapters.attach_adapters(placed.owner, wrapper)
+                layer_adapters.attach_adapters_to_layer(placed.owner, wrapper)
                 self._place(wrapper)
         for owner, experts in grouped.items():
             if not any(experts):
                 continue
             together = GroupedAdapters(experts, weights.context, compute_dtype, plan.settings.dropout)
-            attach_grouped_adapters(owner, together)
+            attach_grouped_adapters_to_layer(owner, together)
             self._place(together)
         self.by_name = {p.adapter.name(p.half): p for p in self.placed}
         for chunk in chunks:
@@ -218,7 +218,7 @@ class RankAdapters:
                 distributed.broadcast_tensors_from_rank0(self._merged(group)) if everywhere else self._merged(group)
             )
 
-    def _merged(self, group: PlanGroup) -> Iterator[tuple[str, Tensor]]:
+    def _merged(self, group: EntriesOfSameHfTensors) -> Iterator[tuple[str, Tensor]]:
         adapters_of = {name: self.plan.by_weight[name] for name in group.entries[0].hf if name in self.plan.by_weight}
         halves: dict[str, list[list[Tensor]]] = {}
         for name, adapters in adapters_of.items():

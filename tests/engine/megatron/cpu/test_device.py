@@ -39,7 +39,7 @@ def test_every_symbol_exists_and_is_changed():
     assert device.resolve_symbol("megatron.core.jit:jit_fuser")[2] is device.DURING_IMPORT[0].value
     for row in device.UNDEFINED_NAMES:
         assert device.resolve_symbol(row.symbol)[2] is row.value or row.missing_only, row.symbol
-    for row in device.MUTED_WARNINGS:
+    for row in device.MUTED_LOG_RECORDS:
         logger = logging.getLogger(row.logger)
         record = logger.makeRecord(row.logger, logging.WARNING, "", 0, f"... {row.text} ...", (), None)
         assert not logger.filter(record)
@@ -48,7 +48,7 @@ def test_every_symbol_exists_and_is_changed():
 
 def test_every_row_has_a_reason_and_no_symbol_has_two():
     rows = [*device.CONSTANTS, *device.REPLACEMENTS, *device.DURING_IMPORT, *device.UNDEFINED_NAMES]
-    assert all(row.reason and row.versions for row in [*rows, *device.MUTED_WARNINGS])
+    assert all(row.reason and row.versions for row in [*rows, *device.MUTED_LOG_RECORDS])
     assert len({row.symbol for row in rows}) == len(rows)
 
 

@@ -13,8 +13,8 @@ from megaswift.engine.megatron.layers.layer_implementation import (
     FP8_NEEDS,
     LayerImplementationChoice,
     choose_layer_implementation,
+    fp8_blockwise_sp_hidden_size_problems,
     fp8_compute_capability_problems,
-    fp8_gather_problems,
     te_unsupported_attention_features,
 )
 from megaswift.errors import ConfigError
@@ -118,11 +118,11 @@ def test_fp8_recipes_that_a_gpu_lacks(recipe: str, capability: tuple[int, int], 
 
 
 def test_gathered_blocks() -> None:
-    (problem,) = fp8_gather_problems("blockwise", 192, Layout(2, tp=2, sequence_parallel=True))
+    (problem,) = fp8_blockwise_sp_hidden_size_problems("blockwise", 192, Layout(2, tp=2, sequence_parallel=True))
     assert "divisible by 128" in problem.rule and "192" in problem.rule
-    assert fp8_gather_problems("blockwise", 256, Layout(2, tp=2, sequence_parallel=True)) == []
-    assert fp8_gather_problems("blockwise", 192, Layout(2, tp=2)) == []
-    assert fp8_gather_problems("delayed", 192, Layout(2, tp=2, sequence_parallel=True)) == []
+    assert fp8_blockwise_sp_hidden_size_problems("blockwise", 256, Layout(2, tp=2, sequence_parallel=True)) == []
+    assert fp8_blockwise_sp_hidden_size_problems("blockwise", 192, Layout(2, tp=2)) == []
+    assert fp8_blockwise_sp_hidden_size_problems("delayed", 192, Layout(2, tp=2, sequence_parallel=True)) == []
 
 
 @pytest.mark.parametrize(("version", "own"), [("0.16.1", True), ("0.19.2", False)])

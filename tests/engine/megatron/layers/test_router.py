@@ -87,10 +87,10 @@ def test_a_choice_by_hand() -> None:
 
 
 def test_padding_is_not_counted() -> None:
-    from megaswift.engine.megatron.layers.router import BalancedRouter
+    from megaswift.engine.megatron.layers.router import AuxLossTopKRouter
 
     seen = SimpleNamespace(enable_expert_bias=True, local_tokens_per_expert=torch.zeros(3))
-    router = BalancedRouter.__new__(BalancedRouter)
+    router = AuxLossTopKRouter.__new__(AuxLossTopKRouter)
     torch.nn.Module.__init__(router)
     router.__dict__.update(seen.__dict__)
     chosen = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1]], dtype=torch.bool)

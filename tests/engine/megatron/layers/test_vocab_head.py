@@ -42,7 +42,7 @@ def test_fields_and_gradients(monkeypatch, rows_kept, temperature, fields, scale
     labels = torch.randint(0, real, (tokens,))
     names = tuple(f for f in FIELDS if f in fields)
     out = vocab_head.VocabularyHeadFunction.apply(
-        hidden, weight, labels, vocab_head.VocabularyHeadShard(0, real, OneRank(), temperature, names, scale, cap)
+        hidden, weight, labels, vocab_head.VocabularyHeadShardSpec(0, real, OneRank(), temperature, names, scale, cap)
     )
     want = reference(
         hidden.double(),
@@ -73,7 +73,7 @@ def test_no_labels_at_all():
         hidden,
         weight,
         torch.zeros(0, dtype=torch.long),
-        vocab_head.VocabularyHeadShard(0, 40, OneRank(), 1.0, ("logprobs",)),
+        vocab_head.VocabularyHeadShardSpec(0, 40, OneRank(), 1.0, ("logprobs",)),
     )
     assert out.shape == (1, 0)
     out.sum().backward()
@@ -90,7 +90,7 @@ def test_confident_tokens_keep_their_digits(monkeypatch, rows_kept):
     labels = torch.arange(12)
     hidden = weight[labels] * torch.arange(1, 13)[:, None] / 4
     hidden.requires_grad_()
-    shard = vocab_head.VocabularyHeadShard(0, vocabulary, OneRank(), 1.0, ("logprobs",))
+    shard = vocab_head.VocabularyHeadShardSpec(0, vocabulary, OneRank(), 1.0, ("logprobs",))
     out = vocab_head.VocabularyHeadFunction.apply(hidden, weight, labels, shard)[0]
     rows = hidden.detach().double().requires_grad_()
     want = reference(rows, weight.double(), labels, vocabulary, 1.0)["logprobs"]

@@ -1,0 +1,168 @@
+"""The commands other than training: their option sections, parsed from a command line with all mistakes in one error,
+and their help page.
+
+Owns reading and help; what the options mean together is each command's own `check`. Training's configuration, which
+also comes from files and Python, is `swift_config.py`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Generic, TypeVar, get_type_hints
+
+from megaswift import log
+from megaswift.command_line_common import HELP
+from megaswift.config.help_page import option_lines, section_heading
+from megaswift.config.inference_other_names import NEUTRAL_OF, VALUES_ELSEWHERE_OF_INFERENCE, inference_option_advice
+from megaswift.config.launcher_environment import CHECKED
+from megaswift.config.merge_config_sources import ResolveState, set_option_value, unknown_option_problem
+from megaswift.config.neutral_options import NeutralOption, neutral_notice
+from megaswift.config.option import OptionTable, build_option_table
+from megaswift.config.option_sources import (
+    GivenOptionValue,
+    read_command_line,
+    read_config_file,
+    secret_values_of,
+)
+from megaswift.config.parse_option_values import FALSE
+from megaswift.config.user_spelling import TypedOption, errors_as_typed, problems_as_typed
+from megaswift.errors import ConfigError, Problem
+from megaswift.redaction import redact_problems
+
+LEGEND = (
+    "Each option is shown with its default and unit; CAPITALS: not set by default. Dashes and underscores are "
+    "interchangeable. A boolean flag without a value means true."
+)
+
+
+@dataclass(frozen=True)
+class ParsedCommand:
+    """What a command line said, typed: sections by name, and the options that were given, as they were written."""
+
+    sections: Mapping[str, Any]
+    typed: Mapping[str, TypedOption]
+    notices: tuple[str, ...] = ()
+    """Lines for the user that are no mistakes."""
+
+    def given(self, name: str) -> bool:
+        """Whether the user set this option."""
+        return name in self.typed
+
+    def label(self, name: str) -> str:
+        """The option as the user wrote it."""
+        return self.typed[name].label if name in self.typed else f"--{name}"
+
+
+def as_given(parsed: ParsedCommand) -> ParsedCommand:
+    """The options without any from elsewhere."""
+    return parsed
+
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class CommandParser(Generic[Config]):
+    """A command's name, its help and its options."""
+
+    name: str
+    usage: str
+    config: type[Config]
+    """A dataclass whose fields are the sections of options."""
+    check: Callable[[ParsedCommand], Iterable[Problem]]
+    complete: Callable[[ParsedCommand], ParsedCommand] = as_given
+    """Fills in what files name that the options point to, before `check`."""
+
+    @cached_property
+    def sections(self) -> Mapping[str, type]:
+        """The classes of options by section."""
+        return get_type_hints(self.config)
+
+    @cached_property
+    def table(self) -> OptionTable:
+        """Its options by name."""
+        return build_option_table(self.sections)
+
+    def run(self, argv: Sequence[str], work: Callable[[Config], int]) -> int:
+        """Help where it is asked for, else `work` on the options; returns the exit code."""
+        if not argv or any(word in HELP for word in argv):
+            print(self.help())
+            return 0 if argv else 2
+        parsed = self.parse(argv)
+        if CHECKED not in os.environ:  # the process that started this one has printed them
+            for notice in parsed.notices:
+                log.info(notice)
+        with errors_as_typed(parsed.typed, self.table.names):
+            return work(self.config(**parsed.sections))
+
+    def parse(self, argv: Sequence[str]) -> ParsedCommand:
+        """The sections; ConfigError with all mistakes."""
+        line = read_command_line(list(argv), self.table)
+        state = ResolveState(problems=list(line.problems))
+        sources = [read_config_file(file) for file in line.files]
+        state.problems += [problem for source in sources for problem in source.problems]
+        state.notices += [notice for source in sources for notice in source.notices]
+        for givens in (*(source.givens for source in sources), line.givens):
+            self._take(state, givens)
+        sections = {
+            key: cls(**{n: v for n, v in state.values.items() if self.table.options[n].section == key})
+            for key, cls in self.sections.items()
+        }
+        neutral = neutral_notice(((label, name) for name, label in state.neutral.items()), self.neutral)
+        typed = {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None}
+        parsed = self.complete(ParsedCommand(sections, typed, (*state.notices, *[neutral] * bool(neutral))))
+        checked = [p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong]
+        if state.problems:  # what the command lacks may be what a refused option asked for
+            checked = [p for p in checked if p.what != f"megaswift {self.name}"]
+        problems = state.problems + problems_as_typed(checked, parsed.typed, self.table.names)
+        if problems:
+            raise ConfigError(redact_problems(problems, secret_values_of(line.givens)))
+        return parsed
+
+    @property
+    def neutral(self) -> Mapping[str, NeutralOption]:
+        """Options of other toolkits that ask for what happens anyway."""
+        return NEUTRAL_OF.get(self.name, {})
+
+    def _take(self, state: ResolveState, givens: Sequence[GivenOptionValue]) -> None:
+        """The values of one source."""
+        first: dict[str, GivenOptionValue] = {}
+        for given in givens:
+            option = self.table.options.get(self.table.names.get(given.name, ""))
+            neutral = self.neutral.get(given.name)
+            if option is not None:
+                count = len(state.problems)
+                set_option_value(state, option, given, first.get(option.name))
+                fix = VALUES_ELSEWHERE_OF_INFERENCE.get((option.name, str(given.value).strip().lower()))
+                if fix and len(state.problems) > count:
+                    state.problems[-1] = replace(state.problems[-1], fix=fix)
+                first.setdefault(option.name, given)
+            elif neutral is not None and neutral.accepts(given.value):
+                state.neutral[given.name] = given.label
+            else:
+                state.problems.append(self._unknown(given))
+
+    def _unknown(self, given: GivenOptionValue) -> Problem:
+        neutral, advice = self.neutral.get(given.name), inference_option_advice(self.name, given.name)
+        if neutral is not None:
+            rule = f"is not supported: {neutral.reason}"
+            return Problem(given.label, rule, advice or neutral.otherwise or "leave it out")
+        problem = unknown_option_problem(given, self.table.names, self.name)
+        off = str(given.value).strip().lower() in FALSE
+        return replace(problem, fix=advice) if advice and not off else problem
+
+    def help(self, width: int | None = None) -> str:
+        """The help page, `width` columns wide (None: as wide as the terminal, at most 120)."""
+        width = min(width or shutil.get_terminal_size((100, 24)).columns, 120)
+        lines = [self.usage.rstrip(), "", *textwrap.wrap(LEGEND, width)]
+        for key, cls in self.sections.items():
+            lines += section_heading(cls.__doc__ or key, width)
+            for option in self.table.options.values():
+                if option.section == key:
+                    lines += option_lines(option, width)
+        return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,91 @@
+"""Encodes rows with images as tokens and loss masks: `encode_rows.py` for vision-language models.
+
+A row is rendered as any other, then the model's processor puts each image's tokens where its placeholder is. The longer
+text is tokenized by the same code as text rows, loss spans moved along, and must give the processor's own tokens. Every
+image is opened here once, so a broken one stops the run before it begins; its pixels are read again when the row is
+trained on (`vision_batches.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaswift.data.encode_rows import EncodeSpec, RowEncoder, reject_lone_surrogates
+from megaswift.data.images import RowImageFolders, attach_images, open_image
+from megaswift.data.render_chat import ChatRenderer, RenderedConversation
+from megaswift.data.vision_processor import ImageExpandedConversation, Processor
+from megaswift.errors import DataError, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizedVisionRow(RenderedConversation):
+    """A rendered row with its tokens."""
+
+    ids: np.ndarray
+    """int32 [n]"""
+    mask: np.ndarray
+    """uint8 [n]: 1 where a token carries loss; never on an image's."""
+    beside: str
+    """What the trainer needs to read its images again, as JSON; empty where there are none."""
+
+
+class VisionRowTokenEncoder(RowEncoder):
+    """Turns located rows into tokens, masks and references to images."""
+
+    def __init__(self, spec: EncodeSpec) -> None:
+        super().__init__(spec)
+        assert spec.processor is not None and spec.templates is not None
+        self._processor = Processor(spec.processor)
+        self._chat = ChatRenderer(spec.templates, spec.loss_scale, parts=True)
+
+    def located(self, path: str, row: Any) -> RenderedConversation:
+        """The row with its tokens; RowError for images that are missing or broken."""
+        sample, files = attach_images(
+            self.named(row), self.sample(row), RowImageFolders(Path(path).parent, Path(self.spec.image_folder))
+        )
+        assert self._chat is not None
+        plain = self._chat.render(sample)
+        reject_lone_surrogates(plain.text)
+        expanded = self._processor.expand(plain.text, [open_image(file) for file in files])
+        spans = tuple((expanded.shifted(a), expanded.shifted(b)) for a, b in plain.spans)
+        ids, mask, pictured = self._tokens(expanded, spans)
+        mask[pictured] = 0
+        end = int(pictured.nonzero()[0].max(initial=-1)) + 1
+        images = json.dumps({"text": plain.text, "files": files, "end": end}, ensure_ascii=False) if files else ""
+        return TokenizedVisionRow(expanded.text, spans, plain.notes, ids=ids, mask=mask, beside=images)
+
+    def _tokens(
+        self, expanded: ImageExpandedConversation, spans: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens, loss mask, whether a token is an image's); what the processor puts before the text carries no
+        loss."""
+        (ids, mask), (_, pictured) = super().tokenize(
+            [RenderedConversation(expanded.text, tuple(spans)), RenderedConversation(expanded.text, expanded.spans)]
+        )
+        before = len(expanded.ids) - len(ids)
+        if before < 0 or expanded.ids[before:] != ids.tolist():
+            raise DataError(
+                Problem(
+                    f"the processor in {self._processor.spec.folder}",
+                    "tokenizes its text differently from its tokenizer, so the assistant's tokens cannot be located",
+                    "use another model",
+                )
+            )
+        none = np.zeros(before, dtype=np.uint8)
+        return (
+            np.array(expanded.ids, dtype=np.int32),
+            np.concatenate([none, mask]),
+            np.concatenate([none, pictured]) > 0,
+        )
+
+    def tokenize(self, rendered: Sequence[RenderedConversation]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(int32 tokens [n], uint8 mask [n]) of each row."""
+        for row in rendered:
+            assert isinstance(row, TokenizedVisionRow)
+            yield row.ids, row.mask

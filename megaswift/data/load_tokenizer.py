@@ -1,0 +1,76 @@
+"""Loads the tokenizer of a model folder, or raises one error with the reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megaswift.errors import Problem, WeightsError, first_line
+
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    AssertionError,
+)
+"""What transformers raises for a tokenizer's broken files; the tokenizers library raises `Exception` itself."""
+
+MOST_TOKENS = 1 << 24
+"""The largest id of a token: `Tokenizer.to_str` writes an entry for every id up to it."""
+
+
+@contextmanager
+def _as_problem(what: str, rule: str, fix: str, also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """An error of the tokenizers library, which raises `Exception` itself, or of a type in `also`, as a WeightsError;
+    others pass. `rule` has a place for the error."""
+    try:
+        yield
+    except Exception as error:  # tokenizers raises no other; of its subclasses only those of `also` end here
+        if type(error) is not Exception and not isinstance(error, also):
+            raise
+        raise WeightsError(Problem(what, rule.format(first_line(error)), fix)) from None
+
+
+def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
+    """The tokenizer in `folder`; with `trust` code that comes with it may run. `fix` is what to do where there is
+    none."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers import AutoTokenizer
+
+    with _as_problem(f"tokenizer in {folder}", "cannot be read: {}", fix, UNREADABLE):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+        tokenizer("x")  # what its files say of lengths and special tokens is first read here
+        if (largest := largest_token_id(tokenizer)) > MOST_TOKENS:
+            raise ValueError(f"token ID {largest:,} exceeds the maximum of {MOST_TOKENS:,}")
+        return tokenizer
+
+
+def largest_token_id(tokenizer: Any) -> int:
+    """The largest id of its tokens. Takes 0.1 s where there are 150,000."""
+    return max(tokenizer.get_vocab().values(), default=0)
+
+
+def backend_tokenizer_from_json(text: str) -> Any:
+    """The fast tokenizer of this JSON text, which transformers may have made of files that do not fit each other."""
+    from tokenizers import Tokenizer
+
+    rule = "its vocabulary and merges do not match: {}"
+    with _as_problem("tokenizer.json", rule, "use the model's own tokenizer files"):
+        return Tokenizer.from_str(text)
+
+
+def padding_token_of(tokenizer: Any, vocabulary: int = 0) -> int:
+    """The token that fills up rows: the tokenizer's, or its end of text, or token 0.
+
+    The first that an embedding of `vocabulary` rows (0: not known) has: a padding token is often added to the tokenizer
+    alone.
+    """
+    wanted = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((int(token) for token in wanted if token is not None and (not vocabulary or token < vocabulary)), 0)

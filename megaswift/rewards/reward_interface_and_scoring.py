@@ -1,0 +1,219 @@
+"""The interface of reward functions: their input, their values, and the weighted sum over several functions.
+
+Owns the samples' form, the options of the named functions and `score_rewards`. What a value may be is
+`checked_rewards`; which functions there are, `load`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from megaswift.errors import Problem, did_you_mean_hint
+from megaswift.rewards.reward_value_validation import (
+    Value,
+    checked_rewards,
+    convert_user_code_errors,
+    reward_error_from_trace_factory,
+)
+
+_Message = Mapping[str, Any]
+PromptOrCompletion = str | Sequence[_Message]
+"""A text, or messages where the row's prompt was messages."""
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """A completion and all that a reward may know of it."""
+
+    prompt: PromptOrCompletion
+    completion: PromptOrCompletion
+    """Of the prompt's kind: a text, or `[{"role": "assistant", "content": ...}]`, with tools' turns between in a longer
+    one."""
+    token_ids: Sequence[int]
+    """The completion's, the stop token included."""
+    finished: bool
+    """False: cut off at the longest completion."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other columns."""
+    own: Sequence[bool] | None = None
+    """Which of `token_ids` the model wrote, as tools write too; None: all."""
+
+    @property
+    def written(self) -> int:
+        """Tokens that the model wrote."""
+        return len(self.token_ids) if self.own is None else sum(self.own)
+
+    @property
+    def text(self) -> str:
+        """The model's answer: the completion, or what it said last."""
+        if isinstance(self.completion, str):
+            return self.completion
+        replies = [m for m in self.completion if m.get("role", "assistant") == "assistant"]
+        content = replies[-1].get("content") if replies else ""
+        if isinstance(content, str) or content is None:
+            return content or ""
+        return "".join(part.get("text", "") for part in content)
+
+
+class RewardFunction(Protocol):
+    """Scores samples in their order."""
+
+    @property
+    def name(self) -> str:
+        """For metrics: `rewards/NAME/mean`."""
+        ...
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Columns that every row must have."""
+        ...
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether completions of one prompt are compared, so that all of them must come in one call."""
+        ...
+
+    def __call__(self, samples: Sequence[RewardInput]) -> Any:
+        """One number a sample, or one for each token that the model wrote in it."""
+        ...
+
+
+@runtime_checkable
+class AsyncRewardFunction(Protocol):
+    """A reward function that can wait: all of them run at once."""
+
+    async def wait(self, samples: Sequence[RewardInput]) -> Any:
+        """The same as a call."""
+        ...
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    """Of the functions by name; the fields are options of section `rl` under these names."""
+
+    max_completion_length: int
+    cosine_min_len_value_wrong: float = -0.5
+    cosine_max_len_value_wrong: float = 0.0
+    cosine_min_len_value_correct: float = 1.0
+    cosine_max_len_value_correct: float = 0.5
+    cosine_max_len: int | None = None
+    """Unset: max_completion_length."""
+    repetition_n_grams: int = 3
+    repetition_max_penalty: float = -1.0
+    soft_max_length: int | None = None
+    """Unset: max_completion_length."""
+    soft_cache_length: int | None = None
+    """Tokens before soft_max_length over which the punishment grows to 1; soft_overlong needs it."""
+    code_timeout: float = 6.0
+    """Seconds for one test of a program."""
+    code_memory: int = 512
+    """MiB for one test of a program."""
+    allow_unsafe_code: bool = False
+    """Run programs where the system offers no sandbox."""
+
+
+ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "completion_mask")
+"""What a user's function gets beside the columns; `completion_ids` as TRL has it, and which of them the model wrote: 1,
+or 0 for what tools wrote."""
+
+
+@dataclass(frozen=True)
+class RewardScores:
+    """Of samples in their order."""
+
+    per_function: dict[str, list[float]]
+    """Of rewards of tokens their sum; NaN where the function does not apply."""
+    total: list[float]
+    """The weighted sum over the functions that apply; NaN where none does."""
+    tokens: list[tuple[float, ...] | None] = field(default_factory=list)
+    """The same by token that the model wrote, of samples that have rewards of tokens; empty where none has."""
+
+
+def reward_function_flag(function: RewardFunction) -> str:
+    """The option that named a function, as typed: its name in metrics is shorter (`FILE.py:` is left out)."""
+    return getattr(function, "flag", "") or f"--reward_funcs {function.name}"
+
+
+def missing_reward_column_problems(functions: Sequence[RewardFunction], columns: frozenset[str]) -> list[Problem]:
+    """What is wrong with a data set of these columns; to be asked before anything is built."""
+    has = f"the data has {', '.join(sorted(columns))}" if columns else "the data has no further columns"
+    yours = next(iter(columns)) if len(columns) == 1 else "YOURS"
+    return [
+        Problem(
+            reward_function_flag(f),
+            f"requires the column {name}; {has}",
+            _parameter(f, name) or f"--columns {yours}={name}",
+        )
+        for f in functions
+        for name in sorted(f.columns - columns)
+    ]
+
+
+def _parameter(function: RewardFunction, name: str) -> str:
+    """What a mistyped parameter of a user's function should be called; the empty string where it looks like none."""
+    guess = did_you_mean_hint(name, ALWAYS_PASSED) if hasattr(function, "takes") else ""
+    return f"{guess} ({', '.join(ALWAYS_PASSED)} are passed without a column)" if guess else ""
+
+
+@functools.cache
+def _loop() -> asyncio.Runner:
+    """One for the whole run: clients that a user's function keeps belong to the loop in which they first waited."""
+    return asyncio.Runner()
+
+
+def score_rewards(
+    functions: Sequence[RewardFunction], weights: Sequence[float], samples: Sequence[RewardInput]
+) -> RewardScores:
+    """Every function's values and their weighted sum; RewardError where a function fails or returns what is no
+    reward."""
+    assert len(functions) == len(weights), "checked with the configuration"
+    waiting = [f for f in functions if isinstance(f, AsyncRewardFunction)] if samples else []
+    awaited: dict[str, list[Value]] = (
+        dict(zip((f.name for f in waiting), _loop().run(_all(waiting, samples)), strict=True)) if waiting else {}
+    )
+    for f in functions if samples else ():
+        if f.name not in awaited:
+            with convert_user_code_errors(reward_error_from_trace_factory(reward_function_flag(f), samples)):
+                returned = f(samples)
+            awaited[f.name] = checked_rewards(reward_function_flag(f), returned, samples)
+    values = {f.name: awaited.get(f.name, []) for f in functions}
+    sums = {name: [sum(v) if isinstance(v, tuple) else v for v in given] for name, given in values.items()}
+    total = [_weighted(weights, each) for each in zip(*sums.values(), strict=True)]
+    every = list(zip(*values.values(), strict=True))
+    of_tokens = any(isinstance(value, tuple) for each in every for value in each)
+    return RewardScores(
+        sums,
+        total,
+        [_by_token(weights, each, s.written) for each, s in zip(every, samples, strict=True)] if of_tokens else [],
+    )
+
+
+def _weighted(weights: Sequence[float], each: Sequence[float]) -> float:
+    """The weighted sum of what is not NaN; NaN where nothing else is there (as TRL has it)."""
+    known = [w * v for w, v in zip(weights, each, strict=True) if not math.isnan(v)]
+    return sum(known) if known else math.nan
+
+
+def _by_token(weights: Sequence[float], each: Sequence[Value], count: int) -> tuple[float, ...] | None:
+    """The weighted sum at each token; a reward of the whole completion is at its last token."""
+    if not any(isinstance(value, tuple) for value in each):
+        return None
+    sums = [0.0] * count
+    for weight, value in zip(weights, each, strict=True):
+        for t, one in enumerate(value) if isinstance(value, tuple) else [(count - 1, value)][:count]:
+            sums[t] += 0.0 if math.isnan(one) else weight * one
+    return tuple(sums)
+
+
+async def _all(functions: Sequence[Any], samples: Sequence[RewardInput]) -> list[list[Value]]:
+    async def one(function: Any) -> list[Value]:
+        with convert_user_code_errors(reward_error_from_trace_factory(reward_function_flag(function), samples)):
+            returned = await function.wait(samples)
+        return checked_rewards(reward_function_flag(function), returned, samples)
+
+    return list(await asyncio.gather(*(one(f) for f in functions)))

@@ -1,0 +1,123 @@
+"""A user's reward function: `FILE.py:function`, called as `f(prompts=..., completions=..., **columns)`.
+
+Owns importing it and what it is called with: everything where it takes `**kwargs`, else what its parameters name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaswift.errors import ConfigError, Problem, did_you_mean_hint, missing_path_hint
+from megaswift.rewards.reward_interface_and_scoring import ALWAYS_PASSED, RewardInput
+from megaswift.rewards.reward_value_validation import convert_user_code_errors
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """One call for all samples."""
+
+    name: str
+    function: Callable[..., Any]
+    takes: frozenset[str] | None
+    """Names of parameters; None: everything."""
+    columns: frozenset[str]
+    whole_groups: bool = True
+    """It may compare completions: nobody knows."""
+    flag: str = ""
+    """As typed."""
+
+    def arguments(self, samples: Sequence[RewardInput]) -> dict[str, list[Any]]:
+        """Prompts, completions and columns, each a list over the samples; None where a row lacks a column."""
+        every = dict.fromkeys(name for sample in samples for name in sample.columns)
+        given: dict[str, list[Any]] = {name: [sample.columns.get(name) for sample in samples] for name in every}
+        given |= {
+            "prompts": [s.prompt for s in samples],
+            "completions": [s.completion for s in samples],
+            "completion_ids": [list(s.token_ids) for s in samples],
+            "completion_mask": [[1] * len(s.token_ids) if s.own is None else [*map(int, s.own)] for s in samples],
+        }
+        return given if self.takes is None else {name: value for name, value in given.items() if name in self.takes}
+
+    def __call__(self, samples: Sequence[RewardInput]) -> Any:
+        """What the function returns."""
+        return self.function(**self.arguments(samples))
+
+
+@dataclass(frozen=True)
+class AsyncUserFunction(UserFunction):
+    """Its function is `async def`."""
+
+    async def wait(self, samples: Sequence[RewardInput]) -> Any:
+        """What the function returns in the end."""
+        return await self.function(**self.arguments(samples))
+
+
+def import_user_file(path: Path, flag: str) -> Mapping[str, Any]:
+    """The names that a file defines. It can import modules of its own folder; installed packages have priority."""
+    spec = importlib.util.spec_from_file_location(f"megaswift_user_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses of the file look themselves up
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    with convert_user_code_errors(lambda trace: ConfigError(Problem(flag, f"importing the file failed\n{trace}"))):
+        spec.loader.exec_module(module)
+    return vars(module)
+
+
+def load_user_reward_function(text: str) -> UserFunction:
+    """The function of `FILE.py:function`; ConfigError with what to do where there is none."""
+    flag = f"--reward_funcs {text}"
+    file, _, name = text.rpartition(":")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ConfigError(Problem(flag, f"no such file: {path}", missing_path_hint(path)))
+    names = import_user_file(path, flag)
+    if name not in names:
+        own = [n for n, thing in names.items() if callable(thing) and not n.startswith("_")]
+        raise ConfigError(
+            Problem(
+                flag,
+                f"{path.name} has no {name}; it has {', '.join(own) or 'no function'}",
+                did_you_mean_hint(name, own),
+            )
+        )
+    function = names[name]
+    if not callable(function):
+        kind = type(function).__name__
+        raise ConfigError(
+            Problem(flag, f"{name} is {kind}, not a function", f"write def {name}(prompts, completions, **columns)")
+        )
+    if inspect.isclass(function):
+        raise ConfigError(
+            Problem(flag, f"{name} is a class", f"create an instance in {path.name}: {name.lower()} = {name}(...)")
+        )
+    return _described(name, function, flag)
+
+
+def _described(name: str, function: Callable[..., Any], flag: str) -> UserFunction:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of a function in C that says nothing
+        return UserFunction(name, function, None, frozenset())
+    unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    if unnamed:
+        raise ConfigError(
+            Problem(
+                flag,
+                f"{name} takes {', '.join(unnamed)} as positional-only parameters; it is called with keywords",
+                "remove the /",
+            )
+        )
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in named)
+    needed = frozenset(p.name for p in named if p.default is p.empty) - set(ALWAYS_PASSED)
+    waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    return (AsyncUserFunction if waits else UserFunction)(name, function, takes, needed)

@@ -1,0 +1,84 @@
+"""What is reported of a global batch: means, differences of means, extremes, over micro-batches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megaswift.engine.global_batch_loss_and_metrics import (
+    GlobalBatchCounts,
+    GlobalBatchLossCallback,
+    reduce_objective_report,
+)
+from megaswift.losses.contract import DifferenceMetric, MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
+from megaswift.losses.sft import CrossEntropy
+
+ALONE: Any = SimpleNamespace(
+    layout=SimpleNamespace(dp=1, pp=1), coordinates=SimpleNamespace(pp=0), device=torch.device("cpu"), groups=None
+)
+
+
+def reported(*parts: dict[str, Metric]) -> dict[str, float]:
+    objective = GlobalBatchLossCallback(CrossEntropy(), GlobalBatchCounts({}, 0, 0, len(parts)))
+    objective.parts = [({}, part) for part in parts]
+    return reduce_objective_report(objective, ALONE)[1]
+
+
+def test_metrics_are_reduced_by_their_kind() -> None:
+    a: dict[str, Metric] = {
+        "mean": MeanMetric(3.0, 2),
+        "sum": SumMetric(1.0),
+        "high": MaxMetric(2.0),
+        "low": MinMetric(2.0),
+    }
+    b: dict[str, Metric] = {
+        "mean": MeanMetric(6.0, 1),
+        "sum": SumMetric(4.0),
+        "high": MaxMetric(-1.0),
+        "low": MinMetric(-1.0),
+    }
+    assert reported(a, b) == {"mean": 3.0, "sum": 5.0, "high": 2.0, "low": -1.0}
+
+
+def noted(name: str, real: Any, calls: list[str]) -> Any:
+    def call(tensor: torch.Tensor) -> Any:
+        calls.append(name)
+        return real(tensor)
+
+    return call
+
+
+def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of several dtypes and plain numbers, terms and metrics: one `.tolist()`, no `float()` or `.item()`."""
+    part: dict[str, Metric] = {
+        "mean": MeanMetric(torch.tensor(6.0), torch.tensor(4)),
+        "high": MaxMetric(torch.tensor([2.5], dtype=torch.bfloat16)),
+        "gap": DifferenceMetric("mean", "mean"),
+        "low": MinMetric(1.0),
+    }
+    objective = GlobalBatchLossCallback(CrossEntropy(), GlobalBatchCounts({}, 0, 0, 2))
+    objective.parts = [({"loss": torch.tensor(share)}, part) for share in (0.5, 1.5)]
+    reads: list[str] = []
+    for name in ("tolist", "__float__", "item"):
+        monkeypatch.setattr(torch.Tensor, name, noted(name, getattr(torch.Tensor, name), reads))
+    assert reduce_objective_report(objective, ALONE) == (2.0, {"mean": 1.5, "high": 2.5, "low": 1.0, "gap": 0.0})
+    rows: Any = [SimpleNamespace(sample_ids=None)] * 2
+    assert [part.loss for part in objective.local(rows)] == [0.5, 1.5]
+    assert reads == ["tolist"]
+
+
+def test_a_difference_is_taken_of_reduced_means() -> None:
+    """4 - 1 = 3; a mean of the micro-batches' differences would be 2.5, and the second one has none."""
+    gap = DifferenceMetric("a", "b")
+    found = reported(
+        {"a": MeanMetric(6.0, 2), "b": MeanMetric(1.0, 2), "gap": gap},
+        {"a": MeanMetric(6.0, 1), "b": MeanMetric(1.0, 0), "gap": gap},
+    )
+    assert found == {"a": pytest.approx(4.0), "b": pytest.approx(1.0), "gap": pytest.approx(3.0)}
+
+
+def test_a_mean_of_nothing_is_not_reported_nor_a_difference_from_it() -> None:
+    assert reported({"a": MeanMetric(6.0, 2), "b": MeanMetric(0.0, 0), "gap": DifferenceMetric("a", "b")}) == {"a": 3.0}

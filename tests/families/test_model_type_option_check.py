@@ -1,0 +1,26 @@
+"""`--model_type` against config.json, by transformers' names and ms-swift's."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaswift.families import FAMILIES
+from megaswift.families.model_type_option_check import MS_SWIFT_TYPES, model_type_option_mismatch_problems
+
+
+@pytest.mark.parametrize("wanted", [None, "qwen", "qwen2", "qwen2_5", "deepseek_r1_distill"])
+def test_names_of_the_architecture(wanted: str | None) -> None:
+    assert model_type_option_mismatch_problems(wanted, {"model_type": "qwen2"}) == []
+
+
+@pytest.mark.parametrize("wanted", ["qwen3", "llama3_1", "no_such_model"])
+def test_names_of_others(wanted: str) -> None:
+    (problem,) = model_type_option_mismatch_problems(wanted, {"model_type": "qwen2"})
+    assert problem.what == f"--model_type {wanted}" and "model_type qwen2" in problem.rule
+    assert model_type_option_mismatch_problems(wanted, {})
+
+
+def test_the_table_names_model_types() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    assert all(name in FAMILIES or name in CONFIG_MAPPING_NAMES for name in MS_SWIFT_TYPES)
