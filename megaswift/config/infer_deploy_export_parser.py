@@ -115,7 +115,9 @@ class CommandParser(Generic[Config]):
         }
         neutral = neutral_notice(((label, name) for name, label in state.neutral.items()), self.neutral)
         typed = {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None}
-        parsed = self.complete(ParsedCommand(sections, typed, (*state.notices, *[neutral] * bool(neutral))))
+        parsed = ParsedCommand(sections, typed, (*state.notices, *[neutral] * bool(neutral)))
+        if not state.problems:  # it may download
+            parsed = self.complete(parsed)
         checked = [p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong]
         if state.problems:  # what the command lacks may be what a refused option asked for
             checked = [p for p in checked if p.what != f"megaswift {self.name}"]

@@ -30,7 +30,18 @@ OPTION_OF_FIELD: dict[str, str] = {
     "sequence_parallel": "--sequence_parallel",
     "cp_comm_type": "--cp_comm_type",
     "overlap_p2p_comm": "--overlap_p2p_comm",
-    "tp_comm_overlap": "--tp_comm_overlap",
+    **{
+        name: f"--{name}"
+        for name in (
+            "tp_comm_overlap",
+            "tp_comm_overlap_ag",
+            "tp_comm_overlap_rs",
+            "tp_comm_overlap_rs_dgrad",
+            "tp_comm_bulk_dgrad",
+            "tp_comm_bulk_wgrad",
+            "tp_comm_bootstrap_backend",
+        )
+    },
     "num_layers_in_first_pipeline_stage": "--first_stage_layers",
     "num_layers_in_last_pipeline_stage": "--last_stage_layers",
     "pipeline_model_parallel_layout": "--pipeline_layout",

@@ -90,6 +90,10 @@ def test_their_side_of_the_table_by_the_installed_packages() -> None:
 
 
 WITHOUT_MEANING = {
+    "eval_strategy": "unset is what eval_steps says, which has a row",
+    "save_strategy": "unset is what save_steps says, which has a row",
+    "hub_strategy": "of uploads only",
+    "hub_private_repo": "of uploads only",
     "output_dir": "each has its own",
     "max_steps": "-1 and unset are the same",
     "optimizer": "both are Adam",

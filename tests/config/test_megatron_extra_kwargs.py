@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import megaswift.engine.megatron  # noqa: F401 (before megatron.core)
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.megatron_extra_kwargs import (
     OPTION_OF_FIELD,
