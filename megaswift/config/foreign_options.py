@@ -150,7 +150,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "data_parallel_sharding_strategy": "--fsdp full_shard or shard_grad_op",
     "use_orig_params": _GONE + "FSDP2 always keeps the original parameters",
     "use_ray": "--launcher ray",
-    "moe_router_load_balancing": "--moe_aux_loss_coeff 0.001; 0 disables it",
     "moe_pad_expert_input_to_capacity": _GONE + "experts get as many tokens as they are chosen by",
     "moe_enable_deepep": "--moe_token_dispatcher_type flex",
     # evaluation, logs, checkpoints

@@ -91,6 +91,9 @@ NEUTRAL: dict[str, NeutralOption] = {
     "accumulate_allreduce_grads_in_fp32": NeutralOption(ON, "gradients are accumulated in float32", "leave it out"),
     "attention_softmax_in_fp32": NeutralOption(ON, "softmax is computed in float32", "leave it out"),
     "moe_router_dtype": NeutralOption(("fp32", "float32"), "routers compute in float32", "leave it out"),
+    "moe_router_load_balancing": NeutralOption(
+        ON, "config.json or --moe_aux_loss_coeff sets the balancing loss", "--moe_aux_loss_coeff 0 disables balancing"
+    ),
     "moe_router_load_balancing_type": NeutralOption(
         ("aux_loss",), "--moe_aux_loss_coeff sets the balancing loss", "--moe_aux_loss_coeff 0 disables balancing"
     ),

@@ -103,6 +103,8 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     **{(name, "true"): meaning for name, meaning in SWITCHES.items()},
     **{(name, "true"): ("torch_dtype", dtype) for name, dtype in PRECISIONS.items()},
     **{("mixed_precision", name): ("torch_dtype", dtype) for name, dtype in PRECISIONS.items()},
+    ("deepspeed", "default-zero2"): ("deepspeed", "zero2"),
+    ("deepspeed", "default-zero3"): ("deepspeed", "zero3"),
     ("mixed_precision", "false"): ("torch_dtype", "float32"),
     ("bf16", "false"): ("torch_dtype", "float32"),
     ("train_sampling_strategy", "group_by_length"): ("group_by_length", True),
@@ -211,9 +213,19 @@ def _unused_names(values: dict[str, str]) -> set[str]:
     for strategy, interval in INTERVALS.items():
         if any(text in FALSE for name, text in values.items() if NAMES.get(name) == strategy):
             unused.update(name for name in values if NAMES.get(name) == interval)
+    named = {NAMES.get(name): text for name, text in values.items()}
+    if "deepspeed" in named:  # the stage is the file's or the preset's
+        unused |= {name for name, text in values.items() if NAMES.get(name) == "engine" and text == "deepspeed"}
+    if _precision(values.get("lora_dtype")) == _precision(named.get("torch_dtype")):
+        unused.add("lora_dtype")
     off = {name for name in PRECISIONS if values.get(name) in FALSE}
     chosen = any(NAMES.get(n) == "torch_dtype" or (n in PRECISIONS and n not in off) for n in values)
     return unused | (off if chosen else off - {"bf16"})
+
+
+def _precision(text: str | None) -> str | None:
+    """A dtype under its long name."""
+    return PRECISIONS.get(text or "", text)
 
 
 def _server_urls(host: GivenOptionValue, givens: Sequence[GivenOptionValue]) -> list[str]:

@@ -35,7 +35,7 @@ from tests.front_door.commands import INFERENCE, Command, commands_in_folder
 from tests.front_door.inference_commands import inference_refusal
 from tests.front_door.tiny_models import tiny_model_folder
 
-MODELS = ("model", "ref_model", "reward_model", "teacher_model", "value_model")
+MODELS = ("model", "model_id", "model_id_or_path", "ref_model", "reward_model", "teacher_model", "value_model")
 DATA = ("dataset", "val_dataset", "cached_dataset", "cached_val_dataset")
 ROWS = (
     '{"messages": [{"role": "user", "content": "What is the capital of France?"}, '
@@ -90,7 +90,7 @@ def refusal(command: Command, root: Path) -> list[Problem]:
         words += ["--output_dir", str(root / "out")]
     own = {k: OF_CLUSTER.get(v, v) for k, v in command.environ.items()}
     environ = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")} | own
-    task = None if command.task == "rlhf" else command.task
+    task = None if command.task in ("rlhf", "train") else command.task
     with (
         mock.patch.dict(os.environ, environ, clear=True),
         mock.patch.object(log, "info"),
@@ -98,7 +98,7 @@ def refusal(command: Command, root: Path) -> list[Problem]:
     ):
         try:
             cfg = load_config(task, words, complete=True, beyond=further_problems_of_refused_config)
-            if task is None and cfg.task not in ALIGNMENT:
+            if command.task == "rlhf" and cfg.task not in ALIGNMENT:
                 return [Problem("--rlhf_type", "is missing", "")]
             with errors_as_typed(cfg.typed, NAMES):
                 world = process_count(cfg)

@@ -92,5 +92,14 @@ def config_of(model_type: str, changes: dict[str, Any], name: str = "", reward: 
     made = json.loads(AutoConfig.for_model(model_type, **fields).to_json_string(use_diff=False))
     if "fp8" in name:
         made["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    architecture = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1} if reward else {}
+    architecture = (
+        {
+            "architectures": ["Qwen2ForSequenceClassification"],
+            "num_labels": 1,
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+        }
+        if reward
+        else {}
+    )
     return {**made, **architecture, "torch_dtype": "bfloat16"}
