@@ -150,9 +150,11 @@ def _transformers(cfg: DeployConfig) -> int:
 def _vllm(cfg: DeployConfig) -> int:
     from megaswift.families.checkpoint_folder import find_checkpoint
     from megaswift.families.model_and_tokenizer_source import locate_model
-    from megaswift.serve import vllm_server
+    from megaswift.serve import vllm_server_command_and_checks
 
-    if unfit := vllm_server.missing_vllm_problems() or [*vllm_server.unsupported_option_problems(cfg)]:
+    if unfit := vllm_server_command_and_checks.missing_vllm_problems() or [
+        *vllm_server_command_and_checks.unsupported_option_problems(cfg)
+    ]:
         raise ConfigError(unfit)
     folder = locate_model(cfg.weights)
     if find_checkpoint(folder) is not None:
@@ -166,8 +168,10 @@ def _vllm(cfg: DeployConfig) -> int:
     # a port in use is told now; 0 is any free one here too
     with _listening(cfg.server.host, cfg.server.port) as listener:
         host, port = listener.getsockname()[:2]
-    words = vllm_server.server_command(cfg, folder, resolve_served_model_name(cfg), port)
+    words = vllm_server_command_and_checks.server_command(cfg, folder, resolve_served_model_name(cfg), port)
     log.info(f"vLLM will serve {resolve_served_model_name(cfg)} at {_address(host, port)} once the model is loaded")
     sys.stderr.flush()
     # in this one's place: signals reach it
-    os.execve(words[0], words, vllm_server.server_environment(os.environ, server_auth_token(cfg.server)))
+    os.execve(
+        words[0], words, vllm_server_command_and_checks.server_environment(os.environ, server_auth_token(cfg.server))
+    )

@@ -22,7 +22,11 @@ from megaswift.config.launcher_environment import CHECKED, is_launched_worker
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.families.model_and_tokenizer_source import with_fetched_adapters
-from megaswift.launchers.inference_processes import requested_processes, run_in_processes, take_share_of_devices
+from megaswift.launchers.infer_processes_with_gpu_shares import (
+    requested_processes,
+    run_in_processes,
+    take_share_of_devices,
+)
 from megaswift.launchers.parent_death import PARENT, end_with_parent
 
 if TYPE_CHECKING:
@@ -103,16 +107,16 @@ def _start_process_group(has_rows: bool) -> None:
         raise ConfigError(Problem("the launcher", rule, "--dataset FILE.jsonl, or start megaswift infer directly"))
     import torch
 
-    from megaswift.engine.process_group import start_process_group
+    from megaswift.engine.process_group import init_default_and_gloo_process_groups
 
     take_share_of_devices(torch.cuda.device_count())
-    start_process_group("gloo", PATIENCE_SECONDS)
+    init_default_and_gloo_process_groups("gloo", PATIENCE_SECONDS)
 
 
 def _answer_files(cfg: InferConfig, prepared: ModelConfigAndTokenizer, sampling: Any) -> Path:
     from megaswift.data.images import RowImageFolders
     from megaswift.inference.chat_inputs import ChatInputRenderer
-    from megaswift.serve.answer_prompt_file import PromptFileRun, open_journal
+    from megaswift.serve.answer_prompt_file import PromptFileRun, answer_journal_with_run_fingerprint
     from megaswift.serve.prompt_file_rows import PromptRows, read_prompt_file
 
     renderers: dict[Path, ChatInputRenderer] = {}
@@ -125,7 +129,7 @@ def _answer_files(cfg: InferConfig, prepared: ModelConfigAndTokenizer, sampling:
         return renderers[home]
 
     rows = read_prompt_file(PromptRows(cfg.file.dataset, cfg.file.columns, _rows_of_run(cfg)), renderer)
-    journal = open_journal(cfg, Path(prepared.folder))
+    journal = answer_journal_with_run_fingerprint(cfg, Path(prepared.folder))
     run = PromptFileRun(cfg, rows, journal, sampling, renderer(Path(cfg.file.dataset[0])))
     return run.run(_loader(cfg, prepared))
 
@@ -157,8 +161,8 @@ def _loader(cfg: InferConfig, prepared: ModelConfigAndTokenizer) -> Callable[[],
     if cfg.backend.infer_backend == "transformers":
         return transformers
     from megaswift.inference.vllm_generator import VllmGenerator
-    from megaswift.rollout.vllm_package import max_lora_rank_for
-    from megaswift.serve.vllm_server import adapters_rank, infer_problems
+    from megaswift.rollout.installed_vllm_version_and_support import max_lora_rank_for
+    from megaswift.serve.vllm_server_command_and_checks import adapters_rank, infer_problems
 
     if problems := infer_problems(cfg):
         raise ConfigError(problems)

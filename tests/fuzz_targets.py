@@ -27,7 +27,7 @@ from megaswift.config import load_config
 from megaswift.data.encode_preferences import row_encoder_for_task
 from megaswift.data.encode_rows import encode_spec
 from megaswift.data.load_tokenizer import load_tokenizer
-from megaswift.data.render_chat import ChatRenderer, ChatTemplateTexts
+from megaswift.data.render_chat_with_loss_spans import ChatRenderer, ChatTemplateTexts
 from megaswift.data.resolve_dataset_files import resolve_dataset_files, split_into_parts
 from megaswift.data.training_sample import RowError, checked_conversation_sample
 from megaswift.errors import UserError

@@ -14,7 +14,7 @@ import pytest
 
 from megaswift import deploy, export, infer
 from megaswift.config import load_config
-from megaswift.config.foreign_options import NAMES_ELSEWHERE
+from megaswift.config.advice_for_foreign_options import NAMES_ELSEWHERE
 from megaswift.config.neutral_options import NEUTRAL
 from megaswift.config.option import Option
 from megaswift.config.parse_option_values import FALSE, TRUE, InvalidValue, parse_option_value, resets_number_to_default

@@ -32,7 +32,7 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import write_peft_folder
 from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import changes_base
+from megaswift.config.adapter_rules import adapter_init_changes_base_weights
 from megaswift.errors import ConfigError, Problem
 from megaswift.families import family_of, load_spec
 from megaswift.families.adapter_target_modules import modules_to_save_tensor_names, select_projections
@@ -87,7 +87,7 @@ def adapter_plan_of(cfg: SwiftConfig, folder: Path) -> AdapterPlan:
 def write_initial_adapter(cfg: SwiftConfig, folder: Path, adapter: Path, residual: Path) -> Path:
     """Writes `adapter`, a PEFT folder on the model of `folder`, and `residual`, the model that it belongs to where the
     method changes it; returns that model's folder. What an earlier start has written is kept."""
-    base = residual if changes_base(cfg) else folder
+    base = residual if adapter_init_changes_base_weights(cfg) else folder
     if (adapter / MARK).is_file() and (adapter / MARK).read_text(encoding="utf-8") == _mark(cfg, folder):
         return base
     plan, source = adapter_plan_of(cfg, folder), open_weights(folder)

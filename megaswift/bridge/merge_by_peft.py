@@ -17,7 +17,7 @@ from megaswift.bridge.peft_config_from_options import train_type_for_peft_type
 from megaswift.bridge.transformers_weights import persistent_buffers, tensors_by_disk_name, write_transformers_folder
 from megaswift.data.load_tokenizer import load_tokenizer, padding_token_of
 from megaswift.errors import Problem, UserError, WeightsError, first_line
-from megaswift.families.adapter_folder import adapter_peft_type, is_reward_model_adapter
+from megaswift.families.adapter_folder import adapter_peft_type_or_lora, is_reward_model_adapter
 from megaswift.families.family import FAMILIES, read_config_json
 from megaswift.families.quantized_training_checks import PLAIN, quant_method
 from megaswift.families.scalar_head import config_with_scalar_head, with_pad_token_id
@@ -29,13 +29,13 @@ REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeE
 
 def streaming_merge_unsupported(home: Path, adapter: Path) -> bool:
     """Whether the streaming merge does not support these weights or these adapters."""
-    return adapter_peft_type(adapter) != "lora" or str(read_config_json(home).get("model_type")) not in FAMILIES
+    return adapter_peft_type_or_lora(adapter) != "lora" or str(read_config_json(home).get("model_type")) not in FAMILIES
 
 
 def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwrite: bool) -> Path:
     """`target`: the model in `base`, a Hugging Face folder, with the adapters merged in. It appears whole or not at
     all."""
-    kind, quantized = adapter_peft_type(adapter), quant_method(read_config_json(base))
+    kind, quantized = adapter_peft_type_or_lora(adapter), quant_method(read_config_json(base))
     if not train_type_for_peft_type(kind):
         raise WeightsError(Problem(str(adapter), f"is a {kind.upper()} adapter, which is not supported"))
     if quantized is not None:

@@ -38,7 +38,7 @@ def starts_otherwise(c: Sections) -> bool:
     return c.model.train_type in ("lora", "qlora") and c.lora.adapters is None and c.lora.init_weights != "true"
 
 
-def changes_base(c: Sections) -> bool:
+def adapter_init_changes_base_weights(c: Sections) -> bool:
     """Whether the first adapters are taken off the base model's weights."""
     return starts_otherwise(c) and c.lora.init_weights.startswith(("pissa", "olora"))
 

@@ -2,7 +2,7 @@
 names.
 
 Owns the tables; docs/migrating.md shows them to readers, and a test compares the two. Names that mean something else
-there are in `foreign_options.py`.
+there are in `advice_for_foreign_options.py`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ evaluations is in `megaswift.trainers.best_model`."""
 
 from __future__ import annotations
 
-from megaswift.config.adapter_rules import changes_base
+from megaswift.config.adapter_rules import adapter_init_changes_base_weights
 from megaswift.config.data import RL
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
@@ -50,7 +50,7 @@ def _saves_without_evaluation(c: Sections) -> bool:
 
 
 def _belongs_to_local_base(c: Sections) -> bool:
-    changed = c.model.rope_scaling is not None or c.model.new_special_tokens or changes_base(c)
+    changed = c.model.rope_scaling is not None or c.model.new_special_tokens or adapter_init_changes_base_weights(c)
     return bool(c.model.train_type != "full" and not c.lora.merge_lora and changed)
 
 

@@ -1,7 +1,7 @@
 """Sources in order of weight to one checked set of sections; all mistakes of all sources in one ConfigError.
 
 Owns precedence, spellings and task names. Reading is `option_sources.py`, values are `parse_option_values.py`, meaning
-is `option_combination_rules.py`.
+is `apply_all_option_rules.py`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 
 from megaswift.config.accelerate_file import expand_accelerate_files
 from megaswift.config.adapter_rules import train_type_defaults
-from megaswift.config.data import ALIGNMENT, RL
-from megaswift.config.differing_toolkit_defaults import differing_defaults_notice
-from megaswift.config.foreign_options import foreign_option_advice, foreign_value_advice
-from megaswift.config.generation_batch import BATCH_OPTIONS, DefaultGradientAccumulation, default_rl_accumulation_steps
-from megaswift.config.megatron_architecture_options import with_collected_architecture
-from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
-from megaswift.config.neutral_options import NEUTRAL, neutral_notice
-from megaswift.config.option import Option
-from megaswift.config.option_combination_rules import (
+from megaswift.config.advice_for_foreign_options import foreign_option_advice, foreign_value_advice
+from megaswift.config.apply_all_option_rules import (
     BATCH,
     broken_option_rules,
     ignored_option_names,
     options_contradicted_by_later_source,
     options_dropped_with_notice,
 )
+from megaswift.config.data import ALIGNMENT, RL
+from megaswift.config.differing_toolkit_defaults import differing_defaults_notice
+from megaswift.config.generation_batch import BATCH_OPTIONS, DefaultGradientAccumulation, default_rl_accumulation_steps
+from megaswift.config.megatron_architecture_options import with_collected_architecture
+from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
+from megaswift.config.neutral_options import NEUTRAL, neutral_notice
+from megaswift.config.option import Option
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue, secret_values_of
 from megaswift.config.options_from_deepspeed_json import source_from_deepspeed_file
 from megaswift.config.parse_option_values import (

@@ -11,10 +11,10 @@ from megaswift.config.engine import EngineConfig
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.lora import LoraConfig
 from megaswift.config.model import ModelConfig
+from megaswift.config.non_lora_adapter_options import NonLoraPeftConfig
 from megaswift.config.optim import OptimConfig
 from megaswift.config.option import Option, build_option_table
 from megaswift.config.parallel import ParallelConfig
-from megaswift.config.peft_options import NonLoraPeftConfig
 from megaswift.config.preference import PreferenceConfig
 from megaswift.config.quantization import QuantizationConfig
 from megaswift.config.rl import RlConfig

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megaswift.config.foreign_options import PRECISIONS
+from megaswift.config.advice_for_foreign_options import PRECISIONS
 from megaswift.config.fsdp_spellings import translated_fsdp_options
 from megaswift.config.option_sources import GivenOptionValue
 from megaswift.config.parse_option_values import FALSE, TRUE

@@ -6,7 +6,7 @@ for, and a prefix of the conversation need not be a prefix of the text. Instead 
 time with private-use characters at the edges of the contents: where they come out, the contents are. The text without
 them must be the text that was asked for, byte for byte; otherwise fewer edges are marked.
 
-Left out: which turns carry loss (`render_chat.py`), tokens (`encode_rows.py`).
+Left out: which turns carry loss (`render_chat_with_loss_spans.py`), tokens (`encode_rows.py`).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from megaswift.data.loader import (
 )
 from megaswift.data.preference_batches import PreferenceCollator, PreferenceDataset
 from megaswift.data.stream_batches import StreamBatchSource, StreamOptions, StreamRowProcessor
-from megaswift.data.stream_encode_and_pack_rows import TokenRowStreamProcessor
+from megaswift.data.stream_encode_and_pack_rows import StreamRowEncoderAndPacker
 from megaswift.data.stream_preferences import PreferenceStreamProcessor
 from megaswift.data.tokenization import (
     check_renamed_columns_exist,
@@ -246,7 +246,7 @@ def _stream(
     sources = [replace(source, sample_by=data.sample_by) for source in datasets]
     packs = bool(data.packing) and not units  # which units are in a micro-batch does not depend on how they lie there
     options = StreamOptions(data.max_length, data.truncation_strategy, packs, data.shuffle, data_seed(data, train))
-    contents: StreamRowProcessor = TokenRowStreamProcessor(RowEncoder(spec), options, shape)
+    contents: StreamRowProcessor = StreamRowEncoderAndPacker(RowEncoder(spec), options, shape)
     if units:
         layout = PreferenceCollator(2 if spec.task in PAIRS else 1, data.packing is not False, False, prompt_labels)
         contents = PreferenceStreamProcessor(PreferenceEncoder(spec), options, layout, shape)

@@ -27,7 +27,7 @@ from megaswift.data.preference_rows import (
     PreferenceExample,
     UnusablePreferenceError,
 )
-from megaswift.data.render_chat import RenderedConversation
+from megaswift.data.render_chat_with_loss_spans import RenderedConversation
 from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.row_readers import LocatedRow
 from megaswift.data.training_sample import RowError, with_default_system_message

@@ -13,7 +13,7 @@ from typing import Any
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, reject_lone_surrogates
 from megaswift.data.images import reject_images
 from megaswift.data.prompt_rows import split_prompt_row
-from megaswift.data.render_chat import RenderedConversation
+from megaswift.data.render_chat_with_loss_spans import RenderedConversation
 from megaswift.data.training_sample import RowError, with_default_system_message
 
 

@@ -19,12 +19,17 @@ from tokenizers import Encoding, Tokenizer, processors
 from megaswift.config.data import CHATS
 from megaswift.data.columns import fill_self_cognition_name_placeholders, rename_columns
 from megaswift.data.coordinate_token_cache_build import data_cache_folder
-from megaswift.data.encode_distinct_pieces import DistinctPieceEncoder
+from megaswift.data.encode_distinct_pieces_with_loss_mask import DistinctPieceEncoder
 from megaswift.data.formats import parse_sample
 from megaswift.data.images import reject_images
 from megaswift.data.load_tokenizer import backend_tokenizer_from_json
 from megaswift.data.read_template_and_system import read_system_message
-from megaswift.data.render_chat import ChatRenderer, ChatTemplateTexts, RenderedConversation, load_chat_templates
+from megaswift.data.render_chat_with_loss_spans import (
+    ChatRenderer,
+    ChatTemplateTexts,
+    RenderedConversation,
+    load_chat_templates,
+)
 from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.row_counts import EMPTY_ANSWERS
 from megaswift.data.row_readers import LocatedRow

@@ -15,7 +15,7 @@ from megaswift.data.collate import Document, PaddingShape
 from megaswift.data.encode_rows import RowEncoder, malformed_row_problem
 from megaswift.data.loader import LoaderGeometry, collate_step_microbatches
 from megaswift.data.packing import pack_best_fit, padded_lengths
-from megaswift.data.render_chat import RenderedConversation
+from megaswift.data.render_chat_with_loss_spans import RenderedConversation
 from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.row_counts import WITHOUT_LABELS
 from megaswift.data.row_readers import LocatedRow
@@ -43,7 +43,7 @@ _RowResult = Tokens | Problem | None
 
 
 @dataclass
-class TokenRowStreamProcessor:
+class StreamRowEncoderAndPacker:
     """Rows of tokens with their numbers, or packed rows of documents."""
 
     encoder: RowEncoder

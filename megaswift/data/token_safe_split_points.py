@@ -1,8 +1,8 @@
 """Positions at which a text can be split without changing its tokens.
 
 Owns the proof, which is about the tokenizer's own rules and never about sample texts. `token_safe_split_patterns`
-returns None for a tokenizer that is not proven; `encode_rows.py` then encodes whole texts. `encode_distinct_pieces.py`
-encodes the parts.
+returns None for a tokenizer that is not proven; `encode_rows.py` then encodes whole texts.
+`encode_distinct_pieces_with_loss_mask.py` encodes the parts.
 
 Two kinds of places are cut:
 

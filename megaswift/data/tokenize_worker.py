@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megaswift.data.encode_preferences import row_encoder_for_task
 from megaswift.data.encode_rows import EncodeSpec
-from megaswift.data.render_chat import ChatTemplateTexts
+from megaswift.data.render_chat_with_loss_spans import ChatTemplateTexts
 from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.token_store import write_piece
 from megaswift.data.vision_processor import ProcessorSpec

@@ -1,7 +1,8 @@
 """One training example before tokens: a conversation or a text.
 
 Owns `Sample`, `RowError` and the checks that every format shares (roles, contents, tools). Which columns a file has
-belongs to `megaswift.data.formats`; how a conversation becomes text belongs to `megaswift.data.render_chat`.
+belongs to `megaswift.data.formats`; how a conversation becomes text belongs to
+`megaswift.data.render_chat_with_loss_spans`.
 """
 
 from __future__ import annotations

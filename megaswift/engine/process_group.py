@@ -18,7 +18,7 @@ from megaswift.errors import ConfigError, Problem, first_line
 ADDRESS_IN_USE = "EADDRINUSE"
 
 
-def start_process_group(backend: str, timeout_s: float, store: dist.Store | None = None) -> None:
+def init_default_and_gloo_process_groups(backend: str, timeout_s: float, store: dist.Store | None = None) -> None:
     """Starts the default group, unless there is one, and a gloo group beside one without gloo. Rank and world size come
     from the launcher's variables.
 

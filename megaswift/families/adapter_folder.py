@@ -24,7 +24,7 @@ def _said(adapter: Path, name: str) -> str:
         return ""
 
 
-def adapter_peft_type(adapter: Path) -> str:
+def adapter_peft_type_or_lora(adapter: Path) -> str:
     """peft_type of an adapter folder in small letters; LoRA where it cannot be told, whose reader says what is
     wrong."""
     return _said(adapter, "peft_type").lower() or "lora"

@@ -16,7 +16,7 @@ from megaswift.config.inference import ChatTemplateOptions
 from megaswift.data.images import RowImageFolders, Source, attach_images, open_image
 from megaswift.data.jinja_sandbox_limits import REFUSED
 from megaswift.data.read_template_and_system import read_system_message
-from megaswift.data.render_chat import ChatRenderer, load_chat_templates
+from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
 from megaswift.data.training_sample import RowError, Sample, checked_conversation_sample
 from megaswift.data.vision_processor import Processor
 from megaswift.errors import ConfigError, Problem, first_line

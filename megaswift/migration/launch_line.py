@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config.accelerate_options import options_from_accelerate_environment
-from megaswift.config.foreign_options import foreign_option_advice
+from megaswift.config.advice_for_foreign_options import foreign_option_advice
 from megaswift.config.option_sources import ConfigSource
 from megaswift.config.parse_option_values import TRUE
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.config.translated_options import RENAMED
 from megaswift.errors import ConfigError
-from megaswift.migration.accelerate_settings import BUNDLED, accelerate_environment, read_settings_file
+from megaswift.migration.accelerate_launch_environment import BUNDLED, accelerate_environment, read_settings_file
 from megaswift.migration.expand_shell_words import ExpandedWord
 from megaswift.migration.foreign_command import ForeignCommand, file_of_script
 from megaswift.migration.launched_program import LAUNCH_FIELDS

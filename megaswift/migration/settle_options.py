@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from megaswift.config.apply_all_option_rules import ignored_option_names
 from megaswift.config.data import RL
 from megaswift.config.differing_toolkit_defaults import DifferingDefault, defaults_differing_from_toolkit
 from megaswift.config.merge_config_sources import checked_sections_from_sources
-from megaswift.config.option_combination_rules import ignored_option_names
 from megaswift.config.parse_option_values import InvalidValue, parse_option_value
 from megaswift.config.sections import NAMES, OPTIONS, Sections
 from megaswift.errors import ConfigError, Problem

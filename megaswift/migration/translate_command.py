@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from megaswift.config.foreign_options import foreign_value_advice
+from megaswift.config.advice_for_foreign_options import foreign_value_advice
 from megaswift.config.merge_config_sources import TASK_NAMES, unknown_option_problem
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
 from megaswift.config.neutral_options import NEUTRAL

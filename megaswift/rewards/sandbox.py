@@ -23,7 +23,7 @@ from typing import Any
 
 from megaswift.errors import ConfigError, Problem, RewardError
 from megaswift.rewards import sandbox_child
-from megaswift.rewards.sandbox_runner import MESSAGE, ChildLimits
+from megaswift.rewards.sandbox_fork_server import MESSAGE, ChildLimits
 
 ROOT = str(Path(__file__).resolve().parents[2])
 SLACK = 60.0

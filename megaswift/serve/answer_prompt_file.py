@@ -97,7 +97,7 @@ class AnswerJournal:
         return file
 
 
-def open_journal(cfg: InferConfig, folder: Path) -> AnswerJournal:
+def answer_journal_with_run_fingerprint(cfg: InferConfig, folder: Path) -> AnswerJournal:
     """The journal of this run, next to its result file."""
     assert cfg.file.dataset and cfg.file.result_path is not None
     digest = hashlib.sha256()

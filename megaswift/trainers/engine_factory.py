@@ -46,7 +46,7 @@ def start_context(cfg: SwiftConfig, layout: Layout) -> RankContext:
         from megaswift.engine.megatron.parallel_context import ParallelContext
 
         return ParallelContext(layout, seconds, seed, cfg.parallel.hierarchical_context_parallel_sizes)
-    from megaswift.engine.torch.data_parallel_context import TorchContext
+    from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext
 
     return TorchContext(layout, seconds, seed)
 

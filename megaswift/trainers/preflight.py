@@ -43,7 +43,7 @@ from megaswift.parallel.layout_checks import layout_problems
 from megaswift.parallel.layout_rules import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.trainers import output_folder
-from megaswift.trainers.adapter_checks import (
+from megaswift.trainers.adapter_folder_and_package_checks import (
     adapter_task_type_problems,
     missing_adapter_file_problems,
     quantized_or_peft_run_problems,

@@ -33,7 +33,7 @@ def run_training(cfg: SwiftConfig) -> Path:
     with gc_paused():
         from megaswift.trainers.engine_factory import start_context
         from megaswift.trainers.session import TrainingSession
-        from megaswift.trainers.verify_checkpoint_files import verify_sources_and_locate_model
+        from megaswift.trainers.verify_checkpoint_files_across_ranks import verify_sources_and_locate_model
 
         folder = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)
         spec = model_spec_for_task(cfg, folder)

@@ -47,7 +47,7 @@ from megaswift.trainers.run_builder import RunBuilder
 from megaswift.trainers.run_lock import RunLock
 from megaswift.trainers.step_monitor import StepMonitor
 from megaswift.trainers.timers import timed
-from megaswift.trainers.verify_checkpoint_files import first_intact_step
+from megaswift.trainers.verify_checkpoint_files_across_ranks import first_intact_step
 
 PARTS = (
     "start-up",

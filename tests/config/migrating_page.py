@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 
+from megaswift.config.advice_for_foreign_options import NAMES_ELSEWHERE, PRECISIONS, VALUES_ELSEWHERE
 from megaswift.config.differing_toolkit_defaults import (
     LLAMA_FACTORY,
     MEGATRON_LM,
@@ -15,7 +16,6 @@ from megaswift.config.differing_toolkit_defaults import (
     TRL,
     differing_default_table_rows,
 )
-from megaswift.config.foreign_options import NAMES_ELSEWHERE, PRECISIONS, VALUES_ELSEWHERE
 from megaswift.config.inference_other_names import HINTS_OF, NEUTRAL_OF, VALUES_ELSEWHERE_OF_INFERENCE
 from megaswift.config.neutral_options import NEUTRAL
 from megaswift.config.translated_options import RENAMED, SWITCHES, TASK_SPELLINGS

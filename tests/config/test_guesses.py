@@ -1,6 +1,6 @@
 """What an unknown option or value is answered with: what another toolkit means by it, a likely typo, or nothing.
 
-Covers: megaswift/config/infer_deploy_export_parser.py, megaswift/config/foreign_options.py,
+Covers: megaswift/config/infer_deploy_export_parser.py, megaswift/config/advice_for_foreign_options.py,
 megaswift/config/inference_rules.py.
 """
 
@@ -17,7 +17,12 @@ from megaswift import deploy, export, infer
 from megaswift.cli import COMMANDS
 from megaswift.command_line_common import ELSEWHERE, unknown_command_error
 from megaswift.config import load_config
-from megaswift.config.foreign_options import NAMES_ELSEWHERE, PATTERNS, VALUES_ELSEWHERE, foreign_option_advice
+from megaswift.config.advice_for_foreign_options import (
+    NAMES_ELSEWHERE,
+    PATTERNS,
+    VALUES_ELSEWHERE,
+    foreign_option_advice,
+)
 from megaswift.config.inference_other_names import HINTS_OF
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.errors import ConfigError, did_you_mean_hint, edit_distance, missing_path_hint

@@ -370,7 +370,7 @@ def test_the_cache_key_covers_the_modules_that_tokenize() -> None:
     assert set(run.stdout.split()) <= keyed
     assert {Path(path).name for path in keyed} >= {
         ENTRY,
-        "render_chat.py",
+        "render_chat_with_loss_spans.py",
         "jinja_sandbox_limits.py",
         "token_safe_split_points.py",
         "alpaca.py",

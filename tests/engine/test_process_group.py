@@ -36,7 +36,7 @@ def _environ(port: int, rank: int, attempt: int, **more: str) -> dict[str, str]:
 def _rank(port: int, rank: int, attempt: int, answer: Connection) -> None:
     os.environ.update(_environ(port, rank, attempt))
     time.sleep(0.7 * attempt * rank)  # rank 0 is there first, and looks up where rank 1 is
-    process_group.start_process_group("gloo", 10)
+    process_group.init_default_and_gloo_process_groups("gloo", 10)
     total = torch.ones(1)
     dist.all_reduce(total)
     answer.send(float(total))

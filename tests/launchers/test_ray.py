@@ -1,6 +1,6 @@
 """Runs under Ray: real local Rays of two workers on a CPU, against the same runs under torchrun; and how they end.
 
-Covers: megaswift/launchers/ray_run_messages.py, megaswift/launchers/ray_train.py, megaswift/launchers/ray_worker.py.
+Covers: megaswift/launchers/ray_message_actor.py, megaswift/launchers/ray_train.py, megaswift/launchers/ray_worker.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from megaswift import entry
 from megaswift.config import load_config
-from megaswift.launchers.ray_run_messages import RunMessageActor, WorkerEventsSinceLastPoll
+from megaswift.launchers.ray_message_actor import RunMessageActor, WorkerEventsSinceLastPoll
 from megaswift.launchers.ray_train import _Run, missing_ray_problems
 from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.metrics import read_lines

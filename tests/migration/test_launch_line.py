@@ -1,6 +1,6 @@
 """The launch of a translated command, and settings of accelerate.
 
-Covers: megaswift/migration/accelerate_settings.py.
+Covers: megaswift/migration/accelerate_launch_environment.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.migration.accelerate_settings import accelerate_environment, read_settings_file
+from megaswift.migration.accelerate_launch_environment import accelerate_environment, read_settings_file
 from megaswift.migration.launch_line import command_line
 from tests.migration.translated import loaded, translated
 

@@ -40,7 +40,7 @@ def install() -> None:
     from megaswift import distributed
     from megaswift.engine.megatron import engine, parallel_context  # noqa: F401 - collectives are bound where used
     from megaswift.engine.megatron.cpu import cuda_stubs, device
-    from megaswift.engine.torch import data_parallel_context
+    from megaswift.engine.torch import start_data_parallel_and_seed
 
     functions = [device.unwrap_decorators(device.resolve_symbol(row.symbol)[2]) for row in device.CONSTANTS]
     for function in [*functions, MoEAlltoAllTokenDispatcher.__init__]:
@@ -48,13 +48,13 @@ def install() -> None:
     device.compute_device = lambda: DEVICE
     torch.cuda.current_device = lambda: DEVICE  # type: ignore[assignment,return-value]
     collectives.install(STAND_IN)
-    torch_context = data_parallel_context.TorchContext.__init__
+    torch_context = start_data_parallel_and_seed.TorchContext.__init__
 
     def on_the_stand_in(self: Any, *args: Any, **kwargs: Any) -> None:
         torch_context(self, *args, **kwargs)
         self.device = DEVICE
 
-    data_parallel_context.TorchContext.__init__ = on_the_stand_in  # type: ignore[method-assign]
+    start_data_parallel_and_seed.TorchContext.__init__ = on_the_stand_in  # type: ignore[method-assign]
     start = parallel_context.ParallelContext._start
 
     def with_a_group_in_host_memory(self: Any, timeout_s: float, *args: Any) -> None:

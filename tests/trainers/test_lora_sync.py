@@ -53,7 +53,7 @@ def trained(
 def work(rank: int, world: int, command: tuple[list[str], str]) -> None:
     """The life of a worker (on the ranks): a run that lists the files of each round, and each stream of all weights."""
     from megaswift.entry import main
-    from megaswift.rollout.sync_folder import SyncRounds
+    from megaswift.rollout.write_weight_sync_folders import SyncRounds
     from megaswift.trainers.rl.generation import CompletionGenerator
 
     words, sent = command

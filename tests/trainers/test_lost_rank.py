@@ -24,7 +24,7 @@ def _rank(rank: int, port: int, out: Path, end: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     lost_rank.GRACE_SECONDS = 1.5
-    process_group.start_process_group("gloo", 2.0)
+    process_group.init_default_and_gloo_process_groups("gloo", 2.0)
     lost_rank.dump_stacks_on_signal(out)
     dist.all_reduce(torch.ones(1))
     if rank == 1:

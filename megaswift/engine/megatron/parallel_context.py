@@ -59,7 +59,9 @@ class ParallelContext:
         if not _device.runs_without_cuda():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         # not "cpu:gloo,cuda:nccl": each of Megatron's groups would connect by gloo too
-        process_group.start_process_group("gloo" if _device.runs_without_cuda() else "nccl", timeout_s, store)
+        process_group.init_default_and_gloo_process_groups(
+            "gloo" if _device.runs_without_cuda() else "nccl", timeout_s, store
+        )
 
     def seed(self, seed: int) -> None:
         """Random states for dropout: one for what tensor-parallel ranks share, one each for what they split.

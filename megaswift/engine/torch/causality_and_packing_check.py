@@ -79,8 +79,8 @@ def _problems(read: _TokenReader, vocab: int, limit: float, packing: bool, model
     """What is wrong with a model of so many tokens."""
     tokens = torch.randint(vocab, (BEFORE + DOCUMENT + END,), generator=torch.Generator().manual_seed(0))
     before, document, end = tokens.split((BEFORE, DOCUMENT, END))
-    alone = read(single_row_batch(document))
-    ended = read(single_row_batch(torch.cat([document[:-END], end])))
+    alone = read(single_row_batch_of_documents(document))
+    ended = read(single_row_batch_of_documents(torch.cat([document[:-END], end])))
     same = DOCUMENT - END - 1  # the label after these is exchanged too
     if _differs(alone[:, :same], ended[:, :same], limit * _apart(alone, ended)):
         yield Problem(
@@ -91,11 +91,13 @@ def _problems(read: _TokenReader, vocab: int, limit: float, packing: bool, model
         return
     if packing:
         separate, joined = (
-            read(single_row_batch(before, document))[:, BEFORE:],
-            read(single_row_batch(torch.cat([before, document])))[:, BEFORE:],
+            read(single_row_batch_of_documents(before, document))[:, BEFORE:],
+            read(single_row_batch_of_documents(torch.cat([before, document])))[:, BEFORE:],
         )
         # of a row of another length
-        rounding = _apart(alone[:, :-1], read(single_row_batch(torch.cat([document, end])))[:, : DOCUMENT - 1])
+        rounding = _apart(
+            alone[:, :-1], read(single_row_batch_of_documents(torch.cat([document, end])))[:, : DOCUMENT - 1]
+        )
         if _differs(alone, separate, max(limit * _apart(alone, joined), 3 * rounding)):
             yield Problem(
                 "--packing true",
@@ -123,7 +125,7 @@ def _differs(a: Tensor, b: Tensor, most: float) -> bool:
     return not _apart(a, b) <= most  # not a number: it does
 
 
-def single_row_batch(*documents: Tensor) -> Batch:
+def single_row_batch_of_documents(*documents: Tensor) -> Batch:
     """One row, packed where there are several documents; every token but a document's last has a label."""
     rows = [_document(ids) for ids in documents]
     if len(rows) == 1:

@@ -25,7 +25,7 @@ from megaswift.bridge.hf_source import HfSource, TensorMeta
 from megaswift.bridge.saved_dtype_compatibility import saved_dtype_problem
 from megaswift.bridge.torch_engine_step_source import TorchStepSource
 from megaswift.bridge.transformers_weights import persistent_buffers, tensors_by_disk_name
-from megaswift.engine import rng_state
+from megaswift.engine import rng_state_checkpoint_file
 from megaswift.engine.torch import weight_loading
 from megaswift.engine.torch.data_parallel_strategy import WEIGHT
 from megaswift.engine.torch.host_memory_release import returning_freed_memory_to_system
@@ -49,7 +49,7 @@ def save_step(engine: TorchEngine, directory: Path) -> None:
     try:
         if engine.allocation is not None and engine.rank == 0:
             engine.allocation.write(directory)
-        small = [rng_state.write_rng_state(directory, engine.rank)]
+        small = [rng_state_checkpoint_file.write_rng_state(directory, engine.rank)]
         if engine.rank == 0 and not problems:
             (directory / FACTS).write_text(json.dumps(_facts(engine), indent=1) + "\n", encoding="utf-8")
             small.append(directory / FACTS)
@@ -134,7 +134,7 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
     checkpoint."""
     facts, source = _open(engine, directory)
     same = facts["world_size"] == engine.layout.world_size
-    states = rng_state.read_rng_state_file(directory, engine.rank if same else 0)
+    states = rng_state_checkpoint_file.read_rng_state_file(directory, engine.rank if same else 0)
     distributed.raise_on_all_ranks([states] if isinstance(states, Problem) else [])
     assert not isinstance(states, Problem)
     engine.strategy.steps = int(facts["step"])
@@ -150,10 +150,10 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
         engine.strategy.loss_scale.load_state_dict(facts["loss_scale"])
     if engine.allocation is not None:
         engine.allocation.read(directory)
-    if same and rng_state.rng_state_fits_generators(states[0]):
-        rng_state.restore_rng_state(*states)
+    if same and rng_state_checkpoint_file.rng_state_fits_generators(states[0]):
+        rng_state_checkpoint_file.restore_rng_state(*states)
     else:
-        engine.context.seed(rng_state.seed_from_saved_rng_state(directory))
+        engine.context.seed(rng_state_checkpoint_file.seed_from_saved_rng_state(directory))
         log.info(
             f"{directory} was saved by {facts['world_size']} processes: weights and optimizer states are restored, "
             "random number generators are reseeded"

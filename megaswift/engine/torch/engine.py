@@ -45,13 +45,13 @@ from megaswift.engine.torch import (
     weight_loading,
 )
 from megaswift.engine.torch.adalora_rank_allocation import find_adalora_rank_allocator
-from megaswift.engine.torch.data_parallel_context import TorchContext
 from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.host_memory_release import returning_freed_memory_to_system
 from megaswift.engine.torch.loss_fields import labeled_columns
 from megaswift.engine.torch.merged_adapter_weight_stream import collect_merged_adapter_weights
 from megaswift.engine.torch.router_losses import RouterLosses
+from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext
 from megaswift.engine.torch.strategy_registry import build_strategy
 from megaswift.families.model_spec import ModelSpec
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs

@@ -11,11 +11,11 @@ from megaswift.config import SwiftConfig
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import filled_deepspeed_config
 from megaswift.config.launcher_environment import nproc_or_nnodes_from_environment
-from megaswift.engine.torch.data_parallel_context import TorchContext
 from megaswift.engine.torch.data_parallel_strategy import DataParallelStrategy
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.loss_fields import LossFieldsModel
 from megaswift.engine.torch.loss_scale import make_loss_scale
+from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext
 from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.decoder_layer_classes import decoder_layer_class_names

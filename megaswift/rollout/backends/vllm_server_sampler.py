@@ -14,6 +14,7 @@ from typing import Any
 
 from megaswift.errors import ConfigError, Problem
 from megaswift.rollout.backends.vllm_sampler import lora_rank_problems
+from megaswift.rollout.installed_vllm_version_and_support import max_lora_rank_for
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 from megaswift.rollout.server_client import (
     SamplingServer,
@@ -23,7 +24,6 @@ from megaswift.rollout.server_client import (
     server_option_problems,
 )
 from megaswift.rollout.server_sampler import ADAPTER, ServerSampler
-from megaswift.rollout.vllm_package import max_lora_rank_for
 
 OLDEST = (0, 22)
 MODE = "processed_logprobs"

@@ -108,6 +108,6 @@ def _experts(cfg: SwiftConfig, spec: ModelSpec) -> bool:
 def _too_wide(cfg: SwiftConfig) -> str:
     if not cfg.rl.rollout_backend.startswith("vllm"):
         return ""
-    from megaswift.rollout.vllm_package import RANKS
+    from megaswift.rollout.installed_vllm_version_and_support import RANKS
 
     return f"vLLM supports adapters up to rank {RANKS[-1]}" if adapter_rank(cfg) > RANKS[-1] else ""

@@ -16,7 +16,7 @@ from megaswift.data.rl_prompts import Prompt
 from megaswift.engine.protocol import Engine
 from megaswift.parallel.layout import Coordinates, Layout
 from megaswift.rollout.sampler import Completion, Sampler, SamplingParams
-from megaswift.rollout.sync_folder import SyncRounds
+from megaswift.rollout.write_weight_sync_folders import SyncRounds
 from megaswift.trainers.rl.multi_turn import MultiTurnRunner
 
 

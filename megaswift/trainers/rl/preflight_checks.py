@@ -28,7 +28,7 @@ def rl_run_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     return [
         *_found([lambda: batch_problems_of(cfg, world_size)]),
         *reward_environment_and_model_problems(cfg),
-        *_found([lambda: sampler_problems(cfg)]),
+        *_found([lambda: missing_sampler_backend_problems(cfg)]),
     ]
 
 
@@ -133,13 +133,13 @@ def other_model_folder_problems(cfg: SwiftConfig) -> Iterator[Problem]:
             yield from scalar_head_problems(f"--{flag} {folder}", read_config_json(path))
 
 
-def sampler_problems(cfg: SwiftConfig) -> Iterator[Problem]:
+def missing_sampler_backend_problems(cfg: SwiftConfig) -> Iterator[Problem]:
     """What a backend lacks on this machine."""
     rl = cfg.rl
     if rl.rollout_backend == TRANSFORMERS:
         return
+    from megaswift.rollout.installed_vllm_version_and_support import is_cpu_build
     from megaswift.rollout.sampler import SamplerOptions, sampler_backend_problems  # brings torch
-    from megaswift.rollout.vllm_package import is_cpu_build
 
     options = SamplerOptions(base_urls=rl.rollout_server_url, sync_folder=Path(rl.rollout_sync_folder or "sync"))
     problems = sampler_backend_problems(rl.rollout_backend, options)

@@ -23,7 +23,7 @@ from megaswift.log import count_text
 from megaswift.losses.value import ValueLoss
 from megaswift.rewards.load_reward_functions import load_reward_functions
 from megaswift.rewards.reward_interface_and_scoring import RewardFunction, RewardOptions, missing_reward_column_problems
-from megaswift.rollout.sync_folder import SyncRounds
+from megaswift.rollout.write_weight_sync_folders import SyncRounds
 from megaswift.trainers.batch_transforms import ReferenceLogprobs
 from megaswift.trainers.flops import step_flop_formula
 from megaswift.trainers.hook import Hook

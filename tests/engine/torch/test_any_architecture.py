@@ -72,9 +72,11 @@ def test_documents_are_their_own(kind: str, folders: Callable[[str], Path]) -> N
     want = [logprobs(model, ids) for ids in docs]
     if kind not in ENCODERS:
         for ids, own in zip(docs, want, strict=True):
-            padded = causality_and_packing_check.single_row_batch(torch.cat([ids, torch.zeros(5, dtype=torch.long)]))
+            padded = causality_and_packing_check.single_row_batch_of_documents(
+                torch.cat([ids, torch.zeros(5, dtype=torch.long)])
+            )
             torch.testing.assert_close(fields(engine, padded)[0, : len(own)], own, rtol=0, atol=1e-5)
-        together = fields(engine, causality_and_packing_check.single_row_batch(*docs))[0].split(
+        together = fields(engine, causality_and_packing_check.single_row_batch_of_documents(*docs))[0].split(
             [len(ids) for ids in docs]
         )
         worst = max(float((t[:-1] - own).abs().max()) for t, own in zip(together, want, strict=True))
@@ -115,7 +117,9 @@ def test_families_separate_packed_documents_too(variant: str) -> None:
     randomize(model, 3)
     engine, drawn = LossFieldsModel(model), torch.Generator().manual_seed(2)
     docs = [torch.randint(3, VOCAB, (n,), generator=drawn) for n in (9, 14, 6)]
-    together = fields(engine, causality_and_packing_check.single_row_batch(*docs))[0].split([len(ids) for ids in docs])
+    together = fields(engine, causality_and_packing_check.single_row_batch_of_documents(*docs))[0].split(
+        [len(ids) for ids in docs]
+    )
     worst = max(float((t[:-1] - logprobs(model, ids)).abs().max()) for t, ids in zip(together, docs, strict=True))
     assert worst > 1e-2 if model.config.model_type in causality_and_packing_check.LOSES_DOCUMENTS else worst < 2e-5, (
         worst

@@ -4,7 +4,7 @@ that it shards.
 Measured: bytes of the storages of the tensors that exist, and resident pages by the kernel's account. Not computed from
 sizes.
 
-Covers: megaswift/engine/torch/data_parallel_context.py, megaswift/engine/torch/host_memory_release.py.
+Covers: megaswift/engine/torch/start_data_parallel_and_seed.py, megaswift/engine/torch/host_memory_release.py.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from megaswift.config import SwiftConfig, load_config
 from megaswift.entry import further_problems_of_refused_config
 from megaswift.errors import UserError
-from megaswift.rollout import vllm_package
+from megaswift.rollout import installed_vllm_version_and_support
 from megaswift.trainers.preflight import preflight
 from megaswift.trainers.rl.preflight_checks import rl_run_problems
 from tests.test_cli import model_folder
@@ -158,7 +158,7 @@ def test_a_missing_library_is_told_before_anything_is_built(monkeypatch: pytest.
 def test_vllm_for_cpus_samples_but_does_not_sleep(
     here: tuple[str, str], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_package, "installed_vllm", lambda: here)
+    monkeypatch.setattr(installed_vllm_version_and_support, "installed_vllm", lambda: here)
     assert told(use_vllm=True) == []
     found = told(use_vllm=True, rollout_sleep=True)
     assert len(found) == count and all("CPU build" in line for line in found)

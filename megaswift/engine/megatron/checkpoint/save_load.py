@@ -25,7 +25,7 @@ from megaswift.atomic_disk_writes import fsync_path
 from megaswift.bridge import torch_dist_chunk_io as files
 from megaswift.bridge import torch_dist_index
 from megaswift.bridge.sharded_state_dict_entries import KEPT, MAIN, STATES
-from megaswift.engine import rng_state
+from megaswift.engine import rng_state_checkpoint_file
 from megaswift.engine.megatron.checkpoint import fp8_history
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
 from megaswift.engine.megatron.checkpoint import rank_chunks as boxes
@@ -122,7 +122,7 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     ]
     items, problems = files.plan_chunk_reads(index, wanted)
     same_layout = facts["layout"] == dataclasses.asdict(engine.layout)
-    random_states = rng_state.read_rng_state_file(directory, engine.rank if same_layout else 0)
+    random_states = rng_state_checkpoint_file.read_rng_state_file(directory, engine.rank if same_layout else 0)
     problems += [random_states] if isinstance(random_states, Problem) else []
     histories: fp8_history.Histories | Problem = {}
     if fp8_history.uses_delayed_scaling(engine):
@@ -256,21 +256,25 @@ def write_rank_rng(directory: Path, rank: int) -> Path:
     Megatron's own checkpoints keep one expert state for all expert-parallel ranks (Megatron-LM pull request 6858); here
     each rank has its own.
     """
-    return rng_state.write_rng_state(directory, rank, tensor_parallel.get_cuda_rng_tracker().get_states())
+    return rng_state_checkpoint_file.write_rng_state(
+        directory, rank, tensor_parallel.get_cuda_rng_tracker().get_states()
+    )
 
 
 def fits_rank_rng(tensors: dict[str, Tensor]) -> bool:
     """Whether these are states of the generators that this rank has."""
-    return rng_state.rng_state_fits_generators(tensors, tensor_parallel.get_cuda_rng_tracker().get_states())
+    return rng_state_checkpoint_file.rng_state_fits_generators(
+        tensors, tensor_parallel.get_cuda_rng_tracker().get_states()
+    )
 
 
 def restore_rank_rng(tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
     """Every generator of this rank back to where it stood."""
-    tensor_parallel.get_cuda_rng_tracker().set_states(rng_state.restore_rng_state(tensors, plain))
+    tensor_parallel.get_cuda_rng_tracker().set_states(rng_state_checkpoint_file.restore_rng_state(tensors, plain))
 
 
 def reseed_rank_generators(context: ParallelContext, directory: Path) -> int:
     """Fresh states on every rank, from the saved ones of rank 0. Returns the seed."""
-    seed = rng_state.seed_from_saved_rng_state(directory)
+    seed = rng_state_checkpoint_file.seed_from_saved_rng_state(directory)
     context.seed(seed)
     return seed

@@ -11,7 +11,12 @@ from typing import Any
 
 from megaswift.config.inference import CommonInferenceConfig, DeployConfig
 from megaswift.errors import Problem, WeightsError, first_line
-from megaswift.rollout.vllm_package import RANKS, max_lora_rank_for, supports_quantization, vllm_version_problem
+from megaswift.rollout.installed_vllm_version_and_support import (
+    RANKS,
+    max_lora_rank_for,
+    supports_quantization,
+    vllm_version_problem,
+)
 
 OLDEST = (0, 10)
 """Older releases of vLLM are refused rather than guessed about."""

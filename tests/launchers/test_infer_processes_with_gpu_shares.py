@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megaswift.errors import ConfigError
-from megaswift.launchers import inference_processes
-from megaswift.launchers.inference_processes import requested_processes, share_of_devices, take_share_of_devices
+from megaswift.launchers import infer_processes_with_gpu_shares
+from megaswift.launchers.infer_processes_with_gpu_shares import (
+    requested_processes,
+    share_of_devices,
+    take_share_of_devices,
+)
 
 WORKER = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 
@@ -28,10 +32,10 @@ def test_a_worker_takes_its_share(visible: str, count: int, want: str, monkeypat
     for name, value in {**WORKER, "CUDA_VISIBLE_DEVICES": visible}.items():
         monkeypatch.setenv(name, value)
     take_share_of_devices(count)
-    assert inference_processes.os.environ["CUDA_VISIBLE_DEVICES"] == want
+    assert infer_processes_with_gpu_shares.os.environ["CUDA_VISIBLE_DEVICES"] == want
 
 
 def test_without_a_launcher_all_devices_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     take_share_of_devices(2)
-    assert inference_processes.os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert infer_processes_with_gpu_shares.os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"

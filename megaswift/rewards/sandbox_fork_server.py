@@ -1,7 +1,7 @@
 """The runner process of the sandbox: forks one child per program, with resource limits and a timeout.
 
-`python -m megaswift.rewards.sandbox_runner KIND DESCRIPTOR WORKERS`: orders come on that socket, for so many children
-at a time.
+`python -m megaswift.rewards.sandbox_fork_server KIND DESCRIPTOR WORKERS`: orders come on that socket, for so many
+children at a time.
 
 It is a process of its own so that a child inherits neither the trainer's memory nor its environment, descriptors or
 threads. It holds no job either: the trainer writes a job into files in memory and passes their descriptors with an

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.engine import rng_state as saved
+from megaswift.engine import rng_state_checkpoint_file as saved
 from megaswift.engine.megatron.checkpoint import save_load
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.errors import Problem

@@ -4,12 +4,12 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
+from megaswift.config.apply_all_option_rules import CLASHES, IGNORED
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
-from megaswift.config.option_combination_rules import CLASHES, IGNORED
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
 from megaswift.config.rl_conflict_rules import RL_CLASHES
 from megaswift.config.rl_ignored_option_rules import RL_IGNORED

@@ -10,7 +10,7 @@ from megaswift.config.data import RL
 from megaswift.config.engine_rules import requested_engine
 from megaswift.errors import Problem, UserError
 from megaswift.families import quantized_training_checks
-from megaswift.families.adapter_folder import adapter_peft_type, is_reward_model_adapter
+from megaswift.families.adapter_folder import adapter_peft_type_or_lora, is_reward_model_adapter
 from megaswift.families.family import read_config_json
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -94,7 +94,7 @@ def quantized_or_peft_run_problems(cfg: SwiftConfig, folder: Path) -> list[Probl
 
 def adapter_train_type_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     """A folder of another kind than `train_type`, or of one that cannot go on."""
-    kind, label = adapter_peft_type(folder), f"--adapters {folder}"
+    kind, label = adapter_peft_type_or_lora(folder), f"--adapters {folder}"
     if kind == "adalora":
         return [
             Problem(

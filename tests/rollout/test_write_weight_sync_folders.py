@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.rollout.sync_folder import SyncRounds
+from megaswift.rollout.write_weight_sync_folders import SyncRounds
 
 
 @pytest.mark.parametrize(("theirs", "others"), [(False, False), (True, False), (False, True)])

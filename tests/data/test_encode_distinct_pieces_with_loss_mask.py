@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN3_5
 
-from megaswift.data import encode_distinct_pieces
+from megaswift.data import encode_distinct_pieces_with_loss_mask
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, encode_spec
-from megaswift.data.render_chat import RenderedConversation
+from megaswift.data.render_chat_with_loss_spans import RenderedConversation
 from megaswift.data.token_safe_split_points import _separator, token_safe_split_patterns
 from megaswift.data.training_sample import RowError
 from tests.data.makers import TEXT, config, tokenizer
@@ -247,7 +247,7 @@ def test_plain_texts_end_with_the_end_token() -> None:
 
 
 def test_the_table_begins_anew_when_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode_distinct_pieces, "MOST_PIECES", 40)
+    monkeypatch.setattr(encode_distinct_pieces_with_loss_mask, "MOST_PIECES", 40)
     tok, rng = made("qwen2"), random.Random(1)
     ours = encoder(tok)
     seen = []

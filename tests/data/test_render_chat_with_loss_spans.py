@@ -14,7 +14,7 @@ import pytest
 from tokenizers import processors
 
 from megaswift.data.encode_rows import RowEncoder, encode_spec, token_range_of_characters
-from megaswift.data.render_chat import ChatRenderer, load_chat_templates
+from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
 from megaswift.data.training_sample import RowError
 from megaswift.errors import DataError
 from tests.data.makers import TEXT, config, template, tokenizer
