@@ -23,7 +23,6 @@ from megaswift.config.apply_all_option_rules import (
 from megaswift.config.data import ALIGNMENT, RL
 from megaswift.config.differing_toolkit_defaults import differing_defaults_notice
 from megaswift.config.generation_batch import BATCH_OPTIONS, DefaultGradientAccumulation, default_rl_accumulation_steps
-from megaswift.config.megatron_architecture_options import with_collected_architecture
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
 from megaswift.config.neutral_options import NEUTRAL, neutral_notice
 from megaswift.config.option import Option
@@ -252,7 +251,7 @@ def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
     state.notices += source.notices
     state.secrets += secret_values_of(source.givens)
     first: dict[str, GivenOptionValue] = {}
-    for given in translated_options(list(with_collected_architecture(source.givens))):
+    for given in translated_options(source.givens):
         if given.name in ("task", "rlhf_type") or (
             NAMES.get(given.name) == "train_type" and str(given.value).lower() in TASK_NAMES
         ):

@@ -13,6 +13,7 @@ from typing import Any
 
 from megaswift.config.advice_for_foreign_options import PRECISIONS
 from megaswift.config.fsdp_spellings import translated_fsdp_options
+from megaswift.config.megatron_architecture_options import with_collected_architecture
 from megaswift.config.option_sources import GivenOptionValue
 from megaswift.config.parse_option_values import FALSE, TRUE
 from megaswift.config.peft_methods import VARIANTS
@@ -103,6 +104,7 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     **{(name, "true"): meaning for name, meaning in SWITCHES.items()},
     **{(name, "true"): ("torch_dtype", dtype) for name, dtype in PRECISIONS.items()},
     **{("mixed_precision", name): ("torch_dtype", dtype) for name, dtype in PRECISIONS.items()},
+    ("resume_from_checkpoint", "true"): ("resume_from_checkpoint", "latest"),
     ("deepspeed", "default-zero2"): ("deepspeed", "zero2"),
     ("deepspeed", "default-zero3"): ("deepspeed", "zero3"),
     ("mixed_precision", "false"): ("torch_dtype", "float32"),
@@ -127,6 +129,7 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
     port are its URL. `eval_strategy no` unsets `eval_steps`.
     """
     givens = list(translated_fsdp_options(givens))
+    givens = list(with_collected_architecture(givens))
     values = {given.name: _text(given) for given in givens}
     unused = _unused_names(values)
     for given in givens:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaswift.config.advice_for_foreign_options import foreign_value_advice
+from megaswift.config.megatron_architecture_options import ARCHITECTURE
 from megaswift.config.merge_config_sources import TASK_NAMES, unknown_option_problem
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
 from megaswift.config.neutral_options import NEUTRAL
@@ -81,7 +82,7 @@ def _take(run: MigratedRun, givens: Iterable[GivenOptionValue], unresolved: Mapp
     translated = list(translated_options(read))
     kept = {t.label for t in translated}
     for given in read:
-        if given.label not in kept:
+        if given.label not in kept and given.name not in ARCHITECTURE:
             why = "switched off it means nothing" if given.name in SWITCHES else "another option of the command says so"
             run.left_out.append(f"{given.label}: {why}")
     for given in translated:

@@ -87,7 +87,7 @@ def _plain(text: str) -> str:
         lambda m: " " if m[0].isspace() else "?",
         redacted_command(text),
     )
-    shown = re.sub(r"(\w+): \S+", lambda m: f"{m[1]}: ***" if is_secret(m[1]) else m[0], shown)
+    shown = re.sub(r"(\w+): (?!is |has |must )\S+", lambda m: f"{m[1]}: ***" if is_secret(m[1]) else m[0], shown)
     return shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}..."
 
 

@@ -5,6 +5,8 @@ Owns reading scripts: joined lines, the environment before a command, and variab
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ INFERENCE = ("infer", "deploy", "export")
 PROGRAMS = ("swift", "megatron")
 SCRIPT = re.compile(r"(?:^|/)(?:swift/)?cli/(?:_megatron/)?(pt|sft|rlhf|infer|deploy|export)\.py$")
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
-_QUOTIENT = re.compile(r"\$\(expr (\d+) / (\d+)\)")
+_QUOTIENT = re.compile(r"\$\(expr\s+(\d+(?:\s*/\s*\d+)+)\s*\)")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 
 
@@ -97,4 +99,4 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _expanded(text: str, variables: dict[str, str]) -> str:
     plain = _VARIABLE.sub(lambda m: variables.get(m[1] or m[3], m[2] if m[2] is not None else m[0]), text)
-    return _QUOTIENT.sub(lambda m: str(int(m[1]) // int(m[2])), plain)
+    return _QUOTIENT.sub(lambda m: str(functools.reduce(operator.floordiv, map(int, m[1].split("/")))), plain)

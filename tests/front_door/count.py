@@ -82,10 +82,11 @@ def _local(name: str, value: str, root: Path) -> str:
 def refusal(command: Command, root: Path) -> list[Problem]:
     """What is wrong with a command; empty when it would start."""
     words = replaced(command.words, root)
-    if words and words[0].endswith((".yaml", ".yml")):
-        name = words[0].replace("$SCRIPT_DIR", str(Path(command.file).parent))
-        places = [home / name for home in (Path(), Path("examples"), Path("examples") / Path(command.file).parent)]
-        words[0] = next((replaced_file(path, root) for path in places if path.is_file()), name)
+    for i, word in enumerate(words):
+        if word.endswith((".yaml", ".yml")) and not Path(word).is_absolute():
+            name = word.replace("$SCRIPT_DIR", str(Path(command.file).parent))
+            places = [home / name for home in (Path(), Path("examples"), Path("examples") / Path(command.file).parent)]
+            words[i] = next((replaced_file(path, root) for path in places if path.is_file()), name)
     if not any(w.split("=")[0] in ("--output_dir", "--save") for w in words):
         words += ["--output_dir", str(root / "out")]
     own = {k: OF_CLUSTER.get(v, v) for k, v in command.environ.items()}

@@ -5,6 +5,7 @@ Owns the stand-ins for what their scripts had at that point: adapters, output di
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -46,6 +47,8 @@ def inference_refusal(command: Command, root: Path) -> list[Problem]:
     def reached(*args: object, **kwargs: object) -> None:
         raise ReachedWeights
 
+    for name in ("megaswift.inference.bitsandbytes_export", "megaswift.trainers.session"):
+        importlib.import_module(name)  # what they import by name must not be a replacement
     os.chdir(work)
     names = ("NPROC_PER_NODE",)
     environ = {k: v for k, v in os.environ.items() if k not in names}

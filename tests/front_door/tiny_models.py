@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.data.makers import tokenizer
+from tests.parity import deepseek_moe
 
 DENSE: dict[str, Any] = {
     "hidden_size": 512,
@@ -35,6 +36,11 @@ MODELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"deepseek-v2", "deepseek_v2", {"num_hidden_layers": 27, "n_routed_experts": 64, **LATENT}),
     (r"glm-4\.5-air", "glm4_moe", {"num_hidden_layers": 46, "n_routed_experts": 128, "first_k_dense_replace": 1}),
     (r"glm-4-9b-0414", "glm4", {"num_hidden_layers": 40}),
+    (r"glm-4\.\dv-flash", "glm4v", {}),
+    (r"glm-4\.\dv", "glm4v_moe", {}),
+    (r"emu3", "emu3", {}),
+    (r"paddleocr-vl", "paddleocr_vl", {}),
+    (r"gemma-4", "gemma4", {}),
     (r"gpt-oss", "gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4}),
     (r"qwen3-next", "qwen3_next", {"num_experts": 512, "num_experts_per_tok": 10}),
     (r"qwen3\.5.*a\d+b", "qwen3_5_moe", {}),
@@ -82,7 +88,8 @@ def config_of(model_type: str, changes: dict[str, Any], name: str = "", reward: 
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    if model_type not in CONFIG_MAPPING_NAMES:
+    deepseek_moe.register()
+    if model_type not in (*CONFIG_MAPPING_NAMES, "deepseek"):
         return {"model_type": model_type, "architectures": [model_type], **DENSE, **changes}
     standard = AutoConfig.for_model(model_type)
     parts = getattr(standard, "sub_configs", None)

@@ -101,9 +101,11 @@ def test_modules_are_transformer_engines(te_pool: Pool, models: Path) -> None:
         assert not found[name] & {"ColumnParallelLinear", "RowParallelLinear", "NormColumnParallelLinear"}, name
         assert not found[name] & {"TorchNorm", "QKNorm", "ReplicatedLinear", "ScaledPostNormLinear"}, name
         attention = (
-            "TorchAttention" if te_unsupported_attention_features(family_of(raw).spec(raw)) else "TEDotProductAttention"
+            "TorchAttention"
+            if te_unsupported_attention_features(family_of(raw).spec(raw))
+            else "PackedTEDotProductAttention"
         )
-        assert found[name] & {"TorchAttention", "TEDotProductAttention"} == {attention}, name
+        assert found[name] & {"TorchAttention", "PackedTEDotProductAttention"} == {attention}, name
         assert ("TEGroupedMLP" in found[name]) == is_moe(name) and "SequentialMLP" not in found[name], name
 
 
