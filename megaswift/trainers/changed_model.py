@@ -68,8 +68,7 @@ def changed_config_and_tokenizer(cfg: SwiftConfig, folder: Path) -> tuple[dict[s
 
 @contextmanager
 def changed_config_folder(cfg: SwiftConfig, folder: Path) -> Iterator[Path]:
-    """`folder`, or for the length of a block one beside it with the changed config.json; weights are those of
-    `folder`."""
+    """`folder`, or within the block a temporary folder with the changed config.json and links to its other files."""
     if not changes_model(cfg):
         yield folder
         return

@@ -60,6 +60,23 @@ def weights(module: torch.nn.Module) -> dict[str, Tensor]:
     return {n: p.detach() for n, p in module.named_parameters()}
 
 
+def assert_float16_steps(found: Any, norms: Any, gradients: Any, module: torch.nn.Module) -> None:
+    """Five steps of all ranks of which the fourth overflows, from a scale of 2^10 with window 2 and hysteresis 1."""
+    for rank in found:
+        assert (rank["taken"], rank["steps"]) == ([True, True, True, False, True], 4)
+        assert rank["scales"] == [2**10, 2**11, 2**11, 2**10, 2**10]
+        assert [n for n, taken in zip(rank["norms"], rank["taken"], strict=True) if taken] == pytest.approx(
+            norms, rel=2e-3
+        )
+    near(found[0]["gradients"][0], gradients[0], 1e-5)
+    for step, want in zip((0, 1, 2, 4), gradients, strict=True):
+        near(found[0]["gradients"][step], want, 0.05)
+    for what, tensors in found[0]["states"][2].items():
+        assert all(torch.equal(t, found[0]["states"][3][what][n]) for n, t in tensors.items()), what
+    for name, tensor in weights(module).items():
+        assert float((found[0]["final"]["weight"][name] - tensor).norm() / tensor.norm()) < 5e-4, name
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kind", [k if k == "zero3_offload" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
@@ -201,19 +218,7 @@ def test_float16(pool: Pool, kind: str) -> None:
     precision = "autocast float16" if kind == "zero0" else "float16"
     norms, gradients, module = Plain(5, 2, 2, CLIP, broken=(3,), precision=precision, scale=2.0**10).run()
     found = run(pool, kind, 2, dtype="float16", steps=5, broken=(3,), states=True)
-    for rank in found:
-        assert (rank["taken"], rank["steps"]) == ([True, True, True, False, True], 4)
-        assert rank["scales"] == [2**10, 2**11, 2**11, 2**10, 2**10]
-        assert [n for n, taken in zip(rank["norms"], rank["taken"], strict=True) if taken] == pytest.approx(
-            norms, rel=2e-3
-        )
-    near(found[0]["gradients"][0], gradients[0], 1e-5)
-    for step, want in zip((0, 1, 2, 4), gradients, strict=True):
-        near(found[0]["gradients"][step], want, 0.05)
-    for what, tensors in found[0]["states"][2].items():
-        assert all(torch.equal(t, found[0]["states"][3][what][n]) for n, t in tensors.items()), what
-    for name, tensor in weights(module).items():
-        assert float((found[0]["final"]["weight"][name] - tensor).norm() / tensor.norm()) < 5e-4, name
+    assert_float16_steps(found, norms, gradients, module)
 
 
 @pytest.mark.slow
