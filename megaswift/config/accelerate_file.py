@@ -82,7 +82,12 @@ def source_from_accelerate_file(given: GivenOptionValue) -> ConfigSource:
     except ConfigError as error:
         return ConfigSource(problems=tuple(error.problems))
     label = Path(str(given.value)).name
-    kind = str(content.get("distributed_type", "NO")).upper()
+    kind = (_text(content.get("distributed_type", "NO")) or "NO").upper()
+    flat = [name for name in SECTIONS if content.get(name) is not None and not isinstance(content[name], dict)]
+    if flat:
+        fix = "give a file that accelerate config has made"
+        rule = "must be a section of settings"
+        return ConfigSource((), tuple(Problem(f"{label}: {name}: {content[name]}", rule, fix) for name in flat), ())
     sections = {name: dict(content.get(f"{name}_config") or {}) for name in ("deepspeed", "fsdp")}
     environ = _environ(content, kind, sections["deepspeed"])
     settings = options_from_accelerate_environment(environ)
@@ -97,6 +102,9 @@ def source_from_accelerate_file(given: GivenOptionValue) -> ConfigSource:
     notices = [*_notices(content, kind, sections["deepspeed"], label)]
     notices += [f"{label}: {text}" for text in settings_without_effect(environ)]
     return ConfigSource(tuple(givens), tuple(problems), tuple(notices))
+
+
+SECTIONS = ("deepspeed_config", "fsdp_config", "dynamo_config")
 
 
 def _environ(content: Mapping[str, Any], kind: str, deepspeed: Mapping[str, Any]) -> dict[str, str]:
@@ -154,7 +162,7 @@ def _refused(content: Mapping[str, Any], kind: str, label: str) -> Iterator[Prob
     if isinstance(processes, int) and isinstance(machines, int) and processes > 0 and processes % machines:
         rule = f"is not a multiple of num_machines {machines}"
         yield Problem(
-            f"{label}: num_processes: {processes}", rule, f"num_processes: {processes // machines * machines}"
+            f"{label}: num_processes: {processes}", rule, f"num_processes: {max(1, processes // machines) * machines}"
         )
 
 

@@ -143,7 +143,7 @@ EVALUATION_CLASHES: tuple[ConflictingOptions, ...] = (
             (f"{does}_strategy", "streaming"),
             _epochs_of_a_stream(does),
             "a stream has no known length, so its epochs are not counted",
-            f"--{does}_steps 500",
+            f"--{does}_strategy steps --{does}_steps 500",
         )
         for does in ("eval", "save")
     ),
@@ -164,13 +164,13 @@ EVALUATION_CLASHES: tuple[ConflictingOptions, ...] = (
         ("save_strategy", *_DATA, "eval_strategy", "eval_steps"),
         lambda c: c.train.save_strategy == "best" and not (evaluates(c) and _evaluates_while_training(c)),
         "best saves when an evaluation improves, so the run must evaluate: evaluation data and an interval",
-        "--val_dataset FILE --eval_steps 100",
+        "--val_dataset FILE --eval_strategy steps --eval_steps 100",
     ),
     ConflictingOptions(
         ("early_stopping_patience", *_DATA, "eval_strategy", "eval_steps"),
         lambda c: c.train.early_stopping_patience is not None and not (evaluates(c) and _evaluates_while_training(c)),
         "counts evaluations, so the run must evaluate: evaluation data and an interval",
-        "--val_dataset FILE --eval_steps 100",
+        "--val_dataset FILE --eval_strategy steps --eval_steps 100",
     ),
     ConflictingOptions(
         ("metric_for_best_model",),
@@ -188,7 +188,7 @@ EVALUATION_CLASHES: tuple[ConflictingOptions, ...] = (
         ("save_strategy", "max_restarts"),
         lambda c: c.train.save_strategy == "no" and c.launch.max_restarts,
         "no saves no checkpoint to restart from",
-        "--save_steps 500",
+        "--save_strategy steps --save_steps 500",
     ),
     ConflictingOptions(
         ("push_to_hub", "use_hf"),

@@ -26,6 +26,8 @@ STRATEGIES = {
 }
 """accelerate's numbers and torch's name: the word of `--fsdp`."""
 SHARDING = ("fsdp_sharding_strategy", "sharding_strategy")
+RESHARDED, KEPT = "reshard true", "reshard false"
+"""What `reshard_after_forward` says, until it is known whether a strategy says so too."""
 RESHARDS = ("fsdp_reshard_after_forward", "reshard_after_forward")
 OFFLOADS = ("fsdp_offload_params", "offload_params")
 FILES = (".json", ".yaml", ".yml")
@@ -35,6 +37,11 @@ def translated_fsdp_options(givens: Sequence[GivenOptionValue]) -> Iterator[Give
     """The options of one source; those that say how FSDP shards become one `fsdp`."""
     said = [given for given in givens if given.name in ("fsdp", *SHARDING, *RESHARDS, *OFFLOADS)]
     words = list(dict.fromkeys(word for given in said for word in _words(given)))
+    if any(word in words for word in ("full_shard", "hybrid_shard")):
+        words = [word for word in words if word != RESHARDED]
+    if any(word in words for word in ("shard_grad_op", "hybrid_shard_zero2")):
+        words = [word for word in words if word != KEPT]
+    words = [{RESHARDED: "full_shard", KEPT: "shard_grad_op"}.get(word, word) for word in words]
     for given in givens:
         if given.name == "fsdp_config" and isinstance(given.value, dict):
             yield replace(given, value=json.dumps(given.value))
@@ -52,6 +59,8 @@ def _as_one(given: GivenOptionValue, words: list[str]) -> Iterator[GivenOptionVa
         words = [word for word in words if word != file]
     if NO_SHARD in words:
         yield replace(given, name="engine", value="ddp")
+        if others := [word for word in words if word not in (NO_SHARD, "fsdp2", "auto_wrap")]:
+            yield replace(given, name="fsdp", value=others)
     elif words == ["fsdp2"]:
         yield replace(given, name="use_fsdp", value=True)
     elif words := [word for word in words if word != "fsdp2"]:
@@ -70,7 +79,9 @@ def _words(given: GivenOptionValue) -> list[str]:
         return [_word(text)]
     flag = _is_true(given.value)
     if given.name in RESHARDS:
-        return ["full_shard" if flag else "shard_grad_op"]
+        if not flag and text.strip().lower() not in FALSE:  # FSDP1's name of a strategy
+            return [_word(text)]
+        return [RESHARDED if flag else KEPT]
     return ["offload"] * flag
 
 

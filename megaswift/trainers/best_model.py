@@ -81,12 +81,12 @@ class BestModelHook(Hook):
         return (gt if self.greater_is_better else lt)(one[1], worst if other is None else other[1])
 
     def improved_at(self, step: int) -> bool:
-        """Whether the evaluation of this step is the best so far."""
-        return self.best is not None and self.best[0] == step
+        """Whether this step was evaluated and is better than every one whose checkpoint there is."""
+        return self.evaluated is not None and self.evaluated[0] == step and self.better(self.evaluated, self.saved)
 
     def before_save(self, step: int) -> None:
         """This step is about to become a checkpoint."""
-        if self.evaluated is not None and self.evaluated[0] == step and self.better(self.evaluated, self.saved):
+        if self.improved_at(step):
             self.saved = self.evaluated
 
     def reason(self) -> str:

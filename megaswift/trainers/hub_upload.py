@@ -6,6 +6,7 @@ client's own environment variables. No token is in a message or a file.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,14 @@ from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.redaction import MASK
 from megaswift.trainers.progress import print_warning
 
-FAILURES = (OSError, ValueError, RuntimeError)
-"""What the client raises: no access, no network, a name that the hub does not accept."""
+HTTP_CLIENTS = {"httpx": "HTTPError", "httpx2": "HTTPError", "requests": "RequestException"}
+"""Packages that releases of huggingface_hub send with, and the base of what they raise without a network."""
+
+
+def client_failures() -> tuple[type[Exception], ...]:
+    """What the client raises: no access, no network, a name that the hub does not accept."""
+    loaded = [getattr(sys.modules[name], kind) for name, kind in HTTP_CLIENTS.items() if name in sys.modules]
+    return (OSError, ValueError, RuntimeError, *loaded)
 
 
 class HubUpload:
@@ -38,7 +45,7 @@ class HubUpload:
         try:
             private = self.private or None  # None: an organization's own default
             return str(self._api().create_repo(self.name, private=private, exist_ok=True).repo_id)
-        except FAILURES as error:
+        except client_failures() as error:
             rule = f"the hub does not give access to {self.name}: {self._reason(error)}"
             fix = "check --hub_model_id and --hub_token (or HF_TOKEN, or hf auth login)"
             raise ConfigError(Problem("--push_to_hub true", rule, fix)) from None
@@ -61,7 +68,7 @@ class HubUpload:
         def send() -> None:
             try:
                 log.info(self._send(folder, step))
-            except FAILURES as error:
+            except client_failures() as error:
                 print_warning(f"step {step}: the upload to {self.repository} failed: {self._reason(error)}")
 
         distributed.run_on_rank0(send, hours=24)
@@ -72,7 +79,7 @@ class HubUpload:
         def send() -> None:
             try:
                 log.print_result(self._send(folder, step))
-            except FAILURES as error:
+            except client_failures() as error:
                 rule = f"the upload to {self.repository} failed: {self._reason(error)}"
                 fix = f"hf upload {self.repository} {folder}"
                 raise ConfigError(Problem("--push_to_hub true", rule, fix)) from None

@@ -115,6 +115,8 @@ def test_the_run_s_own_options_go_over_it(tmp_path: Path) -> None:
     [
         ({"distributed_type": "XLA"}, ("distributed_type: XLA", "MULTI_GPU")),
         ({"compute_environment": "AMAZON_SAGEMAKER"}, ("compute_environment", "LOCAL_MACHINE")),
+        ({"fsdp_config": "fsdp.json"}, ("fsdp_config: fsdp.json", "must be a section")),
+        ({"num_processes": 1, "num_machines": 2, "main_process_ip": "h"}, ("num_processes: 1", "num_processes: 2")),
         ({"use_cpu": True}, ("use_cpu: true", "CUDA_VISIBLE_DEVICES")),
         ({"gpu_ids": "0, 2"}, ("gpu_ids: 0,2", "CUDA_VISIBLE_DEVICES=0,2")),
         ({"num_processes": 5, "num_machines": 2, "main_process_ip": "h"}, ("num_processes: 5", "num_processes: 4")),
@@ -149,6 +151,11 @@ def test_what_is_refused(change: dict[str, Any], said: tuple[str, ...], tmp_path
 def test_what_has_no_effect(change: dict[str, Any], said: str, tmp_path: Path) -> None:
     (line,) = load(tmp_path, {**GPUS, **change}).notices
     assert line.startswith("accelerate.yaml: ") and said in line
+
+
+def test_no_without_quotes(tmp_path: Path) -> None:
+    """YAML reads it as false."""
+    assert load(tmp_path, {**GPUS, "distributed_type": False}).notices == ()
 
 
 def test_a_missing_file() -> None:

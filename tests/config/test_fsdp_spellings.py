@@ -36,12 +36,21 @@ def load(*words: str) -> SwiftConfig:
         ("--use_fsdp true --fsdp_offload_params false", "fsdp2", ()),
         ("--fsdp_sharding_strategy NO_SHARD", "ddp", ()),
         ("--fsdp_sharding_strategy 4", "fsdp2", ("hybrid_shard",)),
+        ("--fsdp_reshard_after_forward FULL_SHARD", "fsdp2", ("full_shard",)),
+        ("--fsdp_reshard_after_forward HYBRID_SHARD", "fsdp2", ("hybrid_shard",)),
+        ("--fsdp hybrid_shard --reshard_after_forward true", "fsdp2", ("hybrid_shard",)),
+        ("--fsdp hybrid_shard_zero2 --reshard_after_forward false", "fsdp2", ("hybrid_shard_zero2",)),
     ],
 )
 def test_how_it_shards(words: str, kind: str, fsdp: tuple[str, ...]) -> None:
     cfg = load(*words.split())
     assert (requested_engine(cfg), cfg.engine.fsdp) == (kind, fsdp)
     assert {STRATEGIES[n] for n in "1245"} == {"full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2"}
+
+
+def test_no_shard_beside_what_needs_shards() -> None:
+    with pytest.raises(ConfigError, match="offload"):
+        load("--fsdp", "no_shard offload")
 
 
 def test_activation_checkpointing() -> None:

@@ -144,6 +144,15 @@ def test_a_checkpoint_of_another_folder_is_not_the_best(tmp_path: Path) -> None:
     assert best_checkpoint(other, tmp_path / "other" / "checkpoints") is None  # step 5, the last, is better than 4
 
 
+def test_the_best_of_a_new_folder_is_saved(tmp_path: Path) -> None:
+    """Though the run that it goes on from had a better one."""
+    saved_loop(tmp_path / "first", [1, 5], every="best").run()
+    other = saved_loop(tmp_path / "other", [1, 5, 2, 4, 3], every="best")
+    restore_run(other, tmp_path / "first" / "checkpoints" / "step-2", {})
+    other.run()
+    assert steps_in(tmp_path / "other") == [3, 5]  # 5 is the last
+
+
 def test_an_unknown_metric_ends_the_run_with_its_state_saved(tmp_path: Path) -> None:
     loop = saved_loop(tmp_path, [1, 2, 3], every=None)
     next(hook for hook in loop.hooks if isinstance(hook, BestModelHook)).metric = "acuracy"

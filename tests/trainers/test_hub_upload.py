@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
+from megaswift.errors import ConfigError
+from megaswift.trainers.hub_upload import HubUpload
 from tests.sources import ROOT
 from tests.trainers.hub_server import TOKEN, USER, Hub, hub_server
 from tests.trainers.inputs import write_inputs
@@ -23,6 +25,19 @@ def test_the_token_is_neither_shown_nor_written() -> None:
     line = load_config("sft", ["--hub_token", TOKEN, "--model", "m"], environ={})
     assert TOKEN not in "\n".join(line.notices) and any("--hub_token ***" in n for n in line.notices)
     assert all(TOKEN not in typed.label for typed in line.typed.values())
+
+
+def test_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One message at the start; a warning for a checkpoint, after which training goes on."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="the hub does not give access to out"):
+        HubUpload(SwiftConfig(model="m", output_dir=str(tmp_path / "out"), push_to_hub=True, hub_token=TOKEN))
+    upload = HubUpload.__new__(HubUpload)
+    upload.token, upload.every_save, upload.repository = TOKEN, True, "u/m"
+    (tmp_path / "step-1" / "hf").mkdir(parents=True)
+    (tmp_path / "step-1" / "hf" / "x").write_text("1")
+    upload.after_save(tmp_path / "step-1", 1)
 
 
 def train(hub: Hub, inputs: list[str], out: Path, *options: str) -> subprocess.CompletedProcess[str]:
