@@ -120,7 +120,10 @@ class CommandParser(Generic[Config]):
             parsed = self.complete(parsed)
         checked = [p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong]
         if state.problems:  # what the command lacks may be what a refused option asked for
-            checked = [p for p in checked if p.what != f"megaswift {self.name}" and p.rule != "is missing"]
+            filled = {f"megaswift {self.name}", "--output_dir"} | (
+                {"--model"} if state.values.get("adapters") else set()
+            )
+            checked = [p for p in checked if p.what not in filled]
         problems = state.problems + problems_as_typed(checked, parsed.typed, self.table.names)
         if problems:
             raise ConfigError(redact_problems(problems, secret_values_of(line.givens)))

@@ -104,7 +104,6 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     **{(name, "true"): meaning for name, meaning in SWITCHES.items()},
     **{(name, "true"): ("torch_dtype", dtype) for name, dtype in PRECISIONS.items()},
     **{("mixed_precision", name): ("torch_dtype", dtype) for name, dtype in PRECISIONS.items()},
-    ("resume_from_checkpoint", "true"): ("resume_from_checkpoint", "latest"),
     ("deepspeed", "default-zero2"): ("deepspeed", "zero2"),
     ("deepspeed", "default-zero3"): ("deepspeed", "zero3"),
     ("mixed_precision", "false"): ("torch_dtype", "float32"),

@@ -151,7 +151,7 @@ class Sandbox:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         bare = ["-S"] if self.kind == "program" else []
-        words = ["-s", "-P", *bare, "-m", f"{__package__}.sandbox_runner"]
+        words = ["-s", "-P", *bare, "-m", f"{__package__}.sandbox_fork_server"]
         words += [self.kind, str(theirs.fileno()), str(worker_count())]
         environment = {
             "PYTHONPATH": ROOT,
