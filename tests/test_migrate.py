@@ -102,7 +102,7 @@ def test_a_command_without_a_task_here(tmp_path: Path, capsys: pytest.CaptureFix
 def test_commands_that_do_not_train_become_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "i.sh").write_text(
         "CUDA_VISIBLE_DEVICES=0 swift infer --model 'my model' --temperature 0 --adapters out/checkpoint-9 "
-        "--no_such_option 3 --system $TEXT --max_new_tokens 64\n"
+        "--hub_token hf_abcdef --no_such_option 3 --system $TEXT --max_new_tokens 64\n"
     )
     assert migrate([str(tmp_path / "i.sh"), "--output_dir", str(tmp_path / "o")]) == 3
     text = (tmp_path / "o" / "i.sh").read_text()
@@ -110,6 +110,7 @@ def test_commands_that_do_not_train_become_scripts(tmp_path: Path, capsys: pytes
     words = "CUDA_VISIBLE_DEVICES=0 megaswift infer --model 'my model' --temperature 0 --adapters out/checkpoint-9"
     assert command == f"{words} --max_new_tokens 64"
     assert "# - --no_such_option 3: is not an option of megaswift infer" in text and "does not set $TEXT" in text
+    assert "# - --hub_token: a secret is not copied; set it in the environment" in text and "hf_abcdef" not in text
     assert "out/checkpoint-9: no such" in text, "a note: the folder may be there where it runs"
     (tmp_path / "e.sh").write_text("swift export --model m --output_dir d --quantization_bit 4 --adapters a\n")
     capsys.readouterr()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megaswift.config.accelerate_file import DEEPSPEED
 from megaswift.config.accelerate_options import FSDP, MEGATRON, ZERO
 from megaswift.config.option_sources import LARGEST_FILE
 from megaswift.errors import ConfigError, Problem, first_line
@@ -22,12 +23,9 @@ BUNDLED: dict[str, dict[str, Any]] = {
 }
 """What distinguishes the files that TRL brings along."""
 VARIABLES = {
+    **DEEPSPEED,
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
-    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+    "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
     "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
 }
 """accelerate's name: the variable; any other `fsdp_*` is the variable of the same name in capitals."""
@@ -64,7 +62,9 @@ def read_settings_file(path: Path) -> dict[str, Any]:
 def accelerate_environment(settings: Mapping[str, Any]) -> dict[str, str]:
     """The variables that accelerate would set."""
     kind = str(settings.get("distributed_type", "")).upper()
-    environ = {VARIABLES[n]: str(v) for n, v in settings.items() if n in VARIABLES and v is not None}
+    environ = {
+        VARIABLES[n]: "no" if v is False else str(v) for n, v in settings.items() if n in VARIABLES and v is not None
+    }
     environ |= {
         name.upper(): str(value).lower() if isinstance(value, bool) else str(value)
         for name, value in settings.items()

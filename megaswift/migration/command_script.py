@@ -15,9 +15,9 @@ from megaswift.config.infer_deploy_export_parser import CommandParser
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.migration.foreign_command import ForeignCommand
 from megaswift.migration.launch_line import launch_of_command, launch_words
-from megaswift.migration.migrated_run import MigratedRun
-from megaswift.migration.translate_command import NOT_SET
+from megaswift.migration.migrated_run import NOT_SET, SECRET, MigratedRun
 from megaswift.migration.write_run_file import head_lines, remark_lines
+from megaswift.redaction import is_secret
 
 
 @dataclass
@@ -45,7 +45,11 @@ def migrated_command(command: ForeignCommand, parser: CommandParser | None, fold
         made.groups[-1].append(word.text)
     unresolved = {w.text: w.unresolved for w in command.words if w.unresolved}
     for group in list(made.groups):
-        if names := [n for word in group for n in unresolved.get(word, ())]:
+        flag = group[0].partition("=")[0]
+        if flag.startswith("--") and is_secret(flag[2:].replace("-", "_")):
+            made.groups.remove(group)
+            made.run.left_out.append(f"{flag}: {SECRET}")
+        elif names := [n for word in group for n in unresolved.get(word, ())]:
             made.groups.remove(group)
             made.run.ask(" ".join(group), NOT_SET.format(", ".join(names)))
     _settle(made, parser)

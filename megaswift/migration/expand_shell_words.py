@@ -59,10 +59,14 @@ class _Variables:
     environment: dict[str, ExpandedWord] = field(default_factory=dict)
     """What commands get; replaced by a copy when it changes, because commands keep it."""
     characters: int = 0
+    conditional: bool = False
+    """The command stands in a condition or a loop, which a run may skip."""
 
     def set(self, name: str, items: list[ExpandedWord]) -> None:
-        """An assignment."""
-        self.texts[name] = items
+        """An assignment; one of a condition that changes the value leaves it to the run."""
+        changes = name in self.texts and self.texts[name] != items
+        self.texts[name] = [ExpandedWord(f"${name}", (f"${name}",))] if self.conditional and changes else items
+        items = self.texts[name]
         if name in self.exported:
             self.environment = {**self.environment, name: _joined(items)}
 
@@ -88,6 +92,7 @@ def shell_commands(text: str) -> Iterator[ShellCommand]:
                 known.texts.pop(words[begin].literal or "" if begin < len(words) else "", None)
                 begin = len(words)
         words = words[begin:]
+        known.conditional = depth > 0
         prefix, count = _assignments(words, known)
         rest = words[count:]
         if rest and rest[0].literal in ("export", "declare", "local", "readonly", "typeset"):
@@ -206,7 +211,8 @@ def _variable(text: str, known: _Variables, depth: int) -> ExpandedWord:
         return ExpandedWord(written, (f"${match[1]}",))
     default = _inner(match[3], known, depth)
     if match[2][-1] == "=":
-        known.texts[match[1]] = [default]
+        known.set(match[1], [default])
+        return _joined(known.texts[match[1]])
     return default
 
 

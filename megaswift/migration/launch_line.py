@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.accelerate_options import options_from_accelerate_environment
+from megaswift.config.accelerate_file import DEEPSPEED_SETTLED, SETTLED
+from megaswift.config.accelerate_options import options_from_accelerate_environment, settings_without_effect
 from megaswift.config.advice_for_foreign_options import foreign_option_advice
 from megaswift.config.option_sources import ConfigSource
 from megaswift.config.parse_option_values import TRUE
-from megaswift.config.sections import NAMES, OPTIONS
+from megaswift.config.sections import NAMES
 from megaswift.config.translated_options import RENAMED
 from megaswift.errors import ConfigError
 from megaswift.migration.accelerate_launch_environment import BUNDLED, accelerate_environment, read_settings_file
 from megaswift.migration.expand_shell_words import ExpandedWord
 from megaswift.migration.foreign_command import ForeignCommand, file_of_script
 from megaswift.migration.launched_program import LAUNCH_FIELDS
-from megaswift.migration.migrated_run import MigratedRun
+from megaswift.migration.migrated_run import NOT_SET, MigratedRun
 from megaswift.redaction import is_secret
 
-LAUNCH_ORDER = ("nnodes", "node_rank", "master_addr", "master_port", "nproc_per_node", *OPTIONS)
+LAUNCH_ORDER = ("nnodes", "node_rank", "master_addr", "master_port", "nproc_per_node")
 KEPT = re.compile(
     r"(CUDA|NCCL|GLOO|OMP|MKL|PYTORCH|TORCH|HF|TRANSFORMERS|MODELSCOPE|WANDB|SWANLAB|MLFLOW|TOKENIZERS|NVTE|UB|VLLM|SGLANG|"
     r"TRITON|RAY|LD|ASCEND|HCCL|TASK_QUEUE|DISABLE_VERSION_CHECK|KUBERNETES)_\w+|PYTHONPATH|\w+_proxy|\w+_PROXY"
@@ -44,6 +45,14 @@ WITHOUT_MEANING = frozenset({
     "fsdp_cpu_ram_efficient_loading", "fsdp_auto_wrap_policy", "commands", "command_file", "tpu_name", "tpu_zone",
 })  # fmt: skip
 """Settings of launchers that a run does not need: how processes find each other, and how a library saves."""
+TAKEN = frozenset({
+    "module", "m", "no_python", "multi_gpu", "machine_rank", "distributed_type", "config_file", "use_deepspeed",
+    "use_fsdp", "deepspeed_config", "fsdp_config", "rdzv_endpoint", "max_restarts",
+})  # fmt: skip
+"""Those of them that say how to read the others, or that are used."""
+SILENT = ("", "none", "no", "false", "[]", "{}")
+OF_ACCELERATE = ("use_megatron_lm", "megatron_lm_config", "dynamo_backend")
+VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 
 
 def launch_of_command(run: MigratedRun, command: ForeignCommand, folder: Path) -> list[ConfigSource]:
@@ -62,15 +71,67 @@ def launch_of_command(run: MigratedRun, command: ForeignCommand, folder: Path) -
     else:
         settings = {name: word.text for name, word in command.launcher_options.items()}
     _processes(run, command, launch, settings)
+    _rendezvous(run, launch, command.launcher_options.get("rdzv_endpoint"))
     for name, word in launch.items():
-        run.launch[name] = word.text
+        _take_word(run, run.launch, name, word)
+    _restarts(run, str(settings.pop("max_restarts", "0")))
     if run.launch.get("nnodes", "1") == "1":
         for name in ("node_rank", "nnodes", "master_addr", "master_port"):
             run.launch.pop(name, None)
     for name, value in settings.items():
-        if name not in (*WITHOUT_MEANING, "num_processes", "include", "gpu_ids"):
+        if name in WITHOUT_MEANING:
+            if name not in TAKEN and str(value).lower() not in SILENT:
+                shown = "" if str(value).lower() == "true" else f" {value}"
+                why = DEEPSPEED_SETTLED.get(name) or SETTLED.get(name) or "a run does not need this of its launcher"
+                run.left_out.append(f"--{name}{shown}: {why}")
+        else:
             run.ask(f"--{name} {value}", f"is an option of {command.launcher or 'the launcher'} without a counterpart")
     return sources
+
+
+def _take_word(run: MigratedRun, values: dict[str, str], name: str, word: ExpandedWord) -> None:
+    """A value of the launch or the environment; variables in it stay, and what else only a run knows is asked."""
+    key = name.upper() if name in LAUNCH_FIELDS else name
+    unknown = [u for u in word.unresolved if not VARIABLE.fullmatch(u) or u not in word.text]
+    own = word.text in (f"${name}", f"${{{name}}}")
+    if not unknown and not own:
+        values[name] = word.text
+        run.variables[key] = word.unresolved
+        return
+    run.ask(f"{key}: {word.text}", NOT_SET.format(", ".join(unknown or word.unresolved)), f"set {key}")
+    if name in LAUNCH_FIELDS:
+        values[name] = "ADDRESS" if name == "master_addr" else "N"
+
+
+def _rendezvous(run: MigratedRun, launch: dict[str, ExpandedWord], endpoint: ExpandedWord | None) -> None:
+    """torchrun's `--rdzv_endpoint HOST:PORT`."""
+    if endpoint is None or launch.get("nnodes", ExpandedWord("1")).text == "1":
+        return
+    host, colon, port = endpoint.text.rpartition(":")
+    if not colon:
+        host, port = endpoint.text, ""
+    parts = {"master_addr": host.strip("[]") if host.startswith("[") else host, "master_port": port}
+    whole = not colon and endpoint.unresolved
+    if whole or any(u not in host and u not in port for u in endpoint.unresolved):
+        run.ask(f"--rdzv_endpoint {endpoint.text}", "is HOST:PORT of the first machine", "set MASTER_ADDR, MASTER_PORT")
+        parts = {"master_addr": "ADDRESS"}
+    for name, text in parts.items():
+        if text:
+            launch[name] = ExpandedWord(text, tuple(u for u in endpoint.unresolved if u in text))
+    if "node_rank" not in launch:
+        launch["node_rank"] = ExpandedWord("N")
+        run.ask("NODE_RANK", "torchrun numbers the machines itself", "set it on each machine: 0, 1, ...")
+
+
+def _restarts(run: MigratedRun, count: str) -> None:
+    """torchrun's `--max_restarts N`, for runs on one machine."""
+    if count in ("0", "None", ""):
+        return
+    if not re.fullmatch(r"[1-9]\d{0,5}", count) or run.launch.get("nnodes", "1") != "1":
+        run.ask(f"--max_restarts {count}", "needs a number, and a run on one machine", "leave it out")
+        return
+    run.launch["max_restarts"] = count
+    run.launch.setdefault("nproc_per_node", "1")
 
 
 def _processes(
@@ -115,7 +176,7 @@ def _environment(run: MigratedRun, environment: Mapping[str, ExpandedWord]) -> N
         if is_secret(name.lower()):
             run.left_out.append(f"{name}, a secret, is not copied; set it where you run the command")
         elif KEPT.fullmatch(name):
-            run.environment[name] = word.text
+            _take_word(run, run.environment, name, word)
         elif PIXELS.fullmatch(name):
             run.ask(
                 f"{name}={word.text}", "is a setting of ms-swift", foreign_option_advice("max_pixels", word.text, NAMES)
@@ -146,11 +207,13 @@ def _accelerate_settings(run: MigratedRun, command: ForeignCommand, folder: Path
 
 def _accelerate_source(run: MigratedRun, settings: dict[str, Any]) -> ConfigSource:
     """The options of its settings; what is used is taken out of them."""
-    source = options_from_accelerate_environment(accelerate_environment(settings))
+    environ = accelerate_environment(settings)
+    source = options_from_accelerate_environment(environ)
+    run.left_out += settings_without_effect(environ)
     for problem in source.problems:
         run.ask_problem(problem)
     used = ("mixed_precision", "zero_stage", "offload_", "deepspeed_config_file", "fsdp_", "gradient_", "deepspeed_moe")
-    for name in [n for n in settings if n.startswith(used) or n in ("use_megatron_lm", "megatron_lm_config")]:
+    for name in [n for n in settings if n.startswith(used) or n in OF_ACCELERATE]:
         settings.pop(name)
     if str(settings.pop("cpu", "")).lower() in TRUE:
         run.left_out.append("--cpu: without a GPU a run is on the CPU")
@@ -159,8 +222,9 @@ def _accelerate_source(run: MigratedRun, settings: dict[str, Any]) -> ConfigSour
 
 def launch_words(run: MigratedRun) -> list[str]:
     """The variables before a command."""
-    names = {name.upper(): run.launch[name] for name in sorted(run.launch, key=LAUNCH_ORDER.index)}
-    return [f"{name}={_shell_word(value)}" for name, value in {**run.environment, **names}.items()]
+    names = {name.upper(): run.launch[name] for name in LAUNCH_ORDER if name in run.launch}
+    values = {**run.environment, **names}
+    return [f"{name}={_shell_word(value, run.variables.get(name, ()))}" for name, value in values.items()]
 
 
 def command_line(run: MigratedRun, file: str) -> str:
@@ -168,6 +232,10 @@ def command_line(run: MigratedRun, file: str) -> str:
     return " ".join([*launch_words(run), "megaswift", run.task or "TASK", _shell_word(file)])
 
 
-def _shell_word(value: str) -> str:
+def _shell_word(value: str, variables: Sequence[str] = ()) -> str:
     """Variables that only the run knows stay variables; nothing else of a value reaches the shell."""
-    return f'"{value}"' if re.fullmatch(r"\$\{?\w+\}?", value) else shlex.quote(value)
+    if not variables:
+        return shlex.quote(value)
+    longest = sorted(variables, key=len, reverse=True)
+    pieces = [piece for piece in re.split(f"({'|'.join(map(re.escape, longest))})", value) if piece]
+    return "".join(f'"{piece}"' if piece in variables else shlex.quote(piece) for piece in pieces)

@@ -24,6 +24,10 @@ SWITCHES_OF_LAUNCHERS = frozenset({
 LAUNCH_FIELDS = ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port")
 LAUNCH_SPELLINGS = tuple(n for n, ours in RENAMED.items() if ours in LAUNCH_FIELDS) + ("num_processes",)
 PYTHON = ("python", "python3")
+PROGRAMS = (*PYTHON, "torchrun", "accelerate", "deepspeed", "swift", "megatron", "megaswift", "trl", "llamafactory-cli")
+"""Words that a wrapper starts, whatever options it has before them."""
+NAMING = ("-n", "--name", "-J", "--job-name", "-p", "--prefix", "--partition", "-u", "--unset")
+"""Options of wrappers whose value may be called as a program is: `conda run -n swift`."""
 
 
 @dataclass
@@ -42,7 +46,7 @@ class LaunchedProgram:
 
 def launched_program(words: Sequence[ExpandedWord]) -> LaunchedProgram | None:
     """What a command runs; None where it is no program of Python."""
-    rest = list(words)
+    rest = _after_wrapper(words)
     while rest and (_base(rest[0].text) in WRAPPERS or (len(rest) < len(words) and _between(rest[0].text))):
         rest = rest[1:]
     if not rest:
@@ -59,6 +63,16 @@ def launched_program(words: Sequence[ExpandedWord]) -> LaunchedProgram | None:
     return LaunchedProgram(rest[0].text, after)
 
 
+def _after_wrapper(words: Sequence[ExpandedWord]) -> list[ExpandedWord]:
+    """The words from the first known program on, where a wrapper stands first; else all."""
+    if words and _base(words[0].text) in WRAPPERS:
+        for i, word in enumerate(words[1:], 1):
+            known = _base(word.text) in PROGRAMS or word.text.endswith(".py")
+            if known and words[i - 1].text not in NAMING:
+                return list(words[i:])
+    return list(words)
+
+
 def _between(word: str) -> bool:
     """A word between a wrapper and what it starts: `-N 2`, `A=b`."""
     return word.startswith("-") or "=" in word or word.isdigit()
@@ -71,7 +85,9 @@ def _base(path: str) -> str:
 
 def _python(words: list[ExpandedWord]) -> LaunchedProgram | None:
     while words and words[0].text.startswith("-") and words[0].text != "-m":
-        words = words[1:]
+        if words[0].text == "-c":
+            return None
+        words = words[2 if words[0].text in ("-W", "-X") else 1 :]
     if not words:
         return None
     if words[0].text != "-m":

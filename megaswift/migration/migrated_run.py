@@ -17,6 +17,9 @@ from megaswift.config.sections import Sections
 from megaswift.errors import Problem
 from megaswift.redaction import MASK, is_secret
 
+NOT_SET = "the script does not set {0}"
+SECRET = "a secret is not copied; set it in the environment"
+
 
 @dataclass(frozen=True)
 class MigratedOption:
@@ -58,6 +61,8 @@ class MigratedRun:
     launch: dict[str, str] = field(default_factory=dict)
     """Values of NPROC_PER_NODE and the like."""
     environment: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of a value of the launch or the environment, by its name in capitals: the variables in it, as written."""
     sections: Sections | None = None
     """The configuration that the file resolves to."""
 

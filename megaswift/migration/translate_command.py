@@ -29,11 +29,10 @@ from megaswift.config.translated_options import SWITCHES, translated_options
 from megaswift.errors import ConfigError
 from megaswift.migration.foreign_command import MEGASWIFT, ForeignCommand, file_of_script
 from megaswift.migration.launch_line import launch_of_command
-from megaswift.migration.migrated_run import MigratedOption, MigratedRun
+from megaswift.migration.migrated_run import NOT_SET, SECRET, MigratedOption, MigratedRun
 from megaswift.migration.settle_options import add_differing_defaults, leave_out_idle_options, settle_options
 from megaswift.migration.toolkit_meanings import with_own_meanings, with_run_lengths
-
-NOT_SET = "the script does not set {0}"
+from megaswift.redaction import is_secret
 
 
 def migrated_run(command: ForeignCommand, folder: Path) -> MigratedRun:
@@ -69,12 +68,20 @@ def _sources(run: MigratedRun, command: ForeignCommand, folder: Path) -> Iterabl
     for name in line.files:
         name = name.rpartition(")/")[2] if re.search(r"BASH_SOURCE|\$0", name) else name  # the script's own folder
         place = file_of_script(folder, name) or Path(name)
+        if not place.is_file() and (names := _names_in(command, name)):
+            run.ask(name, NOT_SET.format(", ".join(names)))
+            continue
         try:
             yield read_config_file(str(place))
         except ConfigError as error:
             for problem in error.problems:
                 run.ask_problem(problem)
     yield ConfigSource(tuple(line.givens), tuple(line.problems))
+
+
+def _names_in(command: ForeignCommand, text: str) -> tuple[str, ...]:
+    """What is unresolved in the word that is this text."""
+    return next((word.unresolved for word in command.words if word.text == text), ())
 
 
 def _take(run: MigratedRun, givens: Iterable[GivenOptionValue], unresolved: Mapping[str, tuple[str, ...]]) -> None:
@@ -86,8 +93,10 @@ def _take(run: MigratedRun, givens: Iterable[GivenOptionValue], unresolved: Mapp
             why = "switched off it means nothing" if given.name in SWITCHES else "another option of the command says so"
             run.left_out.append(f"{given.label}: {why}")
     for given in translated:
-        if names := _unresolved_in(given, unresolved):
-            own = NAMES.get(given.name, given.name)
+        own = NAMES.get(given.name, given.name)
+        if own in OPTIONS and is_secret(own):
+            run.left_out.append(f"--{given.name}: {SECRET}")
+        elif names := _unresolved_in(given, unresolved):
             run.ask(f"{own}: {option_value_text(given.value)}", NOT_SET.format(", ".join(names)))
         elif given.name in ("task", "rlhf_type") or (
             NAMES.get(given.name) == "train_type" and str(given.value).lower() in TASK_NAMES

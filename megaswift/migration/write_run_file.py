@@ -11,7 +11,7 @@ from typing import Any
 
 from megaswift.config.sections import NAMES
 from megaswift.config.translated_options import RENAMED
-from megaswift.migration.launch_line import command_line
+from megaswift.migration.launch_line import LAUNCH_ORDER, command_line
 from megaswift.migration.migrated_run import MigratedOption, MigratedRun
 from megaswift.migration.settle_options import missing_options
 from megaswift.redaction import is_secret, redacted_command
@@ -34,6 +34,9 @@ def _lines(run: MigratedRun, file: str) -> Iterator[str]:
     for option in run.options.values():
         if not option.of_default:
             yield _line(option)
+    for name, value in run.launch.items():
+        if name not in LAUNCH_ORDER:
+            yield f"{name}: {_yaml_value(int(value) if value.isdecimal() else value)}"
     defaults = [o for o in run.options.values() if o.of_default]
     if defaults:
         yield ""
@@ -87,7 +90,11 @@ def _plain(text: str) -> str:
         lambda m: " " if m[0].isspace() else "?",
         redacted_command(text),
     )
-    shown = re.sub(r"(\w+): (?!is |has |must )\S+", lambda m: f"{m[1]}: ***" if is_secret(m[1]) else m[0], shown)
+    shown = re.sub(
+        r"(\w+): (?!is |has |must |a secret is not copied)\S+",
+        lambda m: f"{m[1]}: ***" if is_secret(m[1]) else m[0],
+        shown,
+    )
     return shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}..."
 
 

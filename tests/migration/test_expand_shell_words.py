@@ -98,6 +98,23 @@ def test_lines_and_conditions() -> None:
     assert commands[-1].words[1].unresolved == ("$x",)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("if a; then M=x; else M=y; fi", "$M"),
+        ("M=x; if a; then M=x; fi", "x"),
+        ("M=x; case $1 in a) M=y;; esac", "$M"),
+        ("M=x; while a; do export M=y; done", "$M"),
+        ("M=; if a; then b ${M:=y}; fi", "$M"),
+        ("M=x; if a; then M+=y; fi", "$M"),
+        ("if a; then M=x; else M=y; fi; M=z", "z"),
+    ],
+)
+def test_a_condition_leaves_a_value_to_the_run(text: str, value: str) -> None:
+    *_, found = shell_commands(f"{text}\nsft $M")
+    assert found.words[1].text == value and bool(found.words[1].unresolved) == (value == "$M")
+
+
 def test_nothing_is_run(tmp_path: Path) -> None:
     file = tmp_path / "made"
     texts = [f"$(touch {file})", f"`touch {file}`", f"eval 'touch {file}'", f"touch {file}", f"${{X:-$(touch {file})}}"]

@@ -50,6 +50,10 @@ def only(text: str) -> ForeignCommand:
         ("accelerate launch dpo_mine.py --model_name_or_path m", TRANSFORMERS, "dpo"),
         ("torchrun megaswift/kto.py --lr 1", "megaswift", "kto"),
         ("megaswift orpo --lr 1", "megaswift", "orpo"),
+        ("srun --gres gpu:8 --label python trl/scripts/sft.py --lr 1", TRL, "sft"),
+        ("conda run -n swift swift pt --lr 1", SWIFT, "pt"),
+        ("conda run -n env python trl/scripts/dpo.py --lr 1", TRL, "dpo"),
+        ("python -W ignore -X dev trl/scripts/kto.py --lr 1", TRL, "kto"),
     ],
 )
 def test_programs(text: str, toolkit: str, task: str | None) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from megaswift.migration.accelerate_launch_environment import accelerate_environment, read_settings_file
 from megaswift.migration.launch_line import command_line
+from megaswift.migration.write_run_file import run_file_text
 from tests.migration.translated import loaded, translated
 
 WORDS = "train.py --model_name_or_path m --dataset_name d --num_train_epochs 1"
@@ -35,6 +36,12 @@ WORDS = "train.py --model_name_or_path m --dataset_name d --num_train_epochs 1"
         (f"CUDA_VISIBLE_DEVICES=1,3 deepspeed {WORDS}", "CUDA_VISIBLE_DEVICES=1,3 NPROC_PER_NODE=2"),
         (f"deepspeed --include localhost:4,5,6 {WORDS}", "CUDA_VISIBLE_DEVICES=4,5,6 NPROC_PER_NODE=3"),
         (f"deepspeed {WORDS}", "NPROC_PER_NODE=N"),
+        ("export LD_LIBRARY_PATH='/x y':${LD_LIBRARY_PATH}:/z\nswift sft --model m",
+         "LD_LIBRARY_PATH='/x y:'\"$LD_LIBRARY_PATH\":/z"),
+        ("NCCL_X='$A' swift sft --model m", "NCCL_X='$A'"),
+        (f"torchrun --nnodes 2 --node_rank 1 --rdzv_endpoint $H:29400 --rdzv_backend c10d {WORDS}",
+         'NNODES=2 NODE_RANK=1 MASTER_ADDR="$H" MASTER_PORT=29400'),
+        (f"torchrun --nnodes 1 --nproc_per_node 2 --rdzv_endpoint localhost:0 {WORDS}", "NPROC_PER_NODE=2"),
         ("NCCL_X='a;$(b)' swift sft --model m", "NCCL_X='a;$(b)'"),
     ],
 )  # fmt: skip
@@ -52,6 +59,37 @@ def test_the_environment(tmp_path: Path) -> None:
     assert any(line.startswith("MINE=1: ") for line in run.left_out)
     text = repr(run.left_out) + repr(run.open)
     assert "abcd1234" not in text and "hf_abc" not in text and "WANDB_API_KEY" in text
+
+
+def test_what_the_shell_computes_is_asked(tmp_path: Path) -> None:
+    script = "export NCCL_A=$(b) NCCL_B=$1 NCCL_C=x\nif c; then export NCCL_C=y; fi\nMASTER_ADDR=$(head -n1 hosts)"
+    run = translated(f"{script} NNODES=2 NODE_RANK=$R swift sft --model m", tmp_path)
+    line = 'NNODES=2 NODE_RANK="$R" MASTER_ADDR=ADDRESS megaswift sft f'
+    assert run.environment == {} and command_line(run, "f") == line
+    asked = [q.what.partition(":")[0] for q in run.questions if "does not set $" in q.rule]
+    assert asked == ["NCCL_A", "NCCL_B", "NCCL_C", "MASTER_ADDR"]
+
+
+def test_settings_of_torchrun(tmp_path: Path) -> None:
+    run = translated(f"torchrun --standalone --max_restarts 3 --rdzv_id=7 {WORDS}", tmp_path)
+    assert command_line(run, "f") == "NPROC_PER_NODE=1 megaswift sft f" and "max_restarts: 3" in run_file_text(run, "f")
+    assert [line.partition(":")[0] for line in run.left_out if "launcher" in line] == ["--standalone", "--rdzv_id 7"]
+    run = translated(f"torchrun --nnodes 2 --max_restarts 3 --rdzv_endpoint h:1 {WORDS}", tmp_path)
+    assert command_line(run, "f") == "NNODES=2 NODE_RANK=N MASTER_ADDR=h MASTER_PORT=1 megaswift sft f"
+    assert {"NODE_RANK", "--max_restarts 3"} <= {q.what for q in run.questions}
+    run = translated(f"torchrun --nnodes 2 --rdzv_endpoint $E {WORDS}", tmp_path)
+    assert "--rdzv_endpoint $E" in {q.what for q in run.questions} and run.launch["master_addr"] == "ADDRESS"
+
+
+def test_settings_of_accelerate_without_effect_are_listed(tmp_path: Path) -> None:
+    section = "{zero_stage: 2, gradient_accumulation_steps: 4, gradient_clipping: 0.5}"
+    (tmp_path / "a.yaml").write_text(f"distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {section}\n")
+    run = translated(f"accelerate launch --config_file a.yaml --dynamo_backend inductor {WORDS}", tmp_path)
+    assert [line for line in run.left_out if line.startswith("accelerate's")] == [
+        "accelerate's gradient_accumulation_steps 4 has no effect: --gradient_accumulation_steps determines it",
+        "accelerate's gradient_clipping 0.5 has no effect: --max_grad_norm determines it",
+        "accelerate's dynamo_backend inductor has no effect: --torch_compile determines it",
+    ]
 
 
 ZERO = """
