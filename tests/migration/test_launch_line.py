@@ -40,6 +40,7 @@ WORDS = "train.py --model_name_or_path m --dataset_name d --num_train_epochs 1"
         ("NCCL_X='$A' swift sft --model m", "NCCL_X='$A'"),
         (f"torchrun --nnodes 2 --node_rank 1 --rdzv_endpoint $H:29400 --rdzv_backend c10d {WORDS}",
          'NNODES=2 NODE_RANK=1 MASTER_ADDR="$H" MASTER_PORT=29400'),
+        (f"torchrun --nnodes ${{N:?not set}} --node_rank 1 {WORDS}", 'NNODES="$N" NODE_RANK=1'),
         (f"torchrun --nnodes 1 --nproc_per_node 2 --rdzv_endpoint localhost:0 {WORDS}", "NPROC_PER_NODE=2"),
         ("NCCL_X='a;$(b)' swift sft --model m", "NCCL_X='a;$(b)'"),
     ],
