@@ -208,7 +208,7 @@ def _variable(text: str, known: _Variables, depth: int) -> ExpandedWord:
     if given and value is not None:
         return value
     if match[2][-1] == "?":
-        return ExpandedWord(written, (f"${match[1]}",))
+        return ExpandedWord(f"${match[1]}", (f"${match[1]}",))
     default = _inner(match[3], known, depth)
     if match[2][-1] == "=":
         known.set(match[1], [default])

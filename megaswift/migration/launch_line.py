@@ -127,11 +127,12 @@ def _restarts(run: MigratedRun, count: str) -> None:
     """torchrun's `--max_restarts N`, for runs on one machine."""
     if count in ("0", "None", ""):
         return
-    if not re.fullmatch(r"[1-9]\d{0,5}", count) or run.launch.get("nnodes", "1") != "1":
-        run.ask(f"--max_restarts {count}", "needs a number, and a run on one machine", "leave it out")
-        return
-    run.launch["max_restarts"] = count
-    run.launch.setdefault("nproc_per_node", "1")
+    if run.launch.get("nnodes", "1") != "1":
+        run.ask(f"--max_restarts {count}", "applies to runs on one machine", "leave it out")
+    elif re.fullmatch(r"[1-9]\d{0,5}", count) and run.launch.setdefault("nproc_per_node", "1") != "N":
+        run.launch["max_restarts"] = count
+    else:
+        run.ask(f"--max_restarts {count}", "needs numbers", "give --max_restarts 3 --nproc_per_node 8")
 
 
 def _processes(
@@ -164,7 +165,7 @@ def _processes(
         if unknown and re.fullmatch(r"\d+(,\d+)*", visible):
             launch["nproc_per_node"] = ExpandedWord(str(visible.count(",") + 1))
             return
-        launch["nproc_per_node"] = ExpandedWord("N", ("N",))
+        launch["nproc_per_node"] = ExpandedWord("N")
         why = f"the script says {each_text}" if each_text else f"{command.launcher} takes all GPUs of the machine"
         run.ask("NPROC_PER_NODE", why, "set it to the number of GPUs to use on each machine")
 

@@ -35,7 +35,7 @@ def _lines(run: MigratedRun, file: str) -> Iterator[str]:
         if not option.of_default:
             yield _line(option)
     for name, value in run.launch.items():
-        if name not in LAUNCH_ORDER:
+        if name not in LAUNCH_ORDER or (name == "nproc_per_node" and "max_restarts" in run.launch):
             yield f"{name}: {_yaml_value(int(value) if value.isdecimal() else value)}"
     defaults = [o for o in run.options.values() if o.of_default]
     if defaults:

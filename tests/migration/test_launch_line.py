@@ -13,7 +13,6 @@ import pytest
 
 from megaswift.migration.accelerate_launch_environment import accelerate_environment, read_settings_file
 from megaswift.migration.launch_line import command_line
-from megaswift.migration.write_run_file import run_file_text
 from tests.migration.translated import loaded, translated
 
 WORDS = "train.py --model_name_or_path m --dataset_name d --num_train_epochs 1"
@@ -41,6 +40,7 @@ WORDS = "train.py --model_name_or_path m --dataset_name d --num_train_epochs 1"
         ("NCCL_X='$A' swift sft --model m", "NCCL_X='$A'"),
         (f"torchrun --nnodes 2 --node_rank 1 --rdzv_endpoint $H:29400 --rdzv_backend c10d {WORDS}",
          'NNODES=2 NODE_RANK=1 MASTER_ADDR="$H" MASTER_PORT=29400'),
+        (f"torchrun --nnodes ${{N:?not set}} --node_rank 1 {WORDS}", 'NNODES="$N" NODE_RANK=1'),
         (f"torchrun --nnodes 1 --nproc_per_node 2 --rdzv_endpoint localhost:0 {WORDS}", "NPROC_PER_NODE=2"),
         ("NCCL_X='a;$(b)' swift sft --model m", "NCCL_X='a;$(b)'"),
     ],
@@ -70,13 +70,26 @@ def test_what_the_shell_computes_is_asked(tmp_path: Path) -> None:
     assert asked == ["NCCL_A", "NCCL_B", "NCCL_C", "MASTER_ADDR"]
 
 
+def test_options_that_a_condition_adds_are_asked(tmp_path: Path) -> None:
+    script = 'A=(--lr 1)\nif [ $1 ]; then A+=(--max_length 3); M=x; else M=y; fi\nswift sft "${A[@]}" --model $M'
+    run = translated(script, tmp_path)
+    asked = [(q.what, q.rule) for q in run.questions if "does not set" in q.rule]
+    assert asked == [("$A", "the script does not set $A"), ("model: $M", "the script does not set $M")]
+
+
 def test_settings_of_torchrun(tmp_path: Path) -> None:
     run = translated(f"torchrun --standalone --max_restarts 3 --rdzv_id=7 {WORDS}", tmp_path)
-    assert command_line(run, "f") == "NPROC_PER_NODE=1 megaswift sft f" and "max_restarts: 3" in run_file_text(run, "f")
+    assert (
+        command_line(run, "f") == "NPROC_PER_NODE=1 megaswift sft f"
+        and loaded(run, tmp_path).value("max_restarts") == 3
+    )
     assert [line.partition(":")[0] for line in run.left_out if "launcher" in line] == ["--standalone", "--rdzv_id 7"]
     run = translated(f"torchrun --nnodes 2 --max_restarts 3 --rdzv_endpoint h:1 {WORDS}", tmp_path)
     assert command_line(run, "f") == "NNODES=2 NODE_RANK=N MASTER_ADDR=h MASTER_PORT=1 megaswift sft f"
     assert {"NODE_RANK", "--max_restarts 3"} <= {q.what for q in run.questions}
+    run = translated(f"torchrun --nproc_per_node gpu --max_restarts 3 {WORDS}", tmp_path)
+    asked = [q.what for q in run.questions if q.what.startswith(("NPROC", "--max"))]
+    assert asked == ["NPROC_PER_NODE", "--max_restarts 3"]
     run = translated(f"torchrun --nnodes 2 --rdzv_endpoint $E {WORDS}", tmp_path)
     assert "--rdzv_endpoint $E" in {q.what for q in run.questions} and run.launch["master_addr"] == "ADDRESS"
 
