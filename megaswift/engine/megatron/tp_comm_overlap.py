@@ -23,7 +23,7 @@ _OFF = "--tp_comm_overlap false"
 SWITCHES = ("tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_overlap_rs_dgrad", "tp_comm_bootstrap_backend")
 BULK = ("tp_comm_bulk_dgrad", "tp_comm_bulk_wgrad")
 """Options under the names of Megatron-Core's fields. `BULK`: an exchange beside a product of other data. Transformer
-Engine reduces an input's gradient in the product of the weight's, which a frozen weight does not have (seen on 2.12)."""
+Engine reduces an input's gradient in the product of the weight's, which a frozen weight does not have (2.12)."""
 _shape: list[int] | None = None
 """Of the buffers of this process, [tokens, hidden size]; None where there are none."""
 
