@@ -102,21 +102,16 @@ MODEL_IGNORED: tuple[IgnoredOption, ...] = (
         "needs cp_comm_type a2a+p2p",
         "--cp_comm_type a2a+p2p",
     ),
-    IgnoredOption(
-        "sequence_parallel",
-        ("tensor_parallel_size",),
-        lambda c: c.parallel.tensor_parallel_size == 1,
-        "needs tensor_parallel_size > 1",
-        "--tensor_parallel_size 2",
-        notice=True,
-    ),
-    IgnoredOption(
-        "tp_comm_overlap",
-        ("tensor_parallel_size",),
-        lambda c: c.parallel.tensor_parallel_size == 1,
-        "needs tensor_parallel_size > 1",
-        "--tensor_parallel_size 2",
-        notice=True,
+    *(
+        IgnoredOption(
+            name,
+            ("tensor_parallel_size",),
+            lambda c: c.parallel.tensor_parallel_size == 1,
+            "needs tensor_parallel_size > 1",
+            "--tensor_parallel_size 2",
+            notice=True,
+        )
+        for name in ("sequence_parallel", "tp_comm_overlap")
     ),
     *(
         IgnoredOption(
