@@ -7,7 +7,6 @@ Covers: megaswift/engine/megatron/cpu/shared_memory_all_to_all.py.
 from __future__ import annotations
 
 import os
-import time
 from datetime import timedelta
 
 import pytest
@@ -102,15 +101,23 @@ def left_alone(rank: int, world: int, ends: bool) -> str:
     from megaswift.engine.megatron.cpu import shared_memory_all_to_all
 
     shared_memory_all_to_all.LOOK = 0.05
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60 if ends else 0.5))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    store = dist.distributed_c10d._get_default_store()
+    dist.monitored_barrier()
+    if not ends:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     dist.all_reduce(torch.ones(3))
     if rank == 1:
         if not ends:
-            time.sleep(1.5)
+            store.wait(["reported"])
+            store.set("read", "")
         return str(os.getpid())
     try:
         dist.all_reduce(torch.ones(3))
     except dist.DistBackendError as error:
+        if not ends:  # rank 0 holds the store
+            store.set("reported", "")
+            store.wait(["read"])
         return str(error)
     return "nothing"
 
@@ -120,4 +127,4 @@ def test_a_rank_that_ends_or_is_late_is_named(pool: Pool) -> None:
     told, other = pool.run("tests.engine.megatron.cpu.test_gloo_all_to_all_collectives:left_alone", True, 2, timeout=30)
     assert told == f"rank 1 of a group of 2 has ended (process {other})"
     told = pool.run("tests.engine.megatron.cpu.test_gloo_all_to_all_collectives:left_alone", False, 2, timeout=30)[0]
-    assert told == "timed out after 1 s waiting for rank 1 of a group of 2 (--ddp_timeout)"
+    assert told == "timed out after 2 s waiting for rank 1 of a group of 2 (--ddp_timeout)"
