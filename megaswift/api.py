@@ -36,7 +36,7 @@ class TrainOutput:
     @classmethod
     def of(cls, output_dir: Path) -> TrainOutput:
         """Reads the logs of a run that has ended."""
-        from megaswift.trainers.metrics import read_lines
+        from megaswift.trainers.metrics_jsonl import read_lines
 
         history, evaluations = (read_lines(output_dir / name) for name in ("metrics.jsonl", "eval.jsonl"))
         last = history[-1] if history else {}

@@ -41,8 +41,8 @@ def write_model(folder: Path, gigabytes: float) -> int:
     """A Qwen3 folder of about this size; its bytes."""
     import torch
 
+    from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
     from megaswift.bridge.hf_safetensors_writer import HfWriter
-    from megaswift.bridge.weight_plan import WeightPlan
     from megaswift.families import family_of
 
     layers = max(1, round((gigabytes * 1e9 - 2 * 2 * 32768 * 4096) / (2 * 193e6)))

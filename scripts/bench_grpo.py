@@ -78,7 +78,7 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Work:
     from megaswift.families.model_and_tokenizer_source import locate_model
     from megaswift.parallel.layout_checks import layout_for
     from megaswift.parallel.model_shape import ModelShape
-    from megaswift.trainers.engine_factory import start_context
+    from megaswift.trainers.create_process_groups_and_engine import start_context
     from megaswift.trainers.hook import Hook, StepRecord
     from megaswift.trainers.loop import Loop
     from megaswift.trainers.session import TrainingSession

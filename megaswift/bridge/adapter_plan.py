@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megaswift.bridge.weight_plan import PlanEntry, WeightPlan
+from megaswift.bridge.hf_megatron_weight_plan import PlanEntry, WeightPlan
 from megaswift.families.adapter_target_modules import WEIGHT, Projection
 from megaswift.families.weight_rules import TensorParallelShard, shard_dim
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.file_tensor import bytes_view
+from megaswift.bridge.hf_megatron_weight_plan import INV_FREQ, TIED_HEAD
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.streaming_folder_job import read_tensor_blocks, split_region_into_blocks
-from megaswift.bridge.weight_plan import INV_FREQ, TIED_HEAD
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import FAMILIES, family_of, read_config_json
 from megaswift.families.checkpoint_folder import find_intact_checkpoint

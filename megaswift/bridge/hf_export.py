@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta, WeightSource
 from megaswift.bridge.open_weight_source import open_weights
-from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.families.checkpoint_folder import find_checkpoint
 
 

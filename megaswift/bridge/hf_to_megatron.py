@@ -24,11 +24,11 @@ from torch import Tensor
 from megaswift.bridge import streaming_folder_job, torch_dist_chunk_io, torch_save_tensor_file_format
 from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.dequantized_hf_source import open_hf_weights
+from megaswift.bridge.hf_megatron_weight_plan import PlanEntry, WeightPlan
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.sharded_state_dict_entries import KEPT, padded_vocabulary_size, sharded_state_dict_entry
 from megaswift.bridge.streaming_folder_job import FolderJob, TensorJob, read_tensor_blocks, split_region_into_blocks
 from megaswift.bridge.torch_dist_chunk_io import SavedChunk
-from megaswift.bridge.weight_plan import PlanEntry, WeightPlan
 from megaswift.errors import CheckpointError, LayoutError, Problem
 from megaswift.families import family_of, load_spec
 from megaswift.families.checkpoint_folder import MODEL, find_checkpoint

@@ -17,13 +17,13 @@ from torch import Tensor
 from megaswift.bridge import hf_folder_job, merge_by_peft
 from megaswift.bridge.adapter_plan import HALVES, AdapterPlan, ModuleAdapterSpec, dora_row_scale
 from megaswift.bridge.hf_folder_job import HfFolderPlan
+from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES
 from megaswift.bridge.hf_source import TensorMeta, WeightSource
 from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
 from megaswift.bridge.streaming_folder_job import file_change_stamps, split_region_into_blocks
-from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.errors import Problem, WeightsError, missing_path_hint
 from megaswift.families import family_of, load_spec
 from megaswift.families.adapter_folder import is_reward_model_adapter

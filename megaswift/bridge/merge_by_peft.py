@@ -14,7 +14,11 @@ import torch
 
 from megaswift.bridge.check_finite_weights import all_values_finite, warn_non_finite_written
 from megaswift.bridge.peft_config_from_options import train_type_for_peft_type
-from megaswift.bridge.transformers_weights import persistent_buffers, tensors_by_disk_name, write_transformers_folder
+from megaswift.bridge.write_transformers_model_folder import (
+    persistent_buffers,
+    tensors_by_disk_name,
+    write_transformers_folder,
+)
 from megaswift.data.load_tokenizer import load_tokenizer, padding_token_of
 from megaswift.errors import Problem, UserError, WeightsError, first_line
 from megaswift.families.adapter_folder import adapter_peft_type_or_lora, is_reward_model_adapter

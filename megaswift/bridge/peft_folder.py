@@ -30,6 +30,7 @@ from megaswift.bridge.adapter_plan import (
     pattern_value_for_module,
 )
 from megaswift.bridge.file_tensor import FileTensor, mapped_tensor
+from megaswift.bridge.hf_megatron_weight_plan import SHOWN, WeightPlan
 from megaswift.bridge.peft_expert_stacks import (
     TensorReader,
     module_names_of_stacked_expert_lora_keys,
@@ -37,7 +38,6 @@ from megaswift.bridge.peft_expert_stacks import (
     target_parameter_of_expert_module,
 )
 from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_safetensors_header
-from megaswift.bridge.weight_plan import SHOWN, WeightPlan
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.families.adapter_folder import CLASSIFIER_TASK, CONFIG, LANGUAGE_TASK, TENSORS
 from megaswift.families.adapter_target_modules import (

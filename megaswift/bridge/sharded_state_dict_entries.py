@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megaswift.bridge.weight_plan import PlanEntry
+from megaswift.bridge.hf_megatron_weight_plan import PlanEntry
 from megaswift.families.model_spec import ModelSpec
 
 KEPT = "kept."

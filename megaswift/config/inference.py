@@ -263,7 +263,7 @@ class TerminalOptions:
 
 
 @dataclass(frozen=True)
-class InferenceLaunchOptions:
+class InferProcessOptions:
     """Launch
 
     Each process answers a share of the prompt file on its share of the GPUs."""
@@ -349,7 +349,7 @@ class InferConfig(CommonInferenceConfig):
 
     file: PromptFileOptions
     terminal: TerminalOptions
-    launch: InferenceLaunchOptions
+    launch: InferProcessOptions
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 from megaswift.config.infer_deploy_export_parser import ParsedCommand
 from megaswift.config.inference import (
     ExportOptions,
-    InferenceLaunchOptions,
+    InferProcessOptions,
     ModelPathOptions,
     PromptFileOptions,
     split_adapter_name,
@@ -135,9 +135,9 @@ def _result_path(weights: ModelPathOptions, datasets: tuple[str, ...]) -> str:
     return str(path)
 
 
-def _processes(parsed: ParsedCommand) -> InferenceLaunchOptions:
+def _processes(parsed: ParsedCommand) -> InferProcessOptions:
     """NPROC_PER_NODE, where the option is not given and rows can be divided."""
-    launch: InferenceLaunchOptions = parsed.sections["launch"]
+    launch: InferProcessOptions = parsed.sections["launch"]
     text = os.environ.get("NPROC_PER_NODE", "")
     if launch.nproc_per_node is not None or not text.isdigit() or int(text) < 1:
         return launch

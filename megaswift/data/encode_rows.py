@@ -35,7 +35,7 @@ from megaswift.data.row_counts import EMPTY_ANSWERS
 from megaswift.data.row_readers import LocatedRow
 from megaswift.data.token_safe_split_points import token_safe_split_patterns
 from megaswift.data.training_sample import RowError, Sample, with_default_system_message
-from megaswift.data.vision_processor import Processor, ProcessorSpec, tokenizer_of_tokenizer_or_processor
+from megaswift.data.vision_processor import Processor, ProcessorFolderWithDigest, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem
 
 BATCH = 256
@@ -61,7 +61,7 @@ class EncodeSpec:
     strict: bool = True
     begin: list[int] = field(default_factory=list)
     """Tokens before a plain prompt: what the tokenizer itself puts before a text."""
-    processor: ProcessorSpec | None = None
+    processor: ProcessorFolderWithDigest | None = None
     """Of a model that reads images."""
     image_folder: str = ""
     """Where images go that the data file itself holds."""

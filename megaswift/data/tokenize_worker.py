@@ -15,7 +15,7 @@ from megaswift.data.encode_rows import EncodeSpec
 from megaswift.data.render_chat_with_loss_spans import ChatTemplateTexts
 from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.token_store import write_piece
-from megaswift.data.vision_processor import ProcessorSpec
+from megaswift.data.vision_processor import ProcessorFolderWithDigest
 from megaswift.errors import UserError
 
 
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     spec = EncodeSpec(
         **text["spec"],
         templates=None if templates is None else ChatTemplateTexts(**templates),
-        processor=None if processor is None else ProcessorSpec(**processor),
+        processor=None if processor is None else ProcessorFolderWithDigest(**processor),
     )
     parts = [FilePart(**p) for p in text["parts"]]
     try:

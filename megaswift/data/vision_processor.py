@@ -34,7 +34,7 @@ REFUSED = (ValueError, TypeError, KeyError, IndexError, RuntimeError)
 
 
 @dataclass(frozen=True)
-class ProcessorSpec:
+class ProcessorFolderWithDigest:
     """Where a processor lies; plain values that travel to worker processes."""
 
     folder: str
@@ -43,13 +43,13 @@ class ProcessorSpec:
     """Of its files: other files give other tokens."""
 
 
-def processor_spec_of_folder(folder: Path, trust: bool) -> ProcessorSpec:
+def processor_spec_of_folder(folder: Path, trust: bool) -> ProcessorFolderWithDigest:
     """The spec of the processor in a model's folder."""
     digest = hashlib.sha256()
     for name in FILES:
         if (folder / name).is_file():
             digest.update(name.encode() + (folder / name).read_bytes())
-    return ProcessorSpec(str(folder), trust, digest.hexdigest())
+    return ProcessorFolderWithDigest(str(folder), trust, digest.hexdigest())
 
 
 def image_support_problems(folder: Path, label: str) -> list[Problem]:
@@ -96,7 +96,7 @@ class BlankImageConversation:
 class Processor:
     """transformers' processor of one model folder."""
 
-    def __init__(self, spec: ProcessorSpec) -> None:
+    def __init__(self, spec: ProcessorFolderWithDigest) -> None:
         self.spec = spec
         self.inner = _load(spec)
         self.tokenizer = self.inner.tokenizer
@@ -201,7 +201,7 @@ def tokenizer_of_tokenizer_or_processor(reader: Any) -> Any:
     return reader.tokenizer if isinstance(reader, Processor) else reader
 
 
-def _load(spec: ProcessorSpec) -> Any:
+def _load(spec: ProcessorFolderWithDigest) -> Any:
     from transformers import AutoProcessor
 
     label = f"processor in {spec.folder}"
@@ -224,7 +224,7 @@ def _load(spec: ProcessorSpec) -> Any:
     return processor
 
 
-def _without_videos(spec: ProcessorSpec) -> Any:
+def _without_videos(spec: ProcessorFolderWithDigest) -> Any:
     """The processor without the part for videos, which needs torchvision and has nothing to do here; None where that is
     not the reason."""
     import transformers

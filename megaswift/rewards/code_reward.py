@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megaswift import log
 from megaswift.errors import Problem, RewardError
 from megaswift.rewards.parse_code_tests_and_compare_output import CodeTest, read_tests
-from megaswift.rewards.reward_interface_and_scoring import RewardInput, RewardOptions, reward_function_flag
+from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardInput, reward_function_flag
 from megaswift.rewards.sandbox import JobLimits, JobOutcome, Sandbox, self_test_sandbox
 
 TESTS = "tests"
@@ -90,7 +90,7 @@ def _sandbox(limits: JobLimits, locked: bool) -> Sandbox:
     return Sandbox("program", limits, locked)
 
 
-def _built(name: str, options: RewardOptions, all_or_nothing: bool) -> CodeReward:
+def _built(name: str, options: BuiltInRewardParameters, all_or_nothing: bool) -> CodeReward:
     sandbox = _sandbox(JobLimits(options.code_timeout, options.code_memory), not options.allow_unsafe_code)
     if options.allow_unsafe_code:
         log.warn("--allow_unsafe_code true: generated programs run here with resource limits, but without a sandbox")
@@ -99,11 +99,11 @@ def _built(name: str, options: RewardOptions, all_or_nothing: bool) -> CodeRewar
     return CodeReward(name, sandbox, all_or_nothing)
 
 
-def code_reward(options: RewardOptions) -> CodeReward:
+def code_reward(options: BuiltInRewardParameters) -> CodeReward:
     """The share of tests that pass."""
     return _built("code", options, all_or_nothing=False)
 
 
-def code_all_reward(options: RewardOptions) -> CodeReward:
+def code_all_reward(options: BuiltInRewardParameters) -> CodeReward:
     """1 where all tests pass, else 0."""
     return _built("code_all", options, all_or_nothing=True)

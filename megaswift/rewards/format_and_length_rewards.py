@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megaswift.errors import ConfigError, Problem
-from megaswift.rewards.reward_interface_and_scoring import RewardInput, RewardOptions
+from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardInput
 
 _SWIFT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>\Z", re.DOTALL)
 _THINK = re.compile(r"<think>(?!.*<think>)(.*?)</think>", re.DOTALL)
@@ -33,17 +33,17 @@ class PerCompletionReward:
         return [self.reward(sample) for sample in samples]
 
 
-def answer_format(options: RewardOptions) -> PerCompletionReward:
+def answer_format(options: BuiltInRewardParameters) -> PerCompletionReward:
     """1 for `<think>...</think><answer>...</answer>` and nothing else, else 0."""
     return PerCompletionReward("format", lambda sample: float(_SWIFT.match(sample.text) is not None))
 
 
-def think_format(options: RewardOptions) -> PerCompletionReward:
+def think_format(options: BuiltInRewardParameters) -> PerCompletionReward:
     """1 for a text that begins with one `<think>...</think>`, else 0."""
     return PerCompletionReward("think_format", lambda sample: float(_THINK.match(sample.text) is not None))
 
 
-def repetition(options: RewardOptions) -> PerCompletionReward:
+def repetition(options: BuiltInRewardParameters) -> PerCompletionReward:
     """The share of n-grams of tokens that were there before, times the (negative) penalty: arXiv 2502.03373, appendix
     C.2."""
     n, most = options.repetition_n_grams, options.repetition_max_penalty
@@ -61,7 +61,7 @@ def repetition(options: RewardOptions) -> PerCompletionReward:
     return PerCompletionReward("repetition", reward)
 
 
-def soft_overlong(options: RewardOptions) -> PerCompletionReward:
+def soft_overlong(options: BuiltInRewardParameters) -> PerCompletionReward:
     """0 up to soft_max_length - soft_cache_length tokens, then falling to -1: DAPO, arXiv 2503.14476, equation 13."""
     longest, cache = options.soft_max_length or options.max_completion_length, options.soft_cache_length
     if cache is None:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from megaswift.errors import ConfigError, Problem
 from megaswift.registry import Registry
-from megaswift.rewards import accuracy, code_reward, format_and_length_rewards
-from megaswift.rewards.reward_interface_and_scoring import RewardFunction, RewardOptions
+from megaswift.rewards import accuracy_cosine_length, code_reward, format_and_length_rewards
+from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardFunction
 from megaswift.rewards.user_reward_function import UserFunction, load_user_reward_function
 
-NAMED: Registry[Callable[[RewardOptions], RewardFunction]] = Registry("reward function")
-NAMED.register("accuracy", accuracy.accuracy_reward)
-NAMED.register("reasoning_accuracy", accuracy.reasoning_accuracy_reward)
-NAMED.register("cosine", accuracy.cosine_reward)
-NAMED.register("length", accuracy.length_reward)
+NAMED: Registry[Callable[[BuiltInRewardParameters], RewardFunction]] = Registry("reward function")
+NAMED.register("accuracy", accuracy_cosine_length.accuracy_reward)
+NAMED.register("reasoning_accuracy", accuracy_cosine_length.reasoning_accuracy_reward)
+NAMED.register("cosine", accuracy_cosine_length.cosine_reward)
+NAMED.register("length", accuracy_cosine_length.length_reward)
 NAMED.register("code", code_reward.code_reward)
 NAMED.register("code_all", code_reward.code_all_reward)
 NAMED.register("format", format_and_length_rewards.answer_format)
@@ -43,7 +43,7 @@ def is_file_function(name: str) -> bool:
     return ":" in name or name.endswith(".py")
 
 
-def _one(name: str, options: RewardOptions) -> RewardFunction:
+def _one(name: str, options: BuiltInRewardParameters) -> RewardFunction:
     if not is_file_function(name):
         return NAMED.get(SPELLINGS.get(name, name))(options)
     if name.endswith(".py"):
@@ -51,7 +51,7 @@ def _one(name: str, options: RewardOptions) -> RewardFunction:
     return load_user_reward_function(name)
 
 
-def load_reward_functions(names: Sequence[str], options: RewardOptions) -> list[RewardFunction]:
+def load_reward_functions(names: Sequence[str], options: BuiltInRewardParameters) -> list[RewardFunction]:
     """The functions in their order, each under a name of its own; ConfigError with all that is wrong."""
     functions: dict[str, RewardFunction] = {}
     problems: list[Problem] = []

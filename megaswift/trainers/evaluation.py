@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.losses.contract import Batch
 from megaswift.trainers.hook import StepRecord
-from megaswift.trainers.metrics import IntervalLinesHook, MetricsWindow, step_mean_weight
+from megaswift.trainers.metrics_jsonl import IntervalLinesHook, MetricsWindow, step_mean_weight
 from megaswift.trainers.step_interval import Every
 
 if TYPE_CHECKING:

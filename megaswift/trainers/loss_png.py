@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.atomic_disk_writes import atomic_file
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 
 RAW, MEAN, EVAL, BAD, INK, GRID = "#9ec5f4", "#1f5fb4", "#d9730d", "#c0392b", "#333a45", "#e3e6ea"
 

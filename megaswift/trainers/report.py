@@ -22,7 +22,7 @@ from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config import SwiftConfig
 from megaswift.log import count_text
 from megaswift.trainers.loss_png import median_smooth, metric_column, plot_limits, primary_metric, smoothing_window
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 from megaswift.trainers.progress import duration_text
 from megaswift.trainers.startup_summary import Rows
 from megaswift.trainers.svg_line_charts import ChartSeries, Points, line_chart_svg

@@ -31,7 +31,7 @@ def run_training(cfg: SwiftConfig) -> Path:
     log.quiet_libraries()
     enable_determinism(cfg, os.environ)
     with gc_paused():
-        from megaswift.trainers.engine_factory import start_context
+        from megaswift.trainers.create_process_groups_and_engine import start_context
         from megaswift.trainers.session import TrainingSession
         from megaswift.trainers.verify_checkpoint_files_across_ranks import verify_sources_and_locate_model
 

@@ -47,11 +47,11 @@ from megaswift.trainers.batch_transforms import (
 )
 from megaswift.trainers.best_model import best_model_hook
 from megaswift.trainers.checkpoint_hook import CheckpointHook
-from megaswift.trainers.engine_factory import RankContext, make_engine
+from megaswift.trainers.create_process_groups_and_engine import RankContext, make_engine
 from megaswift.trainers.evaluation import EvaluationHook
 from megaswift.trainers.flops import StepFlopFormula, peak_tflops, step_flop_formula
 from megaswift.trainers.hook import Hook
-from megaswift.trainers.metrics import MetricsJsonlHook, ThroughputFormula
+from megaswift.trainers.metrics_jsonl import MetricsJsonlHook, ThroughputFormula
 from megaswift.trainers.output_folder import OutputFolder
 from megaswift.trainers.precomputed_reference import PrecomputedReferenceLogprobs, compute_reference_logprobs
 from megaswift.trainers.progress import Progress

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megaswift.bridge.adapter_plan import PREFIX, AdapterHyperparameters, AdapterPlan
+from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.bridge.hf_safetensors_writer import (
     PlannedSafetensorsFile,
     plan_safetensors_file,
@@ -16,7 +17,6 @@ from megaswift.bridge.hf_safetensors_writer import (
 )
 from megaswift.bridge.hf_source import INDEX, TensorMeta
 from megaswift.bridge.peft_folder import CONFIG, TENSORS, peft_adapter_config_json
-from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.families import family_of, read_config_json
 from megaswift.families.adapter_target_modules import projections
 from tests.parity.models import BASE

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megaswift.bridge import nf4
-from megaswift.bridge.weight_plan import WeightPlan
+from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.errors import Problem
 from megaswift.families import family_of, qlora_weight_selection
 from tests.parity.models import config

@@ -322,14 +322,14 @@ def test_a_whole_run_needs_something_that_judges() -> None:
 
 def test_the_rules_know_the_losses_samplers_and_rewards_that_there_are() -> None:
     from megaswift.losses.policy_loss_types import LOSS_TYPES
-    from megaswift.rewards.reward_interface_and_scoring import RewardOptions
+    from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
     from megaswift.rollout.sampler import sampler_backend_names
 
     assert set(loss_names("grpo")) == set(LOSS_TYPES)
     assert {n for n, t in LOSS_TYPES.items() if t.clips} == set(losses_reading("grpo", "delta"))
     assert set(sampler_backend_names()) <= set(BACKENDS)
     ours = {f.name: f.default for f in fields(RlConfig)}
-    assert all(f.default in (MISSING, ours[f.name]) for f in fields(RewardOptions))
+    assert all(f.default in (MISSING, ours[f.name]) for f in fields(BuiltInRewardParameters))
 
 
 def test_what_is_left_out_of_other_tasks() -> None:

@@ -10,7 +10,7 @@ import json
 import pytest
 import torch
 
-from megaswift.bridge.weight_plan import WeightPlan
+from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.engine.megatron.load_and_gather_rank_weights import RandomWeightSource
 from megaswift.families import family_of
 from tests.parity.models import by_disk_name, config

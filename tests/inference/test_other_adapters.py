@@ -1,7 +1,7 @@
 """Adapters other than LoRA in answers: beside the weights, in them, over four bits; and their merge by `megaswift
 export`.
 
-Covers: megaswift/bridge/merge_by_peft.py, megaswift/bridge/transformers_weights.py.
+Covers: megaswift/bridge/merge_by_peft.py, megaswift/bridge/write_transformers_model_folder.py.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megaswift.config.launcher_environment import COUNTS, IDENTITY
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 from tests.trainers.inputs import write_inputs
 
 ROOT = Path(__file__).resolve().parents[2]

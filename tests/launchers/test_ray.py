@@ -21,7 +21,7 @@ from megaswift.config import load_config
 from megaswift.launchers.ray_message_actor import RunMessageActor, WorkerEventsSinceLastPoll
 from megaswift.launchers.ray_train import _Run, missing_ray_problems
 from megaswift.trainers.checkpoint_store import CheckpointStore
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 from tests.launchers.test_other_launchers import SCRIPT, SFT, environment, file, start  # noqa: F401 (a fixture)
 from tests.trainers.test_run import values
 

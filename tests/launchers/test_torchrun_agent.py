@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megaswift.launchers.torchrun_agent import WorkerFailure, exit_code, failure_text, first_failure
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 from tests.sources import ROOT
 from tests.trainers.inputs import write_inputs
 

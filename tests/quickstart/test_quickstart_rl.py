@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.rewards.load_reward_functions import load_reward_functions
-from megaswift.rewards.reward_interface_and_scoring import RewardInput, RewardOptions, score_rewards
+from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardInput, score_rewards
 from tests.sources import ROOT
 
 QUICK = ROOT / "scripts" / "quickstart"
@@ -21,7 +21,7 @@ STEPS = {"grpo": 280, "ppo": 200}
 
 def test_the_reward_is_one_for_the_very_words() -> None:
     (function,) = load_reward_functions(
-        [f"{QUICK / 'exact_match_reward.py'}:exact"], RewardOptions(max_completion_length=8)
+        [f"{QUICK / 'exact_match_reward.py'}:exact"], BuiltInRewardParameters(max_completion_length=8)
     )
     asked = [{"role": "user", "content": "What is 7 in words?"}]
     judged = [

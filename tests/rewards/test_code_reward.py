@@ -14,12 +14,12 @@ from megaswift.errors import RewardError
 from megaswift.rewards import code_reward
 from megaswift.rewards.code_reward import extract_program
 from megaswift.rewards.parse_code_tests_and_compare_output import json_values_match, read_tests
-from megaswift.rewards.reward_interface_and_scoring import RewardOptions
+from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
 from tests.rewards.samples import judged, said
 
 pytestmark = pytest.mark.wide
 
-OPTIONS = RewardOptions(max_completion_length=100, code_timeout=10.0, code_memory=256)
+OPTIONS = BuiltInRewardParameters(max_completion_length=100, code_timeout=10.0, code_memory=256)
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
 SUMS = [{"input": "1 2\n", "output": "3"}, {"input": "10 -4", "output": "6\n"}]
 

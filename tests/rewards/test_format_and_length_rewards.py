@@ -10,10 +10,10 @@ from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishm
 
 from megaswift.errors import ConfigError
 from megaswift.rewards import format_and_length_rewards
-from megaswift.rewards.reward_interface_and_scoring import RewardInput, RewardOptions
+from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardInput
 from tests.rewards.samples import judged, said
 
-OPTIONS = RewardOptions(max_completion_length=100, soft_cache_length=20)
+OPTIONS = BuiltInRewardParameters(max_completion_length=100, soft_cache_length=20)
 TEXTS = [
     "<think>\na\n</think>\nb",
     "<think>a</think>",

@@ -11,10 +11,14 @@ import pytest
 
 from megaswift.errors import ConfigError, RewardError
 from megaswift.rewards.load_reward_functions import NAMED, SPELLINGS, load_reward_functions
-from megaswift.rewards.reward_interface_and_scoring import RewardOptions, missing_reward_column_problems, score_rewards
+from megaswift.rewards.reward_interface_and_scoring import (
+    BuiltInRewardParameters,
+    missing_reward_column_problems,
+    score_rewards,
+)
 from tests.rewards.samples import judged
 
-OPTIONS = RewardOptions(max_completion_length=20)
+OPTIONS = BuiltInRewardParameters(max_completion_length=20)
 FILE = """
 from dataclasses import dataclass
 from beside_it import BONUS

@@ -24,7 +24,7 @@ import pytest
 
 from megaswift.errors import ConfigError, RewardError
 from megaswift.rewards import code_reward, sandbox, sandbox_child, seccomp
-from megaswift.rewards.reward_interface_and_scoring import RewardOptions
+from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
 from megaswift.rewards.sandbox import ROOT, JobLimits, JobOutcome, Sandbox, self_test_sandbox
 from tests.rewards.samples import judged
 
@@ -40,7 +40,7 @@ NUMBERS = {
 COLUMN = 0 if os.uname().machine == "x86_64" else 1
 C = "import ctypes, os, sys, time, signal\nlibc = ctypes.CDLL(None, use_errno=True)\ncall = libc.syscall\n"
 ESCAPED = "escaped"
-OPTIONS = RewardOptions(max_completion_length=100, code_timeout=10.0, code_memory=256)
+OPTIONS = BuiltInRewardParameters(max_completion_length=100, code_timeout=10.0, code_memory=256)
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from megaswift.rewards import code_reward
-from megaswift.rewards.reward_interface_and_scoring import RewardOptions
+from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
 from megaswift.rewards.sandbox import JobLimits, Sandbox
 from tests.rewards.samples import judged
 
 pytestmark = pytest.mark.wide
 
-OPTIONS = RewardOptions(max_completion_length=100, code_timeout=10.0, code_memory=256)
+OPTIONS = BuiltInRewardParameters(max_completion_length=100, code_timeout=10.0, code_memory=256)
 SUM = [{"input": "1 2\n", "output": "3"}]
 ADD = [{"fn_name": "add", "input": [1, 2], "output": 3}]
 HONEST = "a, b = map(int, input().split())\nprint(a + b)\n"

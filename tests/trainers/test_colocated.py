@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 from tests.parity.pool import shared
 from tests.trainers.inputs import write_model
 from tests.trainers.test_grpo_run import REWARDS, SLOW, completions

@@ -10,7 +10,7 @@ import torch
 
 from megaswift.trainers.evaluation import EvaluationHook
 from megaswift.trainers.hook import Hook
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 from tests.trainers.tiny import TinyEngine, batch, tiny_loop
 
 HELD = [[batch(8, 5, 91)], [batch(9, 2, 92)], [batch(7, 6, 93)]]

@@ -10,7 +10,7 @@ import yaml
 
 from megaswift.config import load_config
 from megaswift.config.engine_rules import requested_engine
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 from tests.config.test_load import EXAMPLES
 from tests.trainers.inputs import write_inputs
 from tests.trainers.test_run import run

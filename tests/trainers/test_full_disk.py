@@ -21,7 +21,7 @@ from megaswift import entry
 from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
 from megaswift.errors import CheckpointError, StorageError, storage_error
 from megaswift.trainers import checkpoint_hook
-from megaswift.trainers.metrics import JsonLinesHook
+from megaswift.trainers.metrics_jsonl import JsonLinesHook
 from tests.parity.pool import shared
 from tests.trainers.inputs import write_inputs
 

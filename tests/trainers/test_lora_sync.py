@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 from tests.parity.pool import shared
 from tests.rollout.sampling_server import Backend, Sglang, Vllm, serving
 from tests.trainers.test_grpo_run import BATCH, FOUR, SLOW, SPREAD, USUAL, completions, figures, folder
@@ -54,7 +54,7 @@ def work(rank: int, world: int, command: tuple[list[str], str]) -> None:
     """The life of a worker (on the ranks): a run that lists the files of each round, and each stream of all weights."""
     from megaswift.entry import main
     from megaswift.rollout.write_weight_sync_folders import SyncRounds
-    from megaswift.trainers.rl.generation import CompletionGenerator
+    from megaswift.trainers.rl.completion_generation_and_weight_sync import CompletionGenerator
 
     words, sent = command
     taken, synchronize = SyncRounds.taken, CompletionGenerator.synchronize

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from megaswift.trainers import loss_png
-from megaswift.trainers.metrics import strict_json_text
+from megaswift.trainers.metrics_jsonl import strict_json_text
 
 pytestmark = pytest.mark.wide
 

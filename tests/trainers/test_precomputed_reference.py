@@ -24,7 +24,7 @@ from megaswift.data.loader import EvaluationSource, LoaderGeometry
 from megaswift.data.preference_batches import PreferenceDataset
 from megaswift.losses.contract import Batch, ModelOutputs, RequestedModelOutputs
 from megaswift.trainers.batch_transforms import forward_pass_count_before_step, make_batch_transform
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 from megaswift.trainers.precomputed_reference import compute_reference_logprobs
 from tests.trainers.inputs import preference_inputs, write_preferences
 from tests.trainers.runs import run

@@ -11,7 +11,7 @@ import pytest
 from megaswift import log
 from megaswift.log import LogFile
 from megaswift.trainers.flops import StepFlopFormula
-from megaswift.trainers.metrics import MetricsJsonlHook, ThroughputFormula
+from megaswift.trainers.metrics_jsonl import MetricsJsonlHook, ThroughputFormula
 from megaswift.trainers.progress import Progress, duration_text, print_line, progress_figures
 from tests.trainers.tiny import tiny_loop
 

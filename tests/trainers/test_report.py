@@ -14,7 +14,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.trainers import report, svg_line_charts
-from megaswift.trainers.metrics import strict_json_text
+from megaswift.trainers.metrics_jsonl import strict_json_text
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 

@@ -23,7 +23,7 @@ from megaswift.families import load_spec
 from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor
 from megaswift.rewards.reward_interface_and_scoring import RewardInput
 from megaswift.rewards.reward_model import load_reward_models
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 from tests.trainers.inputs import write_model
 from tests.trainers.test_preflight import problems
 from tests.trainers.test_trajectories_trl import LORA, SLOW, SPREAD, STEPS, arguments, assert_same, curve, folder, ours

@@ -1,6 +1,6 @@
 """Whole runs on the native engine, as users start them: two processes, killed, resumed, refused, exported.
 
-Covers: megaswift/trainers/engine_factory.py, megaswift/trainers/session.py.
+Covers: megaswift/trainers/create_process_groups_and_engine.py, megaswift/trainers/session.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megaswift.trainers.checkpoint_store import CheckpointStore
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 from tests.trainers.inputs import write_conversations, write_inputs
 from tests.trainers.runs import by_torchrun, finish, killed, run, start
 

@@ -12,7 +12,7 @@ from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.evaluation import EvaluationHook
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.loop import Loop
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 from megaswift.trainers.step_interval import Every, interval_of
 from tests.trainers.tiny import TinySource, batch, tiny_loop
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megaswift.trainers.flops import StepFlopFormula
-from megaswift.trainers.metrics import MetricsJsonlHook, ThroughputFormula, read_lines
+from megaswift.trainers.metrics_jsonl import MetricsJsonlHook, ThroughputFormula, read_lines
 from megaswift.trainers.trackers import WRITER_THREAD, TensorBoard, TrackedRun, scalars_of, tracker_hooks
 from tests.sources import ROOT
 from tests.trainers.tiny import tiny_loop

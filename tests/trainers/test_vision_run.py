@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megaswift.data.vision_processor import Processor, processor_spec_of_folder
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 from tests.parity import vision
 from tests.trainers.test_run import run, values
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from megaswift import distributed
 from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.hf_export import HfExportOptions, source_tensor_dtypes, write_hf_export
+from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import write_peft_folder
-from megaswift.bridge.weight_plan import WeightPlan
 from megaswift.config import SwiftConfig
 from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems
 from megaswift.engine.global_batch_loss_and_metrics import (

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from megaswift import distributed
 from megaswift.bridge.hf_export import HfExportOptions, HfExportTensorPlan, finish_export, plan_hf_export_tensors
+from megaswift.bridge.hf_megatron_weight_plan import EntriesOfSameHfTensors
 from megaswift.bridge.hf_safetensors_writer import (
     HfPartialFolderWriter,
     HfWriter,
     PlannedSafetensorsFile,
     plan_safetensors_shards,
 )
-from megaswift.bridge.weight_plan import EntriesOfSameHfTensors
 from megaswift.engine.megatron.load_and_gather_rank_weights import GatherRankAndTimeout, RankWeights
 from megaswift.errors import ROOM, Problem, UserError
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from megaswift import distributed
 from megaswift.bridge import check_finite_weights
+from megaswift.bridge.hf_megatron_weight_plan import EntriesOfSameHfTensors, PlanEntry, WeightPlan
 from megaswift.bridge.new_scalar_head import seeded_normal
 from megaswift.bridge.sharded_state_dict_entries import padded_vocabulary_size
-from megaswift.bridge.weight_plan import EntriesOfSameHfTensors, PlanEntry, WeightPlan
 from megaswift.engine.megatron.fp8_weights import is_fp8_weight
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
 from megaswift.engine.megatron.model import SwiftGPT

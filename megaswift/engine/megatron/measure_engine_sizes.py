@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from megaswift import distributed
-from megaswift.bridge.weight_plan import WeightPlan
+from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.fp8_weights import is_fp8_weight
 from megaswift.engine.megatron.host_adam import HostAdam

@@ -1,9 +1,9 @@
 """Checks two assumptions of training on the model itself: it is causal, and packed documents do not see each other.
 
-Rows have no attention mask (`loss_fields.py`). An encoder that is not configured as a decoder would see the tokens that
-it predicts. Many models do not separate packed documents by their positions: state space models and linear attention
-carry a state from one document into the next; older models build their mask without the positions, or compute the
-positions themselves. Training then runs, and the loss falls, but the model learns something else. Tests hold the
+Rows have no attention mask (`loss_fields_from_logits.py`). An encoder that is not configured as a decoder would see the
+tokens that it predicts. Many models do not separate packed documents by their positions: state space models and linear
+attention carry a state from one document into the next; older models build their mask without the positions, or compute
+the positions themselves. Training then runs, and the loss falls, but the model learns something else. Tests hold the
 families to Hugging Face. Any other model is checked once, before its first step, on rows of a few tokens; so is a
 family whose class in transformers does not separate documents.
 """

@@ -24,7 +24,7 @@ from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.hf_source import HfSource, TensorMeta
 from megaswift.bridge.saved_dtype_compatibility import saved_dtype_problem
 from megaswift.bridge.torch_engine_step_source import TorchStepSource
-from megaswift.bridge.transformers_weights import persistent_buffers, tensors_by_disk_name
+from megaswift.bridge.write_transformers_model_folder import persistent_buffers, tensors_by_disk_name
 from megaswift.engine import rng_state_checkpoint_file
 from megaswift.engine.torch import weight_loading
 from megaswift.engine.torch.data_parallel_strategy import WEIGHT

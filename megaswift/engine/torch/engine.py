@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megaswift import distributed
 from megaswift.bridge import check_finite_weights
 from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
-from megaswift.bridge.transformers_weights import (
+from megaswift.bridge.write_transformers_model_folder import (
     folder_config_dtype,
     folder_tensor_dtypes,
     persistent_buffers,
@@ -48,7 +48,7 @@ from megaswift.engine.torch.adalora_rank_allocation import find_adalora_rank_all
 from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.host_memory_release import returning_freed_memory_to_system
-from megaswift.engine.torch.loss_fields import labeled_columns
+from megaswift.engine.torch.loss_fields_from_logits import labeled_columns
 from megaswift.engine.torch.merged_adapter_weight_stream import collect_merged_adapter_weights
 from megaswift.engine.torch.router_losses import RouterLosses
 from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext

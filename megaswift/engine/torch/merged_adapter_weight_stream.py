@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.bridge.transformers_weights import persistent_buffers
+from megaswift.bridge.write_transformers_model_folder import persistent_buffers
 from megaswift.engine.torch import quantized_weights
-from megaswift.engine.torch.loss_fields import LossFieldsModel
+from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
 from megaswift.engine.torch.unwrap_and_save_peft_model import (
     PREFIX,
     name_without_adapters,

@@ -22,7 +22,7 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.config import SwiftConfig
 from megaswift.config.model import ModelConfig
 from megaswift.engine.torch import liger, meta_init, quantized_weights, vision_model_parts
-from megaswift.engine.torch.loss_fields import LossFieldsModel
+from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
 from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.decoder_layer_classes import decoder_layer_class_names

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megaswift.config.optim import GALORE, ON_PARTS, OptimConfig
-from megaswift.engine.torch.fsdp_bitsandbytes_optimizer import LocalShardOptimizer
+from megaswift.engine.torch.fsdp_bitsandbytes_32bit_optimizer import LocalShardOptimizer
 from megaswift.engine.torch.galore import GaloreOptimizer
 from megaswift.engine.torch.optimizers import TorchEngineOptimizer, torch_engine_optimizer_class
 

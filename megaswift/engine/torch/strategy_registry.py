@@ -13,7 +13,7 @@ from megaswift.config.engine_rules import filled_deepspeed_config
 from megaswift.config.launcher_environment import nproc_or_nnodes_from_environment
 from megaswift.engine.torch.data_parallel_strategy import DataParallelStrategy
 from megaswift.engine.torch.ddp import DdpStrategy
-from megaswift.engine.torch.loss_fields import LossFieldsModel
+from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
 from megaswift.engine.torch.loss_scale import make_loss_scale
 from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext
 from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model

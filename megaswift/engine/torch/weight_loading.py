@@ -27,12 +27,12 @@ from megaswift import distributed
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
-from megaswift.bridge.transformers_weights import persistent_buffers
+from megaswift.bridge.write_transformers_model_folder import persistent_buffers
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import SHARDED, base_quantization_bits
 from megaswift.engine.torch import meta_init, model_building, quantized_weights
 from megaswift.engine.torch.data_parallel_strategy import WEIGHT
-from megaswift.engine.torch.loss_fields import LossFieldsModel
+from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
 from megaswift.engine.torch.transformers_conversions import (
     ConversionGroup,
     conversion_groups,

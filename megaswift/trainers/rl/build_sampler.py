@@ -7,8 +7,8 @@ from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.rollout.sampler import Sampler, SamplerOptions, SamplingParams, make_sampler
-from megaswift.trainers.engine_factory import RankContext
-from megaswift.trainers.rl.generation import is_sampling_rank
+from megaswift.trainers.create_process_groups_and_engine import RankContext
+from megaswift.trainers.rl.completion_generation_and_weight_sync import is_sampling_rank
 
 EVERYWHERE = ("vllm",)
 """Backends that are made on every rank: engines of vLLM in the ranks of a run make their process groups together, all

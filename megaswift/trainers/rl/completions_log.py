@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaswift.trainers.hook import StepRecord
-from megaswift.trainers.metrics import JsonLinesHook
+from megaswift.trainers.metrics_jsonl import JsonLinesHook
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion
 from megaswift.trainers.rl.reward_scorer import ScoredCompletion
 from megaswift.trainers.rl.rollout_source import RolloutSource

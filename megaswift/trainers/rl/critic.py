@@ -19,7 +19,7 @@ from megaswift.families.scalar_head import with_scalar_head
 from megaswift.losses.contract import Batch
 from megaswift.losses.value import PARTS, ValueLoss, explained_variance
 from megaswift.trainers.batch_transforms import BatchTransform
-from megaswift.trainers.engine_factory import RankContext, make_engine
+from megaswift.trainers.create_process_groups_and_engine import RankContext, make_engine
 from megaswift.trainers.step_monitor import StepMonitor
 
 if TYPE_CHECKING:

@@ -22,20 +22,24 @@ from megaswift.families.model_and_tokenizer_source import training_tokenizer
 from megaswift.log import count_text
 from megaswift.losses.value import ValueLoss
 from megaswift.rewards.load_reward_functions import load_reward_functions
-from megaswift.rewards.reward_interface_and_scoring import RewardFunction, RewardOptions, missing_reward_column_problems
+from megaswift.rewards.reward_interface_and_scoring import (
+    BuiltInRewardParameters,
+    RewardFunction,
+    missing_reward_column_problems,
+)
 from megaswift.rollout.write_weight_sync_folders import SyncRounds
 from megaswift.trainers.batch_transforms import ReferenceLogprobs
 from megaswift.trainers.flops import step_flop_formula
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.learning_rate_schedule import check_warmup, count_steps, lr_at
 from megaswift.trainers.loop import Loop, unchanged
-from megaswift.trainers.rl.adapter_sync import adapter_rank, merged_sync_reason, syncs_adapters_only
+from megaswift.trainers.rl.adapter_or_merged_weight_sync import adapter_rank, merged_sync_reason, syncs_adapters_only
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
 from megaswift.trainers.rl.build_sampler import build_sampler, samples_on_every_rank, sampling_params_of, sync_folder
+from megaswift.trainers.rl.completion_generation_and_weight_sync import CompletionGenerator
 from megaswift.trainers.rl.completions_log import CompletionsLog
 from megaswift.trainers.rl.critic import CriticTrainer, critic_engine
 from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, load_environment_class
-from megaswift.trainers.rl.generation import CompletionGenerator
 from megaswift.trainers.rl.multi_turn import MultiTurnRunner
 from megaswift.trainers.rl.reward_evaluation import RewardEvaluationHook
 from megaswift.trainers.rl.reward_scorer import RewardScorer
@@ -280,7 +284,8 @@ def reward_functions_of(cfg: SwiftConfig) -> list[RewardFunction]:
     """In the order of `reward_weights`; ConfigError with all that is wrong."""
     rl = cfg.rl
     functions = load_reward_functions(
-        rl.reward_funcs, RewardOptions(**{f.name: getattr(rl, f.name) for f in fields(RewardOptions)})
+        rl.reward_funcs,
+        BuiltInRewardParameters(**{f.name: getattr(rl, f.name) for f in fields(BuiltInRewardParameters)}),
     )
     if not rl.reward_model:
         return functions

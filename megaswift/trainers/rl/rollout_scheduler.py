@@ -17,7 +17,7 @@ from typing import Any
 from megaswift.data.rl_prompts import Prompt, PromptSource
 from megaswift.engine.protocol import Engine
 from megaswift.rollout.sampler import Completion
-from megaswift.trainers.rl.generation import CompletionGenerator
+from megaswift.trainers.rl.completion_generation_and_weight_sync import CompletionGenerator
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion
 
 Timed = Callable[[str], AbstractContextManager[None]]

@@ -1,7 +1,8 @@
 """The batch source of reinforcement learning: prompts, completions, rewards, advantages, micro-batches.
 
-Owns the order of a generation and what of it outlives a restart. Sampling is `generation.py`, rewards are
-`reward_scorer.py`, advantages `advantage_estimator.py`, where numbers stand in a micro-batch `data/rollout_batches.py`.
+Owns the order of a generation and what of it outlives a restart. Sampling is
+`completion_generation_and_weight_sync.py`, rewards are `reward_scorer.py`, advantages `advantage_estimator.py`, where
+numbers stand in a micro-batch `data/rollout_batches.py`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from megaswift.bridge.weight_plan import WeightPlan
+from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.engine.megatron.measure_engine_sizes import flop_parameter_count
 from megaswift.families import family_of
 from megaswift.trainers.flops import StepFlopFormula

@@ -1,7 +1,7 @@
 """Models that are no family here, on the torch engine: as transformers computes them, or refused where they would learn
 something else.
 
-Covers: megaswift/engine/torch/causality_and_packing_check.py, megaswift/engine/torch/loss_fields.py,
+Covers: megaswift/engine/torch/causality_and_packing_check.py, megaswift/engine/torch/loss_fields_from_logits.py,
 megaswift/families/model_spec_of_any_model.py.
 """
 
@@ -21,7 +21,7 @@ from transformers.utils.logging import warning_once
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch import causality_and_packing_check, fsdp, strategy_registry
-from megaswift.engine.torch.loss_fields import LossFieldsModel, labeled_columns
+from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel, labeled_columns
 from megaswift.engine.torch.model_building import build_model
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megaswift.bridge.hf_to_megatron import hf_to_megatron
 from megaswift.bridge.open_weight_source import open_weights
-from megaswift.bridge.transformers_weights import tensors_by_disk_name
+from megaswift.bridge.write_transformers_model_folder import tensors_by_disk_name
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch import meta_init, model_building, weight_loading
 from megaswift.engine.torch.transformers_conversions import conversion_groups, jointly_written_parameters, tied_name_map

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.torch.loss_fields import labeled_columns
+from megaswift.engine.torch.loss_fields_from_logits import labeled_columns
 from megaswift.engine.torch.model_building import build_model_for_wrapping
 from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
 from tests.trainers.inputs import write_model

@@ -158,7 +158,7 @@ def test_a_missing_library_is_told_before_anything_is_built(monkeypatch: pytest.
 def test_vllm_for_cpus_samples_but_does_not_sleep(
     here: tuple[str, str], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(installed_vllm_version_and_support, "installed_vllm", lambda: here)
+    monkeypatch.setattr(installed_vllm_version_and_support, "installed_vllm_package_and_version", lambda: here)
     assert told(use_vllm=True) == []
     found = told(use_vllm=True, rollout_sleep=True)
     assert len(found) == count and all("CPU build" in line for line in found)

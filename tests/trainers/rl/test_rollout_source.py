@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.trainers.rl.generation import completion_seeds
+from megaswift.trainers.rl.completion_generation_and_weight_sync import completion_seeds
 from megaswift.trainers.rl.rollout_source import RolloutSource
 from tests.losses import trainers
 from tests.trainers.rl.makers import source, told

@@ -21,9 +21,9 @@ from megaswift.config.rl import RlConfig
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings as Formulas
 from megaswift.losses.value import ValueLoss
-from megaswift.rewards.reward_interface_and_scoring import RewardOptions
+from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
-from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.metrics_jsonl import read_lines
 from megaswift.trainers.rl import rollout_loop_builder as build_module
 from megaswift.trainers.rl import rollout_loop_builder as rl_build
 from megaswift.trainers.rl.build_sampler import sampler_options, sampling_params_of
@@ -230,12 +230,12 @@ def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         "code_timeout": 0.25,
         "allow_unsafe_code": True,
     }
-    numbers |= {f.name: 0.25 for f in fields(RewardOptions) if f.name.endswith(("_wrong", "_correct"))}
-    assert numbers.keys() == {f.name for f in fields(RewardOptions)}
+    numbers |= {f.name: 0.25 for f in fields(BuiltInRewardParameters) if f.name.endswith(("_wrong", "_correct"))}
+    assert numbers.keys() == {f.name for f in fields(BuiltInRewardParameters)}
     names = ("cosine", "soft_overlong", "repetition", "code")
     cfg = run(reward_funcs=names, reward_model=["m"], reward_weights=[1, 2, 3, 4, 5], **numbers)
     monkeypatch.setattr("megaswift.rewards.reward_model.load_reward_models", lambda folders, options, taken: [*folders])
-    assert reward_functions_of(cfg) == ["m"] and asked == [(names, RewardOptions(**numbers))]
+    assert reward_functions_of(cfg) == ["m"] and asked == [(names, BuiltInRewardParameters(**numbers))]
     assert reward_weights_of(cfg) == [1, 2, 3, 4, 5] and reward_weights_of(run(reward_model=["m"])) == [1.0] * 2
 
 
@@ -267,7 +267,7 @@ ELSEWHERE = {
     "rollout_sleep": "test_colocated",
     "offload_model": "test_colocated",
     "offload_optimizer": "test_colocated",
-    "rollout_lora": "rl/test_adapter_sync",
+    "rollout_lora": "rl/test_adapter_or_merged_weight_sync",
     "reward_funcs": "test_grpo_run",
     "reward_model": "here",
     "reward_weights": "here",
@@ -296,7 +296,7 @@ ELSEWHERE = {
 
 def test_no_option_is_forgotten() -> None:
     """A new one gets a row above, or the name of the test that fails without it."""
-    here = {*LOSS, *SAMPLING, *SAMPLER, *CRITIC, *SETTINGS, *(f.name for f in fields(RewardOptions))}
+    here = {*LOSS, *SAMPLING, *SAMPLER, *CRITIC, *SETTINGS, *(f.name for f in fields(BuiltInRewardParameters))}
     assert {f.name for f in fields(RlConfig)} == here | ELSEWHERE.keys() and not here & ELSEWHERE.keys()
     folder = Path(__file__).parents[1]
     for name, file in ELSEWHERE.items():

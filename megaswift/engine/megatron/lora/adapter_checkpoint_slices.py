@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from megaswift.bridge.adapter_plan import ADAPTER, SAVED, tp_dim_of_adapter_half
-from megaswift.bridge.weight_plan import PlanEntry
+from megaswift.bridge.hf_megatron_weight_plan import PlanEntry
 from megaswift.engine.megatron.checkpoint.rank_chunks import LocalToGlobalSlice
 from megaswift.engine.megatron.lora.rank_adapters import RankAdapters
 from megaswift.engine.megatron.parallel_context import ParallelContext

@@ -22,9 +22,9 @@ from megaswift.bridge.adapter_plan import (
     ModuleAdapterSpec,
     merge_adapters_into_weight,
 )
+from megaswift.bridge.hf_megatron_weight_plan import EntriesOfSameHfTensors, WeightPlan
 from megaswift.bridge.new_scalar_head import NEW
 from megaswift.bridge.peft_folder import PeftFolder, adapter_half_getter
-from megaswift.bridge.weight_plan import EntriesOfSameHfTensors, WeightPlan
 from megaswift.config.lora import LoraConfig
 from megaswift.engine.megatron.load_and_gather_rank_weights import LocalParam, RankWeights
 from megaswift.engine.megatron.lora import layer_adapters

@@ -12,7 +12,7 @@ from megaswift.engine.protocol import StepResult
 from megaswift.trainers.flops import StepFlopFormula
 from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.loop import length_squares
-from megaswift.trainers.metrics import (
+from megaswift.trainers.metrics_jsonl import (
     JsonLinesHook,
     MetricsJsonlHook,
     ThroughputFormula,

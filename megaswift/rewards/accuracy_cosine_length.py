@@ -16,7 +16,7 @@ from itertools import groupby
 
 from megaswift import log
 from megaswift.errors import ConfigError, Problem, RewardError
-from megaswift.rewards.reward_interface_and_scoring import RewardInput, RewardOptions, reward_function_flag
+from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardInput, reward_function_flag
 from megaswift.rewards.sandbox import JobLimits, Sandbox
 
 SOLUTION = "solution"
@@ -119,12 +119,12 @@ def _built(function: AccuracyReward) -> AccuracyReward:
     return function
 
 
-def accuracy_reward(options: RewardOptions) -> AccuracyReward:
+def accuracy_reward(options: BuiltInRewardParameters) -> AccuracyReward:
     """1 for a right answer, else 0."""
     return _built(AccuracyReward("accuracy", lambda samples, verdicts: [v or 0.0 for v in verdicts]))
 
 
-def reasoning_accuracy_reward(options: RewardOptions) -> AccuracyReward:
+def reasoning_accuracy_reward(options: BuiltInRewardParameters) -> AccuracyReward:
     """1 for a right answer after the reasoning; 0 too for reasoning without an end."""
 
     def shape(samples: Sequence[RewardInput], verdicts: Sequence[Verdict]) -> list[float]:
@@ -133,7 +133,7 @@ def reasoning_accuracy_reward(options: RewardOptions) -> AccuracyReward:
     return _built(AccuracyReward("reasoning_accuracy", shape, after_thought=True))
 
 
-def cosine_reward(options: RewardOptions) -> AccuracyReward:
+def cosine_reward(options: BuiltInRewardParameters) -> AccuracyReward:
     """Right and short is best, wrong and short is worst, half a cosine between: arXiv 2502.03373, appendix C.1."""
     longest = options.cosine_max_len or options.max_completion_length
     right = options.cosine_min_len_value_correct, options.cosine_max_len_value_correct
@@ -152,7 +152,7 @@ def cosine_reward(options: RewardOptions) -> AccuracyReward:
     )
 
 
-def length_reward(options: RewardOptions) -> AccuracyReward:
+def length_reward(options: BuiltInRewardParameters) -> AccuracyReward:
     """From 0.5 for the shortest completion of a prompt to -0.5 for the longest; a wrong one gets at most 0: arXiv
     2501.12599, 2.3.3."""
 

@@ -13,16 +13,16 @@ import pytest
 from trl.rewards import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
 
 from megaswift.errors import ConfigError, RewardError
-from megaswift.rewards import accuracy
-from megaswift.rewards.accuracy import CorrectnessCache
+from megaswift.rewards import accuracy_cosine_length
+from megaswift.rewards.accuracy_cosine_length import CorrectnessCache
 from megaswift.rewards.load_reward_functions import load_reward_functions
-from megaswift.rewards.reward_interface_and_scoring import RewardInput, RewardOptions
+from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters, RewardInput
 from megaswift.rewards.sandbox import JobLimits, Sandbox
 from tests.rewards.samples import judged, said
 
 pytestmark = pytest.mark.wide
 
-OPTIONS = RewardOptions(max_completion_length=40)
+OPTIONS = BuiltInRewardParameters(max_completion_length=40)
 PAIRS = [
     (r"\frac{1}{3}", r"My answer is \boxed{\frac{1}{3}}"),
     (r"\frac{1}{3}", r"\boxed{\frac{1}{2}}"),
@@ -67,15 +67,15 @@ def of_trl(function: Any, **more: Any) -> list[float]:
 
 
 def test_accuracy_is_trls() -> None:
-    ours = accuracy.accuracy_reward(OPTIONS)(samples())
+    ours = accuracy_cosine_length.accuracy_reward(OPTIONS)(samples())
     assert ours == of_trl(accuracy_reward) and 5 < sum(ours) < len(PAIRS) - 5
-    assert ours == accuracy.accuracy_reward(OPTIONS)(
+    assert ours == accuracy_cosine_length.accuracy_reward(OPTIONS)(
         [judged(completion, solution=solution) for solution, completion in PAIRS]
     )
 
 
 def test_reasoning_accuracy_is_trls() -> None:
-    assert accuracy.reasoning_accuracy_reward(OPTIONS)(samples()) == of_trl(reasoning_accuracy_reward)
+    assert accuracy_cosine_length.reasoning_accuracy_reward(OPTIONS)(samples()) == of_trl(reasoning_accuracy_reward)
 
 
 def test_cosine_is_trls() -> None:
@@ -84,7 +84,9 @@ def test_cosine_is_trls() -> None:
     trl = get_cosine_scaled_reward(
         30, min_value_wrong=-0.5, max_value_wrong=0.0, min_value_correct=0.5, max_value_correct=1.0
     )
-    assert accuracy.cosine_reward(options)(samples()) == pytest.approx(of_trl(trl, completion_ids=ids), abs=1e-12)
+    assert accuracy_cosine_length.cosine_reward(options)(samples()) == pytest.approx(
+        of_trl(trl, completion_ids=ids), abs=1e-12
+    )
     assert max(map(len, ids)) > 30 > min(map(len, ids))
 
 
@@ -100,12 +102,12 @@ def test_length_compares_the_completions_of_a_prompt() -> None:
         judged(wrong, 6, solution="1"),
     ]
     alone = replace(judged(right, 3, solution="1"), prompt="another")
-    function = accuracy.length_reward(OPTIONS)
+    function = accuracy_cosine_length.length_reward(OPTIONS)
     assert function([*group, alone]) == [0.5, 0.0, 0.0, 0.0, -0.5, -0.5, 0.0] and function.whole_groups
 
 
 def test_a_solution_that_is_no_text_is_told_with_its_sample() -> None:
-    function = accuracy.accuracy_reward(OPTIONS)
+    function = accuracy_cosine_length.accuracy_reward(OPTIONS)
     assert function([judged(r"\boxed{3}", solution=3)]) == [1.0]
     with pytest.raises(RewardError, match="the solution of sample 1 is None"):
         function([judged("a", solution="1"), judged("b", solution=None)])
