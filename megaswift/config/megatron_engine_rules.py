@@ -262,6 +262,12 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         "--moe_permute_fusion false",
     ),
     ConflictingOptions(
+        ("moe_permute_fusion", "moe_token_dispatcher_type"),
+        lambda c: c.model.moe_permute_fusion and c.model.moe_token_dispatcher_type == "allgather",
+        "does not work with allgather: Transformer Engine's kernel fails on a rank whose experts get no token",
+        "--moe_permute_fusion false",
+    ),
+    ConflictingOptions(
         ("moe_router_fusion", "transformer_impl"),
         lambda c: c.model.moe_router_fusion and c.model.transformer_impl == "torch",
         "needs Transformer Engine's layers",

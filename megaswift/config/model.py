@@ -140,7 +140,8 @@ class ModelConfig:
         None, "Grouped GEMM over the experts; unset: with Transformer Engine, except with DoRA"
     )
     moe_permute_fusion: bool | None = option(
-        None, "Fused kernels for sorting tokens by expert; unset: with Transformer Engine"
+        None,
+        "Fused sorting of tokens by expert; unset: with Transformer Engine, not allgather",
     )
     moe_router_fusion: bool = option(
         False, "Fused kernel for the choice of experts (Transformer Engine; not run on a GPU)"

@@ -145,6 +145,7 @@ CLASHING = [
     ),
     ("moe_grouped_gemm", "--moe_grouped_gemm --transformer_impl torch"),
     ("moe_permute_fusion", "--moe_permute_fusion --transformer_impl torch"),
+    ("moe_permute_fusion", "--moe_permute_fusion --moe_token_dispatcher_type allgather"),
     ("moe_router_fusion", "--moe_router_fusion --transformer_impl torch"),
     ("moe_router_fusion", "--moe_router_fusion --moe_expert_capacity_factor 1.5"),
     ("moe_shared_expert_overlap", "--moe_shared_expert_overlap --moe_token_dispatcher_type allgather"),

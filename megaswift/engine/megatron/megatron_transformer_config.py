@@ -101,7 +101,10 @@ def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerImplementationChoic
         "moe_grouped_gemm": (fused and not cfg.lora.use_dora) if m.moe_grouped_gemm is None else m.moe_grouped_gemm,
     }
     if spec.experts:
-        fields["moe_permute_fusion"] = fused if m.moe_permute_fusion is None else m.moe_permute_fusion
+        # On a rank whose experts get no token, Transformer Engine's unpermute returns the empty tensor, where the
+        # allgather dispatcher needs the rows that it restores.
+        permute_fusion = fused and m.moe_token_dispatcher_type != "allgather"
+        fields["moe_permute_fusion"] = permute_fusion if m.moe_permute_fusion is None else m.moe_permute_fusion
         fields["moe_router_fusion"] = m.moe_router_fusion
         fields["moe_shared_expert_overlap"] = m.moe_shared_expert_overlap
         fields["moe_expert_capacity_factor"] = m.moe_expert_capacity_factor
