@@ -141,7 +141,7 @@ class ModelConfig:
     )
     moe_permute_fusion: bool | None = option(
         None,
-        "Fused sorting of tokens by expert; unset: with Transformer Engine, not allgather",
+        "Fused sorting of tokens by expert; unset: Transformer Engine without allgather",
     )
     moe_router_fusion: bool = option(
         False, "Fused kernel for the choice of experts (Transformer Engine; not run on a GPU)"
