@@ -22,6 +22,7 @@ from megaswift.config.megatron_engine_rules import MODEL_CLASHES, MODEL_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
+from megaswift.config.profile_rules import PROFILE_CLASHES, PROFILE_IGNORED
 from megaswift.config.rl_conflict_rules import RL_CLASHES
 from megaswift.config.rl_ignored_option_rules import RL_IGNORED
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
@@ -68,6 +69,7 @@ _NO_EXPORT: Test = lambda c: c.model.train_type != "full" and not c.lora.merge_l
 IGNORED: tuple[IgnoredOption, ...] = (
     *SCHEDULE_IGNORED,
     *EVALUATION_IGNORED,
+    *PROFILE_IGNORED,
     IgnoredOption("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
     IgnoredOption("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
     IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
@@ -262,6 +264,7 @@ CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     *SCHEDULE_CLASHES,
     *EVALUATION_CLASHES,
+    *PROFILE_CLASHES,
     *MODEL_CLASHES,
     *LAUNCH_CLASHES,
     *ENGINE_CLASHES,

@@ -51,6 +51,10 @@ class TrainConfig:
     logging_steps: int = option(
         1, "Steps between entries in metrics.jsonl", aliases=("log_interval",), minimum=1, unit="steps"
     )
+    profile: bool = option(False, "Profile some steps: traces and a table of times in output_dir/profile")
+    profile_step_start: int = option(2, "Profiling starts after this step", minimum=0, unit="steps")
+    profile_step_end: int = option(4, "Profiling ends after this step", minimum=1, unit="steps")
+    profile_ranks: tuple[int, ...] = option((0,), "Ranks that are profiled", minimum=0)
     eval_strategy: str | None = option(
         None,
         "When to evaluate; unset: every eval_steps and at the end",

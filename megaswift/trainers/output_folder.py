@@ -41,6 +41,7 @@ NAMES = (
     "swanlab",
     "mlflow",
     "train.log",
+    "profile",
 )
 """What a run writes; nothing else in the folder is ours."""
 STARTS = ("base_model", "initial_adapter", "residual_model")
@@ -75,6 +76,11 @@ class OutputFolder:
     def completions(self) -> Path:
         """What a policy wrote, with rewards."""
         return self.root / "completions.jsonl"
+
+    @property
+    def profile(self) -> Path:
+        """Traces and times of profiled steps."""
+        return self.root / "profile"
 
     @property
     def hf(self) -> Path:

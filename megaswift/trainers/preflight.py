@@ -20,6 +20,7 @@ from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import capabilities_of, filled_deepspeed_config, requested_engine
 from megaswift.config.megatron_extra_kwargs import extra_kwargs_problems
 from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.profile_rules import profile_rank_problems
 from megaswift.config.train import TRACKERS
 from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems, set_to_non_default
 from megaswift.data.read_template_and_system import read_system_message, read_template
@@ -79,6 +80,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
             (lambda: cuda_only_option_problems(cfg), ConfigError),
             (lambda: determinism_environment_problems(cfg, os.environ), ConfigError),
             (lambda: model_problems(cfg, world_size), UserError),
+            (lambda: profile_rank_problems(cfg.train, world_size), ConfigError),
             (lambda: rl_run_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
             *data_output_and_tracker_checks(cfg),
         ]

@@ -25,6 +25,7 @@ from megaswift.trainers.loss_png import median_smooth, metric_column, plot_limit
 from megaswift.trainers.metrics_jsonl import read_lines
 from megaswift.trainers.progress import duration_text
 from megaswift.trainers.startup_summary import Rows
+from megaswift.trainers.step_profiler import profile_summaries
 from megaswift.trainers.svg_line_charts import ChartSeries, Points, line_chart_svg
 
 PACKAGES = (
@@ -250,13 +251,23 @@ def sample_table_html(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"<h2>Completions of step {last[0]['step']:,}</h2>{two_column_html_table(cells)}"
 
 
-def timing_bars_html(seconds: Mapping[str, float]) -> str:
-    """The parts of the wall time as bars."""
-    longest = max([*seconds.values(), 1e-9])
+def profile_html(folder: Path) -> str:
+    """Time of a step by kind of operation on each profiled rank; nothing where none was profiled."""
+    html = [
+        f"<h3>rank {rank}: {summary['ms_per_step']:,.1f} ms a step, {summary['steps']} steps</h3>"
+        + timing_bars_html(summary["by_kind_ms_per_step"], "ms")
+        for rank, summary in profile_summaries(folder).items()
+    ]
+    return f"<h2>Where a step's time goes</h2>{''.join(html)}" if html else ""
+
+
+def timing_bars_html(times: Mapping[str, float], unit: str = "s") -> str:
+    """Times by name as bars."""
+    longest = max([*times.values(), 1e-9])
     rows = "".join(
-        f'<tr><td>{escape(name)}</td><td class="right">{value:,.2f} s</td>'
+        f'<tr><td>{escape(name)}</td><td class="right">{value:,.2f} {unit}</td>'
         f'<td><div class="bar" style="width:{100 * value / longest:.1f}%"></div></td></tr>'
-        for name, value in seconds.items()
+        for name, value in times.items()
     )
     return f'<div class="card"><table>{rows}</table></div>'
 
@@ -278,9 +289,9 @@ def report_page_html(
     story: RunReportHeaderAndTimes,
     lines: list[dict[str, Any]],
     evals: list[dict[str, Any]],
-    answers: str = "",
+    sections: str = "",
 ) -> str:
-    """The page's text; `answers`: a section of its own, HTML."""
+    """The page's text; `sections`: more of them, HTML."""
     figures = "".join(
         f'<div class="card tile"><b>{escape(v)}</b><span>{escape(w)}</span></div>'
         for v, w in headline_figures(lines, evals, sum(story.seconds.values()))
@@ -290,7 +301,7 @@ def report_page_html(
     body = (
         f'<h1>{escape(story.title)}</h1><p class="sub">{escape(story.status)} · {when} · {where}</p>'
         f'<div class="tiles">{figures}</div><h2>Curves</h2>'
-        f'<div class="charts">{chart_cards_html(lines, evals)}</div>{answers}'
+        f'<div class="charts">{chart_cards_html(lines, evals)}</div>{sections}'
         f"<h2>The run</h2>{two_column_html_table(story.rows, style='wide')}"
         f"<h2>Time by activity</h2>{timing_bars_html(story.seconds)}"
         f"<h2>Configuration</h2>{configuration_table_html(cfg)}<h2>Versions</h2>{two_column_html_table(environment_versions())}"
@@ -305,4 +316,5 @@ def report_page_html(
 def write_report(path: Path, cfg: SwiftConfig, story: RunReportHeaderAndTimes, logs: tuple[Path, Path, Path]) -> None:
     """The page on disk, whole or not at all. `logs`: metrics.jsonl, eval.jsonl and completions.jsonl."""
     lines, evals, answers = (read_lines(log) for log in logs)
-    write_atomically(path, report_page_html(cfg, story, lines, evals, sample_table_html(answers)))
+    sections = sample_table_html(answers) + profile_html(path.parent / "profile")
+    write_atomically(path, report_page_html(cfg, story, lines, evals, sections))

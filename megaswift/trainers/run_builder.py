@@ -59,6 +59,7 @@ from megaswift.trainers.rl.critic import critic_start_folder
 from megaswift.trainers.startup_summary import SummaryFacts, data_text
 from megaswift.trainers.step_interval import interval_of
 from megaswift.trainers.step_monitor import StepMonitor
+from megaswift.trainers.step_profiler import StepProfilerHook
 from megaswift.trainers.tasks import TASKS, Task
 from megaswift.trainers.trackers import TrackedRun, tracker_hooks
 
@@ -234,6 +235,8 @@ class RunBuilder:
             StepMonitor(),
             Progress(),
         ]
+        if train.profile:
+            hooks.insert(0, StepProfilerHook(train, outputs.profile))
         hooks += tracker_hooks(train.report_to, TrackedRun(outputs.root, self.cfg.to_dict(), train.run_name))
         if evaluation is not None and evaluates(self.cfg):
             size = batch_plan(train, self.layout.dp).global_batch_size

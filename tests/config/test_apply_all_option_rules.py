@@ -11,6 +11,7 @@ from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
+from megaswift.config.profile_rules import PROFILE_CLASHES, PROFILE_IGNORED
 from megaswift.config.rl_conflict_rules import RL_CLASHES
 from megaswift.config.rl_ignored_option_rules import RL_IGNORED
 from megaswift.config.sections import NAMES, OPTIONS
@@ -191,6 +192,7 @@ def test_every_row_is_tried() -> None:
     clashes = (
         *ENGINE_CLASHES,
         *EVALUATION_CLASHES,
+        *PROFILE_CLASHES,
         *LAUNCH_CLASHES,
         *ADAPTER_CLASHES,
         *PREFERENCE_CLASHES,
@@ -202,6 +204,7 @@ def test_every_row_is_tried() -> None:
     idle = (
         *ENGINE_IGNORED,
         *EVALUATION_IGNORED,
+        *PROFILE_IGNORED,
         *LAUNCH_IGNORED,
         *ADAPTER_IGNORED,
         *PREFERENCE_IGNORED,

@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
+from torch.profiler import record_function
 
 SLOT = 1 << 22
 """Bytes that a rank sends at a time, a multiple of any element; only those that are written take memory."""
@@ -79,8 +80,9 @@ class SharedMemoryAllToAll:
         if size <= SLOT:
             self._slots[half][self._rank][:size].copy_(sent.view(torch.uint8))
         self._turns[self._rank * LINE] = self._turn  # last: who sees it sees the rest
-        for rank in range(ranks):
-            self._await(rank)
+        with record_function("shared_memory_all_to_all: wait"):  # for --profile
+            for rank in range(ranks):
+                self._await(rank)
         sizes = [self._sizes[self._table(half, rank)] for rank in range(ranks)]
         if max(sizes) > SLOT:
             return None

@@ -1,0 +1,43 @@
+"""Rules for `--profile`."""
+
+from __future__ import annotations
+
+from megaswift.config.rule_types import ConflictingOptions, IgnoredOption
+from megaswift.config.train import TrainConfig
+from megaswift.errors import Problem
+
+PROFILE_IGNORED: tuple[IgnoredOption, ...] = tuple(
+    IgnoredOption(
+        name,
+        ("profile",),
+        lambda c: not c.train.profile,
+        "no step is profiled",
+        "--profile true",
+        (default,),
+        notice=True,
+    )
+    for name, default in (("profile_step_start", 2), ("profile_step_end", 4), ("profile_ranks", (0,)))
+)
+PROFILE_CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
+        ("profile_step_end", "profile_step_start"),
+        lambda c: c.train.profile and c.train.profile_step_end <= c.train.profile_step_start,
+        "profiles no step: it must be larger than profile_step_start",
+        "--profile_step_start 2 --profile_step_end 4",
+    ),
+    ConflictingOptions(
+        ("profile_step_start", "max_steps"),
+        lambda c: c.train.profile and c.train.max_steps is not None and c.train.profile_step_start >= c.train.max_steps,
+        "is after the last step, so no step would be profiled",
+        "--profile_step_start 0",
+    ),
+)
+
+
+def profile_rank_problems(options: TrainConfig, world_size: int) -> list[Problem]:
+    """Ranks to profile that a run of so many processes does not have."""
+    beyond = [rank for rank in options.profile_ranks if rank >= world_size]
+    if not options.profile or not beyond:
+        return []
+    ranks = ", ".join(map(str, beyond))
+    return [Problem(f"--profile_ranks {ranks}", f"this run has ranks 0 to {world_size - 1}", "--profile_ranks 0")]

@@ -1,0 +1,45 @@
+"""Rules for `--profile`: what goes together, and with how many processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megaswift.config.profile_rules import PROFILE_CLASHES, PROFILE_IGNORED, profile_rank_problems
+from megaswift.config.sections import NAMES
+from megaswift.config.train import TrainConfig
+from tests.config.refusals import assert_contradiction, assert_idle
+
+IDLE = [
+    ("--profile_step_start 3", "--profile_step_start 3 --profile"),
+    ("--profile_step_end 7", "--profile_step_end 7 --profile"),
+    ("--profile_ranks 0 1", "--profile_ranks 0 1 --profile"),
+]
+CLASHING = [
+    ("profile_step_end", "--profile --profile_step_start 4 --profile_step_end 4"),
+    ("profile_step_start", "--profile --profile_step_start 5 --profile_step_end 7 --max_steps 5"),
+]
+
+
+@pytest.mark.parametrize("idle, used", IDLE)
+def test_an_option_that_would_be_ignored(idle: str, used: str) -> None:
+    assert_idle(idle, used)
+
+
+@pytest.mark.parametrize("name, words", CLASHING)
+def test_a_contradiction(name: str, words: str) -> None:
+    assert_contradiction(name, words)
+
+
+def test_every_row_is_tried() -> None:
+    assert {NAMES[i.split()[0][2:]] for i, _ in IDLE} == {r.option for r in PROFILE_IGNORED}
+    assert [name for name, _ in CLASHING] == [r.options[0] for r in PROFILE_CLASHES]
+
+
+def test_ranks_that_the_run_does_not_have() -> None:
+    options = TrainConfig(profile=True, profile_ranks=(0, 4, 7))
+    (problem,) = profile_rank_problems(options, 4)
+    assert (problem.what, problem.rule) == ("--profile_ranks 4, 7", "this run has ranks 0 to 3")
+    assert not profile_rank_problems(replace(options, profile_ranks=(3,)), 4)
+    assert not profile_rank_problems(replace(options, profile=False), 4)

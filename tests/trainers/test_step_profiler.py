@@ -1,0 +1,178 @@
+"""`--profile`: which steps are in the trace, and times by kind against the trace's own events."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaswift.config.train import TrainConfig
+from megaswift.trainers import report
+from megaswift.trainers.step_profiler import (
+    OTHER,
+    OUTSIDE,
+    StepProfilerHook,
+    kind_of_operation,
+    operation_times,
+    profile_summaries,
+    time_by_kind,
+)
+from tests.trainers.tiny import tiny_loop
+
+OPTIONS = TrainConfig(profile=True)
+MICROBATCHES = 2
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """Operations of the CPU in the trace of rank 0."""
+    trace = json.loads((folder / "rank-0.trace.json").read_text())
+    return [e for e in trace["traceEvents"] if e.get("cat") in ("cpu_op", "user_annotation")]
+
+
+def profiled(folder: Path, steps: int, **options: Any) -> StepProfilerHook:
+    """The hook after a run of so many steps."""
+    hook = StepProfilerHook(replace(OPTIONS, **options), folder)
+    tiny_loop(steps, hook).run()
+    return hook
+
+
+@pytest.mark.parametrize(
+    "steps, options, count",
+    [(6, {}, 2), (3, {}, 1), (6, {"profile_step_start": 0, "profile_step_end": 3}, 3), (4, {"profile_step_end": 9}, 2)],
+)
+def test_the_trace_holds_these_steps(steps: int, options: dict[str, int], count: int, tmp_path: Path) -> None:
+    """Counted by the optimizer's own marks, and by the products of two linear layers in each micro-batch."""
+    profiled(tmp_path, steps, **options)
+    names = [e["name"] for e in events(tmp_path)]
+    assert sum(name.startswith("Optimizer.step#") for name in names) == count
+    assert names.count("aten::addmm") == 2 * MICROBATCHES * count
+    assert profile_summaries(tmp_path)[0]["steps"] == count
+    assert "aten::addmm" in (tmp_path / "rank-0.txt").read_text()
+
+
+def test_steps_after_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the middle of the interval the rest is profiled; behind it nothing, and a warning says so."""
+    for step, count in ((3, 1), (4, 0)):
+        folder = tmp_path / str(step)
+        loop = tiny_loop(6, StepProfilerHook(OPTIONS, folder))
+        loop.step = step
+        loop.run()
+        assert [s["steps"] for s in profile_summaries(folder).values()] == [count] * bool(count)
+    assert "no step was profiled; steps 3 to 4 were asked for, this run ended after step 6" in capsys.readouterr().err
+
+
+def test_another_rank_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profiled(tmp_path / "profile", 6, profile_ranks=(1,))
+    assert not (tmp_path / "profile").exists() and not capsys.readouterr().err
+
+
+def test_an_error_in_a_profiled_step_ends_the_profiler(tmp_path: Path) -> None:
+    """The next run can profile again."""
+    loop = tiny_loop(6, StepProfilerHook(OPTIONS, tmp_path / "first"))
+    loop.learning_rate = lambda step: 1 / 0 if step == 3 else 0.1
+    with pytest.raises(ZeroDivisionError):
+        loop.run()
+    assert not (tmp_path / "first").exists()
+    profiled(tmp_path / "second", 6)
+
+
+def own_times(trace: list[dict[str, Any]]) -> dict[str, float]:
+    """Milliseconds of each operation without those inside it, from the begins and ends in the trace."""
+    sums: dict[str, float] = defaultdict(float)
+    for thread in {e["tid"] for e in trace}:
+        stack: list[tuple[float, str]] = []
+        for event in sorted((e for e in trace if e["tid"] == thread), key=lambda e: (e["ts"], -e["dur"])):
+            while stack and stack[-1][0] <= event["ts"]:
+                stack.pop()
+            if stack:
+                sums[stack[-1][1]] -= event["dur"] / 1000
+            sums[event["name"]] += event["dur"] / 1000
+            stack.append((event["ts"] + event["dur"], event["name"]))
+    return sums
+
+
+def test_times_are_those_of_the_trace(tmp_path: Path) -> None:
+    profiled(tmp_path, 6)
+    summary = profile_summaries(tmp_path)[0]
+    kinds = dict(summary["by_kind_ms_per_step"])
+    assert sum(kinds.values()) == pytest.approx(summary["ms_per_step"])
+    outside = kinds.pop(OUTSIDE)
+    assert outside > 0 and list(kinds.values()) == sorted(kinds.values(), reverse=True)
+    want: dict[str, float] = defaultdict(float)
+    for name, ms in own_times(events(tmp_path)).items():
+        want[kind_of_operation(name)] += ms / 2
+    assert kinds == pytest.approx(want, rel=0.02, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "kind, names",
+    [
+        (
+            "communication",
+            "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)|c10d::allreduce_|gloo:all_gather|_ReduceScatterToSequenceParallel",
+        ),
+        (
+            "attention",
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16|void flash_fwd_kernel<T>|FusedAttnFunc"
+            "|aten::_scaled_dot_product_flash_attention_for_cpu",
+        ),
+        (
+            "matrix products",
+            "nvjet_tst_128x256_64x4|sm90_xmma_gemm_bf16bf16_bf16f32|void cutlass::Kernel2<cutlass_80>|aten::mm"
+            "|aten::addmm|aten::bmm|aten::linear|aten::_grouped_mm|aten::_scaled_mm",
+        ),
+        (
+            "optimizer",
+            "aten::_fused_adamw_|aten::_foreach_mul_|void multi_tensor_apply_kernel<T>|Optimizer.step#AdamW.step",
+        ),
+        ("softmax, norms and activations", "aten::_softmax|aten::silu_backward|void rmsnorm_fwd_kernel<T>"),
+        ("copies", "Memcpy HtoD (Pinned -> Device)|aten::copy_|aten::clone|aten::cat|aten::index_select"),
+        (
+            OTHER,
+            "aten::add|void at::native::vectorized_elementwise_kernel<4, T>|aten::embedding|aten::sum|aten::comment",
+        ),
+    ],
+)
+def test_kinds_of_operations(kind: str, names: str) -> None:
+    for name in names.split("|"):
+        assert kind_of_operation(name) == kind, name
+
+
+def test_overlapping_streams_leave_no_negative_rest() -> None:
+    """By hand: 3 + 2 ms of kernels in 4 ms."""
+    assert time_by_kind([("nvjet_a", 3.0), ("ncclDevKernel", 2.0)], 4.0) == {
+        "matrix products": 3.0,
+        "communication": 2.0,
+        OUTSIDE: 0.0,
+    }
+
+
+def test_on_a_gpu_kernels_count_alone() -> None:
+    """Of averages as the profiler makes them under CUDA: an operation of the CPU and the kernel that it starts."""
+    from types import SimpleNamespace
+
+    from torch.autograd import DeviceType
+
+    averages = [
+        SimpleNamespace(
+            key="aten::mm", device_type=DeviceType.CPU, self_cpu_time_total=900, self_device_time_total=2000
+        ),
+        SimpleNamespace(key="nvjet_a", device_type=DeviceType.CUDA, self_cpu_time_total=0, self_device_time_total=2000),
+    ]
+    assert operation_times(averages, True) == [("nvjet_a", 2.0)]
+    assert operation_times(averages, False) == [("aten::mm", 0.9), ("nvjet_a", 0.0)]
+
+
+def test_the_report_shows_each_profiled_rank(tmp_path: Path) -> None:
+    assert report.profile_html(tmp_path) == ""
+    for rank in (0, 12, 3):
+        summary = {"steps": 2, "ms_per_step": 4.25, "by_kind_ms_per_step": {"attention": 3.0, OUTSIDE: 1.25}}
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(summary))
+    (tmp_path / "rank-0.trace.json").write_text("not a summary")
+    html = report.profile_html(tmp_path)
+    assert html.index("rank 0: 4.2 ms a step, 2 steps") < html.index("rank 3:") < html.index("rank 12:")
+    assert "attention" in html and "3.00 ms" in html
