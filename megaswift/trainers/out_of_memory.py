@@ -1,4 +1,4 @@
-"""Peak memory of a rank, and advice after an out-of-memory error."""
+"""Peak memory of a rank; the message after an out-of-memory error: what holds the memory, what to try."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from megaswift.errors import Problem, UserError
+from megaswift.trainers.tensor_memory_holders import tensor_memory_holders
 
 GIB = 2**30
+HOLDERS, SMALLEST_HOLDER = 6, 10 * 2**20
+"""How many holders of memory the message names, and from which size, in bytes."""
 
 
 def peak_gib() -> float:
@@ -46,9 +49,16 @@ def out_of_memory_error(cfg: Any, experts: int, error: BaseException) -> OutOfMe
     """The error for the user: what to try, cheapest first."""
     tries = "\n".join(f"         {i}. {text}" for i, text in enumerate(out_of_memory_advice(cfg, experts), 1))
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return OutOfMemory(
-        Problem("memory", f"{first} (peak of this rank: {peak_gib():.1f} GiB)", f"in this order\n{tries}")
-    )
+    usage = f"peak of this rank: {peak_gib():.1f} GiB{largest_holders_text()}"
+    return OutOfMemory(Problem("memory", f"{first} ({usage})", f"in this order\n{tries}"))
+
+
+def largest_holders_text() -> str:
+    """`; largest: weights 15.3 GiB, ...`; empty where nothing large is held."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    holders = [(name, size) for name, size in tensor_memory_holders(device).items() if size > SMALLEST_HOLDER]
+    named = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in holders[:HOLDERS])
+    return f"; largest: {named}" if named else ""
 
 
 def out_of_memory_advice(cfg: Any, experts: int) -> list[str]:

@@ -63,6 +63,14 @@ def test_a_real_failed_allocation_becomes_an_error_with_advice() -> None:
     )
 
 
+def test_the_largest_holders_are_named() -> None:
+    """Two float64 tensors of 24 MiB each, of one shape."""
+    held = [torch.zeros(3, 1024, 1024, dtype=torch.float64) for _ in range(2)]
+    error = out_of_memory.out_of_memory_error(SwiftConfig(model="m", dataset="d"), 0, MemoryError())
+    assert "; largest: " in error.message() and "float64 [3, 1024, 1024] 0.05 GiB" in error.message()
+    del held
+
+
 @pytest.mark.parametrize(
     "words",
     [
