@@ -76,7 +76,10 @@ def count_global_batch(
 def named_head_outputs(fields: Tensor, needs: RequestedModelOutputs) -> ModelOutputs:
     """[f, b, s] as the head returns them to named fields."""
     return ModelOutputs(
-        **{name: fields[i].detach() if name == "correct" else fields[i] for i, name in enumerate(needs.names)}
+        **{
+            name: fields[i] if name in needs.differentiable else fields[i].detach()
+            for i, name in enumerate(needs.names)
+        }
     )
 
 

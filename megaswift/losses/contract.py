@@ -71,6 +71,9 @@ class RequestedModelOutputs:
     """What a task asks of the model for each label position."""
 
     fields: frozenset[str] = frozenset({"logprobs"})
+    without_gradient: frozenset[str] = frozenset()
+    """Of `fields`, those that the objective does not differentiate (metrics, weights). The engine leaves them out of
+    the backward pass. `correct` has no gradient in any case."""
     temperature: float = 1.0
     head: str | None = None
     """`score`: `ModelOutputs.values`, by the model's scalar head in place of the vocabulary's; `fields` is empty
@@ -79,12 +82,18 @@ class RequestedModelOutputs:
     def __post_init__(self) -> None:
         unknown = set(self.fields) - set(FIELDS)
         assert not unknown, f"unknown output fields {sorted(unknown)}"
+        assert self.without_gradient <= self.fields, f"not among the fields: {sorted(self.without_gradient)}"
         assert bool(self.fields) == (self.head is None), "either vocabulary fields or a separate head"
 
     @property
     def names(self) -> tuple[str, ...]:
         """The outputs in order."""
         return ("values",) if self.head else tuple(f for f in FIELDS if f in self.fields)
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """Those of `names` through which gradients flow, in order."""
+        return tuple(name for name in self.names if name != "correct" and name not in self.without_gradient)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,9 @@ class CPO:
     """SimPO's margin."""
     alpha: float = 0.0
     """AlphaPO (arXiv 2501.03884): the reward is (1 - p^-alpha) / alpha; at 0 its limit, log p."""
-    needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset({"logprobs", "mean_logit"}))
+    needs: RequestedModelOutputs = RequestedModelOutputs(
+        fields=frozenset({"logprobs", "mean_logit"}), without_gradient=frozenset({"mean_logit"})
+    )
 
     def __post_init__(self) -> None:
         assert self.loss_type in LOSS_TYPES, f"unknown loss type {self.loss_type}"

@@ -79,11 +79,8 @@ class DPO:
     @property
     def needs(self) -> RequestedModelOutputs:
         """Log-probabilities; the rest is for metrics and for WPO."""
-        return RequestedModelOutputs(
-            fields=frozenset(
-                {"logprobs", "entropy", "correct", "mean_logit"} | ({"log_sum_sq"} if self.use_weighting else set())
-            )
-        )
+        rest = frozenset({"entropy", "mean_logit"} | ({"log_sum_sq"} if self.use_weighting else set()))
+        return RequestedModelOutputs(fields=rest | {"logprobs", "correct"}, without_gradient=rest)
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""

@@ -76,7 +76,9 @@ class KTO:
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
-    needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset({"logprobs", "entropy", "mean_logit"}))
+    needs: RequestedModelOutputs = RequestedModelOutputs(
+        fields=frozenset({"logprobs", "entropy", "mean_logit"}), without_gradient=frozenset({"entropy", "mean_logit"})
+    )
 
     def __post_init__(self) -> None:
         assert self.loss_type in LOSS_TYPES, f"unknown loss type {self.loss_type}"

@@ -34,7 +34,9 @@ class ORPO:
 
     beta: float = 0.1
     """Weight of the odds ratio: lambda of the paper."""
-    needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset({"logprobs", "mean_logit"}))
+    needs: RequestedModelOutputs = RequestedModelOutputs(
+        fields=frozenset({"logprobs", "mean_logit"}), without_gradient=frozenset({"mean_logit"})
+    )
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`, and `chosen_tokens`: labels of chosen documents, prompts included."""

@@ -92,7 +92,8 @@ class PolicyLoss:
     @property
     def needs(self) -> RequestedModelOutputs:
         """Log-probabilities at the sampling temperature, and the entropy."""
-        return RequestedModelOutputs(fields=frozenset({"logprobs", "entropy"}), temperature=self.temperature)
+        metric = frozenset() if self.entropy_coef else frozenset({"entropy"})
+        return RequestedModelOutputs(frozenset({"logprobs", "entropy"}), metric, self.temperature)
 
     @property
     def has_kl(self) -> bool:

@@ -134,6 +134,7 @@ class SwiftGPT(GPTModel):
             group,
             self.needs.temperature,
             self.needs.names,
+            self.needs.differentiable,
             features.logit_scale,
             features.logit_softcap,
         )

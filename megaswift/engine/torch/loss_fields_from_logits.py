@@ -21,20 +21,28 @@ def compute_loss_fields(logits: Tensor, labels: Tensor, needs: RequestedModelOut
         scaled = scaled / needs.temperature
     normalizer = scaled.logsumexp(-1)
     values: dict[str, Tensor] = {}
-    if "logprobs" in needs.fields:
-        values["logprobs"] = scaled.gather(-1, labels[..., None]).squeeze(-1) - normalizer
-    if "entropy" in needs.fields:
-        log_p = scaled - normalizer[..., None]
-        values["entropy"] = -(log_p.exp() * log_p).sum(-1)
-    if "logsumexp" in needs.fields:
-        values["logsumexp"] = normalizer
-    if "correct" in needs.fields:
-        values["correct"] = (scaled.detach().argmax(-1) == labels).float()
-    if "mean_logit" in needs.fields:
-        values["mean_logit"] = scaled.mean(-1)
-    if "log_sum_sq" in needs.fields:
-        values["log_sum_sq"] = (2 * (scaled - normalizer[..., None])).logsumexp(-1)
+    for name in needs.names:
+        sources = (scaled, normalizer) if name in needs.differentiable else (scaled.detach(), normalizer.detach())
+        values[name] = _field(name, *sources, labels)
     return torch.stack([values[name] for name in needs.names])
+
+
+def _field(name: str, scaled: Tensor, normalizer: Tensor, labels: Tensor) -> Tensor:
+    """One field [...] from logits [..., v] and their log-sum-exp [...]."""
+    match name:
+        case "logprobs":
+            return scaled.gather(-1, labels[..., None]).squeeze(-1) - normalizer
+        case "entropy":
+            log_p = scaled - normalizer[..., None]
+            return -(log_p.exp() * log_p).sum(-1)
+        case "logsumexp":
+            return normalizer
+        case "correct":
+            return (scaled.argmax(-1) == labels).float()
+        case "mean_logit":
+            return scaled.mean(-1)
+        case _:
+            return (2 * (scaled - normalizer[..., None])).logsumexp(-1)  # log_sum_sq
 
 
 def labeled_columns(labeled: Tensor) -> Tensor:

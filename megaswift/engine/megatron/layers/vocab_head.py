@@ -6,7 +6,7 @@ the forward pass runs over chunks of tokens and the backward pass computes each 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class VocabularyHeadShardSpec:
     temperature: float
     fields: tuple[str, ...]
     """Which outputs, in order; `logprobs` first when asked for."""
+    differentiable: tuple[str, ...]
+    """Those of `fields` that have a gradient."""
     scale: float = 1.0
     """Factor on the products of hidden states and weights."""
     softcap: float | None = None
@@ -114,11 +116,11 @@ def _backward_chunk(
 ) -> Tensor:
     """Gradient of the final logits [t, v] from the fields' gradients [f, t] and 1 - the label's probability, `rest`
     [t]; overwrites `probs` where only log-probabilities are wanted."""
-    by_name = {name: grads[i] for i, name in enumerate(shard.fields)}
+    by_name = {name: grads[i] for i, name in enumerate(shard.fields) if name in shard.differentiable}
     values = {name: out[i] for i, name in enumerate(shard.fields)}
     g = by_name.get("logprobs")
     local, in_shard = _local_labels(labels, shard, probs.shape[1])
-    extra = torch.zeros_like(probs if set(shard.fields) - {"logprobs", "correct"} else probs[:0])
+    extra = torch.zeros_like(probs if set(by_name) - {"logprobs"} else probs[:0])
     if "logsumexp" in by_name:
         extra += by_name["logsumexp"][:, None] * probs
     if "entropy" in by_name:
@@ -180,10 +182,11 @@ class VocabularyHeadFunction(torch.autograd.Function):
         hidden, weight, labels, out, probs, rest, slope = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight: Tensor | None = None
+        repeated = replace(ctx.shard, fields=ctx.shard.differentiable)
         for c in ctx.chunks:
             if len(ctx.chunks) > 1:
-                logits, slope = _logits(hidden[c], weight, ctx.shard)
-                _, probs, rest = _forward_chunk(logits, labels[c], ctx.shard)
+                logits, slope = _logits(hidden[c], weight, repeated)
+                _, probs, rest = _forward_chunk(logits, labels[c], repeated)
             d_logits = _backward_chunk(grads[:, c], out[:, c], probs, rest, labels[c], ctx.shard)
             d_logits = _through_cap(d_logits, slope, ctx.shard).to(hidden.dtype)
             if d_hidden is not None:

@@ -31,9 +31,20 @@ def reference(hidden, weight, labels, real, temperature, change=lambda logits: l
 
 @pytest.mark.parametrize("rows_kept", [1 << 28, 4 * 40 * 3])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("fields", [("logprobs",), FIELDS, ("entropy", "log_sum_sq")])
-@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.6, None), (0.6, 1.5)])
-def test_fields_and_gradients(monkeypatch, rows_kept, temperature, fields, scale, cap):
+@pytest.mark.parametrize(
+    ("fields", "differentiable"),
+    [
+        (("logprobs",), ("logprobs",)),
+        (FIELDS, [f for f in FIELDS if f != "correct"]),
+        (FIELDS, ("logprobs",)),
+        (FIELDS, ("entropy", "mean_logit")),
+        (("entropy", "log_sum_sq"), ("entropy", "log_sum_sq")),
+    ],
+)
+@pytest.mark.parametrize("factors", [(1.0, None), (0.6, None), (0.6, 1.5)])
+def test_fields_and_gradients(monkeypatch, rows_kept, temperature, fields, differentiable, factors):
+    """The gradient is that of the differentiable fields, whatever comes back for the others. `factors`: scale, cap."""
+    scale, cap = factors
     monkeypatch.setattr(vocab_head, "KEEP_BYTES", rows_kept)
     torch.manual_seed(0)
     tokens, width, vocabulary, real = 11, 8, 40, 37
@@ -41,9 +52,9 @@ def test_fields_and_gradients(monkeypatch, rows_kept, temperature, fields, scale
     weight = torch.randn(vocabulary, width, requires_grad=True)
     labels = torch.randint(0, real, (tokens,))
     names = tuple(f for f in FIELDS if f in fields)
-    out = vocab_head.VocabularyHeadFunction.apply(
-        hidden, weight, labels, vocab_head.VocabularyHeadShardSpec(0, real, OneRank(), temperature, names, scale, cap)
-    )
+    grads = tuple(f for f in FIELDS if f in differentiable)
+    shard = vocab_head.VocabularyHeadShardSpec(0, real, OneRank(), temperature, names, grads, scale, cap)
+    out = vocab_head.VocabularyHeadFunction.apply(hidden, weight, labels, shard)
     want = reference(
         hidden.double(),
         weight.double(),
@@ -61,7 +72,7 @@ def test_fields_and_gradients(monkeypatch, rows_kept, temperature, fields, scale
     (out * mix).sum().backward()
     got = hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
-    sum((want[n] * mix[i]).sum() for i, n in enumerate(names) if n != "correct").backward()
+    sum((want[n] * mix[i]).sum() for i, n in enumerate(names) if n in grads).backward()
     torch.testing.assert_close(got[0], hidden.grad, rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(got[1], weight.grad, rtol=1e-5, atol=2e-5)
 
@@ -73,7 +84,7 @@ def test_no_labels_at_all():
         hidden,
         weight,
         torch.zeros(0, dtype=torch.long),
-        vocab_head.VocabularyHeadShardSpec(0, 40, OneRank(), 1.0, ("logprobs",)),
+        vocab_head.VocabularyHeadShardSpec(0, 40, OneRank(), 1.0, ("logprobs",), ("logprobs",)),
     )
     assert out.shape == (1, 0)
     out.sum().backward()
@@ -90,7 +101,7 @@ def test_confident_tokens_keep_their_digits(monkeypatch, rows_kept):
     labels = torch.arange(12)
     hidden = weight[labels] * torch.arange(1, 13)[:, None] / 4
     hidden.requires_grad_()
-    shard = vocab_head.VocabularyHeadShardSpec(0, vocabulary, OneRank(), 1.0, ("logprobs",))
+    shard = vocab_head.VocabularyHeadShardSpec(0, vocabulary, OneRank(), 1.0, ("logprobs",), ("logprobs",))
     out = vocab_head.VocabularyHeadFunction.apply(hidden, weight, labels, shard)[0]
     rows = hidden.detach().double().requires_grad_()
     want = reference(rows, weight.double(), labels, vocabulary, 1.0)["logprobs"]
