@@ -153,6 +153,17 @@ def test_quantized_model_on_layouts(layout: str, te_pool: Pool, models: Path) ->
 
 @pytest.mark.process
 @pytest.mark.parametrize(
+    "recipe", ["tensorwise", *(pytest.param(r, marks=pytest.mark.slow) for r in ("blockwise", "mxfp8"))]
+)
+def test_scales_of_own_values_on_data_parallel_ranks(recipe: str, te_pool: Pool, models: Path) -> None:
+    """Scales are of a rank's own values: each rank has one row, and the oracle quantizes each row by itself."""
+    folder = build_model("llama", models / "llama")
+    case = replace(parse("dp2 do", model="llama"), te=True)
+    assert nearest(case, recipe, te_pool, folder) < LIMIT
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
     "layout",
     ["tp2 sp dp2", *(pytest.param(w, marks=pytest.mark.slow) for w in ("dp2", "tp2", "cp2", "pp2", "cp2 tp2 sp"))],
 )

@@ -119,8 +119,8 @@ class StandIn:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Those of an operation's arguments or results, in lists, tuples and dicts: pytree's flattening takes three times
-    as long, and is asked for at every operation."""
+    """Those of an operation's arguments or results, in lists, tuples and dicts: pytree's flattening takes twice as
+    long, and is asked for at every operation."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
