@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
-from tests.parity import fp8_oracle
+from tests.parity import fp8_oracle, measure
 from tests.parity.cases import Case, own, parse
 from tests.parity.measure import Task, build, full, recipe_options
 from tests.parity.models import VOCAB
@@ -23,10 +23,11 @@ from tests.parity.models import build as build_model
 from tests.parity.oracle import Recipe, Reference
 from tests.parity.pool import Pool
 from tests.parity.references import References
+from tests.te import cuda
 
-RECIPES = ("delayed", *(pytest.param(r, marks=pytest.mark.slow) for r in ("tensorwise", "blockwise")))
+RECIPES = ("delayed", *(pytest.param(r, marks=pytest.mark.slow) for r in ("tensorwise", "blockwise", "mxfp8")))
 ROWS, LIMIT = 12, 1e-5
-TRAIN = "tests.parity.measure:train"
+TRAIN = "tests.parity.test_fp8:train"
 
 
 def batch(seed: int, tokens: int = 32) -> Batch:
@@ -58,8 +59,21 @@ class Passes:
     batches: list[list[Batch]]
 
 
+def start_gpu(task: Task) -> None:
+    """The GPU that the recipe needs, in this rank's process."""
+    if task.options["fp8_recipe"] == "mxfp8":
+        cuda.stand_for(cuda.BLACKWELL)
+
+
+def train(rank: int, world: int, task: Task) -> Reference | None:
+    """`measure.train` (on the ranks)."""
+    start_gpu(task)
+    return measure.train(rank, world, task)
+
+
 def gradients(rank: int, world: int, job: Passes) -> Reference:
     """Loss and gradients of the last pass; the weights do not change."""
+    start_gpu(job.task)
     engine, context = build(job.task.case, job.task.folder, world, **job.task.options)
     out = Reference()
     for batches in job.batches:
@@ -139,6 +153,17 @@ def test_quantized_model_on_layouts(layout: str, te_pool: Pool, models: Path) ->
 
 @pytest.mark.process
 @pytest.mark.parametrize(
+    "recipe", ["tensorwise", *(pytest.param(r, marks=pytest.mark.slow) for r in ("blockwise", "mxfp8"))]
+)
+def test_scales_of_own_values_on_data_parallel_ranks(recipe: str, te_pool: Pool, models: Path) -> None:
+    """Scales are of a rank's own values: each rank has one row, and the oracle quantizes each row by itself."""
+    folder = build_model("llama", models / "llama")
+    case = replace(parse("dp2 do", model="llama"), te=True)
+    assert nearest(case, recipe, te_pool, folder) < LIMIT
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
     "layout",
     ["tp2 sp dp2", *(pytest.param(w, marks=pytest.mark.slow) for w in ("dp2", "tp2", "cp2", "pp2", "cp2 tp2 sp"))],
 )
@@ -162,6 +187,8 @@ def test_scales_of_the_pass_before(layout: str, te_pool: Pool, models: Path) -> 
                 ("single", "delayed"),
                 ("single", "tensorwise"),
                 ("single", "blockwise"),
+                ("single", "mxfp8"),
+                ("ep2 dp2", "mxfp8"),
             ]
         ),
     ],
@@ -169,14 +196,15 @@ def test_scales_of_the_pass_before(layout: str, te_pool: Pool, models: Path) -> 
 def test_quantized_experts(layout: str, recipe: str, te_pool: Pool, models: Path) -> None:
     """Every expert quantizes its own tokens, padded to the multiple that FP8 products need. Tensorwise scales are of
     the tokens and the shard of a rank, so that only one rank's numbers are the oracle's."""
-    folder = build_model("moe", models / "moe")
-    case = replace(parse(f"moe {layout}"), te=True)
+    model = "moe-nf4" if recipe == "mxfp8" else "moe"  # whose sizes are multiples of 32
+    folder = build_model(model, models / model)
+    case = replace(parse(f"{model} {layout}"), te=True)
     assert nearest(case, recipe, te_pool, folder) < LIMIT
 
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
 def test_padding(recipe: str, te_pool: Pool, models: Path) -> None:
     """Rows that end in padding."""
     folder = build_model("llama", models / "llama")

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 DEVICE = torch.device("privateuseone", 0)
 HOST = torch.device("cpu")
@@ -77,9 +76,8 @@ class StandIn:
 
     def mark(self, value: Any) -> Any:
         """Every tensor in `value` is on the device from now on."""
-        for tensor in tree_leaves(value):
-            if isinstance(tensor, Tensor):
-                _remember(self.storages, tensor)
+        for tensor in tensors_in(value):
+            _remember(self.storages, tensor)
         return value
 
     def holds(self, tensor: Tensor) -> bool:
@@ -103,7 +101,7 @@ class StandIn:
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a function that stands in for a kernel: what happens inside is the device's own affair."""
-        held = any(isinstance(t, Tensor) and self.holds(t) for t in tree_leaves((args, kwargs)))
+        held = any(self.holds(t) for t in tensors_in((args, kwargs)))
         with paused(self):
             result = function(*args, **kwargs)
         return self.mark(result) if held else result
@@ -118,6 +116,24 @@ class StandIn:
         """The waits since the last call."""
         found, self.waits = dict(sorted(self.waits.items())), Counter()
         return found
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Those of an operation's arguments or results, in lists, tuples and dicts: pytree's flattening takes twice as
+    long, and is asked for at every operation."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    found: list[Tensor] = []
+    for part in value:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, list | tuple | dict):
+            found += tensors_in(part)
+    return found
 
 
 def _remember(table: dict[int, StorageWeakRef], tensor: Tensor) -> None:
@@ -297,7 +313,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stand_in, kwargs = self.stand_in, kwargs or {}
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = tensors_in((args, kwargs)) if kwargs else tensors_in(args)
         held = [t for t in tensors if stand_in.holds(t)]
         if stand_in.early(tensors) and func is not aten.copy_.default and not func.is_view:
             raise ReadTooEarly(f"{func} in {_caller()}")

@@ -6,6 +6,7 @@ of Transformer Engine's the stand-ins of its kernels are the device's, too.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,8 +22,8 @@ from tests.placement import collectives
 from tests.placement.device import DEVICE, StandIn, WrongDevice
 
 STAND_IN = StandIn()
-STEPS = 3
-"""The last one is counted: the first ones make states."""
+STEPS = 2
+"""The last one is counted: the first one makes states."""
 
 
 def install() -> None:
@@ -189,6 +190,25 @@ TASKS = {
 }
 
 
+def _home(text: str, folder: Path) -> Path:
+    return folder / text.replace(" ", "_")
+
+
+def prepare_run(text: str, folder: Path) -> None:
+    """Model and data of a run, made in the tests' process: saving a transformers model imports DeepSpeed, some seconds
+    that every rank would spend again."""
+    from tests.trainers import inputs
+
+    task, home = text.split()[0], _home(text, folder)
+    home.mkdir(exist_ok=True)
+    if task in ("dpo", "kto"):
+        inputs.write_preferences(home, 32)
+        words = inputs.preference_inputs(home, task)
+    else:
+        words = inputs.write_inputs(home)
+    (home / "inputs.json").write_text(json.dumps(words))
+
+
 def run(text: str, folder: Path) -> Any:
     """A whole run of a task (its first word; the others are more options) to its export. Counted is what the last
     iteration of its loop waits for: data or rollouts, the step of every model that trains, and log."""
@@ -196,16 +216,10 @@ def run(text: str, folder: Path) -> Any:
     from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.engine.torch.engine import TorchEngine
     from megaswift.trainers.run import run_training
-    from tests.trainers import inputs
 
     task, *more = text.split()
-    home = folder / text.replace(" ", "_")
-    home.mkdir(exist_ok=True)
-    if task in ("dpo", "kto"):
-        inputs.write_preferences(home, 32)
-        words = inputs.preference_inputs(home, task)
-    else:
-        words = inputs.write_inputs(home)
+    home = _home(text, folder)
+    words = json.loads((home / "inputs.json").read_text())
     words += [*USUAL.split(), *TASKS[task].split(), "--output_dir", str(home / "out"), *more]
     seen: list[tuple[int, dict[str, int]]] = []
 

@@ -17,6 +17,7 @@ from tests.parity.cases import parse
 from tests.parity.models import build
 from tests.parity.pool import shared
 from tests.placement.device import DEVICE, ReadTooEarly, StandIn, WrongDevice
+from tests.placement.steps import prepare_run
 from tests.placement.waits import FAULTS, SLOW, WAITS
 
 
@@ -24,7 +25,9 @@ def waited(impl: str, ranks: int, folder: Path, names: list[str]) -> list[dict[s
     """What scenarios of steps.py waited for, on each rank."""
     for name in names:
         kind, _, text = name.partition(":")
-        if kind != "run":
+        if kind == "run":
+            prepare_run(text, folder)
+        else:
             build(parse(text).model, folder / parse(text).model)
     jobs = [names] if ranks == 1 else [[name] for name in names]  # a second group needs another store
     results: list[dict[str, Any]] = [{} for _ in range(ranks)]

@@ -1,15 +1,31 @@
-"""What Transformer Engine's modules read as `torch.cuda`: a Hopper GPU whose device is the CPU."""
+"""What Transformer Engine's modules read as `torch.cuda`: a Hopper GPU, or another on request, whose device is the
+CPU."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-CAPABILITY = (9, 0)
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+CAPABILITY = HOPPER
 PROCESSORS = 132
+
+
+def stand_for(capability: tuple[int, int]) -> None:
+    """From here on the GPU has this compute capability, for Transformer Engine and in `torch.cuda`."""
+    global CAPABILITY  # noqa: PLW0603 - of the process, as a GPU is
+    CAPABILITY = capability
+    torch.cuda.get_device_capability = lambda *_: capability  # type: ignore[assignment]
+    from transformer_engine.pytorch import quantization, utils
+
+    for module in (quantization, utils):
+        for function in vars(module).values():
+            if isinstance(function, functools._lru_cache_wrapper):  # what was asked of the GPU before
+                function.cache_clear()
 
 
 class Cuda:

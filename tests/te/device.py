@@ -19,6 +19,7 @@ from tests.te import registry, sources
 KERNEL_FILES = (
     "attention",
     "context",
+    "cross_entropy",
     "matmul",
     "misc",
     "norm",

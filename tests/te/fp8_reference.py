@@ -1,6 +1,6 @@
 """FP8 layers in plain torch: operands are quantized and dequantized, and multiplied in float32.
 
-Owns the three recipes' scales, written from their definitions, and linear layers over them. It knows nothing of
+Owns the four recipes' scales, written from their definitions, and linear layers over them. It knows nothing of
 Transformer Engine or of its stand-ins.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
-BLOCK = 128
+BLOCK, MX_BLOCK = 128, 32
 
 
 def rounded(x: Tensor, kind: str) -> Tensor:
@@ -55,7 +55,7 @@ class Recipe:
     """How one layer's operands are quantized; `end_step` moves delayed scaling's histories on.
 
     Attributes:
-        name: delayed, tensorwise or blockwise.
+        name: delayed, tensorwise, blockwise or mxfp8.
         hybrid: gradients are E5M2.
         length: steps that a history covers.
     """
@@ -79,9 +79,10 @@ class Recipe:
             return by_scale(x, torch.tensor(self.scales[role]), kind)
         if self.name == "tensorwise":
             return of_tensor(x, kind)
-        if role.startswith("weight"):
-            return of_blocks(x, kind, BLOCK, BLOCK)
-        return of_blocks(x, kind, *((BLOCK, 1) if along == 0 else (1, BLOCK)))
+        side = MX_BLOCK if self.name == "mxfp8" else BLOCK
+        if role.startswith("weight") and self.name == "blockwise":
+            return of_blocks(x, kind, side, side)
+        return of_blocks(x, kind, *((side, 1) if along == 0 else (1, side)))
 
     def end_step(self) -> None:
         """New scales from the largest magnitudes of the last `length - 1` steps and this one."""
@@ -102,7 +103,9 @@ class Product(torch.autograd.Function):
         """[m, n]."""
         ctx.recipe, ctx.suffix = recipe, suffix
         w = recipe.operand(weight, "weight" + suffix, 1)
-        ctx.save_for_backward(recipe.operand(x, "input" + suffix, 0), w)
+        # MXFP8's weights have no squares of blocks: the product of the backward pass has values of its own
+        again = recipe.operand(weight, "weight" + suffix, 0) if recipe.name == "mxfp8" else w
+        ctx.save_for_backward(recipe.operand(x, "input" + suffix, 0), again)
         return recipe.operand(x, "input" + suffix, 1) @ w.t()
 
     @staticmethod

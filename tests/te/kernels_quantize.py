@@ -1,7 +1,7 @@
 """FP8: casts by a scale per tensor or per block, the histories of delayed scaling, and operands of matrix products.
 
 The bytes are torch's float8 values. A cast multiplies in float32, saturates and rounds to the nearest even value, as
-the compiled kernels do. MXFP8 and FP4 need a Blackwell GPU and are left out.
+the compiled kernels do. The blocks of MXFP8 are in mxfp8_blocks.py; FP4 is left out.
 """
 
 from __future__ import annotations
@@ -13,12 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.te import mxfp8_blocks
 from tests.te.registry import DType, kernel, python_function, torch_dtype
 
 FLOAT8 = {DType["kFloat8E4M3"]: torch.float8_e4m3fn, DType["kFloat8E5M2"]: torch.float8_e5m2}
 BLOCK = 128
 """Elements of a block's side."""
 TENSORS = "transformer_engine.pytorch.tensor."
+KINDS = {
+    "Float8BlockQuantizer": "blocks",
+    "Float8Quantizer": "tensor",
+    "Float8CurrentScalingQuantizer": "tensor",
+    "MXFP8Quantizer": "mxfp8",
+}
+"""Transformer Engine's quantizer -> what it makes."""
 
 
 @python_function("transformer_engine.pytorch.quantization:check_fp8_block_scaling_support")
@@ -118,9 +126,11 @@ def _quantize_tensor(x: Tensor, quantizer: Any) -> dict[str, Any]:
 
 def _new(quantizer: Any, x: Tensor, kind: str, fields: dict[str, Any]) -> Any:
     """A quantized tensor, or its storage alone inside a module."""
-    module, name = (
-        ("float8_blockwise_tensor", "Float8BlockwiseQTensor") if kind == "blocks" else ("float8_tensor", "Float8Tensor")
-    )
+    module, name = {
+        "blocks": ("float8_blockwise_tensor", "Float8BlockwiseQTensor"),
+        "tensor": ("float8_tensor", "Float8Tensor"),
+        "mxfp8": ("mxfp8_tensor", "MXFP8Tensor"),
+    }[kind]
     owner = importlib.import_module(
         TENSORS + ("storage." if quantizer.internal else "") + module + "_storage" * quantizer.internal
     )
@@ -136,10 +146,11 @@ def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Tensor | None = N
     if out is not None and noop is not None and bool(noop.reshape(-1)[0] != 0):
         return out
     x = x.detach().contiguous()
-    kind = {"Float8BlockQuantizer": "blocks", "Float8Quantizer": "tensor", "Float8CurrentScalingQuantizer": "tensor"}[
-        type(quantizer).__name__
-    ]
-    fields = (_quantize_blocks if kind == "blocks" else _quantize_tensor)(x, quantizer)
+    kind = KINDS[type(quantizer).__name__]
+    if kind == "mxfp8":
+        fields = mxfp8_blocks.quantize_both(x, quantizer, float8(quantizer.dtype))
+    else:
+        fields = (_quantize_blocks if kind == "blocks" else _quantize_tensor)(x, quantizer)
     if out is None:
         return _new(quantizer, x, kind, fields)
     names = {"data_transpose": "_transpose", "fp8_scale_inv": "_scale_inv"}
@@ -152,6 +163,8 @@ def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Tensor | None = N
                 place.copy_(value.view(place.shape))
         elif value is None:  # what is not asked for is dropped, or it would be of the values before
             setattr(out, names.get(name, f"_{name}"), None)
+    if kind == "mxfp8":
+        out._with_gemm_swizzled_scales = False
     if kind == "tensor":
         out._transpose_invalid = fields["data_transpose"] is None
     return out
@@ -180,7 +193,9 @@ def fp8_transpose(data: Tensor, dtype: Any, out: Tensor | None = None) -> Tensor
 
 @kernel
 def dequantize(x: Any, dtype: Any) -> Tensor:
-    """The values of a tensor with one scale."""
+    """The values of a tensor with one scale, or of MXFP8."""
+    if _is_mxfp8(x):
+        return mxfp8_blocks.values(x, float8(x._fp8_dtype), False).view(x.size()).to(torch_dtype(dtype))
     return (x._data.view(float8(x._fp8_dtype)).float() * x._scale_inv).to(torch_dtype(dtype))
 
 
@@ -220,11 +235,17 @@ def _unblocked(data: Tensor, inverse: Tensor, dtype: torch.dtype, square: bool) 
     return flat.view(dtype).float() * factors
 
 
+def _is_mxfp8(operand: Any) -> bool:
+    return hasattr(operand, "_with_gemm_swizzled_scales") and "MXFP8" in type(operand).__name__
+
+
 def matrix(operand: Any, columnwise: bool) -> Tensor:
     """An operand of a product as a matrix [m, k] in float32: its rows' bytes, or its columns' where the product sums
     over rows, which must have been made."""
     if type(operand) in (Tensor, torch.nn.Parameter):
         return operand.float().reshape(-1, operand.shape[-1])
+    if _is_mxfp8(operand):
+        return mxfp8_blocks.values(operand, float8(operand._fp8_dtype), columnwise)
     if hasattr(operand, "_rowwise_data"):
         side = "columnwise" if columnwise else "rowwise"
         data, inverse = getattr(operand, f"_{side}_data"), getattr(operand, f"_{side}_scale_inv")

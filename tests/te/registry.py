@@ -8,6 +8,7 @@ name.
 from __future__ import annotations
 
 import enum
+import functools
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -17,10 +18,12 @@ import torch
 
 KERNELS: dict[str, Callable[..., Any]] = {}
 """Name in the compiled module -> the function in its place."""
-REPLACED: dict[str, Callable[..., Any]] = {}
+REPLACED: dict[str, Any] = {}
 """`module:name` of a function in Transformer Engine's Python -> the function in its place."""
 WRAPPED: dict[str, Callable[..., Any]] = {}
 """`module:name` of such a function -> one that gets it as its first argument."""
+OF_RELEASE: dict[str, str] = {}
+"""`module:name` of a function that one release of Transformer Engine alone has -> the release."""
 CALLS: Counter[str] = Counter()
 """How often each stand-in was called in this process."""
 
@@ -47,6 +50,29 @@ def python_function(symbol: str) -> Callable[[Callable[..., Any]], Callable[...,
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         REPLACED[symbol] = _counted(symbol.partition(":")[2], function)
+        return function
+
+    return register
+
+
+class TritonKernel:
+    """Called as Triton's kernels are: `kernel[(programs,)](...)`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]:
+        return functools.partial(self.function, grid[0])
+
+
+def triton_kernel(owner: str, release: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function in place of the Triton kernel of its name in a module of one release; its first argument is
+    the number of programs."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        symbol = f"{owner}:{function.__name__}"
+        REPLACED[symbol] = TritonKernel(_counted(function.__name__, function))
+        OF_RELEASE[symbol] = release
         return function
 
     return register

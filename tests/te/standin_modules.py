@@ -1,5 +1,5 @@
-"""Modules in place of triton and onnx inside Transformer Engine's sources: its Triton kernels are replaced as whole
-Python functions (`kernels_permutation.py`), and its ONNX export is not used."""
+"""Modules in place of triton and onnx inside Transformer Engine's sources: its Triton kernels are replaced
+(`kernels_permutation.py`, `kernels_cross_entropy.py`), and its ONNX export is not used."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ class Anything:
 
 STAND_IN = Anything()
 __version__ = "3.4.0"
+
+
+def next_power_of_2(n: int) -> int:
+    """Triton's, which sizes of blocks are made by."""
+    return 1 << (n - 1).bit_length()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """Transformer Engine's FP8 modules against a quantize-dequantize reference in plain torch.
 
-Covers: tests/te/kernels_quantize.py.
+Covers: tests/te/kernels_quantize.py, tests/te/mxfp8_blocks.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from tests.parity.pool import ROOT
 from tests.te import fp8_reference as reference
-from tests.te import kernels_quantize
+from tests.te import kernels_quantize, mxfp8_blocks
 from tests.te.fp8_modules import FORMATS, MODULES, RECIPES
 from tests.te.registry import DType
 from tests.te.sources import RELEASES
@@ -50,6 +50,22 @@ def test_hand_worked_scales() -> None:
     amax = torch.tensor([3.0, 0.0, float("inf")])
     assert kernels_quantize.scale_of(amax, torch.float8_e4m3fn, False, 0.0).tolist() == pytest.approx([448 / 3, 1, 1])
     assert kernels_quantize.scale_of(amax, torch.float8_e4m3fn, True, 0.0).tolist() == [128, 1, 1]
+
+
+def test_hand_worked_scales_of_mxfp8() -> None:
+    """The least power of 2 that the magnitude over it fits the format; 448 is E4M3's largest value."""
+    amax = torch.tensor([448.0, 449.0, 3.0, 2.0**-20, 0.0, float("inf")])
+    stored = mxfp8_blocks.exponents(amax, torch.float8_e4m3fn)
+    assert mxfp8_blocks.powers(stored).tolist() == [1, 2, 2**-7, 2**-28, 2**-127, 2.0**127]
+    assert mxfp8_blocks.exponents(torch.tensor([57344.0, 3.0]), torch.float8_e5m2).tolist() == [127, 113]
+    x = torch.zeros(64, 32)
+    x[0, :2], x[32, 0] = torch.tensor([448.0, 0.3]), 28.0
+    data, scales = mxfp8_blocks.quantize_side(x, torch.float8_e4m3fn, True)
+    assert scales.shape == (4, 128) and scales[:2, :2].tolist() == [[127, 117], [123, 0]]
+    assert data.view(torch.float8_e4m3fn).float()[[0, 0, 32], [0, 1, 0]].tolist() == [448, 320, 448]
+    data, scales = mxfp8_blocks.quantize_side(x, torch.float8_e4m3fn, False)
+    assert scales.shape == (128, 4) and scales[[0, 32, 1], 0].tolist() == [127, 123, 0]
+    assert data.view(torch.float8_e4m3fn).float()[0, :2].tolist() == [448, 0.3125]
 
 
 def test_hand_worked_history() -> None:

@@ -53,6 +53,8 @@ def test_the_environment_has_these_releases() -> None:
 def test_replaced_functions_exist(release: str) -> None:
     """Each Python function that is replaced is defined where the table says."""
     for symbol in {**registry.REPLACED, **registry.WRAPPED}:
+        if registry.OF_RELEASE.get(symbol, release) != release:
+            continue
         module, _, name = symbol.partition(":")
         defined = {n.name for n in tree(release, module).body if isinstance(n, ast.FunctionDef)}
         assert name in defined, f"Transformer Engine {release} has no {symbol}"
