@@ -46,6 +46,7 @@ from megaswift.engine.megatron.layers.layer_implementation import (
     choose_layer_implementation,
     fp8_blockwise_sp_hidden_size_problems,
     fp8_compute_capability_problems,
+    fp8_width_problems,
     transformer_engine_unusable_reason,
 )
 from megaswift.engine.megatron.layers.router import AuxLosses
@@ -87,7 +88,8 @@ class MegatronEngine:
         if cfg.model.fp8_format:
             recipe = cfg.model.fp8_recipe
             unfit = fp8_compute_capability_problems(recipe, torch.cuda.get_device_capability())
-            if unfit := unfit + fp8_blockwise_sp_hidden_size_problems(recipe, spec.hidden_size, self.layout):
+            unfit += fp8_blockwise_sp_hidden_size_problems(recipe, spec.hidden_size, self.layout)
+            if unfit := [*unfit, *fp8_width_problems(recipe, spec, self.layout)]:
                 raise ConfigError(unfit)
         self.config = transformer_config(spec, cfg, self.layout, self.choice)
         self.plan = WeightPlan(family_of(spec.hf_config), spec)

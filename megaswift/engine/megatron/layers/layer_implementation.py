@@ -18,6 +18,7 @@ from megaswift.config.transformer_engine_rules import ATTENTION, PRODUCTS
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_spec import ModelSpec
 from megaswift.parallel.layout import Layout
+from megaswift.parallel.model_shape import ModelShape
 
 TRANSFORMER_ENGINE, TORCH = "transformer_engine", "torch"
 
@@ -54,6 +55,28 @@ def fp8_blockwise_sp_hidden_size_problems(recipe: str, hidden_size: int, layout:
         return []
     rule = f"needs a hidden size divisible by 128 with sequence parallelism; this model's is {hidden_size}"
     return [Problem("--fp8_recipe blockwise", rule, "--fp8_recipe tensorwise")]
+
+
+def fp8_width_problems(recipe: str, spec: ModelSpec, layout: Layout) -> list[Problem]:
+    """FP8 products take widths of a rank that are multiples of 16 (Transformer Engine's `assert_dim_for_fp8_exec`),
+    those of MXFP8 multiples of its blocks of 32 (`MXFP8Quantizer.make_empty`)."""
+    unit, shape = 32 if recipe == "mxfp8" else 16, ModelShape.of(spec)
+    widths = {"hidden size": (spec.hidden_size, 1)}
+    if not spec.transformer.get("multi_latent_attention"):
+        widths["width of all heads"] = (shape.heads * shape.head_dim, layout.tp)
+        widths["width of queries, keys and values"] = ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, layout.tp)
+    if not shape.experts or not all(map(shape.is_moe, range(shape.num_layers))):
+        widths["MLP width"] = (shape.ffn, layout.tp)
+    if shape.experts:
+        widths["width of an expert"] = (shape.expert_ffn, layout.etp)
+    problems = []
+    for name, (width, ranks) in widths.items():
+        if width % ranks == 0 and width // ranks % unit:
+            share = f"{width} / {ranks} ranks = {width // ranks}" if ranks > 1 else str(width)
+            rule = f"needs a {name} on each rank that is divisible by {unit}; here it is {share}"
+            fix = f"fewer {'expert-' if 'expert' in name else ''}tensor-parallel ranks, or no --fp8_format"
+            problems.append(Problem(f"--fp8_recipe {recipe}", rule, fix))
+    return problems
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megaswift.engine.megatron.layers.layer_implementation import (
     choose_layer_implementation,
     fp8_blockwise_sp_hidden_size_problems,
     fp8_compute_capability_problems,
+    fp8_width_problems,
     te_unsupported_attention_features,
 )
 from megaswift.errors import ConfigError
@@ -22,10 +23,12 @@ from megaswift.families import family_of
 from megaswift.parallel.layout import Layout
 from tests.families.published import MISTRAL_7B, PUBLISHED, QWEN3_0_6B
 from tests.families.published_moe import GPT_OSS_20B, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B
+from tests.parity.models import config
 
 GPT_OSS, OLMOE, QWEN, MISTRAL, QWEN3 = (
     family_of(c).spec(c) for c in (GPT_OSS_20B, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B, MISTRAL_7B, QWEN3_0_6B)
 )
+DENSE, MOE = (family_of(c).spec(c) for c in (config(variant).to_dict() for variant in ("dense", "moe")))
 DEEPSEEK = family_of(PUBLISHED["deepseek-v3"][0]).spec(PUBLISHED["deepseek-v3"][0])
 
 
@@ -130,3 +133,31 @@ def test_packed_latent_attention(version: str, own: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr("megatron.core.__version__", version)
     assert bool(te_unsupported_attention_features(DEEPSEEK, None, True)) == own
     assert te_unsupported_attention_features(QWEN3, None, True) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "rules"),
+    [
+        ("delayed", Layout(2, tp=2), []),
+        (
+            "tensorwise",
+            Layout(4, tp=4),
+            ["MLP width on each rank that is divisible by 16; here it is 96 / 4 ranks = 24"],
+        ),
+        ("mxfp8", Layout(2, tp=2), ["MLP width on each rank that is divisible by 32; here it is 96 / 2 ranks = 48"]),
+        ("mxfp8", Layout(1), []),
+    ],
+)
+def test_widths_that_fp8_cannot_multiply(recipe: str, layout: Layout, rules: list[str]) -> None:
+    """The tests' dense model: hidden size 64, 8 heads of 16, 4 for keys, MLP of 96."""
+    found = fp8_width_problems(recipe, DENSE, layout)
+    assert [p.rule for p in found] == [f"needs a {rule}" for rule in rules]
+
+
+def test_widths_of_experts() -> None:
+    """Experts of 48, no dense MLP; expert tensor parallelism divides them."""
+    assert fp8_width_problems("delayed", MOE, Layout(1)) == []
+    (problem,) = fp8_width_problems("mxfp8", MOE, Layout(1))
+    assert "width of an expert on each rank that is divisible by 32; here it is 48" in problem.rule
+    (problem,) = fp8_width_problems("delayed", MOE, Layout(2, etp=2, tp=2))
+    assert "48 / 2 ranks = 24" in problem.rule and problem.fix.startswith("fewer expert-tensor-parallel ranks")
