@@ -5,15 +5,14 @@ Owns the table and the reason of each. A value that asks for something else is r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megaswift.config.parse_option_values import FALSE, TRUE
-
-ON, OFF = ("true",), ("false",)
-EITHER = ON + OFF
-ANY: tuple[str, ...] = ()
+from megaswift.config.unsupported_megatron_options import NEWER_FIELDS, UNSUPPORTED_OF_MEGATRON, UNSUPPORTED_PATTERNS
+from megaswift.config.unsupported_training_options import ANY, EITHER, OFF, ON, UNSUPPORTED, ForeignOptionRow
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,19 @@ class NeutralOption:
     """An option of megaswift beside which it would have an effect."""
 
     def accepts(self, value: Any) -> bool:
-        """Whether the value asks for what happens anyway; None is a flag without a value."""
-        text = "true" if value is None else str(value).strip().lower()
+        """Whether the value asks for what happens anyway; None sets nothing."""
+        text = str(value).strip().lower()
         spelled = "true" if text in TRUE else "false" if text in FALSE else text
-        return self.values == ANY or bool({text, spelled} & {*self.values})
+        if value is None or self.values == ANY or {text, spelled} & {*self.values}:
+            return True
+        return _number(text) is not None and _number(text) in {_number(v) for v in self.values}
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 _SAFETENSORS = NeutralOption(ON, "weights are saved as safetensors")
@@ -185,6 +193,23 @@ NEUTRAL: dict[str, NeutralOption] = {
     "local_rank": NeutralOption(ANY, "the launcher's environment variables set the rank"),
 }
 """Names of ms-swift, Megatron-LM, transformers and TRL."""
+
+
+def _by_name(rows: Iterable[ForeignOptionRow]) -> dict[str, NeutralOption]:
+    return {name: NeutralOption(v, reason, fix) for names, v, reason, fix in rows for name in names.split()}
+
+
+ABSENT = _by_name((*UNSUPPORTED, *UNSUPPORTED_OF_MEGATRON))
+"""What training does not have, where the default is accepted."""
+NEWER = _by_name(NEWER_FIELDS)
+"""The same of fields that the installed Megatron-Core may not have yet."""
+
+
+def neutral_option(name: str) -> NeutralOption | None:
+    """The entry of a name of another toolkit's training options; None where there is none."""
+    found = NEUTRAL.get(name) or ABSENT.get(name)
+    reason = next((reason for rule, reason in UNSUPPORTED_PATTERNS if re.fullmatch(rule, name)), "")
+    return found or (NeutralOption(ANY, reason) if reason else None)
 
 
 def neutral_notice(accepted: Iterable[tuple[str, str]], table: Mapping[str, NeutralOption] = NEUTRAL) -> str:

@@ -45,7 +45,7 @@ class GivenOptionValue:
 
     name: str
     """As written, dashes turned to underscores; any spelling."""
-    value: Any
+    value: Any  # None: an empty entry of a file; a flag without a value is True
     label: str
     """`--lr 3`, `run.yaml:7 lr: 3`."""
     spelling: str = ""
@@ -375,7 +375,7 @@ def _take(line: ParsedCommandLine, flag: str, values: list[str], table: OptionTa
     elif not values and option is not None and option.kind != "bool":
         line.problems.append(Problem(flag, "has no value", example_flag_text(option)))
     elif option is None:
-        line.givens.append(GivenOptionValue(name, values[0] if values else None, label, flag))
+        line.givens.append(GivenOptionValue(name, values[0] if values else True, label, flag))
     elif option.kind in ("list", "numbers", "integers", "map") and values:
         earlier = next((g for g in line.givens if g.name == name), None)
         if earlier:  # --dataset a --dataset b

@@ -72,10 +72,19 @@ RENAMED = {
     "additional_target": "modules_to_save",
     "lora_modules_to_save": "modules_to_save",
     "lambda": "lam",
+    "tau_pos": "sapo_temperature_pos",
+    "tau_neg": "sapo_temperature_neg",
+    "grpo_group_size": "num_generations",
+    "grpo_kl_beta": "beta",
+    "grpo_clamp_eps_lower": "epsilon",
+    "grpo_clamp_eps_upper": "epsilon_high",
+    "grpo_iterations": "num_iterations",
 }
 """Another toolkit's name -> the option of the same meaning and the same values."""
 INTERVALS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps"}
 """Options that unset an interval by the value `no`."""
+SAMPLES = {"train_samples": "max_steps", "lr_warmup_samples": "warmup_steps", "lr_decay_samples": "lr_decay_iters"}
+"""Megatron-LM's lengths in samples -> the option in steps of `global_batch_size`, which must stand beside it."""
 TASK_SPELLINGS = ("training_task", "algorithm")
 """Names of the task in other files."""
 SWITCHES = {
@@ -88,6 +97,9 @@ SWITCHES = {
     "use_lora": ("train_type", "lora"),
     "use_galore": ("optimizer", "galore_adamw"),
     "activation_checkpointing": ("recompute_granularity", "full"),
+    "recompute_activations": ("recompute_granularity", "selective"),
+    "checkpoint_activations": ("recompute_granularity", "full"),
+    "no_overlap_p2p_communication": ("overlap_p2p_comm", False),
     "fsdp_activation_checkpointing": ("recompute_granularity", "full"),
     "sequence_packing": ("packing", True),
     "mlp_padding_free": ("packing", True),
@@ -130,12 +142,12 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
     givens = list(translated_fsdp_options(givens))
     givens = list(with_collected_architecture(givens))
     values = {given.name: _text(given) for given in givens}
-    unused = _unused_names(values)
+    unused, batches = _unused_names(values), {NAMES.get(name): text for name, text in values.items()}
     for given in givens:
         text = values[given.name]
         flag = "true" if text in TRUE else "false" if text in FALSE else text
         meaning = VALUES.get((given.name, text)) or VALUES.get((given.name, flag))
-        if given.name in unused or (given.name in SWITCHES and flag == "false"):
+        if given.name in unused or (given.name in SWITCHES and flag in ("false", "none")):
             continue
         if NAMES.get(given.name) in INTERVALS and text in FALSE:  # YAML reads `no` as false
             yield replace(given, value="no")
@@ -143,6 +155,10 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
             yield replace(given, name=meaning[0], value=meaning[1])
         elif given.name == "warmup_steps" and 0 < _number(text) < 1:
             yield replace(given, name="warmup_ratio")
+        elif given.name in SAMPLES and (batch := _number(batches.get("global_batch_size", ""))) >= 1:
+            yield replace(given, name=SAMPLES[given.name], value=int(_number(text) // batch))
+        elif given.name == "distributed_timeout_minutes" and _number(text) > 0:
+            yield replace(given, name="ddp_timeout", value=round(60 * _number(text)))
         elif given.name in RENAMED or given.name in TASK_SPELLINGS:
             yield replace(given, name=RENAMED.get(given.name, "task"))
         elif given.name in _HOST:
@@ -200,9 +216,9 @@ def _number(text: str) -> float:
 
 
 def _text(given: GivenOptionValue) -> str:
-    """In lower case; a flag without a value is true, and a list of one value is that value."""
+    """In lower case; an empty entry of a file is none, and a list of one value is that value."""
     value = given.value[0] if isinstance(given.value, list | tuple) and len(given.value) == 1 else given.value
-    return "true" if value is None else str(value).strip().lower()
+    return str(value).strip().lower()
 
 
 def _unused_names(values: dict[str, str]) -> set[str]:

@@ -84,7 +84,7 @@ def test_a_neighbour_of_a_file(tmp_path: Path) -> None:
 ANSWERS = [
     ("--lmbda 0.5", "leave it out: megaswift does not support distillation"),
     ("--save_safetensors false", "leave it out"),
-    ("--vllm_tensor_parallel_size 2", "start a vLLM server: --rollout_backend vllm_server"),
+    ("--vllm_tensor_parallel_size 2", "leave it out; it applies to megaswift grpo and infer"),
     ("--split 949,50,1", "--split_dataset_ratio 0.01 (fraction"),
     ("-lr 1e-4", "--lr 1e-4"),
     ("--training_task grpo", "megaswift grpo ..."),
@@ -92,7 +92,7 @@ ANSWERS = [
     ("--vit_lr 1e-5", "leave it out: all parts use --learning_rate"),
     ("--padded_vocab_size 4096", "leave it out: the model's config.json (--model DIR) sets it"),
     ("--swanlab_project x", "set environment variables of the tracker"),
-    ("--no_bias_dropout_fusion true", "leave it out: fused kernels are selected by device"),
+    ("--no_cross_entropy_loss_fusion", "leave it out"),
     ("--no_shuffle", "--shuffle false"),
     ("--attn_impl flash_attn2", "did you mean flash_attn?"),
     ("--nothing_like_it 1", "megaswift sft --help lists them all"),
