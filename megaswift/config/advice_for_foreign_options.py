@@ -78,10 +78,10 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "train_batch_size": "--global_batch_size over all ranks, or --per_device_train_batch_size on each",
     "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
     "epochs": "--num_train_epochs",
-    "lr_wsd_decay_iters": "--wsd_decay_ratio FRACTION (of all steps)",
     "train_samples": "--max_steps N, or give --global_batch_size in the same place",
     "lr_warmup_samples": "--warmup_steps N, or give --global_batch_size in the same place",
-    "lr_decay_samples": "--max_steps N, where the schedule ends",
+    "lr_decay_samples": "--lr_decay_iters N, or give --global_batch_size in the same place",
+    "warmup_lr_rate": "--lr_warmup_init X, a learning rate",
     "lr_scheduler_kwargs": 'write a JSON object, such as {"num_cycles": 2}',
     "train_sampling_strategy": "use random, sequential or group_by_length",
     "warmup_min_lr": _GONE + "warmup starts at 0",
@@ -219,7 +219,12 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("advantage_estimator", "reinforce++_baseline"): "--advantage_estimator reinforce_plus_plus",
     ("loss_type", "fipo"): "--loss_type grpo: FIPO is not supported",
     ("loss_type", "real"): "--loss_type grpo: REAL is not supported",
-    ("lr_scheduler_type", "cosine_with_min_lr"): "--lr_scheduler_type cosine --min_lr X",
+    ("lr_scheduler_type", "reduce_lr_on_plateau"): (
+        "--lr_scheduler_type linear: the learning rate depends on the step only, not on evaluations"
+    ),
+    ("lr_scheduler_type", "greedy"): (
+        "--lr_scheduler_type linear: the learning rate depends on the step only, not on the loss"
+    ),
     ("train_type", "longlora"): "--train_type lora",
     ("train_type", "bone"): "--train_type lora",
     ("train_type", "reft"): "--train_type lora",

@@ -185,6 +185,7 @@ NEUTRAL: dict[str, NeutralOption] = {
     "plot_loss": NeutralOption(ON, "curves are always plotted (OUT/loss.png, OUT/report.html)", "leave it out"),
     "disable_tqdm": NeutralOption(EITHER, "progress is one line per logged step"),
     "include_num_input_tokens_seen": NeutralOption(EITHER, "metrics.jsonl contains the number of tokens"),
+    "warmup_type": NeutralOption(("linear",), "warmup is linear", "leave it out"),
     "do_train": NeutralOption(ON, "this command trains", "leave it out"),
     "mode": NeutralOption(
         ("train", "training"), "this command trains", "use the command's name: megaswift infer, megaswift deploy"

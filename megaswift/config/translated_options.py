@@ -14,6 +14,7 @@ from typing import Any
 from megaswift.config.advice_for_foreign_options import PRECISIONS
 from megaswift.config.fsdp_spellings import translated_fsdp_options
 from megaswift.config.megatron_architecture_options import with_collected_architecture
+from megaswift.config.neutral_options import neutral_option
 from megaswift.config.option_sources import GivenOptionValue
 from megaswift.config.parse_option_values import FALSE, TRUE
 from megaswift.config.peft_methods import VARIANTS
@@ -128,6 +129,23 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     ("sleep_level", "2"): ("rollout_sleep", True),
 }
 """Another toolkit's name and value -> option and value; true and false stand for all their spellings."""
+SCHEDULER_ARGUMENTS = {
+    "num_cycles": "lr_num_cycles",
+    "power": "lr_power",
+    "lr_end": "min_lr",
+    "min_lr": "min_lr",
+    "min_lr_rate": "min_lr_ratio",
+    "min_lr_ratio": "min_lr_ratio",
+    "warmup_lr_rate": "warmup_lr_rate",
+    "num_decay_steps": "wsd_decay_steps",
+    "decay_type": "wsd_decay_style",
+    "warmup_type": "warmup_type",
+}
+"""Keys of `lr_scheduler_kwargs`."""
+SCHEDULER_DEFAULTS = (("num_cycles", 0.5), *((name, None) for name in SCHEDULER_ARGUMENTS))
+"""Entries that ask for nothing: the cosine schedule of transformers is half a wave."""
+UNKNOWN_KEY = "unknown key"
+"""Stands for an entry of a mapping that no option answers to."""
 _HOST, _PORT, _URL = ("vllm_server_host", "sglang_server_host"), ("vllm_server_port", "sglang_server_port"), "8000"
 
 
@@ -177,7 +195,7 @@ def _section_options(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
     elif given.name == "deepspeed" and isinstance(given.value, dict) and set(given.value) == {"config_path"}:
         yield replace(given, value=given.value["config_path"])
     elif given.name == "lr_scheduler_kwargs" and (kwargs := _json_object(given.value)) is not None:
-        yield from (_schedule_option(given, name, value) for name, value in kwargs.items())
+        yield from (_schedule_option(given, *entry) for entry in kwargs.items() if entry not in SCHEDULER_DEFAULTS)
     elif given.name == "dataloader" and isinstance(given.value, dict):
         yield from (_dataloader_option(given, name, value) for name, value in given.value.items())
     else:
@@ -188,13 +206,15 @@ def _dataloader_option(section: GivenOptionValue, name: str, value: Any) -> Give
     """An entry of a section `dataloader`, in the terms of torch's DataLoader."""
     own = {"batch_size": "per_device_train_batch_size", "shuffle": "shuffle"}.get(name, f"dataloader_{name}")
     spelling = f"{section.spelling} {name}:"
-    return GivenOptionValue(own, value, f"{spelling} {value}", spelling)
+    known = own in NAMES or neutral_option(own) is not None
+    return GivenOptionValue(own if known else UNKNOWN_KEY, value, f"{spelling} {value}", spelling)
 
 
 def _schedule_option(given: GivenOptionValue, name: str, value: Any) -> GivenOptionValue:
     """An argument of a scheduler of transformers."""
-    own = {"num_cycles": "lr_num_cycles", "power": "lr_power", "lr_end": "min_lr", "decay_type": "wsd_decay_style"}
-    return replace(given, name=own.get(name, name), value=value)
+    own = SCHEDULER_ARGUMENTS.get(name, UNKNOWN_KEY)
+    label = f"{given.spelling} {json.dumps({name: value})}"
+    return GivenOptionValue(own, value, label, given.spelling)
 
 
 def _json_object(value: Any) -> dict[str, Any] | None:

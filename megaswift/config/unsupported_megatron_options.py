@@ -101,7 +101,7 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     ("apply_wd_to_qk_layernorm", OFF, "weights of norms are not decayed", LEAVE),
     ("no_weight_decay_cond_type", UNSET, "weights of norms and biases are not decayed", LEAVE),
     ("override_opt_param_scheduler use_checkpoint_opt_param_scheduler", EITHER, _REST, ""),
-    ("lr_decay_steps lr_warmup_steps wsd_decay_steps", UNSET, "schedules have names of their own",
+    ("lr_decay_steps lr_warmup_steps", UNSET, "schedules have names of their own",
      "--warmup_steps N, --lr_decay_iters N or --wsd_decay_ratio FRACTION"),
     ("lr_wsd_decay_samples", UNSET, "the decay phase of wsd is a fraction of all steps", "--wsd_decay_ratio FRACTION"),
     ("warmup", UNSET, "warmup is in steps or a fraction of them", "--warmup_steps N or --warmup_ratio FRACTION"),
@@ -125,6 +125,7 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
      "fault_injector_mtti_seconds fault_injector_offset_seconds fault_injector_seed", ANY,
      "no errors are injected", ""),
     # precision
+    ("fp4 fp4_format", UNSET, "FP4 is not supported", "--fp8_format hybrid"),
     ("grad_reduce_in_bf16", OFF, "gradients are reduced in float32", LEAVE),
     ("fp16_lm_cross_entropy", OFF, "the loss is computed in float32", LEAVE),
     ("output_logit_dtype", (*UNSET, "fp32"), "the loss is computed in float32", LEAVE),

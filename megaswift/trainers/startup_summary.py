@@ -16,7 +16,7 @@ from megaswift.config.engine_rules import NATIVE, requested_engine
 from megaswift.data.row_counts import WORDS, row_count_texts
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.log import count_text
-from megaswift.trainers.learning_rate_schedule import warmup_steps
+from megaswift.trainers.learning_rate_schedule import final_rate, warmup_steps
 
 Rows = list[tuple[str, str]]
 
@@ -126,12 +126,13 @@ def steps_text(cfg: SwiftConfig, facts: SummaryFacts) -> str:
 def optimizer_text(cfg: SwiftConfig, total_steps: int) -> str:
     """Optimizer and schedule in one line."""
     o = cfg.optim
-    warmup = warmup_steps(total_steps, o)
+    warmup, low = warmup_steps(total_steps, o), final_rate(o)
     parts = [f"{o.optimizer}, learning rate {o.learning_rate:g} {o.lr_scheduler_type}"]
     if o.lr_scheduler_type == "inverse_sqrt":
-        parts[0] += f", at least {o.min_lr:g}" if o.min_lr else ""
+        parts[0] += f", at least {low:g}" if low else ""
     elif o.lr_scheduler_type != "constant":
-        parts[0] += f" to {o.min_lr:g}"
+        parts[0] += f" to {low:g}"
+        parts[0] += f" at step {o.lr_decay_iters:,}" if o.lr_decay_iters else ""
     if warmup:
         parts.append(count_text(warmup, "warm-up step"))
     parts.append(f"weight decay {o.weight_decay:g}")

@@ -65,7 +65,12 @@ def tables() -> dict[str, str]:
     found["absent"] = rows(
         ("options", "values", "why", "instead"),
         [
-            (", ".join(f"`{n}`" for n in names.split()), ", ".join(v or "none" for v in values) or "any value", why, fix)
+            (
+                ", ".join(f"`{n}`" for n in names.split()),
+                ", ".join(filter(None, values)) or "any value",
+                why,
+                fix,
+            )
             for names, values, why, fix in (*UNSUPPORTED, *UNSUPPORTED_OF_MEGATRON)
         ],
     )

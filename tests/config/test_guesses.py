@@ -178,15 +178,13 @@ def test_the_tables_name_what_exists() -> None:
 
 
 def test_no_guess_misleads_among_ms_swift_s_names() -> None:
-    """Of 406 options that ms-swift documents and that are none here, none looks like a typo; most have an advice of
-    their own. (By letters in common, 220 were guessed at, and about 15 of these guesses helped.)"""
+    """Of 406 options that ms-swift documents and that are none here, none looks like a typo. (By letters in common, 220
+    were guessed at, and about 15 of these guesses helped.) tests/config/test_documented_names.py has their answers."""
     names = json.loads(SWIFT_NAMES.read_text())
     unknown = [name for name in dict.fromkeys(names) if name not in NAMES]
     assert len(unknown) > 350
     guessed = {name: did_you_mean_hint(name, NAMES) for name in unknown if not foreign_option_advice(name, "1", NAMES)}
     assert {name: text for name, text in guessed.items() if text} == {}
-    answered = [name for name in unknown if foreign_option_advice(name, "1", NAMES)]
-    assert len(answered) > 200
 
 
 @pytest.mark.parametrize(

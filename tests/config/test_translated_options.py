@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,12 @@ def test_tables_name_options_and_hide_none() -> None:
         ("--save_only_model true", "save_only_model", True),
         ('--lr_scheduler_type polynomial --lr_scheduler_kwargs {"power":2.0,"lr_end":1e-7}', "lr_power", 2.0),
         ('--lr_scheduler_type polynomial --lr_scheduler_kwargs {"power":2.0,"lr_end":1e-7}', "min_lr", 1e-7),
+        ('--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr_rate":0.1}', "min_lr_ratio", 0.1),
+        ('--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr":1e-6}', "min_lr", 1e-6),
+        ('--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs {"num_decay_steps":9}', "wsd_decay_steps", 9),
+        ('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cycles":0.5}', "lr_num_cycles", 1),
+        ("--lr_decay_iters 90 --lr_warmup_iters 10", "lr_decay_iters", 90),
+        ("--lr_decay_samples 900 --global_batch_size 10", "lr_decay_iters", 90),
         ("--experiment_name run-7", "run_name", "run-7"),
     ],
 )
@@ -92,6 +99,26 @@ def test_yaml_s_no(tmp_path: Path) -> None:
     file.write_text("mixed_precision: no\neval_strategy: no\neval_steps: 5\nsave_strategy: no\nsave_steps: 5\n")
     cfg = load_config("sft", [str(file), *GIVEN, "--val_dataset", "v.jsonl"], environ={})
     assert (cfg.model.torch_dtype, cfg.train.eval_steps, cfg.train.save_steps) == ("float32", None, None)
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_mappings_of_a_file(tmp_path: Path, suffix: str) -> None:
+    """One value each, no sections; a key that is not known is named."""
+    file = tmp_path / f"run.{suffix}"
+    entries = {
+        "dataloader": {"num_workers": 2, "batch_size": 4, "pin_memory": True},
+        "lr_scheduler_kwargs": {"min_lr": 1e-6},
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    }
+    file.write_text(json.dumps(entries))
+    cfg = load_config("sft", [str(file), *GIVEN], environ={})
+    assert (cfg.data.dataloader_num_workers, cfg.train.per_device_train_batch_size, cfg.optim.min_lr) == (2, 4, 1e-6)
+    file.write_text(json.dumps({"dataloader": {"colour": 1}, "lr_scheduler_kwargs": {"colour": 1}}))
+    with pytest.raises(ConfigError) as error:
+        load_config("sft", [str(file), *GIVEN], environ={})
+    first, second = error.value.problems
+    assert "dataloader: colour: 1" in first.what and "num_workers" in first.fix
+    assert '{"colour": 1}' in second.what and "num_decay_steps" in second.fix
 
 
 def test_a_mapping_as_rope_scaling(tmp_path: Path) -> None:
