@@ -17,6 +17,7 @@ from megaswift.data.row_counts import WORDS, row_count_texts
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.log import count_text
 from megaswift.trainers.learning_rate_schedule import final_rate, warmup_steps
+from megaswift.trainers.step_interval import steps_of
 
 Rows = list[tuple[str, str]]
 
@@ -85,7 +86,7 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
         ),
         ("steps", steps_text(cfg, facts)),
         ("optimizer", optimizer_text(cfg, facts.total_steps)),
-        ("output", output_text(train)),
+        ("output", output_text(train, facts.total_steps)),
     ]
 
 
@@ -140,18 +141,22 @@ def optimizer_text(cfg: SwiftConfig, total_steps: int) -> str:
     return ", ".join(parts)
 
 
-def output_text(train: Any) -> str:
+def output_text(train: Any, total_steps: int) -> str:
     """The folder and what is written when."""
     keep = f", the last {train.save_total_limit} kept" if train.save_total_limit else ""
     save = {
         "epoch": f"every epoch{keep}",
         "best": f"at each best evaluation{keep}",
         "no": "only if interrupted",
-    }.get(train.save_strategy or "", f"every {train.save_steps:,} steps{keep}" if train.save_steps else "at the end")
-    evaluate = f", evaluation every {train.eval_steps:,}" if train.eval_steps else ""
+    }.get(
+        train.save_strategy or "",
+        f"every {steps_of(train.save_steps, total_steps):,} steps{keep}" if train.save_steps else "at the end",
+    )
+    evaluate = f", evaluation every {steps_of(train.eval_steps, total_steps):,}" if train.eval_steps else ""
     evaluate = ", evaluation every epoch" if train.eval_strategy == "epoch" else evaluate
     best = ", the best exported" if train.load_best_model_at_end else ""
-    return f"{train.output_dir} (a line every {train.logging_steps:,}{evaluate}, checkpoint {save}{best})"
+    lines = f"a line every {steps_of(train.logging_steps, total_steps):,}"
+    return f"{train.output_dir} ({lines}{evaluate}, checkpoint {save}{best})"
 
 
 def render_summary(title: str, table: Rows) -> str:
