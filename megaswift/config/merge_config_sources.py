@@ -284,7 +284,8 @@ def _take_unknown(state: ResolveState, given: GivenOptionValue) -> None:
         name, value = positive, str(value).strip().lower() in FALSE
     if neutral is not None and neutral.accepts(value):
         state.foreign.append(given.name)
-        state.neutral[name] = (given.label, neutral)
+        off = str(value).strip().lower() in FALSE
+        state.neutral[name] = (given.label, replace(neutral, unless="") if off else neutral)
     elif _SAMPLING.match(given.name) and state.task is not None and state.task not in RL:
         rule = f"has no effect in {state.task}, which samples nothing"
         state.problems.append(Problem(given.label, rule, "leave it out; it applies to megaswift grpo and infer"))

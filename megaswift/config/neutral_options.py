@@ -26,7 +26,7 @@ class NeutralOption:
     otherwise: str = ""
     """The fix for another value."""
     unless: str = ""
-    """An option of megaswift beside which it would have an effect."""
+    """An option of megaswift beside which it would have an effect, unless switched off."""
 
     def accepts(self, value: Any) -> bool:
         """Whether the value asks for what happens anyway; None sets nothing."""
@@ -49,7 +49,7 @@ _FUSED = NeutralOption(EITHER, "fused kernels are selected by device and --trans
 _PER_TOKEN = NeutralOption(ON, "the loss is a mean over the label tokens of the global batch")
 _UNUSED_COLUMNS = "columns that the row format does not use are ignored"
 _RESUME = "resume_from_checkpoint"
-_FROM_START = "--model DIR starts from its weights"
+_FROM_START = "--model DIR starts from its weights, and --resume_from_checkpoint continues a run"
 _EVAL_DTYPE = NeutralOption(OFF, "evaluation computes in --torch_dtype", "leave it out")
 _SAMPLER_LIMIT = "--max_length, prompt plus completion, is the sampler's limit"
 _WORKERS = "--dataloader_num_workers threads read ahead and last for the whole run"
@@ -103,7 +103,9 @@ NEUTRAL: dict[str, NeutralOption] = {
         ON, "config.json or --moe_aux_loss_coeff sets the balancing loss", "--moe_aux_loss_coeff 0 disables balancing"
     ),
     "moe_router_load_balancing_type": NeutralOption(
-        ("aux_loss",), "--moe_aux_loss_coeff sets the balancing loss", "--moe_aux_loss_coeff 0 disables balancing"
+        ("aux_loss",),
+        "--moe_aux_loss_coeff sets the weight of the balancing loss, of which aux_loss is the only kind",
+        "leave it out; --moe_aux_loss_coeff 0 disables balancing",
     ),
     "moe_token_drop_policy": NeutralOption(
         ("probs",), "--moe_expert_capacity_factor drops the tokens of smallest weight", "leave it out"
@@ -156,11 +158,9 @@ NEUTRAL: dict[str, NeutralOption] = {
     "check_model": NeutralOption(EITHER, "model files are checked before the run starts"),
     "use_torchrun": NeutralOption(ON, "torchrun is the default launcher", "leave it out"),
     # what trains
-    "finetune": NeutralOption(
-        ON, _FROM_START, "--resume_from_checkpoint latest continues a run", "resume_from_checkpoint"
-    ),
-    "no_load_optim": NeutralOption(ON, _FROM_START, "--resume_from_checkpoint latest", _RESUME),
-    "no_load_rng": NeutralOption(ON, _FROM_START, "--resume_from_checkpoint latest", _RESUME),
+    "finetune": NeutralOption(EITHER, _FROM_START, unless=_RESUME),
+    "no_load_optim": NeutralOption(EITHER, _FROM_START, unless=_RESUME),
+    "no_load_rng": NeutralOption(EITHER, _FROM_START, unless=_RESUME),
     "resume_only_model": NeutralOption(OFF, "a resumed run continues exactly", "--model DIR/checkpoints/step-N"),
     "ignore_data_skip": NeutralOption(OFF, "a resumed run continues with the next row", "--model DIR"),
     "lora_bias": NeutralOption(("none",), "biases stay frozen with LoRA", "leave it out"),

@@ -121,6 +121,7 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     ("deepspeed", "default-zero3"): ("deepspeed", "zero3"),
     ("mixed_precision", "false"): ("torch_dtype", "float32"),
     ("bf16", "false"): ("torch_dtype", "float32"),
+    ("save_safetensors", "false"): ("export_hf", False),
     ("train_sampling_strategy", "group_by_length"): ("group_by_length", True),
     ("train_sampling_strategy", "random"): ("shuffle", True),
     ("train_sampling_strategy", "sequential"): ("shuffle", False),
@@ -146,6 +147,7 @@ SCHEDULER_DEFAULTS = (("num_cycles", 0.5), *((name, None) for name in SCHEDULER_
 """Entries that ask for nothing: the cosine schedule of transformers is half a wave."""
 UNKNOWN_KEY = "unknown key"
 """Stands for an entry of a mapping that no option answers to."""
+_RESUME = "resume_from_checkpoint"
 _HOST, _PORT, _URL = ("vllm_server_host", "sglang_server_host"), ("vllm_server_port", "sglang_server_port"), "8000"
 
 
@@ -167,7 +169,9 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
         meaning = VALUES.get((given.name, text)) or VALUES.get((given.name, flag))
         if given.name in unused or (given.name in SWITCHES and flag in ("false", "none")):
             continue
-        if NAMES.get(given.name) in INTERVALS and text in FALSE:  # YAML reads `no` as false
+        if given.name == _RESUME and flag in ("true", "false"):  # transformers: the newest of output_dir, or none
+            yield replace(given, value="latest" if flag == "true" else None)
+        elif NAMES.get(given.name) in INTERVALS and text in FALSE:  # YAML reads `no` as false
             yield replace(given, value="no")
         elif meaning is not None:
             yield replace(given, name=meaning[0], value=meaning[1])
