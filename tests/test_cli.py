@@ -398,12 +398,3 @@ def test_a_path_that_no_file_system_can_have(words: list[str], tmp_path: Path, c
 def test_a_path_that_no_file_system_can_have_from_python() -> None:
     with pytest.raises(StorageError, match="File name too long"):
         load_config("sft", ["--model", "x" * 5000, "--dataset", "d.jsonl"], environ={})
-
-
-def test_ms_swift_s_megatron_commands(capsys):
-    """`megatron sft` is sft; without a command of training the answer names them."""
-    assert main(["megatron", "sft", "--help"]) == 0 and "--tensor_parallel_size" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        main(["megatron", "pt", "--nothing_like_it", "1"])
-    assert "megaswift pt --help lists them all" in capsys.readouterr().err
-    assert main(["megatron", "export"]) == 2 and "megaswift convert" in capsys.readouterr().err

@@ -25,8 +25,8 @@ IDLE = [
     ("--lr_decay_iters 9 --lr_scheduler_type constant", "--lr_decay_iters 9"),
     ("--wsd_decay_steps 2", "--wsd_decay_steps 2 --lr_scheduler_type wsd"),
     (
-        "--lr_scheduler_type wsd --wsd_decay_ratio 0.2 --wsd_decay_steps 2",
-        "--lr_scheduler_type wsd --wsd_decay_steps 2",
+        "--wsd_decay_ratio 0.2 --wsd_decay_steps 2 --lr_scheduler_type wsd",
+        "--wsd_decay_ratio 0.2 --lr_scheduler_type wsd",
     ),
     ("--wsd_decay_ratio 0.2", "--wsd_decay_ratio 0.2 --lr_scheduler_type wsd"),
     ("--sgd_momentum 0.8", "--sgd_momentum 0.8 --optimizer sgd"),

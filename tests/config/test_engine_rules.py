@@ -69,10 +69,14 @@ CLASHING = [
     "--use_fsdp true --engine ddp",
     "--fsdp full_shard,shard_grad_op",
     "--engine ddp --recompute_granularity selective",
-    "--engine ddp --freeze_llm true",
     "--engine ddp --save_safetensors false",
     "--save_safetensors false --save_only_model true",
+    "--engine ddp --freeze_llm true",
 ]
+
+
+TYPED_AS = {"export_hf": "save_safetensors"}
+"""Options of these rules that have another name in what was given."""
 
 
 def test_contradictions() -> None:
