@@ -283,7 +283,21 @@ NEWER_FIELDS: tuple[ForeignOptionRow, ...] = (
 
 UNSUPPORTED_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"(mamba_)?inference_\w+|use_same_sampling_seed_across_dp_ranks|num_speculative_tokens", _INFERENCE),
-    (r"rl_\w+|grpo_(prompts_per_step|entropy_term_weight|filter_groups_with_same_reward)|refit_method", _RL),
+    (
+        r"rl_("
+        r"consumption_granularity|default_temperature|default_top_k|default_top_p|"
+        r"durable_rollout_bank|generation_lag|importance_sampling_truncation_coef|"
+        r"inference_expert_model_parallel_size|inference_expert_tensor_model_parallel_size|"
+        r"inference_logprobs_is_correction|inference_model_unified_memory_level|inference_parsers|"
+        r"inference_pipeline_model_parallel_size|inference_tensor_model_parallel_size|"
+        r"kv_cache_management_mode|max_inflight_requests|offload_inference_model_weights_when_idle|"
+        r"offload_optimizer_during_inference|partial_rollouts|persist_cuda_graphs|profile|"
+        r"profile_dir|prompts_per_eval|rollout_bank_dir|rollout_bank_max_bytes|sequence_packing_algo|"
+        r"sequence_packing_max_sequences_per_bin|skip_bos_token|submission_granularity|"
+        r"training_cuda_graphs|use_sequence_packing|verify_model_weights_swap"
+        r")|grpo_(prompts_per_step|entropy_term_weight|filter_groups_with_same_reward)|refit_method",
+        _RL,
+    ),
     (r"inprocess_\w+", _RESILIENCE),
     (r"mtp_(?!num_layers)\w+", "it applies to multi-token prediction only, which is not trained"),
     (r"muon_\w+", "it applies to Muon only, which is not supported"),
