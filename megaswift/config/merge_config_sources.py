@@ -288,7 +288,7 @@ def _take_unknown(state: ResolveState, given: GivenOptionValue) -> None:
         state.neutral[name] = (given.label, replace(neutral, unless="") if off else neutral)
     elif _SAMPLING.match(given.name) and state.task is not None and state.task not in RL:
         rule = f"has no effect in {state.task}, which samples nothing"
-        state.problems.append(Problem(given.label, rule, "leave it out; it applies to megaswift grpo and infer"))
+        state.problems.append(Problem(given.label, rule, "leave it out"))
     elif given.name == UNKNOWN_KEY:
         kept = ", ".join(SCHEDULER_ARGUMENTS) if "{" in given.label else "batch_size, shuffle, num_workers, pin_memory"
         state.problems.append(Problem(given.label, "is not a known key", f"leave it out; known keys: {kept}"))

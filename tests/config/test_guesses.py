@@ -84,7 +84,7 @@ def test_a_neighbour_of_a_file(tmp_path: Path) -> None:
 ANSWERS = [
     ("--lmbda 0.5", "leave it out: megaswift does not support distillation"),
     ("--safe_serialization false", "leave it out"),
-    ("--vllm_tensor_parallel_size 2", "leave it out; it applies to megaswift grpo and infer"),
+    ("--vllm_tensor_parallel_size 2", "leave it out"),
     ("--split 949,50,1", "--split_dataset_ratio 0.01 (fraction"),
     ("-lr 1e-4", "--lr 1e-4"),
     ("--training_task grpo", "megaswift grpo ..."),
