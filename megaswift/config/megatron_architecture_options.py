@@ -45,7 +45,6 @@ ARCHITECTURE = (
     "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",
     "multi_latent_attention",
-    "init_method_std",
     "vocab_size",
     "attention_dropout",
     "hidden_dropout",

@@ -123,6 +123,7 @@ NEUTRAL: dict[str, NeutralOption] = {
     "vit_gradient_checkpointing": NeutralOption(EITHER, "--gradient_checkpointing covers vision layers too"),
     "use_cpu_initialization": NeutralOption(EITHER, "every rank loads only its shard of the weights"),
     "perform_initialization": NeutralOption(OFF, "weights are loaded from --model DIR", "--random_init true"),
+    "init_method_std": NeutralOption(ANY, "weights are loaded from --model DIR", unless="random_init"),
     "offload_bridge": NeutralOption(OFF, "weights are converted tensor by tensor", "leave it out"),
     "manual_gc": NeutralOption(OFF, "Python's automatic garbage collection stays on", "leave it out"),
     "vllm_max_model_len": NeutralOption(ANY, _SAMPLER_LIMIT),

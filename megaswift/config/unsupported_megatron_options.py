@@ -56,7 +56,8 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     ("rope_scaling_factor rotary_seq_len_interpolation_factor yarn_original_max_position_embeddings yarn_beta_fast "
      "yarn_beta_slow yarn_correction_range_round_to_int", UNSET,
      "the model's config.json sets the scaling of positions", "--rope_scaling JSON"),
-    ("position_embedding relative_attention_num_buckets relative_attention_max_distance openai_gelu squared_relu "
+    ("position_embedding", OFF, "positions are rotary, or as the model's config.json says", LEAVE),
+    ("relative_attention_num_buckets relative_attention_max_distance openai_gelu squared_relu "
      "quick_geglu onnx_safe rope_type window_size window_attn_skip_freq no_rope_freq moe_layer_freq q_lora_rank "
      "kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale mscale_all_dim "
      "linear_attention_freq heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec "
@@ -91,7 +92,7 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     ("multiple_validation_sets", OFF, "--val_dataset FILE... is one set", LEAVE),
     ("validation_set_names", UNSET, "--val_dataset FILE... is one set", LEAVE),
     ("full_validation", EITHER, "--eval_iters sets the number of batches; unset: all rows", ""),
-    ("skip_train test_mode", OFF, "this command trains", "--max_steps 1 with --val_dataset FILE"),
+    ("skip_train test_mode", OFF, "this command trains", LEAVE),
     # batches, schedules, optimizers
     ("rampup_batch_size step_batch_size_schedule", UNSET, _BATCH, LEAVE),
     ("decrease_batch_size_if_needed", OFF, _BATCH, LEAVE),
@@ -170,7 +171,8 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     ("use_gloo_process_groups", EITHER, "host memory travels over one gloo group", ""),
     ("nccl_communicator_config_path sharp_enabled_group distributed_timeout_seconds_after_init", UNSET,
      "NCCL reads its settings from its environment variables", "set NCCL_* variables before the command"),
-    ("use_sharp", OFF, "NCCL reads its settings from its environment variables", "NCCL_COLLNET_ENABLE=1"),
+    ("use_sharp", OFF, "NCCL reads its settings from its environment variables",
+     "set NCCL_COLLNET_ENABLE=1 before the command"),
     ("flight_recorder_dump_path", UNSET, "PyTorch's flight recorder reads environment variables",
      "set TORCH_FR_BUFFER_SIZE=2000 before the command"),
     ("flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout flight_recorder_include_stack_trace "
@@ -197,8 +199,9 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     ("dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient", EITHER, _RESHARD, ""),
     ("dist_ckpt_save_pre_mcore_014 ckpt_convert_update_legacy_dist_opt_format", OFF, _CHECKPOINT, LEAVE),
     ("dist_ckpt_strictness ckpt_load_validate_sharding_integrity", ANY, "a checkpoint must fit the model exactly", ""),
-    ("save_optim save_rng load_optim load_rng save_tokenizer_assets", ON, "checkpoints contain all that a run needs",
+    ("save_optim save_rng save_tokenizer_assets", ON, "checkpoints contain all that a run needs",
      "--save_only_model true"),
+    ("load_optim load_rng", ON, "a resumed run continues exactly", "--model DIR starts from its weights"),
     ("load_main_params_from_ckpt", OFF, "a resumed run continues exactly", LEAVE),
     ("save_retain_interval most_recent_k", (*UNSET, "-1"), "the newest checkpoints are kept", "--save_total_limit N"),
     ("save_params_interval save_activations_interval save_tokens_per_expert_interval save_wgrads_interval "
@@ -231,12 +234,13 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     ("profile_step_start profile_step_end pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack "
      "pytorch_profiler_collect_chakra profile_ranks memory_snapshot_path record_shapes", ANY,
      "it applies to profiles only, which a run does not write", ""),
-    ("log_throughput log_progress log_params_norm log_num_zeros_in_grad log_memory_to_tensorboard "
-     "log_timers_to_tensorboard log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard "
-     "log_world_size_to_tensorboard log_throughput_to_tensorboard log_l2_norm_grad_to_tensorboard "
-     "log_runtime_to_tensorboard log_device_memory_used log_max_attention_logit log_energy barrier_with_L1_time "
-     "log_straggler disable_straggler_on_startup filter_warnings set_level_for_all_loggers",
-     EITHER, _LOG, ""),
+    ("log_throughput log_progress log_memory_to_tensorboard log_device_memory_used log_throughput_to_tensorboard "
+     "log_loss_scale_to_tensorboard", EITHER, "metrics.jsonl contains speed, memory and loss scale", ""),
+    ("log_params_norm log_num_zeros_in_grad log_timers_to_tensorboard log_validation_ppl_to_tensorboard "
+     "log_world_size_to_tensorboard log_l2_norm_grad_to_tensorboard log_runtime_to_tensorboard "
+     "log_max_attention_logit log_energy log_straggler disable_straggler_on_startup set_level_for_all_loggers", OFF,
+     _LOG, LEAVE),
+    ("barrier_with_L1_time filter_warnings", EITHER, _LOG, ""),
     ("throughput_window_size timing_log_level timing_log_option tensorboard_log_interval memory_keys "
      "log_memory_interval runtime_time_unit logging_level modules_to_filter save_config_filepath "
      "straggler_ctrlr_port straggler_minmax_count", ANY, _LOG, ""),

@@ -55,7 +55,6 @@ VALUES: dict[str, Callable[[ModelSpec], Any]] = {
     "moe_shared_expert_intermediate_size": _field("moe_shared_expert_intermediate_size"),
     "moe_shared_expert_gate": _switch("moe_shared_expert_gate"),
     "multi_latent_attention": _switch("multi_latent_attention"),
-    "init_method_std": _field("init_method_std"),
     "vocab_size": lambda spec: spec.vocab_size,
     "attention_dropout": lambda spec: spec.transformer.get("attention_dropout", 0.0),
     "hidden_dropout": lambda spec: spec.transformer.get("hidden_dropout", 0.0),
