@@ -27,6 +27,7 @@ ELSEWHERE = {
     "web-ui": "run megaswift --help for the commands; there is no web interface",
     "app": "run megaswift deploy and use a chat client for OpenAI's API",
     "list": "megaswift checkpoint ls OUT",
+    "megatron": "megaswift sft, pt or rlhf, which train with Megatron-Core by default; megaswift convert for weights",
 }
 """Commands of other toolkits, and what takes their place."""
 

@@ -125,6 +125,9 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "doctor": ("print package versions and devices", _doctor),
 }
 
+MEGATRON_COMMANDS = ("sft", "pt", "rlhf")
+"""Commands that ms-swift starts as `megatron COMMAND`: here they train with Megatron-Core by default."""
+
 
 def usage() -> str:
     """The page of `megaswift --help`."""
@@ -159,6 +162,8 @@ def _run(words: list[str]) -> int:
     if words[0] in ("--version", "version"):
         print(__version__)
         return 0
+    if words[0] == "megatron" and len(words) > 1 and words[1] in MEGATRON_COMMANDS:
+        words = words[1:]
     try:
         if words[0] not in COMMANDS:
             raise unknown_command_error("megaswift", words[0], COMMANDS)

@@ -27,7 +27,6 @@ _STREAMS = "--streaming true"
 _TEACHER = _NOT_SERVED + "distillation from a teacher (GKD)"
 _TASKS = _NOT_SERVED + "embedding, reranker and classification tasks; for a reward model: megaswift rm"
 _MODELSCOPE = "--model ORGANIZATION/NAME with --use_hf false"
-_LORA_GA = _NOT_SERVED + "LoRA-GA; train_type lora starts from random A and zero B"
 _HUB = "--push_to_hub true with --hub_model_id, --hub_token, --hub_private_repo and --hub_strategy"
 _TRACKER = "set environment variables of the tracker: WANDB_PROJECT, SWANLAB_PROJECT, MLFLOW_EXPERIMENT_NAME"
 _EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: run an evaluation harness on OUT/hf"
@@ -66,16 +65,11 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "use_lora": "--train_type lora",
     "lora_target": "--target_modules",
     "lora_target_modules": "--target_modules",
-    "lora_ga_batch_size": _LORA_GA,
-    "lora_ga_iters": _LORA_GA,
-    "lora_ga_max_length": _LORA_GA,
-    "lora_ga_scale": _LORA_GA,
     "ref_adapters": "merge the adapters: megaswift export --merge_lora true, then --ref_model DIR",
     "reward_adapters": "merge the adapters: megaswift export --merge_lora true, then --reward_model DIR",
     "trainable_parameters": _PARTS,
     "trainable_parameters_regex": _PARTS,
     "freeze_parameters_regex": "--freeze_parameters PATTERN",
-    "freeze_parameters_ratio": "--freeze_parameters PATTERN",
     "vit_lr": _GONE + "all parts use --learning_rate; --freeze_vit true freezes the vision encoder",
     "aligner_lr": _GONE + "all parts use --learning_rate; --freeze_aligner true freezes the aligner",
     "use_galore": "--optimizer galore_adamw",
@@ -84,11 +78,14 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "train_batch_size": "--global_batch_size over all ranks, or --per_device_train_batch_size on each",
     "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
     "epochs": "--num_train_epochs",
-    "lr_decay_iters": _GONE + "the schedule ends when the run ends (--max_steps)",
-    "lr_wsd_decay_iters": "--wsd_decay_ratio FRACTION (of all steps)",
+    "train_samples": "--max_steps N, or give --global_batch_size in the same place",
+    "lr_warmup_samples": "--warmup_steps N, or give --global_batch_size in the same place",
+    "lr_decay_samples": "--lr_decay_iters N, or give --global_batch_size in the same place",
+    "warmup_lr_rate": "--lr_warmup_init X, a learning rate",
+    "lr_scheduler_kwargs": 'write a JSON object, such as {"num_cycles": 2}',
+    "train_sampling_strategy": "use random, sequential or group_by_length",
     "warmup_min_lr": _GONE + "warmup starts at 0",
     "optim_args": "--galore_rank and the other GaLore options",
-    "optimizer_offload_fraction": _GONE + "--optimizer_cpu_offload true offloads all of Adam's moments",
     "activation_checkpointing": "--gradient_checkpointing true",
     "mlp_padding_free": _PACKS,
     "sequence_packing": _PACKS,
@@ -137,7 +134,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "machine_rank": "--node_rank",
     "main_process_ip": "--master_addr",
     "main_process_port": "--master_port",
-    "distributed_timeout_minutes": "--ddp_timeout, in seconds",
     "deepspeed_config": "--deepspeed FILE.json",
     "ds_config": "--deepspeed FILE.json",
     "deepspeed_autotp_size": "--engine megatron --tensor_parallel_size N",
@@ -146,18 +142,14 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "clip_grad_norm": "--max_grad_norm",
     "neftune_alpha": "--neftune_noise_alpha",
     "zero_stage": "--deepspeed zero1, zero2 or zero3",
-    "use_megatron_fsdp": "--use_fsdp true (PyTorch FSDP2)",
     "data_parallel_sharding_strategy": "--fsdp full_shard or shard_grad_op",
     "use_orig_params": _GONE + "FSDP2 always keeps the original parameters",
     "use_ray": "--launcher ray",
-    "moe_pad_expert_input_to_capacity": _GONE + "experts get as many tokens as they are chosen by",
     "moe_enable_deepep": "--moe_token_dispatcher_type flex",
     # evaluation, logs, checkpoints
     "eval_limit": "--eval_iters",
     "logging_dir": "--output_dir: TensorBoard files are written to OUT/runs",
     "tensorboard_dir": "--output_dir: TensorBoard files are written to OUT/runs",
-    "logging_first_step": "--logging_steps 1",
-    "create_checkpoint_symlink": _GONE + "OUT/checkpoints/latest.json names the newest checkpoint",
     "resume": "--resume_from_checkpoint latest",
     # preference learning and reinforcement learning
     "lmbda": _TEACHER,
@@ -175,9 +167,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "max_prompt_length": _CUT,
     "vllm_group_port": _SYNC,
     "vllm_server_group_port": _SYNC,
-    "vllm_enable_prefix_caching": _GONE + "prefix caching is vLLM's default",
     "ds3_gather_for_generation": _GONE + "weights are gathered one tensor at a time",
-    "offload_teacher_model": _TEACHER,
     "lambda": "--lam",
     "kl_penalty": "--kl_estimator k1, k2 or k3",
     "num_infer_workers": "--rollout_backend vllm_server with --rollout_server_url URL...",
@@ -192,16 +182,10 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (r"swanlab_\w+|wandb_\w+|project(_name)?", _TRACKER),
     (r"hub_\w+|push_to_hub_\w+", _HUB),
     (r"teacher_\w+|gkd_\w+|rlsd_\w+|sdar_\w+", _TEACHER),
-    (r"muon_\w+", _NOT_SERVED + "Muon; --optimizer adam"),
-    (r"lisa_\w+", _NOT_SERVED + "LISA; --train_type lora"),
-    (r"(reft|llamapro)_\w+", _NOT_SERVED + "ReFT and LLaMA-Pro; --train_type lora"),
     (r"galore_\w+", "--galore_rank, --galore_scale, --galore_update_proj_gap or --galore_proj_type"),
-    (r"fipo_\w+|real_\w+", _NOT_SERVED + "FIPO and REAL"),
-    (r"mtp_\w+", _NOT_SERVED + "training of multi-token prediction layers; their weights are kept unchanged"),
     (r"(exp_avg(_sq)?|main_grads|main_params)_dtype", "--precision_aware_optimizer true"),
     (r"fp4_\w+", _NOT_SERVED + "FP4; --fp8_format hybrid"),
     (r"fp8_\w+", _NOT_SERVED + "this setting of FP8; --fp8_format and --fp8_recipe"),
-    (r"dsa_\w+|mhc_\w+|csa_\w+", _NOT_SERVED + "this architecture"),
     (r"vllm_\w+", _NOT_SERVED + "this setting of vLLM in the training process; start a server with it: "
      "--rollout_backend vllm_server"),
     (r"(sglang|lmdeploy)_\w+", "start a server with it: --rollout_backend sglang"),
@@ -235,7 +219,12 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("advantage_estimator", "reinforce++_baseline"): "--advantage_estimator reinforce_plus_plus",
     ("loss_type", "fipo"): "--loss_type grpo: FIPO is not supported",
     ("loss_type", "real"): "--loss_type grpo: REAL is not supported",
-    ("lr_scheduler_type", "cosine_with_min_lr"): "--lr_scheduler_type cosine --min_lr X",
+    ("lr_scheduler_type", "reduce_lr_on_plateau"): (
+        "--lr_scheduler_type linear: the learning rate depends on the step only, not on evaluations"
+    ),
+    ("lr_scheduler_type", "greedy"): (
+        "--lr_scheduler_type linear: the learning rate depends on the step only, not on the loss"
+    ),
     ("train_type", "longlora"): "--train_type lora",
     ("train_type", "bone"): "--train_type lora",
     ("train_type", "reft"): "--train_type lora",
@@ -267,7 +256,9 @@ def foreign_option_advice(name: str, value: Any, known: Collection[str]) -> str:
     options = re.findall(r"--(\w+)", advice)
     if any(option not in known for option in options):
         return ""
-    plain = isinstance(value, str | int | float) and re.fullmatch(r"--\w+", advice)  # the same option by another name
+    plain = (
+        isinstance(value, str | int | float) and value is not True and re.fullmatch(r"--\w+", advice)
+    )  # the same option by another name
     return f"{advice} {option_value_text(value)}" if plain else advice
 
 

@@ -12,7 +12,7 @@ from megaswift.config import fsdp_json
 from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.batch_arithmetic import batch_problems
 from megaswift.config.data import RL
-from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED, requested_engine
+from megaswift.config.engine_rules import AXES, ENGINE_CLASHES, ENGINE_IGNORED, TORCH_ONLY, requested_engine
 from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
 from megaswift.config.generation_batch import generation_batch_problems
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
@@ -25,7 +25,7 @@ from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGN
 from megaswift.config.profile_rules import PROFILE_CLASHES, PROFILE_IGNORED
 from megaswift.config.rl_conflict_rules import RL_CLASHES
 from megaswift.config.rl_ignored_option_rules import RL_IGNORED
-from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
+from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test, join_names
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.torch_engine_rules import SPEED_CLASHES, SPEED_IGNORED
 from megaswift.errors import Problem
@@ -355,7 +355,7 @@ def _ignored(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> I
     for r in IGNORED:
         if not wrong & {r.option, *r.reads} and _would_ignore(r, c):
             yield Problem(
-                labels[r.option], f"would be ignored: {_fill(r.why, c)}", _fill(r.fix, c) + ", or leave it out"
+                labels[r.option], f"would be ignored: {_fill(r.why, c)}", _way_out(r.fix, c) + ", or leave it out"
             )
 
 
@@ -370,7 +370,7 @@ def _clashes(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> I
             )
             if name != first and c.value(first) is not None and c.value(first) is not False:
                 why = f"{first} defaults to {option_value_text(c.value(first))}: {why}"
-            yield Problem(what, why, _fill(r.fix, c))
+            yield Problem(what, why, _way_out(r.fix, c))
 
 
 def _batch(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
@@ -384,6 +384,15 @@ def _batch(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Ite
             and not wrong & {"generation_batch_size", "steps_per_generation", "num_generations"}
         ):
             yield from generation_batch_problems(c, labels)
+
+
+def _way_out(fix: str, c: Sections) -> str:
+    """A rule's fix. Another engine needs the options to go that it does not have, too."""
+    text = _fill(fix, c)
+    for engine, names in (("--engine ddp", AXES), ("--engine megatron", TORCH_ONLY)):
+        given = [f"--{name}" for name in names if c.value(name) != OPTIONS[name].default]
+        text = text.replace(engine, f"{engine} without {join_names(given)}", 1) if given else text
+    return text
 
 
 def _fill(text: str, c: Sections) -> str:

@@ -55,6 +55,9 @@ def _plain(option: Option) -> dict[str, Any]:
         return {"type": [*_TYPES["text"], *(["null"] if option.optional else [])]}
     description: dict[str, Any] = {"type": [*_TYPES[option.kind], "string", "null"], "pattern": _NONE}
     limits = {word: option.details[key] for key, word in _LIMITS.items() if key in option.details}  # type: ignore[literal-required]
+    if option.details.get("fraction"):
+        share = {"exclusiveMinimum": 0, "exclusiveMaximum": 1}
+        return description | {"type": ["number", "string", "null"], "anyOf": [{"type": "integer", **limits}, share]}
     if unset := option.details.get("unset"):
         return description | {"anyOf": [limits, {"enum": [int(word) for word in unset]}]}
     return description | limits

@@ -181,6 +181,12 @@ def _fsdp_beside_deepspeed(c: Sections) -> bool:
     return c.engine.deepspeed is not None and "engine" not in c.given and bool({*FSDP_ONLY, "use_fsdp"} & c.given)
 
 
+def _as_save_safetensors(c: Sections) -> bool:
+    """Whether the export was switched off by `save_safetensors false`: Megatron checkpoints, no Hugging Face files."""
+    typed = c.typed.get("export_hf")
+    return typed is not None and "save_safetensors" in typed.spelling.replace("-", "_")
+
+
 _FSDP_MISSING: tuple[tuple[Test, str], ...] = (
     (lambda c: _NO_FSDP(c) and c.engine.deepspeed is None, "--engine fsdp2"),
     (
@@ -253,6 +259,18 @@ ENGINE_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: _TORCH(c) and c.model.recompute_granularity == "selective",
         "needs the native engine; torch engines recompute whole layers",
         "--recompute_granularity full",
+    ),
+    ConflictingOptions(
+        ("export_hf", *READS),
+        lambda c: _as_save_safetensors(c) and requested_engine(c) != NATIVE,
+        "would leave the run without weights: torch engines write safetensors only, no pickled files",
+        "leave it out; on the native engine it keeps Megatron checkpoints only",
+    ),
+    ConflictingOptions(
+        ("export_hf", "train_type", "save_only_model"),
+        lambda c: _as_save_safetensors(c) and (c.model.train_type != "full" or c.train.save_only_model),
+        "adapters and checkpoints of weights alone are written as safetensors",
+        "leave it out",
     ),
     ConflictingOptions(
         ("freeze_llm", "freeze_vit", "freeze_aligner"),

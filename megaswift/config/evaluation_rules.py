@@ -46,6 +46,8 @@ def _saves_without_evaluation(c: Sections) -> bool:
         return train.eval_strategy != train.save_strategy
     if train.save_steps is None or train.eval_steps is None or train.save_strategy == "no":
         return True
+    if min(train.save_steps, train.eval_steps) < 1:  # a fraction of all steps, rounded up
+        return train.save_steps != train.eval_steps
     return train.save_steps % train.eval_steps != 0
 
 

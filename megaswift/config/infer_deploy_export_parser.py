@@ -30,6 +30,7 @@ from megaswift.config.option_sources import (
     secret_values_of,
 )
 from megaswift.config.parse_option_values import FALSE
+from megaswift.config.unread_variables import unread_variables_notice
 from megaswift.config.user_spelling import TypedOption, errors_as_typed, problems_as_typed
 from megaswift.errors import ConfigError, Problem
 from megaswift.redaction import redact_problems
@@ -95,7 +96,8 @@ class CommandParser(Generic[Config]):
             return 0 if argv else 2
         parsed = self.parse(argv)
         if CHECKED not in os.environ:  # the process that started this one has printed them
-            for notice in parsed.notices:
+            unread = unread_variables_notice(os.environ)
+            for notice in (*parsed.notices, *[unread] * bool(unread)):
                 log.info(notice)
         with errors_as_typed(parsed.typed, self.table.names):
             return work(self.config(**parsed.sections))
@@ -113,7 +115,7 @@ class CommandParser(Generic[Config]):
             key: cls(**{n: v for n, v in state.values.items() if self.table.options[n].section == key})
             for key, cls in self.sections.items()
         }
-        neutral = neutral_notice(((label, name) for name, label in state.neutral.items()), self.neutral)
+        neutral = neutral_notice(((label, name) for name, (label, _) in state.neutral.items()), self.neutral)
         typed = {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None}
         parsed = ParsedCommand(sections, typed, (*state.notices, *[neutral] * bool(neutral)))
         if not state.problems:  # it may download
@@ -148,7 +150,7 @@ class CommandParser(Generic[Config]):
                     state.problems[-1] = replace(state.problems[-1], fix=fix)
                 first.setdefault(option.name, given)
             elif neutral is not None and neutral.accepts(given.value):
-                state.neutral[given.name] = given.label
+                state.neutral[given.name] = given.label, neutral
             else:
                 state.problems.append(self._unknown(given))
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from megaswift.config.neutral_options import ANY, EITHER, OFF, ON, NeutralOption
+from megaswift.config.neutral_options import NeutralOption
+from megaswift.config.unsupported_training_options import ANY, EITHER, OFF, ON
 
 _ROWS = NeutralOption(EITHER, "rows are read once, before the model is loaded")
 _ONE_READER = NeutralOption(ANY, "rows are read once, before the model is loaded")

@@ -24,11 +24,28 @@ SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
         IgnoredOption(
             name,
             _SCHEDULE,
+            lambda c: c.optim.lr_scheduler_type == "constant",
+            "a constant schedule has no final learning rate",
+            "--lr_scheduler_type cosine",
+        )
+        for name in ("min_lr_ratio", "lr_decay_iters")
+    ),
+    IgnoredOption(
+        "wsd_decay_ratio",
+        ("wsd_decay_steps",),
+        lambda c: c.optim.wsd_decay_steps is not None,
+        "wsd_decay_steps {wsd_decay_steps} already sets the length of the decay phase",
+        ONE_OF,
+    ),
+    *(
+        IgnoredOption(
+            name,
+            _SCHEDULE,
             _other_schedule("wsd"),
             "only the wsd schedule has a decay phase (lr_scheduler_type is {lr_scheduler_type})",
             "--lr_scheduler_type wsd",
         )
-        for name in ("wsd_decay_ratio", "wsd_decay_style")
+        for name in ("wsd_decay_ratio", "wsd_decay_steps", "wsd_decay_style")
     ),
     *(
         IgnoredOption(
@@ -69,6 +86,27 @@ SCHEDULE_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.optim.lr_warmup_init > c.optim.learning_rate,
         "is above learning_rate {learning_rate}",
         "--lr_warmup_init 0",
+    ),
+    ConflictingOptions(
+        ("min_lr_ratio", "min_lr"),
+        lambda c: c.optim.min_lr_ratio is not None and c.optim.min_lr > 0,
+        "conflicts with min_lr {min_lr}: both set the final learning rate",
+        ONE_OF,
+    ),
+    ConflictingOptions(
+        ("lr_decay_iters", "warmup_steps"),
+        lambda c: c.optim.lr_decay_iters is not None and c.optim.warmup_steps >= c.optim.lr_decay_iters,
+        "ends the schedule within the {warmup_steps} warmup steps",
+        "give more steps than --warmup_steps {warmup_steps}",
+    ),
+    ConflictingOptions(
+        ("wsd_decay_steps", "max_steps"),
+        lambda c: (
+            c.optim.wsd_decay_steps is not None
+            and (c.optim.lr_decay_iters or c.train.max_steps or c.optim.wsd_decay_steps) < c.optim.wsd_decay_steps
+        ),
+        "is longer than the schedule",
+        "--wsd_decay_ratio 0.1",
     ),
     ConflictingOptions(
         ("min_lr", "learning_rate"),

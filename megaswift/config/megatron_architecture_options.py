@@ -36,6 +36,15 @@ ARCHITECTURE = (
     "num_experts",
     "moe_ffn_hidden_size",
     "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "multi_latent_attention",
     "vocab_size",
     "attention_dropout",
     "hidden_dropout",
@@ -49,8 +58,9 @@ def with_collected_architecture(givens: Iterable[GivenOptionValue]) -> Iterator[
     first: GivenOptionValue | None = None
     for given in givens:
         if given.name in ARCHITECTURE:
-            first = first or given
-            collected[given.name] = "true" if given.value is None else given.value
+            if given.value is not None:  # an empty entry of a file
+                first = first or given
+                collected[given.name] = given.value
         else:
             yield given
     if first is not None:

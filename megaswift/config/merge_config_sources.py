@@ -6,13 +6,14 @@ is `apply_all_option_rules.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megaswift.config.accelerate_file import expand_accelerate_files
 from megaswift.config.adapter_rules import train_type_defaults
-from megaswift.config.advice_for_foreign_options import foreign_option_advice, foreign_value_advice
+from megaswift.config.advice_for_foreign_options import NAMES_ELSEWHERE, foreign_option_advice, foreign_value_advice
 from megaswift.config.apply_all_option_rules import (
     BATCH,
     broken_option_rules,
@@ -23,12 +24,14 @@ from megaswift.config.apply_all_option_rules import (
 from megaswift.config.data import ALIGNMENT, RL
 from megaswift.config.differing_toolkit_defaults import differing_defaults_notice
 from megaswift.config.generation_batch import BATCH_OPTIONS, DefaultGradientAccumulation, default_rl_accumulation_steps
+from megaswift.config.megatron_extra_kwargs import transformer_config_option
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
-from megaswift.config.neutral_options import NEUTRAL, neutral_notice
+from megaswift.config.neutral_options import NeutralOption, neutral_notice, neutral_option
 from megaswift.config.option import Option
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue, secret_values_of
 from megaswift.config.options_from_deepspeed_json import source_from_deepspeed_file
 from megaswift.config.parse_option_values import (
+    FALSE,
     InvalidValue,
     option_value_text,
     parse_option_value,
@@ -36,7 +39,7 @@ from megaswift.config.parse_option_values import (
 )
 from megaswift.config.rl_conflict_rules import missing_reward_problems
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections
-from megaswift.config.translated_options import translated_options
+from megaswift.config.translated_options import SCHEDULER_ARGUMENTS, UNKNOWN_KEY, translated_options
 from megaswift.config.user_spelling import TypedOption, problems_as_typed
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.redaction import redact_problems
@@ -46,6 +49,8 @@ TASK_NAMES = (*TASKS, "rlhf")
 
 LISTS_ALL = "megaswift {task} --help lists them all"
 """The fix of an unknown option; the task is filled in once all sources are read, because a later one may name it."""
+_SAMPLING = re.compile("(vllm|sglang|lmdeploy)_")
+"""Prefixes of settings of samplers."""
 KEPT = frozenset({"train_type", "model", "dataset", "output_dir", "resume_from_checkpoint"})
 """Options of a file that the command line replaces by their own name only: without one the run would be another."""
 
@@ -65,8 +70,8 @@ class ResolveState:
     secrets: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     """Spellings, as they were given."""
-    neutral: dict[str, str] = field(default_factory=dict)
-    """Accepted options of other toolkits that change nothing here: name to label."""
+    neutral: dict[str, tuple[str, NeutralOption]] = field(default_factory=dict)
+    """Accepted options of other toolkits that change nothing here: name to label and reason."""
     task: str | None = None
 
     @property
@@ -136,7 +141,10 @@ def _notices(sections: Sections, state: ResolveState) -> tuple[str, ...]:
     """What was taken otherwise than written, then defaults that depend on other options, then other toolkits'."""
     passes = _passes(state)
     others = differing_defaults_notice(sections, state.foreign, ignored_option_names(sections))
-    accepted = neutral_notice((label, name) for name, label in state.neutral.items())
+    accepted = neutral_notice(
+        ((label, name) for name, (label, _) in state.neutral.items()),
+        {name: option for name, (_, option) in state.neutral.items()},
+    )
     return (
         *state.notices,
         *([accepted] if accepted else ()),
@@ -198,8 +206,8 @@ def _check(sections: Sections, state: ResolveState) -> list[Problem]:
         return []
     contrary = [
         Problem(label, f"conflicts with {state.labels[other]}", "leave one of the two out")
-        for name, label in state.neutral.items()
-        if (other := NEUTRAL[name].unless) in sections.given
+        for label, option in state.neutral.values()
+        if (other := option.unless) in sections.given
     ]
     return contrary + list(broken_option_rules(sections, state.labels, frozenset(state.wrong)))
 
@@ -270,15 +278,30 @@ def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
 
 def _take_unknown(state: ResolveState, given: GivenOptionValue) -> None:
     """An option that megaswift does not have: accepted where it asks for what happens anyway."""
-    neutral = NEUTRAL.get(given.name)
-    if neutral is None:
-        state.problems.append(unknown_option_problem(given, NAMES))
-    elif neutral.accepts(given.value):
+    name, value, neutral = given.name, given.value, _answer(given.name)
+    if neutral is None and (positive := name.removeprefix("no_").removeprefix("disable_")) not in NAMES:
+        neutral = _answer(positive)
+        name, value = positive, str(value).strip().lower() in FALSE
+    if neutral is not None and neutral.accepts(value):
         state.foreign.append(given.name)
-        state.neutral[given.name] = given.label
+        off = str(value).strip().lower() in FALSE
+        state.neutral[name] = (given.label, replace(neutral, unless="") if off else neutral)
+    elif _SAMPLING.match(given.name) and state.task is not None and state.task not in RL:
+        rule = f"has no effect in {state.task}, which samples nothing"
+        state.problems.append(Problem(given.label, rule, "leave it out"))
+    elif given.name == UNKNOWN_KEY:
+        kept = ", ".join(SCHEDULER_ARGUMENTS) if "{" in given.label else "batch_size, shuffle, num_workers, pin_memory"
+        state.problems.append(Problem(given.label, "is not a known key", f"leave it out; known keys: {kept}"))
+    elif neutral is None:
+        state.problems.append(unknown_option_problem(given, NAMES))
     else:
         fix = neutral.otherwise or "leave it out"
         state.problems.append(Problem(given.label, f"is not supported: {neutral.reason}", fix))
+
+
+def _answer(name: str) -> NeutralOption | None:
+    """The entry of another toolkit's option, unless it has an advice of its own."""
+    return neutral_option(name) or (None if name in NAMES_ELSEWHERE else transformer_config_option(name))
 
 
 def set_option_value(

@@ -5,15 +5,14 @@ Owns the table and the reason of each. A value that asks for something else is r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megaswift.config.parse_option_values import FALSE, TRUE
-
-ON, OFF = ("true",), ("false",)
-EITHER = ON + OFF
-ANY: tuple[str, ...] = ()
+from megaswift.config.unsupported_megatron_options import NEWER_FIELDS, UNSUPPORTED_OF_MEGATRON, UNSUPPORTED_PATTERNS
+from megaswift.config.unsupported_training_options import ANY, EITHER, OFF, ON, UNSUPPORTED, ForeignOptionRow
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,22 @@ class NeutralOption:
     otherwise: str = ""
     """The fix for another value."""
     unless: str = ""
-    """An option of megaswift beside which it would have an effect."""
+    """An option of megaswift beside which it would have an effect, unless switched off."""
 
     def accepts(self, value: Any) -> bool:
-        """Whether the value asks for what happens anyway; None is a flag without a value."""
-        text = "true" if value is None else str(value).strip().lower()
+        """Whether the value asks for what happens anyway; None sets nothing."""
+        text = str(value).strip().lower()
         spelled = "true" if text in TRUE else "false" if text in FALSE else text
-        return self.values == ANY or bool({text, spelled} & {*self.values})
+        if value is None or self.values == ANY or {text, spelled} & {*self.values}:
+            return True
+        return _number(text) is not None and _number(text) in {_number(v) for v in self.values}
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 _SAFETENSORS = NeutralOption(ON, "weights are saved as safetensors")
@@ -41,7 +49,7 @@ _FUSED = NeutralOption(EITHER, "fused kernels are selected by device and --trans
 _PER_TOKEN = NeutralOption(ON, "the loss is a mean over the label tokens of the global batch")
 _UNUSED_COLUMNS = "columns that the row format does not use are ignored"
 _RESUME = "resume_from_checkpoint"
-_FROM_START = "--model DIR starts from its weights"
+_FROM_START = "--model DIR starts from its weights, and --resume_from_checkpoint continues a run"
 _EVAL_DTYPE = NeutralOption(OFF, "evaluation computes in --torch_dtype", "leave it out")
 _SAMPLER_LIMIT = "--max_length, prompt plus completion, is the sampler's limit"
 _WORKERS = "--dataloader_num_workers threads read ahead and last for the whole run"
@@ -95,7 +103,9 @@ NEUTRAL: dict[str, NeutralOption] = {
         ON, "config.json or --moe_aux_loss_coeff sets the balancing loss", "--moe_aux_loss_coeff 0 disables balancing"
     ),
     "moe_router_load_balancing_type": NeutralOption(
-        ("aux_loss",), "--moe_aux_loss_coeff sets the balancing loss", "--moe_aux_loss_coeff 0 disables balancing"
+        ("aux_loss",),
+        "--moe_aux_loss_coeff sets the weight of the balancing loss, of which aux_loss is the only kind",
+        "leave it out; --moe_aux_loss_coeff 0 disables balancing",
     ),
     "moe_token_drop_policy": NeutralOption(
         ("probs",), "--moe_expert_capacity_factor drops the tokens of smallest weight", "leave it out"
@@ -113,6 +123,7 @@ NEUTRAL: dict[str, NeutralOption] = {
     "vit_gradient_checkpointing": NeutralOption(EITHER, "--gradient_checkpointing covers vision layers too"),
     "use_cpu_initialization": NeutralOption(EITHER, "every rank loads only its shard of the weights"),
     "perform_initialization": NeutralOption(OFF, "weights are loaded from --model DIR", "--random_init true"),
+    "init_method_std": NeutralOption(ANY, "weights are loaded from --model DIR", unless="random_init"),
     "offload_bridge": NeutralOption(OFF, "weights are converted tensor by tensor", "leave it out"),
     "manual_gc": NeutralOption(OFF, "Python's automatic garbage collection stays on", "leave it out"),
     "vllm_max_model_len": NeutralOption(ANY, _SAMPLER_LIMIT),
@@ -148,11 +159,9 @@ NEUTRAL: dict[str, NeutralOption] = {
     "check_model": NeutralOption(EITHER, "model files are checked before the run starts"),
     "use_torchrun": NeutralOption(ON, "torchrun is the default launcher", "leave it out"),
     # what trains
-    "finetune": NeutralOption(
-        ON, _FROM_START, "--resume_from_checkpoint latest continues a run", "resume_from_checkpoint"
-    ),
-    "no_load_optim": NeutralOption(ON, _FROM_START, "--resume_from_checkpoint latest", _RESUME),
-    "no_load_rng": NeutralOption(ON, _FROM_START, "--resume_from_checkpoint latest", _RESUME),
+    "finetune": NeutralOption(EITHER, _FROM_START, unless=_RESUME),
+    "no_load_optim": NeutralOption(EITHER, _FROM_START, unless=_RESUME),
+    "no_load_rng": NeutralOption(EITHER, _FROM_START, unless=_RESUME),
     "resume_only_model": NeutralOption(OFF, "a resumed run continues exactly", "--model DIR/checkpoints/step-N"),
     "ignore_data_skip": NeutralOption(OFF, "a resumed run continues with the next row", "--model DIR"),
     "lora_bias": NeutralOption(("none",), "biases stay frozen with LoRA", "leave it out"),
@@ -177,6 +186,7 @@ NEUTRAL: dict[str, NeutralOption] = {
     "plot_loss": NeutralOption(ON, "curves are always plotted (OUT/loss.png, OUT/report.html)", "leave it out"),
     "disable_tqdm": NeutralOption(EITHER, "progress is one line per logged step"),
     "include_num_input_tokens_seen": NeutralOption(EITHER, "metrics.jsonl contains the number of tokens"),
+    "warmup_type": NeutralOption(("linear",), "warmup is linear", "leave it out"),
     "do_train": NeutralOption(ON, "this command trains", "leave it out"),
     "mode": NeutralOption(
         ("train", "training"), "this command trains", "use the command's name: megaswift infer, megaswift deploy"
@@ -185,6 +195,23 @@ NEUTRAL: dict[str, NeutralOption] = {
     "local_rank": NeutralOption(ANY, "the launcher's environment variables set the rank"),
 }
 """Names of ms-swift, Megatron-LM, transformers and TRL."""
+
+
+def _by_name(rows: Iterable[ForeignOptionRow]) -> dict[str, NeutralOption]:
+    return {name: NeutralOption(v, reason, fix) for names, v, reason, fix in rows for name in names.split()}
+
+
+ABSENT = _by_name((*UNSUPPORTED, *UNSUPPORTED_OF_MEGATRON))
+"""What training does not have, where the default is accepted."""
+NEWER = _by_name(NEWER_FIELDS)
+"""The same of fields that the installed Megatron-Core may not have yet."""
+
+
+def neutral_option(name: str) -> NeutralOption | None:
+    """The entry of a name of another toolkit's training options; None where there is none."""
+    found = NEUTRAL.get(name) or ABSENT.get(name)
+    reason = next((reason for rule, reason in UNSUPPORTED_PATTERNS if re.fullmatch(rule, name)), "")
+    return found or (NeutralOption(ANY, reason) if reason else None)
 
 
 def neutral_notice(accepted: Iterable[tuple[str, str]], table: Mapping[str, NeutralOption] = NEUTRAL) -> str:

@@ -12,6 +12,7 @@ SCHEDULES = {
     "inverse-square-root": "inverse_sqrt",
     "inverse_square_root": "inverse_sqrt",
     "warmup_stable_decay": "wsd",
+    "cosine_with_min_lr": "cosine",
 }
 PAGED = ("paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_32bit", "paged_lion_8bit")
 LIONS = ("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit")
@@ -48,11 +49,27 @@ class OptimConfig:
         above=0,
     )
     min_lr: float = option(0.0, "Final learning rate of the schedule (inverse_sqrt: lower bound)", minimum=0)
+    min_lr_ratio: float | None = option(
+        None,
+        "Final learning rate as a fraction of learning_rate, instead of min_lr",
+        aliases=("min_lr_rate",),
+        minimum=0,
+        maximum=1,
+    )
     lr_scheduler_type: str = option(
         "cosine",
         "Learning-rate schedule after warmup",
         aliases=("lr_decay_style",),
-        choices=("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd"),
+        choices=(
+            "constant",
+            "linear",
+            "cosine",
+            "cosine_with_restarts",
+            "cosine_warmup_with_min_lr",
+            "polynomial",
+            "inverse_sqrt",
+            "wsd",
+        ),
         spellings=SCHEDULES,
     )
     warmup_ratio: float = option(
@@ -62,9 +79,19 @@ class OptimConfig:
         0, "Warmup steps, instead of warmup_ratio", aliases=("lr_warmup_iters",), minimum=0, unit="steps"
     )
     lr_warmup_init: float = option(0.0, "Learning rate at the first warmup step", minimum=0)
+    lr_decay_iters: int | None = option(
+        None, "Steps after which the schedule has reached its final rate; unset: all steps", minimum=1, unit="steps"
+    )
     lr_num_cycles: int = option(1, "Cycles of cosine_with_restarts", minimum=1)
     lr_power: float = option(1.0, "Exponent of the polynomial schedule", above=0)
     wsd_decay_ratio: float = option(0.1, "Fraction of steps in the decay phase of wsd", above=0, maximum=1)
+    wsd_decay_steps: int | None = option(
+        None,
+        "Steps in the decay phase of wsd, instead of wsd_decay_ratio",
+        aliases=("lr_wsd_decay_iters", "num_decay_steps"),
+        minimum=1,
+        unit="steps",
+    )
     wsd_decay_style: str = option(
         "cosine",
         "Shape of the decay phase of wsd",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import Any, TypedDict, Unpack, get_args, get_origin, get_type_hints
 
 LARGEST_SEED = 2**62
@@ -27,6 +28,8 @@ class OptionDetails(TypedDict, total=False):
     """Other ways to write a choice: `fp32` for `float32`."""
     unset: tuple[str, ...]
     """Other toolkits' values for "not set": -1."""
+    fraction: bool
+    """A number of steps that may also be a fraction of all steps, above 0 and below 1."""
     minimum: float
     above: float
     maximum: float
@@ -116,12 +119,12 @@ def options_of(section: str, cls: type) -> tuple[Option, ...]:
     hints = get_type_hints(cls)
     options = []
     for f in dataclasses.fields(cls):
-        arms = get_args(hints[f.name]) if type(None) in get_args(hints[f.name]) else (hints[f.name],)
+        arms = get_args(hints[f.name]) if isinstance(hints[f.name], UnionType) else (hints[f.name],)
         inner = next(a for a in arms if a is not type(None))
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
         details = {k: v for k, v in f.metadata.items() if k != "help"}
         kind = _KINDS.get(inner) or _KINDS[get_origin(inner) or inner]
-        options.append(Option(f.name, section, kind, len(arms) > 1, default, f.metadata["help"], details))  # type: ignore[arg-type]
+        options.append(Option(f.name, section, kind, type(None) in arms, default, f.metadata["help"], details))  # type: ignore[arg-type]
     return tuple(options)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from megaswift.config.option import OptionTable
 from megaswift.config.parse_option_values import FALSE, TRUE, example_flag_text, option_value_text
-from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TRAINING, is_section_entry
+from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TRAINING, is_section_entry, takes_mapping
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, missing_path_hint
 from megaswift.redaction import MASK, is_secret
 from megaswift.version import __version__
@@ -45,7 +45,7 @@ class GivenOptionValue:
 
     name: str
     """As written, dashes turned to underscores; any spelling."""
-    value: Any
+    value: Any  # None: an empty entry of a file; a flag without a value is True
     label: str
     """`--lr 3`, `run.yaml:7 lr: 3`."""
     spelling: str = ""
@@ -260,9 +260,7 @@ def _walk(loader: Any, node: Any, section: str) -> Iterator[_Pair]:
     for key, value in node.value:
         name, line = str(key.value), f":{key.start_mark.line + 1}"
         plain = loader.construct_object(value, deep=True)
-        opens = (
-            isinstance(plain, dict) and not section and OPTIONS.get(NAMES.get(normalize_name(name), ""), None) is None
-        )
+        opens = isinstance(plain, dict) and not section and not takes_mapping(normalize_name(name))
         if not section and (is_section_entry(normalize_name(name), plain) or opens):
             yield from _walk(loader, value, name)
         else:
@@ -281,7 +279,7 @@ def _json_pairs(text: str) -> Iterator[_Pair]:
     if not isinstance(root, _Pairs):
         raise _Malformed("must contain a JSON object of options")
     for name, value in root:
-        known = normalize_name(name) in NAMES and not is_section_entry(normalize_name(name), {})
+        known = takes_mapping(normalize_name(name)) and not is_section_entry(normalize_name(name), {})
         if isinstance(value, _Pairs) and not known:
             yield from ((name, n, _plain(v), "") for n, v in value)
         else:
@@ -375,7 +373,7 @@ def _take(line: ParsedCommandLine, flag: str, values: list[str], table: OptionTa
     elif not values and option is not None and option.kind != "bool":
         line.problems.append(Problem(flag, "has no value", example_flag_text(option)))
     elif option is None:
-        line.givens.append(GivenOptionValue(name, values[0] if values else None, label, flag))
+        line.givens.append(GivenOptionValue(name, values[0] if values else True, label, flag))
     elif option.kind in ("list", "numbers", "integers", "map") and values:
         earlier = next((g for g in line.givens if g.name == name), None)
         if earlier:  # --dataset a --dataset b

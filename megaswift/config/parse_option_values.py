@@ -136,8 +136,10 @@ def _number(option: Option, raw: Any) -> float:
     return value
 
 
-def _int(option: Option, raw: Any) -> int:
+def _int(option: Option, raw: Any) -> float:
     number = _number(option, raw)
+    if option.details.get("fraction") and 0 < number < 1:
+        return number
     if number != int(number):
         raise InvalidValue("must be an integer", f"--{option.name} {math.ceil(number)}")
     try:

@@ -82,6 +82,22 @@ def is_section_entry(name: str, value: Any) -> bool:
     return isinstance(value, dict) and (name in SECTIONS or name in SECTION_ALIASES)
 
 
+MAPPINGS = (
+    "dataloader",
+    "lr_scheduler_kwargs",
+    "gradient_checkpointing_kwargs",
+    "activation_checkpointing_kwargs",
+    "accelerator_config",
+    "model_kwargs",
+)
+"""Names of other toolkits whose value is a mapping."""
+
+
+def takes_mapping(name: str) -> bool:
+    """Whether `name: {...}` is one value, and not a heading over options."""
+    return name in NAMES or name in MAPPINGS
+
+
 @dataclass(frozen=True)
 class Sections:
     """A configuration whose values are of the right type and range each, not yet checked against each other."""

@@ -48,8 +48,13 @@ class TrainConfig:
         "Bitwise reproducible runs; slower on GPUs",
         aliases=("deterministic_mode", "full_determinism"),
     )
-    logging_steps: int = option(
-        1, "Steps between entries in metrics.jsonl", aliases=("log_interval",), minimum=1, unit="steps"
+    logging_steps: int | float = option(
+        1,
+        "Steps between entries in metrics.jsonl; below 1: that fraction of all steps",
+        aliases=("log_interval",),
+        minimum=1,
+        fraction=True,
+        unit="steps",
     )
     profile: bool = option(False, "Profile some steps: traces and a table of times in output_dir/profile")
     profile_step_start: int = option(2, "Profiling starts after this step", minimum=0, unit="steps")
@@ -61,8 +66,13 @@ class TrainConfig:
         aliases=("evaluation_strategy",),
         choices=("no", "steps", "epoch"),
     )
-    eval_steps: int | None = option(
-        None, "Steps between evaluations; unset: only at the end", aliases=("eval_interval",), minimum=1, unit="steps"
+    eval_steps: int | float | None = option(
+        None,
+        "Steps between evaluations; below 1: fraction of all steps; unset: at the end",
+        aliases=("eval_interval",),
+        minimum=1,
+        fraction=True,
+        unit="steps",
     )
     eval_iters: int | None = option(
         None,
@@ -76,8 +86,13 @@ class TrainConfig:
         "When to save; no: only when interrupted; unset: every save_steps and at the end",
         choices=("no", "steps", "epoch", "best"),
     )
-    save_steps: int | None = option(
-        None, "Steps between checkpoints; unset: only at the end", aliases=("save_interval",), minimum=1, unit="steps"
+    save_steps: int | float | None = option(
+        None,
+        "Steps between checkpoints; below 1: fraction of all steps; unset: at the end",
+        aliases=("save_interval",),
+        minimum=1,
+        fraction=True,
+        unit="steps",
     )
     save_total_limit: int | None = option(
         None, "Number of checkpoints to keep, newest first; unset: all", minimum=1, unset=("-1",), unit="checkpoints"

@@ -14,6 +14,7 @@ from typing import Any
 from megaswift.config.advice_for_foreign_options import PRECISIONS
 from megaswift.config.fsdp_spellings import translated_fsdp_options
 from megaswift.config.megatron_architecture_options import with_collected_architecture
+from megaswift.config.neutral_options import neutral_option
 from megaswift.config.option_sources import GivenOptionValue
 from megaswift.config.parse_option_values import FALSE, TRUE
 from megaswift.config.peft_methods import VARIANTS
@@ -72,10 +73,19 @@ RENAMED = {
     "additional_target": "modules_to_save",
     "lora_modules_to_save": "modules_to_save",
     "lambda": "lam",
+    "tau_pos": "sapo_temperature_pos",
+    "tau_neg": "sapo_temperature_neg",
+    "grpo_group_size": "num_generations",
+    "grpo_kl_beta": "beta",
+    "grpo_clamp_eps_lower": "epsilon",
+    "grpo_clamp_eps_upper": "epsilon_high",
+    "grpo_iterations": "num_iterations",
 }
 """Another toolkit's name -> the option of the same meaning and the same values."""
 INTERVALS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps"}
 """Options that unset an interval by the value `no`."""
+SAMPLES = {"train_samples": "max_steps", "lr_warmup_samples": "warmup_steps", "lr_decay_samples": "lr_decay_iters"}
+"""Megatron-LM's lengths in samples -> the option in steps of `global_batch_size`, which must stand beside it."""
 TASK_SPELLINGS = ("training_task", "algorithm")
 """Names of the task in other files."""
 SWITCHES = {
@@ -88,6 +98,9 @@ SWITCHES = {
     "use_lora": ("train_type", "lora"),
     "use_galore": ("optimizer", "galore_adamw"),
     "activation_checkpointing": ("recompute_granularity", "full"),
+    "recompute_activations": ("recompute_granularity", "selective"),
+    "checkpoint_activations": ("recompute_granularity", "full"),
+    "no_overlap_p2p_communication": ("overlap_p2p_comm", False),
     "fsdp_activation_checkpointing": ("recompute_granularity", "full"),
     "sequence_packing": ("packing", True),
     "mlp_padding_free": ("packing", True),
@@ -108,6 +121,7 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     ("deepspeed", "default-zero3"): ("deepspeed", "zero3"),
     ("mixed_precision", "false"): ("torch_dtype", "float32"),
     ("bf16", "false"): ("torch_dtype", "float32"),
+    ("save_safetensors", "false"): ("export_hf", False),
     ("train_sampling_strategy", "group_by_length"): ("group_by_length", True),
     ("train_sampling_strategy", "random"): ("shuffle", True),
     ("train_sampling_strategy", "sequential"): ("shuffle", False),
@@ -116,6 +130,24 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     ("sleep_level", "2"): ("rollout_sleep", True),
 }
 """Another toolkit's name and value -> option and value; true and false stand for all their spellings."""
+SCHEDULER_ARGUMENTS = {
+    "num_cycles": "lr_num_cycles",
+    "power": "lr_power",
+    "lr_end": "min_lr",
+    "min_lr": "min_lr",
+    "min_lr_rate": "min_lr_ratio",
+    "min_lr_ratio": "min_lr_ratio",
+    "warmup_lr_rate": "warmup_lr_rate",
+    "num_decay_steps": "wsd_decay_steps",
+    "decay_type": "wsd_decay_style",
+    "warmup_type": "warmup_type",
+}
+"""Keys of `lr_scheduler_kwargs`."""
+SCHEDULER_DEFAULTS = (("num_cycles", 0.5), *((name, None) for name in SCHEDULER_ARGUMENTS))
+"""Entries that ask for nothing: the cosine schedule of transformers is half a wave."""
+UNKNOWN_KEY = "unknown key"
+"""Stands for an entry of a mapping that no option answers to."""
+_RESUME = "resume_from_checkpoint"
 _HOST, _PORT, _URL = ("vllm_server_host", "sglang_server_host"), ("vllm_server_port", "sglang_server_port"), "8000"
 
 
@@ -130,19 +162,25 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
     givens = list(translated_fsdp_options(givens))
     givens = list(with_collected_architecture(givens))
     values = {given.name: _text(given) for given in givens}
-    unused = _unused_names(values)
+    unused, batches = _unused_names(values), {NAMES.get(name): text for name, text in values.items()}
     for given in givens:
         text = values[given.name]
         flag = "true" if text in TRUE else "false" if text in FALSE else text
         meaning = VALUES.get((given.name, text)) or VALUES.get((given.name, flag))
-        if given.name in unused or (given.name in SWITCHES and flag == "false"):
+        if given.name in unused or (given.name in SWITCHES and flag in ("false", "none")):
             continue
-        if NAMES.get(given.name) in INTERVALS and text in FALSE:  # YAML reads `no` as false
+        if given.name == _RESUME and flag in ("true", "false"):  # transformers: the newest of output_dir, or none
+            yield replace(given, value="latest" if flag == "true" else None)
+        elif NAMES.get(given.name) in INTERVALS and text in FALSE:  # YAML reads `no` as false
             yield replace(given, value="no")
         elif meaning is not None:
             yield replace(given, name=meaning[0], value=meaning[1])
         elif given.name == "warmup_steps" and 0 < _number(text) < 1:
             yield replace(given, name="warmup_ratio")
+        elif given.name in SAMPLES and (batch := _number(batches.get("global_batch_size", ""))) >= 1:
+            yield replace(given, name=SAMPLES[given.name], value=int(_number(text) // batch))
+        elif given.name == "distributed_timeout_minutes" and _number(text) > 0:
+            yield replace(given, name="ddp_timeout", value=round(60 * _number(text)))
         elif given.name in RENAMED or given.name in TASK_SPELLINGS:
             yield replace(given, name=RENAMED.get(given.name, "task"))
         elif given.name in _HOST:
@@ -161,7 +199,7 @@ def _section_options(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
     elif given.name == "deepspeed" and isinstance(given.value, dict) and set(given.value) == {"config_path"}:
         yield replace(given, value=given.value["config_path"])
     elif given.name == "lr_scheduler_kwargs" and (kwargs := _json_object(given.value)) is not None:
-        yield from (_schedule_option(given, name, value) for name, value in kwargs.items())
+        yield from (_schedule_option(given, *entry) for entry in kwargs.items() if entry not in SCHEDULER_DEFAULTS)
     elif given.name == "dataloader" and isinstance(given.value, dict):
         yield from (_dataloader_option(given, name, value) for name, value in given.value.items())
     else:
@@ -172,13 +210,15 @@ def _dataloader_option(section: GivenOptionValue, name: str, value: Any) -> Give
     """An entry of a section `dataloader`, in the terms of torch's DataLoader."""
     own = {"batch_size": "per_device_train_batch_size", "shuffle": "shuffle"}.get(name, f"dataloader_{name}")
     spelling = f"{section.spelling} {name}:"
-    return GivenOptionValue(own, value, f"{spelling} {value}", spelling)
+    known = own in NAMES or neutral_option(own) is not None
+    return GivenOptionValue(own if known else UNKNOWN_KEY, value, f"{spelling} {value}", spelling)
 
 
 def _schedule_option(given: GivenOptionValue, name: str, value: Any) -> GivenOptionValue:
     """An argument of a scheduler of transformers."""
-    own = {"num_cycles": "lr_num_cycles", "power": "lr_power", "lr_end": "min_lr", "decay_type": "wsd_decay_style"}
-    return replace(given, name=own.get(name, name), value=value)
+    own = SCHEDULER_ARGUMENTS.get(name, UNKNOWN_KEY)
+    label = f"{given.spelling} {json.dumps({name: value})}"
+    return GivenOptionValue(own, value, label, given.spelling)
 
 
 def _json_object(value: Any) -> dict[str, Any] | None:
@@ -200,9 +240,9 @@ def _number(text: str) -> float:
 
 
 def _text(given: GivenOptionValue) -> str:
-    """In lower case; a flag without a value is true, and a list of one value is that value."""
+    """In lower case; an empty entry of a file is none, and a list of one value is that value."""
     value = given.value[0] if isinstance(given.value, list | tuple) and len(given.value) == 1 else given.value
-    return "true" if value is None else str(value).strip().lower()
+    return str(value).strip().lower()
 
 
 def _unused_names(values: dict[str, str]) -> set[str]:

@@ -17,6 +17,11 @@ def _field(name: str) -> Callable[[ModelSpec], Any]:
     return lambda spec: spec.transformer.get(name)
 
 
+def _switch(name: str) -> Callable[[ModelSpec], Any]:
+    """A switch that a family's table leaves out where it is off; None for a model without a family."""
+    return lambda spec: bool(spec.transformer.get(name)) if spec.transformer else None
+
+
 VALUES: dict[str, Callable[[ModelSpec], Any]] = {
     "num_layers": lambda spec: spec.num_layers,
     "hidden_size": lambda spec: spec.hidden_size,
@@ -41,6 +46,15 @@ VALUES: dict[str, Callable[[ModelSpec], Any]] = {
     "num_experts": lambda spec: spec.experts,
     "moe_ffn_hidden_size": lambda spec: spec.expert_ffn,
     "moe_router_topk": lambda spec: spec.topk,
+    "moe_router_pre_softmax": _switch("moe_router_pre_softmax"),
+    "moe_router_score_function": _field("moe_router_score_function"),
+    "moe_router_topk_scaling_factor": _field("moe_router_topk_scaling_factor"),
+    "moe_router_num_groups": _field("moe_router_num_groups"),
+    "moe_router_group_topk": _field("moe_router_group_topk"),
+    "moe_router_enable_expert_bias": _switch("moe_router_enable_expert_bias"),
+    "moe_shared_expert_intermediate_size": _field("moe_shared_expert_intermediate_size"),
+    "moe_shared_expert_gate": _switch("moe_shared_expert_gate"),
+    "multi_latent_attention": _switch("multi_latent_attention"),
     "vocab_size": lambda spec: spec.vocab_size,
     "attention_dropout": lambda spec: spec.transformer.get("attention_dropout", 0.0),
     "hidden_dropout": lambda spec: spec.transformer.get("hidden_dropout", 0.0),

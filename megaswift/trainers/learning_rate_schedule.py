@@ -37,15 +37,31 @@ class ScheduleOptions(Protocol):
     @property
     def lr_warmup_init(self) -> float: ...  # noqa: D102
     @property
+    def min_lr_ratio(self) -> float | None: ...  # noqa: D102
+    @property
+    def lr_decay_iters(self) -> int | None: ...  # noqa: D102
+    @property
+    def wsd_decay_steps(self) -> int | None: ...  # noqa: D102
+    @property
     def lr_num_cycles(self) -> int: ...  # noqa: D102
     @property
     def lr_power(self) -> float: ...  # noqa: D102
 
 
 def warmup_steps(total_steps: int, optim: ScheduleOptions) -> int:
-    """Steps that warm up: `warmup_steps` when given, else that share of all steps, rounded up (as transformers
-    does)."""
-    return optim.warmup_steps if optim.warmup_steps > 0 else ceil(optim.warmup_ratio * total_steps)
+    """Steps that warm up: `warmup_steps` when given, else that share of the schedule's steps, rounded up (as
+    transformers does)."""
+    return optim.warmup_steps if optim.warmup_steps > 0 else ceil(optim.warmup_ratio * decay_steps(total_steps, optim))
+
+
+def decay_steps(total_steps: int, optim: ScheduleOptions) -> int:
+    """Steps until the schedule has reached its final rate: `lr_decay_iters`, else all."""
+    return optim.lr_decay_iters or total_steps
+
+
+def final_rate(optim: ScheduleOptions) -> float:
+    """The rate at the end of the schedule."""
+    return optim.min_lr if optim.min_lr_ratio is None else optim.min_lr_ratio * optim.learning_rate
 
 
 def check_warmup(total_steps: int, optim: ScheduleOptions) -> None:
@@ -62,18 +78,20 @@ def check_warmup(total_steps: int, optim: ScheduleOptions) -> None:
 
 def lr_at(step: int, total_steps: int, optim: ScheduleOptions) -> float:
     """The learning rate of step `step` (from 0) of `total_steps`."""
-    high, low, warm = optim.learning_rate, optim.min_lr, warmup_steps(total_steps, optim)
+    high, low, warm = optim.learning_rate, final_rate(optim), warmup_steps(total_steps, optim)
+    kind, total_steps = optim.lr_scheduler_type, decay_steps(total_steps, optim)
+    one = int(kind == "cosine_warmup_with_min_lr")  # its step 0 has the rate of the first step after 0
     if step < warm:
-        return optim.lr_warmup_init + (high - optim.lr_warmup_init) * step / warm
-    kind = optim.lr_scheduler_type
+        share = step / max(1, warm - 1) if one and optim.lr_warmup_init else (step + one) / warm
+        return optim.lr_warmup_init + (high - optim.lr_warmup_init) * share
     if kind == "constant":
         return high
     if kind == "inverse_sqrt":
-        return max(low, high * inverse_sqrt(step, warm))
+        return low if step > total_steps else max(low, high * inverse_sqrt(step, warm))
     start = warm
     if kind == "wsd":
-        start = max(warm, total_steps - ceil(optim.wsd_decay_ratio * total_steps))
-    progress = min(1.0, max(0, step - start) / max(1, total_steps - start))
+        start = max(warm, total_steps - (optim.wsd_decay_steps or ceil(optim.wsd_decay_ratio * total_steps)))
+    progress = min(1.0, max(0, step + one - start) / max(1, total_steps - start))
     share = _remaining_share(kind, progress, optim)
     return high * share + low * (1 - share)
 
@@ -107,6 +125,7 @@ def _remaining_share(kind: str, progress: float, optim: ScheduleOptions) -> floa
 SHAPES: dict[str, Callable[[float], float]] = {
     "linear": linear_decay,
     "cosine": cosine_decay,
+    "cosine_warmup_with_min_lr": cosine_decay,
     "minus_sqrt": lambda progress: 1 - sqrt(progress),
     "exponential": lambda progress: 2.0 * 0.5**progress - 1,
 }

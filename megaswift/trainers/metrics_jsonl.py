@@ -20,7 +20,7 @@ from megaswift.errors import storage_error
 from megaswift.trainers import out_of_memory
 from megaswift.trainers.flops import StepFlopFormula
 from megaswift.trainers.hook import Hook, StepRecord
-from megaswift.trainers.step_interval import Every, StepInterval
+from megaswift.trainers.step_interval import Every, StepInterval, steps_of
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -123,7 +123,7 @@ class IntervalLinesHook(JsonLinesHook):
 class MetricsJsonlHook(Hook):
     """Adds steps up and writes the lines."""
 
-    def __init__(self, path: Path, every: int, speed: ThroughputFormula, count: str) -> None:
+    def __init__(self, path: Path, every: float, speed: ThroughputFormula, count: str) -> None:
         self.path, self.every, self.speed, self.count = path, every, speed, count
         self.window = MetricsWindow()
         self._file: IO[str] | None = None
@@ -138,7 +138,7 @@ class MetricsJsonlHook(Hook):
     def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Adds the step; writes a line when it is due, and at the last step."""
         self.window.add(step, step_mean_weight(step, self.count))
-        if step.number % self.every == 0 or step.number == loop.total_steps:
+        if step.number % steps_of(self.every, loop.total_steps) == 0 or step.number == loop.total_steps:
             line = self.line(step)
             self.window = MetricsWindow()
             if self._file is not None:

@@ -16,7 +16,8 @@ from megaswift.config.engine_rules import NATIVE, requested_engine
 from megaswift.data.row_counts import WORDS, row_count_texts
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.log import count_text
-from megaswift.trainers.learning_rate_schedule import warmup_steps
+from megaswift.trainers.learning_rate_schedule import final_rate, warmup_steps
+from megaswift.trainers.step_interval import steps_of
 
 Rows = list[tuple[str, str]]
 
@@ -85,7 +86,7 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
         ),
         ("steps", steps_text(cfg, facts)),
         ("optimizer", optimizer_text(cfg, facts.total_steps)),
-        ("output", output_text(train)),
+        ("output", output_text(train, facts.total_steps)),
     ]
 
 
@@ -126,12 +127,13 @@ def steps_text(cfg: SwiftConfig, facts: SummaryFacts) -> str:
 def optimizer_text(cfg: SwiftConfig, total_steps: int) -> str:
     """Optimizer and schedule in one line."""
     o = cfg.optim
-    warmup = warmup_steps(total_steps, o)
+    warmup, low = warmup_steps(total_steps, o), final_rate(o)
     parts = [f"{o.optimizer}, learning rate {o.learning_rate:g} {o.lr_scheduler_type}"]
     if o.lr_scheduler_type == "inverse_sqrt":
-        parts[0] += f", at least {o.min_lr:g}" if o.min_lr else ""
+        parts[0] += f", at least {low:g}" if low else ""
     elif o.lr_scheduler_type != "constant":
-        parts[0] += f" to {o.min_lr:g}"
+        parts[0] += f" to {low:g}"
+        parts[0] += f" at step {o.lr_decay_iters:,}" if o.lr_decay_iters else ""
     if warmup:
         parts.append(count_text(warmup, "warm-up step"))
     parts.append(f"weight decay {o.weight_decay:g}")
@@ -139,18 +141,22 @@ def optimizer_text(cfg: SwiftConfig, total_steps: int) -> str:
     return ", ".join(parts)
 
 
-def output_text(train: Any) -> str:
+def output_text(train: Any, total_steps: int) -> str:
     """The folder and what is written when."""
     keep = f", the last {train.save_total_limit} kept" if train.save_total_limit else ""
     save = {
         "epoch": f"every epoch{keep}",
         "best": f"at each best evaluation{keep}",
         "no": "only if interrupted",
-    }.get(train.save_strategy or "", f"every {train.save_steps:,} steps{keep}" if train.save_steps else "at the end")
-    evaluate = f", evaluation every {train.eval_steps:,}" if train.eval_steps else ""
+    }.get(
+        train.save_strategy or "",
+        f"every {steps_of(train.save_steps, total_steps):,} steps{keep}" if train.save_steps else "at the end",
+    )
+    evaluate = f", evaluation every {steps_of(train.eval_steps, total_steps):,}" if train.eval_steps else ""
     evaluate = ", evaluation every epoch" if train.eval_strategy == "epoch" else evaluate
     best = ", the best exported" if train.load_best_model_at_end else ""
-    return f"{train.output_dir} (a line every {train.logging_steps:,}{evaluate}, checkpoint {save}{best})"
+    lines = f"a line every {steps_of(train.logging_steps, total_steps):,}"
+    return f"{train.output_dir} ({lines}{evaluate}, checkpoint {save}{best})"
 
 
 def render_summary(title: str, table: Rows) -> str:

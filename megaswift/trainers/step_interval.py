@@ -6,7 +6,7 @@ Owns the count of epochs, which travels in checkpoints. What is done at these st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import floor
+from math import ceil, floor
 from typing import TYPE_CHECKING, Any
 
 from megaswift.trainers.hook import StepRecord
@@ -15,13 +15,18 @@ if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
 
 EPOCH, BEST, NO = "epoch", "best", "no"
-Every = int | str | None
-"""Steps, `epoch`, or what never falls due by itself: `best`, `no`, None."""
+Every = int | float | str | None
+"""Steps, a fraction of all steps, `epoch`, or what never falls due by itself: `best`, `no`, None."""
 
 
-def interval_of(strategy: str | None, steps: int | None) -> Every:
+def interval_of(strategy: str | None, steps: int | float | None) -> Every:
     """The interval that a strategy and a number of steps name together."""
     return steps if strategy in (None, "steps") else strategy
+
+
+def steps_of(steps: float, total_steps: int) -> int:
+    """An interval in steps; below 1 it is a fraction of all steps, rounded up (as transformers does)."""
+    return ceil(total_steps * steps) if steps < 1 else int(steps)
 
 
 class StepInterval:
@@ -34,6 +39,8 @@ class StepInterval:
 
     def start(self, loop: Loop) -> None:
         """At the first step, or the step of the checkpoint."""
+        if isinstance(self.every, float):
+            self.every = steps_of(self.every, loop.total_steps)
         if self.epochs is None:
             self.epochs = floor(loop.source.epoch)
 

@@ -19,6 +19,8 @@ from megaswift.config.differing_toolkit_defaults import (
 from megaswift.config.inference_other_names import HINTS_OF, NEUTRAL_OF, VALUES_ELSEWHERE_OF_INFERENCE
 from megaswift.config.neutral_options import NEUTRAL
 from megaswift.config.translated_options import RENAMED, SWITCHES, TASK_SPELLINGS
+from megaswift.config.unsupported_megatron_options import UNSUPPORTED_OF_MEGATRON
+from megaswift.config.unsupported_training_options import UNSUPPORTED
 from tests.sources import ROOT
 
 CHINESE_PAGE = PAGE.replace(".md", ".zh-CN.md")
@@ -31,6 +33,8 @@ CHINESE = {
     "where": "适用范围",
     "values": "接受的取值",
     "why": "原因",
+    "options": "选项",
+    "instead": "替代办法",
     "name or value there": "原名称或取值",
 }
 """Heads of columns. The cells are the program's own words and stay as it prints them."""
@@ -58,6 +62,18 @@ def tables() -> dict[str, str]:
     translated += [(f"`{name}: true`", f"`torch_dtype: {dtype}`") for name, dtype in PRECISIONS.items()]
     found = {toolkit: rows(DEFAULTS, differing_default_table_rows(toolkit)) for toolkit in TOOLKITS}
     found |= {"neutral": rows(("option", "values", "why"), neutral), "translated": rows(("there", "here"), translated)}
+    found["absent"] = rows(
+        ("options", "values", "why", "instead"),
+        [
+            (
+                ", ".join(f"`{n}`" for n in names.split()),
+                ", ".join(filter(None, values)) or "any value",
+                why,
+                fix,
+            )
+            for names, values, why, fix in (*UNSUPPORTED, *UNSUPPORTED_OF_MEGATRON)
+        ],
+    )
     found["inference neutral"] = rows(
         ("command", "option", "values", "why"),
         [

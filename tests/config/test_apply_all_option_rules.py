@@ -22,6 +22,13 @@ from tests.config.refusals import assert_contradiction, assert_idle, problems
 IDLE = [
     # given, what makes it count
     ("--min_lr 1e-6 --lr_scheduler_type constant", "--min_lr 1e-6 --lr_scheduler_type linear"),
+    ("--min_lr_ratio 0.1 --lr_scheduler_type constant", "--min_lr_ratio 0.1"),
+    ("--lr_decay_iters 9 --lr_scheduler_type constant", "--lr_decay_iters 9"),
+    ("--wsd_decay_steps 2", "--wsd_decay_steps 2 --lr_scheduler_type wsd"),
+    (
+        "--wsd_decay_ratio 0.2 --wsd_decay_steps 2 --lr_scheduler_type wsd",
+        "--wsd_decay_ratio 0.2 --lr_scheduler_type wsd",
+    ),
     ("--wsd_decay_ratio 0.2", "--wsd_decay_ratio 0.2 --lr_scheduler_type wsd"),
     ("--sgd_momentum 0.8", "--sgd_momentum 0.8 --optimizer sgd"),
     ("--precision_aware_optimizer --optimizer sgd", "--precision_aware_optimizer"),
@@ -164,6 +171,9 @@ CLASHING = [
     ("merge_lora", "--merge_lora --train_type lora --export_hf false"),
     ("warmup_steps", "--warmup_steps 9 --max_steps 5"),
     ("min_lr", "--min_lr 0.1"),
+    ("min_lr_ratio", "--min_lr_ratio 0.1 --min_lr 1e-6"),
+    ("lr_decay_iters", "--lr_decay_iters 5 --warmup_steps 5"),
+    ("wsd_decay_steps", "--wsd_decay_steps 6 --lr_scheduler_type wsd --max_steps 5"),
 ]
 
 

@@ -69,15 +69,21 @@ CLASHING = [
     "--use_fsdp true --engine ddp",
     "--fsdp full_shard,shard_grad_op",
     "--engine ddp --recompute_granularity selective",
+    "--engine ddp --save_safetensors false",
+    "--save_safetensors false --save_only_model true",
     "--engine ddp --freeze_llm true",
 ]
+
+
+TYPED_AS = {"export_hf": "save_safetensors"}
+"""Options of these rules that have another name in what was given."""
 
 
 def test_contradictions() -> None:
     assert len(CLASHING) == len(ENGINE_CLASHES)
     for words, clash in zip(CLASHING, ENGINE_CLASHES, strict=True):
         found = problems(words)
-        assert len(found) == 1 and clash.options[0] in found[0], found
+        assert len(found) == 1 and TYPED_AS.get(clash.options[0], clash.options[0]) in found[0], found
     assert all({r.option, *r.reads} <= set(OPTIONS) for r in ENGINE_IGNORED)
 
 
@@ -297,3 +303,21 @@ def test_deepspeed_s_own_arguments(tmp_path: Path) -> None:
     assert requested_engine(load_config("sft", words, environ={})) == "zero1"
     with pytest.raises(ConfigError, match="--deepspeed: has no value"):
         load_config("sft", ["--deepspeed"], environ={})
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("--tp 2 --use_liger true", "--engine ddp without --tensor_parallel_size, or leave it out"),
+        ("--tp 2 --torch_compile true", "--engine ddp without --tensor_parallel_size, or leave it out"),
+        ("--tp 2 --torch_compile true --engine ddp", "--engine megatron without --torch_compile, or leave it out"),
+        (
+            "--tp 2 --pp 2 --optimizer adafactor",
+            "--engine ddp without --tensor_parallel_size and --pipeline_parallel_size, or --optimizer adam",
+        ),
+    ],
+)
+def test_options_of_two_engines_are_one_conflict_with_both_ways_out(words: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config("sft", ["--model", "m", "--dataset", "d", *words.split()], environ={})
+    assert [p.fix for p in error.value.problems] == [fix]

@@ -83,8 +83,8 @@ def test_a_neighbour_of_a_file(tmp_path: Path) -> None:
 
 ANSWERS = [
     ("--lmbda 0.5", "leave it out: megaswift does not support distillation"),
-    ("--save_safetensors false", "leave it out"),
-    ("--vllm_tensor_parallel_size 2", "start a vLLM server: --rollout_backend vllm_server"),
+    ("--safe_serialization false", "leave it out"),
+    ("--vllm_tensor_parallel_size 2", "leave it out"),
     ("--split 949,50,1", "--split_dataset_ratio 0.01 (fraction"),
     ("-lr 1e-4", "--lr 1e-4"),
     ("--training_task grpo", "megaswift grpo ..."),
@@ -92,7 +92,7 @@ ANSWERS = [
     ("--vit_lr 1e-5", "leave it out: all parts use --learning_rate"),
     ("--padded_vocab_size 4096", "leave it out: the model's config.json (--model DIR) sets it"),
     ("--swanlab_project x", "set environment variables of the tracker"),
-    ("--no_bias_dropout_fusion true", "leave it out: fused kernels are selected by device"),
+    ("--no_cross_entropy_loss_fusion", "leave it out"),
     ("--no_shuffle", "--shuffle false"),
     ("--attn_impl flash_attn2", "did you mean flash_attn?"),
     ("--nothing_like_it 1", "megaswift sft --help lists them all"),
@@ -178,15 +178,13 @@ def test_the_tables_name_what_exists() -> None:
 
 
 def test_no_guess_misleads_among_ms_swift_s_names() -> None:
-    """Of 406 options that ms-swift documents and that are none here, none looks like a typo; most have an advice of
-    their own. (By letters in common, 220 were guessed at, and about 15 of these guesses helped.)"""
+    """Of 406 options that ms-swift documents and that are none here, none looks like a typo. (By letters in common, 220
+    were guessed at, and about 15 of these guesses helped.) tests/config/test_documented_names.py has their answers."""
     names = json.loads(SWIFT_NAMES.read_text())
     unknown = [name for name in dict.fromkeys(names) if name not in NAMES]
     assert len(unknown) > 350
     guessed = {name: did_you_mean_hint(name, NAMES) for name in unknown if not foreign_option_advice(name, "1", NAMES)}
     assert {name: text for name, text in guessed.items() if text} == {}
-    answered = [name for name in unknown if foreign_option_advice(name, "1", NAMES)]
-    assert len(answered) > 200
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_all_mistakes_at_once_each_as_written(tmp_path: Path) -> None:
         (["--lr", "1", "2"], "2: is an unexpected argument (--lr takes one value)"),
         (["--lr", "1", "--lr", "2"], "--lr 2: conflicts with --lr 1"),
         (["--no-shuffle"], "try: --shuffle false"),
-        (["--fp4"], "is not an option"),
+        (["--fp4"], "is not supported: FP4"),
         (["--tensor_paralel_size", "2"], "did you mean tensor_parallel_size?"),
         (["--train_type", "longlora"], "must be one of full | lora | qlora"),
         (

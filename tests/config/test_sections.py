@@ -78,7 +78,7 @@ def other_value(name: str) -> object:
 
 NEEDS = (
     {
-        "wsd_decay_ratio": {"lr_scheduler_type": "wsd"},
+        **dict.fromkeys(("wsd_decay_ratio", "wsd_decay_steps"), {"lr_scheduler_type": "wsd"}),
         "wsd_decay_style": {"lr_scheduler_type": "wsd"},
         "lr_num_cycles": {"lr_scheduler_type": "cosine_with_restarts"},
         "lr_power": {"lr_scheduler_type": "polynomial"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ def test_tables_name_options_and_hide_none() -> None:
         ("--save_only_model true", "save_only_model", True),
         ('--lr_scheduler_type polynomial --lr_scheduler_kwargs {"power":2.0,"lr_end":1e-7}', "lr_power", 2.0),
         ('--lr_scheduler_type polynomial --lr_scheduler_kwargs {"power":2.0,"lr_end":1e-7}', "min_lr", 1e-7),
+        ('--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr_rate":0.1}', "min_lr_ratio", 0.1),
+        ('--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr":1e-6}', "min_lr", 1e-6),
+        ('--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs {"num_decay_steps":9}', "wsd_decay_steps", 9),
+        ('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cycles":0.5}', "lr_num_cycles", 1),
+        ("--lr_decay_iters 90 --lr_warmup_iters 10", "lr_decay_iters", 90),
+        ("--lr_decay_samples 900 --global_batch_size 10", "lr_decay_iters", 90),
+        ("--resume_from_checkpoint true", "resume_from_checkpoint", "latest"),
+        ("--resume_from_checkpoint false", "resume_from_checkpoint", None),
+        ("--resume_from_checkpoint OUT/checkpoints/step-2", "resume_from_checkpoint", "OUT/checkpoints/step-2"),
+        ("--save_safetensors false", "export_hf", False),
         ("--experiment_name run-7", "run_name", "run-7"),
     ],
 )
@@ -92,6 +103,52 @@ def test_yaml_s_no(tmp_path: Path) -> None:
     file.write_text("mixed_precision: no\neval_strategy: no\neval_steps: 5\nsave_strategy: no\nsave_steps: 5\n")
     cfg = load_config("sft", [str(file), *GIVEN, "--val_dataset", "v.jsonl"], environ={})
     assert (cfg.model.torch_dtype, cfg.train.eval_steps, cfg.train.save_steps) == ("float32", None, None)
+
+
+def test_a_written_configuration_stays_as_it_is(tmp_path: Path) -> None:
+    """An empty entry of resume_from_checkpoint is no `true`."""
+    file = tmp_path / "config.yaml"
+    for words in ([], ["--resume_from_checkpoint", "true"], ["--save_steps", "0.1", "--min_lr_ratio", "0.1"]):
+        cfg = load_config("sft", [*GIVEN, *words], environ={})
+        file.write_text(cfg.to_yaml())
+        assert load_config("sft", [str(file)], environ={}).to_dict() == cfg.to_dict()
+    file.write_text("model: m\ndataset: d\nresume_from_checkpoint:\n")
+    assert load_config("sft", [str(file)], environ={}).train.resume_from_checkpoint is None
+    file.write_text("model: m\ndataset: d\nresume_from_checkpoint: true\n")
+    assert load_config("sft", [str(file)], environ={}).train.resume_from_checkpoint == "latest"
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("--save_safetensors false --engine ddp", "torch engines write safetensors only"),
+        ("--save-safetensors false --train_type lora", "are written as safetensors"),
+        ("--save_safetensors false --save_only_model true", "are written as safetensors"),
+    ],
+)
+def test_safetensors_are_left_out_on_the_native_engine_only(words: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        load_config("sft", [*GIVEN, *words.split()], environ={})
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_mappings_of_a_file(tmp_path: Path, suffix: str) -> None:
+    """One value each, no sections; a key that is not known is named."""
+    file = tmp_path / f"run.{suffix}"
+    entries = {
+        "dataloader": {"num_workers": 2, "batch_size": 4, "pin_memory": True},
+        "lr_scheduler_kwargs": {"min_lr": 1e-6},
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    }
+    file.write_text(json.dumps(entries))
+    cfg = load_config("sft", [str(file), *GIVEN], environ={})
+    assert (cfg.data.dataloader_num_workers, cfg.train.per_device_train_batch_size, cfg.optim.min_lr) == (2, 4, 1e-6)
+    file.write_text(json.dumps({"dataloader": {"colour": 1}, "lr_scheduler_kwargs": {"colour": 1}}))
+    with pytest.raises(ConfigError) as error:
+        load_config("sft", [str(file), *GIVEN], environ={})
+    first, second = error.value.problems
+    assert "dataloader: colour: 1" in first.what and "num_workers" in first.fix
+    assert '{"colour": 1}' in second.what and "num_decay_steps" in second.fix
 
 
 def test_a_mapping_as_rope_scaling(tmp_path: Path) -> None:

@@ -68,3 +68,13 @@ def test_every_option_has_a_value_for_every_family() -> None:
         spec = family_of(raw).spec(raw)
         texts = {name: str(value(spec)) for name, value in VALUES.items()}
         assert megatron_architecture_problems(texts, spec) == []
+
+
+def test_routers_are_compared_too() -> None:
+    """Qwen1.5-MoE takes the softmax over all experts first; a family's table leaves out what is off."""
+    own = "--moe-router-pre-softmax --moe-router-score-function softmax --moe_shared_expert_gate true"
+    assert megatron_architecture_problems(architecture(own), QWEN_MOE) == []
+    (problem,) = megatron_architecture_problems(architecture("--moe_router_pre_softmax false"), QWEN_MOE)
+    assert problem.rule.endswith("moe_router_pre_softmax true")
+    (problem,) = megatron_architecture_problems(architecture("--multi_latent_attention true"), QWEN3)
+    assert problem.rule.endswith("multi_latent_attention false")

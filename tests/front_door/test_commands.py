@@ -115,8 +115,8 @@ def test_typed_as_they_are(name: str, root: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        ("--save_safetensors false", "weights are saved as safetensors"),
-        ("--vllm_tensor_parallel_size 4", "every process samples with a whole model"),
+        ("--safe_serialization false", "weights are saved as safetensors"),
+        ("--vllm_tensor_parallel_size 4", "has no effect in sft, which samples nothing"),
         ("--task_type seq_cls", "is not an option"),
         ("--async_save true", "checkpoints are written before the next step"),
     ],

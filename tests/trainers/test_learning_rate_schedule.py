@@ -26,6 +26,9 @@ class Optim:
     lr_warmup_init: float = 0.0
     lr_num_cycles: int = 1
     lr_power: float = 1.0
+    min_lr_ratio: float | None = None
+    lr_decay_iters: int | None = None
+    wsd_decay_steps: int | None = None
 
 
 def rates(**given):
@@ -60,6 +63,44 @@ def test_rates_are_those_of_transformers(kind, warm):
 def test_cosine_with_a_lowest_rate(warm):
     expected = theirs("cosine_with_min_lr", warm, min_lr=3e-5)
     assert rates(min_lr=3e-5, warmup_steps=warm) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("warm", [0, 5])
+def test_a_lowest_rate_as_a_fraction(warm):
+    expected = theirs("cosine_with_min_lr", warm, min_lr_rate=0.1)
+    assert rates(min_lr_ratio=0.1, warmup_steps=warm) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("warm", "start"), [(0, None), (5, None), (1, None), (5, 0.2), (1, 0.2)])
+def test_cosine_with_a_warm_up_that_begins_above_0(warm, start):
+    expected = theirs("cosine_warmup_with_min_lr", warm, min_lr_rate=0.1, warmup_lr_rate=start)
+    given = {"min_lr_ratio": 0.1, "warmup_steps": warm, "lr_warmup_init": (start or 0) * 3e-4}
+    assert rates(lr_scheduler_type="cosine_warmup_with_min_lr", **given) == pytest.approx(expected, rel=1e-12)
+
+
+def test_decay_steps_of_wsd():
+    expected = theirs("warmup_stable_decay", 5, num_decay_steps=9)
+    assert rates(lr_scheduler_type="wsd", wsd_decay_steps=9, warmup_steps=5) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "style"),
+    [("linear", "linear"), ("cosine", "cosine"), ("inverse_sqrt", "inverse-square-root"), ("wsd", "WSD")],
+)
+@pytest.mark.parametrize("until", [20, 50])
+def test_a_schedule_that_ends_before_or_after_the_run_is_megatron_s(kind, style, until):
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
+    fall = {"wsd_decay_steps": 8, "lr_wsd_decay_style": "linear"} if kind == "wsd" else {}
+    scheduler = OptimizerParamScheduler(optimizer, 1e-5, 3e-4, 2e-5, 5, until, style, 0.0, 0.0, 1, "constant", **fall)
+    expected = []
+    for _ in range(STEPS):
+        expected.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(1)
+    own = {"wsd_decay_steps": 8, "wsd_decay_style": "linear"} if kind == "wsd" else {}
+    got = rates(lr_scheduler_type=kind, min_lr=2e-5, lr_warmup_init=1e-5, warmup_steps=5, lr_decay_iters=until, **own)
+    assert got == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("warm", [0, 5])

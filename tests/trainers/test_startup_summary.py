@@ -198,8 +198,12 @@ def test_a_stream_ends_with_the_counts_of_what_was_left_out(capsys: pytest.Captu
             {"eval_steps": 5, "save_strategy": "best", "save_total_limit": 2},
             "evaluation every 5, checkpoint at each best evaluation, the last 2 kept",
         ),
+        (
+            {"save_steps": 0.25, "eval_steps": 0.1, "logging_steps": 0.0005},
+            "every 1, evaluation every 100, checkpoint every 250",
+        ),
         ({"save_strategy": "no"}, "a line every 1, checkpoint only if interrupted"),
     ],
 )
 def test_what_is_written_when(options: dict[str, object], text: str) -> None:
-    assert text in output_text(SwiftConfig(val_dataset="v", **options).train)
+    assert text in output_text(SwiftConfig(val_dataset="v", **options).train, 1000)

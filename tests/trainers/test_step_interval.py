@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers.trainer_callback import TrainerState
 
+from megaswift.config import load_config
+from megaswift.errors import ConfigError
 from megaswift.trainers.checkpoint_hook import CheckpointHook, restore_run
 from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.evaluation import EvaluationHook
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.loop import Loop
 from megaswift.trainers.metrics_jsonl import read_lines
-from megaswift.trainers.step_interval import Every, interval_of
+from megaswift.trainers.step_interval import Every, interval_of, steps_of
 from tests.trainers.tiny import TinySource, batch, tiny_loop
 
 
@@ -101,3 +105,42 @@ def test_a_strategy_and_steps_together() -> None:
         "no",
         None,
     ]
+
+
+GIVEN = ["--model", "m", "--dataset", "d.jsonl", "--val_dataset", "v.jsonl"]
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 1 / 3, 0.003, 0.999, 7, 50])
+@pytest.mark.parametrize("total", [1, 37, 1000])
+def test_steps_are_those_of_transformers(fraction: float, total: int) -> None:
+    state = TrainerState()
+    arguments: Any = SimpleNamespace(logging_steps=fraction, eval_steps=fraction, save_steps=fraction)
+    state.compute_steps(arguments, total)
+    assert steps_of(fraction, total) == state.save_steps
+
+
+def test_fractions_of_all_steps(tmp_path: Path) -> None:
+    """0.3 of 11 steps are 4, rounded up."""
+    epoch_loop(tmp_path, 11, 0.3).run()
+    assert evaluated(tmp_path) == saved(tmp_path) == [4, 8, 11]
+
+
+@pytest.mark.parametrize("name", ["eval_steps", "save_steps", "logging_steps"])
+def test_values(name: str) -> None:
+    assert load_config("sft", [*GIVEN, f"--{name}", "0.1"], environ={}).value(name) == 0.1
+    value = load_config("sft", [*GIVEN, f"--{name}", "20.0"], environ={}).value(name)
+    assert value == 20 and isinstance(value, int)
+    for wrong in ("1.5", "-0.1", "0"):
+        with pytest.raises(ConfigError, match="must be"):
+            load_config("sft", [*GIVEN, f"--{name}", wrong], environ={})
+
+
+@pytest.mark.parametrize(("save", "accepted"), [("0.1", True), ("0.2", False), ("10", False)])
+def test_the_best_model_needs_an_evaluation_at_each_checkpoint(save: str, accepted: bool) -> None:
+    """Fractions are rounded up, so a multiple of a fraction is no multiple of steps."""
+    words = [*GIVEN, "--load_best_model_at_end", "true", "--eval_steps", "0.1", "--save_steps", save]
+    if accepted:
+        load_config("sft", words, environ={})
+        return
+    with pytest.raises(ConfigError, match="needs an evaluation at every checkpoint"):
+        load_config("sft", words, environ={})

@@ -1,0 +1,37 @@
+"""Environment variables of ms-swift that are not read."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from megaswift.cli import main
+from megaswift.config.unread_variables import unread_variables_notice
+
+NAMES = (
+    "MAX_PIXELS MIN_PIXELS VIDEO_MAX_PIXELS VIDEO_MIN_PIXELS VIDEO_TOTAL_PIXELS IMAGE_MAX_TOKEN_NUM "
+    "IMAGE_MIN_TOKEN_NUM VIDEO_MAX_TOKEN_NUM FPS FPS_MAX_FRAMES FPS_MIN_FRAMES SIZE_FACTOR IMAGE_FACTOR FRAME_FACTOR "
+    "MAX_RATIO QWENVL_BBOX_FORMAT"
+)
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_each_is_named(name: str) -> None:
+    text = unread_variables_notice({name: "1", "HOME": "/"})
+    assert text.startswith(f"{name} (environment): is not read; ") and "HOME" not in text
+
+
+def test_one_line_names_all() -> None:
+    text = unread_variables_notice({"MAX_PIXELS": "1", "FPS": "2"})
+    assert text.startswith("FPS, MAX_PIXELS (environment): are not read; ") and "\n" not in text
+    assert unread_variables_notice({"PATH": "x", "MAX_PIXELS_OF_MINE": "1"}) == ""
+
+
+def test_commands_say_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training and inference, once each."""
+    monkeypatch.setenv("FPS_MAX_FRAMES", "8")
+    for words in (["sft", "--model", "m", "--dataset", "d"], ["infer", "--model", "m"]):
+        with contextlib.suppress(SystemExit):  # there is no such model
+            main(words)
+        assert capsys.readouterr().err.count("FPS_MAX_FRAMES (environment): is not read") == 1, words
