@@ -21,7 +21,8 @@ from megaswift.config.absolute_paths import with_absolute_paths
 from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.config.data import PPO
 from megaswift.config.evaluation_rules import evaluates
-from megaswift.config.preference import kto_pairs_over_global_batch, needs_reference
+from megaswift.config.kto_batch import kto_pairs_over_global_batch
+from megaswift.config.preference import needs_reference
 from megaswift.data import build_batch_sources as data
 from megaswift.data.load_tokenizer import padding_token_of
 from megaswift.data.loader import BatchSource, EvaluationSource, LoaderGeometry, TokenStoreBatchSource
