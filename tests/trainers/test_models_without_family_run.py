@@ -15,6 +15,7 @@ from megaswift.trainers.metrics_jsonl import read_lines
 from megaswift.trainers.preflight import preflight
 from tests.data import makers
 from tests.engine.torch.other_models import write
+from tests.parity import vision
 from tests.trainers.inputs import write_conversations
 from tests.trainers.test_run import run
 
@@ -50,3 +51,21 @@ def test_llama4_text_from_start_to_export(inputs: list[str], tmp_path: Path) -> 
     own = dict(before.named_parameters())
     changed = [name for name, p in after.named_parameters() if not torch.equal(p, own[name])]
     assert {"experts", "router", "q_proj", "lm_head"} <= {part for name in changed for part in name.split(".")}
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_internvl_from_start_to_export(tmp_path: Path) -> None:
+    """With images, and without torchvision, which its processor for videos asks for."""
+    from transformers import AutoModelForImageTextToText, InternVLForConditionalGeneration
+
+    model, data = vision.write_model("internvl", tmp_path / "model"), vision.write_rows(tmp_path / "data.jsonl", 8)
+    inputs = ["--model", str(model), "--dataset", str(data), "--dataset_cache_dir", str(tmp_path / "cache")]
+    out = tmp_path / "out"
+    text = run(inputs, out, "--max_steps", 2, "--lr", "1e-2", "--report_to", "none")
+    assert "engine ddp: the native engine does not support model_type internvl" in text
+    before, after = (AutoModelForImageTextToText.from_pretrained(folder) for folder in (model, out / "hf"))
+    assert isinstance(after, InternVLForConditionalGeneration)
+    own = dict(before.named_parameters())
+    changed = {name.split(".")[1] for name, p in after.named_parameters() if not torch.equal(p, own[name])}
+    assert "language_model" in changed and read_lines(out / "metrics.jsonl")[-1]["loss"] > 0
