@@ -201,7 +201,8 @@ def _refused_zero(environ: Mapping[str, str]) -> Iterator[Problem]:
                 rule = "is not a device that DeepSpeed offloads to"
                 yield Problem(f"{what}: offload_{part}_device: {device}", rule, "none, cpu or nvme")
             elif device == "nvme" and _value(environ, f"{_ZERO}OFFLOAD_{part.upper()}_NVME_PATH") == "none":
-                fix = f"offload_{part}_nvme_path: /local_nvme"
+                variable = f"{_ZERO}OFFLOAD_{part.upper()}_NVME_PATH"
+                fix = f"offload_{part}_nvme_path: /local_nvme; accelerate launch does not pass it on: export {variable}"
                 yield Problem(f"{what}: offload_{part}_device: nvme", "needs a folder on the drive", fix)
     if environ.get(f"{_ZERO}MOE_LAYER_CLS_NAMES"):
         yield Problem("accelerate's deepspeed_moe_layer_cls_names", "is not supported", "leave it out")
