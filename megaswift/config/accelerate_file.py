@@ -24,19 +24,23 @@ DEEPSPEED = {
     "zero_stage": f"{_ZERO}ZERO_STAGE",
     "offload_optimizer_device": f"{_ZERO}OFFLOAD_OPTIMIZER_DEVICE",
     "offload_param_device": f"{_ZERO}OFFLOAD_PARAM_DEVICE",
+    "offload_optimizer_nvme_path": f"{_ZERO}OFFLOAD_OPTIMIZER_NVME_PATH",
+    "offload_param_nvme_path": f"{_ZERO}OFFLOAD_PARAM_NVME_PATH",
     "deepspeed_config_file": f"{_ZERO}CONFIG_FILE",
     "deepspeed_moe_layer_cls_names": f"{_ZERO}MOE_LAYER_CLS_NAMES",
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
 }
 """Key of the section `deepspeed_config`: the variable that `accelerate launch` sets."""
+SEVERAL_MACHINES = (
+    "every machine gets a command of its own, with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set, or --nnodes, "
+    "--node_rank, --master_addr and --master_port"
+)
 DEEPSPEED_SETTLED = {
     "zero3_init_flag": "models are always loaded shard by shard",
     "zero3_save_16bit_model": "exports contain whole tensors",
-    "offload_optimizer_nvme_path": "a DeepSpeed file as deepspeed_config_file offloads to NVMe",
-    "offload_param_nvme_path": "a DeepSpeed file as deepspeed_config_file offloads to NVMe",
-    "deepspeed_hostfile": "every machine gets a command of its own",
-    "deepspeed_multinode_launcher": "every machine gets a command of its own",
+    "deepspeed_hostfile": SEVERAL_MACHINES,
+    "deepspeed_multinode_launcher": SEVERAL_MACHINES,
     "deepspeed_inclusion_filter": "CUDA_VISIBLE_DEVICES selects devices",
     "deepspeed_exclusion_filter": "CUDA_VISIBLE_DEVICES selects devices",
 }

@@ -6,9 +6,11 @@ A run's own options go over these.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.sections import Sections
@@ -20,18 +22,6 @@ _KINDS = {("2", "cpu", "none"): "zero2_offload", ("3", "cpu", "cpu"): "zero3_off
     (stage, "none", "none"): f"zero{stage}" for stage in "0123"
 }
 """Stage, and where optimizer and weights are kept, as one of our engines; others need a DeepSpeed file."""
-_SHARDING = {
-    "1": "full_shard",
-    "2": "shard_grad_op",
-    "4": "hybrid_shard",
-    "3": "no_shard",
-    "no_shard": "no_shard",
-    "5": "hybrid_shard_zero2",
-    "hybrid_shard_zero2": "hybrid_shard_zero2",
-    "full_shard": "full_shard",
-    "shard_grad_op": "shard_grad_op",
-    "hybrid_shard": "hybrid_shard",
-}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _WITHOUT_EFFECT = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
@@ -138,11 +128,25 @@ def _zero_key(environ: Mapping[str, str]) -> tuple[str, str, str]:
 
 
 def _zero(environ: Mapping[str, str]) -> str:
-    return environ.get(f"{_ZERO}CONFIG_FILE") or _KINDS[_zero_key(environ)]
+    return environ.get(f"{_ZERO}CONFIG_FILE") or _KINDS.get(_zero_key(environ)) or _offloading_config(environ)
+
+
+def _offloading_config(environ: Mapping[str, str]) -> str:
+    """A DeepSpeed configuration, as JSON, for offloads that no engine's name stands for: to NVMe, or of the weights
+    alone."""
+    stage, *devices = _zero_key(environ)
+    zero: dict[str, Any] = {"stage": int(stage)}
+    for part, device in zip(("OPTIMIZER", "PARAM"), devices, strict=True):
+        if device != "none":
+            folder = environ.get(f"{_ZERO}OFFLOAD_{part}_NVME_PATH")
+            zero[f"offload_{part.lower()}"] = {"device": device} | (
+                {"nvme_path": folder} if device == "nvme" and folder else {}
+            )
+    return json.dumps({"zero_optimization": zero})
 
 
 def _fsdp(environ: Mapping[str, str]) -> Iterator[GivenOptionValue]:
-    if _sharding(environ) == "no_shard":
+    if _sharding(environ) == NO_SHARD:
         yield GivenOptionValue("engine", "ddp", "accelerate's fsdp_sharding_strategy NO_SHARD")
         return
     words = [_sharding(environ)] + ["offload"] * _on(environ, "FSDP_OFFLOAD_PARAMS")
@@ -161,7 +165,7 @@ def _fsdp(environ: Mapping[str, str]) -> Iterator[GivenOptionValue]:
 def _sharding(environ: Mapping[str, str]) -> str:
     if environ.get("FSDP_VERSION") == "2":
         return "shard_grad_op" if _value(environ, "FSDP_RESHARD_AFTER_FORWARD") == "false" else "full_shard"
-    return _SHARDING.get(_value(environ, "FSDP_SHARDING_STRATEGY"), "full_shard")
+    return FSDP_STRATEGY_OF_SPELLING.get(_value(environ, "FSDP_SHARDING_STRATEGY"), "full_shard")
 
 
 def _refused(environ: Mapping[str, str]) -> Iterator[Problem]:
@@ -187,14 +191,19 @@ def _refused(environ: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _refused_zero(environ: Mapping[str, str]) -> Iterator[Problem]:
-    key = stage, optimizer, weights = _zero_key(environ)
-    if key not in _KINDS and not environ.get(f"{_ZERO}CONFIG_FILE"):
-        yield Problem(
-            "accelerate's deepspeed_config",
-            f"stage {stage} with the optimizer on {optimizer} and the weights on {weights} "
-            f"is not supported; supported are: {', '.join(sorted(_KINDS.values()))}",
-            "give a DeepSpeed file as deepspeed_config_file",
-        )
+    stage, optimizer, weights = _zero_key(environ)
+    what = "accelerate's deepspeed_config"
+    if not environ.get(f"{_ZERO}CONFIG_FILE"):
+        if stage not in ("0", "1", "2", "3"):
+            yield Problem(f"{what}: zero_stage: {stage}", "is not a stage of ZeRO", "zero_stage: 2")
+        for part, device in (("optimizer", optimizer), ("param", weights)):
+            if device not in ("none", "cpu", "nvme"):
+                rule = "is not a device that DeepSpeed offloads to"
+                yield Problem(f"{what}: offload_{part}_device: {device}", rule, "none, cpu or nvme")
+            elif device == "nvme" and _value(environ, f"{_ZERO}OFFLOAD_{part.upper()}_NVME_PATH") == "none":
+                variable = f"{_ZERO}OFFLOAD_{part.upper()}_NVME_PATH"
+                fix = f"offload_{part}_nvme_path: /local_nvme; accelerate launch does not pass it on: export {variable}"
+                yield Problem(f"{what}: offload_{part}_device: nvme", "needs a folder on the drive", fix)
     if environ.get(f"{_ZERO}MOE_LAYER_CLS_NAMES"):
         yield Problem("accelerate's deepspeed_moe_layer_cls_names", "is not supported", "leave it out")
 

@@ -33,7 +33,13 @@ _EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: run an evaluation ha
 _FUSED = _GONE + "fused kernels are selected by device and --transformer_impl"
 _STEPS = "--eval_steps N or --save_steps N; unset: only at the end"
 
+_MACHINES = (
+    "one command on every machine: NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST MASTER_PORT=29500 NPROC_PER_NODE=8 "
+    "megaswift ..., with NODE_RANK 0, 1, ... and the host of rank 0"
+)
+
 NAMES_ELSEWHERE: dict[str, str] = {
+    "hostfile": _MACHINES,
     # models and precision
     "tokenizer": _GONE + "the tokenizer is loaded from the model folder (--model DIR)",
     "tokenizer_name_or_path": _GONE + "the tokenizer is loaded from the model folder (--model DIR)",

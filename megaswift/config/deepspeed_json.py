@@ -18,7 +18,7 @@ from typing import Any
 
 from megaswift.config.batch_arithmetic import accumulation_steps
 from megaswift.config.deepspeed_served_keys import unserved_key_problems, without_switched_off_keys
-from megaswift.config.read_option_json_file import read_option_json_file
+from megaswift.config.read_option_json_file import read_option_object
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem, did_you_mean_hint
 
@@ -159,10 +159,15 @@ def matching_deepspeed_preset(config: Mapping[str, Any]) -> str | None:
     return kind if kind in KINDS and (stage == 3 or not weights) else None
 
 
-def read_deepspeed_json(path: Path) -> dict[str, Any]:
-    """The JSON object of a file; ConfigError where there is none."""
+def read_deepspeed_json(named: str) -> dict[str, Any]:
+    """The JSON object of a file, or JSON itself; ConfigError where there is none."""
     fix = f"give one of {', '.join(KINDS)}, or a JSON file such as configs/deepspeed/zero2.json"
-    return without_switched_off_keys(read_option_json_file(path, f"--deepspeed {path}", fix))
+    return without_switched_off_keys(read_option_object(named, f"--deepspeed {named}", fix))
+
+
+def deepspeed_label(named: str) -> str:
+    """How messages name a file given by `--deepspeed`, or JSON."""
+    return "--deepspeed" if named.lstrip().startswith("{") else Path(named).name
 
 
 def missing_deepspeed_problems(kind: str) -> list[Problem]:

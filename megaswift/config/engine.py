@@ -10,6 +10,17 @@ ZERO = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 ENGINES = ("auto", "megatron", "ddp", *ZERO, "fsdp2")
 SPELLINGS = {"native": "megatron", "mcore": "megatron", "fsdp": "fsdp2", "deepspeed": "zero2"}
 FSDP_STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
+NO_SHARD = "no_shard"
+"""FSDP1's strategy that is DDP."""
+FSDP_STRATEGY_OF_SPELLING = {word: word for word in (*FSDP_STRATEGIES, NO_SHARD)} | {
+    "1": "full_shard",
+    "2": "shard_grad_op",
+    "3": NO_SHARD,
+    "4": "hybrid_shard",
+    "5": "hybrid_shard_zero2",
+    "_hybrid_shard_zero2": "hybrid_shard_zero2",
+}
+"""Sharding strategies by torch's names in lower case and by accelerate's numbers."""
 FSDP_WORDS = (*FSDP_STRATEGIES, "offload", "auto_wrap")
 """transformers' words. auto_wrap changes nothing: decoder layers are always the units."""
 
@@ -26,7 +37,7 @@ class EngineConfig:
         spellings=SPELLINGS,
     )
     deepspeed: str | None = option(
-        None, "Same as --engine zero2 and so on, or a DeepSpeed JSON file", metavar="zero2|FILE"
+        None, "Same as --engine zero2 and so on, or a DeepSpeed JSON file, or JSON", metavar="zero2|FILE"
     )
     ddp_backend: str | None = option(
         None,

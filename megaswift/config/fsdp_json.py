@@ -13,26 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.engine import FSDP_STRATEGIES
+from megaswift.config.engine import FSDP_STRATEGIES, FSDP_STRATEGY_OF_SPELLING, NO_SHARD
 from megaswift.config.read_option_json_file import read_option_object
 from megaswift.config.sections import Sections
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 
-WORDS: Mapping[Any, str] = {
-    True: "full_shard",
-    False: "shard_grad_op",
-    "FULL_SHARD": "full_shard",
-    "SHARD_GRAD_OP": "shard_grad_op",
-    "HYBRID_SHARD": "hybrid_shard",
-    "HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
-    "_HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
-    "1": "full_shard",
-    "2": "shard_grad_op",
-    "4": "hybrid_shard",
-    "5": "hybrid_shard_zero2",
-}
-"""What `reshard_after_forward` and FSDP1's `sharding_strategy` (also by accelerate's numbers) may say, as words of
-`--fsdp`."""
 ALWAYS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "cpu_ram_efficient_loading": ((True,), "models are always loaded shard by shard"),
     "sync_module_states": ((True, False), ""),
@@ -61,6 +46,7 @@ INSTEAD = {
 """What does the work of a key that is not served."""
 SHARDS, OFFLOADS = ("reshard_after_forward", "sharding_strategy"), ("offload_params", "cpu_offload")
 LAYERS, RECOMPUTES = ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap"), "activation_checkpointing"
+RECOMPUTE_OPTION = "recompute_granularity"
 TAKEN = (*SHARDS, *OFFLOADS, *LAYERS, RECOMPUTES)
 
 
@@ -93,7 +79,7 @@ def options_from_fsdp(given: Mapping[str, Any], label: str) -> FsdpFileOptions:
     if problems:
         return FsdpFileOptions({}, tuple(problems))
     said = [word for word in named if word in FSDP_STRATEGIES]
-    ways = list(dict.fromkeys(said + [WORDS[plain[name]] for name in SHARDS if name in plain]))
+    ways = list(dict.fromkeys(said + [plain[name] for name in SHARDS if name in plain]))
     if len(ways) > 1:
         problems.append(
             Problem(f"{label}: {' and '.join(SHARDS)}", f"conflict: {' and '.join(ways)}", "keep one of the two")
@@ -107,8 +93,26 @@ def options_from_fsdp(given: Mapping[str, Any], label: str) -> FsdpFileOptions:
     if layers:
         options["fsdp_transformer_layer_cls_to_wrap"] = tuple(layers)
     if RECOMPUTES in plain:
-        options["recompute_granularity"] = "full" if plain[RECOMPUTES] else None
+        options[RECOMPUTE_OPTION] = "full" if plain[RECOMPUTES] else None
     return FsdpFileOptions(options, tuple(problems), tuple(_notices(plain, label)))
+
+
+def ddp_options_of_no_shard(named: str) -> dict[str, Any] | None:
+    """What a file whose strategy is NO_SHARD amounts to; None for any other file, and for one with a mistake."""
+    try:
+        given = read_fsdp_settings(named)
+    except ConfigError:
+        return None
+    settings = options_from_fsdp(given, named)
+    words = settings.options.get("fsdp", ())
+    if settings.problems or words[:1] != (NO_SHARD,):
+        return None
+    options: dict[str, Any] = {"engine": "ddp"}
+    if "offload" in words:
+        options["fsdp"] = ["offload"]
+    if settings.options.get(RECOMPUTE_OPTION):
+        options[RECOMPUTE_OPTION] = settings.options[RECOMPUTE_OPTION]
+    return options
 
 
 def _plain(value: Any) -> Any:
@@ -143,11 +147,14 @@ def _types(plain: dict[str, Any], label: str) -> Iterator[Problem]:
     """Values of the wrong kind among those that are taken; class names become a list."""
     for name in SHARDS:
         if name in plain:
-            value = plain[name].upper() if isinstance(plain[name], str) else plain[name]
-            plain[name] = value if isinstance(value, bool) else str(value)
-            if plain[name] not in WORDS:
-                fix = "use --engine ddp without the file" if plain[name] in ("NO_SHARD", "3") else "true or false"
-                yield Problem(f'{label}: "{name}": {json.dumps(value)}', "is not a supported sharding strategy", fix)
+            value = plain[name]
+            if isinstance(value, bool):
+                plain[name] = "full_shard" if value else "shard_grad_op"
+            else:
+                plain[name] = FSDP_STRATEGY_OF_SPELLING.get(str(value).lower(), value)
+            if plain[name] not in (*FSDP_STRATEGIES, NO_SHARD):
+                rule = "is not a supported sharding strategy"
+                yield Problem(f'{label}: "{name}": {json.dumps(value)}', rule, "true or false")
     for name in (*OFFLOADS, RECOMPUTES):
         if not isinstance(plain.get(name, False), bool):
             yield Problem(f'{label}: "{name}": {json.dumps(plain[name])}', "must be true or false", "true")

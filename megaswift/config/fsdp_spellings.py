@@ -11,20 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD
+from megaswift.config.fsdp_json import ddp_options_of_no_shard
 from megaswift.config.option_sources import GivenOptionValue
 from megaswift.config.parse_option_values import FALSE, TRUE
 
-NO_SHARD = "no_shard"
-"""FSDP1's strategy that is DDP."""
-STRATEGIES = {
-    "1": "full_shard",
-    "2": "shard_grad_op",
-    "3": NO_SHARD,
-    "4": "hybrid_shard",
-    "5": "hybrid_shard_zero2",
-    "_hybrid_shard_zero2": "hybrid_shard_zero2",
-}
-"""accelerate's numbers and torch's name: the word of `--fsdp`."""
 SHARDING = ("fsdp_sharding_strategy", "sharding_strategy")
 RESHARDED, KEPT = "reshard true", "reshard false"
 """What `reshard_after_forward` says, until it is known whether a strategy says so too."""
@@ -43,8 +34,8 @@ def translated_fsdp_options(givens: Sequence[GivenOptionValue]) -> Iterator[Give
         words = [word for word in words if word != KEPT]
     words = [{RESHARDED: "full_shard", KEPT: "shard_grad_op"}.get(word, word) for word in words]
     for given in givens:
-        if given.name == "fsdp_config" and isinstance(given.value, dict):
-            yield replace(given, value=json.dumps(given.value))
+        if given.name == "fsdp_config":
+            yield from _of_file(given)
         elif given not in said:
             if not (given.name == "use_fsdp" and NO_SHARD in words):
                 yield given
@@ -55,7 +46,7 @@ def translated_fsdp_options(givens: Sequence[GivenOptionValue]) -> Iterator[Give
 def _as_one(given: GivenOptionValue, words: list[str]) -> Iterator[GivenOptionValue]:
     file = next((word for word in words if word.lower().endswith(FILES) or word.lstrip().startswith("{")), None)
     if file is not None:
-        yield replace(given, name="fsdp_config", value=file)
+        yield from _of_file(replace(given, name="fsdp_config", value=file))
         words = [word for word in words if word != file]
     if NO_SHARD in words:
         yield replace(given, name="engine", value="ddp")
@@ -65,6 +56,18 @@ def _as_one(given: GivenOptionValue, words: list[str]) -> Iterator[GivenOptionVa
         yield replace(given, name="use_fsdp", value=True)
     elif words := [word for word in words if word != "fsdp2"]:
         yield replace(given, name="fsdp", value=words)
+
+
+def _of_file(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
+    """`fsdp_config`, an object as JSON; a file without sharding is DDP."""
+    text = json.dumps(given.value) if isinstance(given.value, dict) else given.value
+    options = ddp_options_of_no_shard(text) if isinstance(text, str) else None
+    if options is None:
+        yield replace(given, value=text)
+    else:
+        for name, value in options.items():
+            label = f"{given.label}: offload_params" if name == "fsdp" else given.label
+            yield replace(given, name=name, value=value, label=label)
 
 
 def _words(given: GivenOptionValue) -> list[str]:
@@ -87,7 +90,7 @@ def _words(given: GivenOptionValue) -> list[str]:
 
 def _word(text: str) -> str:
     low = text.strip().lower()
-    return text.strip() if low.endswith(FILES) or low.startswith("{") else STRATEGIES.get(low, low)
+    return text.strip() if low.endswith(FILES) or low.startswith("{") else FSDP_STRATEGY_OF_SPELLING.get(low, low)
 
 
 def _is_true(value: Any) -> bool:

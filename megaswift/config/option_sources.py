@@ -147,7 +147,7 @@ def read_config_file(path: str) -> ConfigSource:
     try:
         text = _text(file)
         pairs = list(_json_pairs(text) if file.suffix.lower() == ".json" else _yaml_pairs(text))
-        if {"compute_environment", "distributed_type"} <= {name for section, name, *_ in pairs if not section}:
+        if {"compute_environment", "distributed_type"} & {name for section, name, *_ in pairs if not section}:
             return ConfigSource((GivenOptionValue("accelerate_config", path, path, path),))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(Problem(path, f"cannot be read: {error}")) from None

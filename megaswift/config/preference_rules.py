@@ -122,15 +122,8 @@ PREFERENCE_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         ("precompute_ref_log_probs", "loss_type"),
         lambda c: c.preference.precompute_ref_log_probs and _pairs_prompts(c),
-        "is not supported by kto, whose mismatched prompt-completion pairs differ in every micro-batch",
+        "is not supported by kto, whose mismatched prompt-completion pairs differ in every step",
         "--precompute_ref_log_probs false; --offload_reference true keeps the reference weights in CPU memory",
-    ),
-    ConflictingOptions(
-        ("per_device_train_batch_size", "loss_type"),
-        lambda c: _pairs_prompts(c) and c.train.per_device_train_batch_size == 1,
-        "leaves kto without mismatched pairs: it pairs each prompt with the completion of another row of the "
-        "micro-batch",
-        "--per_device_train_batch_size 4",
     ),
     ConflictingOptions(
         ("random_init",),

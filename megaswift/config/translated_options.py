@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from megaswift.config.advice_for_foreign_options import PRECISIONS
+from megaswift.config.deepspeed_json import read_deepspeed_json
+from megaswift.config.engine import ZERO
 from megaswift.config.fsdp_spellings import translated_fsdp_options
 from megaswift.config.megatron_architecture_options import with_collected_architecture
 from megaswift.config.neutral_options import neutral_option
@@ -19,6 +21,7 @@ from megaswift.config.option_sources import GivenOptionValue
 from megaswift.config.parse_option_values import FALSE, TRUE
 from megaswift.config.peft_methods import VARIANTS
 from megaswift.config.sections import NAMES
+from megaswift.errors import ConfigError
 
 RENAMED = {
     "model_id": "model",
@@ -155,9 +158,9 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
     """The options of one source in megaswift's own terms.
 
     `train_type dora` is lora with `use_dora`. Of `use_vllm` and `vllm_mode` together the second says which, where the
-    first is true. `deepspeed: {config_path: FILE}` is the file. `bf16 true` is `torch_dtype bfloat16`, and `bf16 false`
-    without another precision float32. `warmup_steps` below 1 is a fraction, as in transformers 5. A server's host and
-    port are its URL. `eval_strategy no` unsets `eval_steps`.
+    first is true. `deepspeed: {config_path: FILE}` is the file, `{stage: 2}` zero2. `bf16 true` is `torch_dtype
+    bfloat16`, and `bf16 false` without another precision float32. `warmup_steps` below 1 is a fraction, as in
+    transformers 5. A server's host and port are its URL. `eval_strategy no` unsets `eval_steps`.
     """
     givens = list(translated_fsdp_options(givens))
     givens = list(with_collected_architecture(givens))
@@ -196,14 +199,38 @@ def _section_options(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
     """The entries of an option whose value is a section of options; any other option as it is."""
     if given.name == "rope_scaling" and isinstance(given.value, dict):
         yield replace(given, value=json.dumps(given.value))
-    elif given.name == "deepspeed" and isinstance(given.value, dict) and set(given.value) == {"config_path"}:
-        yield replace(given, value=given.value["config_path"])
+    elif given.name == "deepspeed" and isinstance(given.value, dict):
+        yield from _deepspeed_section(given, given.value)
     elif given.name == "lr_scheduler_kwargs" and (kwargs := _json_object(given.value)) is not None:
         yield from (_schedule_option(given, *entry) for entry in kwargs.items() if entry not in SCHEDULER_DEFAULTS)
     elif given.name == "dataloader" and isinstance(given.value, dict):
         yield from (_dataloader_option(given, name, value) for name, value in given.value.items())
     else:
         yield given
+
+
+def _deepspeed_section(given: GivenOptionValue, section: dict[str, Any]) -> Iterator[GivenOptionValue]:
+    """`{config_path: FILE, stage: N}`, either of the two, or DeepSpeed's own keys. A file of another stage conflicts
+    with the engine of `stage`."""
+    path, stage = section.get("config_path"), section.get("stage")
+    if not section.keys() <= {"config_path", "stage"} or path is None and stage is None:
+        yield replace(given, value=json.dumps(section))
+    elif path is None:
+        engine = f"zero{stage}"
+        yield replace(given, name="deepspeed" if engine in ZERO else "engine", value=engine)
+    else:
+        yield replace(given, value=path)
+        if stage is not None and stage != _stage_of_file(str(path)):
+            yield replace(given, name="engine", value=f"zero{stage}", label=f"{given.spelling} stage: {stage}")
+
+
+def _stage_of_file(path: str) -> Any:
+    """None for a file that cannot be read, which is reported elsewhere."""
+    try:
+        zero = read_deepspeed_json(path).get("zero_optimization")
+    except ConfigError:
+        return None
+    return zero.get("stage", 0) if isinstance(zero, dict) else 0
 
 
 def _dataloader_option(section: GivenOptionValue, name: str, value: Any) -> GivenOptionValue:

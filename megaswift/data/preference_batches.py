@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megaswift.data.collate import Document, PaddingShape
 from megaswift.data.documents import Documents
@@ -150,26 +151,63 @@ def split_batch_into_documents(batch: Batch) -> list[Document]:
     return documents
 
 
-def kto_kl_batches(
-    batches: Sequence[Batch], shape: PaddingShape, max_length: int, uniform: bool = False
-) -> list[Batch]:
-    """A step's micro-batches of examples with completions moved on by one, cut to `max_length` from the right;
-    `examples` as they were.
+def labeled_documents(batches: Sequence[Batch]) -> list[list[Document]]:
+    """The documents of each micro-batch's examples."""
+    return [[split_batch_into_documents(b)[i] for i in b.fields["examples"].tolist()] for b in batches]
 
-    A document keeps the sample id of its prompt. One that is cut within its prompt is left without a label.
+
+def previous_in_global_batch(
+    documents: Sequence[Sequence[Sequence[Document]]], dp_rank: int
+) -> list[list[Document | None]]:
+    """For each example of each micro-batch of `dp_rank`, the one before it in the global batch; before the first one
+    the last. None where the global batch has no other.
+
+    `documents`: of each data-parallel rank, `labeled_documents`. Rows of a global batch are in the order of
+    `LoaderGeometry.own`, so the layout does not change the result.
     """
-    rotated: list[Sequence[Document | None]] = []
-    for batch in batches:
-        batch_documents = split_batch_into_documents(batch)
-        documents: list[Document | None] = [d if len(d[0]) else None for d in batch_documents]
-        which = batch.fields["examples"].tolist()
-        whole = [batch_documents[i] for i in which]
-        begins = [first_labeled_token(mask) for _, mask, _ in whole]
-        for n, i in enumerate(which):
-            (prompt, _, number), (answer, mask, _) = whole[n], whole[n - 1]
-            ids = np.concatenate([prompt[: begins[n]], answer[begins[n - 1] :]])[:max_length]
-            loss = np.concatenate([np.zeros(begins[n], np.uint8), mask[begins[n - 1] :]])[:max_length]
-            documents[i] = (ids, loss, number)
-        rotated.append(documents)
-    laid = collate_preferences(rotated, batches[0].cu_seqlens is not None, shape, uniform)
-    return [replace(b, fields={"examples": batch.fields["examples"]}) for b, batch in zip(laid, batches, strict=True)]
+    places = [(m, rank) for m in range(len(documents[0])) for rank in range(len(documents))]
+    rows = [document for m, rank in places for document in documents[rank][m]]
+    previous = iter(rows[-1:] + rows[:-1] if len(rows) > 1 else [None] * len(rows))
+    found: list[list[Document | None]] = [[] for _ in documents[0]]
+    for m, rank in places:
+        taken = [next(previous) for _ in documents[rank][m]]
+        if rank == dp_rank:
+            found[m] = taken
+    return found
+
+
+def kto_kl_batches(
+    batches: Sequence[Batch],
+    shape: PaddingShape,
+    max_length: int,
+    uniform: bool = False,
+    answers: Sequence[Sequence[Document | None]] | None = None,
+) -> list[Batch]:
+    """A step's micro-batches of examples, each with the completion of another example, cut to `max_length` from the
+    right.
+
+    `answers`: for each example of each micro-batch, the document that the completion is taken from; unset: the example
+    before it in its micro-batch. An example whose answer is None is left out of `fields["examples"]`. A document keeps
+    the sample id of its prompt. One that is cut within its prompt is left without a label.
+    """
+    own = labeled_documents(batches)
+    answers = [[*d[-1:], *d[:-1]] for d in own] if answers is None else answers
+    mismatched: list[Sequence[Document | None]] = []
+    counted: list[Tensor] = []
+    for batch, prompts, others in zip(batches, own, answers, strict=True):
+        documents: list[Document | None] = [d if len(d[0]) else None for d in split_batch_into_documents(batch)]
+        examples = batch.fields["examples"]
+        for i, prompt, answer in zip(examples.tolist(), prompts, others, strict=True):
+            if answer is not None:
+                documents[i] = _with_completion_of(prompt, answer, max_length)
+        mismatched.append(documents)
+        counted.append(examples[torch.tensor([a is not None for a in others], dtype=torch.bool)])
+    laid = collate_preferences(mismatched, batches[0].cu_seqlens is not None, shape, uniform)
+    return [replace(b, fields={"examples": examples}) for b, examples in zip(laid, counted, strict=True)]
+
+
+def _with_completion_of(prompt: Document, answer: Document, max_length: int) -> Document:
+    begin, other = first_labeled_token(prompt[1]), first_labeled_token(answer[1])
+    ids = np.concatenate([prompt[0][:begin], answer[0][other:]])[:max_length]
+    mask = np.concatenate([np.zeros(begin, np.uint8), answer[1][other:]])[:max_length]
+    return ids, mask, prompt[2]

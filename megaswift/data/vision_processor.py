@@ -207,16 +207,13 @@ def _load(spec: ProcessorFolderWithDigest) -> Any:
     label = f"processor in {spec.folder}"
     try:
         processor = AutoProcessor.from_pretrained(spec.folder, trust_remote_code=spec.trust)
-    except ImportError as error:
-        processor = _without_videos(spec)
+    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        missing = isinstance(error, ImportError) or "`torchvision` to be installed" in str(error)
+        processor = _without_videos(spec) if missing else None
         if processor is None:
-            raise WeightsError(
-                Problem(label, f"needs a package that is not installed: {first_line(error)}", EXTRA)
-            ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(
-            Problem(label, f"cannot be read: {first_line(error)}", "use the model's own processor files")
-        ) from None
+            rule = f"needs a package that is not installed: {first_line(error)}"
+            unreadable = Problem(label, f"cannot be read: {first_line(error)}", "use the model's own processor files")
+            raise WeightsError(Problem(label, rule, EXTRA) if missing else unreadable) from None
     if getattr(processor, "image_processor", None) is None or getattr(processor, "tokenizer", None) is None:
         raise WeightsError(
             Problem(label, "is not an image processor", f"use the model's own processor files ({', '.join(FILES[:2])})")

@@ -21,6 +21,7 @@ MOST_CHARACTERS = 1 << 20
 WORD = 16
 """What a word counts beside its characters."""
 MOST_EXPORTS = 500
+IN_CONDITION = "outside of a condition"
 HIDDEN_BLANK = "\ue000"
 LONGEST_SUM = 200
 """Characters of an arithmetic expression."""
@@ -61,12 +62,29 @@ class _Variables:
     characters: int = 0
     conditional: bool = False
     """The command stands in a condition or a loop, which a run may skip."""
+    branch: int = 0
+    """Of the outermost condition: 0 outside of it, then 1, 2, ... with each `then`, `elif` and `else`."""
+    complete: bool = False
+    """It has an `else`."""
+    new_in: dict[str, set[int]] = field(default_factory=dict)
+    """Variables that this condition is the first to set, and in which branches."""
+
+    def end_condition(self) -> None:
+        """What not every branch sets is left to the run from here on."""
+        for name, branches in self.new_in.items():
+            if name in self.texts and not (self.complete and len(branches) == self.branch):
+                self._store(name, [_unknown(name)])
+        self.branch, self.complete, self.new_in = 0, False, {}
 
     def set(self, name: str, items: list[ExpandedWord]) -> None:
         """An assignment; one of a condition that changes the value leaves it to the run."""
         changes = name in self.texts and self.texts[name] != items
-        self.texts[name] = [ExpandedWord(f"${name}", (f"${name}",))] if self.conditional and changes else items
-        items = self.texts[name]
+        if self.branch and (name not in self.texts or name in self.new_in):
+            self.new_in.setdefault(name, set()).add(self.branch)
+        self._store(name, [_unknown(name)] if self.conditional and changes else items)
+
+    def _store(self, name: str, items: list[ExpandedWord]) -> None:
+        self.texts[name] = items
         if name in self.exported:
             self.environment = {**self.environment, name: _joined(items)}
 
@@ -79,6 +97,10 @@ class _Variables:
             raise ConfigError(Problem("the script", f"exports more than {MOST_EXPORTS} variables"))
 
 
+def _unknown(name: str) -> ExpandedWord:
+    return ExpandedWord(f"${name}", (f"${name} {IN_CONDITION}",))
+
+
 def shell_commands(text: str) -> Iterator[ShellCommand]:
     """The commands of a script. ConfigError where its variables grow beyond all bounds."""
     known, depth = _Variables(), 0
@@ -88,6 +110,11 @@ def shell_commands(text: str) -> Iterator[ShellCommand]:
         while begin < len(words) and (literal := words[begin].literal) in (*KEYWORDS, *OPENING):
             depth += (literal in OPENING) - (literal in CLOSING)
             begin += 1
+            if depth == 1 and literal in ("then", "else") and (known.branch or literal == "then"):
+                known.branch += 1
+                known.complete |= literal == "else"
+            elif depth == 0 and literal == "fi":
+                known.end_condition()
             if literal in ("for", "select"):  # the variable has another value in each round
                 known.texts.pop(words[begin].literal or "" if begin < len(words) else "", None)
                 begin = len(words)
@@ -174,7 +201,7 @@ def _split(word: ExpandedWord) -> Iterator[ExpandedWord]:
         text = text.replace(name, re.sub(r"\s", HIDDEN_BLANK, name))
     for piece in text.split():
         shown = piece.replace(HIDDEN_BLANK, " ")
-        yield ExpandedWord(shown, tuple(name for name in word.unresolved if name in shown))
+        yield ExpandedWord(shown, tuple(n for n in word.unresolved if n.removesuffix(f" {IN_CONDITION}") in shown))
 
 
 def _joined(pieces: Sequence[ExpandedWord], between: str = " ") -> ExpandedWord:

@@ -57,6 +57,10 @@ _OWN_FILE = re.compile(rf"(?:^|/)megaswift[/.]({'|'.join(TASKS)}|rlhf)(?:\.py)?$
 _GUESS = ("grpo", "dpo", "kto", "orpo", "cpo", "ppo", "reward", "pretrain", "clm", "pt")
 
 
+ACCELERATE = "accelerate"
+"""A file of `accelerate config` by itself."""
+
+
 @dataclass(frozen=True)
 class ForeignCommand:
     """A command that trains, in another toolkit's words."""
@@ -169,6 +173,10 @@ def _without(words: tuple[ExpandedWord, ...], flag: str) -> tuple[ExpandedWord, 
 def command_of_file(source: ConfigSource, name: str) -> ForeignCommand:
     """The command that a YAML or JSON file stands for, by the names in it."""
     values = {given.name: str(given.value) for given in source.givens}
+    if values.keys() == {"accelerate_config"}:
+        note = "the file has settings of accelerate launch only, no model and no data; task sft is a guess"
+        file = {"config_file": ExpandedWord(values["accelerate_config"])}
+        return ForeignCommand(name, ACCELERATE, "sft", launcher="accelerate", launcher_options=file, notes=(note,))
     if values.get("stage") in STAGES:
         return ForeignCommand(name, LLAMA_FACTORY, None, file=source)
     swift = {"tuner_type", "rlhf_type", "load_from_cache_file", "padding_free", "split_dataset_ratio", "torch_dtype"}

@@ -50,6 +50,8 @@ TAKEN = frozenset({
     "use_fsdp", "deepspeed_config", "fsdp_config", "rdzv_endpoint", "max_restarts",
 })  # fmt: skip
 """Those of them that say how to read the others, or that are used."""
+HOSTS = ("hostfile", "deepspeed_hostfile")
+SEVERAL, ON_EACH = "names several machines", "start the command on each: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT"
 SILENT = ("", "none", "no", "false", "[]", "{}")
 OF_ACCELERATE = ("use_megatron_lm", "megatron_lm_config", "dynamo_backend")
 VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
@@ -151,11 +153,10 @@ def _processes(
         launch["nproc_per_node"] = ExpandedWord(str(len(ids.split(","))))
         run.environment["CUDA_VISIBLE_DEVICES"] = ids
     elif include:
-        run.ask(
-            f"--include {include}",
-            "names several machines",
-            "start the command on each: NNODES, NODE_RANK, MASTER_ADDR",
-        )
+        run.ask(f"--include {include}", SEVERAL, ON_EACH)
+    for name in HOSTS:
+        if file := str(settings.pop(name, "") or ""):
+            run.ask(f"--{name} {file}", SEVERAL, ON_EACH)
     if ids := str(settings.pop("gpu_ids", "") or ""):
         run.environment.setdefault("CUDA_VISIBLE_DEVICES", ids) if ids != "all" else None
     each_text = launch.get("nproc_per_node", ExpandedWord("")).text

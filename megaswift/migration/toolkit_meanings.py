@@ -14,13 +14,17 @@ from megaswift.config.differing_toolkit_defaults import LLAMA_FACTORY, MEGATRON_
 from megaswift.config.option_sources import GivenOptionValue
 from megaswift.config.parse_option_values import FALSE
 from megaswift.config.sections import OPTIONS, TASKS
+from megaswift.migration.llama_factory_datasets import with_registered_datasets
 from megaswift.migration.migrated_run import MigratedOption, MigratedRun
 
 INDEXED = "a prefix of .bin and .idx files is not read; give the text files (jsonl, txt, parquet) they were made from"
 
 
-def with_own_meanings(run: MigratedRun, givens: Iterable[GivenOptionValue]) -> list[GivenOptionValue]:
-    """The options of a source in the words of the tables."""
+def with_own_meanings(run: MigratedRun, givens: Iterable[GivenOptionValue], folder: Path) -> list[GivenOptionValue]:
+    """The options of a source in the words of the tables. `folder`: of the file that they are from."""
+    givens = list(givens)
+    if run.toolkit == LLAMA_FACTORY:
+        givens = with_registered_datasets(run, givens, folder)
     reading = {LLAMA_FACTORY: _llama_factory, MEGATRON_LM: _megatron_lm, TRL: _trl}.get(run.toolkit)
     return [out for given in givens for out in (reading(run, given) if reading else [given])]
 
@@ -40,23 +44,10 @@ def _llama_factory(run: MigratedRun, given: GivenOptionValue) -> Iterator[GivenO
         yield replace(given, name="attn_impl", value="flash" if value == "fa2" else value)
     elif given.name == "lora_target" and value == "all":
         yield replace(given, value="all-linear")
-    elif given.name in ("dataset", "eval_dataset"):
-        names = given.value if isinstance(given.value, list) else str(given.value).split(",")
-        yield from _registered(run, given, [str(n).strip() for n in names])
     elif given.name == "dataset_dir":
         run.left_out.append(f"{given.label}: data sets are named by their files")
     else:
         yield given
-
-
-def _registered(run: MigratedRun, given: GivenOptionValue, names: list[str]) -> Iterator[GivenOptionValue]:
-    """Data sets of LLaMA-Factory, which are entries of a dataset_info.json."""
-    if all(Path(name).exists() for name in names):
-        yield replace(given, value=names)
-    else:
-        run.ask(
-            given.label, "is an entry of LLaMA-Factory's dataset_info.json", "give the file or hub ID of that entry"
-        )
 
 
 def _megatron_lm(run: MigratedRun, given: GivenOptionValue) -> Iterator[GivenOptionValue]:

@@ -46,7 +46,7 @@ def migrated_run(command: ForeignCommand, folder: Path) -> MigratedRun:
         run.notes += [n for n in source.notices]
         for problem in source.problems:
             run.ask_problem(problem)
-        _take(run, with_own_meanings(run, source.givens), {k: v for k, v in unresolved.items() if v})
+        _take(run, with_own_meanings(run, source.givens, folder), {k: v for k, v in unresolved.items() if v})
     if run.task is None:
         run.ask("task", "the command does not say which", f"megaswift TASK FILE, TASK one of {', '.join(TASKS)}")
         return run

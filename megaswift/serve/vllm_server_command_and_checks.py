@@ -113,7 +113,7 @@ def server_command(cfg: DeployConfig, folder: Path, name: str, port: int) -> lis
     if cfg.weights.adapters:  # clients choose adapters by the model's name there
         words += ["--enable-lora", "--max-lora-rank", str(max_lora_rank_for(adapters_rank(cfg)))]
         words += ["--lora-modules"]
-        words += [f"{own or f'{name}-adapter'}={adapters}" for own, adapters in cfg.weights.named_adapters]
+        words += [_lora_module(own or f"{name}-adapter", str(path)) for own, path in cfg.weights.named_adapters]
     for option, value in (backend.engine_kwargs or {}).items():
         flag = f"--{option.replace('_', '-')}"
         if isinstance(value, bool):
@@ -121,6 +121,12 @@ def server_command(cfg: DeployConfig, folder: Path, name: str, port: int) -> lis
         else:
             words += [flag, value if isinstance(value, str) else json.dumps(value)]
     return [*words, "--override-generation-config", json.dumps(generation_defaults(cfg, folder))]
+
+
+def _lora_module(name: str, path: str) -> str:
+    """A word of `--lora-modules`: vLLM splits `name=path` at every "=", and reads a word with a comma as JSON."""
+    plain = not {"=", ","} & {*name, *path}
+    return f"{name}={path}" if plain else json.dumps({"name": name, "path": path})
 
 
 def generation_defaults(cfg: DeployConfig, folder: Path) -> dict[str, Any]:

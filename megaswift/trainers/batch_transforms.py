@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from megaswift import distributed
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
+from megaswift.config.kto_batch import kto_pairs_over_global_batch
 from megaswift.config.preference import beta_of, loss_types_of, needs_reference
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch, RequestedModelOutputs
@@ -28,7 +30,9 @@ from megaswift.trainers.rl.settings import rl_settings
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
 
-Mismatched = Callable[[Sequence[Batch]], list[Batch]]
+Mismatched = Callable[[Sequence[Batch], bool], list[Batch]]
+"""(micro-batches of examples, whether completions are taken from the whole global batch) -> those with other
+completions."""
 
 
 def batch_logprobs(engine: Engine, batches: Sequence[Batch]) -> list[torch.Tensor]:
@@ -76,16 +80,24 @@ class KtoBaseline(ReferenceLogprobs):
     """Adds KTO's `fields["kl"]` too: the mean log-ratio of mismatched answers, not below 0 (arXiv:2402.01306, section
     4).
 
-    One number for each micro-batch index, averaged over data-parallel ranks.
+    One number for each micro-batch index, averaged over data-parallel ranks, as in TRL; of micro-batches of one row,
+    one number for the global batch, whose order and mean no layout changes.
     """
 
-    def __init__(self, mismatched: Mismatched, move_every: int | None = None, share: float = 0.0) -> None:
+    def __init__(
+        self,
+        mismatched: Mismatched,
+        over_global_batch: Callable[[bool], bool],
+        move_every: int | None = None,
+        share: float = 0.0,
+    ) -> None:
         super().__init__(move_every, share)
-        self.mismatched = mismatched
+        self.mismatched, self.over_global_batch = mismatched, over_global_batch
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
         """The micro-batches with both fields."""
-        others = self.mismatched(batches)
+        whole = self.over_global_batch(training)
+        others = self.mismatched(batches, whole)
         with engine.reference():
             own, rest = batch_logprobs(engine, batches), with_field(others, "reference", batch_logprobs(engine, others))
         policy = batch_logprobs(engine, rest)
@@ -93,6 +105,8 @@ class KtoBaseline(ReferenceLogprobs):
             value for p, b in zip(policy, rest, strict=True) for value in _sum_and_count(log_ratios(p, b.to(p.device)))
         ]
         totals = distributed.all_sum(sums)  # replicas of a model-parallel grid count alike, in sum and number
+        if whole:
+            totals = [sum(totals[::2]), sum(totals[1::2])] * len(batches)
         zeros = [max(0.0, s / n) if n else 0.0 for s, n in zip(totals[::2], totals[1::2], strict=True)]
         return with_field(with_field(batches, "reference", own), "kl", [torch.tensor(z) for z in zeros])
 
@@ -162,7 +176,7 @@ def make_batch_transform(
     p, kind = cfg.preference, loss_types_of(cfg)[0]
     moves = (p.ref_model_sync_steps if p.sync_ref_model else None, p.ref_model_mixup_alpha)
     if kind in USES_KL:
-        return KtoBaseline(mismatched, *moves)
+        return KtoBaseline(mismatched, partial(kto_pairs_over_global_batch, cfg), *moves)
     transform = BcoReferencePoint(beta_of(cfg), *moves) if kind in USES_DELTA else ReferenceLogprobs(*moves)
     transform.known = known
     return transform

@@ -18,6 +18,7 @@ from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing_deepspeed_problems
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import capabilities_of, filled_deepspeed_config, requested_engine
+from megaswift.config.kto_batch import kto_batch_problems
 from megaswift.config.megatron_extra_kwargs import extra_kwargs_problems
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.profile_rules import profile_rank_problems
@@ -82,6 +83,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
             (lambda: model_problems(cfg, world_size), UserError),
             (lambda: profile_rank_problems(cfg.train, world_size), ConfigError),
             (lambda: rl_run_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
+            (lambda: kto_batch_problems(cfg, LayoutRequest.from_config(cfg, world_size).known_dp), ConfigError),
             *data_output_and_tracker_checks(cfg),
         ]
     )

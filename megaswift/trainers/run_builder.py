@@ -21,11 +21,12 @@ from megaswift.config.absolute_paths import with_absolute_paths
 from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.config.data import PPO
 from megaswift.config.evaluation_rules import evaluates
+from megaswift.config.kto_batch import kto_pairs_over_global_batch
 from megaswift.config.preference import needs_reference
 from megaswift.data import build_batch_sources as data
 from megaswift.data.load_tokenizer import padding_token_of
 from megaswift.data.loader import BatchSource, EvaluationSource, LoaderGeometry, TokenStoreBatchSource
-from megaswift.data.preference_batches import kto_kl_batches
+from megaswift.data.preference_batches import kto_kl_batches, labeled_documents, previous_in_global_batch
 from megaswift.data.stream_batches import StreamBatchSource
 from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine
@@ -81,6 +82,15 @@ SHAPE = (
     "expert_ffn",
 )
 """What a checkpoint and the model it is loaded into must agree on."""
+
+
+def eval_accumulation(cfg: SwiftConfig, layout: Layout) -> int:
+    """Micro-batches that evaluation passes at a time: as many as a pipeline has stages; where KTO takes completions
+    from the whole global batch, as many as hold the rows of a step."""
+    if kto_pairs_over_global_batch(cfg, training=False):
+        plan = batch_plan(cfg.train, layout.dp)
+        return plan.per_device * plan.accumulation
+    return layout.pp
 
 
 @dataclass
@@ -159,8 +169,9 @@ class RunBuilder:
         source, evaluation = data.build_train_and_eval_sources(
             self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task, self.task.prompt_labels
         )
-        if evaluation is not None and self.layout.pp > 1:
-            evaluation = replace(evaluation, geometry=replace(evaluation.geometry, accumulation=self.layout.pp))
+        if evaluation is not None:
+            passes = eval_accumulation(self.cfg, self.layout)
+            evaluation = replace(evaluation, geometry=replace(evaluation.geometry, accumulation=passes))
         if isinstance(source, StreamBatchSource):
             source.spread = distributed.map_over_ranks
         if isinstance(source, TokenStoreBatchSource):
@@ -220,12 +231,16 @@ class RunBuilder:
         """What adds to batches what the task's loss reads."""
         return make_batch_transform(self.cfg, self.mismatched, self.known)
 
-    def mismatched(self, batches: Sequence[Batch]) -> list[Batch]:
+    def mismatched(self, batches: Sequence[Batch], over_global_batch: bool) -> list[Batch]:
         """KTO's other answers, in batches of the run's shape."""
-        geometry = self.geometry()
-        return kto_kl_batches(
-            batches, data.padding_shape_of(self.tokenizer, geometry), self.cfg.data.max_length, geometry.uniform
-        )
+        geometry, place = self.geometry(), self.context.coordinates
+        answers = None
+        if over_global_batch:
+            first = place.tp == place.pp == place.cp == 0  # the other ranks of a replica have the same batches
+            shares = distributed.all_gather_merged_dict({place.dp: labeled_documents(batches)} if first else {})
+            answers = previous_in_global_batch([shares[rank] for rank in range(geometry.dp_size)], place.dp)
+        shape = data.padding_shape_of(self.tokenizer, geometry)
+        return kto_kl_batches(batches, shape, self.cfg.data.max_length, geometry.uniform, answers)
 
     def hooks(self, engine: Engine, evaluation: EvaluationSource | None) -> list[Hook]:
         """In the order of their work within a step: lines first, the checkpoint last."""

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.engine_rules import requested_engine
+from megaswift.config.absolute_paths import with_absolute_paths
+from megaswift.config.engine_rules import filled_deepspeed_config, requested_engine
 from megaswift.config.fsdp_json import fsdp_file_options
 from megaswift.errors import ConfigError
 
@@ -97,6 +98,43 @@ def test_deepspeed(tmp_path: Path) -> None:
     assert "deepspeed_multinode_launcher has no effect: every machine" in cfg.notices[0]
 
 
+def test_deepspeed_offload_to_nvme(tmp_path: Path) -> None:
+    """The configuration that accelerate would give to DeepSpeed, filled in by the run."""
+    section = {"zero_stage": 3, "offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/fast//drive"}
+    both = {**section, "offload_param_device": "cpu"}
+    for given, weights in ((section, None), (both, {"device": "cpu"})):
+        cfg = load(tmp_path, {**ZERO, "deepspeed_config": given})
+        filled = filled_deepspeed_config(cfg, 4, "bfloat16", 64)
+        zero = filled.config["zero_optimization"]
+        assert filled.problems == () and zero["stage"] == 3 and zero.get("offload_param") == weights
+        assert zero["offload_optimizer"] == {"device": "nvme", "nvme_path": "/fast//drive"}
+        assert requested_engine(cfg) == "zero3_offload" and not any("nvme" in n for n in cfg.notices)
+        assert with_absolute_paths(cfg.to_dict())["engine"]["deepspeed"] == cfg.engine.deepspeed
+    cfg = load(tmp_path, {**ZERO, "deepspeed_config": {**section, "zero_stage": 2}})
+    (problem,) = filled_deepspeed_config(cfg, 4, "bfloat16", 64).problems
+    assert "--deepspeed" in problem.what and "stage 3" in f"{problem.rule} {problem.fix}"
+
+
+@pytest.mark.parametrize("left_out", ["compute_environment", "distributed_type"])
+def test_a_file_with_one_of_its_names(left_out: str, tmp_path: Path) -> None:
+    """Written by hand."""
+    cfg = load(tmp_path, {name: value for name, value in GPUS.items() if name != left_out}, way="")
+    assert (cfg.launch.nproc_per_node, cfg.model.torch_dtype) == (4, "bfloat16")
+
+
+def test_machines_of_deepspeed_s_launcher(tmp_path: Path) -> None:
+    section = {"zero_stage": 2, "deepspeed_hostfile": "/job/hosts"}
+    (line,) = load(tmp_path, {**ZERO, "deepspeed_config": section}).notices
+    assert "deepspeed_hostfile has no effect" in line and "NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT" in line
+    with pytest.raises(ConfigError, match="NODE_RANK=0 MASTER_ADDR=HOST MASTER_PORT=29500"):
+        load_config("sft", ["--model", "m", "--dataset", "d", "--hostfile", "hosts"], environ={})
+
+
+def test_fsdp_without_sharding(tmp_path: Path) -> None:
+    fsdp = {"fsdp_version": 1, "fsdp_sharding_strategy": "NO_SHARD", "fsdp_use_orig_params": True}
+    assert requested_engine(load(tmp_path, {**FSDP, "fsdp_config": fsdp})) == "ddp"
+
+
 def test_fsdp(tmp_path: Path) -> None:
     cfg = load(tmp_path, FSDP)
     settings = fsdp_file_options(cfg)
@@ -128,7 +166,11 @@ def test_the_run_s_own_options_go_over_it(tmp_path: Path) -> None:
         ({**ZERO, "deepspeed_config": {"zero_stag": 3}}, ("zero_stag", "did you mean zero_stage?")),
         (
             {**ZERO, "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "nvme"}},
-            ("the optimizer on nvme", "deepspeed_config_file"),
+            ("offload_optimizer_device: nvme", "offload_optimizer_nvme_path: /local_nvme"),
+        ),
+        (
+            {**ZERO, "deepspeed_config": {"zero_stage": 4}},
+            ("zero_stage: 4", "is not a stage of ZeRO"),
         ),
         ({**FSDP, "fsdp_config": {"fsdp_ignored_modules": "x"}}, ("ignored_modules", "--freeze_parameters")),
     ],

@@ -103,7 +103,7 @@ def test_the_run_s_own_options_go_over_them() -> None:
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed_precision fp8"),
         ({"FSDP_IGNORED_MODULES": "a"}, "fsdp_ignored_modules"),
-        (ZERO2 | {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme"}, "the optimizer on nvme"),
+        (ZERO2 | {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme"}, "offload_optimizer_nvme_path"),
         (ZERO2 | {"ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "x"}, "moe_layer_cls_names"),
     ],
 )

@@ -196,7 +196,7 @@ def test_what_is_switched_off_asks_for_nothing() -> None:
 def test_offload_in_older_files(tmp_path: Path) -> None:
     older = {"stage": 3, "cpu_offload": True, "cpu_offload_params": True, "cpu_offload_use_pin_memory": True}
     (tmp_path / "f.json").write_text(json.dumps({"zero_optimization": older}))
-    read = read_deepspeed_json(tmp_path / "f.json")
+    read = read_deepspeed_json(str(tmp_path / "f.json"))
     pinned = {"device": "cpu", "pin_memory": True}
     assert read["zero_optimization"] == {"stage": 3, "offload_optimizer": pinned, "offload_param": pinned}
     assert matching_deepspeed_preset(read) == "zero3_offload"
@@ -243,4 +243,4 @@ def test_a_file_that_is_none(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         file.write_text(text)
     with pytest.raises(ConfigError, match=r"f\.json"):
-        read_deepspeed_json(file)
+        read_deepspeed_json(str(file))

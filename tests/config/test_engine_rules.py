@@ -295,6 +295,28 @@ def test_backends_that_are_missing(name: str, backend: str) -> None:
     assert "must be one of nccl | gloo" in str(error.value) and "megaswift does not" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("section", "kind"),
+    [
+        ("{config_path: FILE}", "zero1"),
+        ("{config_path: FILE, stage: 1}", "zero1"),
+        ("{stage: 3}", "zero3"),
+        ("{zero_optimization: {stage: 2}}", "zero2"),
+    ],
+)
+def test_a_section_deepspeed(section: str, kind: str, tmp_path: Path) -> None:
+    file, run = tmp_path / "ds.json", tmp_path / "run.yaml"
+    file.write_text('{"zero_optimization": {"stage": 1}}')
+    run.write_text(f"model: m\ndataset: d\ndeepspeed: {section.replace('FILE', str(file))}\n")
+    assert requested_engine(load_config("sft", [str(run)], environ={})) == kind
+    run.write_text(f"model: m\ndataset: d\ndeepspeed: {{config_path: {file}, stage: 2}}\n")
+    with pytest.raises(ConfigError, match="conflicts with"):
+        load_config("sft", [str(run)], environ={})
+    run.write_text("model: m\ndataset: d\ndeepspeed: {stage: 4}\n")
+    with pytest.raises(ConfigError, match="stage=4: must be one of"):
+        load_config("sft", [str(run)], environ={})
+
+
 def test_deepspeed_s_own_arguments(tmp_path: Path) -> None:
     """`deepspeed --hostfile ... SCRIPT --deepspeed --deepspeed_config=FILE`: its launcher adds the rank."""
     file = tmp_path / "ds.json"

@@ -67,7 +67,7 @@ def test_what_is_taken() -> None:
         ({"xla": True}, ("XLA is not supported",)),
         ({"mixed_precision_policy": "bf16"}, ("--torch_dtype",)),
         ({"reshard_after_foward": True}, ("reshard_after_forward",)),
-        ({"sharding_strategy": "NO_SHARD"}, ("--engine ddp",)),
+        ({"sharding_strategy": "SHARDED"}, ("is not a supported sharding strategy",)),
         ({"offload_params": 3}, ("true or false",)),
         ({"transformer_layer_cls_to_wrap": [1]}, ("must be a list of layer classes",)),
         (

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
+from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING as STRATEGIES
 from megaswift.config.engine_rules import requested_engine
 from megaswift.config.fsdp_json import fsdp_file_options
-from megaswift.config.fsdp_spellings import STRATEGIES
 from megaswift.errors import ConfigError
 
 GIVEN = ["--model", "m", "--dataset", "d.jsonl"]
@@ -108,3 +108,20 @@ def test_beside_deepspeed(words: tuple[str, ...], zero: str, tmp_path: Path) -> 
     with pytest.raises(ConfigError) as error:
         load("--deepspeed", named, "--engine", "zero2", *words)
     assert "zero2" in str(error.value)
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "3", 3])
+def test_a_file_without_sharding_is_ddp(strategy: Any, tmp_path: Path) -> None:
+    file = tmp_path / "fsdp.json"
+    content = {"sharding_strategy": strategy, "activation_checkpointing": True}
+    file.write_text(json.dumps(content))
+    for words in (("--fsdp_config", str(file)), ("--fsdp", str(file)), ("--fsdp_config", json.dumps(content))):
+        cfg = load(*words)
+        assert requested_engine(cfg) == "ddp" and cfg.engine.fsdp_config is None
+        assert cfg.model.recompute_granularity == "full"
+    file.write_text(json.dumps({**content, "offload_params": True}))
+    with pytest.raises(ConfigError, match="offload_params: would be ignored"):
+        load("--fsdp_config", str(file))
+    file.write_text(json.dumps({**content, "sharding": 1}))
+    with pytest.raises(ConfigError, match="would be ignored"):
+        load("--fsdp_config", str(file))

@@ -55,7 +55,6 @@ CLASHING = [
     ("precompute_ref_log_probs", "dpo --precompute_ref_log_probs --sync_ref_model"),
     ("precompute_ref_log_probs", "dpo --precompute_ref_log_probs --streaming --max_steps 3"),
     ("precompute_ref_log_probs", "kto --precompute_ref_log_probs --micro_batch_size 2"),
-    ("per_device_train_batch_size", "kto --per_device_train_batch_size 1"),
     ("random_init", "dpo --random_init"),
 ]
 

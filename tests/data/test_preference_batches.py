@@ -16,7 +16,7 @@ from trl import KTOTrainer
 
 from megaswift.data.collate import PaddingShape
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.preference_batches import kto_kl_batches
+from megaswift.data.preference_batches import kto_kl_batches, labeled_documents, previous_in_global_batch
 from megaswift.errors import DataError
 from tests.data.makers import tokenizer
 from tests.data.test_gather_and_truncate_preferences import pair, says, source, theirs, user
@@ -204,3 +204,41 @@ def test_mismatched_leaves_fillers_alone_cuts_and_keeps_one_length(tmp_path: Pat
         held.data.docs.length[4:].sum()
     ]
     assert max(int(torch.diff(b.cu_seqlens).max()) for b in kto_kl_batches(steps, PaddingShape(), 9)) == 9
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(("ranks", "per_device"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
+def test_mismatched_over_the_global_batch_is_one_rotation_in_every_layout(
+    tmp_path: Path, packing: bool, ranks: int, per_device: int
+) -> None:
+    """TRL's rotation of one micro-batch with all rows of the step."""
+    expected = theirs(KTOTrainer, KTO[:4], tokenizer("qwen", "bare"), 4)
+    sources = [
+        source(
+            tmp_path,
+            KTO[:4],
+            LoaderGeometry(rank, ranks, per_device, 4 // ranks // per_device),
+            "kto",
+            packing=packing,
+        )[0]
+        for rank in range(ranks)
+    ]
+    steps = [s.next() for s in sources]
+    documents = [labeled_documents(step) for step in steps]
+    seen: list[list[int] | None] = [None] * 4
+    for rank, step in enumerate(steps):
+        turned = kto_kl_batches(step, sources[0].shape, 64, answers=previous_in_global_batch(documents, rank))
+        for batch, own in zip(turned, step, strict=True):
+            assert batch.fields["examples"].tolist() == own.fields["examples"].tolist()
+            for ids, _, number in labeled_documents([batch])[0]:
+                seen[number] = ids.tolist()
+    assert seen == [e["prompt_ids"] + e["KL_completion_ids"] for e in expected]
+
+
+def test_a_row_alone_in_a_global_batch_has_no_mismatched_pair(tmp_path: Path) -> None:
+    held = source(tmp_path, KTO * 2, LoaderGeometry(0, 1, 1, 4), "kto", split_dataset_ratio=0.5, packing=True)[1]
+    whole, last = replace(held, geometry=LoaderGeometry(0, 1, 1, 4)).eval_batches()
+    for step, count in ((whole, 4), (last, 0)):
+        answers = previous_in_global_batch([labeled_documents(step)], 0)
+        turned = kto_kl_batches(step, PaddingShape(), 64, answers=answers)
+        assert sum(len(b.fields["examples"]) for b in turned) == count

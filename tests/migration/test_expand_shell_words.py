@@ -145,3 +145,26 @@ def test_unfinished_text_ends(text: str) -> None:
 def test_many_exports_are_refused() -> None:
     with pytest.raises(ConfigError, match="exports more than 500"):
         list(shell_commands("\n".join(f"export A{i}=1" for i in range(501))))
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("if a; then N=2; fi; show $N", ["$N"]),
+        ("if a; then N=2; show $N; fi", ["2"]),
+        ("if a; then N=2; else N=2; fi; show $N", ["2"]),
+        ("if a; then N=2; else N=4; fi; show $N", ["$N"]),
+        ("if a; then N=2; else M=2; fi; show $N $M", ["$N", "$M"]),
+        ("if a; then N=2; elif b; then N=2; fi; show $N", ["$N"]),
+        ("if a; then N=2; elif b; then N=2; else N=2; fi; show $N", ["2"]),
+        ("N=1; if a; then N=2; fi; show $N", ["$N"]),
+        ("if a; then N=2; N=2; else :; fi; show $N", ["$N"]),
+        ("if a; then N=2; fi; N=3; show $N", ["3"]),
+        ("if a; then N=2; fi; if b; then M=1; else M=1; fi; show $N $M", ["$N", "$M"][:1] + ["1"]),
+        ("if a; then export N=2; fi; show ${N:-5}", ["$N"]),
+    ],
+)
+def test_what_not_every_branch_sets_is_left_to_the_run(script: str, words: list[str]) -> None:
+    (command,) = (c for c in shell_commands(script) if c.words[0].text == "show")
+    assert [w.text for w in command.words[1:]] == words
+    assert [bool(w.unresolved) for w in command.words[1:]] == [w.startswith("$") for w in words]

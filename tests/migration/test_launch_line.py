@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from megaswift.config.option_sources import read_config_file
 from megaswift.migration.accelerate_launch_environment import accelerate_environment, read_settings_file
+from megaswift.migration.foreign_command import command_of_file
 from megaswift.migration.launch_line import command_line
+from megaswift.migration.translate_command import migrated_run
 from tests.migration.translated import loaded, translated
 
 WORDS = "train.py --model_name_or_path m --dataset_name d --num_train_epochs 1"
@@ -74,7 +77,8 @@ def test_options_that_a_condition_adds_are_asked(tmp_path: Path) -> None:
     script = 'A=(--lr 1)\nif [ $1 ]; then A+=(--max_length 3); M=x; else M=y; fi\nswift sft "${A[@]}" --model $M'
     run = translated(script, tmp_path)
     asked = [(q.what, q.rule) for q in run.questions if "does not set" in q.rule]
-    assert asked == [("$A", "the script does not set $A"), ("model: $M", "the script does not set $M")]
+    outside = "outside of a condition"
+    assert asked == [(w, f"the script does not set {w[-2:]} {outside}") for w in ("$A", "model: $M")]
 
 
 def test_settings_of_torchrun(tmp_path: Path) -> None:
@@ -169,3 +173,35 @@ def test_a_file_with_aliases_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("a: &x [1]\nb: *x\n")
     run = translated(f"accelerate launch --num_processes 1 --config_file a.yaml {WORDS}", tmp_path)
     assert any("has aliases" in line for line in run.open)
+
+
+def test_a_file_of_accelerate_by_itself(tmp_path: Path) -> None:
+    """Its settings, processes and machines; what it does not have is asked."""
+    file = tmp_path / "zero.yaml"
+    file.write_text(
+        "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 16\nnum_machines: 2\nmachine_rank: 1\n"
+        "main_process_ip: host0\nmain_process_port: 29501\n"
+        "deepspeed_config:\n  zero_stage: 3\n  deepspeed_hostfile: /job/hosts\n"
+    )
+    run = migrated_run(command_of_file(read_config_file(str(file)), file.name), tmp_path)
+    assert (run.toolkit, run.task) == ("accelerate", "sft")
+    assert {name: o.value for name, o in run.options.items()} == {"torch_dtype": "bfloat16", "deepspeed": "zero3"}
+    assert run.launch == {
+        "nproc_per_node": "8", "nnodes": "2", "node_rank": "1", "master_addr": "host0", "master_port": "29501"
+    }  # fmt: skip
+    text = "\n".join(run.open)
+    assert "settings of accelerate launch only" in text and "--deepspeed_hostfile /job/hosts: names several" in text
+
+
+@pytest.mark.parametrize("prefix", ["", "export "])
+def test_a_number_of_machines_that_a_condition_changes(prefix: str, tmp_path: Path) -> None:
+    script = f"{prefix}NNODES=1\nif [ $X ]; then\n  {prefix}NNODES=2\nfi\n"
+    run = translated(script + f"torchrun --nnodes $NNODES --nproc_per_node 8 swift/cli/sft.py {WORDS[9:]}", tmp_path)
+    assert run.launch["nnodes"] == "N" and any(
+        "NNODES: $NNODES" in line and "does not set $NNODES outside of a condition" in line for line in run.open
+    )
+
+
+def test_a_hostfile(tmp_path: Path) -> None:
+    run = translated(f"deepspeed --hostfile hosts --num_gpus 4 swift/cli/sft.py {WORDS[9:]}", tmp_path)
+    assert any(line.startswith("--hostfile hosts: names several machines; start the command") for line in run.open)

@@ -49,12 +49,17 @@ class Files:
     images: Any
     name: str
     chat_template: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the processor's own file."""
 
     def save_pretrained(self, folder: Path) -> None:
         self.tokens.save_pretrained(folder)
         self.images.save_pretrained(folder)
         config = Path(folder) / "preprocessor_config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"processor_class": self.name}))
+        if self.settings:
+            own = {**self.settings, "processor_class": self.name}
+            (Path(folder) / "processor_config.json").write_text(json.dumps(own))
 
 
 MARKS = {
@@ -185,7 +190,25 @@ def _idefics3(tokens: Any) -> tuple[Any, Any]:
     return Idefics3ForConditionalGeneration(config), Idefics3Processor(images, tokens, image_seq_len=4)
 
 
+def _internvl(tokens: Any) -> tuple[Any, Any]:
+    from transformers import InternVLConfig, InternVLForConditionalGeneration, InternVLVisionConfig, Qwen2Config
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    config = InternVLConfig(
+        text_config=Qwen2Config(**{k: v for k, v in TEXT.items() if k != "head_dim"}),
+        vision_config=InternVLVisionConfig(**{**TOWER, "image_size": (16, 16), "patch_size": (4, 4)}),
+        image_token_id=VOCAB.index("<image>"),
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    images = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, crop_to_patches=False)
+    return InternVLForConditionalGeneration(config), Files(
+        tokens, images, "InternVLProcessor", settings={"image_seq_length": 4}
+    )
+
+
 KINDS = {
+    "internvl": _internvl,
     "qwen2_vl": _qwen2_vl,
     "qwen3_vl": _qwen3_vl,
     "llava": _llava,

@@ -47,6 +47,13 @@ def tokenizer(kind: str) -> Any:
         "boi_token": "<boi>",
         "eoi_token": "<eoi>",
     }
+    if kind == "internvl":
+        extra |= {
+            "start_image_token": "<boi>",
+            "end_image_token": "<eoi>",
+            "context_image_token": "<image>",
+            "video_token": "<|video_pad|>",
+        }
     made = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", eos_token="<e>", unk_token="<unk>", extra_special_tokens=extra
     )

@@ -5,6 +5,8 @@ Covers: megaswift/rollout/installed_vllm_version_and_support.py.
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,6 +42,11 @@ def test_adapters_by_name(tmp_path: Path) -> None:
         tmp_path, "--adapters", f"a={tmp_path}", f"b={tmp_path}"
     )
     assert f"--lora-modules x-adapter={tmp_path} " in words(tmp_path, "--adapters", str(tmp_path))
+    for name in ("lr=1", "a,b"):  # vLLM splits at every "=", and reads a word with a comma as JSON
+        odd = tmp_path / name
+        shutil.copytree(tmp_path, odd, ignore=lambda *_: ["lr=1", "a,b"])
+        text = json.dumps({"name": "x-adapter", "path": str(odd)})
+        assert f"--lora-modules {text} " in words(tmp_path, "--adapters", str(odd))
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_a_reference_is_asked_once_about_both_sides_of_all_pairs(words: str, pas
         Asked(),
     )
     batches = rows.batches([[rows.read(i) for i in range(len(rows) if task != "dpo" else 3)]], shape(), False)
-    preparation = make_batch_transform(cfg, lambda given: list(given), {})
+    preparation = make_batch_transform(cfg, lambda given, _: list(given), {})
     assert preparation is not None
     made = preparation.prepare(engine, batches, True)  # type: ignore[arg-type]
     assert engine.passes == passes and len(passes) == forward_pass_count_before_step(cfg)

@@ -19,6 +19,7 @@ ALIGNERS = {
     "llava_next": ("model.multi_modal_projector", "model.image_newline"),
     "gemma3": ("model.multi_modal_projector",),
     "idefics3": ("model.connector",),
+    "internvl": ("model.multi_modal_projector",),
 }
 
 

@@ -1,0 +1,80 @@
+"""Entries of LLaMA-Factory's dataset_info.json as files, hub IDs and columns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaswift.config.option_sources import read_config_file
+from megaswift.migration.foreign_command import command_of_file
+from megaswift.migration.migrated_run import MigratedRun
+from megaswift.migration.translate_command import migrated_run
+from tests.migration.translated import loaded
+
+INFO: dict[str, Any] = {
+    "plain": {"file_name": "plain.json"},
+    "renamed": {
+        "file_name": "sub/renamed.json",
+        "columns": {"prompt": "question", "query": "context", "response": "answer"},
+        "num_samples": 5,
+    },
+    "turns": {
+        "file_name": "turns.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+    "remote": {"hf_hub_url": "org/rows", "ms_hub_url": "other/rows"},
+    "odd": {"file_name": "odd.json", "formatting": "sharegpt", "tags": {"role_tag": "who"}, "split": "train[:10]"},
+    "other": {"file_name": "other.json", "columns": {"response": "question"}},
+    "nothing": {"script_url": "x"},
+}
+
+
+def run_of(folder: Path, dataset: str, place: str = "data") -> MigratedRun:
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "data/dataset_info.json").write_text(json.dumps(INFO))
+    file = folder / "examples" / "train_sft.yaml"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(
+        f"stage: sft\nmodel_name_or_path: m\nfinetuning_type: full\ndataset: {dataset}\ndataset_dir: {place}\n"
+    )
+    return migrated_run(command_of_file(read_config_file(str(file)), file.name), file.parent)
+
+
+def test_files_hub_ids_and_columns(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "plain,renamed,turns,remote")
+    cfg, data = loaded(run, tmp_path), tmp_path / "data"
+    assert [str(d) for d in cfg.data.dataset] == [
+        str(data / "plain.json"),
+        f"{data / 'sub/renamed.json'}#5",
+        str(data / "turns.json"),
+        "org/rows",
+    ]
+    assert cfg.data.columns == {"question": "instruction", "context": "input", "answer": "output"}
+    assert not any("dataset" in line for line in run.open)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "said"),
+    [
+        ("odd", ("dataset odd: split", "dataset odd: tags")),
+        ("renamed,other", ("dataset other: column question: is another column",)),
+        ("nothing", ("dataset nothing: has no file or hub ID in",)),
+        ("unknown", ("dataset unknown: has no file or hub ID in",)),
+    ],
+)
+def test_what_is_asked(dataset: str, said: tuple[str, ...], tmp_path: Path) -> None:
+    text = "\n".join(run_of(tmp_path, dataset).open)
+    assert all(part in text for part in said), text
+
+
+def test_without_the_file(tmp_path: Path) -> None:
+    text = "\n".join(run_of(tmp_path, "plain", "elsewhere").open)
+    assert (
+        "is an entry of LLaMA-Factory's dataset_info.json" in text
+        and "elsewhere/dataset_info.json is not found" in text
+    )
