@@ -113,7 +113,7 @@ class CommandParser(Generic[Config]):
             key: cls(**{n: v for n, v in state.values.items() if self.table.options[n].section == key})
             for key, cls in self.sections.items()
         }
-        neutral = neutral_notice(((label, name) for name, label in state.neutral.items()), self.neutral)
+        neutral = neutral_notice(((given.label, name) for name, given in state.neutral.items()), self.neutral)
         typed = {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None}
         parsed = ParsedCommand(sections, typed, (*state.notices, *[neutral] * bool(neutral)))
         if not state.problems:  # it may download
@@ -148,7 +148,7 @@ class CommandParser(Generic[Config]):
                     state.problems[-1] = replace(state.problems[-1], fix=fix)
                 first.setdefault(option.name, given)
             elif neutral is not None and neutral.accepts(given.value):
-                state.neutral[given.name] = given.label
+                state.neutral[given.name] = given
             else:
                 state.problems.append(self._unknown(given))
 

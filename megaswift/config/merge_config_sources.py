@@ -65,8 +65,8 @@ class ResolveState:
     secrets: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     """Spellings, as they were given."""
-    neutral: dict[str, str] = field(default_factory=dict)
-    """Accepted options of other toolkits that change nothing here: name to label."""
+    neutral: dict[str, GivenOptionValue] = field(default_factory=dict)
+    """Accepted options of other toolkits that change nothing here, by name."""
     task: str | None = None
 
     @property
@@ -136,7 +136,7 @@ def _notices(sections: Sections, state: ResolveState) -> tuple[str, ...]:
     """What was taken otherwise than written, then defaults that depend on other options, then other toolkits'."""
     passes = _passes(state)
     others = differing_defaults_notice(sections, state.foreign, ignored_option_names(sections))
-    accepted = neutral_notice((label, name) for name, label in state.neutral.items())
+    accepted = neutral_notice((given.label, name) for name, given in state.neutral.items())
     return (
         *state.notices,
         *([accepted] if accepted else ()),
@@ -197,10 +197,14 @@ def _check(sections: Sections, state: ResolveState) -> list[Problem]:
     if "task" in state.wrong:
         return []
     contrary = [
-        Problem(label, f"conflicts with {state.labels[other]}", "leave one of the two out")
-        for name, label in state.neutral.items()
+        Problem(given.label, f"conflicts with {state.labels[other]}", "leave one of the two out")
+        for name, given in state.neutral.items()
         if (other := NEUTRAL[name].unless) in sections.given
     ]
+    for name, given in state.neutral.items():
+        (option, value), entry = NEUTRAL[name].true_with, NEUTRAL[name]
+        if option and not entry.accepts(given.value) and sections.value(option) != value:
+            contrary.append(Problem(given.label, f"is not supported: {entry.reason}", f"--{option} {value}"))
     return contrary + list(broken_option_rules(sections, state.labels, frozenset(state.wrong)))
 
 
@@ -273,9 +277,9 @@ def _take_unknown(state: ResolveState, given: GivenOptionValue) -> None:
     neutral = NEUTRAL.get(given.name)
     if neutral is None:
         state.problems.append(unknown_option_problem(given, NAMES))
-    elif neutral.accepts(given.value):
+    elif neutral.may_accept(given.value):
         state.foreign.append(given.name)
-        state.neutral[given.name] = given.label
+        state.neutral[given.name] = given
     else:
         fix = neutral.otherwise or "leave it out"
         state.problems.append(Problem(given.label, f"is not supported: {neutral.reason}", fix))

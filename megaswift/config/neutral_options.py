@@ -28,12 +28,19 @@ class NeutralOption:
     """The fix for another value."""
     unless: str = ""
     """An option of megaswift beside which it would have an effect."""
+    true_with: tuple[str, str] = ("", "")
+    """An option of megaswift and the value with which `true` changes nothing either."""
 
     def accepts(self, value: Any) -> bool:
         """Whether the value asks for what happens anyway; None is a flag without a value."""
         text = "true" if value is None else str(value).strip().lower()
         spelled = "true" if text in TRUE else "false" if text in FALSE else text
         return self.values == ANY or bool({text, spelled} & {*self.values})
+
+    def may_accept(self, value: Any) -> bool:
+        """Whether the value asks for what happens anyway, if not in every run, then with `true_with`."""
+        text = "true" if value is None else str(value).strip().lower()
+        return self.accepts(value) or (bool(self.true_with[0]) and text in TRUE)
 
 
 _SAFETENSORS = NeutralOption(ON, "weights are saved as safetensors")
@@ -42,7 +49,7 @@ _PER_TOKEN = NeutralOption(ON, "the loss is a mean over the label tokens of the 
 _UNUSED_COLUMNS = "columns that the row format does not use are ignored"
 _RESUME = "resume_from_checkpoint"
 _FROM_START = "--model DIR starts from its weights"
-_EVAL_DTYPE = NeutralOption(OFF, "evaluation computes in --torch_dtype", "leave it out")
+_EVAL_DTYPE = "evaluation computes in --torch_dtype"
 _SAMPLER_LIMIT = "--max_length, prompt plus completion, is the sampler's limit"
 _WORKERS = "--dataloader_num_workers threads read ahead and last for the whole run"
 
@@ -171,8 +178,8 @@ NEUTRAL: dict[str, NeutralOption] = {
     "save_on_each_node": NeutralOption(OFF, "all nodes write to one shared folder", "leave it out"),
     "eval_on_start": NeutralOption(OFF, "evaluation begins after --eval_steps steps", "--eval_steps N"),
     "eval_accumulation_steps": NeutralOption(ANY, "evaluation accumulates sums only"),
-    "fp16_full_eval": _EVAL_DTYPE,
-    "bf16_full_eval": _EVAL_DTYPE,
+    "fp16_full_eval": NeutralOption(OFF, _EVAL_DTYPE, "leave it out", true_with=("torch_dtype", "float16")),
+    "bf16_full_eval": NeutralOption(OFF, _EVAL_DTYPE, "leave it out", true_with=("torch_dtype", "bfloat16")),
     "logging_strategy": NeutralOption(("steps",), "--logging_steps N is in steps", "--logging_steps N"),
     "plot_loss": NeutralOption(ON, "curves are always plotted (OUT/loss.png, OUT/report.html)", "leave it out"),
     "disable_tqdm": NeutralOption(EITHER, "progress is one line per logged step"),

@@ -171,7 +171,7 @@ def _take_unknown(run: MigratedRun, given: GivenOptionValue) -> None:
     neutral = NEUTRAL.get(given.name)
     if neutral is None:
         run.ask_problem(unknown_option_problem(given, NAMES))
-    elif not neutral.accepts(given.value):
+    elif not neutral.may_accept(given.value):
         run.ask(given.label, f"is not supported: {neutral.reason}", neutral.otherwise or "leave it out")
     elif neutral.unless in run.options:
         run.ask(given.label, f"conflicts with {neutral.unless}", "leave one of the two out")
