@@ -12,7 +12,7 @@ TEXT_ONLY = Problem(
     "",
     "is a vision-language model, but --engine megatron trains only language models",
     "use --engine ddp, fsdp2 or zero2, which train the whole model, or a folder with its language model alone "
-    "(Gemma3ForCausalLM, model_type gemma3_text)",
+    "(of Gemma 3, for example, model_type gemma3_text)",
 )
 
 
