@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from megaswift.config.batch_arithmetic import accumulation_steps
 from megaswift.config.deepspeed_served_keys import unserved_key_problems, without_switched_off_keys
-from megaswift.config.read_option_json_file import read_option_json_file
+from megaswift.config.read_option_json_file import read_option_object
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem, did_you_mean_hint
 
@@ -159,10 +160,32 @@ def matching_deepspeed_preset(config: Mapping[str, Any]) -> str | None:
     return kind if kind in KINDS and (stage == 3 or not weights) else None
 
 
-def read_deepspeed_json(path: Path) -> dict[str, Any]:
-    """The JSON object of a file; ConfigError where there is none."""
+def read_deepspeed_json(named: str) -> dict[str, Any]:
+    """The JSON object of a file, or of JSON itself; ConfigError where there is none."""
     fix = f"give one of {', '.join(KINDS)}, or a JSON file such as configs/deepspeed/zero2.json"
-    return without_switched_off_keys(read_option_json_file(path, f"--deepspeed {path}", fix))
+    return without_switched_off_keys(read_option_object(named, f"--deepspeed {named}", fix))
+
+
+def deepspeed_option_text(section: Mapping[str, Any]) -> str:
+    """The value of `--deepspeed` for a section of YAML or Python: the file that it names, or the settings as JSON."""
+    if set(section) == {"config_path"}:
+        return str(section["config_path"])
+    return json.dumps(_with_yaml_numbers(section))
+
+
+def _with_yaml_numbers(value: Any) -> Any:
+    """YAML 1.1 reads 5e8 and 3e-5 as text."""
+    if isinstance(value, Mapping):
+        return {name: _with_yaml_numbers(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [_with_yaml_numbers(v) for v in value]
+    is_number = isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value)
+    return float(value) if is_number else value
+
+
+def deepspeed_settings_label(named: str) -> str:
+    """How messages call the settings of `--deepspeed`: the file's name, or the option where it holds them itself."""
+    return "--deepspeed" if named.lstrip().startswith("{") else Path(named).name
 
 
 def missing_deepspeed_problems(kind: str) -> list[Problem]:

@@ -26,7 +26,7 @@ class EngineConfig:
         spellings=SPELLINGS,
     )
     deepspeed: str | None = option(
-        None, "Same as --engine zero2 and so on, or a DeepSpeed JSON file", metavar="zero2|FILE"
+        None, "Same as --engine zero2 and so on, or DeepSpeed settings: JSON file, or JSON", metavar="zero2|FILE"
     )
     ddp_backend: str | None = option(
         None,

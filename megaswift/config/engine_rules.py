@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from megaswift.config.deepspeed_json import (
     FilledDeepspeedConfig,
     deepspeed_auto_values,
     deepspeed_preset,
+    deepspeed_settings_label,
     fill_deepspeed_auto,
     matching_deepspeed_preset,
     read_deepspeed_json,
@@ -109,7 +109,7 @@ def deepspeed_preset_of_option(deepspeed: str) -> str:
     if deepspeed in ZERO:
         return deepspeed
     try:
-        return matching_deepspeed_preset(read_deepspeed_json(Path(deepspeed))) or "zero2"
+        return matching_deepspeed_preset(read_deepspeed_json(deepspeed)) or "zero2"
     except ConfigError:
         return ""
 
@@ -117,8 +117,8 @@ def deepspeed_preset_of_option(deepspeed: str) -> str:
 def filled_deepspeed_config(c: Sections, world: int, dtype: str, hidden_size: int) -> FilledDeepspeedConfig:
     """DeepSpeed's configuration of a run in this precision, without "auto", and what is wrong with the user's file."""
     named = c.engine.deepspeed
-    own = None if named is None or named in ZERO else Path(named)
-    label = "--deepspeed" if own is None else own.name
+    own = None if named is None or named in ZERO else named
+    label = "--deepspeed" if own is None else deepspeed_settings_label(own)
     return fill_deepspeed_auto(
         deepspeed_preset(requested_engine(c)) if own is None else read_deepspeed_json(own),
         deepspeed_auto_values(c, world, dtype, hidden_size),

@@ -6,10 +6,16 @@ Owns the translation of values. Which keys are served at all, and comparing a fi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from megaswift.config.deepspeed_json import LOSS_SCALE_OPTIONS, PRECISIONS, SCHEDULES, read_deepspeed_json
+from megaswift.config.deepspeed_json import (
+    LOSS_SCALE_OPTIONS,
+    PRECISIONS,
+    SCHEDULES,
+    deepspeed_option_text,
+    deepspeed_settings_label,
+    read_deepspeed_json,
+)
 from megaswift.config.engine import ZERO
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue
 from megaswift.config.sections import NAMES
@@ -33,15 +39,15 @@ def source_from_deepspeed_file(sources: Sequence[ConfigSource]) -> ConfigSource:
     rules report."""
     named = [g.value for s in sources for g in s.givens if "deepspeed" in (NAMES.get(g.name), RENAMED.get(g.name))]
     value = named[-1] if named else None
-    if isinstance(value, Mapping) and set(value) == {"config_path"}:
-        value = value["config_path"]
+    if isinstance(value, Mapping):
+        value = deepspeed_option_text(value)
     if not isinstance(value, str) or value in ZERO:
         return ConfigSource()
     try:
-        config = read_deepspeed_json(Path(value))
+        config = read_deepspeed_json(value)
     except (ConfigError, OSError):
         return ConfigSource()
-    file = Path(value).name
+    file = deepspeed_settings_label(value)
     givens = [
         GivenOptionValue(name, v, f'{file}: "{key}": {v}', f'{file}: "{key}":') for key, name, v in _options(config)
     ]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megaswift.config.advice_for_foreign_options import PRECISIONS
+from megaswift.config.deepspeed_json import deepspeed_option_text
 from megaswift.config.fsdp_spellings import translated_fsdp_options
 from megaswift.config.megatron_architecture_options import with_collected_architecture
 from megaswift.config.option_sources import GivenOptionValue
@@ -158,8 +159,8 @@ def _section_options(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
     """The entries of an option whose value is a section of options; any other option as it is."""
     if given.name == "rope_scaling" and isinstance(given.value, dict):
         yield replace(given, value=json.dumps(given.value))
-    elif given.name == "deepspeed" and isinstance(given.value, dict) and set(given.value) == {"config_path"}:
-        yield replace(given, value=given.value["config_path"])
+    elif given.name == "deepspeed" and isinstance(given.value, dict):
+        yield replace(given, value=deepspeed_option_text(given.value))
     elif given.name == "lr_scheduler_kwargs" and (kwargs := _json_object(given.value)) is not None:
         yield from (_schedule_option(given, name, value) for name, value in kwargs.items())
     elif given.name == "dataloader" and isinstance(given.value, dict):

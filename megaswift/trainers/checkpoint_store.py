@@ -166,8 +166,8 @@ class CheckpointStore:
 
 
 def names_newest_of_run(wanted: str | None, output: Path) -> bool:
-    """Whether `wanted` is the newest checkpoint of this run, if any: `latest`, or the run's own folder, as in a job that
-    resumes itself when it is started again."""
+    """Whether `wanted` is the newest checkpoint of this run, if any: `latest`, or the run's own folder, as in a job
+    that resumes itself when it is started again."""
     own = {output.resolve(), (output / "checkpoints").resolve()}
     return wanted is not None and (wanted == "latest" or Path(wanted).resolve() in own)
 

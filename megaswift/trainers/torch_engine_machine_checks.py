@@ -9,10 +9,9 @@ import os
 import shutil
 from ctypes.util import find_library
 from importlib.util import find_spec
-from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.deepspeed_json import read_deepspeed_json
+from megaswift.config.deepspeed_json import deepspeed_settings_label, read_deepspeed_json
 from megaswift.config.deepspeed_served_keys import OFFLOADS
 from megaswift.config.engine import ZERO
 from megaswift.config.optim import OF_BITSANDBYTES, PAGED
@@ -109,12 +108,12 @@ def nvme_problems(cfg: SwiftConfig) -> list[Problem]:
     named = cfg.engine.deepspeed
     if named is None or named in ZERO:
         return []
-    zero = read_deepspeed_json(Path(named)).get("zero_optimization") or {}
+    zero = read_deepspeed_json(named).get("zero_optimization") or {}
     parts = [part for part in OFFLOADS if (zero.get(f"offload_{part}") or {}).get("device") == "nvme"]
     if not parts or find_library("aio") is not None:
         return []
     rule = "needs libaio and its headers, for which DeepSpeed compiles async_io; the library is not installed"
-    what = f'{Path(named).name}: "offload_{parts[0]}": "device": "nvme"'
+    what = f'{deepspeed_settings_label(named)}: "offload_{parts[0]}": "device": "nvme"'
     return [Problem(what, rule, 'install libaio-dev (libaio-devel), or use "device": "cpu"')]
 
 

@@ -37,6 +37,7 @@ TWO_COMMANDS = "tests/launchers/test_other_launchers.py::test_two_machines_are_t
 FILES_2_3 = ("DeepSpeed file: transformers zero2", "DeepSpeed file: transformers zero3")
 NUMBERS = tuple(f"DeepSpeed file: numbers zero{stage}" for stage in (1, 2, 3))
 ALGORITHMS = tuple(f"algorithm {name}" for name in ("rm", "ppo", "dpo", "grpo"))
+RESUMED = "tests/trainers/test_checkpoint_store.py::test_a_checkpoint_is_found_by_its_folder_its_run_or_latest"
 MAIN = "entry: main.py --mode train --config CONFIG --algorithm sft"
 
 POINTS = (
@@ -113,7 +114,7 @@ POINTS = (
     Point(62, "11.4 LoRA and ZeRO", ("zero2", "part of a DeepSpeed file: gathered")),
     Point(63, "11.4 images", ("freeze vit",)),
     Point(64, "11.5", ("packing",)),
-    Point(65, "11.6", ("output", "the run's own checkpoints"), ("a checkpoint that is not there",)),
+    Point(65, "11.6", ("output", RESUMED)),
     Point(
         66, "appendix: variables, launchers", ("two machines", FIRST, "fsdp", "entry: megaswift/cli/_megatron/sft.py")
     ),
@@ -158,7 +159,7 @@ POINTS = (
     Point(101, "algorithms", ("train", *ALGORITHMS)),
     Point(102, "preparing data ahead", later=DATA),
     Point(103, "experiment file", ("YAML: experiment",)),
-    Point(104, "recovery file", ("YAML: saving", "the run's own checkpoints"), ("a checkpoint that is not there",)),
+    Point(104, "recovery file", ("YAML: saving", RESUMED)),
     Point(105, "benchmark tables", page="evidence.md: ## Measured"),
     Point(106, "troubleshooting files", ("YAML: out of memory", "YAML: memory with deepspeed", "YAML: prefetch")),
     Point(109, "main.py on one and several GPUs", ("entry: main.py --config CONFIG",)),
@@ -193,8 +194,7 @@ POINTS = (
     Point(
         117,
         "keys of DeepSpeed",
-        (*FILES_2_3, *NUMBERS, "a profile"),
-        ("python: settings of DeepSpeed as a dictionary",),
+        (*FILES_2_3, *NUMBERS, "a profile", "python: settings of DeepSpeed as a dictionary"),
     ),
     Point(118, "backends", ("backend nccl", "backend gloo"), ("backend mpi", "backend ccl")),
     Point(119, "ddp_timeout", ("ddp timeout",)),

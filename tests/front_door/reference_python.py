@@ -67,7 +67,7 @@ PYTHON: dict[str, PythonRow] = {
         8,
     ),
     "settings of DeepSpeed as a dictionary": PythonRow(
-        {"deepspeed": {"zero_optimization": {"stage": 2}}}, "Qwen/Qwen2.5-7B", 8, answer="must be text"
+        {"deepspeed": {"zero_optimization": {"stage": 2}}}, "Qwen/Qwen2.5-7B", 8
     ),
 }
 """By what the documents show with them."""
