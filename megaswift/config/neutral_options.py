@@ -87,7 +87,9 @@ NEUTRAL: dict[str, NeutralOption] = {
     "use_chat_template": NeutralOption(ON, "conversations use the chat template", "megaswift pt, for plain text"),
     "val_dataset_shuffle": NeutralOption(OFF, "validation rows keep their order", "leave it out"),
     "packing_strategy": NeutralOption(("binpack", "bfd"), "rows are packed by best fit", "leave it out"),
-    "dataset_train_split": NeutralOption(("train",), "the split train of a data set is read", "leave it out"),
+    "dataset_train_split": NeutralOption(
+        ("train",), "the split train of a data set is read", "--dataset FILE, with the rows of that split"
+    ),
     "overwrite_cache": NeutralOption(EITHER, "cached rows are found by content and never stale"),
     # the loss and the kernels
     "calculate_per_token_loss": _PER_TOKEN,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaswift.config.neutral_options import NEUTRAL
 from megaswift.config.option import OptionTable
 from megaswift.config.parse_option_values import FALSE, TRUE, example_flag_text, option_value_text
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TRAINING, is_section_entry
@@ -208,6 +209,7 @@ class _Malformed(Exception):
         self.rule, self.line = rule, line
 
 
+_OPTION_NAMES = {*NAMES, *NEUTRAL}
 _Pair = tuple[str, str, Any, str]
 """Section or the empty string, name, value, `:line`."""
 
@@ -260,9 +262,7 @@ def _walk(loader: Any, node: Any, section: str) -> Iterator[_Pair]:
     for key, value in node.value:
         name, line = str(key.value), f":{key.start_mark.line + 1}"
         plain = loader.construct_object(value, deep=True)
-        opens = (
-            isinstance(plain, dict) and not section and OPTIONS.get(NAMES.get(normalize_name(name), ""), None) is None
-        )
+        opens = isinstance(plain, dict) and not section and normalize_name(name) not in _OPTION_NAMES
         if not section and (is_section_entry(normalize_name(name), plain) or opens):
             yield from _walk(loader, value, name)
         else:
@@ -281,7 +281,7 @@ def _json_pairs(text: str) -> Iterator[_Pair]:
     if not isinstance(root, _Pairs):
         raise _Malformed("must contain a JSON object of options")
     for name, value in root:
-        known = normalize_name(name) in NAMES and not is_section_entry(normalize_name(name), {})
+        known = normalize_name(name) in _OPTION_NAMES and not is_section_entry(normalize_name(name), {})
         if isinstance(value, _Pairs) and not known:
             yield from ((name, n, _plain(v), "") for n, v in value)
         else:

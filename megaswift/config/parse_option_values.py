@@ -139,6 +139,8 @@ def _number(option: Option, raw: Any) -> float:
 def _int(option: Option, raw: Any) -> int:
     number = _number(option, raw)
     if number != int(number):
+        if option.name.endswith("_steps") and 0 < number < 1:
+            raise InvalidValue("must be a number of steps, not a share of the run", f"--{option.name} N")
         raise InvalidValue("must be an integer", f"--{option.name} {math.ceil(number)}")
     try:
         value = int(raw)  # keeps digits that a float would lose

@@ -18,7 +18,7 @@ from megaswift.config.megatron_architecture_options import with_collected_archit
 from megaswift.config.option_sources import GivenOptionValue
 from megaswift.config.parse_option_values import FALSE, TRUE
 from megaswift.config.peft_methods import VARIANTS
-from megaswift.config.sections import NAMES
+from megaswift.config.sections import NAMES, OPTIONS
 
 RENAMED = {
     "model_id": "model",
@@ -77,7 +77,7 @@ RENAMED = {
 """Another toolkit's name -> the option of the same meaning and the same values."""
 INTERVALS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps"}
 """Options that unset an interval by the value `no`."""
-TASK_SPELLINGS = ("training_task", "algorithm")
+TASK_SPELLINGS = ("training_task", "algorithm", "stage")
 """Names of the task in other files."""
 SWITCHES = {
     "flash_attn": ("attn_impl", "flash"),
@@ -145,7 +145,9 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
         elif given.name == "warmup_steps" and 0 < _number(text) < 1:
             yield replace(given, name="warmup_ratio")
         elif given.name in RENAMED or given.name in TASK_SPELLINGS:
-            yield replace(given, name=RENAMED.get(given.name, "task"))
+            name = RENAMED.get(given.name, "task")
+            is_flag = given.value is None and name in OPTIONS and OPTIONS[name].kind == "bool"
+            yield replace(given, name=name, value=True if is_flag else given.value)
         elif given.name in _HOST:
             yield replace(given, name="rollout_server_url", value=_server_urls(given, givens))
         elif NAMES.get(given.name) == "train_type" and (switch := VARIANTS.get(text)) is not None:

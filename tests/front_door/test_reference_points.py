@@ -1,7 +1,8 @@
 """How many points of the reference documents are accepted, and that each of the others has an answer.
 
-Covers: tests/front_door/reference_points.py. The rows themselves are typed by test_reference_rows.py and
-test_inference_commands.py.
+The rows themselves are typed by the tests of the rows.
+
+Covers: tests/front_door/reference_points.py.
 """
 
 from __future__ import annotations
