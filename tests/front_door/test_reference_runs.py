@@ -56,7 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForSequenceClassification.from_config(judge, dtype=torch.float32).save_pretrained(made / "judge")
     AutoTokenizer.from_pretrained(made / DENSE).save_pretrained(made / "judge")
     (made / "reward.py").write_text(REWARD)
-    write_conversations(made / "rows.jsonl", rows=24)
+    write_conversations(made / "rows.jsonl", rows=128)
+    (made / "text.jsonl").write_text('{"text": "1+2? 3"}\n' * 32)
     write_conversations(made / "held.jsonl", rows=8, seed=9)
     return made
 
@@ -66,6 +67,8 @@ def words_of(row: Row, wanted: Run, folder: Path, tmp_path: Path) -> list[str]:
     model, data = folder / wanted.model, folder / "rows.jsonl"
     if wanted.task in (*PREFERENCES, "kto"):
         data = folder / ("judged.jsonl" if wanted.task == "kto" else "pairs.jsonl")
+    if row.task == "pt":
+        data = folder / "text.jsonl"
     changes = {**SHARED, **wanted.smaller, "--model": str(model), "--model_id_or_path": str(model)}
     changes |= {"--dataset": str(data), "--reward_model": str(folder / "judge")}
     changes |= {str(name): "" for name in ENDS[::2]}
@@ -102,13 +105,14 @@ def loss_by_transformers(model: torch.nn.Module, folder: Path) -> float:
     return total / count
 
 
-def exported(out: Path, base: Path, dtype: torch.dtype) -> torch.nn.Module:
+def exported(out: Path, dtype: torch.dtype) -> torch.nn.Module:
     """The export as transformers, or PEFT on the base model, reads it."""
     if not (out / "adapter").is_dir():
         return AutoModelForCausalLM.from_pretrained(out / "hf", dtype=dtype).eval()
     import peft
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    named = json.loads((out / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    model = AutoModelForCausalLM.from_pretrained(named, dtype=dtype)  # of initial weights, what they leave of the base
     return peft.PeftModel.from_pretrained(model, out / "adapter").eval()
 
 
@@ -145,6 +149,6 @@ def test_to_the_export(wanted: Run, folder: Path, tmp_path: Path) -> None:
         dtype = getattr(torch, str(said["model"]["torch_dtype"]).replace("auto", "float32"))
         evaluated = read_lines(out / "eval.jsonl")[-1]
         assert evaluated["step"] == 2
-        assert loss_by_transformers(exported(out, base, dtype), folder) == pytest.approx(
+        assert loss_by_transformers(exported(out, dtype), folder) == pytest.approx(
             evaluated["loss"], rel=TOLERANCE[dtype]
         )
