@@ -43,10 +43,7 @@ def _no_random_order(c: Sections) -> bool:
     )
 
 
-def _is_folder(c: Sections) -> bool:
-    return c.model.model is not None and Path(c.model.model).is_dir()
-
-
+_is_folder: Test = lambda c: c.model.model is not None and Path(c.model.model).is_dir()  # noqa: E731
 _EVALUATION = ("val_dataset", "split_dataset_ratio")
 _ADAM, _SGD = "applies only to optimizer adam", "applies only to optimizer sgd"
 _NO_VAL = "needs evaluation data"

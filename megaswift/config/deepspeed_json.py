@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +164,20 @@ def read_deepspeed_json(named: str) -> dict[str, Any]:
     """The JSON object of a file, or JSON itself; ConfigError where there is none."""
     fix = f"give one of {', '.join(KINDS)}, or a JSON file such as configs/deepspeed/zero2.json"
     return without_switched_off_keys(read_option_object(named, f"--deepspeed {named}", fix))
+
+
+def deepspeed_json_text(settings: Mapping[str, Any]) -> str:
+    """Settings of a YAML file or of Python as JSON. YAML 1.1 reads 5e8 and 3e-5 as text: they become numbers."""
+    return json.dumps(_with_yaml_numbers(settings))
+
+
+def _with_yaml_numbers(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _with_yaml_numbers(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [_with_yaml_numbers(v) for v in value]
+    is_number = isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value)
+    return float(value) if is_number else value
 
 
 def deepspeed_label(named: str) -> str:

@@ -209,6 +209,10 @@ def _check(sections: Sections, state: ResolveState) -> list[Problem]:
         for label, option in state.neutral.values()
         if (other := option.unless) in sections.given
     ]
+    for label, entry in state.neutral.values():
+        option, value = entry.true_with
+        if option and sections.value(option) != value:
+            contrary.append(Problem(label, f"is not supported: {entry.reason}", f"--{option} {value}"))
     return contrary + list(broken_option_rules(sections, state.labels, frozenset(state.wrong)))
 
 
@@ -282,8 +286,10 @@ def _take_unknown(state: ResolveState, given: GivenOptionValue) -> None:
     if neutral is None and (positive := name.removeprefix("no_").removeprefix("disable_")) not in NAMES:
         neutral = _answer(positive)
         name, value = positive, str(value).strip().lower() in FALSE
-    if neutral is not None and neutral.accepts(value):
+    if neutral is not None and neutral.may_accept(value):
         state.foreign.append(given.name)
+        if neutral.accepts(value):
+            neutral = replace(neutral, true_with=("", ""))
         off = str(value).strip().lower() in FALSE
         state.neutral[name] = (given.label, replace(neutral, unless="") if off else neutral)
     elif _SAMPLING.match(given.name) and state.task is not None and state.task not in RL:

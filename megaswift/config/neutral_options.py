@@ -27,6 +27,8 @@ class NeutralOption:
     """The fix for another value."""
     unless: str = ""
     """An option of megaswift beside which it would have an effect, unless switched off."""
+    true_with: tuple[str, str] = ("", "")
+    """An option of megaswift and the value with which `true` changes nothing either."""
 
     def accepts(self, value: Any) -> bool:
         """Whether the value asks for what happens anyway; None sets nothing."""
@@ -35,6 +37,10 @@ class NeutralOption:
         if value is None or self.values == ANY or {text, spelled} & {*self.values}:
             return True
         return _number(text) is not None and _number(text) in {_number(v) for v in self.values}
+
+    def may_accept(self, value: Any) -> bool:
+        """Whether the value asks for what happens anyway, if not in every run, then with `true_with`."""
+        return self.accepts(value) or (bool(self.true_with[0]) and str(value).strip().lower() in TRUE)
 
 
 def _number(text: str) -> float | None:
@@ -50,7 +56,7 @@ _PER_TOKEN = NeutralOption(ON, "the loss is a mean over the label tokens of the 
 _UNUSED_COLUMNS = "columns that the row format does not use are ignored"
 _RESUME = "resume_from_checkpoint"
 _FROM_START = "--model DIR starts from its weights, and --resume_from_checkpoint continues a run"
-_EVAL_DTYPE = NeutralOption(OFF, "evaluation computes in --torch_dtype", "leave it out")
+_EVAL_DTYPE = "evaluation computes in --torch_dtype"
 _SAMPLER_LIMIT = "--max_length, prompt plus completion, is the sampler's limit"
 _WORKERS = "--dataloader_num_workers threads read ahead and last for the whole run"
 
@@ -88,7 +94,9 @@ NEUTRAL: dict[str, NeutralOption] = {
     "use_chat_template": NeutralOption(ON, "conversations use the chat template", "megaswift pt, for plain text"),
     "val_dataset_shuffle": NeutralOption(OFF, "validation rows keep their order", "leave it out"),
     "packing_strategy": NeutralOption(("binpack", "bfd"), "rows are packed by best fit", "leave it out"),
-    "dataset_train_split": NeutralOption(("train",), "the split train of a data set is read", "leave it out"),
+    "dataset_train_split": NeutralOption(
+        ("train",), "the split train of a data set is read", "--dataset FILE, with the rows of that split"
+    ),
     "overwrite_cache": NeutralOption(EITHER, "cached rows are found by content and never stale"),
     # the loss and the kernels
     "calculate_per_token_loss": _PER_TOKEN,
@@ -180,8 +188,8 @@ NEUTRAL: dict[str, NeutralOption] = {
     "save_on_each_node": NeutralOption(OFF, "all nodes write to one shared folder", "leave it out"),
     "eval_on_start": NeutralOption(OFF, "evaluation begins after --eval_steps steps", "--eval_steps N"),
     "eval_accumulation_steps": NeutralOption(ANY, "evaluation accumulates sums only"),
-    "fp16_full_eval": _EVAL_DTYPE,
-    "bf16_full_eval": _EVAL_DTYPE,
+    "fp16_full_eval": NeutralOption(OFF, _EVAL_DTYPE, "leave it out", true_with=("torch_dtype", "float16")),
+    "bf16_full_eval": NeutralOption(OFF, _EVAL_DTYPE, "leave it out", true_with=("torch_dtype", "bfloat16")),
     "logging_strategy": NeutralOption(("steps",), "--logging_steps N is in steps", "--logging_steps N"),
     "plot_loss": NeutralOption(ON, "curves are always plotted (OUT/loss.png, OUT/report.html)", "leave it out"),
     "disable_tqdm": NeutralOption(EITHER, "progress is one line per logged step"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaswift.config.neutral_options import neutral_option
 from megaswift.config.option import OptionTable
 from megaswift.config.parse_option_values import FALSE, TRUE, example_flag_text, option_value_text
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TRAINING, is_section_entry, takes_mapping
@@ -26,8 +27,6 @@ ENVIRONMENT_SECTION = "ENV"
 """ms-swift's section of environment variables."""
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
 """Of files that are no configuration, whatever is in them."""
-
-
 CONFIG_HEADER = "# The resolved configuration of this run, written by megaswift"
 """How the first line of a run's config.yaml begins; the version that wrote it follows, and a full stop."""
 LONGEST = 200
@@ -260,8 +259,9 @@ def _walk(loader: Any, node: Any, section: str) -> Iterator[_Pair]:
     for key, value in node.value:
         name, line = str(key.value), f":{key.start_mark.line + 1}"
         plain = loader.construct_object(value, deep=True)
-        opens = isinstance(plain, dict) and not section and not takes_mapping(normalize_name(name))
-        if not section and (is_section_entry(normalize_name(name), plain) or opens):
+        own = normalize_name(name)
+        is_value = not isinstance(plain, dict) or takes_mapping(own) or neutral_option(own) is not None
+        if not section and (is_section_entry(own, plain) or not is_value):
             yield from _walk(loader, value, name)
         else:
             yield section, name, plain, line
@@ -279,8 +279,9 @@ def _json_pairs(text: str) -> Iterator[_Pair]:
     if not isinstance(root, _Pairs):
         raise _Malformed("must contain a JSON object of options")
     for name, value in root:
-        known = takes_mapping(normalize_name(name)) and not is_section_entry(normalize_name(name), {})
-        if isinstance(value, _Pairs) and not known:
+        own = normalize_name(name)
+        is_value = (takes_mapping(own) or neutral_option(own) is not None) and not is_section_entry(own, {})
+        if isinstance(value, _Pairs) and not is_value:
             yield from ((name, n, _plain(v), "") for n, v in value)
         else:
             yield "", name, _plain(value), ""

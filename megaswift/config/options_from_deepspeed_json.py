@@ -5,7 +5,6 @@ Owns the translation of values. Which keys are served at all, and comparing a fi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from megaswift.config.deepspeed_json import (
     LOSS_SCALE_OPTIONS,
     PRECISIONS,
     SCHEDULES,
+    deepspeed_json_text,
     deepspeed_label,
     read_deepspeed_json,
 )
@@ -40,7 +40,7 @@ def source_from_deepspeed_file(sources: Sequence[ConfigSource]) -> ConfigSource:
     named = [g.value for s in sources for g in s.givens if "deepspeed" in (NAMES.get(g.name), RENAMED.get(g.name))]
     value = named[-1] if named else None
     if isinstance(value, Mapping):
-        value = value["config_path"] if "config_path" in value else json.dumps(value)
+        value = value["config_path"] if "config_path" in value else deepspeed_json_text(value)
     if not isinstance(value, str) or value in ZERO:
         return ConfigSource()
     try:

@@ -141,6 +141,8 @@ def _int(option: Option, raw: Any) -> float:
     if option.details.get("fraction") and 0 < number < 1:
         return number
     if number != int(number):
+        if option.name.endswith("_steps") and 0 < number < 1:
+            raise InvalidValue("must be a number of steps, not a share of the run", f"--{option.name} N")
         raise InvalidValue("must be an integer", f"--{option.name} {math.ceil(number)}")
     try:
         value = int(raw)  # keeps digits that a float would lose

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megaswift.config.advice_for_foreign_options import PRECISIONS
-from megaswift.config.deepspeed_json import read_deepspeed_json
+from megaswift.config.deepspeed_json import deepspeed_json_text, read_deepspeed_json
 from megaswift.config.engine import ZERO
 from megaswift.config.fsdp_spellings import translated_fsdp_options
 from megaswift.config.megatron_architecture_options import with_collected_architecture
@@ -20,7 +20,7 @@ from megaswift.config.neutral_options import neutral_option
 from megaswift.config.option_sources import GivenOptionValue
 from megaswift.config.parse_option_values import FALSE, TRUE
 from megaswift.config.peft_methods import VARIANTS
-from megaswift.config.sections import NAMES
+from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.errors import ConfigError
 
 RENAMED = {
@@ -89,7 +89,7 @@ INTERVALS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps"}
 """Options that unset an interval by the value `no`."""
 SAMPLES = {"train_samples": "max_steps", "lr_warmup_samples": "warmup_steps", "lr_decay_samples": "lr_decay_iters"}
 """Megatron-LM's lengths in samples -> the option in steps of `global_batch_size`, which must stand beside it."""
-TASK_SPELLINGS = ("training_task", "algorithm")
+TASK_SPELLINGS = ("training_task", "algorithm", "stage")
 """Names of the task in other files."""
 SWITCHES = {
     "flash_attn": ("attn_impl", "flash"),
@@ -185,7 +185,9 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
         elif given.name == "distributed_timeout_minutes" and _number(text) > 0:
             yield replace(given, name="ddp_timeout", value=round(60 * _number(text)))
         elif given.name in RENAMED or given.name in TASK_SPELLINGS:
-            yield replace(given, name=RENAMED.get(given.name, "task"))
+            name = RENAMED.get(given.name, "task")
+            is_flag = given.value is None and name in OPTIONS and OPTIONS[name].kind == "bool"
+            yield replace(given, name=name, value=True if is_flag else given.value)
         elif given.name in _HOST:
             yield replace(given, name="rollout_server_url", value=_server_urls(given, givens))
         elif NAMES.get(given.name) == "train_type" and (switch := VARIANTS.get(text)) is not None:
@@ -214,7 +216,7 @@ def _deepspeed_section(given: GivenOptionValue, section: dict[str, Any]) -> Iter
     with the engine of `stage`."""
     path, stage = section.get("config_path"), section.get("stage")
     if not section.keys() <= {"config_path", "stage"} or path is None and stage is None:
-        yield replace(given, value=json.dumps(section))
+        yield replace(given, value=deepspeed_json_text(section))
     elif path is None:
         engine = f"zero{stage}"
         yield replace(given, name="deepspeed" if engine in ZERO else "engine", value=engine)

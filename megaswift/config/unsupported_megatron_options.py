@@ -19,7 +19,8 @@ _CHECKPOINT = "checkpoints are written in one format, torch_dist, before the nex
 _RESHARD = "a checkpoint can be resumed with another layout"
 _TIMING = "it changes timing only, and the engine sets it"
 _FSDP = "Megatron-FSDP is not used"
-_PROFILE = "no profiler runs inside of a run"
+_NSYS = "--profile uses torch's profiler; others are started before the command"
+_TRACE = "--profile records operations and their times"
 _LOG = "metrics.jsonl has a fixed set of values for each logged step"
 _INSTEAD = "megaswift pt, for a language model"
 _TOKENIZER = "the tokenizer is loaded from the model's folder"
@@ -229,11 +230,11 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     ("manual_gc_steps manual_gc_interval manual_gc_eval", ANY, "Python's automatic garbage collection stays on", ""),
     ("empty_unused_memory_level", ("0",), "PyTorch's memory cache is not emptied between steps", LEAVE),
     ("check_weight_hash_across_dp_replicas_interval gpu_sniff_test_interval", UNSET, _LOG, LEAVE),
-    ("use_nsys_profiler use_pytorch_profiler profile record_memory_history nvtx_ranges", OFF, _PROFILE,
-     "start the command under a profiler: nsys profile megaswift ..."),
-    ("profile_step_start profile_step_end pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack "
-     "pytorch_profiler_collect_chakra profile_ranks memory_snapshot_path record_shapes", ANY,
-     "it applies to profiles only, which a run does not write", ""),
+    ("use_pytorch_profiler", EITHER, "--profile uses torch's profiler", ""),
+    ("use_nsys_profiler nvtx_ranges", OFF, _NSYS, "nsys profile megaswift ..., or --profile true"),
+    ("record_memory_history pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack "
+     "pytorch_profiler_collect_chakra record_shapes", OFF, _TRACE, LEAVE),
+    ("memory_snapshot_path", ANY, _TRACE, ""),
     ("log_throughput log_progress log_memory_to_tensorboard log_device_memory_used log_throughput_to_tensorboard "
      "log_loss_scale_to_tensorboard", EITHER, "metrics.jsonl contains speed, memory and loss scale", ""),
     ("log_params_norm log_num_zeros_in_grad log_timers_to_tensorboard log_validation_ppl_to_tensorboard "

@@ -23,6 +23,8 @@ MS_SWIFT_TYPES: dict[str, tuple[str, ...]] = {
     "phi3": ("phi3_small", "phi4", "phi4_mini"),
     "deepseek_v2": ("deepseek_v2_5",),
     "deepseek_v3": ("deepseek_r1", "deepseek_v3_1", "moonlight", "kimi_k2"),
+    "deepseek": ("deepseek_moe",),
+    "internvl": ("internvl2", "internvl2_5", "internvl3", "internvl3_5", "internvl_hf"),
     "gemma3_text": ("gemma3",),
     "granite": ("granite3",),
 }
@@ -32,9 +34,15 @@ MS_SWIFT_TYPES: dict[str, tuple[str, ...]] = {
 def model_type_option_mismatch_problems(wanted: str | None, config: Mapping[str, Any]) -> list[Problem]:
     """A problem where config.json describes another architecture than `wanted`, by either toolkit's name."""
     actual = str(config.get("model_type", ""))
-    if wanted is None or wanted in (actual, *MS_SWIFT_TYPES.get(actual, ())):
+    known = (actual, *MS_SWIFT_TYPES.get(actual, ()))
+    if wanted is None or wanted in known or _without_size(wanted) in known:
         return []
     if re.fullmatch(r"[a-z]+", wanted) and re.match(rf"{wanted}(_v)?\d", actual):  # any generation: qwen, glm
         return []
     rule = f"does not match the model, whose config.json has model_type {actual}"
     return [Problem(f"--model_type {wanted}", rule, f"--model_type {actual}, leave it out, or use another --model")]
+
+
+def _without_size(name: str) -> str:
+    """A name of ms-swift 2 without the size of the model and what follows it: qwen2-7b-instruct, internvl2-8b."""
+    return re.sub(r"-\d+(_\d+)?[bm](-.*)?$", "", name.lower()).replace("-", "_")

@@ -11,8 +11,8 @@ from megaswift.errors import Problem
 TEXT_ONLY = Problem(
     "",
     "is a vision-language model, but --engine megatron trains only language models",
-    "use --engine ddp, fsdp2 or zero2, which train the whole model, or a folder with its language model alone "
-    "(Gemma3ForCausalLM, model_type gemma3_text)",
+    "for sft use --engine ddp, fsdp2 or zero2, which train the whole model; for other tasks use a folder with its "
+    "language model alone (of Gemma 3, for example, model_type gemma3_text)",
 )
 
 

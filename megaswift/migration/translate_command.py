@@ -15,7 +15,7 @@ from megaswift.config.advice_for_foreign_options import foreign_value_advice
 from megaswift.config.megatron_architecture_options import ARCHITECTURE
 from megaswift.config.merge_config_sources import TASK_NAMES, unknown_option_problem
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
-from megaswift.config.neutral_options import NEUTRAL
+from megaswift.config.neutral_options import NEUTRAL, neutral_option
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue, read_command_line, read_config_file
 from megaswift.config.parse_option_values import (
     FALSE,
@@ -168,10 +168,10 @@ def _comment(name: str, value: object, given: GivenOptionValue) -> str:
 
 
 def _take_unknown(run: MigratedRun, given: GivenOptionValue) -> None:
-    neutral = NEUTRAL.get(given.name)
+    neutral = neutral_option(given.name)
     if neutral is None:
         run.ask_problem(unknown_option_problem(given, NAMES))
-    elif not neutral.accepts(given.value):
+    elif not neutral.may_accept(given.value):
         run.ask(given.label, f"is not supported: {neutral.reason}", neutral.otherwise or "leave it out")
     elif neutral.unless in run.options:
         run.ask(given.label, f"conflicts with {neutral.unless}", "leave one of the two out")

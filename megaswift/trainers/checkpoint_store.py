@@ -165,6 +165,13 @@ class CheckpointStore:
         return list(steps)
 
 
+def names_newest_of_run(wanted: str | None, output: Path) -> bool:
+    """Whether `wanted` is the newest checkpoint of this run, if any: `latest`, or the run's own folder, as in a job
+    that resumes itself when it is started again."""
+    own = {output.resolve(), (output / "checkpoints").resolve()}
+    return wanted is not None and (wanted == "latest" or Path(wanted).resolve() in own)
+
+
 def select_resume_step(wanted: str, output: Path) -> tuple[Path | None, list[str]]:
     """The checkpoint to go on from by its manifest, and notices: `latest` (None when none was saved yet) or a
     folder."""
@@ -175,7 +182,7 @@ def select_resume_step(wanted: str, output: Path) -> tuple[Path | None, list[str
 def resume_step_candidates(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
     """The checkpoints to resume from, in the order in which they are tried, and notices. Empty where none was saved
     yet; a single one where `wanted` names it. CheckpointError where steps were saved and none is left."""
-    if wanted == "latest":
+    if names_newest_of_run(wanted, output):
         store = CheckpointStore(output / "checkpoints")
         return _steps(store.root), [_notice(p) for p in store.incomplete()]
     path = Path(wanted)

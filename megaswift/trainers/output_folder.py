@@ -143,7 +143,8 @@ def output_folder_problems(cfg: SwiftConfig) -> list[Problem]:
             problems += error.problems
     problems += [] if resume is None else _other_engine(cfg, resume)
     present = outputs.present()
-    own = train.resume_from_checkpoint == "latest" or (resume is not None and _inside(resume, outputs.root))
+    own = checkpoint_store.names_newest_of_run(train.resume_from_checkpoint, outputs.root)
+    own = own or (resume is not None and _inside(resume, outputs.root))
     if present and train.overwrite_output_dir and cfg.model.model and _inside(Path(cfg.model.model), outputs.root):
         rule = f"is in {train.output_dir}, which would be replaced"
         problems.append(Problem(f"--model {cfg.model.model}", rule, "use another --output_dir"))

@@ -17,7 +17,7 @@ from megaswift.config.differing_toolkit_defaults import (
     differing_default_table_rows,
 )
 from megaswift.config.inference_other_names import HINTS_OF, NEUTRAL_OF, VALUES_ELSEWHERE_OF_INFERENCE
-from megaswift.config.neutral_options import NEUTRAL
+from megaswift.config.neutral_options import NEUTRAL, NeutralOption
 from megaswift.config.translated_options import RENAMED, SWITCHES, TASK_SPELLINGS
 from megaswift.config.unsupported_megatron_options import UNSUPPORTED_OF_MEGATRON
 from megaswift.config.unsupported_training_options import UNSUPPORTED
@@ -48,14 +48,16 @@ def rows(head: tuple[str, ...], body: list[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def _accepted(option: NeutralOption) -> str:
+    other, value = option.true_with
+    return (", ".join(option.values) or "any value") + (f"; true with `{other}: {value}`" if other else "")
+
+
 def tables() -> dict[str, str]:
     """Each table by the name in its marks."""
     names = [(f"`{name}`", advice) for name, advice in sorted(NAMES_ELSEWHERE.items())]
     values = [(f"`{option}: {value}`", advice) for (option, value), advice in sorted(VALUES_ELSEWHERE.items())]
-    neutral = [
-        (f"`{name}`", ", ".join(option.values) or "any value", option.reason)
-        for name, option in sorted(NEUTRAL.items())
-    ]
+    neutral = [(f"`{name}`", _accepted(option), option.reason) for name, option in sorted(NEUTRAL.items())]
     translated = [(f"`{name}`", "`task`") for name in TASK_SPELLINGS]
     translated += [(f"`{name}`", f"`{option}`") for name, option in sorted(RENAMED.items())]
     translated += [(f"`{name}: true`", f"`{option}: {value}`") for name, (option, value) in sorted(SWITCHES.items())]

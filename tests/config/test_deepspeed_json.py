@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.config import SwiftConfig
+from megaswift.config import SwiftConfig, load_config
 from megaswift.config.deepspeed_json import (
     KINDS,
     DeepspeedAutoValues,
@@ -22,6 +22,7 @@ from megaswift.config.deepspeed_json import (
     offloads_optimizer_and_weights,
     read_deepspeed_json,
 )
+from megaswift.config.engine_rules import filled_deepspeed_config
 from megaswift.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "deepspeed"
@@ -244,3 +245,24 @@ def test_a_file_that_is_none(text: str | None, tmp_path: Path) -> None:
         file.write_text(text)
     with pytest.raises(ConfigError, match=r"f\.json"):
         read_deepspeed_json(str(file))
+
+
+def test_settings_without_a_file(tmp_path: Path) -> None:
+    """An object in YAML or Python, or JSON on the command line, is as a file with it: values, engine and mistakes."""
+    settings = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-5}}}
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    given = {"model": "m", "dataset": "d.jsonl"}
+    file = SwiftConfig(deepspeed=str(tmp_path / "ds.json"), **given)
+    words = ["--model", "m", "--dataset", "d.jsonl", "--deepspeed", json.dumps(settings)]
+    (tmp_path / "run.yaml").write_text(json.dumps({**given, "deepspeed": settings}))
+    for cfg in (
+        SwiftConfig(deepspeed=settings, **given),
+        load_config("sft", words, environ={}),
+        load_config("sft", [str(tmp_path / "run.yaml")], environ={}),
+    ):
+        assert cfg.optim.learning_rate == file.optim.learning_rate == 3e-5
+        filled, wanted = (filled_deepspeed_config(c, 2, "bfloat16", 64) for c in (cfg, file))
+        assert filled.config == wanted.config and not filled.problems
+    wrong = SwiftConfig(deepspeed={"zero_optimization": {"stage": 7}}, **given)
+    (problem,) = filled_deepspeed_config(wrong, 2, "bfloat16", 64).problems
+    assert problem.what == '--deepspeed: "stage": 7'

@@ -60,6 +60,26 @@ def test_switched_off_they_go_with_a_resumed_run(name: str) -> None:
         notices(f"--{name}", "true", "--load", "latest")
 
 
+@pytest.mark.parametrize(
+    ("words", "accepted"),
+    [
+        ("--bf16_full_eval true --bf16 true", True),
+        ("--bf16_full_eval --torch_dtype bfloat16", True),
+        ("--fp16_full_eval true --fp16 true", True),
+        ("--bf16_full_eval true --fp16 true", False),
+        ("--bf16_full_eval true --torch_dtype float32", False),
+        ("--fp16_full_eval true", False),
+    ],
+)
+def test_evaluation_in_the_precision_of_training(words: str, accepted: bool) -> None:
+    """Evaluation has no precision of its own."""
+    if accepted:
+        assert "(evaluation computes in --torch_dtype)" in notices(*words.split())
+        return
+    with pytest.raises(ConfigError, match=r"_full_eval true: is not supported: [^\n]*\n *try: --torch_dtype b?float16"):
+        load_config("sft", [*GIVEN, *words.split()], environ={})
+
+
 def test_evaluation_options_without_data_are_left_out() -> None:
     cfg = load_config("sft", [*GIVEN, "--eval_steps", "50", "--per_device_eval_batch_size", "4"], environ={})
     assert cfg.train.eval_steps is None and "eval_steps" not in cfg.given

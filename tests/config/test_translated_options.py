@@ -65,6 +65,8 @@ def test_tables_name_options_and_hide_none() -> None:
         ("--resume_from_checkpoint OUT/checkpoints/step-2", "resume_from_checkpoint", "OUT/checkpoints/step-2"),
         ("--save_safetensors false", "export_hf", False),
         ("--experiment_name run-7", "run_name", "run-7"),
+        ("--dataset_streaming --max_steps 3", "streaming", True),
+        ("--dataset_streaming false", "streaming", False),
     ],
 )
 def test_what_they_mean(words: str, name: str, value: Any) -> None:
@@ -169,3 +171,20 @@ def test_long_completions_get_room_for_prompts() -> None:
     words = ["--reward_funcs", "length", "--max_completion_length", "4096", "--max_length", "1024"]
     with pytest.raises(ConfigError, match="leaves no room for the prompt"):
         load_config("grpo", [*GIVEN, *words], environ={})
+
+
+@pytest.mark.parametrize("stage", ["dpo", "kto", "pt", "rm", "ppo", "sft"])
+def test_a_stage_is_the_task(stage: str) -> None:
+    """As LLaMA-Factory's files name it."""
+    extra = ["--reward_model", "r"] if stage == "ppo" else []
+    batch = ["--per_device_train_batch_size", "4"]
+    assert load_config(None, [*GIVEN, "--stage", stage, *extra, *batch], environ={}).task == stage
+
+
+def test_an_option_without_effect_may_hold_names_with_values(tmp_path: Path) -> None:
+    """`gradient_checkpointing_kwargs: {use_reentrant: false}` is no section, in YAML or JSON."""
+    for name in ("run.yaml", "run.json"):
+        (tmp_path / name).write_text('{"model": "m", "dataset": "d", "gradient_checkpointing_kwargs": {"a": false}}')
+        assert "gradient_checkpointing_kwargs" in " ".join(
+            load_config("sft", [str(tmp_path / name)], environ={}).notices
+        )

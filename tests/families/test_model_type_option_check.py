@@ -13,7 +13,23 @@ def test_names_of_the_architecture(wanted: str | None) -> None:
     assert model_type_option_mismatch_problems(wanted, {"model_type": "qwen2"}) == []
 
 
-@pytest.mark.parametrize("wanted", ["qwen3", "llama3_1", "no_such_model"])
+@pytest.mark.parametrize(
+    ("wanted", "actual"),
+    [
+        ("deepseek-moe-16b", "deepseek"),
+        ("internvl2-8b", "internvl"),
+        ("qwen2-7b-instruct", "qwen2"),
+        ("qwen2_5-0_5b-instruct", "qwen2"),
+        ("llama3_1-8b", "llama"),
+    ],
+)
+def test_names_with_a_size(wanted: str, actual: str) -> None:
+    """As ms-swift 2 had them."""
+    assert model_type_option_mismatch_problems(wanted, {"model_type": actual}) == []
+    assert model_type_option_mismatch_problems(wanted, {"model_type": "phi3"})
+
+
+@pytest.mark.parametrize("wanted", ["qwen3", "llama3_1", "no_such_model", "qwen3-8b"])
 def test_names_of_others(wanted: str) -> None:
     (problem,) = model_type_option_mismatch_problems(wanted, {"model_type": "qwen2"})
     assert problem.what == f"--model_type {wanted}" and "model_type qwen2" in problem.rule

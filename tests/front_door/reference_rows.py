@@ -1,8 +1,8 @@
 """What the reference documents of other toolkits tell their readers to type, as data: options with the values given
 there, files, Python configurations. Written anew; models and rows are made locally under the same names.
 
-`issue` names what a row waits for where it is not accepted. Commands of other programs (nvidia-smi, kubectl, nc) are no
-rows.
+`answer` is a part of what a user is told where a row is not accepted. Commands of other programs (nvidia-smi, kubectl,
+nc) are no rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tests.config.whole_deepspeed_files import WHOLE_FILES
 SEVEN_B = "--model Qwen/Qwen2.5-7B-Instruct --dataset some/rows#500"
 SEVENTY_TWO_B = "--model Qwen/Qwen2.5-72B-Instruct --dataset some/rows#50 --train_type lora"
 LORA = f"{SEVEN_B} --train_type lora"
+VISION = "--model Qwen/Qwen2.5-VL-7B-Instruct --dataset some/rows"
 RUN = (
     "--num_train_epochs 1 --per_device_train_batch_size 1 --per_device_eval_batch_size 1 --learning_rate 1e-4 "
     "--lora_rank 8 --lora_alpha 32 --target_modules all-linear --gradient_accumulation_steps 8 --eval_steps 50 "
@@ -23,6 +24,41 @@ RUN = (
 )
 TWO, FOUR, EIGHT = ({"NPROC_PER_NODE": n} for n in "248")
 MACHINES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NPROC_PER_NODE": "8"}
+MACHINES_32 = {**MACHINES, "NNODES": "4"}
+SECOND = {**MACHINES, "NODE_RANK": "1"}
+NVME = {"device": "nvme", "nvme_path": "/tmp", "pin_memory": True}
+ZERO3_FILE = WHOLE_FILES["transformers zero3"].content
+PROFILE: dict[str, Any] = {
+    "zero_optimization": {"stage": 2},
+    "flops_profiler": {"enabled": True, "profile_step": 1, "detailed": True},
+}
+PARTS_OF_FILES: dict[str, dict[str, Any]] = {
+    name: {"zero_optimization": {"stage": 3, **settings}}
+    for name, settings in {
+        "limits": {
+            "stage3_max_live_parameters": 5e8,
+            "stage3_max_reuse_distance": 5e8,
+            "stage3_prefetch_bucket_size": 5e8,
+        },
+        "gathered": {"stage3_gather_16bit_weights_on_model_save": True},
+        "both": {"stage3_gather_16bit_weights_on_model_save": True, "stage3_max_live_parameters": 1e9},
+        "NVMe": {"offload_optimizer": NVME, "offload_param": NVME},
+    }.items()
+}
+FSDP_SETTINGS: list[dict[str, Any]] = [
+    {"fsdp_version": 1},
+    {"fsdp_version": 2},
+    {"min_num_params": 100_000_000},
+    {"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]},
+    {"backward_prefetch": "backward_pre"},
+    {"backward_prefetch": "backward_post"},
+    {"forward_prefetch": True},
+    {"limit_all_gathers": True},
+    {"limit_all_gathers": False},
+    {"use_orig_params": True},
+    {"sync_module_states": True},
+    {"cpu_ram_efficient_loading": True},
+]
 WRAP = "--fsdp_transformer_layer_cls_to_wrap Qwen2DecoderLayer"
 
 
@@ -88,6 +124,24 @@ DDP_AND_ZERO = [
         f"{LORA} --deepspeed zero3 --nnodes 2 --node_rank 1 --master_addr 127.0.0.1 --master_port 29500",
         TWO,
     ),
+    *commands(
+        TWO,
+        float16_DDP=f"{LORA} --torch_dtype float16 --engine ddp",
+        float16_ZeRO=f"{LORA} --torch_dtype float16 --deepspeed zero2",
+        float16_FSDP=f"{LORA} --torch_dtype float16 --fsdp full_shard",
+    ),
+    *(
+        Row(f"FSDP setting {name} {value}", f"{LORA} --fsdp full_shard --fsdp_config DS.json", TWO, deepspeed=content)
+        for content in FSDP_SETTINGS
+        for name, value in content.items()
+    ),
+    *(
+        Row(f"part of a DeepSpeed file: {name}", f"{LORA} --deepspeed DS.json", TWO, deepspeed=content)
+        for name, content in PARTS_OF_FILES.items()
+    ),
+    Row("a profile", f"{LORA} --deepspeed_config DS.json", FOUR, deepspeed=PROFILE),
+    Row("the second machine, a file", SEVENTY_TWO_B + " --deepspeed DS.json", SECOND, deepspeed=ZERO3_FILE),
+    Row("the second machine", f"{SEVENTY_TWO_B} --deepspeed zero3 --max_length 2048 --lora_rank 8", SECOND),
     Row("nnodes alone", f"{LORA} --nnodes 2", answer="master_addr"),
 ]
 USE_CASES = [
@@ -108,8 +162,7 @@ USE_CASES = [
         packing=f"{LORA} --packing true --dataset_num_proc 8 --gradient_accumulation_steps 8",
         stability=f"{LORA} --learning_rate 5e-5 --max_grad_norm 0.5 --seed 42",
         drop_last=f"{LORA} --dataloader_drop_last true",
-        freeze_vit="--model Qwen/Qwen2.5-VL-7B-Instruct --dataset some/rows --freeze_vit true "
-        "--vit_gradient_checkpointing false",
+        freeze_vit=f"{VISION} --freeze_vit true --vit_gradient_checkpointing false",
         output=f"{LORA} --save_on_each_node false --save_total_limit 3",
         experiment_name=f"{LORA} --experiment_name run-4",
         deepspeed_config=f"{LORA} --deepspeed_config zero2",
@@ -117,9 +170,23 @@ USE_CASES = [
         backend_gloo=f"{LORA} --ddp_backend gloo",
         ddp_timeout=f"{LORA} --ddp_timeout 1800",
         find_unused=f"{LORA} --ddp_find_unused_parameters false",
-        full_evaluation=f"{LORA} --fp16 true --fp16_opt_level O1",
+        full_evaluation=f"{LORA} --fp16 true --fp16_opt_level O1 --fp16_full_eval true",
+        full_evaluation_in_bfloat16=f"{LORA} --bf16 true --bf16_full_eval true",
+        DoRA=f"{LORA} --use_dora true",
+        GaLore=f"{SEVEN_B} --train_type full --use_galore true",
+        GPTQ_model="--model Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4 --dataset some/rows --train_type lora",
+        initial_weights=f"{LORA} --init_weights pissa",
+        rope_scaling=LORA + """ --rope_scaling '{"rope_type": "yarn", "factor": 4.0}'""",
+        push_to_hub=f"{LORA} --push_to_hub true --hub_model_id me/model --hub_private_repo true",
+        two_data_sets=f"{LORA} --dataset AI-ModelScope/alpaca-gpt4-data-zh#500 AI-ModelScope/alpaca-gpt4-data-en#500",
+        prefetch=f"{LORA} --dataloader_num_workers 8 --dataloader_prefetch_factor 2",
     ),
     *(Row(f"backend {name}", f"{LORA} --ddp_backend {name}", answer="leave it out") for name in ("mpi", "ccl", "hccl")),
+    Row("no data set", "--model Qwen/Qwen2.5-72B-Instruct --train_type lora", answer="is missing"),
+    Row("a checkpoint that is not there", f"{LORA} --resume_from_checkpoint OUT/checkpoints/latest", answer="latest"),
+    Row("precision twice", f"{LORA} --fp16 true --bf16 true", answer="keep one of the two"),
+    Row("images packed", f"{VISION} --packing true", answer="packing false"),
+    Row("hostfile", f"{LORA} --hostfile hosts", answer="is not an option"),
     Row("flash_attn2", f"{LORA} --attn_impl flash_attn2", answer="flash_attn"),
     Row("batch size 0", f"{LORA} --per_device_train_batch_size 0", answer="per_device_train_batch_size 1"),
     Row("train", f"{LORA} --algorithm sft", task="train"),
@@ -128,6 +195,9 @@ USE_CASES = [
         for name, more in {
             "rm": "",
             "dpo": "",
+            "cpo": "",
+            "orpo": "",
+            "kto": " --per_device_train_batch_size 4",
             "ppo": " --reward_model Qwen/Qwen2.5-reward",
             "grpo": " --reward_funcs format --num_generations 2 --per_device_train_batch_size 2",
         }.items()
@@ -138,7 +208,7 @@ MEGATRON = [
         "TP 4 x PP 8 on 32",
         "--model Qwen/Qwen3-32B --dataset some/rows --tensor_parallel_size 4 --pipeline_parallel_size 8 --train_type "
         "lora --torch_dtype bfloat16 --per_device_train_batch_size 1 --learning_rate 1e-4",
-        {**MACHINES, "NNODES": "4"},
+        MACHINES_32,
     ),
     Row(
         "the layout of a YAML file",
@@ -159,7 +229,7 @@ MEGATRON = [
         "--num-layers 32 --hidden-size 512 --num-attention-heads 64 --seq-length 2048 --max-position-embeddings 32768 "
         "--micro-batch-size 4 --global-batch-size 512 --train-iters 50 --lr 1.5e-4 --lr-decay-style cosine --min-lr "
         "1.0e-5 --weight-decay 0.1 --clip-grad 1.0 --fp16 --save-interval 10000 --save out",
-        {**MACHINES, "NNODES": "4"},
+        MACHINES_32,
         "pt",
     ),
     Row(
@@ -168,6 +238,22 @@ MEGATRON = [
         {},
         "pt",
         answer="the architecture comes from config.json",
+    ),
+    Row(
+        "chunks of a pipeline",
+        "--model Qwen/Qwen3-32B --dataset some/rows --tp 2 --pp 4 --virtual_pipeline_size 2 "
+        "--gradient_accumulation_steps 8",
+        EIGHT,
+    ),
+    Row("context", "--model Qwen/Qwen3-32B --dataset some/rows --tp 4 --pp 2 --cp 4 --sequence_parallel", MACHINES_32),
+    Row("experts", "--model Qwen/Qwen3-30B-A3B --dataset some/rows --tp 2 --ep 8 --etp 1", MACHINES),
+    Row("the run's own checkpoints", "--model meta/llama-2 --dataset some/rows --save out --load out", {}, "pt"),
+    Row(
+        "a file of indexed data",
+        "--model meta/llama-2 --data-path /nowhere/text",
+        {},
+        "pt",
+        answer="no such file or folder",
     ),
     *(
         Row(f"Megatron-LM's {name}", f"{SEVEN_B} --{name} FILE", {}, "pt", answer="tokenizer is loaded from the model")
@@ -244,6 +330,9 @@ YAML: dict[str, tuple[dict[str, Any], str | None]] = {
         ),
         None,
     ),
+    "full evaluation": (training(fp16=True, fp16_opt_level="O1", fp16_full_eval=False), None),
+    "loader": (training("zero2", dataloader_num_workers=4, dataloader_pin_memory=True), "zero2"),
+    "prefetch": ({"dataloader_num_workers": 8, "dataloader_pin_memory": True, "dataloader_prefetch_factor": 2}, None),
     "saving": (training(save_strategy="steps", save_steps=1000), None),
     "out of memory": (training(per_device_train_batch_size=2, mixed_precision="fp16"), None),
 }
@@ -253,30 +342,3 @@ FILES_OF_YAML = [
     for name, (content, zero) in YAML.items()
 ]
 ROWS: list[Row] = [*DDP_AND_ZERO, *USE_CASES, *MEGATRON, *FILES_OF_YAML]
-
-PYTHON: dict[str, dict[str, Any]] = {
-    "tensor parallelism": {
-        "model_type": "qwen3",
-        "parallel": {"tensor_parallel_size": 4, "pipeline_parallel_size": 1, "context_parallel_size": 1},
-        "dtype": "bf16",
-    },
-    "chunks of a pipeline": {
-        "model_type": "llama4",
-        "parallel": {"tensor_parallel_size": 2, "pipeline_parallel_size": 8, "virtual_pipeline_size": 4},
-    },
-    "context parallelism": {
-        "model_type": "qwen3",
-        "parallel": {
-            "tensor_parallel_size": 4,
-            "pipeline_parallel_size": 2,
-            "context_parallel_size": 4,
-            "sequence_parallel": True,
-        },
-    },
-    "experts": {
-        "model_type": "deepseek-moe-16b",
-        "parallel": {"tensor_parallel_size": 4, "expert_parallel_size": 8, "moe_router_load_balancing": True},
-        "training_task": "GRPO",
-    },
-}
-"""Arguments of SwiftConfig."""

@@ -38,6 +38,10 @@ ACCEPTED = {
         "--model_type qwen --model_id Qwen/Qwen-70B --device_map auto --offload_folder ./offload_cache",
     ),
     "a reference document: 4 bits": ("infer", "--model_id Qwen/Qwen-70B --quantization_bit 4 --device_map auto"),
+    "a reference document: a map in JSON": (
+        "infer",
+        """--model Qwen/Qwen-14B --device_map '{"model.embed_tokens": "cpu", "model.layers": "cpu", "": "cpu"}'""",
+    ),
     "a server": (
         "deploy",
         "--model Qwen/Qwen2.5-7B-Instruct --infer_backend vllm --vllm_gpu_memory_utilization 0.9 "
@@ -89,17 +93,24 @@ def test_typed_as_they_are(name: str, root: Path) -> None:
     assert judged(*ACCEPTED[name], root) == []
 
 
-@pytest.mark.parametrize(
-    ("task", "text", "answers"),
-    [
-        ("export", "--model Qwen/Qwen3-8B --dataset a b --quant_method gptq --quant_bits 4 --group_size 128", ["GPTQ"]),
-        ("export", "--model Qwen/Qwen3-8B --dataset a --to_cached_dataset true", ["start the training run"]),
-        ("deploy", "--model Qwen/Qwen3-8B --infer_backend sglang --sglang_tp_size 2", ["SGLang", "sglang"]),
-        ("deploy", "--host 0.0.0.0 --model Qwen/Qwen3-8B", ["requires a token"]),
-        ("infer", "--adapters swift/test_bert", ["reward model"]),
-    ],
-)
-def test_what_is_refused_says_why(task: str, text: str, answers: list[str], root: Path) -> None:
+REFUSED = {
+    "GPTQ": (
+        "export",
+        "--model Qwen/Qwen3-8B --dataset a b --quant_method gptq --quant_bits 4 --group_size 128",
+        ["GPTQ"],
+    ),
+    "data ahead": ("export", "--model Qwen/Qwen3-8B --dataset a --to_cached_dataset true", ["start the training run"]),
+    "SGLang": ("deploy", "--model Qwen/Qwen3-8B --infer_backend sglang --sglang_tp_size 2", ["SGLang", "sglang"]),
+    "an open server": ("deploy", "--host 0.0.0.0 --model Qwen/Qwen3-8B", ["requires a token"]),
+    "a classifier": ("infer", "--adapters swift/test_bert", ["reward model"]),
+    "LMDeploy": ("deploy", "--model Qwen/Qwen3-8B --infer_backend lmdeploy", ["lmdeploy"]),
+}
+"""Commands that are refused: name -> command, options, and a part of each answer."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_why(name: str, root: Path) -> None:
+    task, text, answers = REFUSED[name]
     found = judged(task, text, root)
     assert len(found) == len(answers)
     assert all(any(part in problem for problem in found) for part in answers), found

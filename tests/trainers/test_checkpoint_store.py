@@ -137,6 +137,18 @@ def test_a_checkpoint_is_found_by_its_folder_its_run_or_latest(tmp_path: Path) -
         checkpoint_store.select_resume_step(str(tmp_path / "nowhere/checkpoints/latest"), tmp_path)
 
 
+def test_the_run_s_own_folder_is_its_newest_checkpoint(tmp_path: Path) -> None:
+    """`--save OUT --load OUT` of a job that is started again and again: nothing at first, then the newest."""
+    run = tmp_path / "run"
+    for wanted in (run, run / "checkpoints", tmp_path / "other" / ".." / "run"):
+        assert checkpoint_store.select_resume_step(str(wanted), run) == (None, [])
+        assert checkpoint_store.names_newest_of_run(str(wanted), run)
+    folder = save(CheckpointStore(run / "checkpoints"), 3)
+    assert checkpoint_store.select_resume_step(str(run), run) == (folder, [])
+    assert not checkpoint_store.names_newest_of_run(str(folder), run)
+    assert not checkpoint_store.names_newest_of_run(None, run)
+
+
 def test_an_interrupted_save_is_told(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     folder = save(store, 3)
