@@ -43,7 +43,12 @@ def parts_of(megatron: ModuleType) -> tuple[Any, list[torch.Tensor]]:
 
         def __init__(self) -> None:
             self.weight, self.grad_scaler, self.is_stub_optimizer = torch.zeros(3), scaler(megatron), False
-            self.config = SimpleNamespace(timers=None, overlap_param_gather_with_optimizer_step=False, fp8_param=False)
+            self.config = SimpleNamespace(
+                timers=None,
+                overlap_param_gather_with_optimizer_step=False,
+                fp8_param=False,
+                reuse_grad_buf_for_mxfp8_param_ag=False,
+            )
             self.found_inf, self.grad = torch.zeros(1), torch.zeros(3)
 
         optimizer, param_groups = None, []

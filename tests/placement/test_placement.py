@@ -39,6 +39,23 @@ def waited(impl: str, ranks: int, folder: Path, names: list[str]) -> list[dict[s
     return results
 
 
+TABLES_OF = "0.16"
+"""Version of Megatron-Core whose own waits are in the tables."""
+
+
+def comparable(waits: dict[str, Any]) -> dict[str, Any]:
+    """The waits, or those under functions of megaswift where Megatron-Core is another one than the tables'."""
+    import megatron.core
+
+    if megatron.core.__version__.startswith(TABLES_OF):
+        return waits
+    return {
+        name: comparable(count) if isinstance(count, dict) else count
+        for name, count in waits.items()
+        if isinstance(count, dict) or " megaswift." in name
+    }
+
+
 def expected(table: dict[str, Any], rank: int) -> dict[str, Any]:
     """The table of one rank: a list has an entry for each."""
     return {name: waits[rank] if isinstance(waits, list) else waits for name, waits in table.items()}
@@ -59,7 +76,7 @@ def test_the_host_waits_only_where_the_table_says(impl: str, ranks: int, table: 
     """Steps of dense and expert models, layouts of two ranks, whole runs with sampling, checkpoint and export: each
     also fails where an operation meets tensors of both memories, or a collective tensors of the wrong one."""
     found = waited(impl, ranks, tmp_path, list(table))
-    assert found == [expected(table, rank) for rank in range(ranks)]
+    assert list(map(comparable, found)) == [comparable(expected(table, rank)) for rank in range(ranks)]
 
 
 @pytest.mark.process

@@ -101,3 +101,31 @@ def thd_get_partitioned_indices(bounds: Tensor, tokens: int, cp: int, rank: int)
         for piece in (rank, 2 * cp - 1 - rank):
             parts.append(torch.arange(start + piece * chunk, start + (piece + 1) * chunk, dtype=torch.int32))
     return torch.cat(parts)
+
+
+def _rank_order(bounds: Tensor, ranks: int) -> Tensor:
+    """int64 [tokens]: which token of the sequences lies at each place where the ranks' parts stand end to end.
+
+    A document is cut into 2 x ranks chunks; a rank holds a chunk and the one that is as far from the end.
+    """
+    chunks: list[list[Tensor]] = [[] for _ in range(ranks)]
+    marks = bounds.tolist()
+    for start, end in zip(marks, marks[1:], strict=False):
+        pieces = torch.arange(start, end).chunk(2 * ranks) if end > start else []
+        for rank in range(ranks if len(pieces) else 0):
+            chunks[rank] += [pieces[rank], pieces[-1 - rank]]
+    return torch.cat([piece for rank in chunks for piece in rank])
+
+
+@kernel
+def thd_cp_rank_order_to_sequence_order(x: Tensor, bounds: Tensor, ranks: int, tokens: int) -> Tensor:
+    """x [tokens, ...] of all ranks in turn, in the order of the sequences."""
+    result = torch.empty_like(x)
+    result[_rank_order(bounds, ranks)] = x
+    return result
+
+
+@kernel
+def thd_sequence_order_to_cp_rank_order(x: Tensor, bounds: Tensor, ranks: int, tokens: int) -> Tensor:
+    """The inverse."""
+    return x[_rank_order(bounds, ranks)]

@@ -122,6 +122,14 @@ def test_halves_of_documents() -> None:
     assert context.thd_read_second_half_lse(lse, BOUNDS, True, 10).tolist() == [[2, 3, 7, 8, 9]]
 
 
+def test_order_of_ranks_and_of_sequences() -> None:
+    """Documents of 4 and 8 tokens on two ranks, by hand: rank 0 has the first and the last quarter of each."""
+    bounds, tokens = torch.tensor([0, 4, 12], dtype=torch.int32), torch.arange(12.0)[:, None]
+    by_rank = context.thd_sequence_order_to_cp_rank_order(tokens, bounds, 2, 12)
+    assert by_rank[:, 0].tolist() == [0, 3, 4, 5, 10, 11, 1, 2, 6, 7, 8, 9]
+    assert torch.equal(context.thd_cp_rank_order_to_sequence_order(by_rank, bounds, 2, 12), tokens)
+
+
 @pytest.mark.parametrize("second", [False, True])
 def test_outputs_of_two_steps_join(second: bool) -> None:
     """Softmax over keys in two parts, the second seen by all queries or by each document's second half: as over all

@@ -20,7 +20,13 @@ pytestmark = pytest.mark.wide
 for name in KERNEL_FILES:
     importlib.import_module(f"tests.te.kernels_{name}")
 
-ONE_RELEASE = {"thd_get_partitioned_indices", "multi_tensor_scale_tensor", "multi_tensor_unscale_l2norm"}
+ONE_RELEASE = {
+    "thd_cp_rank_order_to_sequence_order",
+    "thd_sequence_order_to_cp_rank_order",
+    "thd_get_partitioned_indices",
+    "multi_tensor_scale_tensor",
+    "multi_tensor_unscale_l2norm",
+}
 """Stand-ins that only one of the releases, or Megatron-Core alone, calls."""
 
 
