@@ -43,16 +43,16 @@ TABLES_OF = "0.16"
 """Version of Megatron-Core whose own waits are in the tables."""
 
 
-def comparable(waits: dict[str, Any]) -> dict[str, Any]:
-    """The waits, or those under functions of megaswift where Megatron-Core is another one than the tables'."""
+def comparable(scenarios: dict[str, Any]) -> dict[str, Any]:
+    """All waits; with another Megatron-Core than the tables', those of steps under functions of megaswift."""
     import megatron.core
 
     if megatron.core.__version__.startswith(TABLES_OF):
-        return waits
+        return scenarios
     return {
-        name: comparable(count) if isinstance(count, dict) else count
-        for name, count in waits.items()
-        if isinstance(count, dict) or " megaswift." in name
+        scenario: {name: count for name, count in waits.items() if " megaswift." in name}
+        for scenario, waits in scenarios.items()
+        if scenario.startswith("step:")
     }
 
 
