@@ -1,6 +1,6 @@
 """A model's folder with another config.json, more tokens, or both: OUT/base_model, which the run starts from.
 
-Files that do not change are links. New rows of the embedding and the head are the mean of the old ones, as
+Files that do not change are hard links. New rows of the embedding and the head are the mean of the old ones, as
 transformers' `resize_token_embeddings` makes them but for its noise of 1e-9 of their variance; the shards that hold
 these tensors are written anew.
 """
@@ -11,6 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,21 @@ PER_TOKEN = (
 """Ends of the names of tensors that have a row for each token."""
 
 
-def link_files(source: Path, target: Path, without: Sequence[str] = ()) -> None:
-    """Links in `target` to every file of `source` but these."""
+def link_weights_copy_rest(source: Path, target: Path, without: Sequence[str] = ()) -> None:
+    """`target` gets every file of `source` but these: weights as hard links (copies where the file system has none),
+    the others as copies, so that an edited one leaves `source` as it is.
+
+    Symbolic links would lead out of the folder, which `WeightSource` rejects in a model's folder.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
-        if path.is_file() and path.name not in without:
-            (target / path.name).symlink_to(path.resolve())
+        if not path.is_file() or path.name in without:
+            continue
+        if path.suffix == ".safetensors":
+            with suppress(OSError):  # another file system, or one without hard links
+                (target / path.name).hardlink_to(path.resolve())
+                continue
+        shutil.copyfile(path, target / path.name)
 
 
 def tokenizer_with_tokens(source: Path, trust: bool, tokens: Sequence[str]) -> Any:
@@ -58,11 +68,17 @@ def write_changed_model_folder(
     `config`'s number of rows. What an earlier start has made of the same model is kept."""
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     words = "" if tokenizer is None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    mark = json.dumps({"source": str(source.resolve()), "sha256": hashlib.sha256((text + words).encode()).hexdigest()})
+    mark = json.dumps(
+        {
+            "files": "copies",
+            "source": str(source.resolve()),
+            "sha256": hashlib.sha256((text + words).encode()).hexdigest(),
+        }
+    )
     if (target / MARK).is_file() and (target / MARK).read_text(encoding="utf-8") == mark:
         return target
     shutil.rmtree(target, ignore_errors=True)
-    link_files(source, target, [CONFIG])
+    link_weights_copy_rest(source, target, [CONFIG, MARK])
     (target / CONFIG).write_text(text, encoding="utf-8")
     if tokenizer is not None:
         made = target / "tokenizer-files"

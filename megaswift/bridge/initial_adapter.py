@@ -26,7 +26,7 @@ from torch import Tensor
 from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
 from megaswift.bridge import nf4
 from megaswift.bridge.adapter_plan import AdapterHyperparameters, AdapterPlan
-from megaswift.bridge.changed_model_folder import MARK, link_files
+from megaswift.bridge.changed_model_folder import MARK, link_weights_copy_rest
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.open_weight_source import open_weights
@@ -119,12 +119,12 @@ def _with_saved(plan: AdapterPlan, tensors: Mapping[str, Tensor], source: Weight
 
 
 def _write_residual(folder: Path, residual: Path, plan: AdapterPlan, tensors: Mapping[str, Tensor]) -> None:
-    """W - scale B A in place of each adapted weight, in its dtype; all else is linked."""
+    """W - scale B A in place of each adapted weight, in its dtype; other weights are linked."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
     shutil.rmtree(residual, ignore_errors=True)
-    link_files(folder, residual, [MARK])
+    link_weights_copy_rest(folder, residual, [MARK])
     adapters: dict[str, Any] = {one.projection.weight: one for one in plan.adapters}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

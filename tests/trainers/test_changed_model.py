@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.bridge.changed_model_folder import write_changed_model_folder
+from megaswift.bridge.open_weight_source import open_weights
 from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError
 from megaswift.families.family import read_config_json
@@ -42,7 +43,7 @@ def changed(model: Path, target: Path, **options: Any) -> Path:
 
 
 def test_new_tokens_are_transformers_resize(model: Path, tmp_path: Path) -> None:
-    """Old rows to the bit, new ones but for the noise of transformers' draw; other files are links."""
+    """Old rows to the bit, new ones but for the noise of transformers' draw; other files are copies."""
     listed = tmp_path / "more.txt"
     listed.write_text("</tool>\n\n<plan>\n")
     folder = changed(model, tmp_path / "grown", new_special_tokens=["<tool>", str(listed)])
@@ -59,7 +60,7 @@ def test_new_tokens_are_transformers_resize(model: Path, tmp_path: Path) -> None
     text = "1<tool>2</tool><plan>"
     assert written(text).input_ids == tokenizer(text).input_ids and written.chat_template == tokenizer.chat_template
     assert written.decode(written(text).input_ids, skip_special_tokens=True).replace(" ", "") == "12"
-    assert (folder / "generation_config.json").is_symlink() and not (folder / "model.safetensors").is_symlink()
+    assert not any((folder / n).samefile(model / n) for n in ("generation_config.json", "model.safetensors"))
     before = (folder / "model.safetensors").stat().st_mtime_ns
     changed(model, folder, new_special_tokens=NEW)
     assert (folder / "model.safetensors").stat().st_mtime_ns == before  # a resumed run finds it
@@ -77,7 +78,9 @@ def test_tokens_that_fit_change_no_weight(tmp_path: Path) -> None:
         (grown / name).unlink()
         (grown / name).symlink_to(model / name)
     again = changed(grown, tmp_path / "b" / "m", new_special_tokens=NEW[:2])
-    assert (again / "model.safetensors").is_symlink() and len(AutoTokenizer.from_pretrained(again)) == 47
+    assert (again / "model.safetensors").samefile(grown / "model.safetensors") and len(
+        AutoTokenizer.from_pretrained(again)
+    ) == 47
 
 
 def test_tied_embeddings_and_shards(tmp_path: Path) -> None:
@@ -90,7 +93,7 @@ def test_tied_embeddings_and_shards(tmp_path: Path) -> None:
     folder = changed(tmp_path / "model", tmp_path / "grown", new_special_tokens=NEW)
     grown = AutoModelForCausalLM.from_pretrained(folder)
     assert grown.lm_head.weight is grown.model.embed_tokens.weight and grown.lm_head.weight.shape[0] == 48
-    shards = [p for p in folder.glob("*.safetensors") if not p.is_symlink()]
+    shards = [p for p in folder.glob("*.safetensors") if p.stat().st_nlink == 1]
     assert len(shards) == 1 < len(list(folder.glob("*.safetensors")))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     stored = sum(t.nbytes for p in folder.glob("*.safetensors") for t in load_file(p).values())
@@ -132,6 +135,7 @@ def test_rope_scaling_is_transformers(
     assert torch.equal(logits(ours), logits(by_hand))
     assert want["rope_type"] == "dynamic" or not torch.equal(logits(ours), logits(plain))
     assert ours.config.max_position_embeddings == config.max_position_embeddings
+    assert set(open_weights(folder).names()) == set(by_hand.state_dict())  # no file leads out of the folder
     spec = model_spec_for_task(SwiftConfig(model=str(model), rope_scaling=option, max_length=max_length), model)
     assert spec.rope.scaling is not None and spec.rope.scaling["rope_type"] == want["rope_type"]
 
