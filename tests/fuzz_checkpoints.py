@@ -26,7 +26,7 @@ from megaswift.bridge.torch_save_tensor_file_format import torch_save_zip_frame
 from megaswift.families import saved_step_integrity
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.model_and_tokenizer_source import missing_model_file_problems
-from megaswift.trainers.checkpoint_hook import checkpoint_format_and_model_problems
+from megaswift.trainers.checkpoint_hook import resume_format_and_model_mismatch_problems
 from megaswift.trainers.checkpoint_store import CheckpointStore, resume_step_candidates
 
 TENSORS = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.arange(5, dtype=torch.bfloat16)}
@@ -102,7 +102,7 @@ def manifest(data: bytes) -> None:
     (step() / "manifest.json").write_bytes(data)
     read = saved_step_integrity.load_manifest_or_problem(step())
     if isinstance(read, dict):
-        checkpoint_format_and_model_problems(read, MODEL)
+        resume_format_and_model_mismatch_problems(read, MODEL)
         saved_step_integrity.damaged_file_problems(step())
     CheckpointStore(step().parent).incomplete()
     resume_step_candidates("latest", home() / "run")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge.bitsandbytes_config import disable_4bit_cpu_repacking
+from megaswift.bridge.bitsandbytes_load_config import disable_4bit_cpu_repacking
 from megaswift.bridge.compare_weights import WeightComparisonSide
 from megaswift.bridge.hf_source import HfSource
 from megaswift.data.load_tokenizer import load_tokenizer

@@ -26,11 +26,11 @@ from torch import Tensor
 from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
 from megaswift.bridge import nf4
 from megaswift.bridge.adapter_plan import AdapterHyperparameters, AdapterPlan
-from megaswift.bridge.changed_model_folder import MARK, link_weights_copy_rest
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import write_peft_folder
+from megaswift.bridge.write_folder_with_new_config_or_vocab import MARK, link_weights_copy_rest
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import adapter_init_changes_base_weights
 from megaswift.errors import ConfigError, Problem

@@ -1,11 +1,10 @@
 """Matrices in NF4: four bits a value and a float32 scale for each block of inputs (QLoRA, Dettmers et al. 2023,
 arXiv:2305.14314).
 
-Owns the codebook and both directions on real tensors; which weights are held so is `families.qlora_weight_selection`.
-Blocks run along rows, so a shard of a matrix is quantized to the very values of the whole one. Values and bytes are
-bitsandbytes' (quant_type nf4, blocksize 64, no double quantization). That package is not used here: importing it (0.50)
-on a CPU looks for kernels on the hub.
-"""
+Owns the codebook and both directions on real tensors; which weights are held so is
+`families.qlora_weights_and_block_fit`. Blocks run along rows, so a shard of a matrix is quantized to the very values of
+the whole one. Values and bytes are bitsandbytes' (quant_type nf4, blocksize 64, no double quantization). That package
+is not used here: importing it (0.50) on a CPU looks for kernels on the hub."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megaswift.families.qlora_weight_selection import BLOCK
+from megaswift.families.qlora_weights_and_block_fit import BLOCK
 
 BAND = {"cpu": 1 << 18}
 """Values at a time: what a CPU's cache holds, elsewhere 2^24."""

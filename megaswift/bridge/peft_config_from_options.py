@@ -10,7 +10,7 @@ from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import non_lora_peft_method_of
-from megaswift.config.peft_methods import MAPPED, METHODS, PeftMethod
+from megaswift.config.non_lora_peft_methods import MAPPED, METHODS, PeftMethod
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, first_line
 
 ENDLESS = 1 << 30

@@ -8,7 +8,7 @@ from typing import Any
 from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import NATIVE, READS, requested_engine
-from megaswift.config.peft_methods import LORA_ONLY, METHODS, OWNERS, SHARED, PeftMethod
+from megaswift.config.non_lora_peft_methods import LORA_ONLY, METHODS, OWNERS, SHARED, PeftMethod
 from megaswift.config.quantization import DEFAULT_BITS
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import OPTIONS, Sections

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megaswift.config.non_lora_peft_methods import VARIANTS
 from megaswift.config.option import Option
 from megaswift.config.parse_option_values import FALSE, TRUE
-from megaswift.config.peft_methods import VARIANTS
 from megaswift.config.sections import OPTIONS, SECTION_ALIASES, SECTIONS, TASKS
 
 _TYPES = {"text": ["string", "integer"], "int": ["integer"], "float": ["number"]}

@@ -26,7 +26,7 @@ FSDP_WORDS = (*FSDP_STRATEGIES, "offload", "auto_wrap")
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineBackendConfig:
     """Distributed engine"""
 
     engine: str = option(

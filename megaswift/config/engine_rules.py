@@ -14,8 +14,8 @@ from megaswift.config.deepspeed_json import (
     read_deepspeed_json,
 )
 from megaswift.config.engine import FSDP_STRATEGIES, ZERO
+from megaswift.config.non_lora_peft_methods import METHODS
 from megaswift.config.optim import EVERYWHERE
-from megaswift.config.peft_methods import METHODS
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.errors import ConfigError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.config.data import PREFERENCES
+from megaswift.config.non_lora_peft_methods import METHODS
 from megaswift.config.option import option
-from megaswift.config.peft_methods import METHODS
 
 DTYPES = {
     "fp32": "float32",

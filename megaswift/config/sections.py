@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaswift.config.data import DataConfig
-from megaswift.config.engine import EngineConfig
+from megaswift.config.engine import EngineBackendConfig
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.lora import LoraConfig
 from megaswift.config.model import ModelConfig
@@ -39,7 +39,7 @@ SECTIONS: dict[str, type] = {
     "lora": LoraConfig,
     "peft": NonLoraPeftConfig,
     "quantization": QuantizationConfig,
-    "engine": EngineConfig,
+    "engine": EngineBackendConfig,
     "parallel": ParallelConfig,
     "data": DataConfig,
     "preference": PreferenceConfig,
@@ -107,7 +107,7 @@ class Sections:
     lora: LoraConfig
     peft: NonLoraPeftConfig
     quantization: QuantizationConfig
-    engine: EngineConfig
+    engine: EngineBackendConfig
     parallel: ParallelConfig
     data: DataConfig
     preference: PreferenceConfig

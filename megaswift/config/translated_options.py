@@ -17,9 +17,9 @@ from megaswift.config.engine import ZERO
 from megaswift.config.fsdp_spellings import translated_fsdp_options
 from megaswift.config.megatron_architecture_options import with_collected_architecture
 from megaswift.config.neutral_options import neutral_option
+from megaswift.config.non_lora_peft_methods import VARIANTS
 from megaswift.config.option_sources import GivenOptionValue
 from megaswift.config.parse_option_values import FALSE, TRUE
-from megaswift.config.peft_methods import VARIANTS
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.errors import ConfigError
 

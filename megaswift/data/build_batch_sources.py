@@ -15,10 +15,15 @@ from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES, RL
 from megaswift.data import vocab_check
 from megaswift.data.collate import PaddingShape
 from megaswift.data.coordinate_token_cache_build import data_cache_folder
-from megaswift.data.documents import Documents, apply_truncation_strategy, gather_documents, hold_out_documents
 from megaswift.data.encode_preferences import PreferenceEncoder
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, encode_spec
 from megaswift.data.epoch_order import EpochOrder
+from megaswift.data.gather_and_truncate_documents import (
+    Documents,
+    apply_truncation_strategy,
+    gather_documents,
+    hold_out_documents,
+)
 from megaswift.data.gather_and_truncate_preferences import (
     CUT_CAUSES,
     PreferenceDocuments,

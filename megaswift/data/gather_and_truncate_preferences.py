@@ -1,8 +1,8 @@
 """Preference pairs and labeled completions for training: groups of documents that are truncated together.
 
 Owns what truncation means for a unit, and that no unit is left that teaches nothing: without a label, without a prompt,
-or with the same tokens twice. `#rows`, the store behind it and the split for evaluation are those of `documents.py`.
-"""
+or with the same tokens twice. `#rows`, the store behind it and the split for evaluation are those of
+`gather_and_truncate_documents.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megaswift.data.documents import (
+from megaswift.data.encode_preferences import Side, first_labeled_token
+from megaswift.data.gather_and_truncate_documents import (
     Documents,
     cut_tokens,
     document_file_and_line,
@@ -20,7 +21,6 @@ from megaswift.data.documents import (
     held_out_mask,
     too_long_documents_error,
 )
-from megaswift.data.encode_preferences import Side, first_labeled_token
 from megaswift.data.preference_rows import IDENTICAL
 from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.token_store import TokenStore

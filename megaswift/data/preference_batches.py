@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megaswift.data.collate import Document, PaddingShape
-from megaswift.data.documents import Documents
 from megaswift.data.encode_preferences import first_labeled_token
+from megaswift.data.gather_and_truncate_documents import Documents
 from megaswift.data.gather_and_truncate_preferences import PreferenceDocuments
 from megaswift.data.loader import collate_step_microbatches
 from megaswift.losses.contract import Batch

@@ -19,7 +19,8 @@ import numpy as np
 from megaswift import log
 from megaswift.config.sections import Sections
 from megaswift.data.build_batch_sources import data_seed
-from megaswift.data.documents import (
+from megaswift.data.epoch_order import EpochOrder
+from megaswift.data.gather_and_truncate_documents import (
     Documents,
     cut_tokens,
     document_file_and_line,
@@ -27,7 +28,6 @@ from megaswift.data.documents import (
     hold_out_documents,
     store_row_of,
 )
-from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.resume_data_check import check_same_data, documents_fingerprint
 from megaswift.data.tokenization import tokenize_datasets
 from megaswift.errors import DataError, Problem

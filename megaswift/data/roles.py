@@ -35,7 +35,7 @@ TURN_ROLE_OF: Mapping[str, str] = {**ROLE_OF, "observation": "tool"}
 KNOWN = ", ".join([*ROLES, TOOL_CALL, *OTHER_NAMES])
 
 
-def canonical_role(name: Any, roles: Mapping[str, str] = ROLE_OF) -> str | None:
+def canonical_role_or_none(name: Any, roles: Mapping[str, str] = ROLE_OF) -> str | None:
     """The role of this name; None where there is none."""
     return roles.get(name.lower()) if isinstance(name, str) else None
 

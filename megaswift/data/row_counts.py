@@ -1,6 +1,6 @@
 """Counters of skipped and changed rows, and their wording in warnings, the run summary, the report and `data show`.
 
-Owns names and words. Who counts is `token_store.py` (while reading), `documents.py` and
+Owns names and words. Who counts is `token_store.py` (while reading), `gather_and_truncate_documents.py` and
 `gather_and_truncate_preferences.py` (cut to length), and `stream_batches.py`.
 """
 

@@ -24,7 +24,7 @@ from megaswift.log import count_text, info
 if TYPE_CHECKING:
     import numpy as np
 
-    from megaswift.data.documents import Documents
+    from megaswift.data.gather_and_truncate_documents import Documents
 
 USAGE = """\
 megaswift data show DATASET... --model DIR [options]

@@ -57,7 +57,7 @@ class StreamOptions:
 
 
 @dataclass
-class StreamCounts:
+class StreamRowCountsAndWarnings:
     """What happened to rows, and what of it the user has been told."""
 
     quiet: bool = False
@@ -95,7 +95,7 @@ class StreamCounts:
 class StreamRowProcessor(Protocol):
     """What rows become."""
 
-    tally: StreamCounts
+    tally: StreamRowCountsAndWarnings
 
     def items(self, rows: Sequence[NumberedRow], spread: Spread) -> list[Any]:
         """A block's rows as what global batches are made of, in file order; a Problem for a row that stops the run.

@@ -23,8 +23,8 @@ from megaswift.data.stream_batches import (
     AHEAD,
     NumberedRow,
     Spread,
-    StreamCounts,
     StreamOptions,
+    StreamRowCountsAndWarnings,
     joined_source_names_text,
     malformed_row_error,
     raise_first_problem,
@@ -49,7 +49,7 @@ class StreamRowEncoderAndPacker:
     encoder: RowEncoder
     options: StreamOptions
     shape: PaddingShape
-    tally: StreamCounts = field(default_factory=StreamCounts)
+    tally: StreamRowCountsAndWarnings = field(default_factory=StreamRowCountsAndWarnings)
 
     def items(self, rows: Sequence[NumberedRow], spread: Spread) -> list[tuple[_RowResult, int]] | list[list[Document]]:
         """Tokens of rows, or packed rows."""

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megaswift.data.collate import PaddingShape
-from megaswift.data.documents import too_long_document_problem
 from megaswift.data.encode_preferences import EncodedPreference, PreferenceEncoder
 from megaswift.data.encode_rows import malformed_row_problem
+from megaswift.data.gather_and_truncate_documents import too_long_document_problem
 from megaswift.data.gather_and_truncate_preferences import unusable_preference_reason
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.preference_batches import PreferenceCollator, PreferenceUnit
@@ -23,8 +23,8 @@ from megaswift.data.stream_batches import (
     AHEAD,
     NumberedRow,
     Spread,
-    StreamCounts,
     StreamOptions,
+    StreamRowCountsAndWarnings,
     joined_source_names_text,
     raise_first_problem,
     run_work_on_all_rows,
@@ -45,7 +45,7 @@ class PreferenceStreamProcessor:
     options: StreamOptions
     layout: PreferenceCollator
     shape: PaddingShape
-    tally: StreamCounts = field(default_factory=StreamCounts)
+    tally: StreamRowCountsAndWarnings = field(default_factory=StreamRowCountsAndWarnings)
     _sure: bool = False
     """Whether the layout knows if the data have margins: the first unit says it."""
 
@@ -54,13 +54,15 @@ class PreferenceStreamProcessor:
         return self._items(rows, self.tally, spread)
 
     def _items(
-        self, rows: Sequence[NumberedRow], tally: StreamCounts, spread: Spread = run_work_on_all_rows
+        self, rows: Sequence[NumberedRow], tally: StreamRowCountsAndWarnings, spread: Spread = run_work_on_all_rows
     ) -> list[Item]:
         read = spread(rows, lambda share: [*self.encoder.read((path, located) for path, located, _ in share)])
         items = [self._item(row, one, tally) for row, one in zip(rows, read, strict=True)]
         return [item for item in items if item is not None]
 
-    def _item(self, row: NumberedRow, found: EncodedPreference | RowError, tally: StreamCounts) -> Item | None:
+    def _item(
+        self, row: NumberedRow, found: EncodedPreference | RowError, tally: StreamRowCountsAndWarnings
+    ) -> Item | None:
         path, located, number = row
         if not isinstance(found, EncodedPreference):
             problem = malformed_row_problem(path, located.line, found)
@@ -71,7 +73,7 @@ class PreferenceStreamProcessor:
         tally.note(found.notes)
         return self._cut(found, f"{path}:{located.line}", number, tally)
 
-    def _cut(self, unit: EncodedPreference, place: str, number: int, tally: StreamCounts) -> Item | None:
+    def _cut(self, unit: EncodedPreference, place: str, number: int, tally: StreamRowCountsAndWarnings) -> Item | None:
         """The unit with documents of at most `max_length` tokens; nothing where it teaches nothing then."""
         size, strategy = self.options.max_length, self.options.truncation_strategy
         long = [len(ids) for ids, _ in unit.sides if len(ids) > size]
@@ -108,7 +110,7 @@ class PreferenceStreamProcessor:
         """Nothing of use within max_length."""
         return self._none(sources, self.tally)
 
-    def _none(self, sources: Sequence[DatasetFiles], tally: StreamCounts) -> DataError:
+    def _none(self, sources: Sequence[DatasetFiles], tally: StreamRowCountsAndWarnings) -> DataError:
         unit, counted = "pair" if self.layout.width == 2 else "row", tally.counted
         causes = ", ".join(f"{count} {what}" for what, count in sorted(counted.items()))
         return DataError(
@@ -126,7 +128,7 @@ class PreferenceStreamProcessor:
 
     def check(self, sources: Sequence[DatasetFiles]) -> None:
         """Reads up to the first unit that is of use; DataError for what would stop the run before it."""
-        tally, some = StreamCounts(quiet=True), list[NumberedRow]()
+        tally, some = StreamRowCountsAndWarnings(quiet=True), list[NumberedRow]()
         for path, located, cursor in read_from_cursor(sources, Cursor()):
             if cursor.epoch:
                 break
@@ -138,7 +140,7 @@ class PreferenceStreamProcessor:
         if not self._found(some, tally):
             raise self._none(sources, tally)
 
-    def _found(self, rows: Sequence[NumberedRow], tally: StreamCounts) -> bool:
+    def _found(self, rows: Sequence[NumberedRow], tally: StreamRowCountsAndWarnings) -> bool:
         items = self._items(rows, tally)
         raise_first_problem(items[:1])
         return bool(items)

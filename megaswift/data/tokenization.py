@@ -1,9 +1,8 @@
 """Tokenizes `--dataset` into token stores, once per job, in parallel, cached by content hash.
 
 Owns the cache key (file contents, tokenizer, template, options, our code) and running the workers. What the key leaves
-out on purpose: max_length, truncation, packing and order, which are views over the store (`documents.py`, `packing.py`,
-`epoch_order.py`).
-"""
+out on purpose: max_length, truncation, packing and order, which are views over the store
+(`gather_and_truncate_documents.py`, `packing.py`, `epoch_order.py`)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.data import json_text
-from megaswift.data.roles import KNOWN, TOOL_CALL, canonical_role, merge_tool_calls_into_turns
+from megaswift.data.roles import KNOWN, TOOL_CALL, canonical_role_or_none, merge_tool_calls_into_turns
 
 
 class RowError(Exception):
@@ -105,7 +105,7 @@ def _content(message: Mapping[str, Any], where: str) -> None:
 def _message(message: Any, where: str) -> tuple[dict[str, Any], bool | None]:
     if not isinstance(message, Mapping):
         raise RowError(where, describe_value(message), 'an object {"role": ..., "content": ...}')
-    role = canonical_role(message.get("role"))
+    role = canonical_role_or_none(message.get("role"))
     if role is None:
         raise RowError(f"{where}.role", describe_value(message.get("role")), f"one of {KNOWN}")
     if role == TOOL_CALL:

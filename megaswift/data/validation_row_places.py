@@ -10,7 +10,12 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.config.data import PREFERENCES, RL
 from megaswift.data.build_batch_sources import data_seed, load_document_splits, load_preference_splits
-from megaswift.data.documents import Documents, document_file_and_line, gather_documents, hold_out_documents
+from megaswift.data.gather_and_truncate_documents import (
+    Documents,
+    document_file_and_line,
+    gather_documents,
+    hold_out_documents,
+)
 from megaswift.data.rl_prompts import limit_prompt_lengths
 from megaswift.data.tokenization import tokenize_datasets
 

@@ -35,7 +35,7 @@ def is_reward_model_adapter(adapter: Path) -> bool:
     return _said(adapter, "task_type") == CLASSIFIER_TASK
 
 
-def base_model_name(adapter: Path) -> str:
+def base_model_name_or_empty(adapter: Path) -> str:
     """The model that the adapters were trained on, as their folder names it; empty where it does not."""
     return _said(adapter, "base_model_name_or_path")
 
@@ -51,5 +51,5 @@ def adapter_folder_tensor_shapes(adapter: Path) -> Mapping[str, tuple[int, ...]]
 
 def adapter_as_model_problem(what: str, adapter: Path) -> Problem:
     """What is wrong with a folder given as a model that has nothing but these adapters."""
-    base = base_model_name(adapter) or "BASE"
+    base = base_model_name_or_empty(adapter) or "BASE"
     return Problem(what, "contains the adapters of a LoRA run, not a model", f"--model {base} --adapters {adapter}")

@@ -18,10 +18,10 @@ from megaswift import log
 from megaswift.bridge import check_finite_weights
 from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import Problem, WeightsError
-from megaswift.families.adapter_folder import adapter_folder_tensor_shapes, base_model_name
+from megaswift.families.adapter_folder import adapter_folder_tensor_shapes, base_model_name_or_empty
 from megaswift.inference import device_placement
 from megaswift.inference.device_placement import DeviceMap
-from megaswift.inference.transformers_refusals import transformers_errors_as_ours
+from megaswift.inference.transformers_load_errors import transformers_errors_as_ours
 
 LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 LAYER = re.compile(r"(?:.*\.)?layers\.(?P<number>\d+)\.")
@@ -64,7 +64,7 @@ def _check_fit(skeleton: Any, folder: Path, model: str) -> None:
         elif module is None and layer is not None and depth is not None and int(layer["number"]) >= depth:
             wrong = f"it has {match['module']}, but this model has {log.count_text(depth, 'layer')}"
         if wrong:
-            base = base_model_name(folder)
+            base = base_model_name_or_empty(folder)
             rule = f"was trained on another model{f' ({base})' * bool(base)}: {wrong}"
             raise WeightsError(
                 Problem(f"--adapters {folder}", rule, f"use --model {base or 'BASE'}, or adapters of {model}")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megaswift import log
 from megaswift.bridge import check_finite_weights
-from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, disable_4bit_cpu_repacking
+from megaswift.bridge.bitsandbytes_load_config import bitsandbytes_config, disable_4bit_cpu_repacking
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.open_weight_source import open_checkpoint_weight_source
 from megaswift.config import parse_device_map_options as devices
@@ -39,7 +39,7 @@ from megaswift.inference import device_placement
 from megaswift.inference.device_placement import DeviceMap, ModuleSizes
 from megaswift.inference.load_adapters import check_adapters_fit, model_with_adapters
 from megaswift.inference.precheck import locate_generation_model, require_package
-from megaswift.inference.transformers_refusals import transformers_errors_as_ours
+from megaswift.inference.transformers_load_errors import transformers_errors_as_ours
 
 TEXT_ONLY = "this model accepts only text"
 

@@ -33,7 +33,7 @@ from megaswift.losses.policy_loss_types import (
     PolicyLossType,
     PolicySettings,
 )
-from megaswift.losses.policy_metrics import cispo_clip_metrics, clip_metrics, completion_means, vespo_metrics
+from megaswift.losses.policy_metrics import cispo_clip_metrics, clip_metrics, token_mean_per_completion, vespo_metrics
 from megaswift.losses.preference_pairs import token_mean_metric
 from megaswift.losses.sampler_correction import correction_weight_metrics, logprob_gap_metrics
 
@@ -184,7 +184,7 @@ class PolicyLoss:
         mask = batch.loss_weights != 0
         mode = self.agg_mode
         mean = mode == SEQ_MEAN_TOKEN_MEAN
-        total = completion_means(batch, per_token, mask).sum() if mean else (per_token * mask).sum()
+        total = token_mean_per_completion(batch, per_token, mask).sum() if mean else (per_token * mask).sum()
         denominator = "completion_tokens" if mode == TOKEN_MEAN else "completions"
         fixed = mode == SEQ_MEAN_TOKEN_SUM_NORM
         return LossTerm(name, total, denominator, weight / (self.max_completion_length or 1) if fixed else weight)

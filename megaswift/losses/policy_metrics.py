@@ -20,7 +20,7 @@ def masked_tokens_per_completion(batch: Batch, mask: Tensor) -> Tensor:
     return masked_tokens_per_document(batch, mask)[batch.fields["completions"]]
 
 
-def completion_means(batch: Batch, x: Tensor, mask: Tensor, empty: float = 0.0) -> Tensor:
+def token_mean_per_completion(batch: Batch, x: Tensor, mask: Tensor, empty: float = 0.0) -> Tensor:
     """[n]: the mean of x [b, s] over the masked tokens of each completion; `empty` for one that has none.
     Differentiable."""
     lengths = masked_tokens_per_completion(batch, mask)
@@ -31,7 +31,11 @@ def completion_means(batch: Batch, x: Tensor, mask: Tensor, empty: float = 0.0) 
 def token_or_completion_mean_metric(batch: Batch, x: Tensor, by_completion: bool, empty: float = 0.0) -> MeanMetric:
     """The mean over labeled tokens, or over completions."""
     mask = batch.loss_weights != 0
-    return pair_mean_metric(completion_means(batch, x, mask, empty)) if by_completion else token_mean_metric(x, mask)
+    return (
+        pair_mean_metric(token_mean_per_completion(batch, x, mask, empty))
+        if by_completion
+        else token_mean_metric(x, mask)
+    )
 
 
 def clip_metrics(x: PolicyLossInputs, batch: Batch, by_completion: bool) -> dict[str, Metric]:
@@ -41,8 +45,8 @@ def clip_metrics(x: PolicyLossInputs, batch: Batch, by_completion: bool) -> dict
     low = ((x.bounded < 1 - s.epsilon) & (x.advantages < 0)).to(x.weights.dtype)
     high = ((x.bounded > 1 + s.high) & (x.advantages > 0)).to(x.weights.dtype)
     seen = masked_tokens_per_completion(batch, mask) >= (0 if by_completion else 1)
-    lowest = torch.where(seen, completion_means(batch, low, mask), 1.0)
-    highest = torch.where(seen, completion_means(batch, high, mask), 0.0)
+    lowest = torch.where(seen, token_mean_per_completion(batch, low, mask), 1.0)
+    highest = torch.where(seen, token_mean_per_completion(batch, high, mask), 0.0)
     return {
         "clip_ratio/low_mean": token_or_completion_mean_metric(batch, low, by_completion),
         "clip_ratio/high_mean": token_or_completion_mean_metric(batch, high, by_completion),

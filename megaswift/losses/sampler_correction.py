@@ -18,7 +18,7 @@ from torch import Tensor
 from megaswift.config.rl import MODES
 from megaswift.losses.advantages import LARGEST_LOG_RATIO
 from megaswift.losses.contract import Batch, MaxMetric, MeanMetric, Metric, MinMetric
-from megaswift.losses.policy_metrics import completion_means, token_or_completion_mean_metric
+from megaswift.losses.policy_metrics import token_mean_per_completion, token_or_completion_mean_metric
 from megaswift.losses.preference_pairs import token_mean_metric
 
 
@@ -95,7 +95,7 @@ def correction_weight_metrics(batch: Batch, level: str) -> dict[str, Metric]:
     """Smallest, mean and largest of the weights that a loss was given."""
     ratio, mask = batch.fields["ratio"], batch.loss_weights != 0
     by_completion = level == "sequence"
-    ratios = completion_means(batch, ratio, mask, empty=1.0) if by_completion else ratio[mask]
+    ratios = token_mean_per_completion(batch, ratio, mask, empty=1.0) if by_completion else ratio[mask]
     mean: MeanMetric = token_or_completion_mean_metric(batch, ratio, by_completion, empty=1.0)
     return {
         "sampling/importance_sampling_ratio/min": MinMetric(ratios.min() if ratios.numel() else float("inf")),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import check_finite_weights
-from megaswift.bridge.bitsandbytes_config import disable_4bit_cpu_repacking
+from megaswift.bridge.bitsandbytes_load_config import disable_4bit_cpu_repacking
 from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import Problem, RewardError, WeightsError, first_line
 from megaswift.families.checkpoint_folder import find_checkpoint
@@ -23,7 +23,7 @@ from megaswift.families.family import read_config_json
 from megaswift.families.model_and_tokenizer_source import locate_model, missing_model_file_problems, read_tokenizer
 from megaswift.families.scalar_head import scalar_head_problems
 from megaswift.inference.load_generation_model import quiet_transformers
-from megaswift.inference.transformers_refusals import REFUSALS
+from megaswift.inference.transformers_load_errors import REFUSALS
 from megaswift.rewards.reward_interface_and_scoring import RewardInput
 
 TOKENS = 16384

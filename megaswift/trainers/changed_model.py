@@ -59,7 +59,7 @@ def changed_config_and_tokenizer(cfg: SwiftConfig, folder: Path) -> tuple[dict[s
     if cfg.model.rope_scaling is not None:
         config = config_with_rope_scaling(config, cfg.model.rope_scaling, cfg.data.max_length)
     if tokens := new_special_tokens_of(cfg):
-        from megaswift.bridge.changed_model_folder import tokenizer_with_tokens  # loads torch
+        from megaswift.bridge.write_folder_with_new_config_or_vocab import tokenizer_with_tokens  # loads torch
 
         tokenizer = tokenizer_with_tokens(folder, cfg.model.trust_remote_code, tokens)
         config["vocab_size"] = max(int(raw.get("vocab_size") or 0), len(tokenizer))

@@ -151,7 +151,7 @@ def restore_run(
         rule = "contains weights only (--save_only_model): a run needs the optimizer's states to resume"
         part = f"--adapters {folder / 'adapter'}" if (folder / "adapter").is_dir() else f"--model {folder / 'hf'}"
         raise CheckpointError(Problem(str(folder), rule, f"{part} starts from these weights"))
-    problems = [*checkpoint_format_and_model_problems(manifest, model), *damaged_file_problems_all_ranks(folder)]
+    problems = [*resume_format_and_model_mismatch_problems(manifest, model), *damaged_file_problems_all_ranks(folder)]
     if problems:
         raise CheckpointError(problems)
     on_manifest(manifest)
@@ -190,7 +190,7 @@ def global_batch_size_change_notice(manifest: Mapping[str, Any], plan: BatchPlan
     return "" if was == size else f"the global batch size is {size}; it was {was} in the checkpoint's run: {fix} it"
 
 
-def checkpoint_format_and_model_problems(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> list[Problem]:
+def resume_format_and_model_mismatch_problems(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> list[Problem]:
     """What makes a checkpoint unfit for this run: another format, another model."""
     problems = []
     if manifest["format"] != checkpoint_store.FORMAT:

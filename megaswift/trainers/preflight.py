@@ -29,7 +29,7 @@ from megaswift.data.resolve_dataset_files import resolve_dataset_files
 from megaswift.data.vision_processor import image_support_problems
 from megaswift.engine.determinism import determinism_environment_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
-from megaswift.families import ModelSpec, family_of, qlora_weight_selection
+from megaswift.families import ModelSpec, family_of, qlora_weights_and_block_fit
 from megaswift.families.adapter_target_modules import (
     Projection,
     dora_problems,
@@ -181,7 +181,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     request = LayoutRequest.from_config(cfg, world_size)
     unfit = layout_problems(ModelShape.of(spec), request)
     if cfg.model.train_type == "qlora" and not unfit:
-        unfit = qlora_weight_selection.four_bit_block_size_problems(
+        unfit = qlora_weights_and_block_fit.four_bit_block_size_problems(
             family_of(spec.hf_config), spec, request.tp, request.etp
         )
     return problems + idle + adapters + unfit
@@ -226,14 +226,16 @@ def adapter_target_and_folder_problems(cfg: SwiftConfig, spec: ModelSpec) -> lis
     try:
         whole = modules_to_save_tensor_names(family, spec, lora.modules_to_save)
         problems += (
-            qlora_weight_selection.four_bit_trainable_problems(family, whole) if cfg.model.train_type == "qlora" else []
+            qlora_weights_and_block_fit.four_bit_trainable_problems(family, whole)
+            if cfg.model.train_type == "qlora"
+            else []
         )
     except UserError as error:
         problems += error.problems
     if lora.use_dora:
         problems += dora_problems(targets, "--use_dora true")
     if lora.use_dora and cfg.model.train_type == "qlora":
-        problems.append(qlora_weight_selection.NO_DORA)
+        problems.append(qlora_weights_and_block_fit.NO_DORA)
     return problems
 
 

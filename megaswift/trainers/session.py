@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megaswift import distributed, log
-from megaswift.bridge.changed_model_folder import write_changed_model_folder
 from megaswift.bridge.initial_adapter import write_initial_adapter
 from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
+from megaswift.bridge.write_folder_with_new_config_or_vocab import write_changed_model_folder
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths import with_absolute_paths
 from megaswift.config.adapter_rules import starts_otherwise

@@ -6,7 +6,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED, base_quantization_bits
-from megaswift.config.peft_methods import METHODS, OWNERS
+from megaswift.config.non_lora_peft_methods import METHODS, OWNERS
 from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
 from tests.config.refusals import problems

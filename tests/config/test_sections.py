@@ -9,8 +9,8 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import FOUR_BITS
+from megaswift.config.non_lora_peft_methods import OWNERS
 from megaswift.config.parse_option_values import option_value_text
-from megaswift.config.peft_methods import OWNERS
 from megaswift.config.sections import NAMES, OPTIONS, SECTION_ALIASES, SECTIONS
 
 GOLDEN = Path(__file__).with_name("surface.txt")

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megaswift.config import load_config
-from megaswift.data.documents import Documents
+from megaswift.data.gather_and_truncate_documents import Documents
 from megaswift.data.gather_and_truncate_preferences import PreferenceDocuments
 from megaswift.data.loader import EvaluationSource, LoaderGeometry
 from megaswift.data.preference_batches import PreferenceDataset

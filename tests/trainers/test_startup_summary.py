@@ -8,7 +8,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.config.byte_size import bytes_text
-from megaswift.data.stream_batches import StreamBatchSource, StreamCounts
+from megaswift.data.stream_batches import StreamBatchSource, StreamRowCountsAndWarnings
 from megaswift.data.stream_cursor import Cursor
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.errors import Problem
@@ -168,7 +168,7 @@ def test_a_deterministic_run_says_so() -> None:
 
 def test_a_stream_ends_with_the_counts_of_what_was_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     source = object.__new__(StreamBatchSource)
-    tally = StreamCounts(quiet=True)
+    tally = StreamRowCountsAndWarnings(quiet=True)
     source.sources, source._after = [SimpleNamespace(name="d.jsonl")], Cursor(rows=1234)
     source.contents = SimpleNamespace(tally=tally)
     session = object.__new__(TrainingSession)

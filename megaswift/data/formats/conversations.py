@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.data.formats import FORMATS, Row, RowFormat
-from megaswift.data.roles import KNOWN, TURN_ROLE_OF, canonical_role
+from megaswift.data.roles import KNOWN, TURN_ROLE_OF, canonical_role_or_none
 from megaswift.data.training_sample import (
     RowError,
     Sample,
@@ -22,7 +22,7 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
         raise RowError(where, describe_value(turn), 'an object {"from": ..., "value": ...}')
     if "role" in turn and "from" not in turn:
         return turn
-    role = canonical_role(turn.get("from"), TURN_ROLE_OF)
+    role = canonical_role_or_none(turn.get("from"), TURN_ROLE_OF)
     if role is None:
         raise RowError(f"{where}.from", describe_value(turn.get("from")), f"one of {KNOWN}")
     if "value" not in turn:

@@ -32,12 +32,12 @@ from megaswift.engine.global_batch_loss_and_metrics import (
     reduce_objective_report,
 )
 from megaswift.engine.megatron import forward_backward as passes
-from megaswift.engine.megatron import fp8_weights
+from megaswift.engine.megatron import fp8_and_exact_main_weights
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.checkpoint import save_load
 from megaswift.engine.megatron.checkpoint.optimizer_states import MainWeightFiller
 from megaswift.engine.megatron.export_hf_from_ranks import export_hf_folder_from_ranks
-from megaswift.engine.megatron.fp8_weights import (
+from megaswift.engine.megatron.fp8_and_exact_main_weights import (
     ExactWeights,
     is_fp8_weight,
 )
@@ -66,7 +66,7 @@ from megaswift.engine.megatron.tp_comm_overlap import tp_comm_overlap_text
 from megaswift.engine.protocol import EngineSizeReport, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.errors import ConfigError, Problem
-from megaswift.families import family_of, qlora_weight_selection
+from megaswift.families import family_of, qlora_weights_and_block_fit
 from megaswift.families.model_spec import ModelSpec
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
 
@@ -96,12 +96,12 @@ class MegatronEngine:
         adapters = adapter_plan_from_lora_config(cfg.lora, self.plan) if cfg.model.train_type != "full" else None
         if adapters and self.config.quantized:
             family, layout = self.plan.family, self.layout
-            if unfit := qlora_weight_selection.four_bit_block_size_problems(
+            if unfit := qlora_weights_and_block_fit.four_bit_block_size_problems(
                 family, spec, layout.tp, layout.etp
-            ) + qlora_weight_selection.four_bit_trainable_problems(family, adapters.saved):
+            ) + qlora_weights_and_block_fit.four_bit_trainable_problems(family, adapters.saved):
                 raise ConfigError(unfit)
             if adapters.settings.dora:
-                raise ConfigError(qlora_weight_selection.NO_DORA)
+                raise ConfigError(qlora_weights_and_block_fit.NO_DORA)
         self.backend = TEAttentionBackendEnv(self.config.attention_backend != AttnBackend.auto)
         with self.backend.building():
             self.plain = build_model_chunks(spec, self.config, context, self.choice)
@@ -156,14 +156,14 @@ class MegatronEngine:
         weights = [p for p in self.weights.placed if is_fp8_weight(p.held)]
         delayed = self.config.fp8_recipe == "delayed"
         if delayed:
-            fp8_weights.forget_weight_amaxes(p.tensor for p in weights)
-        fp8_weights.quantize_from_main_weights(self.optimizer, self.chunks)
+            fp8_and_exact_main_weights.forget_weight_amaxes(p.tensor for p in weights)
+        fp8_and_exact_main_weights.quantize_from_main_weights(self.optimizer, self.chunks)
         if delayed:
             for expert, group in ((False, self.context.groups.tp), (True, self.context.groups.expt_tp)):
                 own = [p.tensor for p in weights if (p.entry.expert is not None) == expert]
                 if own:
-                    fp8_weights.start_delayed_weight_scales(own, group)
-            fp8_weights.quantize_from_main_weights(self.optimizer, self.chunks)
+                    fp8_and_exact_main_weights.start_delayed_weight_scales(own, group)
+            fp8_and_exact_main_weights.quantize_from_main_weights(self.optimizer, self.chunks)
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """Parameters whose Hugging Face names match any pattern do not train. Before the model is wrapped."""

@@ -22,11 +22,11 @@ from megaswift.bridge import check_finite_weights
 from megaswift.bridge.hf_megatron_weight_plan import EntriesOfSameHfTensors, PlanEntry, WeightPlan
 from megaswift.bridge.new_scalar_head import seeded_normal
 from megaswift.bridge.sharded_state_dict_entries import padded_vocabulary_size
-from megaswift.engine.megatron.fp8_weights import is_fp8_weight
+from megaswift.engine.megatron.fp8_and_exact_main_weights import is_fp8_weight
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.families import qlora_weight_selection
+from megaswift.families import qlora_weights_and_block_fit
 from megaswift.families.model_spec import ModelSpec
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -125,7 +125,7 @@ class RankWeights:
                 if isinstance(module, NF4Matrix):
                     self._place(plan.by_megatron[canonical_parameter_name(name, chunk, spec, context)], chunk, name)
             for p in self.placed if chunk.config.quantized else ():
-                assert isinstance(p.held, NF4Matrix) == qlora_weight_selection.is_four_bit_weight(p.entry.rule), (
+                assert isinstance(p.held, NF4Matrix) == qlora_weights_and_block_fit.is_four_bit_weight(p.entry.rule), (
                     f"{p.entry.megatron} is stored in four bits in only one of the model and the weight plan"
                 )
         self.exact: Callable[[Tensor], Tensor] = lambda weight: weight.data

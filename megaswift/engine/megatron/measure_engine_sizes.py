@@ -11,7 +11,7 @@ from torch import nn
 from megaswift import distributed
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.engine.megatron import optimizer as optim
-from megaswift.engine.megatron.fp8_weights import is_fp8_weight
+from megaswift.engine.megatron.fp8_and_exact_main_weights import is_fp8_weight
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
 from megaswift.engine.protocol import EngineSizeReport

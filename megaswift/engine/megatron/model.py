@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megaswift.bridge.sharded_state_dict_entries import padded_vocabulary_size
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
-from megaswift.engine.megatron.fp8_weights import gather_weights_now
+from megaswift.engine.megatron.fp8_and_exact_main_weights import gather_weights_now
 from megaswift.engine.megatron.layers.layer_implementation import TORCH, LayerImplementationChoice
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, windowed_layer_inv_freq
 from megaswift.engine.megatron.layers.router import AuxLossTopKRouter, install_padding_mask_hooks

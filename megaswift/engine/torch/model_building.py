@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megaswift.bridge import peft_config_from_options
-from megaswift.bridge.bitsandbytes_config import disable_4bit_cpu_repacking
+from megaswift.bridge.bitsandbytes_load_config import disable_4bit_cpu_repacking
 from megaswift.bridge.new_scalar_head import NEW, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.config import SwiftConfig

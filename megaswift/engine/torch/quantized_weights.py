@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.bridge.bitsandbytes_config import bitsandbytes_config
+from megaswift.bridge.bitsandbytes_load_config import bitsandbytes_config
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import base_quantization_bits
 from megaswift.families.family import read_config_json

@@ -18,7 +18,7 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.engine.torch import meta_init
 from megaswift.errors import Problem, UserError, WeightsError, first_line
 from megaswift.inference.load_generation_model import quiet_transformers
-from megaswift.inference.transformers_refusals import REFUSALS
+from megaswift.inference.transformers_load_errors import REFUSALS
 from megaswift.rollout.decoding import decode_batch
 from megaswift.rollout.kv_cache import check_kv_cache_layer_types
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams

@@ -17,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
-from megaswift.engine.megatron.fp8_weights import is_fp8_weight
+from megaswift.engine.megatron.fp8_and_exact_main_weights import is_fp8_weight
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.optimizer import optimizer_parts, uses_precision_aware_optimizer
 

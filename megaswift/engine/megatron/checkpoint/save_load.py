@@ -29,7 +29,7 @@ from megaswift.engine import rng_state_checkpoint_file
 from megaswift.engine.megatron.checkpoint import fp8_history
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
 from megaswift.engine.megatron.checkpoint import rank_chunks as boxes
-from megaswift.engine.megatron.fp8_weights import is_fp8_weight, quantize_from_main_weights
+from megaswift.engine.megatron.fp8_and_exact_main_weights import is_fp8_weight, quantize_from_main_weights
 from megaswift.engine.megatron.lora import adapter_checkpoint_slices
 from megaswift.engine.megatron.model import finish_weight_gathers
 from megaswift.engine.megatron.parallel_context import ParallelContext

@@ -11,7 +11,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from megaswift.bridge.bitsandbytes_config import bitsandbytes_config, disable_4bit_cpu_repacking
+from megaswift.bridge.bitsandbytes_load_config import bitsandbytes_config, disable_4bit_cpu_repacking
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch.model_building import build_model
 from megaswift.engine.torch.quantized_weights import dequantized_weight, quantized_from_pretrained_arguments
