@@ -69,6 +69,14 @@ IGNORED: tuple[IgnoredOption, ...] = (
     *PROFILE_IGNORED,
     IgnoredOption("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
     IgnoredOption("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
+    IgnoredOption(  # Megatron-LM wants both
+        "precision_aware_optimizer",
+        ("optimizer_cpu_offload",),
+        lambda c: c.optim.optimizer_cpu_offload,
+        "optimizer_cpu_offload keeps main weights and moments in float32",
+        "--optimizer_cpu_offload false",
+        notice=True,
+    ),
     IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
     IgnoredOption("use_hf", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME", (True,)),
     IgnoredOption(
@@ -213,15 +221,6 @@ CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.optim.optimizer_cpu_offload and c.optim.optimizer != "adam",
         "offloads Adam's moments, but the optimizer is {optimizer}",
         "--optimizer_cpu_offload false",
-    ),
-    ConflictingOptions(
-        ("optimizer_cpu_offload", "precision_aware_optimizer"),
-        lambda c: c.optim.optimizer_cpu_offload and c.optim.precision_aware_optimizer,
-        (
-            "updates float32 moments on the CPU; moments in lower precision are updated by Transformer Engine's Adam "
-            "on the GPU"
-        ),
-        ONE_OF,
     ),
     ConflictingOptions(
         ("overwrite_output_dir", "resume_from_checkpoint"),

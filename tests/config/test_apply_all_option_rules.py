@@ -32,6 +32,7 @@ IDLE = [
     ("--wsd_decay_ratio 0.2", "--wsd_decay_ratio 0.2 --lr_scheduler_type wsd"),
     ("--sgd_momentum 0.8", "--sgd_momentum 0.8 --optimizer sgd"),
     ("--precision_aware_optimizer --optimizer sgd", "--precision_aware_optimizer"),
+    ("--precision_aware_optimizer --optimizer_cpu_offload", "--precision_aware_optimizer"),
     ("--fp8_recipe delayed", "--fp8_recipe delayed --fp8_format e4m3"),
     ("--fp8_param_gather", "--fp8_param_gather --fp8_format e4m3"),
     ("--recompute_method uniform", "--recompute_method uniform --recompute_granularity full"),
@@ -133,7 +134,6 @@ CLASHING = [
     ("tp_comm_bulk_wgrad", "--tp_comm_overlap --tp 2 --train_type lora --tp_comm_bulk_wgrad"),
     ("tp_comm_bulk_dgrad", "--tp_comm_overlap --tp 2 --freeze_parameters embed --tp_comm_bulk_dgrad"),
     ("optimizer_cpu_offload", "--optimizer_cpu_offload --optimizer sgd"),
-    ("optimizer_cpu_offload", "--optimizer_cpu_offload --precision_aware_optimizer"),
     (
         "recompute_modules",
         "--recompute_granularity selective --recompute_modules core_attn layernorm --fp8_format e4m3",
