@@ -30,7 +30,12 @@ def with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
 
 def _value(name: str, value: Any) -> Any:
     metavar = OPTIONS[name].details.get("metavar") or ""
-    if name in KEPT or not metavar.startswith(("DIR", "FILE", "PATH")):
+    if name in KEPT:
+        return value
+    if "|" in metavar:  # a name or a file: a folder called zero2 does not make the name a path
+        is_path = "FILE" in metavar.split("|") and isinstance(value, str) and _is_there(value) and Path(value).is_file()
+        return str(Path.cwd() / value) if is_path else value
+    if not metavar.startswith(("DIR", "FILE", "PATH")):
         return value
     if isinstance(value, list):
         return [_text(name, v) for v in value]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config import load_config
+from megaswift.config import SwiftConfig, load_config
 from megaswift.config.absolute_paths import with_absolute_paths
 from megaswift.config.swift_config import config_yaml_text
 
@@ -28,6 +28,24 @@ def test_a_file_from_another_folder_means_the_same(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir("elsewhere")
     again = with_absolute_paths(load_config("sft", ["../run.yaml"], environ={}).to_dict())
     assert again == values, "a resumed run would say that it differs"
+
+
+def test_a_name_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--deepspeed zero2` is a name also beside a folder that is called so; `--system` may be a long text."""
+    monkeypatch.chdir(tmp_path)
+    Path("zero2").mkdir()
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    Path("system.txt").write_text("Be brief.")
+    given = {"model": "m", "dataset": "d"}
+    for options, want in (
+        ({"deepspeed": "ds.json"}, f"{tmp_path}/ds.json"),
+        ({"deepspeed": "zero2"}, "zero2"),
+        ({"system": "system.txt"}, f"{tmp_path}/system.txt"),
+        ({"system": "Be brief. " * 100}, "Be brief. " * 100),
+    ):
+        values = with_absolute_paths(SwiftConfig(**given, **options).to_dict())
+        (name,) = options
+        assert next(part[name] for part in values.values() if isinstance(part, dict) and name in part) == want
 
 
 def test_what_names_nothing_here_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
