@@ -70,7 +70,14 @@ IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
     IgnoredOption("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
     IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
-    IgnoredOption("use_hf", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME", (True,)),
+    IgnoredOption(
+        "use_hf",
+        ("model", "push_to_hub"),
+        lambda c: _is_folder(c) and not c.train.push_to_hub,
+        "applies only to hub IDs and push_to_hub, but the model is a local folder, and push_to_hub is false",
+        "--model ORGANIZATION/NAME, or --push_to_hub true",
+        (True,),
+    ),
     IgnoredOption(
         "distributed_optimizer",
         ("optimizer",),

@@ -66,9 +66,9 @@ class ModelScopeHub:
         self.token = token
 
     def _api(self) -> Any:
-        from modelscope_hub import HubApi
+        from modelscope_hub import HubApi, HubConfig
 
-        return HubApi(token=self.token)
+        return HubApi(token=self.token, config=HubConfig())
 
     def create(self, name: str, private: bool) -> str:
         """Without an owner: the token's user."""
