@@ -23,7 +23,6 @@ from tests.trainers.modelscope_server import ModelScope
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModelScope]:
-    pytest.importorskip("modelscope_hub")
     server = ModelScope()
     with hub_server(server):
         monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.url)
