@@ -59,8 +59,6 @@ _IS_LORA, _GIVEN = (
 )
 _NEW = ("lora_rank", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save")
 _HUB = "applies only to hub IDs, but the model is a local folder"
-_ANY_HUB = "applies only to hub IDs and push_to_hub: the model is a local folder, and push_to_hub is false"
-_HUB_FIX = "--model ORGANIZATION/NAME, or --push_to_hub true"
 _NO_HUB: Test = lambda c: _is_folder(c) and not c.train.push_to_hub  # noqa: E731
 _STREAM = ("streaming", "val_dataset")
 _ONLY_STREAMS: Test = lambda c: c.data.streaming and not c.data.val_dataset  # noqa: E731
@@ -73,7 +71,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
     IgnoredOption("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
     IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
-    IgnoredOption("use_hf", ("model", "push_to_hub"), _NO_HUB, _ANY_HUB, _HUB_FIX, (True,)),
+    IgnoredOption("use_hf", ("model", "push_to_hub"), _NO_HUB, _HUB, "--model ORGANIZATION/NAME", (True,)),
     IgnoredOption(
         "distributed_optimizer",
         ("optimizer",),
