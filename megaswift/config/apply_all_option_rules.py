@@ -59,6 +59,7 @@ _IS_LORA, _GIVEN = (
 )
 _NEW = ("lora_rank", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save")
 _HUB = "applies only to hub IDs, but the model is a local folder"
+_NO_HUB: Test = lambda c: _is_folder(c) and not c.train.push_to_hub  # noqa: E731
 _STREAM = ("streaming", "val_dataset")
 _ONLY_STREAMS: Test = lambda c: c.data.streaming and not c.data.val_dataset  # noqa: E731
 _NO_EXPORT: Test = lambda c: c.model.train_type != "full" and not c.lora.merge_lora  # noqa: E731
@@ -78,7 +79,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
         notice=True,
     ),
     IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
-    IgnoredOption("use_hf", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME", (True,)),
+    IgnoredOption("use_hf", ("model", "push_to_hub"), _NO_HUB, _HUB, "--model ORGANIZATION/NAME", (True,)),
     IgnoredOption(
         "distributed_optimizer",
         ("optimizer",),

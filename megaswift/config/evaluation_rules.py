@@ -193,12 +193,6 @@ EVALUATION_CLASHES: tuple[ConflictingOptions, ...] = (
         "--save_strategy steps --save_steps 500",
     ),
     ConflictingOptions(
-        ("push_to_hub", "use_hf"),
-        lambda c: c.train.push_to_hub and not c.model.use_hf,
-        "uploads to the Hugging Face Hub, and use_hf false selects ModelScope",
-        "--push_to_hub false, then modelscope upload ORGANIZATION/NAME OUT/hf",
-    ),
-    ConflictingOptions(
         ("push_to_hub", "export_hf"),
         lambda c: c.train.push_to_hub and c.model.train_type == "full" and not c.train.export_hf,
         "uploads OUT/hf, which export_hf false disables",

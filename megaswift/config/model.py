@@ -41,7 +41,7 @@ class ModelConfig:
         metavar="DIR",
     )
     model_type: str | None = option(None, "Model type that config.json must have; unset: any", metavar="TYPE")
-    use_hf: bool = option(True, "Load hub IDs from Hugging Face; false: from ModelScope")
+    use_hf: bool = option(True, "Hub of IDs and of push_to_hub: Hugging Face; false: ModelScope")
     model_revision: str | None = option(None, "Branch, tag or commit of the hub ID", metavar="REV")
     trust_remote_code: bool = option(False, "Allow Python code from the model folder to run")
     rope_scaling: str | None = option(

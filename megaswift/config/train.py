@@ -134,11 +134,11 @@ class TrainConfig:
         None, "Name of the run in online trackers; unset: output_dir's", aliases=("experiment_name", "swanlab_exp_name")
     )
     export_hf: bool = option(True, "Write the trained model to output_dir/hf at the end")
-    push_to_hub: bool = option(False, "Upload OUT/hf, or OUT/adapter, to a model repository of the Hugging Face Hub")
+    push_to_hub: bool = option(False, "Upload OUT/hf, or OUT/adapter, to a model repository of the hub (use_hf)")
     hub_model_id: str | None = option(
         None, "Repository, NAME or ORGANIZATION/NAME; unset: output_dir's name", metavar="ID"
     )
-    hub_token: str | None = option(None, "Token of the hub; unset: that of HF_TOKEN or hf auth login", secret=True)
+    hub_token: str | None = option(None, "Token of the hub; unset: the one stored by the hub's client", secret=True)
     hub_private_repo: bool = option(False, "Make a new repository private")
     hub_strategy: str = option(
         "end",

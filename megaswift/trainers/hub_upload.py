@@ -1,29 +1,18 @@
-"""`--push_to_hub`: uploads of what a run exports to a model repository of the Hugging Face Hub, by rank 0.
+"""`--push_to_hub`: uploads of what a run exports to a model repository of a hub, by rank 0.
 
-Owns the repository and the errors of the hub's client. The server, a cache of the token and offline mode are the
-client's own environment variables. No token is in a message or a file.
+Owns the repository, when something is uploaded, and the messages. No token is in a message or a file.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Any
 
 from megaswift import distributed, log
 from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.redaction import MASK
+from megaswift.trainers.hub_clients import client_failures, hub_client
 from megaswift.trainers.progress import print_warning
-
-HTTP_CLIENTS = {"httpx": "HTTPError", "httpx2": "HTTPError", "requests": "RequestException"}
-"""Packages that releases of huggingface_hub send with, and the base of what they raise without a network."""
-
-
-def client_failures() -> tuple[type[Exception], ...]:
-    """What the client raises: no access, no network, a name that the hub does not accept."""
-    loaded = [getattr(sys.modules[name], kind) for name, kind in HTTP_CLIENTS.items() if name in sys.modules]
-    return (OSError, ValueError, RuntimeError, *loaded)
 
 
 class HubUpload:
@@ -31,23 +20,18 @@ class HubUpload:
 
     def __init__(self, cfg: SwiftConfig) -> None:
         train = cfg.train
+        self.client = hub_client(cfg)
         self.token, self.every_save = train.hub_token, train.hub_strategy == "every_save"
         self.name = train.hub_model_id or Path(train.output_dir).absolute().name
         self.private = train.hub_private_repo
         self.repository = distributed.run_on_rank0(self._create)
 
-    def _api(self) -> Any:
-        from huggingface_hub import HfApi
-
-        return HfApi(token=self.token)
-
     def _create(self) -> str:
         try:
-            private = self.private or None  # None: an organization's own default
-            return str(self._api().create_repo(self.name, private=private, exist_ok=True).repo_id)
+            return self.client.create(self.name, self.private)
         except client_failures() as error:
             rule = f"the hub does not give access to {self.name}: {self._reason(error)}"
-            fix = "check --hub_model_id and --hub_token (or HF_TOKEN, or hf auth login)"
+            fix = f"check --hub_model_id and --hub_token (or {self.client.login})"
             raise ConfigError(Problem("--push_to_hub true", rule, fix)) from None
 
     def _reason(self, error: BaseException) -> str:
@@ -55,7 +39,7 @@ class HubUpload:
         return text.replace(self.token, MASK) if self.token else text
 
     def _send(self, folder: Path, step: int) -> str:
-        self._api().upload_folder(repo_id=self.repository, folder_path=folder, commit_message=f"step {step}")
+        self.client.send(self.repository, folder, f"step {step}")
         return f"uploaded {folder} to {self.repository}"
 
     def after_save(self, step_folder: Path, step: int) -> None:
@@ -81,7 +65,7 @@ class HubUpload:
                 log.print_result(self._send(folder, step))
             except client_failures() as error:
                 rule = f"the upload to {self.repository} failed: {self._reason(error)}"
-                fix = f"hf upload {self.repository} {folder}"
+                fix = f"{self.client.command} {self.repository} {folder}"
                 raise ConfigError(Problem("--push_to_hub true", rule, fix)) from None
 
         distributed.run_on_rank0(send, hours=24)

@@ -50,6 +50,7 @@ from megaswift.trainers.adapter_folder_and_package_checks import (
     missing_adapter_file_problems,
     quantized_or_peft_run_problems,
 )
+from megaswift.trainers.hub_clients import hub_client_problems
 from megaswift.trainers.rl.adapter_or_merged_weight_sync import adapter_sync_problems
 from megaswift.trainers.rl.preflight_checks import reward_environment_and_model_problems, rl_run_problems
 from megaswift.trainers.task_model_spec import model_spec_for_task
@@ -117,6 +118,7 @@ def data_output_and_tracker_checks(cfg: SwiftConfig) -> list[Check]:
         (lambda: data_problems(cfg), ConfigError),
         (lambda: output_folder.output_folder_problems(cfg), ConfigError),
         (lambda: tracker_problems(cfg.train.report_to), ConfigError),
+        (lambda: hub_client_problems(cfg), ConfigError),
     ]
 
 

@@ -54,7 +54,6 @@ CLASHING = [
     ),
     ("save_strategy", "--save_strategy no --export_hf false"),
     ("save_strategy", "--save_strategy no --max_restarts 2 --nproc_per_node 2"),
-    ("push_to_hub", "--push_to_hub --use_hf false --model a/b"),
     ("push_to_hub", "--push_to_hub --export_hf false"),
     ("push_to_hub", "--push_to_hub --train_type lora --init_weights pissa"),
     ("push_to_hub", "--push_to_hub --train_type lora --new_special_tokens <t>"),

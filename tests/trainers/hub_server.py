@@ -76,9 +76,9 @@ class Hub:
 
 
 @contextmanager
-def hub_server() -> Iterator[Hub]:
+def hub_server(hub: Hub | None = None) -> Iterator[Hub]:
     """A running server; requests without TOKEN get 401."""
-    hub = Hub()
+    hub = hub or Hub()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

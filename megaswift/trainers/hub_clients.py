@@ -1,0 +1,113 @@
+"""Clients of the two model hubs, Hugging Face and ModelScope, behind one interface: create a repository, send a folder.
+
+Owns the calls of each client and the classes of its errors. The server's address, a stored token and offline mode are
+the clients' own environment variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+from megaswift.config import SwiftConfig
+from megaswift.errors import Problem
+
+HTTP_CLIENTS = {"httpx": "HTTPError", "httpx2": "HTTPError", "requests": "RequestException"}
+"""Packages that the clients send with, and the base of what they raise without a network."""
+
+
+class HubClient(Protocol):
+    """A hub. Where it does not answer as asked, methods raise one of `client_failures()`."""
+
+    login: str
+    """Other sources of the token, for messages."""
+    command: str
+    """Uploads a folder from a shell."""
+
+    def create(self, name: str, private: bool) -> str:
+        """The repository's full name. One that exists is left as it is."""
+
+    def send(self, repository: str, folder: Path, message: str) -> None:
+        """All files of the folder, in a commit."""
+
+
+class HuggingFaceHub:
+    """By huggingface_hub."""
+
+    login, command = "HF_TOKEN, or hf auth login", "hf upload"
+
+    def __init__(self, token: str | None) -> None:
+        self.token = token
+
+    def _api(self) -> Any:
+        from huggingface_hub import HfApi
+
+        return HfApi(token=self.token)
+
+    def create(self, name: str, private: bool) -> str:
+        """None for visibility: an organization's own default."""
+        return str(self._api().create_repo(name, private=private or None, exist_ok=True).repo_id)
+
+    def send(self, repository: str, folder: Path, message: str) -> None:
+        """One commit."""
+        self._api().upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+
+
+class ModelScopeHub:
+    """By modelscope-hub."""
+
+    login, command = "MODELSCOPE_API_TOKEN, or ms login", "ms upload"
+
+    def __init__(self, token: str | None) -> None:
+        self.token = token
+
+    def _api(self) -> Any:
+        from modelscope_hub import HubApi, HubConfig
+
+        return HubApi(token=self.token, config=HubConfig())
+
+    def create(self, name: str, private: bool) -> str:
+        """Without an owner: the token's user."""
+        from modelscope_hub.errors import AlreadyExistsError
+
+        api = self._api()
+        user = api.whoami().username  # also shows a wrong token
+        repository = name if "/" in name else f"{user}/{name}"
+        try:
+            api.create_repo(repository, "model", visibility="private" if private else "public")
+        except AlreadyExistsError:
+            api.get_repo(repository, "model")  # the client takes "does not exist" of an owner for it too
+        return repository
+
+    def send(self, repository: str, folder: Path, message: str) -> None:
+        """One commit, or several for many files. A repository deleted meanwhile fails: the client would create a public
+        one. Its report is not printed."""
+        api = self._api()
+        api.get_repo(repository, "model")
+        with contextlib.redirect_stdout(io.StringIO()):
+            api.upload_folder(repository, "model", folder, commit_message=message, disable_tqdm=True, use_cache=False)
+
+
+def hub_client(cfg: SwiftConfig) -> HubClient:
+    """Of the hub that --use_hf selects."""
+    return (HuggingFaceHub if cfg.model.use_hf else ModelScopeHub)(cfg.train.hub_token)
+
+
+def client_failures() -> tuple[type[Exception], ...]:
+    """What the clients raise: no access, no network, a name that the hub does not accept."""
+    loaded = [getattr(sys.modules[name], kind) for name, kind in HTTP_CLIENTS.items() if name in sys.modules]
+    if errors := sys.modules.get("modelscope_hub.errors"):
+        loaded.append(errors.HubError)
+    return (OSError, ValueError, RuntimeError, *loaded)
+
+
+def hub_client_problems(cfg: SwiftConfig) -> list[Problem]:
+    """A run that uploads to ModelScope without its client."""
+    if not cfg.train.push_to_hub or cfg.model.use_hf or importlib.util.find_spec("modelscope_hub") is not None:
+        return []
+    rule = "use_hf false uploads to ModelScope, whose client modelscope-hub is not installed"
+    return [Problem("--push_to_hub true", rule, "run pip install modelscope-hub")]
