@@ -6,6 +6,7 @@ Owns the hook, the files in OUT/profile and the division of operations into kind
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections import defaultdict
@@ -57,81 +58,103 @@ def time_by_kind(operations: Sequence[tuple[str, float]], wall_ms: float) -> dic
     return ordered | {OUTSIDE: max(0.0, wall_ms - sum(ordered.values()))}
 
 
-def operation_times(events: Any, on_device: bool) -> list[tuple[str, float]]:
-    """(name, milliseconds of its own) of the profiler's averages: kernels of the GPU, or operations of the CPU."""
+def operation_times(events: Any, on_device: bool) -> list[tuple[str, float, int]]:
+    """(name, milliseconds of its own, calls) of the profiler's averages: kernels of the GPU, or operations of the
+    CPU."""
     if on_device:
         kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
-        return [(e.key, e.self_device_time_total / 1000) for e in kernels]
-    return [(e.key, e.self_cpu_time_total / 1000) for e in events]
+        return [(e.key, e.self_device_time_total / 1000, e.count) for e in kernels]
+    return [(e.key, e.self_cpu_time_total / 1000, e.count) for e in events]
 
 
 class StepProfilerHook(Hook):
-    """Profiles steps `profile_step_start` + 1 to `profile_step_end` on the ranks of `profile_ranks`.
+    """Profiles steps `profile_step_start` + 1 to `profile_step_end` on the ranks of `profile_ranks`, each by itself:
+    evaluations and checkpoints between them are left out.
 
-    Writes into `folder`: `rank-N.trace.json` for Perfetto or chrome://tracing, `rank-N.txt` with the operations that
-    take longest, `rank-N.json` with the time by kind.
+    Writes into `folder`: `rank-N-step-M.trace.json` for Perfetto or chrome://tracing, `rank-N.txt` with the operations
+    that take longest, `rank-N.json` with the time by kind.
     """
 
     part = "profile"
 
     def __init__(self, options: TrainConfig, folder: Path) -> None:
         self.first, self.last, self.folder = options.profile_step_start, options.profile_step_end, folder
-        self.chosen = distributed.global_rank() in options.profile_ranks
+        self.rank = distributed.global_rank()
+        self.chosen = self.rank in options.profile_ranks
         self.profiler: profile | None = None
-        self.began, self.steps, self.done = 0.0, 0, False
+        self.began, self.wall_ms, self.steps = 0.0, 0.0, 0
+        self.times: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+
+    def on_start(self, loop: Loop) -> None:
+        """The first start of a process takes seconds, which are no step's."""
+        if self.chosen:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # a line at each start and stop otherwise
+            with profile(activities=self._activities()):
+                pass
+
+    def _activities(self) -> list[ProfilerActivity]:
+        return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
 
     def on_step_begin(self, loop: Loop) -> None:
-        """Starts before the first profiled step."""
-        if not self.chosen or self.profiler is not None or self.done or not self.first <= loop.step < self.last:
-            return
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-        self.profiler = profile(activities=activities, acc_events=True)
-        self.profiler.start()
-        self.began, self.steps = time.perf_counter(), 0
+        """Starts where the step is one of those."""
+        if self.chosen and self.first <= loop.step < self.last:
+            self.profiler = profile(activities=self._activities())
+            self.profiler.start()
+            self.began = time.perf_counter()
 
     def on_step(self, loop: Loop, step: StepRecord) -> None:
-        """Writes after the last profiled step."""
+        """Adds the step up; writes after the last one."""
         if self.profiler is None:
             return
+        on_device = torch.cuda.is_available()
+        if on_device:
+            torch.cuda.synchronize()
+        self.wall_ms += (time.perf_counter() - self.began) * 1000
+        self.profiler.stop()
+        profiler, self.profiler = self.profiler, None
         self.steps += 1
-        if step.number >= min(self.last, loop.total_steps):
-            self.finish()
+        for name, ms, calls in operation_times(profiler.key_averages(), on_device):
+            self.times[name] += ms
+            self.calls[name] += calls
+        self.folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self.folder / f"rank-{self.rank}-step-{step.number}.trace.json"))
+        if step.number == min(self.last, loop.total_steps):
+            self._write()
 
     def on_end(self, loop: Loop) -> None:
-        """A run that ended early: what there is. A run without a profiled step says so."""
-        if self.steps and not self.done:
-            self.finish()
-        if self.chosen and not self.done:
+        """A run that ended before its last profiled step writes what there is; one without any says so."""
+        if not self.chosen:
+            return
+        if self.steps:
+            self._write()
+        else:
             print_warning(
                 f"--profile: no step was profiled; steps {self.first + 1} to {self.last} were asked for, this run "
                 f"ended after step {loop.step}"
             )
 
-    def finish(self) -> None:
-        """Stops the profiler and writes the files."""
-        assert self.profiler is not None
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        wall_ms = (time.perf_counter() - self.began) * 1000
-        self.profiler.stop()
-        profiler, self.profiler, self.done = self.profiler, None, True
-        self.folder.mkdir(parents=True, exist_ok=True)
-        stem = f"rank-{distributed.global_rank()}"
-        profiler.export_chrome_trace(str(self.folder / f"{stem}.trace.json"))
-        on_device = torch.cuda.is_available()
-        averages = profiler.key_averages()
-        order = "self_device_time_total" if on_device else "self_cpu_time_total"
-        write_atomically(self.folder / f"{stem}.txt", averages.table(sort_by=order, row_limit=ROWS))
-        kinds = time_by_kind(operation_times(averages, on_device), wall_ms)
+    def _write(self) -> None:
+        kinds = time_by_kind(list(self.times.items()), self.wall_ms)
         summary = {
             "steps": self.steps,
-            "ms_per_step": wall_ms / self.steps,
+            "ms_per_step": self.wall_ms / self.steps,
             "by_kind_ms_per_step": {kind: ms / self.steps for kind, ms in kinds.items()},
         }
-        write_atomically(self.folder / f"{stem}.json", json.dumps(summary, indent=2) + "\n")
+        write_atomically(self.folder / f"rank-{self.rank}.json", json.dumps(summary, indent=2) + "\n")
+        write_atomically(self.folder / f"rank-{self.rank}.txt", self._table())
+
+    def _table(self) -> str:
+        """The operations that take longest, a line each."""
+        lines = [f"{'ms a step':>10} {'share':>6} {'calls a step':>12}  {'kind':30}  operation"]
+        for name, ms in sorted(self.times.items(), key=lambda item: -item[1])[:ROWS]:
+            calls = self.calls[name] / self.steps
+            share = ms / self.wall_ms
+            lines.append(f"{ms / self.steps:10.3f} {share:6.1%} {calls:12,.1f}  {kind_of_operation(name):30}  {name}")
+        return "\n".join(lines) + "\n"
 
     def close(self) -> None:
-        """After an error the profiler stops; nothing is written."""
+        """After an error within a profiled step the profiler stops."""
         if self.profiler is not None:
             self.profiler.stop()
             self.profiler = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,14 +48,18 @@ def tensor_memory_holders(device: torch.device) -> dict[str, int]:
 
 def _is_plain_tensor(value: object) -> TypeGuard[Tensor]:
     """A tensor with memory of its own kind: no fake, meta or sharded one."""
-    if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
+    if type(value) not in (Tensor, nn.Parameter):
         return False
+    assert isinstance(value, Tensor)
     return value.layout == torch.strided and value.device.type != "meta"
 
 
 def _tensors_by_kind(objects: list[object]) -> Iterator[tuple[str, Tensor]]:
-    """(kind, tensor) of all modules and optimizers among `objects`."""
-    for module in (o for o in objects if isinstance(o, nn.Module)):
+    """(kind, tensor) of all modules and optimizers among `objects`.
+
+    By their types: `isinstance` asks an object for its class, which a proxy of one that is gone cannot answer.
+    """
+    for module in (cast(nn.Module, o) for o in objects if issubclass(type(o), nn.Module)):
         for parameter in module.__dict__.get("_parameters", {}).values():
             if parameter is None or not _is_plain_tensor(parameter):
                 continue
@@ -63,7 +67,7 @@ def _tensors_by_kind(objects: list[object]) -> Iterator[tuple[str, Tensor]]:
             for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
                 if _is_plain_tensor(gradient):
                     yield GRADIENTS, gradient
-    for optimizer in (o for o in objects if isinstance(o, torch.optim.Optimizer)):
+    for optimizer in (cast(torch.optim.Optimizer, o) for o in objects if issubclass(type(o), torch.optim.Optimizer)):
         for state in optimizer.state.values():
             yield from ((OPTIMIZER, v) for v in state.values() if _is_plain_tensor(v))
         for group in optimizer.param_groups:  # main weights; a model's own parameters were named before

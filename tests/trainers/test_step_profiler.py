@@ -12,6 +12,7 @@ import pytest
 
 from megaswift.config.train import TrainConfig
 from megaswift.trainers import report
+from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.step_profiler import (
     OTHER,
     OUTSIDE,
@@ -27,10 +28,10 @@ OPTIONS = TrainConfig(profile=True)
 MICROBATCHES = 2
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
-    """Operations of the CPU in the trace of rank 0."""
-    trace = json.loads((folder / "rank-0.trace.json").read_text())
-    return [e for e in trace["traceEvents"] if e.get("cat") in ("cpu_op", "user_annotation")]
+def events(folder: Path) -> list[list[dict[str, Any]]]:
+    """Operations of the CPU in each trace of rank 0."""
+    traces = [json.loads(path.read_text())["traceEvents"] for path in sorted(folder.glob("rank-0-step-*.trace.json"))]
+    return [[e for e in trace if e.get("cat") in ("cpu_op", "user_annotation")] for trace in traces]
 
 
 def profiled(folder: Path, steps: int, **options: Any) -> StepProfilerHook:
@@ -47,11 +48,28 @@ def profiled(folder: Path, steps: int, **options: Any) -> StepProfilerHook:
 def test_the_trace_holds_these_steps(steps: int, options: dict[str, int], count: int, tmp_path: Path) -> None:
     """Counted by the optimizer's own marks, and by the products of two linear layers in each micro-batch."""
     profiled(tmp_path, steps, **options)
-    names = [e["name"] for e in events(tmp_path)]
-    assert sum(name.startswith("Optimizer.step#") for name in names) == count
-    assert names.count("aten::addmm") == 2 * MICROBATCHES * count
+    first = options.get("profile_step_start", 2)
+    assert {p.name for p in tmp_path.glob("*.trace.json")} == {
+        f"rank-0-step-{first + n}.trace.json" for n in range(1, count + 1)
+    }
+    for trace in events(tmp_path):
+        names = [e["name"] for e in trace]
+        assert sum(name.startswith("Optimizer.step#") for name in names) == 1
+        assert names.count("aten::addmm") == 2 * MICROBATCHES
     assert profile_summaries(tmp_path)[0]["steps"] == count
-    assert "aten::addmm" in (tmp_path / "rank-0.txt").read_text()
+    (line,) = [x for x in (tmp_path / "rank-0.txt").read_text().splitlines() if x.endswith(" aten::addmm")]
+    assert line.split()[2:5] == [f"{2 * MICROBATCHES:.1f}", "matrix", "products"]
+
+
+def test_what_is_between_steps_is_left_out(tmp_path: Path) -> None:
+    """Evaluations and checkpoints are other hooks' work after a step."""
+
+    class Evaluation(Hook):
+        def on_step(self, loop: Any, step: StepRecord) -> None:
+            loop.engine.evaluate(loop.source.next(), loop.loss)
+
+    tiny_loop(6, StepProfilerHook(OPTIONS, tmp_path), Evaluation()).run()
+    assert [[e["name"] for e in trace].count("aten::addmm") for trace in events(tmp_path)] == [2 * MICROBATCHES] * 2
 
 
 def test_steps_after_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +94,7 @@ def test_an_error_in_a_profiled_step_ends_the_profiler(tmp_path: Path) -> None:
     loop.learning_rate = lambda step: 1 / 0 if step == 3 else 0.1
     with pytest.raises(ZeroDivisionError):
         loop.run()
-    assert not (tmp_path / "first").exists()
+    assert profile_summaries(tmp_path / "first") == {}
     profiled(tmp_path / "second", 6)
 
 
@@ -103,8 +121,9 @@ def test_times_are_those_of_the_trace(tmp_path: Path) -> None:
     outside = kinds.pop(OUTSIDE)
     assert outside > 0 and list(kinds.values()) == sorted(kinds.values(), reverse=True)
     want: dict[str, float] = defaultdict(float)
-    for name, ms in own_times(events(tmp_path)).items():
-        want[kind_of_operation(name)] += ms / 2
+    for trace in events(tmp_path):
+        for name, ms in own_times(trace).items():
+            want[kind_of_operation(name)] += ms / 2
     assert kinds == pytest.approx(want, rel=0.02, abs=0.02)
 
 
@@ -159,12 +178,14 @@ def test_on_a_gpu_kernels_count_alone() -> None:
 
     averages = [
         SimpleNamespace(
-            key="aten::mm", device_type=DeviceType.CPU, self_cpu_time_total=900, self_device_time_total=2000
+            key="aten::mm", device_type=DeviceType.CPU, self_cpu_time_total=900, self_device_time_total=2000, count=3
         ),
-        SimpleNamespace(key="nvjet_a", device_type=DeviceType.CUDA, self_cpu_time_total=0, self_device_time_total=2000),
+        SimpleNamespace(
+            key="nvjet_a", device_type=DeviceType.CUDA, self_cpu_time_total=0, self_device_time_total=2000, count=3
+        ),
     ]
-    assert operation_times(averages, True) == [("nvjet_a", 2.0)]
-    assert operation_times(averages, False) == [("aten::mm", 0.9), ("nvjet_a", 0.0)]
+    assert operation_times(averages, True) == [("nvjet_a", 2.0, 3)]
+    assert operation_times(averages, False) == [("aten::mm", 0.9, 3), ("nvjet_a", 0.0, 3)]
 
 
 def test_the_report_shows_each_profiled_rank(tmp_path: Path) -> None:
@@ -172,7 +193,7 @@ def test_the_report_shows_each_profiled_rank(tmp_path: Path) -> None:
     for rank in (0, 12, 3):
         summary = {"steps": 2, "ms_per_step": 4.25, "by_kind_ms_per_step": {"attention": 3.0, OUTSIDE: 1.25}}
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(summary))
-    (tmp_path / "rank-0.trace.json").write_text("not a summary")
+    (tmp_path / "rank-0-step-3.trace.json").write_text("not a summary")
     html = report.profile_html(tmp_path)
     assert html.index("rank 0: 4.2 ms a step, 2 steps") < html.index("rank 3:") < html.index("rank 12:")
     assert "attention" in html and "3.00 ms" in html

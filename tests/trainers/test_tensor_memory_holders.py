@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import torch
 from torch import nn
 
@@ -45,3 +48,12 @@ def test_gradients_of_a_buffer_count_once() -> None:
     after = tensor_memory_holders(CPU)
     assert after[GRADIENTS] - before.get(GRADIENTS, 0) == 4 * 20_000
     assert after.get("float32 [20000]", 0) == before.get("float32 [20000]", 0)
+
+
+def test_a_proxy_of_what_is_gone() -> None:
+    """Among the interpreter's objects are weak proxies, which raise when they are asked for their class."""
+    model = nn.Linear(1, 1)
+    proxies = [weakref.proxy(model)]
+    del model
+    gc.collect()
+    assert tensor_memory_holders(CPU) is not None and proxies
