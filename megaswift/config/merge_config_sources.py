@@ -39,7 +39,7 @@ from megaswift.config.parse_option_values import (
 )
 from megaswift.config.rl_conflict_rules import missing_reward_problems
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections
-from megaswift.config.translated_options import SCHEDULER_ARGUMENTS, UNKNOWN_KEY, translated_options
+from megaswift.config.translated_options import KNOWN_KEYS, translated_options
 from megaswift.config.user_spelling import TypedOption, problems_as_typed
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.redaction import redact_problems
@@ -295,9 +295,8 @@ def _take_unknown(state: ResolveState, given: GivenOptionValue) -> None:
     elif _SAMPLING.match(given.name) and state.task is not None and state.task not in RL:
         rule = f"has no effect in {state.task}, which samples nothing"
         state.problems.append(Problem(given.label, rule, "leave it out"))
-    elif given.name == UNKNOWN_KEY:
-        kept = ", ".join(SCHEDULER_ARGUMENTS) if "{" in given.label else "batch_size, shuffle, num_workers, pin_memory"
-        state.problems.append(Problem(given.label, "is not a known key", f"leave it out; known keys: {kept}"))
+    elif (keys := KNOWN_KEYS.get(given.name)) is not None:
+        state.problems.append(Problem(given.label, "is not a known key", f"leave it out; known keys: {keys}"))
     elif neutral is None:
         state.problems.append(unknown_option_problem(given, NAMES))
     else:

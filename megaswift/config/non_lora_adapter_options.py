@@ -1,6 +1,5 @@
 """Section `peft`: options of adapters other than LoRA, with PEFT's names. `non_lora_peft_methods.py` lists which
-adapter has
-which."""
+adapter has which."""
 
 from __future__ import annotations
 

@@ -148,8 +148,12 @@ SCHEDULER_ARGUMENTS = {
 """Keys of `lr_scheduler_kwargs`."""
 SCHEDULER_DEFAULTS = (("num_cycles", 0.5), *((name, None) for name in SCHEDULER_ARGUMENTS))
 """Entries that ask for nothing: the cosine schedule of transformers is half a wave."""
-UNKNOWN_KEY = "unknown key"
-"""Stands for an entry of a mapping that no option answers to."""
+_SCHEDULER_KEY, _DATALOADER_KEY = "unknown key of lr_scheduler_kwargs", "unknown key of dataloader"
+KNOWN_KEYS = {
+    _SCHEDULER_KEY: ", ".join(SCHEDULER_ARGUMENTS),
+    _DATALOADER_KEY: "batch_size, shuffle, num_workers, pin_memory",
+}
+"""What stands for an entry of a mapping that no option answers to -> the keys that have one."""
 _RESUME = "resume_from_checkpoint"
 _HOST, _PORT, _URL = ("vllm_server_host", "sglang_server_host"), ("vllm_server_port", "sglang_server_port"), "8000"
 
@@ -240,12 +244,12 @@ def _dataloader_option(section: GivenOptionValue, name: str, value: Any) -> Give
     own = {"batch_size": "per_device_train_batch_size", "shuffle": "shuffle"}.get(name, f"dataloader_{name}")
     spelling = f"{section.spelling} {name}:"
     known = own in NAMES or neutral_option(own) is not None
-    return GivenOptionValue(own if known else UNKNOWN_KEY, value, f"{spelling} {value}", spelling)
+    return GivenOptionValue(own if known else _DATALOADER_KEY, value, f"{spelling} {value}", spelling)
 
 
 def _schedule_option(given: GivenOptionValue, name: str, value: Any) -> GivenOptionValue:
     """An argument of a scheduler of transformers."""
-    own = SCHEDULER_ARGUMENTS.get(name, UNKNOWN_KEY)
+    own = SCHEDULER_ARGUMENTS.get(name, _SCHEDULER_KEY)
     label = f"{given.spelling} {json.dumps({name: value})}"
     return GivenOptionValue(own, value, label, given.spelling)
 
