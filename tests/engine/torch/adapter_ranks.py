@@ -101,6 +101,7 @@ def go(rank: int, world: int, run: Run) -> Result:
         for n in engine.strategy.trained()
     }
     torch.distributed.barrier()
+    del engine  # DDP's reducer must not be the last owner of a group of gloo
     context.close()
     return out
 
