@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from megaswift.engine import process_group
 from megaswift.errors import ConfigError
+from tests.rank_context import rank_context
 
 SECOND = datetime.timedelta(seconds=1)
 
@@ -36,7 +36,7 @@ def _environ(port: int, rank: int, attempt: int, **more: str) -> dict[str, str]:
 def _rank(port: int, rank: int, attempt: int, answer: Connection) -> None:
     os.environ.update(_environ(port, rank, attempt))
     time.sleep(0.7 * attempt * rank)  # rank 0 is there first, and looks up where rank 1 is
-    process_group.init_default_and_gloo_process_groups("gloo", 10)
+    process_group.init_default_and_gloo_process_groups("gloo", 60)
     total = torch.ones(1)
     dist.all_reduce(total)
     answer.send(float(total))
@@ -47,15 +47,15 @@ def _rank(port: int, rank: int, attempt: int, answer: Connection) -> None:
 @pytest.mark.process
 def test_a_second_attempt_on_the_agent_s_store() -> None:
     """Both ranks die by SIGKILL and come back: torch's own store still has the addresses of the dead."""
-    fork = multiprocessing.get_context("fork")
+    context = rank_context()
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for attempt in (0, 1):
-        pipes = [fork.Pipe(duplex=False) for _ in range(2)]
-        ranks = [fork.Process(target=_rank, args=(agent.port, r, attempt, pipes[r][1])) for r in range(2)]
+        pipes = [context.Pipe(duplex=False) for _ in range(2)]
+        ranks = [context.Process(target=_rank, args=(agent.port, r, attempt, pipes[r][1])) for r in range(2)]
         try:
             for rank in ranks:
                 rank.start()
-            assert all(read.poll(15) for read, _ in pipes), f"attempt {attempt} did not come together"
+            assert all(read.poll(60) for read, _ in pipes), f"attempt {attempt} did not come together"
             assert [read.recv() for read, _ in pipes] == [2.0, 2.0]
         finally:
             for rank in ranks:

@@ -116,7 +116,9 @@ class Pool:
         return [child.pid for child in psutil.Process(self._server.pid).children()]
 
     def close(self) -> None:
-        """Ends the server."""
+        """Ends the server, by a message: a process that a test forked may hold the connection open."""
+        with suppress(OSError):
+            self._connection.send(None)
         self._connection.close()
         self._server.wait(timeout=30)
         self._scratch.cleanup()
@@ -258,6 +260,8 @@ def _serve(address: str, preload: Sequence[str]) -> None:
         try:
             job = connection.recv()
         except EOFError:
+            return
+        if job is None:
             return
         connection.send(_run(job))
 

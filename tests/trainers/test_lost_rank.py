@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megaswift.engine import process_group
 from megaswift.trainers import lost_rank
+from tests.rank_context import rank_context
 
 
 def _hang_here() -> None:
@@ -24,9 +25,10 @@ def _rank(rank: int, port: int, out: Path, end: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     lost_rank.GRACE_SECONDS = 1.5
-    process_group.init_default_and_gloo_process_groups("gloo", 2.0)
+    process_group.init_default_and_gloo_process_groups("gloo", 60.0)
     lost_rank.dump_stacks_on_signal(out)
     dist.all_reduce(torch.ones(1))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL) if end == "killed" else _hang_here()
     try:
@@ -40,16 +42,19 @@ def _rank(rank: int, port: int, out: Path, end: str) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("end", ["hangs", "killed"])
 def test_a_lost_rank_is_named(end: str, tmp_path: Path) -> None:
-    fork = multiprocessing.get_context("fork")
+    context = rank_context()
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [fork.Process(target=_rank, args=(r, agent.port, tmp_path, end)) for r in range(3)]
-    for rank in ranks:
-        rank.start()
-    ranks[1].join(0.0 if end == "hangs" else 20.0)  # a launcher reaps what was killed
-    for rank in (ranks[0], ranks[2]):
-        rank.join(20)
-    ranks[1].kill()
-    ranks[1].join()
+    ranks = [context.Process(target=_rank, args=(r, agent.port, tmp_path, end)) for r in range(3)]
+    try:
+        for rank in ranks:
+            rank.start()
+        ranks[1].join(0.0 if end == "hangs" else 60.0)  # a launcher reaps what was killed
+        for rank in (ranks[0], ranks[2]):
+            rank.join(60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
     said = [(tmp_path / f"message-{r}").read_text() for r in (0, 2)]
     rule = "did not join a collective within 2 s (--ddp_timeout)" if end == "hangs" else "ended before the others"
     assert all(f"- rank 1: {rule}" in text and str(tmp_path / "stacks") in text for text in said), said
