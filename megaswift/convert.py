@@ -14,7 +14,7 @@ from typing import Any
 from megaswift import log
 from megaswift.closed_stdout import ignore_closed_stdout
 from megaswift.command_line_common import HELP, UserErrorArgumentParser, unknown_command_error
-from megaswift.config.byte_size import parse_byte_size
+from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.error_exit import print_error_once
 from megaswift.errors import UserError
 
@@ -37,7 +37,7 @@ AXES = {
 
 def byte_size_argument(text: str) -> int:
     """`5GB`, `512 MiB` or plain bytes."""
-    size = parse_byte_size(text)
+    size = byte_size_or_none(text)
     if size is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; use for example 5GB or 512MiB")
     return size

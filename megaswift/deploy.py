@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megaswift import log
-from megaswift.config.byte_size import parse_byte_size
+from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
 from megaswift.config.inference import DeployConfig
 from megaswift.config.inference_rules import deploy_option_problems, server_auth_token
@@ -67,7 +67,7 @@ def _also(cfg: DeployConfig) -> tuple[str, ...]:
 def _rules(cfg: DeployConfig, secret: str | None, blind: bool) -> AccessRules:
     from megaswift.serve.request_guard import AccessRules
 
-    size = parse_byte_size(cfg.server.max_body_size) if cfg.server.max_body_size is not None else None
+    size = byte_size_or_none(cfg.server.max_body_size) if cfg.server.max_body_size is not None else None
     body = size if size is not None else TEXT_BODY if blind else IMAGES_BODY
     return AccessRules(secret, body, cfg.server.host, log=cfg.server.log_requests)
 

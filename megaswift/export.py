@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megaswift import log
-from megaswift.config.byte_size import parse_byte_size
+from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
 from megaswift.config.inference import ExportConfig, ModelLoadingOptions
 from megaswift.config.inference_rules import LAYOUT, export_option_problems
@@ -107,7 +107,7 @@ def _merge(cfg: ExportConfig, target: Path) -> Path:
         raise WeightsError(problems)
     from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 
-    shard = parse_byte_size(cfg.export.max_shard_size)
+    shard = byte_size_or_none(cfg.export.max_shard_size)
     assert shard is not None and cfg.source.adapters, "the command line was checked"
     return merge_adapter_folder_into_base(folder, cfg.source.adapter_folders[0], target, shard)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from megaswift.config.byte_size import parse_byte_size
+from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.config.infer_deploy_export_parser import ParsedCommand
 from megaswift.config.inference import (
     COLD,
@@ -254,7 +254,7 @@ def deploy_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
             "an address reachable from other machines requires a token",
             f"{TOKEN_VARIABLE}=... megaswift deploy ..., or --host 127.0.0.1",
         )
-    if server.max_body_size is not None and not parse_byte_size(server.max_body_size):
+    if server.max_body_size is not None and not byte_size_or_none(server.max_body_size):
         yield Problem(f"--max_body_size {server.max_body_size}", "is not a valid size", "--max_body_size 8MiB")
     backend: BackendOptions = parsed.sections["backend"]
     yield from _backend(backend, parsed)
@@ -309,7 +309,7 @@ def export_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     if export.merge_lora and export.quantization_bit is None:
         yield from _unused(parsed, ["trust_remote_code"], "would be ignored: merging does not run model code")
     yield from _conversion(export, source, parsed)
-    if parse_byte_size(export.max_shard_size) is None:
+    if byte_size_or_none(export.max_shard_size) is None:
         yield Problem(f"--max_shard_size {export.max_shard_size}", "is not a valid size", "--max_shard_size 5GB")
     if export.output_dir is None:
         if converts or export.merge_lora or export.quantization_bit is not None:

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.byte_size import parse_byte_size
+from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.errors import Problem, missing_path_hint
 
 Device = int | str
@@ -52,7 +52,7 @@ def parse_max_memory(text: str) -> dict[Device, int] | Problem:
     for pair in pairs:
         if len(pair) != 2:
             return Problem(label, f"{pair[0]!r} is not DEVICE:SIZE", example)
-        device, size = parse_placement_device(pair[0]), parse_byte_size(str(pair[1]))
+        device, size = parse_placement_device(pair[0]), byte_size_or_none(str(pair[1]))
         if device is None or device == DISK:
             return Problem(
                 label, f"{pair[0]!r} is not a device with a memory limit", "give GPUs by number, or cpu: " + example

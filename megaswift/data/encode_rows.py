@@ -34,7 +34,7 @@ from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.row_counts import EMPTY_ANSWERS
 from megaswift.data.row_readers import LocatedRow
 from megaswift.data.token_safe_split_points import token_safe_split_patterns
-from megaswift.data.training_sample import RowError, Sample, with_default_system_message
+from megaswift.data.training_sample import RowError, UntokenizedSample, with_default_system_message
 from megaswift.data.vision_processor import Processor, ProcessorFolderWithDigest, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem
 
@@ -182,7 +182,7 @@ class RowEncoder:
         named = rename_columns(row, self.spec.columns) if self.spec.columns else row
         return fill_self_cognition_name_placeholders(named, self.spec.placeholders) if self.spec.placeholders else named
 
-    def sample(self, row: Any) -> Sample:
+    def sample(self, row: Any) -> UntokenizedSample:
         """The sample of a row, with the run's column names and system message."""
         sample = parse_sample(self.named(row), self.spec.task)
         if sample.prompt is not None and self.spec.system:
@@ -200,7 +200,7 @@ class RowEncoder:
         reject_images(self.named(row), sample)
         return self.rendered(sample)
 
-    def rendered(self, sample: Sample) -> RenderedConversation:
+    def rendered(self, sample: UntokenizedSample) -> RenderedConversation:
         """The text of a sample and its loss spans."""
         if sample.prompt is not None:
             return self._completed(sample.prompt, sample.text or "")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.atomic_disk_writes import write_atomically
-from megaswift.data.training_sample import RowError, Sample, decode_json_cell, describe_value
+from megaswift.data.training_sample import RowError, UntokenizedSample, decode_json_cell, describe_value
 from megaswift.errors import first_line
 
 TAG = "<image>"
@@ -59,7 +59,7 @@ def raw_image_entries(row: Mapping[str, Any]) -> list[Any]:
     return []
 
 
-def has_images(row: Mapping[str, Any], sample: Sample) -> bool:
+def has_images(row: Mapping[str, Any], sample: UntokenizedSample) -> bool:
     """Whether a row speaks of images: parts of contents, a column `images`, or a column `image` with a place for it."""
     texts = [m.get("content") for m in sample.messages]
     if any(isinstance(c, list) and any(p["type"] in ("image", "image_url") for p in c) for c in texts) or row.get(
@@ -69,7 +69,7 @@ def has_images(row: Mapping[str, Any], sample: Sample) -> bool:
     return bool(row.get("image")) and any(isinstance(c, str) and TAG in c for c in texts)
 
 
-def reject_images(row: Mapping[str, Any], sample: Sample) -> None:
+def reject_images(row: Mapping[str, Any], sample: UntokenizedSample) -> None:
     """RowError for a row that speaks of images where the model reads text only."""
     if has_images(row, sample):
         raise RowError(
@@ -77,7 +77,9 @@ def reject_images(row: Mapping[str, Any], sample: Sample) -> None:
         )
 
 
-def attach_images(row: Mapping[str, Any], sample: Sample, home: RowImageFolders) -> tuple[Sample, list[Source]]:
+def attach_images(
+    row: Mapping[str, Any], sample: UntokenizedSample, home: RowImageFolders
+) -> tuple[UntokenizedSample, list[Source]]:
     """(the sample with each image as a part of a content, the images in order)."""
     given = raw_image_entries(row)
     waiting = iter(given)

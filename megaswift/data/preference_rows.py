@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megaswift.data.training_sample import RowError, Sample, describe_value
+from megaswift.data.training_sample import RowError, UntokenizedSample, describe_value
 
 IDENTICAL, EMPTY, NO_PROMPT, PROMPTS = "identical completions", "an empty completion", "no prompt", "two prompts"
 """Why a unit is of no use, as it is counted."""
@@ -40,7 +40,7 @@ class UnusablePreferenceError(RowError):
 class PreferenceExample:
     """A pair (chosen, rejected) with its margin, or one answer with its label."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[UntokenizedSample, ...]
     """Conversations in which just the completion's messages are marked for loss; or plain texts, prompt and completion
     in one."""
     value: float
@@ -78,7 +78,7 @@ def _silent(messages: Sequence[Mapping[str, Any]]) -> bool:
     return not any(m.get("tool_calls") or (c.strip() if isinstance(c := m.get("content"), str) else c) for m in answers)
 
 
-def _only(sample: Sample, begin: int) -> Sample:
+def _only(sample: UntokenizedSample, begin: int) -> UntokenizedSample:
     """The conversation with loss on assistant messages from `begin` on, but for those the row takes out."""
     flags = [
         (i >= begin and flag is not False) if m["role"] == "assistant" else None
@@ -87,7 +87,9 @@ def _only(sample: Sample, begin: int) -> Sample:
     return replace(sample, loss=tuple(flags))
 
 
-def make_pair(chosen: Sample, rejected: Sample, margin: float, columns: tuple[str, str]) -> PreferenceExample:
+def make_pair(
+    chosen: UntokenizedSample, rejected: UntokenizedSample, margin: float, columns: tuple[str, str]
+) -> PreferenceExample:
     """Two conversations as a pair; `columns` name them in messages about a row."""
     a, b = chosen.messages, rejected.messages
     shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -114,7 +116,9 @@ def make_pair(chosen: Sample, rejected: Sample, margin: float, columns: tuple[st
     return PreferenceExample((_only(chosen, shared), _only(rejected, shared)), margin)
 
 
-def make_labeled_example(sample: Sample, label: float, column: str, begin: int | None = None) -> PreferenceExample:
+def make_labeled_example(
+    sample: UntokenizedSample, label: float, column: str, begin: int | None = None
+) -> PreferenceExample:
     """A conversation as an example: the completion is what follows the last question (or begins at message `begin`)."""
     messages = sample.messages
     prompt_end = max((i for i, m in enumerate(messages) if m["role"] in ASKING), default=-1) + 1
@@ -149,4 +153,4 @@ def make_plain_text_preference_example(prompt: str, completions: Mapping[str, st
         raise UnusablePreferenceError(
             IDENTICAL, list(completions)[1], "identical to the chosen completion", "a different completion"
         )
-    return PreferenceExample(tuple(Sample(text=prompt + text) for text in texts), value, len(prompt))
+    return PreferenceExample(tuple(UntokenizedSample(text=prompt + text) for text in texts), value, len(prompt))

@@ -11,7 +11,7 @@ from typing import Any
 
 from megaswift.data.formats import FORMATS, Row, recognize_format
 from megaswift.data.preference_rows import COLUMNS
-from megaswift.data.training_sample import RowError, Sample
+from megaswift.data.training_sample import RowError, UntokenizedSample
 
 ANSWERS = ("response", "output")
 """Columns that formats of training need and a question does not have."""
@@ -24,7 +24,7 @@ ANSWER = "response"
 class PromptRow:
     """A conversation that ends where the model speaks (or a text), and the other columns of its row."""
 
-    sample: Sample
+    sample: UntokenizedSample
     columns: dict[str, Any]
 
 
@@ -55,7 +55,7 @@ def split_prompt_row(row: Row, task: str, names: Mapping[str, str]) -> PromptRow
     filled = make_row_readable_as_prompt(prompt_columns, task)
     form = recognize_format(filled, task)
     sample = form.parse(filled)
-    assert isinstance(sample, Sample)
+    assert isinstance(sample, UntokenizedSample)
     read = {*form.required, *form.optional, *PROMPT}
     columns = {k: v for k, v in row.items() if k not in read}
     if sample.text is not None:

@@ -19,7 +19,7 @@ from megaswift.data.assistant_turns import AssistantTurnFinder
 from megaswift.data.jinja_sandbox_limits import REFUSED, TemplateLimitExceeded, install_template_limits
 from megaswift.data.read_template_and_system import read_template
 from megaswift.data.template_probe import RenderedPartsProbe
-from megaswift.data.training_sample import RowError, Sample
+from megaswift.data.training_sample import RowError, UntokenizedSample
 from megaswift.errors import DataError, Problem, first_line
 
 install_template_limits()
@@ -78,7 +78,7 @@ def load_chat_templates(tokenizer: Any, chat_template: str | None) -> ChatTempla
     )
 
 
-def trained_turn_flags(sample: Sample, loss_scale: str) -> list[bool]:
+def trained_turn_flags(sample: UntokenizedSample, loss_scale: str) -> list[bool]:
     """For each assistant message in order: does it carry loss?"""
     roles = [m["role"] for m in sample.messages]
     turns = [(i, flag) for i, (role, flag) in enumerate(zip(roles, sample.loss, strict=True)) if role == "assistant"]
@@ -172,16 +172,16 @@ class ChatRenderer:
             self._probes[template] = RenderedPartsProbe(render)
         return self._probes[template]
 
-    def prompt_notes(self, sample: Sample) -> tuple[str, ...]:
+    def prompt_notes(self, sample: UntokenizedSample) -> tuple[str, ...]:
         """What is counted of a prompt; RowError for parts that the template leaves out."""
         return self._probe(self.templates.pick(sample.tools)).notes(sample, ())
 
-    def prompt(self, sample: Sample) -> str:
+    def prompt(self, sample: UntokenizedSample) -> str:
         """The text of a conversation up to where the assistant's answer begins; RowError when the template refuses
         it."""
         return self._text(self.templates.pick(sample.tools), sample.messages, sample.tools, prompt=True)
 
-    def render(self, sample: Sample) -> RenderedConversation:
+    def render(self, sample: UntokenizedSample) -> RenderedConversation:
         """The text of the whole conversation and its loss spans; RowError when the template refuses it."""
         template = self.templates.pick(sample.tools)
         wanted = trained_turn_flags(sample, self.loss_scale)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megaswift.data.assistant_turns import REASONING
 from megaswift.data.row_counts import EMPTY_ANSWERS, UNUSED_SYSTEM, UNUSED_TOOLS
-from megaswift.data.training_sample import RowError, Sample
+from megaswift.data.training_sample import RowError, UntokenizedSample
 
 _Message = Mapping[str, Any]
 _Render = Callable[[Sequence[_Message], Any], str | None]
@@ -68,7 +68,7 @@ class RenderedPartsProbe:
             self._roles[role] = self._writes([probe, _ASK] if role in ("system", "developer") else messages)
         return self._roles[role]
 
-    def notes(self, sample: Sample, trained: Sequence[bool]) -> tuple[str, ...]:
+    def notes(self, sample: UntokenizedSample, trained: Sequence[bool]) -> tuple[str, ...]:
         """What is counted of this row. RowError for tool calls and messages that the template leaves out.
 
         `trained`: of each assistant message, whether it carries loss.

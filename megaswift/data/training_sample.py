@@ -1,9 +1,8 @@
 """One training example before tokens: a conversation or a text.
 
-Owns `Sample`, `RowError` and the checks that every format shares (roles, contents, tools). Which columns a file has
-belongs to `megaswift.data.formats`; how a conversation becomes text belongs to
-`megaswift.data.render_chat_with_loss_spans`.
-"""
+Owns `UntokenizedSample`, `RowError` and the checks that every format shares (roles, contents, tools). Which columns a
+file has belongs to `megaswift.data.formats`; how a conversation becomes text belongs to
+`megaswift.data.render_chat_with_loss_spans`."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class LineError(RowError):
 
 
 @dataclass(frozen=True)
-class Sample:
+class UntokenizedSample:
     """A conversation (`messages`, as the chat template takes them) or a plain `text`."""
 
     messages: tuple[dict[str, Any], ...] = ()
@@ -137,7 +136,9 @@ def _call(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"role": TOOL_CALL, "tool_calls": [{"type": "function", "function": dict(c)} for c in calls]}
 
 
-def checked_conversation_sample(messages: Any, column: str, system: str | None = None, tools: Any = None) -> Sample:
+def checked_conversation_sample(
+    messages: Any, column: str, system: str | None = None, tools: Any = None
+) -> UntokenizedSample:
     """A checked conversation from messages in the template's form; `system` goes first when they have none."""
     messages = decode_json_cell(messages, column, "a list of messages")
     if not isinstance(messages, (list, tuple)) or not messages:
@@ -147,7 +148,7 @@ def checked_conversation_sample(messages: Any, column: str, system: str | None =
         checked = merge_tool_calls_into_turns(checked)
     if system and checked[0][0]["role"] not in ("system", "developer"):
         checked.insert(0, ({"role": "system", "content": system}, None))
-    return Sample(tuple(m for m, _ in checked), tuple(flag for _, flag in checked), _tools(tools))
+    return UntokenizedSample(tuple(m for m, _ in checked), tuple(flag for _, flag in checked), _tools(tools))
 
 
 def _tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
@@ -162,14 +163,16 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
     return tuple(dict(t) for t in listed) or None
 
 
-def with_default_system_message(sample: Sample, system: str | None) -> Sample:
+def with_default_system_message(sample: UntokenizedSample, system: str | None) -> UntokenizedSample:
     """The sample with the run's default system message where the row brought none."""
     if not system or not sample.messages or sample.messages[0]["role"] in ("system", "developer"):
         return sample
-    return Sample(({"role": "system", "content": system}, *sample.messages), (None, *sample.loss), sample.tools)
+    return UntokenizedSample(
+        ({"role": "system", "content": system}, *sample.messages), (None, *sample.loss), sample.tools
+    )
 
 
-def text_or_messages_in_column(row: Mapping[str, Any], column: str) -> str | Sample:
+def text_or_messages_in_column(row: Mapping[str, Any], column: str) -> str | UntokenizedSample:
     """A text, or messages (a list, one object, or JSON text of either)."""
     value: Any = row.get(column)
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")) and '"role"' in value:

@@ -17,7 +17,7 @@ from megaswift.data.images import RowImageFolders, Source, attach_images, open_i
 from megaswift.data.jinja_sandbox_limits import REFUSED
 from megaswift.data.read_template_and_system import read_system_message
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
-from megaswift.data.training_sample import RowError, Sample, checked_conversation_sample
+from megaswift.data.training_sample import RowError, UntokenizedSample, checked_conversation_sample
 from megaswift.data.vision_processor import Processor
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.inference.generator import AnswerRequest, Listener, ProcessedImageInputs
@@ -154,7 +154,7 @@ class ChatInputRenderer:
             raise ChatInputError(f"images are not supported: {self.blind}")
         message = {"role": "user", "content": [{"type": "image", "image": path}]}
         try:
-            sample, images = attach_images({}, Sample((message,), (None,)), self.home)
+            sample, images = attach_images({}, UntokenizedSample((message,), (None,)), self.home)
             open_image(images[0])
         except RowError as error:
             raise _told(error) from None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megaswift.config.byte_size import bytes_text
+from megaswift.config.byte_size_text import bytes_text
 from megaswift.config.parse_device_map_options import DISK, Device
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.families.decoder_layer_classes import decoder_layer_class_names

@@ -17,7 +17,7 @@ from megaswift.data.images import has_images
 from megaswift.data.prompt_rows import lacks_only_answer, make_row_readable_as_prompt
 from megaswift.data.resolve_dataset_files import DatasetFiles, split_into_parts
 from megaswift.data.tokenization import resolve_or_download_dataset_files
-from megaswift.data.training_sample import RowError, Sample
+from megaswift.data.training_sample import RowError, UntokenizedSample
 from megaswift.errors import DataError, Problem, merge_similar_problems
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer, TokenizedChat
 
@@ -46,7 +46,7 @@ class PromptFileRow:
     """Without its images' pixels, which are read again when the row's turn comes."""
 
 
-def _sample(row: Mapping[str, Any]) -> Sample:
+def _sample(row: Mapping[str, Any]) -> UntokenizedSample:
     """The conversation or text of a row; an answer that is not there is an empty one."""
     filled = make_row_readable_as_prompt(row, "sft")
     plain = row.get("text") is not None and not lacks_only_answer(row, "sft")

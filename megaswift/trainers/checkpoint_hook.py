@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megaswift import distributed
 from megaswift.config.batch_arithmetic import BatchPlan
-from megaswift.config.byte_size import bytes_text
+from megaswift.config.byte_size_text import bytes_text
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families import saved_step_integrity
 from megaswift.families.checkpoint_folder import ENGINE

@@ -27,13 +27,13 @@ from megaswift.families.family import read_config_json
 from megaswift.families.model_and_tokenizer_source import short_name
 from megaswift.families.model_spec import ModelSpec
 from megaswift.trainers import (
-    changed_model,
     checkpoint_store,
     loss_png,
     lost_rank,
     out_of_memory,
     output_folder,
     report,
+    rope_scaling_and_new_tokens,
     run_builder,
     startup_summary,
 )
@@ -240,18 +240,18 @@ class TrainingSession:
 
 def base_model_folder(cfg: SwiftConfig, folder: Path, output: Path) -> Path:
     """The folder that the run starts from: `folder`, or OUT/base_model, which rank 0 makes. Collective."""
-    if not changed_model.changes_model(cfg):
+    if not rope_scaling_and_new_tokens.changes_model(cfg):
         return folder
 
     def make() -> Path:
-        config, tokenizer = changed_model.changed_config_and_tokenizer(cfg, folder)
+        config, tokenizer = rope_scaling_and_new_tokens.changed_config_and_tokenizer(cfg, folder)
         more = config.get("vocab_size", 0) - read_config_json(folder).get("vocab_size", 0)
         if more:
             log.info(
                 f"new_special_tokens: {log.count_text(more, 'new row')} in the embedding, each the mean of the old"
             )
         weights = not cfg.model.random_init
-        return write_changed_model_folder(folder, output / changed_model.BASE, config, tokenizer, weights)
+        return write_changed_model_folder(folder, output / rope_scaling_and_new_tokens.BASE, config, tokenizer, weights)
 
     return distributed.run_on_rank0(make, hours=24)
 
@@ -261,7 +261,7 @@ def with_initial_adapter(cfg: SwiftConfig, folder: Path, output: Path) -> tuple[
     makes (`--init_weights`). Collective."""
     if not starts_otherwise(cfg):
         return cfg, folder
-    adapter, residual = output / changed_model.ADAPTER, output / changed_model.RESIDUAL
+    adapter, residual = output / rope_scaling_and_new_tokens.ADAPTER, output / rope_scaling_and_new_tokens.RESIDUAL
     base = distributed.run_on_rank0(lambda: write_initial_adapter(cfg, folder, adapter, residual), hours=24)
     started = copy.copy(cfg)  # without its rules: rank and targets were options of the folder's maker
     object.__setattr__(started, "lora", replace(cfg.lora, adapters=str(adapter)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.byte_size import bytes_text
+from megaswift.config.byte_size_text import bytes_text
 from megaswift.config.engine_rules import NATIVE, requested_engine
 from megaswift.data.row_counts import WORDS, row_count_texts
 from megaswift.engine.protocol import EngineSizeReport

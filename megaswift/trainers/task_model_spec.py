@@ -11,7 +11,7 @@ from megaswift.families import ModelSpec, load_spec
 from megaswift.families.family import read_config_json, rope_and_epsilon_problems
 from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
 from megaswift.families.scalar_head import with_scalar_head
-from megaswift.trainers.changed_model import changed_config_folder
+from megaswift.trainers.rope_scaling_and_new_tokens import changed_config_folder
 
 
 def model_spec_for_task(cfg: SwiftConfig, folder: Path) -> ModelSpec:

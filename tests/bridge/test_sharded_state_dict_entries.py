@@ -1,6 +1,6 @@
 """Keys and shapes against what the real engine saves; its checkpoints read by Hugging Face names from any layout.
 
-Covers: megaswift/bridge/megatron_checkpoint_source.py, megaswift/families/checkpoint_folder.py.
+Covers: megaswift/bridge/megatron_checkpoint_as_hf_source.py, megaswift/families/checkpoint_folder.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megaswift.bridge import sharded_state_dict_entries
 from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
-from megaswift.bridge.megatron_checkpoint_source import MegatronSource
+from megaswift.bridge.megatron_checkpoint_as_hf_source import MegatronSource
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.torch_dist_source import TorchDistSource
 from megaswift.errors import CheckpointError

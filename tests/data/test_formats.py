@@ -15,7 +15,7 @@ import pytest
 
 from megaswift.data.formats import FORMATS, recognize_format
 from megaswift.data.roles import OTHER_NAMES, ROLES, TOOL_CALL
-from megaswift.data.training_sample import RowError, Sample
+from megaswift.data.training_sample import RowError, UntokenizedSample
 
 U, V = {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}
 A, B = {"role": "assistant", "content": "a1"}, {"role": "assistant", "content": "a2"}
@@ -120,7 +120,7 @@ def test_every_registered_format_is_tried_above() -> None:
 
 
 def test_text_is_for_pretraining() -> None:
-    assert recognize_format({"text": "t"}, "pt").parse({"text": "t"}) == Sample(text="t")
+    assert recognize_format({"text": "t"}, "pt").parse({"text": "t"}) == UntokenizedSample(text="t")
     with pytest.raises(RowError, match="not for sft"):
         recognize_format({"text": "t"}, "sft")
     with pytest.raises(RowError, match="not for pt"):

@@ -13,14 +13,14 @@ from transformers.utils import chat_template_utils
 from megaswift.data import jinja_sandbox_limits
 from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, ChatTemplateTexts
-from megaswift.data.training_sample import RowError, Sample, checked_conversation_sample
+from megaswift.data.training_sample import RowError, UntokenizedSample, checked_conversation_sample
 from megaswift.errors import DataError, WeightsError
 from tests.data.makers import chat, tokenizer
 
 SAMPLE = checked_conversation_sample(chat("q", "a")["messages"], "messages")
 
 
-def rendered(template: str, sample: Sample = SAMPLE) -> str:
+def rendered(template: str, sample: UntokenizedSample = SAMPLE) -> str:
     return ChatRenderer(ChatTemplateTexts({"default": template}), "all").render(sample).text
 
 

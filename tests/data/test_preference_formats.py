@@ -16,7 +16,7 @@ import pytest
 from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES
 from megaswift.data.formats import FORMATS, recognize_format
 from megaswift.data.preference_rows import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, UnusablePreferenceError
-from megaswift.data.training_sample import RowError, Sample
+from megaswift.data.training_sample import RowError, UntokenizedSample
 
 S, U, V = {"role": "system", "content": "s"}, {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}
 A, B, C = ({"role": "assistant", "content": c} for c in ("a1", "a2", "bad"))
@@ -161,7 +161,7 @@ def test_labeled_answers(name: str, row: dict[str, Any], messages: list[Any], lo
     assert list(sample.messages) == messages and [i for i, flag in enumerate(sample.loss) if flag] == loss
     assert recognize_format({"prompt": "x", "completion": "y", "label": True}, "kto").parse(
         {"prompt": "x", "completion": "y", "label": True}
-    ).samples == (Sample(text="xy"),)
+    ).samples == (UntokenizedSample(text="xy"),)
 
 
 def test_every_registered_format_of_preferences_is_tried_above() -> None:

@@ -1,7 +1,7 @@
 """Models as `infer` opens them: on disk, in four bits, with adapters, from checkpoints; answers equal to transformers'
 and PEFT's own.
 
-Covers: megaswift/config/byte_size.py, megaswift/config/parse_device_map_options.py.
+Covers: megaswift/config/byte_size_text.py, megaswift/config/parse_device_map_options.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The data formats: each module of this package parses the rows of one format into a `Sample`, or for preferences into
+"""The data formats: each module of this package parses the rows of one format into a `UntokenizedSample`, or for
+preferences into
 a `PreferenceExample`.
 
 To add one: a file here that registers a `RowFormat`. A row's format is the first, in order of `rank`, whose columns the
@@ -14,7 +15,7 @@ from typing import Any
 
 from megaswift.config.data import RL, SFT
 from megaswift.data.preference_rows import PreferenceExample
-from megaswift.data.training_sample import RowError, Sample
+from megaswift.data.training_sample import RowError, UntokenizedSample
 from megaswift.registry import Registry
 
 Row = Mapping[str, Any]
@@ -53,7 +54,7 @@ class RowFormat:
 
     name: str
     required: tuple[str, ...]
-    parse: Callable[[Row], Sample | PreferenceExample]
+    parse: Callable[[Row], UntokenizedSample | PreferenceExample]
     optional: tuple[str, ...] = ()
     tasks: tuple[str, ...] = SFT + RL
     detect: Callable[[Row], bool] = _any_row
@@ -150,8 +151,8 @@ def _fits(new: str, value: Any) -> bool:
     return new == "label" or isinstance(value, str)
 
 
-def parse_sample(row: Row, task: str) -> Sample:
+def parse_sample(row: Row, task: str) -> UntokenizedSample:
     """The sample of a row, for a task whose formats give one."""
     sample = recognize_format(row, task).parse(row)
-    assert isinstance(sample, Sample)
+    assert isinstance(sample, UntokenizedSample)
     return sample

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.formats.query_response import history_messages
-from megaswift.data.training_sample import Sample, checked_conversation_sample, text_in_column
+from megaswift.data.training_sample import UntokenizedSample, checked_conversation_sample, text_in_column
 
 
-def parse(row: Row) -> Sample:
+def parse(row: Row) -> UntokenizedSample:
     """The question is the instruction and, where it is not empty, the input below it."""
     question = "\n".join(
         t for t in (text_in_column(row, "instruction"), text_in_column(row, "input", optional=True)) if t

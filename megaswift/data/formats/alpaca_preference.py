@@ -9,12 +9,12 @@ from megaswift.config.data import PAIRS
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.formats.alpaca import parse as parse_alpaca
 from megaswift.data.preference_rows import PreferenceExample, make_pair, number_in_column
-from megaswift.data.training_sample import RowError, Sample, describe_value, text_in_column
+from megaswift.data.training_sample import RowError, UntokenizedSample, describe_value, text_in_column
 
 OPTIONAL = ("input", "history", "system", "tools", "margin")
 
 
-def _answered(row: Row, answer: Any) -> Sample:
+def _answered(row: Row, answer: Any) -> UntokenizedSample:
     return parse_alpaca({**row, "output": answer})
 
 

@@ -20,7 +20,7 @@ from megaswift.data.preference_rows import (
     number_in_column,
 )
 from megaswift.data.training_sample import (
-    Sample,
+    UntokenizedSample,
     checked_conversation_sample,
     reject_chat_only_columns,
     text_in_column,
@@ -29,32 +29,32 @@ from megaswift.data.training_sample import (
 )
 
 
-def _said(value: str | Sample, role: str) -> Sample:
-    return Sample(({"role": role, "content": value},), (None,)) if isinstance(value, str) else value
+def _said(value: str | UntokenizedSample, role: str) -> UntokenizedSample:
+    return UntokenizedSample(({"role": role, "content": value},), (None,)) if isinstance(value, str) else value
 
 
-def _joined(row: Row, prompt: str | Sample | None, answer: str | Sample) -> Sample:
+def _joined(row: Row, prompt: str | UntokenizedSample | None, answer: str | UntokenizedSample) -> UntokenizedSample:
     """The whole conversation that an answer belongs to."""
     sample = _said(answer, "assistant")
     if prompt is not None and not _whole(answer):
         before = _said(prompt, "user")
-        sample = Sample(before.messages + sample.messages, before.loss + sample.loss)
+        sample = UntokenizedSample(before.messages + sample.messages, before.loss + sample.loss)
     tools = checked_conversation_sample([{"role": "user", "content": ""}], "tools", None, row.get("tools")).tools
     return with_default_system_message(
-        Sample(sample.messages, sample.loss, tools), text_in_column(row, "system", optional=True)
+        UntokenizedSample(sample.messages, sample.loss, tools), text_in_column(row, "system", optional=True)
     )
 
 
-def _whole(answer: str | Sample) -> bool:
+def _whole(answer: str | UntokenizedSample) -> bool:
     """Whether an answer brings its prompt along."""
-    return isinstance(answer, Sample) and answer.messages[0]["role"] in ("system", "developer", "user")
+    return isinstance(answer, UntokenizedSample) and answer.messages[0]["role"] in ("system", "developer", "user")
 
 
 def parse(row: Row) -> PreferenceExample:
     """A pair."""
     prompt = None if row.get("prompt") is None else text_or_messages_in_column(row, "prompt")
     chosen, rejected = text_or_messages_in_column(row, "chosen"), text_or_messages_in_column(row, "rejected")
-    if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, Sample):
+    if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, UntokenizedSample):
         if prompt is None:  # TRL's rule: the space before the first different word belongs to the answers
             prompt = commonprefix([chosen, rejected])
             if chosen != rejected:

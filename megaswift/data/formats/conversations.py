@@ -9,7 +9,7 @@ from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.roles import KNOWN, TURN_ROLE_OF, canonical_role_or_none
 from megaswift.data.training_sample import (
     RowError,
-    Sample,
+    UntokenizedSample,
     checked_conversation_sample,
     decode_json_cell,
     describe_value,
@@ -30,7 +30,7 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
     return {k: v for k, v in turn.items() if k not in ("from", "value")} | {"role": role, "content": turn["value"]}
 
 
-def parse(row: Row) -> Sample:
+def parse(row: Row) -> UntokenizedSample:
     """Speakers become roles, values become contents."""
     turns = decode_json_cell(row["conversations"], "conversations", "a list of turns")
     if not isinstance(turns, list):

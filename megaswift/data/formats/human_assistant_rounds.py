@@ -7,7 +7,7 @@ from typing import Any
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.training_sample import (
     RowError,
-    Sample,
+    UntokenizedSample,
     checked_conversation_sample,
     decode_json_cell,
     describe_value,
@@ -26,7 +26,7 @@ def _pairs(row: Row) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "human" in value[0]
 
 
-def _parse(row: Row, column: str) -> Sample:
+def _parse(row: Row, column: str) -> UntokenizedSample:
     rounds = _rounds(row, column)
     if not isinstance(rounds, list):
         raise RowError(column, describe_value(rounds), "a list of rounds")
@@ -45,12 +45,12 @@ def _parse(row: Row, column: str) -> Sample:
     return checked_conversation_sample(messages, column, text_in_column(row, "system", optional=True), row.get("tools"))
 
 
-def parse(row: Row) -> Sample:
+def parse(row: Row) -> UntokenizedSample:
     """Rounds under `conversation`."""
     return _parse(row, "conversation")
 
 
-def parse_conversations_column(row: Row) -> Sample:
+def parse_conversations_column(row: Row) -> UntokenizedSample:
     """Rounds under `conversations`."""
     return _parse(row, "conversations")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megaswift.data.formats import FORMATS, Row, RowFormat
-from megaswift.data.training_sample import Sample, checked_conversation_sample, text_in_column
+from megaswift.data.training_sample import UntokenizedSample, checked_conversation_sample, text_in_column
 
 
-def parse(row: Row) -> Sample:
+def parse(row: Row) -> UntokenizedSample:
     """The messages as they are."""
     return checked_conversation_sample(
         row["messages"], "messages", text_in_column(row, "system", optional=True), row.get("tools")

@@ -7,7 +7,7 @@ from megaswift.config.data import RL
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.training_sample import (
     RowError,
-    Sample,
+    UntokenizedSample,
     checked_conversation_sample,
     reject_chat_only_columns,
     text_in_column,
@@ -15,14 +15,14 @@ from megaswift.data.training_sample import (
 )
 
 
-def parse(row: Row) -> Sample:
+def parse(row: Row) -> UntokenizedSample:
     """The prompt."""
     prompt = text_or_messages_in_column(row, "prompt")
     if isinstance(prompt, str):
         if not prompt.strip():
             raise RowError("prompt", "an empty prompt", "text for the model to continue, or messages")
         reject_chat_only_columns(row)
-        return Sample(text=prompt)
+        return UntokenizedSample(text=prompt)
     if prompt.messages[-1]["role"] == "assistant":
         raise RowError(
             "prompt",

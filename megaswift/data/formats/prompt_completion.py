@@ -9,7 +9,7 @@ from megaswift.config.data import SFT
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.training_sample import (
     RowError,
-    Sample,
+    UntokenizedSample,
     checked_conversation_sample,
     describe_value,
     reject_chat_only_columns,
@@ -18,7 +18,7 @@ from megaswift.data.training_sample import (
 )
 
 
-def parse(row: Row) -> Sample:
+def parse(row: Row) -> UntokenizedSample:
     """The prompt and what follows it."""
     prompt, completion = text_or_messages_in_column(row, "prompt"), text_or_messages_in_column(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -27,7 +27,7 @@ def parse(row: Row) -> Sample:
             raise RowError(
                 "prompt", "an empty prompt", "text before the completion; for text without prompts: megaswift pt"
             )
-        return Sample(text=prompt + completion, prompt=prompt)
+        return UntokenizedSample(text=prompt + completion, prompt=prompt)
     before = (
         checked_conversation_sample([{"role": "user", "content": prompt}], "prompt")
         if isinstance(prompt, str)

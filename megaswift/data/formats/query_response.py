@@ -7,7 +7,7 @@ from typing import Any
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.training_sample import (
     RowError,
-    Sample,
+    UntokenizedSample,
     checked_conversation_sample,
     decode_json_cell,
     describe_value,
@@ -28,7 +28,7 @@ def history_messages(row: Row) -> list[dict[str, Any]]:
     return messages
 
 
-def parse(row: Row) -> Sample:
+def parse(row: Row) -> UntokenizedSample:
     """History, then the query and its response."""
     messages = history_messages(row) + [
         {"role": "user", "content": text_in_column(row, "query")},

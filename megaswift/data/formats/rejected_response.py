@@ -21,20 +21,20 @@ from megaswift.data.preference_rows import (
     number_in_column,
 )
 from megaswift.data.training_sample import (
-    Sample,
+    UntokenizedSample,
     checked_conversation_sample,
     text_in_column,
     with_default_system_message,
 )
 
 
-def read_sft_conversation(row: Row) -> Sample:
+def read_sft_conversation(row: Row) -> UntokenizedSample:
     """The conversation of a row without the columns of preferences, read as a row of SFT."""
     bare = {k: v for k, v in row.items() if k not in COLUMNS}
     return parse_sample(bare, "sft")
 
 
-def _chosen(row: Row) -> Sample:
+def _chosen(row: Row) -> UntokenizedSample:
     sample = read_sft_conversation(row)
     if sample.messages[-1]["role"] != "assistant":
         raise UnusablePreferenceError(
@@ -61,7 +61,7 @@ def parse_rejected_messages(row: Row) -> PreferenceExample:
     roles = [m["role"] for m in chosen.messages]
     if rejected.messages[0]["role"] == "assistant" != roles[0]:
         begin = max(i for i, role in enumerate(roles) if role in ASKING) + 1
-        rejected = Sample(chosen.messages[:begin] + rejected.messages, chosen.loss[:begin] + rejected.loss)
+        rejected = UntokenizedSample(chosen.messages[:begin] + rejected.messages, chosen.loss[:begin] + rejected.loss)
     else:
         rejected = with_default_system_message(rejected, text_in_column(row, "system", optional=True))
     return make_pair(

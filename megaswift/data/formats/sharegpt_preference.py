@@ -9,7 +9,7 @@ from megaswift.config.data import PAIRS
 from megaswift.data.formats import FORMATS, Row, RowFormat
 from megaswift.data.formats.conversations import parse as parse_conversations
 from megaswift.data.preference_rows import PreferenceExample, make_pair, number_in_column
-from megaswift.data.training_sample import RowError, Sample, decode_json_cell, describe_value
+from megaswift.data.training_sample import RowError, UntokenizedSample, decode_json_cell, describe_value
 
 TURN = 'an object {"from": "gpt", "value": ...}, or a list of such'
 
@@ -24,10 +24,10 @@ def _turns(value: Any, column: str) -> list[Any]:
     return [value] if isinstance(value, dict) else value
 
 
-def _answered(row: Row, column: str) -> Sample:
+def _answered(row: Row, column: str) -> UntokenizedSample:
     prompt = parse_conversations(row)
     answer = parse_conversations({"conversations": _turns(row[column], column)})
-    return Sample(prompt.messages + answer.messages, prompt.loss + answer.loss, prompt.tools)
+    return UntokenizedSample(prompt.messages + answer.messages, prompt.loss + answer.loss, prompt.tools)
 
 
 def parse(row: Row) -> PreferenceExample:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from megaswift.data.formats import FORMATS, Row, RowFormat
-from megaswift.data.training_sample import Sample, text_in_column
+from megaswift.data.training_sample import UntokenizedSample, text_in_column
 
 
-def parse(row: Row) -> Sample:
+def parse(row: Row) -> UntokenizedSample:
     """The document as it is; the end-of-text token is added when it is tokenized."""
-    return Sample(text=text_in_column(row, "text"))
+    return UntokenizedSample(text=text_in_column(row, "text"))
 
 
 FORMATS.register("text", RowFormat("text", ("text",), parse, tasks=("pt",), rank=5))

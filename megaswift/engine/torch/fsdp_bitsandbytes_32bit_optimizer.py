@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megaswift.config.optim import OptimConfig
-from megaswift.engine.torch.optimizers import BitsAndBytesOptimizer, Metas, NamedParameters, TorchEngineOptimizer
+from megaswift.engine.torch.optimizers_and_state_tensors import (
+    BitsAndBytesOptimizer,
+    Metas,
+    NamedParameters,
+    TorchEngineOptimizer,
+)
 
 
 def local_tensor(tensor: Any) -> Tensor:

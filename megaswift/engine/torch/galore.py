@@ -7,9 +7,8 @@ weight as scale x P x that. Weight decay acts on the weight itself. States are k
 the paper.
 
 Ours, not the package galore-torch: that one keeps its directions in objects, which only a pickle holds, imports
-bitsandbytes for all of its optimizers, and has not followed it since 2024. Here any optimizer of `optimizers.py` steps
-the stand-ins. The tests compare the two.
-"""
+bitsandbytes for all of its optimizers, and has not followed it since 2024. Here any optimizer of
+`optimizers_and_state_tensors.py` steps the stand-ins. The tests compare the two."""
 
 from __future__ import annotations
 
@@ -23,7 +22,12 @@ from torch import Tensor, nn
 
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import OptimConfig
-from megaswift.engine.torch.optimizers import Metas, NamedParameters, TorchEngineOptimizer, torch_engine_optimizer_class
+from megaswift.engine.torch.optimizers_and_state_tensors import (
+    Metas,
+    NamedParameters,
+    TorchEngineOptimizer,
+    torch_engine_optimizer_class,
+)
 from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
 

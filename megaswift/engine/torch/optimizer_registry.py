@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from megaswift.config.optim import GALORE, ON_PARTS, OptimConfig
 from megaswift.engine.torch.fsdp_bitsandbytes_32bit_optimizer import LocalShardOptimizer
 from megaswift.engine.torch.galore import GaloreOptimizer
-from megaswift.engine.torch.optimizers import TorchEngineOptimizer, torch_engine_optimizer_class
+from megaswift.engine.torch.optimizers_and_state_tensors import TorchEngineOptimizer, torch_engine_optimizer_class
 
 
 def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> TorchEngineOptimizer:

@@ -35,7 +35,7 @@ from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.deepspeed_json import KINDS, matching_deepspeed_preset, offloads_optimizer_and_weights
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.squared_gradient_norm import sum_of_squares
-from megaswift.engine.torch import zero_config
+from megaswift.engine.torch import deepspeed_import_and_config_overrides
 from megaswift.engine.torch.data_parallel_strategy import (
     GRADIENT,
     WEIGHT,
@@ -83,12 +83,14 @@ class ZeroStrategy:
         self.stage, (self._offload, self._offload_weights) = KINDS[self.kind][0], offloads_optimizer_and_weights(config)
         self._world = dist.get_world_size()
         self._names = dict(module.named_parameters())
-        self.loss_scale, half = loss_scale, zero_config.half_dtype(config)
+        self.loss_scale, half = loss_scale, deepspeed_import_and_config_overrides.half_dtype(config)
         exact = _finer_than(half, module) if half is not None and self.stage else {}
-        deepspeed = zero_config.load_deepspeed(device.type)
-        settings = zero_config.deepspeed_engine_config(config, self._world, device.type)
+        deepspeed = deepspeed_import_and_config_overrides.load_deepspeed(device.type)
+        settings = deepspeed_import_and_config_overrides.deepspeed_config_with_engine_overrides(
+            config, self._world, device.type
+        )
         if self.stage == 3 and any(is_unallocated(p) for p in self._names.values()):
-            zero_config.partition_meta_parameters(module, settings, device)
+            deepspeed_import_and_config_overrides.partition_meta_parameters(module, settings, device)
         allocate_storage(self._names.values(), device)
         optimizer = make_adamw_or_sgd([(n, p) for n, p in self._names.items() if p.requires_grad], optim)
         self.module, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)

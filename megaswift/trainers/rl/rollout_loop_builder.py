@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.byte_size import bytes_text
+from megaswift.config.byte_size_text import bytes_text
 from megaswift.config.evaluation_rules import evaluates
 from megaswift.config.generation_batch import generation_batch_plan
 from megaswift.config.rl_defaults import advantage_estimator_entry_of

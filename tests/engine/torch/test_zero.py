@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO at every stage, with and without offload, against plain torch on one process: gradients, norms,
 weights, shards.
 
-Covers: megaswift/engine/torch/zero_config.py, megaswift/engine/torch/zero_tensors.py.
+Covers: megaswift/engine/torch/deepspeed_import_and_config_overrides.py, megaswift/engine/torch/zero_tensors.py.
 """
 
 from __future__ import annotations

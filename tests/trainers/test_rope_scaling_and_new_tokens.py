@@ -21,8 +21,8 @@ from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError
 from megaswift.families.family import read_config_json
 from megaswift.families.rope_scaling_option import config_with_rope_scaling
-from megaswift.trainers.changed_model import changed_config_and_tokenizer
 from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.rope_scaling_and_new_tokens import changed_config_and_tokenizer
 from megaswift.trainers.task_model_spec import model_spec_for_task
 from tests.trainers.inputs import logits, write_inputs, write_model
 from tests.trainers.runs import run

@@ -17,7 +17,7 @@ UNITS = {
 }
 
 
-def parse_byte_size(text: str) -> int | None:
+def byte_size_or_none(text: str) -> int | None:
     """Bytes; None where `text` is no size above 0."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in UNITS or float(match[1]) <= 0:

@@ -47,7 +47,7 @@ def half_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     return next((dtype for section, dtype in named.items() if (config.get(section) or {}).get("enabled")), None)
 
 
-def deepspeed_engine_config(config: Mapping[str, Any], world: int, device_type: str) -> dict[str, Any]:
+def deepspeed_config_with_engine_overrides(config: Mapping[str, Any], world: int, device_type: str) -> dict[str, Any]:
     """The configuration that DeepSpeed gets for a resolved one (`megaswift.config.deepspeed_json.fill`).
 
     - Batch sizes are one row a process: a loss comes divided by the global count, so DeepSpeed must not divide by
@@ -105,9 +105,8 @@ def partition_meta_parameters(module: nn.Module, settings: Mapping[str, Any], de
     """Stage 3: every parameter of a meta module becomes this rank's shard, before `deepspeed.initialize` would take
     them all at once.
 
-    What is in the shards is given later. `settings` are those of `deepspeed_engine_config`; buffers, which DeepSpeed
-    leaves where they are, move.
-    """
+    What is in the shards is given later. `settings` are those of `deepspeed_config_with_engine_overrides`; buffers,
+    which DeepSpeed leaves where they are, move."""
     deepspeed = load_deepspeed(device.type)
     deepspeed.init_distributed()  # before the configuration is read, which else takes the world to be one process
     dtype = half_dtype(settings) or torch.float32
