@@ -50,8 +50,6 @@ class MigratedRun:
     options: dict[str, MigratedOption] = field(default_factory=dict)
     unset: set[str] = field(default_factory=set)
     """Options that the command sets to none."""
-    advised: set[str] = field(default_factory=set)
-    """Options that were set as a message of the loader advises."""
     left_out: list[str] = field(default_factory=list)
     """Options without effect, each with the reason."""
     questions: list[Problem] = field(default_factory=list)

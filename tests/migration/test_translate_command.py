@@ -13,8 +13,6 @@ import pytest
 
 from megaswift.config import load_config
 from megaswift.config.sections import NAMES, OPTIONS
-from megaswift.errors import ConfigError, Problem
-from megaswift.migration import settle_options
 from tests.migration.translated import loaded, translated
 
 COMMANDS = {
@@ -122,21 +120,6 @@ def test_what_the_rules_refuse_is_a_question_and_the_rest_loads(tmp_path: Path) 
     c = loaded(run, tmp_path)
     assert "lora_rank" not in run.options and any("--lora_rank 4: would be ignored" in line for line in run.open)
     assert any("max_steps is required" in line for line in run.open) and c.value("packing") is True
-
-
-def test_an_option_that_the_rules_need_is_set_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the command leaves it to a default."""
-    check = settle_options.checked_sections_from_sources
-
-    def with_one_more_rule(task: Any, sources: Any, **more: Any) -> Any:
-        if not any(given.name == "logging_steps" and given.value == 7 for s in sources for given in s.givens):
-            raise ConfigError(Problem("the run", "needs another interval", "--logging_steps 7"))
-        return check(task, sources, **more)
-
-    monkeypatch.setattr(settle_options, "checked_sections_from_sources", with_one_more_rule)
-    run = translated("swift sft --model m --dataset d --tuner_type full", tmp_path)
-    assert run.options["logging_steps"].value == 7
-    assert any(line.startswith("logging_steps: 7: is set because the run needs it") for line in run.open)
 
 
 def test_a_task_that_is_not_here(tmp_path: Path) -> None:
