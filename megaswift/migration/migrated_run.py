@@ -32,12 +32,14 @@ class MigratedOption:
     comment: str = ""
     of_default: bool = False
     """Written out because the other toolkit's default differs."""
+    spelling: str = ""
+    """As the command spelled the name, where that counts: `save_safetensors false` is more than `export_hf false`."""
 
     @property
     def given(self) -> GivenOptionValue:
         """As the loader will read it."""
         text = MASK if is_secret(self.name) else option_value_text(self.value)
-        return GivenOptionValue(self.name, self.value, f"{self.name}: {text}", f"{self.name}:")
+        return GivenOptionValue(self.name, self.value, f"{self.name}: {text}", self.spelling or f"{self.name}:")
 
 
 @dataclass

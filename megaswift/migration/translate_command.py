@@ -150,7 +150,8 @@ def _take_option(run: MigratedRun, given: GivenOptionValue) -> None:
         run.unset.add(option.name)
         run.left_out.append(f"{given.label}: {option.name} stays unset")
         return
-    run.add(MigratedOption(option.name, value, given.label, _comment(option.name, value, given)))
+    comment = _comment(option.name, value, given)
+    run.add(MigratedOption(option.name, value, given.label, comment, spelling=given.spelling))
 
 
 def _comment(name: str, value: object, given: GivenOptionValue) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from megaswift.config import load_config
 from megaswift.config.sections import NAMES, OPTIONS
+from megaswift.errors import ConfigError
 from tests.migration.translated import loaded, translated
 
 COMMANDS = {
@@ -120,6 +121,20 @@ def test_what_the_rules_refuse_is_a_question_and_the_rest_loads(tmp_path: Path) 
     c = loaded(run, tmp_path)
     assert "lora_rank" not in run.options and any("--lora_rank 4: would be ignored" in line for line in run.open)
     assert any("max_steps is required" in line for line in run.open) and c.value("packing") is True
+
+
+@pytest.mark.parametrize("spelling", ["--save_safetensors false", "--save-safetensors False"])
+def test_files_that_no_engine_writes_are_asked_as_the_loader_asks(spelling: str, tmp_path: Path) -> None:
+    """`export_hf: false` alone would be accepted: it asks for fewer files, not for pickled ones."""
+    words = f"--model m --dataset d --tuner_type full {spelling} --deepspeed zero2"
+    with pytest.raises(ConfigError) as refused:
+        load_config("sft", words.split(), environ={})
+    (problem,) = refused.value.problems
+    run = translated(f"swift sft {words}", tmp_path)
+    assert "export_hf" not in run.options and loaded(run, tmp_path).value("export_hf") is True
+    assert any(line.startswith(f"{spelling}: ") and problem.rule in line for line in run.open)
+    run = translated(f"megatron sft --model m --dataset d {spelling}", tmp_path)
+    assert loaded(run, tmp_path).value("export_hf") is False and not any("safetensors" in line for line in run.open)
 
 
 def test_a_task_that_is_not_here(tmp_path: Path) -> None:
