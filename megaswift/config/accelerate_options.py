@@ -148,11 +148,13 @@ def _offloading_config(environ: Mapping[str, str]) -> str:
 def _fsdp(environ: Mapping[str, str]) -> Iterator[GivenOptionValue]:
     if _sharding(environ) == NO_SHARD:
         yield GivenOptionValue("engine", "ddp", "accelerate's fsdp_sharding_strategy NO_SHARD")
-        return
-    words = [_sharding(environ)] + ["offload"] * _on(environ, "FSDP_OFFLOAD_PARAMS")
-    yield GivenOptionValue("fsdp", words, "accelerate's fsdp_config")
+        if _on(environ, "FSDP_OFFLOAD_PARAMS"):
+            yield GivenOptionValue("fsdp", ["offload"], "accelerate's fsdp_offload_params")
+    else:
+        words = [_sharding(environ)] + ["offload"] * _on(environ, "FSDP_OFFLOAD_PARAMS")
+        yield GivenOptionValue("fsdp", words, "accelerate's fsdp_config")
     classes = environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "None")
-    if classes != "None":
+    if classes != "None" and _sharding(environ) != NO_SHARD:
         yield GivenOptionValue(
             "fsdp_transformer_layer_cls_to_wrap",
             classes.split(","),

@@ -239,7 +239,7 @@ ADAPTER_CLASHES: tuple[ConflictingOptions, ...] = (
         (*_BITS, *READS),
         lambda c: base_quantization_bits(c) is not None and not _native(c) and requested_engine(c) in SHARDED,
         "is not supported with sharded weights: bitsandbytes blocks cannot be split",
-        "--engine ddp, zero2, or megatron, which shards qlora with --tp",
+        "--engine megatron, which shards qlora with --tp, or --engine zero2, or --engine ddp",
     ),
     ConflictingOptions(
         (*_BITS,),

@@ -33,18 +33,20 @@ def translated_fsdp_options(givens: Sequence[GivenOptionValue]) -> Iterator[Give
     if any(word in words for word in ("shard_grad_op", "hybrid_shard_zero2")):
         words = [word for word in words if word != KEPT]
     words = [{RESHARDED: "full_shard", KEPT: "shard_grad_op"}.get(word, word) for word in words]
+    files = [given.value for given in givens if given.name == "fsdp_config"] + [w for w in words if _names_file(w)]
+    is_ddp = NO_SHARD in words or any(_ddp_options(file) is not None for file in files)
     for given in givens:
         if given.name == "fsdp_config":
             yield from _of_file(given)
         elif given not in said:
-            if not (given.name == "use_fsdp" and NO_SHARD in words):
+            if not (given.name == "use_fsdp" and is_ddp):
                 yield given
         elif given is said[0]:
             yield from _as_one(given, words)
 
 
 def _as_one(given: GivenOptionValue, words: list[str]) -> Iterator[GivenOptionValue]:
-    file = next((word for word in words if word.lower().endswith(FILES) or word.lstrip().startswith("{")), None)
+    file = next(filter(_names_file, words), None)
     if file is not None:
         yield from _of_file(replace(given, name="fsdp_config", value=file))
         words = [word for word in words if word != file]
@@ -58,12 +60,21 @@ def _as_one(given: GivenOptionValue, words: list[str]) -> Iterator[GivenOptionVa
         yield replace(given, name="fsdp", value=words)
 
 
+def _names_file(word: str) -> bool:
+    return word.lower().endswith(FILES) or word.lstrip().startswith("{")
+
+
+def _ddp_options(settings: Any) -> dict[str, Any] | None:
+    """Of a file, its JSON or an object without sharding; None for any other."""
+    text = json.dumps(settings) if isinstance(settings, dict) else settings
+    return ddp_options_of_no_shard(text) if isinstance(text, str) else None
+
+
 def _of_file(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
     """`fsdp_config`, an object as JSON; a file without sharding is DDP."""
-    text = json.dumps(given.value) if isinstance(given.value, dict) else given.value
-    options = ddp_options_of_no_shard(text) if isinstance(text, str) else None
+    options = _ddp_options(given.value)
     if options is None:
-        yield replace(given, value=text)
+        yield replace(given, value=json.dumps(given.value) if isinstance(given.value, dict) else given.value)
     else:
         for name, value in options.items():
             label = f"{given.label}: offload_params" if name == "fsdp" else given.label

@@ -20,15 +20,19 @@ SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
         "a constant schedule has no final learning rate",
         "--lr_scheduler_type cosine",
     ),
-    *(
-        IgnoredOption(
-            name,
-            _SCHEDULE,
-            lambda c: c.optim.lr_scheduler_type == "constant",
-            "a constant schedule has no final learning rate",
-            "--lr_scheduler_type cosine",
-        )
-        for name in ("min_lr_ratio", "lr_decay_iters")
+    IgnoredOption(
+        "min_lr_ratio",
+        _SCHEDULE,
+        lambda c: c.optim.lr_scheduler_type == "constant",
+        "a constant schedule has no final learning rate",
+        "--lr_scheduler_type cosine",
+    ),
+    IgnoredOption(  # warmup_ratio is a share of it
+        "lr_decay_iters",
+        (*_SCHEDULE, "warmup_ratio"),
+        lambda c: c.optim.lr_scheduler_type == "constant" and not c.optim.warmup_ratio,
+        "a constant schedule has no final learning rate",
+        "--lr_scheduler_type cosine",
     ),
     IgnoredOption(
         "wsd_decay_ratio",
@@ -98,15 +102,6 @@ SCHEDULE_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.optim.lr_decay_iters is not None and c.optim.warmup_steps >= c.optim.lr_decay_iters,
         "ends the schedule within the {warmup_steps} warmup steps",
         "give more steps than --warmup_steps {warmup_steps}",
-    ),
-    ConflictingOptions(
-        ("wsd_decay_steps", "max_steps"),
-        lambda c: (
-            c.optim.wsd_decay_steps is not None
-            and (c.optim.lr_decay_iters or c.train.max_steps or c.optim.wsd_decay_steps) < c.optim.wsd_decay_steps
-        ),
-        "is longer than the schedule",
-        "--wsd_decay_ratio 0.1",
     ),
     ConflictingOptions(
         ("min_lr", "learning_rate"),

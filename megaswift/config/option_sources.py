@@ -130,13 +130,8 @@ def read_config_file(path: str) -> ConfigSource:
         rule = f"is not a file name ({error.strerror})"
         raise ConfigError(Problem(f"{path[:40]}...", rule, "give a YAML or JSON configuration file")) from None
     if folder:
-        raise ConfigError(
-            Problem(
-                path,
-                "is a folder; the first positional argument must be a YAML or JSON configuration file",
-                f"--model {path}",
-            )
-        )
+        rule = "is a folder; the first positional argument must be a YAML or JSON configuration file"
+        raise ConfigError(Problem(path, rule, f"--model {path}"))
     if file.suffix.lower() in DATA_SUFFIXES:
         raise ConfigError(Problem(path, "is not a configuration file (YAML or JSON)", f"--dataset {path}"))
     if not file.exists():
@@ -146,7 +141,7 @@ def read_config_file(path: str) -> ConfigSource:
     try:
         text = _text(file)
         pairs = list(_json_pairs(text) if file.suffix.lower() == ".json" else _yaml_pairs(text))
-        if {"compute_environment", "distributed_type"} & {name for section, name, *_ in pairs if not section}:
+        if _is_accelerate_file({name for section, name, *_ in pairs if not section}):
             return ConfigSource((GivenOptionValue("accelerate_config", path, path, path),))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(Problem(path, f"cannot be read: {error}")) from None
@@ -177,6 +172,12 @@ def read_config_file(path: str) -> ConfigSource:
             givens.append(GivenOptionValue(normalize_name(name), value, label, f"{path}{line} {name}:"))
         seen.add((section, name))
     return ConfigSource(tuple(givens), tuple(problems), config_version_notices(path, text))
+
+
+def _is_accelerate_file(names: set[str]) -> bool:
+    """Of names that accelerate alone has; one of them in a file with a model or data is a mistake in it."""
+    found = names & {"compute_environment", "distributed_type"}
+    return len(found) == 2 or bool(found) and not {NAMES.get(normalize_name(n)) for n in names} & {"model", "dataset"}
 
 
 def config_version_notices(path: str, text: str) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from megaswift.config.neutral_options import neutral_option
 from megaswift.config.non_lora_peft_methods import VARIANTS
 from megaswift.config.option_sources import GivenOptionValue
 from megaswift.config.parse_option_values import FALSE, TRUE
-from megaswift.config.sections import NAMES, OPTIONS
+from megaswift.config.sections import NAMES
 from megaswift.errors import ConfigError
 
 RENAMED = {
@@ -150,7 +150,7 @@ SCHEDULER_DEFAULTS = (("num_cycles", 0.5), *((name, None) for name in SCHEDULER_
 """Entries that ask for nothing: the cosine schedule of transformers is half a wave."""
 _SCHEDULER_KEY, _DATALOADER_KEY = "unknown key of lr_scheduler_kwargs", "unknown key of dataloader"
 KNOWN_KEYS = {
-    _SCHEDULER_KEY: ", ".join(SCHEDULER_ARGUMENTS),
+    _SCHEDULER_KEY: ", ".join(key for key, option in SCHEDULER_ARGUMENTS.items() if option in NAMES),
     _DATALOADER_KEY: "batch_size, shuffle, num_workers, pin_memory",
 }
 """What stands for an entry of a mapping that no option answers to -> the keys that have one."""
@@ -189,9 +189,7 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
         elif given.name == "distributed_timeout_minutes" and _number(text) > 0:
             yield replace(given, name="ddp_timeout", value=round(60 * _number(text)))
         elif given.name in RENAMED or given.name in TASK_SPELLINGS:
-            name = RENAMED.get(given.name, "task")
-            is_flag = given.value is None and name in OPTIONS and OPTIONS[name].kind == "bool"
-            yield replace(given, name=name, value=True if is_flag else given.value)
+            yield replace(given, name=RENAMED.get(given.name, "task"))
         elif given.name in _HOST:
             yield replace(given, name="rollout_server_url", value=_server_urls(given, givens))
         elif NAMES.get(given.name) == "train_type" and (switch := VARIANTS.get(text)) is not None:
@@ -226,7 +224,7 @@ def _deepspeed_section(given: GivenOptionValue, section: dict[str, Any]) -> Iter
         yield replace(given, name="deepspeed" if engine in ZERO else "engine", value=engine)
     else:
         yield replace(given, value=path)
-        if stage is not None and stage != _stage_of_file(str(path)):
+        if stage is not None and str(stage) != str(_stage_of_file(str(path))):
             yield replace(given, name="engine", value=f"zero{stage}", label=f"{given.spelling} stage: {stage}")
 
 

@@ -104,8 +104,8 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("router_replay_mode", ("disabled",), "training routes tokens to experts anew", LEAVE),
     ("use_gym_env", OFF, "an environment is a class in a Python file", "--environment FILE.py:Class"),
     ("gym_env", UNSET, "an environment is a class in a Python file", "--environment FILE.py:Class"),
-    ("completion_length_limit_scope", ANY,
-     "--max_length limits all turns together, and --max_completion_length each completion", ""),
+    ("completion_length_limit_scope", ("per_round",),
+     "--max_length limits all turns together, and --max_completion_length each completion", "--max_length N"),
     ("advantage_reweight", UNSET, "advantages are not weighted by a teacher", LEAVE),
     ("chord_sft_dataset chord_sft_per_device_train_batch_size chord_mu_warmup_steps chord_mu_decay_steps "
      "chord_mu_peak chord_mu_valley chord_enable_phi_function", (*UNSET, *OFF), "CHORD is not supported", LEAVE),

@@ -153,7 +153,11 @@ def split_batch_into_documents(batch: Batch) -> list[Document]:
 
 def labeled_documents(batches: Sequence[Batch]) -> list[list[Document]]:
     """The documents of each micro-batch's examples."""
-    return [[split_batch_into_documents(b)[i] for i in b.fields["examples"].tolist()] for b in batches]
+    return _examples(batches, [split_batch_into_documents(batch) for batch in batches])
+
+
+def _examples(batches: Sequence[Batch], split: Sequence[Sequence[Document]]) -> list[list[Document]]:
+    return [[d[i] for i in b.fields["examples"].tolist()] for d, b in zip(split, batches, strict=True)]
 
 
 def previous_in_global_batch(
@@ -190,16 +194,17 @@ def kto_kl_batches(
     before it in its micro-batch. An example whose answer is None is left out of `fields["examples"]`. A document keeps
     the sample id of its prompt. One that is cut within its prompt is left without a label.
     """
-    own = labeled_documents(batches)
-    answers = [[*d[-1:], *d[:-1]] for d in own] if answers is None else answers
+    split = [split_batch_into_documents(batch) for batch in batches]
+    if answers is None:
+        answers = [[*d[-1:], *d[:-1]] for d in _examples(batches, split)]
     mismatched: list[Sequence[Document | None]] = []
     counted: list[Tensor] = []
-    for batch, prompts, others in zip(batches, own, answers, strict=True):
-        documents: list[Document | None] = [d if len(d[0]) else None for d in split_batch_into_documents(batch)]
+    for batch, own_documents, others in zip(batches, split, answers, strict=True):
+        documents: list[Document | None] = [d if len(d[0]) else None for d in own_documents]
         examples = batch.fields["examples"]
-        for i, prompt, answer in zip(examples.tolist(), prompts, others, strict=True):
+        for i, answer in zip(examples.tolist(), others, strict=True):
             if answer is not None:
-                documents[i] = _with_completion_of(prompt, answer, max_length)
+                documents[i] = _with_completion_of(own_documents[i], answer, max_length)
         mismatched.append(documents)
         counted.append(examples[torch.tensor([a is not None for a in others], dtype=torch.bool)])
     laid = collate_preferences(mismatched, batches[0].cu_seqlens is not None, shape, uniform)

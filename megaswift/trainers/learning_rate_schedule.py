@@ -64,8 +64,12 @@ def final_rate(optim: ScheduleOptions) -> float:
     return optim.min_lr if optim.min_lr_ratio is None else optim.min_lr_ratio * optim.learning_rate
 
 
-def check_warmup(total_steps: int, optim: ScheduleOptions) -> None:
-    """ConfigError for a warm-up that outlasts the run, which would never come to its learning rate."""
+def check_schedule_length(total_steps: int, optim: ScheduleOptions) -> None:
+    """ConfigError for a warm-up that outlasts the run, which would never come to its learning rate, and for a decay
+    longer than the schedule."""
+    if optim.lr_scheduler_type == "wsd" and (optim.wsd_decay_steps or 0) > decay_steps(total_steps, optim):
+        rule = f"is longer than the schedule of {count_text(decay_steps(total_steps, optim), 'step')}"
+        raise ConfigError(Problem(f"--wsd_decay_steps {optim.wsd_decay_steps}", rule, "--wsd_decay_ratio 0.1"))
     if optim.warmup_steps > total_steps:
         raise ConfigError(
             Problem(

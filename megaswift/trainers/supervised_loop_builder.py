@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megaswift.trainers.learning_rate_schedule import check_warmup, count_steps, lr_at
+from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at
 from megaswift.trainers.loop import Loop, unchanged
 from megaswift.trainers.startup_summary import SummaryFacts
 from megaswift.trainers.timers import StepTimer, timed
@@ -31,7 +31,7 @@ def build_supervised_loop(session: TrainingSession) -> LoopWithRunSummary:
     with timed(session.seconds, "data"):
         source, evaluation = build.data()
         total = count_steps(cfg, source)
-    check_warmup(total, cfg.optim)
+    check_schedule_length(total, cfg.optim)
     with timed(session.seconds, "model"), session.memory_advice():
         engine = build.engine(fresh=build.resumed is None, total_steps=total)
         hooks = build.hooks(engine, evaluation)

@@ -173,7 +173,6 @@ CLASHING = [
     ("min_lr", "--min_lr 0.1"),
     ("min_lr_ratio", "--min_lr_ratio 0.1 --min_lr 1e-6"),
     ("lr_decay_iters", "--lr_decay_iters 5 --warmup_steps 5"),
-    ("wsd_decay_steps", "--wsd_decay_steps 6 --lr_scheduler_type wsd --max_steps 5"),
 ]
 
 

@@ -188,3 +188,39 @@ def test_an_option_without_effect_may_hold_names_with_values(tmp_path: Path) -> 
         assert "gradient_checkpointing_kwargs" in " ".join(
             load_config("sft", [str(tmp_path / name)], environ={}).notices
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("freeze_vision_tower", "freeze_vit"), ("enable_liger_kernel", "use_liger"), ("dataset_streaming", "streaming")],
+)
+def test_an_empty_entry_switches_nothing_on(name: str, option: str, tmp_path: Path) -> None:
+    """Of an option under another toolkit's name, as of one under its own."""
+    results = []
+    for spelling in (name, option):
+        (tmp_path / "run.yaml").write_text(f"model: m\ndataset: d\n{spelling}:\n")
+        try:
+            results.append(load_config("sft", [str(tmp_path / "run.yaml")], environ={}).value(option))
+        except ConfigError as error:
+            results.append(str(error).replace(spelling, option))
+    assert results[0] == results[1] and results[0] is not True
+
+
+def test_a_warmup_of_a_constant_schedule_is_a_share_of_lr_decay_iters() -> None:
+    words = [*GIVEN, "--lr_scheduler_type", "constant", "--lr_decay_iters", "1000", "--warmup_ratio", "0.1"]
+    assert load_config("sft", words, environ={}).optim.lr_decay_iters == 1000
+
+
+def test_one_key_of_accelerate_in_an_options_file(tmp_path: Path) -> None:
+    """The file stays one of options, and the key is what is wrong with it."""
+    (tmp_path / "run.yaml").write_text("model: m\ndataset: d\ndistributed_type: MULTI_GPU\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config("sft", [str(tmp_path / "run.yaml")], environ={})
+    assert "distributed_type" in str(caught.value) and "model: m would be ignored" not in str(caught.value)
+
+
+def test_a_file_without_sharding_beside_use_fsdp(tmp_path: Path) -> None:
+    """NO_SHARD is DDP, as a word and in a file."""
+    (tmp_path / "fsdp.json").write_text('{"fsdp_sharding_strategy": "NO_SHARD"}')
+    for words in (["--fsdp", "no_shard"], ["--fsdp_config", str(tmp_path / "fsdp.json")]):
+        assert load_config("sft", [*GIVEN, "--use_fsdp", "true", *words], environ={}).engine.engine == "ddp"

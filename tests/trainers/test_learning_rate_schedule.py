@@ -9,7 +9,7 @@ from transformers import get_scheduler
 
 from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError
-from megaswift.trainers.learning_rate_schedule import check_warmup, lr_at, warmup_steps
+from megaswift.trainers.learning_rate_schedule import check_schedule_length, lr_at, warmup_steps
 
 STEPS = 37
 
@@ -194,10 +194,10 @@ def test_warmup_steps():
 
 def test_a_warm_up_that_outlasts_the_run_is_refused():
     with pytest.raises(ConfigError, match="--warmup_steps 11: is longer than the run of 10 steps"):
-        check_warmup(10, SwiftConfig(warmup_steps=11).optim)
+        check_schedule_length(10, SwiftConfig(warmup_steps=11).optim)
     assert (
-        check_warmup(10, SwiftConfig(warmup_steps=10).optim)
-        is check_warmup(1, SwiftConfig(warmup_ratio=0.9).optim)
+        check_schedule_length(10, SwiftConfig(warmup_steps=10).optim)
+        is check_schedule_length(1, SwiftConfig(warmup_ratio=0.9).optim)
         is None
     )
 
@@ -207,3 +207,12 @@ def test_every_kind_of_the_configuration_has_a_rate():
 
     for kind in OPTIONS["lr_scheduler_type"].details["choices"]:
         assert 0 <= lr_at(1, 10, Optim(lr_scheduler_type=kind)) <= 3e-4
+
+
+def test_a_decay_longer_than_the_schedule() -> None:
+    """Of the run's steps, known once the data are read, or of `lr_decay_iters`."""
+    with pytest.raises(ConfigError, match=r"wsd_decay_steps 6: is longer than the schedule of 5 steps"):
+        check_schedule_length(5, SwiftConfig(lr_scheduler_type="wsd", wsd_decay_steps=6).optim)
+    with pytest.raises(ConfigError, match=r"is longer than the schedule of 4 steps"):
+        check_schedule_length(9, SwiftConfig(lr_scheduler_type="wsd", wsd_decay_steps=6, lr_decay_iters=4).optim)
+    assert check_schedule_length(6, SwiftConfig(lr_scheduler_type="wsd", wsd_decay_steps=6).optim) is None

@@ -31,7 +31,7 @@ from megaswift.rollout.write_weight_sync_folders import SyncRounds
 from megaswift.trainers.batch_transforms import ReferenceLogprobs
 from megaswift.trainers.flops import step_flop_formula
 from megaswift.trainers.hook import Hook
-from megaswift.trainers.learning_rate_schedule import check_warmup, count_steps, lr_at
+from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at
 from megaswift.trainers.loop import Loop, unchanged
 from megaswift.trainers.rl.adapter_or_merged_weight_sync import adapter_rank, merged_sync_reason, syncs_adapters_only
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
@@ -173,7 +173,7 @@ def build_rollout_loop(session: TrainingSession) -> LoopWithRunSummary:
     with timed(session.seconds, "data"):
         prompts, held_out = build_training_and_held_out_prompts(build)
         total = count_steps(cfg, prompts)
-    check_warmup(total, cfg.optim)
+    check_schedule_length(total, cfg.optim)
 
     def rate(step: int) -> float:
         return lr_at(step, loop.total_steps, cfg.optim)  # a resumed run may have another number of steps
