@@ -40,6 +40,8 @@ def settle_options(run: MigratedRun) -> None:
 
 def leave_out_idle_options(run: MigratedRun) -> None:
     """Takes out what the loader leaves out with a notice."""
+    run.left_out += [f"{given.label}: {reason}" for given, reason in run.accepted.values()]
+    run.accepted = {}
     sections = run.sections
     if sections is None:
         return
@@ -64,6 +66,11 @@ def missing_options(run: MigratedRun) -> list[Problem]:
 
 def _drop_one(run: MigratedRun, problems: list[Problem]) -> None:
     for problem in problems:
+        accepted = next((n for n, (given, _) in run.accepted.items() if given.label == problem.what), None)
+        if accepted is not None:
+            del run.accepted[accepted]
+            run.ask_problem(problem)
+            return
         if (option := _culprit(run, problem)) is not None:
             del run.options[option.name]
             what = f"default of {run.toolkit}, {option.given.label}" if option.of_default else option.label
