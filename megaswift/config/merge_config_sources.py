@@ -281,27 +281,33 @@ def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
 
 
 def _take_unknown(state: ResolveState, given: GivenOptionValue) -> None:
-    """An option that megaswift does not have: accepted where it asks for what happens anyway."""
+    answer = answer_to_unknown_option(given, state.task)
+    if isinstance(answer, Problem):
+        state.problems.append(answer)
+        return
+    state.foreign.append(given.name)
+    name, entry = answer
+    state.neutral[name] = (given.label, entry)
+
+
+def answer_to_unknown_option(given: GivenOptionValue, task: str | None) -> tuple[str, NeutralOption] | Problem:
+    """An option that megaswift does not have: the entry that accepts it and the name it is under, or the mistake.
+
+    It is accepted where it asks for what happens anyway; what the entry says of other options is to be checked later.
+    """
     name, value, neutral = given.name, given.value, _answer(given.name)
     if neutral is None and (positive := name.removeprefix("no_").removeprefix("disable_")) not in NAMES:
         neutral = _answer(positive)
         name, value = positive, str(value).strip().lower() in FALSE
     if neutral is not None and neutral.may_accept(value):
-        state.foreign.append(given.name)
-        if neutral.accepts(value):
-            neutral = replace(neutral, true_with=("", ""))
-        off = str(value).strip().lower() in FALSE
-        state.neutral[name] = (given.label, replace(neutral, unless="") if off else neutral)
-    elif _SAMPLING.match(given.name) and state.task is not None and state.task not in RL:
-        rule = f"has no effect in {state.task}, which samples nothing"
-        state.problems.append(Problem(given.label, rule, "leave it out"))
-    elif (keys := KNOWN_KEYS.get(given.name)) is not None:
-        state.problems.append(Problem(given.label, "is not a known key", f"leave it out; known keys: {keys}"))
-    elif neutral is None:
-        state.problems.append(unknown_option_problem(given, NAMES))
-    else:
-        fix = neutral.otherwise or "leave it out"
-        state.problems.append(Problem(given.label, f"is not supported: {neutral.reason}", fix))
+        return name, neutral.with_value(value)
+    if _SAMPLING.match(given.name) and task is not None and task not in RL:
+        return Problem(given.label, f"has no effect in {task}, which samples nothing", "leave it out")
+    if (keys := KNOWN_KEYS.get(given.name)) is not None:
+        return Problem(given.label, "is not a known key", f"leave it out; known keys: {keys}")
+    if neutral is None:
+        return unknown_option_problem(given, NAMES)
+    return Problem(given.label, f"is not supported: {neutral.reason}", neutral.otherwise or "leave it out")
 
 
 def _answer(name: str) -> NeutralOption | None:

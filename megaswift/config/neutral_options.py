@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megaswift.config.parse_option_values import FALSE, TRUE
@@ -41,6 +41,12 @@ class NeutralOption:
     def may_accept(self, value: Any) -> bool:
         """Whether the value asks for what happens anyway, if not in every run, then with `true_with`."""
         return self.accepts(value) or (bool(self.true_with[0]) and str(value).strip().lower() in TRUE)
+
+    def with_value(self, value: Any) -> NeutralOption:
+        """The entry with only those conditions that an accepted value depends on."""
+        off = str(value).strip().lower() in FALSE
+        always = self.accepts(value)
+        return replace(self, unless="" if off else self.unless, true_with=("", "") if always else self.true_with)
 
 
 def _number(text: str) -> float | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,20 @@ TAGS = (
 """Of turns, as both are recognized; the first are LLaMA-Factory's defaults."""
 READ = ("file_name", "hf_hub_url", "ms_hub_url", "formatting", "ranking", "columns", "tags", "num_samples")
 DATASETS = ("dataset", "eval_dataset")
+OWN_NAMES = frozenset({*OWN_COLUMNS.values(), "messages"})
+"""Names of columns that need no renaming."""
+
+
+@dataclass(frozen=True)
+class _DatasetColumns:
+    """The columns of one data set."""
+
+    what: str
+    """The data set in a question."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """(the name here, the file's name) of the columns that are called otherwise."""
+    kept: frozenset[str] = OWN_NAMES
+    """Columns that have their name here in the file already; all of them where the entry names none."""
 
 
 def with_registered_datasets(
@@ -48,22 +62,23 @@ def with_registered_datasets(
     """The options of one source, its data sets by file or hub ID. `folder`: of the file that names them."""
     named = [given for given in givens if given.name in DATASETS]
     place = next((str(given.value) for given in givens if given.name == "dataset_dir"), DEFAULT_FOLDER)
-    columns: dict[str, str] = {}
+    datasets: list[_DatasetColumns] = []
     made: dict[str, list[str]] = {}
     for given in named:
         names = given.value if isinstance(given.value, list) else str(given.value).split(",")
         names = [str(name).strip() for name in names]
         if all(Path(name).exists() for name in names):
             made[given.label] = names
+            datasets += [_DatasetColumns(f"{given.name} {name}") for name in names]
             continue
         info = _info_file(place, folder)
         if info is None:
             fix = f"give the file or hub ID of that entry; {place}/{INFO} is not found from here"
             run.ask(given.label, f"is an entry of LLaMA-Factory's {INFO}", fix)
         else:
-            made[given.label] = [*_sources(run, given, names, info, columns)]
+            made[given.label] = [*_sources(run, given, names, info, datasets)]
     out = [replace(g, value=made[g.label]) if g in named else g for g in givens if g not in named or made.get(g.label)]
-    if columns:
+    if columns := _columns_of_run(run, datasets):
         out.append(GivenOptionValue("columns", columns, f"columns of {INFO}", "columns"))
     return out
 
@@ -77,9 +92,9 @@ def _info_file(place: str, folder: Path) -> Path | None:
 
 
 def _sources(
-    run: MigratedRun, given: GivenOptionValue, names: Sequence[str], file: Path, columns: dict[str, str]
+    run: MigratedRun, given: GivenOptionValue, names: Sequence[str], file: Path, datasets: list[_DatasetColumns]
 ) -> Iterator[str]:
-    """Of each data set; what its columns are called is added to `columns`."""
+    """Of each data set; its columns are added to `datasets`."""
     try:
         info = read_option_json_file(file, str(file), "correct the file")
     except ConfigError as error:
@@ -100,9 +115,7 @@ def _sources(
         if not any(all(known.get(key, value) == value for key, value in tags.items()) for known in TAGS):
             rule = "are names of turns that are not recognized"
             run.ask(f"{what}: tags: {json.dumps(tags)}", rule, "rename them to role and content: user, assistant")
-        for own, theirs in _columns(entry):
-            if columns.setdefault(theirs, own) != own:
-                run.ask(f"{what}: column {theirs}", "is another column in another data set", "rename it in the file")
+        datasets.append(_columns(what, entry))
 
 
 def _source(entry: Mapping[str, Any], folder: Path) -> str | None:
@@ -113,10 +126,25 @@ def _source(entry: Mapping[str, Any], folder: Path) -> str | None:
     return None if hub is None else str(hub)
 
 
-def _columns(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(the name here, the file's name) of the columns that are called otherwise."""
+def _columns(what: str, entry: Mapping[str, Any]) -> _DatasetColumns:
     named = entry.get("columns")
-    for purpose, column in named.items() if isinstance(named, dict) else ():
-        own = OWN_COLUMNS.get(purpose, str(purpose))
-        if isinstance(column, str) and column != own and not (purpose == "messages" and column == "messages"):
-            yield own, column
+    if not isinstance(named, dict) or not named:
+        return _DatasetColumns(what)
+    pairs = [(OWN_COLUMNS.get(key, str(key)), column) for key, column in named.items() if isinstance(column, str)]
+    kept = {theirs for own, theirs in pairs if own == theirs or (own, theirs) == (OWN_COLUMNS["messages"], "messages")}
+    return _DatasetColumns(what, tuple(pair for pair in pairs if pair[1] not in kept), frozenset(kept))
+
+
+def _columns_of_run(run: MigratedRun, datasets: Sequence[_DatasetColumns]) -> dict[str, str]:
+    """The file's name of a column -> the name here, which the run applies to every data set."""
+    columns: dict[str, str] = {}
+    for dataset in datasets:
+        for own, theirs in dataset.renamed:
+            what = f"{dataset.what}: column {theirs}"
+            other = next((d.what for d in datasets if d is not dataset and theirs in d.kept), None)
+            if other is not None:
+                rule = f"is not renamed to {own}: --columns renames it in every data set, and {other} has it too"
+                run.ask(what, rule, f"rename it to {own} in the file")
+            elif columns.setdefault(theirs, own) != own:
+                run.ask(what, "is another column in another data set", "rename it in the file")
+    return columns

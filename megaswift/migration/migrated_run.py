@@ -32,12 +32,14 @@ class MigratedOption:
     comment: str = ""
     of_default: bool = False
     """Written out because the other toolkit's default differs."""
+    spelling: str = ""
+    """As the command spelled the name, where that counts: `save_safetensors false` is more than `export_hf false`."""
 
     @property
     def given(self) -> GivenOptionValue:
         """As the loader will read it."""
         text = MASK if is_secret(self.name) else option_value_text(self.value)
-        return GivenOptionValue(self.name, self.value, f"{self.name}: {text}", f"{self.name}:")
+        return GivenOptionValue(self.name, self.value, f"{self.name}: {text}", self.spelling or f"{self.name}:")
 
 
 @dataclass
@@ -50,8 +52,9 @@ class MigratedRun:
     options: dict[str, MigratedOption] = field(default_factory=dict)
     unset: set[str] = field(default_factory=set)
     """Options that the command sets to none."""
-    advised: set[str] = field(default_factory=set)
-    """Options that were set as a message of the loader advises."""
+    accepted: dict[str, tuple[GivenOptionValue, str]] = field(default_factory=dict)
+    """Options that are none of megaswift's and change nothing, each with the reason, while the loader does not refuse
+    them beside the others."""
     left_out: list[str] = field(default_factory=list)
     """Options without effect, each with the reason."""
     questions: list[Problem] = field(default_factory=list)
@@ -90,8 +93,9 @@ class MigratedRun:
         return [f"{', '.join(w)}: {rule}" + (f"; {fix}" if fix else "") for (rule, fix), w in lines.items()]
 
     def source(self) -> ConfigSource:
-        """The file as the loader will see it."""
-        return ConfigSource(tuple(option.given for option in self.options.values()))
+        """The file as the loader will see it, and what the file leaves out as accepted without effect."""
+        accepted = (given for given, _ in self.accepted.values())
+        return ConfigSource((*(option.given for option in self.options.values()), *accepted))
 
     def launched_processes(self) -> int | None:
         """Of all nodes; None where a number is not known."""

@@ -9,7 +9,6 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from megaswift.config.apply_all_option_rules import ignored_option_names
@@ -25,7 +24,6 @@ ROWS_PER_STEP = 16
 """What ms-swift makes of a batch without accumulation, at least."""
 LARGEST_CONFIG = 1 << 20
 MOST_ROUNDS = 400
-NEEDED = "is set because the run needs it"
 
 
 def settle_options(run: MigratedRun) -> None:
@@ -42,6 +40,8 @@ def settle_options(run: MigratedRun) -> None:
 
 def leave_out_idle_options(run: MigratedRun) -> None:
     """Takes out what the loader leaves out with a notice."""
+    run.left_out += [f"{given.label}: {reason}" for given, reason in run.accepted.values()]
+    run.accepted = {}
     sections = run.sections
     if sections is None:
         return
@@ -66,29 +66,18 @@ def missing_options(run: MigratedRun) -> list[Problem]:
 
 def _drop_one(run: MigratedRun, problems: list[Problem]) -> None:
     for problem in problems:
+        accepted = next((n for n, (given, _) in run.accepted.items() if given.label == problem.what), None)
+        if accepted is not None:
+            del run.accepted[accepted]
+            run.ask_problem(problem)
+            return
         if (option := _culprit(run, problem)) is not None:
             del run.options[option.name]
             what = f"default of {run.toolkit}, {option.given.label}" if option.of_default else option.label
             run.ask_problem(problem, what)
             return
-    if not any(_set_as_advised(run, problem) for problem in problems) and run.options:
+    if run.options:
         run.ask_problem(problems[0], run.options.popitem()[1].label)
-
-
-def _set_as_advised(run: MigratedRun, problem: Problem) -> bool:
-    """Sets an option that the command leaves to its default where the rules need another value."""
-    found = re.fullmatch(r"--(\w+) (\S+)", problem.fix)
-    option = OPTIONS.get(NAMES.get(found[1], "")) if found else None
-    if found is None or option is None or option.name in {*run.options, *run.advised}:
-        return False
-    try:
-        value = parse_option_value(option, found[2])
-    except InvalidValue:
-        return False
-    run.advised.add(option.name)
-    run.add(MigratedOption(option.name, value, option.name, f"needed: {problem.what} {problem.rule}"))
-    run.ask(f"{option.name}: {found[2]}", NEEDED, f"{problem.what} {problem.rule}")
-    return True
 
 
 def _culprit(run: MigratedRun, problem: Problem) -> MigratedOption | None:
@@ -111,13 +100,9 @@ def add_differing_defaults(run: MigratedRun) -> None:
     if sections is None:
         return
     idle = ignored_option_names(sections)
-    own = replace(sections, given=sections.given - run.advised)  # what the rules needed gives way to a default
-    for row in defaults_differing_from_toolkit(own, run.toolkit):
-        if row.option not in idle and row.option not in {*run.options, *run.unset} - run.advised:
+    for row in defaults_differing_from_toolkit(sections, run.toolkit):
+        if row.option not in idle and row.option not in {*run.options, *run.unset}:
             _add_default(run, row, sections)
-    replaced = {name for name in run.advised if name in run.options and run.options[name].of_default}
-    run.questions = [q for q in run.questions if q.rule != NEEDED or q.what.partition(":")[0] not in replaced]
-    run.advised -= replaced
 
 
 def _add_default(run: MigratedRun, row: DifferingDefault, sections: Sections) -> None:

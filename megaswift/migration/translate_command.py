@@ -13,9 +13,8 @@ from pathlib import Path
 
 from megaswift.config.advice_for_foreign_options import foreign_value_advice
 from megaswift.config.megatron_architecture_options import ARCHITECTURE
-from megaswift.config.merge_config_sources import TASK_NAMES, unknown_option_problem
+from megaswift.config.merge_config_sources import TASK_NAMES, answer_to_unknown_option
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
-from megaswift.config.neutral_options import NEUTRAL, neutral_option
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue, read_command_line, read_config_file
 from megaswift.config.parse_option_values import (
     FALSE,
@@ -26,7 +25,7 @@ from megaswift.config.parse_option_values import (
 )
 from megaswift.config.sections import NAMES, OPTIONS, TASKS
 from megaswift.config.translated_options import SWITCHES, translated_options
-from megaswift.errors import ConfigError
+from megaswift.errors import ConfigError, Problem
 from megaswift.migration.foreign_command import MEGASWIFT, ForeignCommand, file_of_script
 from megaswift.migration.launch_line import launch_of_command
 from megaswift.migration.migrated_run import NOT_SET, SECRET, MigratedOption, MigratedRun
@@ -123,9 +122,9 @@ def _take_task(run: MigratedRun, given: GivenOptionValue) -> None:
 def _take_option(run: MigratedRun, given: GivenOptionValue) -> None:
     option = OPTIONS.get(NAMES.get(given.name, ""))
     positive = given.name.removeprefix("no_")
-    if option is None and given.name not in NEUTRAL and positive != given.name:
+    if option is None and positive != given.name:
         known = OPTIONS.get(NAMES.get(positive, ""))
-        if (known is not None and (known.kind == "bool" or known.switches)) or positive in NEUTRAL:
+        if known is not None and (known.kind == "bool" or known.switches):
             value = "true" if str(given.value).lower() in FALSE else "false"
             _take_option(run, replace(given, name=positive, value=value))
             return
@@ -150,7 +149,8 @@ def _take_option(run: MigratedRun, given: GivenOptionValue) -> None:
         run.unset.add(option.name)
         run.left_out.append(f"{given.label}: {option.name} stays unset")
         return
-    run.add(MigratedOption(option.name, value, given.label, _comment(option.name, value, given)))
+    comment = _comment(option.name, value, given)
+    run.add(MigratedOption(option.name, value, given.label, comment, spelling=given.spelling))
 
 
 def _comment(name: str, value: object, given: GivenOptionValue) -> str:
@@ -168,12 +168,10 @@ def _comment(name: str, value: object, given: GivenOptionValue) -> str:
 
 
 def _take_unknown(run: MigratedRun, given: GivenOptionValue) -> None:
-    neutral = neutral_option(given.name)
-    if neutral is None:
-        run.ask_problem(unknown_option_problem(given, NAMES))
-    elif not neutral.may_accept(given.value):
-        run.ask(given.label, f"is not supported: {neutral.reason}", neutral.otherwise or "leave it out")
-    elif neutral.unless in run.options:
-        run.ask(given.label, f"conflicts with {neutral.unless}", "leave one of the two out")
-    else:
-        run.left_out.append(f"{given.label}: {neutral.reason}")
+    answer = answer_to_unknown_option(given, run.task)
+    if isinstance(answer, Problem):
+        run.ask_problem(answer)
+        return
+    name, entry = answer
+    run.accepted.pop(name, None)
+    run.accepted[name] = (given, entry.reason)

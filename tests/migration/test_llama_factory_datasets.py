@@ -31,6 +31,10 @@ INFO: dict[str, Any] = {
     "odd": {"file_name": "odd.json", "formatting": "sharegpt", "tags": {"role_tag": "who"}, "split": "train[:10]"},
     "other": {"file_name": "other.json", "columns": {"response": "question"}},
     "nothing": {"script_url": "x"},
+    "qa": {"file_name": "qa.json", "columns": {"prompt": "input", "response": "output"}},
+    "qa_too": {"file_name": "qa_too.json", "columns": {"prompt": "input", "response": "answer"}},
+    "same": {"file_name": "same.json", "columns": {"prompt": "instruction", "query": "input", "response": "answer"}},
+    "unlisted": {"file_name": "unlisted.json", "columns": {"prompt": "instruction", "response": "output"}},
 }
 
 
@@ -56,6 +60,28 @@ def test_files_hub_ids_and_columns(tmp_path: Path) -> None:
     ]
     assert cfg.data.columns == {"question": "instruction", "context": "input", "answer": "output"}
     assert not any("dataset" in line for line in run.open)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "columns", "asked"),
+    [
+        ("qa", {"input": "instruction"}, None),
+        ("qa,qa_too", {"input": "instruction", "answer": "output"}, None),
+        ("qa,unlisted", {"input": "instruction"}, None),
+        ("plain,qa", {}, "plain"),
+        ("qa,plain", {}, "plain"),
+        ("qa,remote", {}, "remote"),
+        ("qa,same", {"answer": "output"}, "same"),
+    ],
+)
+def test_a_column_is_renamed_only_where_no_other_data_set_has_it(
+    dataset: str, columns: dict[str, str], asked: str | None, tmp_path: Path
+) -> None:
+    """--columns is one map for all data sets: with `input: instruction`, rows of `plain` would lose a column."""
+    run = run_of(tmp_path, dataset)
+    assert (loaded(run, tmp_path).data.columns or {}) == columns
+    said = [line for line in run.open if line.startswith("dataset qa: column input: is not renamed to instruction")]
+    assert len(said) == (asked is not None) and all(f"dataset {asked} has it too" in line for line in said)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import pytest
 
 from megaswift.config import load_config
 from megaswift.config.sections import NAMES, OPTIONS
-from megaswift.errors import ConfigError, Problem
-from megaswift.migration import settle_options
+from megaswift.errors import ConfigError
 from tests.migration.translated import loaded, translated
 
 COMMANDS = {
@@ -124,19 +123,18 @@ def test_what_the_rules_refuse_is_a_question_and_the_rest_loads(tmp_path: Path) 
     assert any("max_steps is required" in line for line in run.open) and c.value("packing") is True
 
 
-def test_an_option_that_the_rules_need_is_set_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the command leaves it to a default."""
-    check = settle_options.checked_sections_from_sources
-
-    def with_one_more_rule(task: Any, sources: Any, **more: Any) -> Any:
-        if not any(given.name == "logging_steps" and given.value == 7 for s in sources for given in s.givens):
-            raise ConfigError(Problem("the run", "needs another interval", "--logging_steps 7"))
-        return check(task, sources, **more)
-
-    monkeypatch.setattr(settle_options, "checked_sections_from_sources", with_one_more_rule)
-    run = translated("swift sft --model m --dataset d --tuner_type full", tmp_path)
-    assert run.options["logging_steps"].value == 7
-    assert any(line.startswith("logging_steps: 7: is set because the run needs it") for line in run.open)
+@pytest.mark.parametrize("spelling", ["--save_safetensors false", "--save-safetensors False"])
+def test_files_that_no_engine_writes_are_asked_as_the_loader_asks(spelling: str, tmp_path: Path) -> None:
+    """`export_hf: false` alone would be accepted: it asks for fewer files, not for pickled ones."""
+    words = f"--model m --dataset d --tuner_type full {spelling} --deepspeed zero2"
+    with pytest.raises(ConfigError) as refused:
+        load_config("sft", words.split(), environ={})
+    (problem,) = refused.value.problems
+    run = translated(f"swift sft {words}", tmp_path)
+    assert "export_hf" not in run.options and loaded(run, tmp_path).value("export_hf") is True
+    assert any(line.startswith(f"{spelling}: ") and problem.rule in line for line in run.open)
+    run = translated(f"megatron sft --model m --dataset d {spelling}", tmp_path)
+    assert loaded(run, tmp_path).value("export_hf") is False and not any("safetensors" in line for line in run.open)
 
 
 def test_a_task_that_is_not_here(tmp_path: Path) -> None:
