@@ -55,6 +55,8 @@ NATIVE_ONLY = (
     "fp8_format",
     "fp8_recipe",
     "fp8_param_gather",
+    "fp32_lm_head",
+    "gradient_accumulation_fusion",
     "megatron_extra_kwargs",
     "moe_token_dispatcher_type",
     "moe_grouped_gemm",

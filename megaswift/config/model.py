@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.data import PREFERENCES
+from megaswift.config.data import ALIGNMENT, PREFERENCES
 from megaswift.config.non_lora_peft_methods import METHODS
 from megaswift.config.option import option
 
@@ -114,6 +114,15 @@ class ModelConfig:
         "Store and gather weights of FP8 products in FP8; main weights stay float32",
         aliases=("fp8_param",),
         tasks=("sft", "pt", "rm", "orpo", "cpo", "simpo"),  # a reference model's weights are exchanged with these
+    )
+    fp32_lm_head: bool = option(
+        False,
+        "Products of the LM head in float32, from 16-bit weights",
+        aliases=("head_fp32_output", "enable_fp32_lm_head"),
+        tasks=(*PLAIN, *(task for task in ALIGNMENT if task != "rm")),
+    )
+    gradient_accumulation_fusion: bool = option(
+        True, "Add weight gradients to float32 main gradients within the matrix product (Transformer Engine, LM head)"
     )
     megatron_extra_kwargs: dict[str, str] = option(
         {}, "Other fields of Megatron-Core's TransformerConfig; results are not proven", metavar="JSON"

@@ -125,7 +125,6 @@ NEUTRAL: dict[str, NeutralOption] = {
         ("probs",), "--moe_expert_capacity_factor drops the tokens of smallest weight", "leave it out"
     ),
     "experts_impl": NeutralOption(ANY, "the implementation of experts is selected by device and engine"),
-    "gradient_accumulation_fusion": _FUSED,
     "masked_softmax_fusion": _FUSED,
     "bias_dropout_fusion": _FUSED,
     "bias_swiglu_fusion": _FUSED,

@@ -27,6 +27,7 @@ from megaswift.engine.megatron.layers.layer_implementation import (
 )
 from megaswift.engine.megatron.layers.layer_module_classes import gated_activation_class
 from megaswift.engine.megatron.layers.rope import inverse_frequencies
+from megaswift.engine.megatron.layers.vocab_head import VocabularyHeadOptions
 from megaswift.engine.megatron.tp_comm_overlap import check_tp_comm_overlap, tp_comm_overlap_fields
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_spec import ModelSpec
@@ -187,6 +188,7 @@ def transformer_config(
     config.tp_comm_overlap_cfg = read_tp_comm_overlap_cfg(cfg.parallel.tp_comm_overlap_cfg)
     config.tp_comm_tokens = full_microbatch_tokens(cfg, layout) if cfg.parallel.tp_comm_overlap else 0
     config.features = spec.features
+    config.head = VocabularyHeadOptions(cfg.model.fp32_lm_head, cfg.model.gradient_accumulation_fusion)
     config.quantized = cfg.model.train_type == "qlora"
     config.rope_factor = rope_factor
     _yarn(config, rope_factor)

@@ -26,12 +26,13 @@ from megaswift.engine.megatron.layers.layer_implementation import TORCH, LayerIm
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, windowed_layer_inv_freq
 from megaswift.engine.megatron.layers.router import AuxLossTopKRouter, install_padding_mask_hooks
 from megaswift.engine.megatron.layers.transformer_layer_spec import block_spec
-from megaswift.engine.megatron.layers.vocab_head import VocabularyHeadFunction, VocabularyHeadShardSpec
+from megaswift.engine.megatron.layers.vocab_head import VocabularyHeadOptions, compute_vocabulary_fields
 from megaswift.engine.megatron.layers.vocab_parallel_embedding import UnsyncedVocabParallelEmbedding
 from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs
 from megaswift.engine.megatron.tp_comm_overlap import create_user_buffers
+from megaswift.engine.vocabulary_rows import VocabularyHeadShardSpec
 from megaswift.families.model_spec import ArchitectureExtras, ModelSpec
 from megaswift.losses.contract import RequestedModelOutputs
 
@@ -138,7 +139,7 @@ class SwiftGPT(GPTModel):
             features.logit_scale,
             features.logit_softcap,
         )
-        return VocabularyHeadFunction.apply(picked, weight, labels, shard)
+        return compute_vocabulary_fields(picked, weight, labels, shard, self.config.head)
 
 
 def embedding_scale_hook(features: ArchitectureExtras) -> Callable[..., Tensor]:

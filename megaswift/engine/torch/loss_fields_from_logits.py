@@ -1,5 +1,9 @@
-"""The fields that losses read (log-probabilities, ...) from the logits of labeled positions: the plain counterpart of
-`engine/megatron/layers/vocab_head.py`."""
+"""The fields that losses read (log-probabilities, ...) from the logits that a transformers model returns: the
+counterpart of `engine/megatron/layers/vocab_head.py`, which makes the products itself.
+
+Logits stay in the model's dtype, and their gradient takes their place: a model's last operations (a product, a factor,
+a soft cap's factor) do not keep their output. Autograd refuses to go on where one does.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +15,47 @@ from torch import Tensor, nn
 
 from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
 from megaswift.engine.torch.vision_model_parts import model_has_tower
+from megaswift.engine.vocabulary_rows import (
+    VocabularyHeadShardSpec,
+    VocabularyRows,
+    gradient_coefficients,
+    join_shards,
+    row_statistics,
+    write_gradient,
+)
 from megaswift.losses.contract import RequestedModelOutputs
 
 
 def compute_loss_fields(logits: Tensor, labels: Tensor, needs: RequestedModelOutputs) -> Tensor:
-    """float32 [f, ...] from logits [..., v] and labels [...], in the order of `needs.names`."""
-    scaled = logits.float()
-    if needs.temperature != 1.0:
-        scaled = scaled / needs.temperature
-    normalizer = scaled.logsumexp(-1)
-    values: dict[str, Tensor] = {}
-    for name in needs.names:
-        sources = (scaled, normalizer) if name in needs.differentiable else (scaled.detach(), normalizer.detach())
-        values[name] = _field(name, *sources, labels)
-    return torch.stack([values[name] for name in needs.names])
+    """float32 [f, ...] from logits [..., v] and labels [...], in the order of `needs.names`. The backward pass
+    overwrites the logits."""
+    width = logits.shape[-1]
+    shard = VocabularyHeadShardSpec(0, width, None, needs.temperature, needs.names, needs.differentiable)
+    fields: Tensor = LossFieldsFunction.apply(logits.reshape(-1, width), labels.reshape(-1), shard)
+    return fields.view(len(fields), *labels.shape)
 
 
-def _field(name: str, scaled: Tensor, normalizer: Tensor, labels: Tensor) -> Tensor:
-    """One field [...] from logits [..., v] and their log-sum-exp [...]."""
-    match name:
-        case "logprobs":
-            return scaled.gather(-1, labels[..., None]).squeeze(-1) - normalizer
-        case "entropy":
-            log_p = scaled - normalizer[..., None]
-            return -(log_p.exp() * log_p).sum(-1)
-        case "logsumexp":
-            return normalizer
-        case "correct":
-            return (scaled.argmax(-1) == labels).float()
-        case "mean_logit":
-            return scaled.mean(-1)
-        case _:
-            return (2 * (scaled - normalizer[..., None])).logsumexp(-1)  # log_sum_sq
+class LossFieldsFunction(torch.autograd.Function):
+    """(logits [t, v], labels [t]) to the fields [f, t] in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyHeadShardSpec) -> Tensor:
+        """The fields; keeps the logits."""
+        rows = join_shards(row_statistics(logits, labels, shard), labels, logits.shape[1], shard)
+        ctx.save_for_backward(logits, labels, rows.fields, rows.kept)
+        ctx.shard, ctx.done = shard, False
+        return rows.fields
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of the logits, in their memory; so it runs once."""
+        assert not ctx.done, "the backward pass of the fields has run already, and the logits are gone"
+        ctx.done = True
+        logits, labels, fields, numbers = ctx.saved_tensors
+        coefficients = gradient_coefficients(grads, VocabularyRows(fields, numbers), logits.shape[1], ctx.shard)
+        gradient = logits.detach()
+        write_gradient(gradient, labels, coefficients, ctx.shard, gradient)
+        return gradient, None, None
 
 
 def labeled_columns(labeled: Tensor) -> Tensor:
