@@ -121,8 +121,8 @@ class ModelConfig:
         aliases=("head_fp32_output", "enable_fp32_lm_head"),
         tasks=(*PLAIN, *(task for task in ALIGNMENT if task != "rm")),
     )
-    gradient_accumulation_fusion: bool = option(
-        True, "Add weight gradients to float32 main gradients within the matrix product (Transformer Engine, LM head)"
+    gradient_accumulation_fusion: bool | None = option(
+        None, "Matrix products add weight gradients to main gradients; unset: true", metavar="true"
     )
     megatron_extra_kwargs: dict[str, str] = option(
         {}, "Other fields of Megatron-Core's TransformerConfig; results are not proven", metavar="JSON"

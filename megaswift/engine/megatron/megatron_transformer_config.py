@@ -188,7 +188,7 @@ def transformer_config(
     config.tp_comm_overlap_cfg = read_tp_comm_overlap_cfg(cfg.parallel.tp_comm_overlap_cfg)
     config.tp_comm_tokens = full_microbatch_tokens(cfg, layout) if cfg.parallel.tp_comm_overlap else 0
     config.features = spec.features
-    config.head = VocabularyHeadOptions(cfg.model.fp32_lm_head, cfg.model.gradient_accumulation_fusion)
+    config.head = VocabularyHeadOptions(cfg.model.fp32_lm_head, cfg.model.gradient_accumulation_fusion is not False)
     config.quantized = cfg.model.train_type == "qlora"
     config.rope_factor = rope_factor
     _yarn(config, rope_factor)

@@ -26,7 +26,6 @@ def chunks(request, monkeypatch):
     monkeypatch.setattr(vocabulary_head_memory, "TILE_ELEMENTS", 80)
 
 
-
 def reference(hidden, weight, labels, real, temperature, change=lambda logits: logits):
     logits = change(hidden @ weight[:real].t()) / temperature
     log_p = torch.log_softmax(logits, dim=-1)
