@@ -7,6 +7,8 @@ a tile only. Where the products come from is the engines'.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -93,11 +95,14 @@ def _tiles(rows: int, width: int) -> Iterator[slice]:
 
 def _triton_kernels(products: Tensor) -> Any:
     """The module of the Triton kernels where they can run on this tensor, or None."""
-    if not products.is_cuda:
+    if not products.is_cuda or not _has_triton():
         return None
-    from megaswift.engine import vocabulary_rows_triton
+    return importlib.import_module("megaswift.engine.vocabulary_rows_triton")
 
-    return vocabulary_rows_triton if vocabulary_rows_triton.AVAILABLE else None
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def row_statistics(products: Tensor, labels: Tensor, shard: VocabularyHeadShardSpec) -> Tensor:
@@ -205,7 +210,7 @@ def write_gradient(
     local, in_shard = shard.local_labels(labels, products.shape[1])
     kernels = _triton_kernels(products)
     if kernels is not None and width:
-        kernels.write_gradient(products[:, :width], local, in_shard, coefficients, shard, out[:, :width])
+        kernels.write_gradient(products[:, :width], (local, in_shard), coefficients, shard, out[:, :width])
     elif width:
         for rows in _tiles(len(products), width):
             tile = logits_of(products[rows, :width], shard)

@@ -26,7 +26,7 @@ from megaswift.engine.megatron.layers.layer_implementation import TORCH, LayerIm
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, windowed_layer_inv_freq
 from megaswift.engine.megatron.layers.router import AuxLossTopKRouter, install_padding_mask_hooks
 from megaswift.engine.megatron.layers.transformer_layer_spec import block_spec
-from megaswift.engine.megatron.layers.vocab_head import VocabularyHeadOptions, compute_vocabulary_fields
+from megaswift.engine.megatron.layers.vocab_head import compute_vocabulary_fields
 from megaswift.engine.megatron.layers.vocab_parallel_embedding import UnsyncedVocabParallelEmbedding
 from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
 from megaswift.engine.megatron.parallel_context import ParallelContext

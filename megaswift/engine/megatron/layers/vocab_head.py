@@ -27,7 +27,7 @@ from megaswift.engine.vocabulary_rows import (
     row_statistics,
     write_gradient,
 )
-from megaswift.parallel.vocabulary_head_memory import HeadChunk, head_chunks, float32_parts
+from megaswift.parallel.vocabulary_head_memory import HeadChunk, float32_parts, head_chunks
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,23 @@ class VocabularyHeadOptions:
     """The gradient is added to the weight's float32 `main_grad`, where Megatron-Core's DDP has given it one."""
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """How one micro-batch passes through the head."""
+
+    shard: VocabularyHeadShardSpec
+    options: VocabularyHeadOptions
+    chunks: tuple[HeadChunk, ...]
+
+
 def compute_vocabulary_fields(
     hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabularyHeadShardSpec, options: VocabularyHeadOptions
 ) -> Tensor:
     """(hidden [t, h], weight [v, h], labels [t]) to the fields [f, t] in float32."""
     backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    kept = options.float32_products and hidden.dtype != torch.float32
-    bytes_of_row = weight.shape[0] * (4 if kept else hidden.element_size())
-    chunks = head_chunks(hidden.shape[0], bytes_of_row, hidden.device.type, backward)
-    return VocabularyHeadFunction.apply(hidden, weight, labels, shard, options, chunks)
+    product_bytes = 4 if options.float32_products else hidden.element_size()
+    chunks = head_chunks(hidden.shape[0], weight.shape[0] * product_bytes, hidden.device.type, backward)
+    return VocabularyHeadFunction.apply(hidden, weight, labels, _Plan(shard, options, tuple(chunks)))
 
 
 def _product(hidden: Tensor, weight: Tensor, options: VocabularyHeadOptions) -> Tensor:
@@ -83,54 +91,45 @@ class VocabularyHeadFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # the parameters of an autograd function are its inputs
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        shard: VocabularyHeadShardSpec,
-        options: VocabularyHeadOptions,
-        chunks: list[HeadChunk],
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, plan: _Plan) -> Tensor:
         """The fields; keeps the products of the first chunks."""
-        statistics, ctx.kept = [], []
-        for c in chunks:
-            products = _product(hidden[c.start : c.stop], weight, options)
-            statistics.append(row_statistics(products, labels[c.start : c.stop], shard))
+        statistics, ctx.kept, ctx.plan, ctx.done = [], [], plan, False
+        for c in plan.chunks:
+            products = _product(hidden[c.start : c.stop], weight, plan.options)
+            statistics.append(row_statistics(products, labels[c.start : c.stop], plan.shard))
             if c.kept:
                 ctx.kept.append(products)
             del products  # before the next chunk's are made
-        rows = join_shards(torch.cat(statistics, dim=1), labels, weight.shape[0], shard)
-        ctx.shard, ctx.options, ctx.chunks = shard, options, chunks
-        ctx.main_grad = weight.main_grad if options.into_main_grad and hasattr(weight, "main_grad") else None
+        rows = join_shards(torch.cat(statistics, dim=1), labels, weight.shape[0], plan.shard)
+        ctx.main_grad = weight.main_grad if plan.options.into_main_grad and hasattr(weight, "main_grad") else None
         ctx.save_for_backward(hidden, weight, labels, rows.fields, rows.kept)
         return rows.fields
 
     @staticmethod
     def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of `hidden` and `weight`, chunk by chunk; overwrites what was kept, so it runs once."""
-        assert ctx.chunks, "the head's backward pass has run already, and its products are gone"
+        assert not ctx.done, "the head's backward pass has run already, and its products are gone"
+        ctx.done, plan = True, ctx.plan
         hidden, weight, labels, fields, numbers = ctx.saved_tensors
         rows = VocabularyRows(fields, numbers)
-        coefficients = gradient_coefficients(grads, rows, weight.shape[0], ctx.shard)
+        coefficients = gradient_coefficients(grads, rows, weight.shape[0], plan.shard)
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         total = None
         if ctx.needs_input_grad[1]:
             direct = ctx.main_grad is not None and ctx.main_grad.dtype == torch.float32
             total = ctx.main_grad if direct else torch.zeros_like(weight, dtype=torch.float32)
-        for c in ctx.chunks:
+        for c in plan.chunks:
             some = slice(c.start, c.stop)
-            products = ctx.kept.pop(0) if c.kept else _product(hidden[some], weight, ctx.options)
+            products = ctx.kept.pop(0) if c.kept else _product(hidden[some], weight, plan.options)
             same = products.dtype == hidden.dtype
             d_logits = products if same else torch.empty_like(products, dtype=hidden.dtype)
-            write_gradient(products, labels[some], coefficients[:, some], ctx.shard, d_logits)
+            write_gradient(products, labels[some], coefficients[:, some], plan.shard, d_logits)
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[some])
             if total is not None:
                 _add_product(total, d_logits, hidden[some])
             del products, d_logits
-        ctx.chunks = []
-        return d_hidden, _weight_gradient(weight, ctx.main_grad, total), None, None, None, None
+        return d_hidden, _weight_gradient(weight, ctx.main_grad, total), None, None
 
 
 def _weight_gradient(weight: Tensor, main_grad: Tensor | None, total: Tensor | None) -> Tensor | None:

@@ -10,7 +10,6 @@ from megaswift.losses.contract import FIELDS
 from megaswift.parallel import vocabulary_head_memory
 from megaswift.parallel.vocabulary_head_memory import HeadChunkSizes
 
-
 ROWS_OF_40 = 4 * 40
 CHUNKS = {
     "all kept": HeadChunkSizes(1 << 28, 1 << 28, 1),

@@ -1,0 +1,88 @@
+"""Runs the Triton kernels of the vocabulary head in Triton's interpreter: `TRITON_INTERPRET=1 python -m
+tests.engine.run_triton_kernels` prints, for each case, what was compared, the largest error and its limit."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megaswift.engine import vocabulary_rows, vocabulary_rows_triton
+from megaswift.engine.vocabulary_rows import VocabularyHeadShardSpec
+from megaswift.losses.contract import FIELDS
+from tests.engine.megatron.layers.test_vocab_head import reference
+
+ROWS, WIDTH, REAL, FIRST = 5, 80, 75, 10
+"""Columns of a shard, those that are no padding, and the first one's id."""
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Relative to the largest value, or to 1."""
+    return float((got.double() - want).abs().max() / want.abs().max().clamp(min=1.0))
+
+
+def run(dtype: torch.dtype, cap: float | None, differentiable: tuple[str, ...], first: int) -> tuple[float, float]:
+    """(error of the fields or of the statistics, error of the gradient); labels lie in [0, REAL), the shard begins at
+    `first`."""
+    torch.manual_seed(0)
+    products = torch.full((ROWS, WIDTH), float("nan"))
+    products[:, :REAL] = 4 * torch.randn(ROWS, REAL)
+    products, labels = products.to(dtype), torch.tensor([0, 20, 37, 74, 60])
+    shard = VocabularyHeadShardSpec(first, REAL, None, 0.7, FIELDS, differentiable, 0.5, cap)
+    mix = torch.randn(len(FIELDS), ROWS)
+    kernels = vocabulary_rows.row_statistics(products, labels, shard)
+    with torch_alone():
+        plain = vocabulary_rows.row_statistics(products, labels, shard)
+    rows = vocabulary_rows.join_shards(kernels, labels, WIDTH, shard)
+    coefficients = vocabulary_rows.gradient_coefficients(mix, rows, WIDTH, shard)
+    out = products.clone()
+    vocabulary_rows.write_gradient(out, labels, coefficients, shard, out)
+    assert not out[:, REAL:].any()
+    if first:  # some labels lie on no rank: the other path is the oracle
+        with torch_alone():
+            want = torch.empty_like(products)
+            vocabulary_rows.write_gradient(products, labels, coefficients, shard, want)
+        return error(kernels, plain.double()), error(out[:, :REAL], want[:, :REAL].double())
+    exact = products[:, :REAL].double().requires_grad_()
+    values = reference(
+        exact,
+        torch.eye(REAL, dtype=torch.float64),
+        labels,
+        REAL,
+        0.7,
+        lambda x: x * 0.5 if cap is None else cap * torch.tanh(x * 0.5 / cap),
+    )
+    sum((values[n] * mix[i]).sum() for i, n in enumerate(FIELDS) if n in differentiable).backward()
+    fields = max(error(rows.fields[i], values[n].detach()) for i, n in enumerate(FIELDS) if n != "correct")
+    return fields, error(out[:, :REAL], exact.grad)
+
+
+@contextlib.contextmanager
+def torch_alone() -> Iterator[None]:
+    """For the length of a block the kernels are not chosen."""
+    kept, vocabulary_rows._triton_kernels = vocabulary_rows._triton_kernels, lambda products: None
+    yield
+    vocabulary_rows._triton_kernels = kept
+
+
+def main() -> None:
+    """All cases, with blocks of 32 columns."""
+    vocabulary_rows._triton_kernels = lambda products: vocabulary_rows_triton
+    vocabulary_rows_triton.STATISTICS_BLOCK = vocabulary_rows_triton.GRADIENT_BLOCK = 32
+    every = tuple(f for f in FIELDS if f != "correct")
+    for dtype, cap, names, first in itertools.product(
+        (torch.float32, torch.bfloat16), (None, 3.0), (("logprobs",), every, ("entropy",)), (0, FIRST)
+    ):
+        if first and cap:
+            continue
+        fields, gradient = run(dtype, cap, names, first)
+        case = f"{str(dtype)[6:]},cap={cap},{len(names)},first={first}"
+        print(f"fields,{case}", fields, 2e-6)
+        print(f"gradient,{case}", gradient, 2e-6 if dtype == torch.float32 else 2**-7)  # the interpreter cuts off
+
+
+if __name__ == "__main__":
+    main()
