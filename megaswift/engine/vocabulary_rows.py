@@ -118,28 +118,32 @@ def row_statistics(products: Tensor, labels: Tensor, shard: VocabularyHeadShardS
         kernels.write_row_statistics(products[:, :width], local, in_shard, shard, stats)
         return stats
     for rows in _tiles(len(products), width):
-        tile = logits_of(products[rows, :width], shard)
-        _write_tile_statistics(tile, local[rows], in_shard[rows], shard, stats[:, rows])
+        _write_tile_statistics(products[rows, :width], local[rows], in_shard[rows], shard, stats[:, rows])
     return stats
 
 
 def _write_tile_statistics(
-    logits: Tensor, local: Tensor, in_shard: Tensor, shard: VocabularyHeadShardSpec, stats: Tensor
+    products: Tensor, local: Tensor, in_shard: Tensor, shard: VocabularyHeadShardSpec, stats: Tensor
 ) -> None:
-    """Statistics [6, r] of float32 logits [r, n], which stay as they are."""
-    top, column = logits.amax(dim=1), local[:, None]
-    at_label = logits.gather(1, column).squeeze(1)
+    """Statistics [6, r] of products [r, n]."""
+    logits = logits_of(products, shard)
+    top, column, here = logits.amax(dim=1), local[:, None], in_shard[:, None]
+    at_label = logits.gather(1, column)
     shifted = logits - top[:, None]
+    del logits
     if "mean_logit" in shard.fields:
         torch.sum(shifted, dim=1, out=stats[SUM])
+    below = at_label - top[:, None]
+    power = below.exp()
     powers = shifted.exp() if "entropy" in shard.fields else shifted.exp_()
-    if "entropy" in shard.fields:
-        stats[WEIGHTED] = torch.linalg.vecdot(powers, shifted)
-    if "log_sum_sq" in shard.fields:
-        stats[SQUARES] = torch.linalg.vecdot(powers, powers)
-    powers.scatter_(1, column, torch.where(in_shard[:, None], 0.0, powers.gather(1, column)))
+    powers.scatter_(1, column, torch.where(here, 0.0, power))
     torch.sum(powers, dim=1, out=stats[OTHERS])
-    stats[MAXIMUM], stats[AT_LABEL] = top, at_label.masked_fill(~in_shard, 0.0)
+    stats[MAXIMUM], stats[AT_LABEL] = top, at_label.masked_fill_(~here, 0.0).squeeze(1)
+    if "entropy" in shard.fields:
+        own = (power * below).masked_fill_(~here, 0.0).squeeze(1)
+        stats[WEIGHTED] = shifted.mul_(powers).sum(dim=1).add_(own)
+    if "log_sum_sq" in shard.fields:
+        stats[SQUARES] = powers.square_().sum(dim=1).add_(power.square_().masked_fill_(~here, 0.0).squeeze(1))
 
 
 def join_shards(stats: Tensor, labels: Tensor, width: int, shard: VocabularyHeadShardSpec) -> VocabularyRows:
@@ -213,16 +217,16 @@ def write_gradient(
         kernels.write_gradient(products[:, :width], (local, in_shard), coefficients, shard, out[:, :width])
     elif width:
         for rows in _tiles(len(products), width):
-            tile = logits_of(products[rows, :width], shard)
-            d = _tile_gradient(tile, local[rows], in_shard[rows], coefficients[:, rows], shard)
-            out[rows, :width] = d
+            labels_of = local[rows], in_shard[rows]
+            out[rows, :width] = _tile_gradient(products[rows, :width], *labels_of, coefficients[:, rows], shard)
     out[:, width:] = 0
 
 
 def _tile_gradient(
-    logits: Tensor, local: Tensor, in_shard: Tensor, coefficients: Tensor, shard: VocabularyHeadShardSpec
+    products: Tensor, local: Tensor, in_shard: Tensor, coefficients: Tensor, shard: VocabularyHeadShardSpec
 ) -> Tensor:
-    """float32 [r, n] from float32 logits [r, n], which stay as they are."""
+    """float32 [r, n] from products [r, n], which stay as they are."""
+    logits = logits_of(products, shard)
     c, column = coefficients[:, :, None], local[:, None]
     shifted = logits - c[SHIFT]
     at_label = shifted.gather(1, column)

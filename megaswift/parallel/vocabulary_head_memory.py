@@ -11,7 +11,7 @@ TILE_ELEMENTS = 1 << 19
 """Logits that are in float32 at a time where no kernel fuses the passes over them: 2 MiB, which stays in a core's cache
 (1024 x 8192 logits: 3 ms forward and 4 ms backward, 12 and 13 ms as one tile; two cores, 2026-11-24)."""
 STATISTICS, COEFFICIENTS = 6, 9
-"""float32 numbers a row, of the forward and of the backward pass."""
+"""float32 numbers a row that `engine/vocabulary_rows.py` has in the forward and in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -57,37 +57,85 @@ def head_chunks(rows: int, row_bytes: int, device: str, backward: bool = True) -
     return first + rest or [HeadChunk(0, 0, backward)]
 
 
-@dataclass(frozen=True)
-class HeadShape:
-    """What the head's memory depends on."""
-
-    rows: int
-    """Labeled tokens of a micro-batch on a rank."""
-    hidden_size: int
-    width: int
-    """Rows of the weight on a rank: the padded vocabulary / TP."""
-    element_bytes: int
-    """Of weights and hidden states."""
-    product_bytes: int
-    """Of a product: 4 with `--fp32_lm_head`, else `element_bytes`."""
-    fields: int = 1
-    """Requested outputs."""
-    tiles: int = 2
-    """float32 tiles at a time: 3 where the entropy is requested too; 0 where a kernel fuses them."""
-
-    @property
-    def tile_bytes(self) -> int:
-        """Of all tiles."""
-        return 4 * self.tiles * self.width * min(self.rows, tile_rows(self.width))
-
-    @property
-    def row_bytes(self) -> int:
-        """float32 numbers kept of each row: labels' places, fields, statistics."""
-        return self.rows * (4 * (STATISTICS + COEFFICIENTS + 2 * self.fields + 3) + 16)
-
-
 def float32_parts(vocabulary_rows: int, others: int) -> list[slice]:
     """Rows of the vocabulary that a CPU converts to float32 at a time, for a product of 16-bit matrices that is summed
     and returned in float32; `others` is the longer of the other sides of the two."""
     step = max(64, TILE_ELEMENTS // max(1, others))
     return [slice(a, min(a + step, vocabulary_rows)) for a in range(0, vocabulary_rows, step)]
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What the peak memory of a head depends on."""
+
+    rows: int
+    """Labeled tokens of a micro-batch on a rank; of the torch engine all tokens of columns with a label."""
+    hidden_size: int
+    width: int
+    """Rows of the weight on a rank: the padded vocabulary / TP."""
+    element_bytes: int
+    """Of weights and hidden states."""
+    fields: tuple[str, ...] = ("logprobs",)
+    """Requested outputs."""
+    float32_products: bool = False
+    """`--fp32_lm_head`."""
+    extra_tiles: int = 0
+    """One for a temperature or a factor of the model, or two for a soft cap."""
+    weight_trained: bool = True
+
+    @property
+    def product_bytes(self) -> int:
+        """Of a product."""
+        return 4 if self.float32_products else self.element_bytes
+
+    @property
+    def weight_elements(self) -> int:
+        """On a rank."""
+        return self.width * self.hidden_size
+
+    def tile_bytes(self, forward: bool) -> int:
+        """Of the float32 tiles at a time, where no kernel fuses the passes over them: differences from the largest
+        logit, beside converted logits or, forward, the powers that the entropy needs."""
+        tiles = 1 + (self.product_bytes < 4 or (forward and "entropy" in self.fields)) + self.extra_tiles
+        return 4 * tiles * self.width * min(self.rows, tile_rows(self.width))
+
+    @property
+    def row_bytes(self) -> int:
+        """float32 numbers of all rows: statistics twice (of chunks, joined), coefficients twice, fields and their
+        gradients."""
+        return 4 * self.rows * (2 * STATISTICS + 2 * COEFFICIENTS + 4 * len(self.fields) + 8)
+
+
+def native_head_peak_bytes(shape: HeadShape, device: str, fused_gradient: bool = True) -> int:
+    """Bytes at the peak of the native engine's head, forward and backward, beside hidden states, weight and main
+    gradient. `fused_gradient`: the weight's gradient is added to the main gradient (`--gradient_accumulation_fusion`).
+    """
+    s, fused_passes = shape, device == "cuda"
+    chunks = head_chunks(s.rows, s.width * s.product_bytes, device)
+    largest = max(c.stop - c.start for c in chunks)
+    kept = sum(c.stop - c.start for c in chunks if c.kept)
+    again = max((c.stop - c.start for c in chunks if not c.kept), default=0)
+    parts = min(s.width, max(64, TILE_ELEMENTS // max(s.hidden_size, largest)))
+    converts = not fused_passes and s.element_bytes < 4
+    converted = 4 * (largest * s.hidden_size + parts * max(s.hidden_size, largest)) if converts else 0
+    tiles = 0 if fused_passes else s.tile_bytes(forward=True)
+    forward = (kept + again) * s.width * s.product_bytes + max(tiles, converted if s.float32_products else 0)
+    d_hidden = s.rows * s.hidden_size * s.element_bytes
+    d_logits = s.element_bytes if s.product_bytes != s.element_bytes else 0
+    total = 4 * s.weight_elements if s.weight_trained and not fused_gradient else 0
+    tiles = 0 if fused_passes else s.tile_bytes(forward=False)
+    backward = largest * s.width * (s.product_bytes + d_logits) + max(tiles, converted if s.weight_trained else 0)
+    returned = (
+        s.weight_elements * s.element_bytes if s.weight_trained and (fused_gradient or s.element_bytes < 4) else 0
+    )
+    return s.row_bytes + max(forward, d_hidden + total + max(backward, returned))
+
+
+def torch_head_peak_bytes(shape: HeadShape, device: str) -> int:
+    """Bytes at the peak of a transformers model's head and the torch engine's fields, forward and backward, beside
+    hidden states and weight: logits, in whose place their gradient comes, and the gradients of the head's product."""
+    s = shape
+    logits = s.rows * s.width * s.element_bytes
+    d_hidden = s.rows * s.hidden_size * s.element_bytes
+    d_weight = s.weight_elements * s.element_bytes if s.weight_trained else 0
+    return logits + s.row_bytes + max(0 if device == "cuda" else s.tile_bytes(forward=True), d_hidden + d_weight)
