@@ -84,7 +84,7 @@ def logits_of(products: Tensor, shard: VocabularyHeadShardSpec) -> Tensor:
     if shard.scale != 1.0:
         x = x * shard.scale
     if shard.softcap is not None:
-        x = torch.tanh(x / shard.softcap) * shard.softcap
+        x = (x / shard.softcap).tanh_().mul_(shard.softcap)
     return x / shard.temperature if shard.temperature != 1.0 else x
 
 
@@ -244,5 +244,5 @@ def _tile_gradient(
         d += c[CONSTANT]
     d.scatter_(1, column, torch.where(in_shard[:, None], label, d.gather(1, column)))
     if shard.softcap is not None:
-        d *= 1 - (logits * (shard.temperature / shard.softcap)).square_()
+        d *= logits.mul_(shard.temperature / shard.softcap).square_().neg_().add_(1)
     return d

@@ -80,7 +80,7 @@ class HeadShape:
     float32_products: bool = False
     """`--fp32_lm_head`."""
     extra_tiles: int = 0
-    """One for a temperature or a factor of the model, or two for a soft cap."""
+    """One for a temperature, a factor of the model, or a soft cap."""
     weight_trained: bool = True
 
     @property
