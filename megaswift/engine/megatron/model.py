@@ -22,7 +22,11 @@ from megaswift.bridge.sharded_state_dict_entries import padded_vocabulary_size
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
 from megaswift.engine.megatron.fp8_and_exact_main_weights import gather_weights_now
-from megaswift.engine.megatron.layers.layer_implementation import TORCH, LayerImplementationChoice
+from megaswift.engine.megatron.layers.layer_implementation import (
+    TORCH,
+    TRANSFORMER_ENGINE,
+    LayerImplementationChoice,
+)
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, windowed_layer_inv_freq
 from megaswift.engine.megatron.layers.router import AuxLossTopKRouter, install_padding_mask_hooks
 from megaswift.engine.megatron.layers.transformer_layer_spec import block_spec
@@ -170,6 +174,15 @@ def zero_pad_token_embedding_grad_hook(token: int) -> Callable[..., None]:
     return hook
 
 
+def fuse_gradient_accumulation(model: nn.Module) -> None:
+    """Let the products of Transformer Engine's modules add the gradients of weights to `main_grad` themselves, in
+    float32. Megatron-Core's option of the name is off until then: its output layer, whose call nobody makes here, would
+    refuse it without apex."""
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+
+
 def build_model_chunks(
     spec: ModelSpec, config: TransformerConfig, context: ParallelContext, choice: LayerImplementationChoice
 ) -> list[SwiftGPT]:
@@ -201,6 +214,8 @@ def build_model_chunks(
             model.rotary_pos_emb = PositionRotary(inv_freq.to(context.device), local, pairs)
         else:
             model.rotary_pos_emb.inv_freq = inv_freq.to(context.device)
+        if choice.linear == TRANSFORMER_ENGINE and config.head.into_main_grad:
+            fuse_gradient_accumulation(model)
         model.real_vocabulary = spec.vocab_size
         if spec.experts:
             install_padding_mask_hooks(model.decoder)
