@@ -115,7 +115,7 @@ def row_statistics(products: Tensor, labels: Tensor, shard: VocabularyHeadShardS
     local, in_shard = shard.local_labels(labels, products.shape[1])
     kernels = _triton_kernels(products)
     if kernels is not None:
-        kernels.write_row_statistics(products[:, :width], local, in_shard, shard, stats)
+        kernels.write_row_statistics_by_triton(products[:, :width], (local, in_shard), shard, stats)
         return stats
     for rows in _tiles(len(products), width):
         _write_tile_statistics(products[rows, :width], local[rows], in_shard[rows], shard, stats[:, rows])
@@ -214,7 +214,9 @@ def write_gradient(
     local, in_shard = shard.local_labels(labels, products.shape[1])
     kernels = _triton_kernels(products)
     if kernels is not None and width:
-        kernels.write_gradient(products[:, :width], (local, in_shard), coefficients, shard, out[:, :width])
+        kernels.write_logit_gradient_by_triton(
+            products[:, :width], (local, in_shard), coefficients, shard, out[:, :width]
+        )
     elif width:
         for rows in _tiles(len(products), width):
             labels_of = local[rows], in_shard[rows]

@@ -6,175 +6,134 @@ package triton comes with the CUDA builds of torch; nothing imports this module 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaswift.engine.vocabulary_rows import VocabularyHeadShardSpec
+if TYPE_CHECKING:
+    from megaswift.engine.vocabulary_rows import VocabularyHeadShardSpec
 
 STATISTICS_BLOCK, GRADIENT_BLOCK = 4096, 2048
 """Columns of a step of a program over its row, and of a program of the gradient."""
+CAP, ENTROPY, SQUARES, MEAN = 1, 2, 4, 8
+"""Bits of the kernels' `flags`: a soft cap; what the requested fields, or those with a gradient, need. Kernels, which
+read no variables of a module, have the numbers."""
 
 
 @triton.jit
-def _logits(x, scale, cap, temperature, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """float32 logits of products."""
-    logits = x.to(tl.float32) * scale
-    if HAS_CAP:
-        logits = (2 * tl.sigmoid(2 * logits / cap) - 1) * cap
-    return logits / temperature
+def _logits(x: tl.tensor, factors: tl.tuple, flags: tl.constexpr) -> tl.tensor:
+    """float32 logits of products; `factors`: scale, cap, temperature."""
+    logits = x.to(tl.float32) * factors[0]
+    if flags & 1:  # soft cap
+        logits = (2 * tl.sigmoid(2 * logits / factors[1]) - 1) * factors[1]
+    return logits / factors[2]
 
 
 @triton.jit
-def _statistics_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913 (a kernel's pointers, strides and constants)
-    products,
-    row_stride,
-    labels,
-    in_shard,
-    stats,
-    stats_stride,
-    width,
-    scale,
-    cap,
-    temperature,
-    HAS_CAP: tl.constexpr,  # noqa: N803
-    ENTROPY: tl.constexpr,  # noqa: N803
-    SQUARES: tl.constexpr,  # noqa: N803
-    SUM: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
-    """A row a program: sums relative to the largest logit so far, rescaled where a block has a larger one."""
+def _statistics_kernel(
+    rows: tl.tuple, labels: tl.tuple, stats: tl.tuple, factors: tl.tuple, flags: tl.constexpr, block: tl.constexpr
+) -> None:
+    """A row a program: sums relative to the largest logit so far, rescaled where a block has a larger one. `rows`:
+    products, their stride and width; `labels`: their columns, whether they lie here; `stats`: [6, t] and its stride."""
     row = tl.program_id(0).to(tl.int64)
-    label, here = tl.load(labels + row), tl.load(in_shard + row) != 0
+    products, stats_of = rows[0] + row * rows[1], stats[0] + row
+    label, here = tl.load(labels[0] + row), tl.load(labels[1] + row) != 0
     top, count = -1e30, 0.0
     own, others, weighted, squares, total = 0.0, 0.0, 0.0, 0.0, 0.0
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        real = column < width
-        x = tl.load(products + row * row_stride + column, mask=real, other=0.0)
-        logits = tl.where(real, _logits(x, scale, cap, temperature, HAS_CAP), -1e30)
+    for start in range(0, rows[2], block):
+        column = start + tl.arange(0, block)
+        real = column < rows[2]
+        x = tl.load(products + column, mask=real, other=0.0)
+        logits = tl.where(real, _logits(x, factors, flags), -1e30)
         higher = tl.maximum(top, tl.max(logits, axis=0))
         below, factor = top - higher, tl.exp(top - higher)
         shifted = tl.where(real, logits - higher, 0.0)
         powers = tl.where(real, tl.exp(shifted), 0.0)
-        if ENTROPY:
+        if flags & 2:  # entropy
             weighted = (weighted + own * below) * factor + tl.sum(powers * shifted, axis=0)
             own = own * factor + tl.sum(powers, axis=0)
-        if SQUARES:
+        if flags & 4:  # log_sum_sq
             squares = squares * factor * factor + tl.sum(powers * powers, axis=0)
-        if SUM:
+        if flags & 8:  # mean_logit
             total = total + count * below + tl.sum(shifted, axis=0)
             count += tl.sum(real.to(tl.float32), axis=0)
         others = others * factor + tl.sum(tl.where((column == label) & here, 0.0, powers), axis=0)
         top = higher
-    at_label = _logits(tl.load(products + row * row_stride + label), scale, cap, temperature, HAS_CAP)
-    tl.store(stats + row, top)
-    tl.store(stats + stats_stride + row, others)
-    tl.store(stats + 2 * stats_stride + row, tl.where(here, at_label, 0.0))
-    tl.store(stats + 3 * stats_stride + row, weighted)
-    tl.store(stats + 4 * stats_stride + row, squares)
-    tl.store(stats + 5 * stats_stride + row, total)
+    at_label = _logits(tl.load(products + label), factors, flags)
+    tl.store(stats_of, top)
+    tl.store(stats_of + stats[1], others)
+    tl.store(stats_of + 2 * stats[1], tl.where(here, at_label, 0.0))
+    tl.store(stats_of + 3 * stats[1], weighted)
+    tl.store(stats_of + 4 * stats[1], squares)
+    tl.store(stats_of + 5 * stats[1], total)
 
 
 @triton.jit
-def _gradient_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913 (a kernel's pointers, strides and constants)
-    products,
-    row_stride,
-    out,
-    out_stride,
-    labels,
-    in_shard,
-    coefficients,
-    coefficients_stride,
-    width,
-    scale,
-    cap,
-    temperature,
-    HAS_CAP: tl.constexpr,  # noqa: N803
-    LOGARITHMIC: tl.constexpr,  # noqa: N803
-    QUADRATIC: tl.constexpr,  # noqa: N803
-    CONSTANT: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
-    """A block of a row a program; reads its block before it writes it, so `out` may be `products`."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = column < width
-    label, here = tl.load(labels + row), tl.load(in_shard + row) != 0
-    own = coefficients + row
-    shift, inverse_total = tl.load(own), tl.load(own + coefficients_stride)
-    x = tl.load(products + row * row_stride + column, mask=real, other=0.0)
-    logits = _logits(x, scale, cap, temperature, HAS_CAP)
-    shifted = logits - shift
-    p = tl.exp(shifted) * inverse_total
-    slope = tl.load(own + 3 * coefficients_stride) + tl.zeros([BLOCK], tl.float32)
-    if LOGARITHMIC:
-        slope += tl.load(own + 4 * coefficients_stride) * (shifted - tl.load(own + 2 * coefficients_stride))
-    if QUADRATIC:
-        slope += tl.load(own + 5 * coefficients_stride) * p
-    at_label = (column == label) & here
-    slope += tl.where(at_label, tl.load(own + 7 * coefficients_stride), 0.0)
-    gradient = p * slope + tl.where(at_label, tl.load(own + 8 * coefficients_stride), 0.0)
-    if CONSTANT:
-        gradient += tl.load(own + 6 * coefficients_stride)
-    if HAS_CAP:
-        share = logits * temperature / cap
-        gradient *= 1 - share * share
-    tl.store(out + row * out_stride + column, gradient.to(out.dtype.element_ty), mask=real)
-
-
-def write_row_statistics(
-    products: Tensor, local: Tensor, in_shard: Tensor, shard: VocabularyHeadShardSpec, stats: Tensor
+def _gradient_kernel(
+    rows: tl.tuple, labels: tl.tuple, gradients: tl.tuple, factors: tl.tuple, flags: tl.constexpr, block: tl.constexpr
 ) -> None:
-    """Statistics [6, t] of products [t, n] without padding; `local` and `in_shard` [t] say where the labels are."""
+    """A block of a row a program, which reads its block before it writes it, so `out` may be the products.
+    `gradients`: out and its stride, the coefficients [9, t] and theirs."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    real = column < rows[2]
+    label, here = tl.load(labels[0] + row), tl.load(labels[1] + row) != 0
+    own, stride = gradients[2] + row, gradients[3]
+    x = tl.load(rows[0] + row * rows[1] + column, mask=real, other=0.0)
+    logits = _logits(x, factors, flags)
+    shifted = logits - tl.load(own)
+    p = tl.exp(shifted) * tl.load(own + stride)
+    at_label = (column == label) & here
+    slope = tl.load(own + 3 * stride) + tl.where(at_label, tl.load(own + 7 * stride), 0.0)
+    if flags & 2:  # entropy
+        slope += tl.load(own + 4 * stride) * (shifted - tl.load(own + 2 * stride))
+    if flags & 4:  # log_sum_sq
+        slope += tl.load(own + 5 * stride) * p
+    gradient = p * slope + tl.where(at_label, tl.load(own + 8 * stride), 0.0)
+    if flags & 8:  # mean_logit
+        gradient += tl.load(own + 6 * stride)
+    if flags & 1:  # soft cap
+        share = logits * factors[2] / factors[1]
+        gradient *= 1 - share * share
+    out = gradients[0] + row * gradients[1] + column
+    tl.store(out, gradient.to(gradients[0].dtype.element_ty), mask=real)
+
+
+def write_row_statistics_by_triton(
+    products: Tensor, labels: tuple[Tensor, Tensor], shard: VocabularyHeadShardSpec, stats: Tensor
+) -> None:
+    """Statistics [6, t] of products [t, n] without padding; `labels` [t]: their columns, whether they lie here."""
     if not len(products):
         return
-    assert products.stride(1) == 1 and stats.stride(1) == 1
+    assert products.stride(1) == stats.stride(1) == 1
     _statistics_kernel[(len(products),)](
-        products,
-        products.stride(0),
-        local,
-        in_shard,
-        stats,
-        stats.stride(0),
-        products.shape[1],
-        *_factors(shard),
-        HAS_CAP=shard.softcap is not None,
-        ENTROPY="entropy" in shard.fields,
-        SQUARES="log_sum_sq" in shard.fields,
-        SUM="mean_logit" in shard.fields,
-        BLOCK=STATISTICS_BLOCK,
+        (products, products.stride(0), products.shape[1]),
+        labels,
+        (stats, stats.stride(0)),
+        _factors(shard),
+        _flags(shard.softcap, shard.fields),
+        STATISTICS_BLOCK,
         num_warps=8,
     )
 
 
-def write_gradient(
-    products: Tensor,
-    labels: tuple[Tensor, Tensor],
-    coefficients: Tensor,
-    shard: VocabularyHeadShardSpec,
-    out: Tensor,
+def write_logit_gradient_by_triton(
+    products: Tensor, labels: tuple[Tensor, Tensor], coefficients: Tensor, shard: VocabularyHeadShardSpec, out: Tensor
 ) -> None:
-    """The gradient [t, n] into `out`; `labels`: `local` and `in_shard` as above."""
+    """The gradient [t, n] into `out`; `labels` as above."""
     if not len(products):
         return
     assert products.stride(1) == out.stride(1) == coefficients.stride(1) == 1
     width = products.shape[1]
     _gradient_kernel[(len(products), triton.cdiv(width, GRADIENT_BLOCK))](
-        products,
-        products.stride(0),
-        out,
-        out.stride(0),
-        *labels,
-        coefficients,
-        coefficients.stride(0),
-        width,
-        *_factors(shard),
-        HAS_CAP=shard.softcap is not None,
-        LOGARITHMIC="entropy" in shard.differentiable,
-        QUADRATIC="log_sum_sq" in shard.differentiable,
-        CONSTANT="mean_logit" in shard.differentiable,
-        BLOCK=GRADIENT_BLOCK,
+        (products, products.stride(0), width),
+        labels,
+        (out, out.stride(0), coefficients, coefficients.stride(0)),
+        _factors(shard),
+        _flags(shard.softcap, shard.differentiable),
+        GRADIENT_BLOCK,
         num_warps=4,
     )
 
@@ -182,3 +141,8 @@ def write_gradient(
 def _factors(shard: VocabularyHeadShardSpec) -> tuple[float, float, float]:
     """(scale, cap, temperature) as the kernels take them."""
     return shard.scale, shard.softcap or 1.0, shard.temperature
+
+
+def _flags(softcap: float | None, fields: tuple[str, ...]) -> int:
+    of_fields = {"entropy": ENTROPY, "log_sum_sq": SQUARES, "mean_logit": MEAN}
+    return (CAP if softcap is not None else 0) + sum(bit for name, bit in of_fields.items() if name in fields)

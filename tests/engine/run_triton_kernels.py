@@ -1,10 +1,12 @@
 """Runs the Triton kernels of the vocabulary head in Triton's interpreter: `TRITON_INTERPRET=1 python -m
-tests.engine.run_triton_kernels` prints, for each case, what was compared, the largest error and its limit."""
+tests.engine.run_triton_kernels` prints, for each case, what was compared, the largest error and its limit. With the
+word `compile`, and without the variable, compiles them for a GPU (which it does not need) and prints the sizes."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -84,5 +86,23 @@ def main() -> None:
         print(f"gradient,{case}", gradient, 2e-6 if dtype == torch.float32 else 2**-7)  # the interpreter cuts off
 
 
+def compile_for_hopper() -> None:
+    """Every kind of product, with no field but log-probabilities and with all."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    parts = {"labels": ("*i64", "*i1"), "factors": ("fp32",) * 3, "flags": "constexpr", "block": "constexpr"}
+    for dtype, flags in itertools.product(("*bf16", "*fp16", "*fp32"), (0, 15)):
+        rows = {"rows": (dtype, "i32", "i32")}
+        for kernel, own, block in (
+            (vocabulary_rows_triton._statistics_kernel, {"stats": ("*fp32", "i32")}, 4096),
+            (vocabulary_rows_triton._gradient_kernel, {"gradients": (dtype, "i32", "*fp32", "i32")}, 2048),
+        ):
+            order = ["rows", "labels", *own, "factors", "flags", "block"]
+            signature = {name: (rows | own | parts)[name] for name in order}
+            source = ASTSource(kernel, signature, {"flags": flags, "block": block})
+            print(dtype, flags, len(compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]))
+
+
 if __name__ == "__main__":
-    main()
+    compile_for_hopper() if "compile" in sys.argv else main()

@@ -180,7 +180,7 @@ def fuse_gradient_accumulation(model: nn.Module) -> None:
     refuse it without apex."""
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def build_model_chunks(

@@ -50,7 +50,6 @@ def test_an_architecture_without_kernels_is_refused() -> None:
 def test_the_kernels_compute_what_transformers_does(variant: str) -> None:
     """By Triton's interpreter, which computes on a CPU what a GPU would be given."""
     pytest.importorskip("liger_kernel")
-    pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.torch.liger_interpreted", variant],
         cwd=ROOT,
