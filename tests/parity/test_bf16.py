@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megaswift.losses.contract import RequestedModelOutputs
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import global_batch, own, parse
 from tests.parity.measure import Task, build, full
@@ -56,3 +57,26 @@ def test_bf16_within_the_spread_of_hugging_face(text: str, pool: Pool, reference
     assert theirs > 1e-3, "the bfloat16 oracle did not run in bfloat16"
     assert ours <= SPREAD * theirs, f"{case}: gradients off by {ours:.2e}, Hugging Face in bfloat16 by {theirs:.2e}"
     assert abs(got.loss - losses[0]) <= SPREAD * max(abs(losses[1] - losses[0]), 2e-3 * losses[0])
+
+
+def scores(rank: int, world: int, task: Task) -> torch.Tensor:
+    """Log-probabilities of a micro-batch in bfloat16 under the task's options."""
+    engine, context = build(task.case, task.folder, world, torch_dtype="bfloat16", **task.options)
+    (outputs,) = engine.score(own(global_batch(task.case, 2), 1, 0)[:1], RequestedModelOutputs())
+    context.close()
+    return outputs.logprobs
+
+
+def test_float32_products_of_the_head(pool: Pool, references: References) -> None:
+    """`--fp32_lm_head` changes log-probabilities by the rounding of logits alone."""
+    case = parse("single", model="dense")
+    rounded, exact = (
+        pool.run(
+            "tests.parity.test_bf16:scores",
+            Task(case, references.model("dense"), Recipe(), options={"fp32_lm_head": option}),
+            1,
+        )[0]
+        for option in (False, True)
+    )
+    difference = (rounded - exact).abs().max()
+    assert 1e-4 < difference < 0.03, difference
