@@ -20,12 +20,12 @@ pytestmark = pytest.mark.process
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 REDUCE = {"overlap_grad_reduce": True}
 DEFAULT = [
-    ("dense te dp2 do", {}),
     ("dense te dp2 do tied", OVERLAP),
     ("moe te dp2 ep2 do", OVERLAP),
     ("dense te dp2", REDUCE),
 ]
 REST = [
+    ("dense te dp2 do", {}),
     ("dense te pp2 vpp2 dp2 do tied", OVERLAP),
     ("dense te pp2 dp2 do tied recompute=full", OVERLAP),
     ("moe te tp2 sp dp2 ep2 do", OVERLAP),
@@ -60,8 +60,10 @@ def fused_weights(rank: int, world: int, task: Task) -> tuple[set[str], set[str]
     return added, {name for name, p in named.items() if p.ndim == 2}
 
 
-@pytest.mark.parametrize("text", ["dense te single", "moe te single"])
-@pytest.mark.parametrize("fusion", [None, True, False])
+@pytest.mark.parametrize(
+    ("text", "fusion"),
+    [("dense te single", None), ("moe te single", None), ("moe te single", True), ("dense te single", False)],
+)
 def test_products_that_add(text: str, fusion: bool | None, te_pool: Pool, references: References) -> None:
     """All but the embedding and the routers by default, none without."""
     case = parse(text)
