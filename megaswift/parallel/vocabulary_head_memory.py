@@ -10,6 +10,9 @@ from dataclasses import dataclass
 TILE_ELEMENTS = 1 << 19
 """Logits that are in float32 at a time where no kernel fuses the passes over them: 2 MiB, which stays in a core's cache
 (1024 x 8192 logits: 3 ms forward and 4 ms backward, 12 and 13 ms as one tile; two cores, 2026-11-24)."""
+TILE_ELEMENTS_WITHOUT_TRITON = 1 << 26
+"""The same on a GPU whose torch comes without Triton (not run): 256 MiB, so that launching kernels is not what takes
+the time."""
 STATISTICS, COEFFICIENTS = 6, 9
 """float32 numbers a row that `engine/vocabulary_rows.py` has in the forward and in the backward pass."""
 
@@ -42,9 +45,9 @@ class HeadChunk:
     """Whether the products are kept for the backward pass, and not computed again."""
 
 
-def tile_rows(width: int) -> int:
+def tile_rows(width: int, device: str = "cpu") -> int:
     """Rows of a tile of `width` logits."""
-    return max(1, TILE_ELEMENTS // max(1, width))
+    return max(1, (TILE_ELEMENTS_WITHOUT_TRITON if device == "cuda" else TILE_ELEMENTS) // max(1, width))
 
 
 def head_chunks(rows: int, row_bytes: int, device: str, backward: bool = True) -> list[HeadChunk]:
@@ -108,7 +111,7 @@ class HeadShape:
 
 def native_head_peak_bytes(shape: HeadShape, device: str, fused_gradient: bool = True) -> int:
     """Bytes at the peak of the native engine's head, forward and backward, beside hidden states, weight and main
-    gradient. `fused_gradient`: the weight's gradient is added to the main gradient (`--gradient_accumulation_fusion`).
+    gradient; on a GPU with Triton. `fused_gradient`: the weight's gradient is added to the main gradient (`--gradient_accumulation_fusion`).
     """
     s, fused_passes = shape, device == "cuda"
     chunks = head_chunks(s.rows, s.width * s.product_bytes, device)

@@ -23,6 +23,7 @@ from megaswift.parallel.vocabulary_head_memory import (
     HeadShape,
     head_chunks,
     native_head_peak_bytes,
+    tile_rows,
     torch_head_peak_bytes,
 )
 
@@ -131,3 +132,9 @@ def test_chunks() -> None:
     assert not any(c.kept for c in head_chunks(3000, row, "cuda", backward=False))
     assert [(c.stop, c.kept) for c in head_chunks(1000, 2 * row, "cpu")] == [(441, True), (882, False), (1000, False)]
     assert head_chunks(0, row, "cuda") == [HeadChunk(0, 0, True)]
+
+
+def test_tiles_stay_in_a_cpus_cache() -> None:
+    """Of a GPU without Triton they are as large as memory allows."""
+    assert [tile_rows(151936, device) for device in ("cpu", "cuda")] == [3, 441]
+    assert tile_rows(1 << 20) == 1
