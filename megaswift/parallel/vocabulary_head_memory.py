@@ -111,8 +111,8 @@ class HeadShape:
 
 def native_head_peak_bytes(shape: HeadShape, device: str, fused_gradient: bool = True) -> int:
     """Bytes at the peak of the native engine's head, forward and backward, beside hidden states, weight and main
-    gradient; on a GPU with Triton. `fused_gradient`: the weight's gradient is added to the main gradient (`--gradient_accumulation_fusion`).
-    """
+    gradient; on a GPU with Triton. `fused_gradient`: the weight's gradient is added to the main gradient
+    (`--gradient_accumulation_fusion`)."""
     s, fused_passes = shape, device == "cuda"
     chunks = head_chunks(s.rows, s.width * s.product_bytes, device)
     largest = max(c.stop - c.start for c in chunks)
