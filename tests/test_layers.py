@@ -28,6 +28,7 @@ LAYERS = {
     "families": 2,
     "launchers": 2,
     "migration": 2,
+    "clusters": 2,
     "bridge": 3,
     "distributed": 3,
     "engine": 4,
@@ -56,6 +57,7 @@ NO_TORCH = (
     "parallel",
     "launchers",
     "migration",
+    "clusters",
 )
 AGENT = "megaswift.launchers.torchrun_agent"
 """A program of its own around torchrun; nothing imports it."""
