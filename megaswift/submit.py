@@ -22,7 +22,7 @@ from megaswift.clusters.node_script import shell_words
 from megaswift.clusters.scheduler import Scheduler, scheduler_of
 from megaswift.command_line_common import UserErrorArgumentParser
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.option_sources import read_command_line
+from megaswift.config.option_sources import read_command_line, read_config_file
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.redaction import is_secret
 
@@ -35,6 +35,9 @@ FAILED = 1
 OF_LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "launcher", "num_workers")
 """Launch options that the job sets itself."""
 
+FIRST_NODE = {"NODE_RANK": "0", "MASTER_ADDR": "node-0"}
+"""What a run of several nodes needs beside their number."""
+
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns the exit code."""
@@ -42,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     cluster = read_cluster(given.cluster, given.clusters)
     scheduler = scheduler_of(cluster.launcher)
     job, cfg = _job(given, rest, cluster, scheduler)
-    problems = [*scheduler.problems(job), *_secret_problems(cfg)]
+    problems = [*scheduler.problems(job), *_secret_problems(job, given.file), *_missing_variable_problems(job)]
     if problems:
         raise ConfigError(problems)
     _check_run(cfg, job, scheduler)
@@ -102,25 +105,45 @@ def _job(
         rule, fix = "is set by the job", "--nodes N --gpus_per_node M"
         raise ConfigError([Problem(g.label, rule, fix) for g in taken])
     words = [str(file), *rest]
-    first = load_config(None, words, complete=True, environ={})
+    first = load_config(None, words, complete=True, environ=FIRST_NODE)
     nodes = given.nodes or first.launch.nnodes or cluster.get("nodes") or 1
     gpus = given.gpus_per_node if given.gpus_per_node is not None else cluster.get("gpus_per_node")
     processes = gpus or first.launch.nproc_per_node or 1
     sizes = {"NNODES": str(nodes), "NPROC_PER_NODE": str(processes)}
-    environ = {**sizes, **({"NODE_RANK": "0", "MASTER_ADDR": "node-0"} if nodes > 1 else {})}
-    cfg = load_config(None, words, complete=True, environ=environ)
+    cfg = load_config(None, words, complete=True, environ={**sizes, **FIRST_NODE})
     name = job_name(given.name or file.stem)
     folder = next_job_folder(jobs_folder(cfg.train.output_dir, scheduler.shares_files), name)
     workdir = str(cluster.get("workdir") or (os.getcwd() if scheduler.shares_files else "/workspace"))
-    job = Job(folder.name, cluster, text, tuple(rest), nodes, gpus or 0, processes, workdir, folder, sys.executable)
+    submitted = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    job = Job(
+        folder.name,
+        cluster,
+        text,
+        tuple(rest),
+        nodes,
+        gpus or 0,
+        processes,
+        workdir,
+        folder,
+        sys.executable,
+        id=f"{folder.name}-{submitted}",
+    )
     return job, cfg
 
 
-def _secret_problems(cfg: SwiftConfig) -> list[Problem]:
-    """Secrets of the run's options, which would be kept in the job's files."""
-    found = [name for name in cfg.given if is_secret(name)]
+def _secret_problems(job: Job, file: str) -> list[Problem]:
+    """Secrets among the run's options, which would be kept in the job's files."""
+    givens = [*read_config_file(file).givens, *read_command_line(list(job.overrides)).givens]
+    found = [given.name for given in givens if is_secret(given.name)]
     fix = "leave it out here, and give the job a variable: secrets or secret_variables of the cluster (docs/launch.md)"
     return [Problem(f"--{name}", "is a secret, which would be written into the job's files", fix) for name in found]
+
+
+def _missing_variable_problems(job: Job) -> list[Problem]:
+    names = job.cluster.get("secret_variables") or []
+    missing = [n for n in names if not os.environ.get(str(n))]
+    where = f"cluster {job.cluster.name}: secret_variables"
+    return [Problem(where, f"{n} is not set in this shell", f"export {n}=..., or leave it out there") for n in missing]
 
 
 def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> None:

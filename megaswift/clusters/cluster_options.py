@@ -120,7 +120,7 @@ CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
     ClusterOption(
         "pod_overrides",
         "runtimePatches|podTemplateOverrides",
-        "TrainJob: field for volumes; runtimePatches from Kubeflow Trainer 2.3, podTemplateOverrides in 2.1 and 2.2",
+        "TrainJob: field for volumes; podTemplateOverrides for Kubeflow Trainer 2.1 and 2.2",
         (KUBERNETES,),
         "runtimePatches",
     ),

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.clusters.cluster_options import options_of_launcher
+from megaswift.clusters.network_presets import network_variables
+from megaswift.config.launcher_environment import JOB_ID
 
 RUN_FILE = "run.yaml"
 """The copy of the configuration that the job reads, beside the other files of the job."""
@@ -49,6 +51,8 @@ class Job:
     """Where the job's files are kept, absolute."""
     python: str
     """Of this process."""
+    id: str = ""
+    """Of this submission; runs that the cluster starts again know by it that they are the same job."""
 
     @property
     def run_file(self) -> Path:
@@ -65,11 +69,10 @@ class Job:
 
     def environment(self) -> dict[str, str]:
         """Variables that are the same on every node."""
-        from megaswift.clusters.network_presets import network_variables
-
         given = {str(k): _variable_text(v) for k, v in (self.cluster.get("environment") or {}).items()}
         sizes = {"NNODES": str(self.nodes), "NPROC_PER_NODE": str(self.processes_per_node)}
-        return {**network_variables(self.cluster.get("network")), **given, **sizes}
+        job = {JOB_ID: self.id} if self.id else {}
+        return {**network_variables(self.cluster.get("network")), **given, **sizes, **job}
 
 
 @dataclass(frozen=True)

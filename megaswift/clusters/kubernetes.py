@@ -10,11 +10,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
 from megaswift.clusters.job import Job, RenderedJob, SubmittedJob
 from megaswift.clusters.kubernetes_pods import (
     environment,
+    manifest_text,
     metadata,
     node_command,
     placement,
@@ -55,9 +54,8 @@ class KubernetesScheduler:
         """The manifest: the configuration first."""
         kind = {"job": _indexed_job, "trainjob": _train_job, "pytorchjob": _pytorch_job, "mpijob": _mpi_job}
         documents = [run_config_map(job), *kind[job.cluster.get("kind")](job)]
-        text = yaml.safe_dump_all(documents, sort_keys=False, width=120, allow_unicode=True)
         command = [*kubectl(job.cluster.get("context"), job.cluster.get("namespace")), "create", "-f"]
-        return RenderedJob({MANIFEST: text}, [[*command, str(job.folder / MANIFEST)]], NOT_RUN)
+        return RenderedJob({MANIFEST: manifest_text(documents)}, [[*command, str(job.folder / MANIFEST)]], NOT_RUN)
 
     def job_id(self, output: str, job: Job) -> str:
         """The name: kubectl creates what is not there, and fails on what is."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import yaml
+
 from megaswift.clusters.job import RUN_FILE, Job
 from megaswift.clusters.node_script import shell_words
 
@@ -18,6 +20,26 @@ RUN_VOLUME, SHARED_MEMORY = "megaswift-run", "megaswift-shm"
 SAVE_SECONDS = 600
 """That a pod gets for saving after SIGTERM."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+
+
+class _ManifestDumper(yaml.SafeDumper):
+    """No aliases, which are hard to read, and blocks of several lines as they are."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_ManifestDumper.add_representer(str, _text)
+
+
+def manifest_text(documents: Sequence[Mapping[str, Any]]) -> str:
+    """The YAML of a manifest."""
+    return yaml.dump_all(documents, Dumper=_ManifestDumper, sort_keys=False, width=120, allow_unicode=True)
 
 
 def unexpanded(text: str) -> str:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from megaswift.clusters.job import Job
+from megaswift.clusters.network_presets import network_variables
 
 DEFAULT_PORT = 29500
 HEADER = "#!/bin/bash"
@@ -24,8 +25,6 @@ def default_lines(variables: Mapping[str, str]) -> list[str]:
 
 def preparation_lines(job: Job) -> list[str]:
     """The working folder, the cluster's setup, the variables."""
-    from megaswift.clusters.network_presets import network_variables
-
     preset = network_variables(job.cluster.get("network"))
     own = {name: value for name, value in job.environment().items() if preset.get(name) != value}
     setup = [str(line) for line in job.cluster.get("setup") or ()]

@@ -47,6 +47,7 @@ class DlcScheduler:
         script = "\n".join(
             [
                 f"printf %s {shell_words([job.run_text])} > {RUN_PLACE}",
+                f"mkdir -p -- {shell_words([job.workdir])}",
                 *preparation_lines(job),
                 'export NODE_RANK="$RANK"; unset RANK WORLD_SIZE',
                 f"exec {shell_words(job.command(RUN_PLACE))}",

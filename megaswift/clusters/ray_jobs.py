@@ -14,7 +14,14 @@ import yaml
 
 from megaswift.clusters.job import RUN_FILE, Job, RenderedJob, SubmittedJob
 from megaswift.clusters.kubernetes import NOT_RUN, kubectl, pod_problems
-from megaswift.clusters.kubernetes_pods import RUN_FOLDER, metadata, node_command, pod_spec, run_config_map
+from megaswift.clusters.kubernetes_pods import (
+    RUN_FOLDER,
+    manifest_text,
+    metadata,
+    node_command,
+    pod_spec,
+    run_config_map,
+)
 from megaswift.clusters.node_script import shell_words
 from megaswift.errors import Problem
 
@@ -53,7 +60,7 @@ class RayScheduler:
             text = yaml.safe_dump(runtime, sort_keys=False)
             return RenderedJob({RUNTIME: text}, [[*words, "bash", "-c", _entry(job, RUN_FILE)]])
         made = _ray_cluster(job) if job.cluster.get("submit_to") == "raycluster" else _ray_job(job)
-        text = yaml.safe_dump_all([run_config_map(job), made], sort_keys=False, width=120, allow_unicode=True)
+        text = manifest_text([run_config_map(job), made])
         command = [*kubectl(job.cluster.get("context"), job.cluster.get("namespace")), "create", "-f"]
         return RenderedJob({MANIFEST: text}, [[*command, str(job.folder / MANIFEST)]], NOT_RUN)
 

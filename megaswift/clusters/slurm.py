@@ -14,6 +14,8 @@ LOG = "slurm-%j.log"
 FIRST_PORT, PORTS = 20_000, 10_000
 RESOLVED = 'getent hosts "$MASTER_ADDR" >/dev/null || MASTER_ADDR="$SLURM_LAUNCH_NODE_IPADDR"'
 """Names of nodes need not be in the network's name service."""
+LAST_NODE_SECONDS = 1800
+"""After the first node has ended the others may still save; a node that waits for a lost one ends by itself."""
 SIMPLE = {
     "partition": "partition",
     "account": "account",
@@ -81,8 +83,8 @@ def _script(job: Job) -> Iterator[str]:
     yield ""
     yield "# Slurm sends USR1 before the time is over: the run saves its state, and the job is queued again."
     yield "early=0"
-    yield 'on_usr1() { early=1; kill -USR1 "$step"; }'
-    yield 'on_term() { kill -TERM "$step"; }'
+    yield 'on_usr1() { early=1; kill -USR1 "$step" 2>/dev/null; }'
+    yield 'on_term() { kill -TERM "$step" 2>/dev/null; }'
     yield "trap on_usr1 USR1"
     yield "trap on_term TERM"
     node = f'export NODE_RANK="$SLURM_NODEID"; {RESOLVED}; exec "$@"'
@@ -122,7 +124,7 @@ def _header(job: Job) -> Iterator[str]:
 
 
 def _step(job: Job) -> Iterator[str]:
-    yield from (f"--nodes={job.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
+    yield from (f"--nodes={job.nodes}", "--ntasks-per-node=1", f"--wait={LAST_NODE_SECONDS}")
     if cores := job.cluster.get("cpus_per_node"):
         yield f"--cpus-per-task={cores}"  # srun does not take it from the job from Slurm 22.05 on
     if image := job.cluster.get("container_image"):

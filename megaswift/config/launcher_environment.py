@@ -20,6 +20,8 @@ COUNTS = {"nproc_per_node": ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), "nnodes": ("GROU
 
 CHECKED = "MEGASWIFT_CHECKED"
 """Set for workers whose options the process that started them has checked, and whose notices it has printed."""
+JOB_ID = "MEGASWIFT_JOB"
+"""The job of a cluster that this process belongs to: the same after the cluster has started it again."""
 RESTARTS = "MEGASWIFT_RESTARTS"
 """How often `--max_restarts` has started the processes again; torchrun counts its own restarts."""
 

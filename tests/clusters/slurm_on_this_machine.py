@@ -1,4 +1,4 @@
-"""A real Slurm of several nodes on this machine: one controller, one slurmd a node (`slurmd -N`), a munge of its own."""
+"""A real Slurm of several nodes on this machine: a controller, a slurmd a node (`slurmd -N`), its own munge."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def slurm(folder: Path, nodes: int = 2) -> Iterator[dict[str, str]]:
     ports = [_free_port() for _ in range(nodes + 1)]
     text = CONF.format(host=socket.gethostname(), port=ports[0], folder=folder)
     for i in range(nodes):
-        text += f"NodeName=machine{i} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={ports[i + 1]} CPUs=2\n"
+        text += (
+            f"NodeName=machine{i} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={ports[i + 1]} CPUs=2\n"
+        )
     text += "PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
     (folder / "slurm.conf").write_text(text)
     (folder / "munge.key").write_bytes(os.urandom(64))
