@@ -32,7 +32,7 @@ class ClusterOption:
         """The rule that the value breaks; empty for none."""
         if "|" in self.kind:
             choices = self.kind.split("|")
-            return "" if value in choices else f"must be one of {', '.join(choices)}"
+            return "" if str(value) in choices else f"must be one of {', '.join(choices)}"
         rule, check = _KINDS[self.kind]
         return "" if check(value) else rule
 
@@ -117,13 +117,7 @@ CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
         "kind", "trainjob|pytorchjob|job|mpijob", "Resource for a job; job needs no operator", (KUBERNETES,), "job"
     ),
     ClusterOption("runtime", "name", "TrainJob: the ClusterTrainingRuntime", (KUBERNETES,), "torch-distributed"),
-    ClusterOption(
-        "pod_overrides",
-        "runtimePatches|podTemplateOverrides",
-        "TrainJob: field for volumes; podTemplateOverrides for Kubeflow Trainer 2.1 and 2.2",
-        (KUBERNETES,),
-        "runtimePatches",
-    ),
+    ClusterOption("trainer_version", "2.1|2.2|2.3", "TrainJob: release of Kubeflow Trainer", (KUBERNETES,), "2.3"),
     ClusterOption("gpu_resource", "name", "Name of the GPU resource", (KUBERNETES, RAY), "nvidia.com/gpu"),
     ClusterOption("resources", "mapping", "More resources of a node: rdma/ib: 8", (KUBERNETES, RAY)),
     ClusterOption(

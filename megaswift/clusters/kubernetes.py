@@ -178,15 +178,16 @@ def _train_job(job: Job) -> list[dict[str, Any]]:
         "containers": [{"name": "node", "volumeMounts": volume_mounts(job)}],
         "volumes": volumes(job),
     }
-    field = str(job.cluster.get("pod_overrides"))
-    if field == "runtimePatches":
+    version = str(job.cluster.get("trainer_version"))
+    if version != "2.3":
+        del pod["terminationGracePeriodSeconds"]  # no field of a patch there
+    if version == "2.1":
+        patches: dict[str, Any] = {"podTemplateOverrides": [{"targetJobs": [{"name": "node"}], "spec": pod}]}
+    else:
         node = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
         patch = {"template": {"spec": {"replicatedJobs": [node]}}}
-        overrides: list[dict[str, Any]] = [{"manager": MANAGER, "trainingRuntimeSpec": patch}]
-    else:
-        pod.pop("terminationGracePeriodSeconds")  # not in the fields of podTemplateOverrides
-        overrides = [{"targetJobs": [{"name": "node"}], "spec": pod}]
-    spec = {"runtimeRef": {"name": str(job.cluster.get("runtime"))}, "trainer": trainer, field: overrides}
+        patches = {"runtimePatches": [{"manager": MANAGER, "trainingRuntimeSpec": patch}]}
+    spec = {"runtimeRef": {"name": str(job.cluster.get("runtime"))}, "trainer": trainer, **patches}
     return [
         {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": metadata(job), "spec": spec}
     ]

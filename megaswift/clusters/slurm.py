@@ -83,16 +83,16 @@ def _script(job: Job) -> Iterator[str]:
     yield ""
     yield "# Slurm sends USR1 before the time is over: the run saves its state, and the job is queued again."
     yield "early=0"
-    yield 'on_usr1() { early=1; kill -USR1 "$step" 2>/dev/null; }'
-    yield 'on_term() { kill -TERM "$step" 2>/dev/null; }'
+    yield 'on_usr1() { early=1; signalled=1; kill -USR1 "$step" 2>/dev/null; }'
+    yield 'on_term() { signalled=1; kill -TERM "$step" 2>/dev/null; }'
     yield "trap on_usr1 USR1"
     yield "trap on_term TERM"
     node = f'export NODE_RANK="$SLURM_NODEID"; {RESOLVED}; exec "$@"'
     yield f"srun {shell_words([*_step(job)])} bash -c {shell_words([node])} node \\"
     yield f"    {shell_words(job.command(str(job.run_file)))} &"
     yield "step=$!"
-    yield "code=0"
-    yield 'while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done'
+    yield "signalled=1"
+    yield 'while [ "$signalled" = 1 ]; do signalled=0; wait "$step"; code=$?; done  # a signal interrupts wait'
     again = ['[ "$early" = 1 ] && [ "$code" != 0 ]']
     if requeues := cluster.get("requeues"):
         explained = " ".join(f'&& [ "$code" != {code} ]' for code in EXPLAINED)
