@@ -36,6 +36,7 @@ from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.launcher import launcher_of
 from megaswift.launchers.parent_death import PARENT, end_with_parent
+from megaswift.launchers.wait_for_nodes import job_of_running_nodes
 
 INTERRUPTED = 128 + signal.SIGINT
 RAY_FIX = "use --num_workers N on any nodes, or --placement_strategy strict_pack for a single node"
@@ -82,7 +83,8 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
         raise ConfigError(
             Problem("--rlhf_type", "is missing: it selects the task", f"--rlhf_type {' | '.join(ALIGNMENT)}")
         )
-    cfg = config_after_restart(cfg, restart_count(os.environ), os.environ.get(JOB_ID, ""))
+    job = os.environ.get(JOB_ID) or ("" if worker else job_of_running_nodes(cfg.launch))
+    cfg = config_after_restart(cfg, restart_count(os.environ), job)
     world = process_count(cfg)
     other = launch_option_mismatch_problems(cfg) if worker else launcher_of(cfg.launch).missing(cfg.launch)
     if other:

@@ -23,7 +23,7 @@ from megaswift.clusters.kubernetes_pods import (
     volume_mounts,
     volumes,
 )
-from megaswift.clusters.node_script import DEFAULT_PORT
+from megaswift.config.launcher_environment import DEFAULT_PORT
 from megaswift.errors import EXPLAINED, Problem
 
 MANIFEST = "job.yaml"

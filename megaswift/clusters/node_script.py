@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from megaswift.clusters.job import Job
 from megaswift.clusters.network_presets import network_variables
 
-DEFAULT_PORT = 29500
 HEADER = "#!/bin/bash"
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megaswift.clusters.cluster_options import SAFE
 from megaswift.clusters.job import Job, RenderedJob, SubmittedJob
-from megaswift.clusters.node_script import DEFAULT_PORT, HEADER, preparation_lines, shell_words
+from megaswift.clusters.node_script import HEADER, preparation_lines, shell_words
+from megaswift.config.launcher_environment import DEFAULT_PORT
 from megaswift.errors import ConfigError, Problem
 
 START = "start.sh"

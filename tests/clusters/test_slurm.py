@@ -92,7 +92,8 @@ def test_signalled_requeued_resumed(environ: dict[str, str], tmp_path: Path) -> 
         assert time.monotonic() < deadline
         time.sleep(0.1)
     first = steps(tmp_path)
-    tool(environ, "scontrol", "update", f"JobId={number}", "StartTime=now")  # Slurm waits two minutes otherwise
+    time.sleep(5)  # Slurm waits two minutes, so that nodes have put away the first attempt
+    tool(environ, "scontrol", "update", f"JobId={number}", "StartTime=now")
     ended(environ, tmp_path, 200)
     log = megaswift(tmp_path, environ, "jobs", "logs", "out")
     state = tool(environ, "scontrol", "show", "job", number)
