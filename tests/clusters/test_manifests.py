@@ -115,7 +115,7 @@ def crds(folder: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """(apiVersion, kind) to the schemas of all releases in the folder."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for file in sorted(folder.rglob("*.yaml")):
-        document = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+        document = yaml.CSafeLoader(file.read_text(encoding="utf-8")).get_data()
         spec = document["spec"]
         for version in spec["versions"]:
             key = f"{spec['group']}/{version['name']}", spec["names"]["kind"]
