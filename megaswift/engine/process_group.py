@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import torch.distributed as dist
 
 from megaswift import distributed
 from megaswift.errors import ConfigError, Problem, first_line
+from megaswift.launchers.local_network import interface_of_address, local_address
 
 ADDRESS_IN_USE = "EADDRINUSE"
+GLOO_INTERFACE, LOOPBACK = "GLOO_SOCKET_IFNAME", "lo"
 
 
 def init_default_and_gloo_process_groups(backend: str, timeout_s: float, store: dist.Store | None = None) -> None:
@@ -27,12 +29,27 @@ def init_default_and_gloo_process_groups(backend: str, timeout_s: float, store: 
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(seconds=timeout_s)
+    choose_gloo_interface(os.environ)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if store is None:
         store = dist.HashStore() if world == 1 else launcher_store_of_this_attempt(os.environ, rank, world, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     if "gloo" not in backend:
         distributed.start_cpu_group(timeout)
+
+
+def choose_gloo_interface(environ: MutableMapping[str, str]) -> None:
+    """Sets GLOO_SOCKET_IFNAME, unless it is set, to the interface by which MASTER_ADDR on another machine is reached.
+
+    gloo itself takes the address that this machine's host name stands for, often 127.0.0.1, where no other machine
+    finds it.
+    """
+    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if GLOO_INTERFACE in environ or not address or not port.isdigit():
+        return
+    interface = interface_of_address(local_address(address, int(port)))
+    if interface and interface != LOOPBACK:
+        environ[GLOO_INTERFACE] = interface
 
 
 def launcher_store_of_this_attempt(

@@ -18,7 +18,7 @@ from megaswift.config.launch import LaunchConfig
 from megaswift.config.launcher_environment import DEFAULT_PORT, NODE, RESTARTS
 from megaswift.config.launcher_table import launcher_entry
 from megaswift.errors import EXPLAINED, ConfigError, Problem
-from megaswift.launchers.local_network import interface_of_address, local_address
+from megaswift.launchers.local_network import local_address
 from megaswift.launchers.parent_death import environment_with_parent_pid
 
 PATIENCE_SECONDS = 1800
@@ -92,9 +92,6 @@ def torchrun_environment(launch: LaunchConfig, environ: Mapping[str, str]) -> di
         ours[NODE] = " ".join(map(str, [*own, launch.rdzv_timeout]))
         if launch.max_restarts:
             ours["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each attempt finds its ranks in a store of its own
-        local = local_address(str(launch.master_addr), launch.master_port or DEFAULT_PORT)
-        if interface := interface_of_address(local):
-            ours["GLOO_SOCKET_IFNAME"] = interface  # gloo itself takes the host name's address, often 127.0.0.1
     return {**{name: str(value) for name, value in ours.items()}, **environ}
 
 

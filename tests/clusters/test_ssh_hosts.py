@@ -62,7 +62,7 @@ def test_a_job_over_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     run = {word.removeprefix("--"): next(words) for word in words}
     run |= {"task": "sft", "train_type": "full", "max_steps": 3, "logging_steps": 1, "output_dir": "out"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "HF_TOKEN": "hf_very'secret $(x)"}
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "HF_TOKEN": "hf_zzqq'secret $(x)"}
     with machines(tmp_path / "net") as two, ssh_servers(tmp_path, two) as options:
         cluster = {
             "launcher": "ssh",
@@ -96,7 +96,7 @@ def test_a_job_over_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ).stdout
         assert (tmp_path / "token.sha256").read_text() == digest
         kept = [f for f in (tmp_path / "out/jobs").rglob("*") if f.is_file()]
-        assert kept and not any("very" in f.read_text() for f in kept)
+        assert kept and not any("zzqq" in f.read_text() for f in kept)
 
         megaswift(
             "submit", "run.yaml", "--cluster", "lab", "--nodes", "2", "--output_dir", "out2", "--max_steps", "9999"
