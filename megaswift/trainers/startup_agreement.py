@@ -44,9 +44,8 @@ def refuse_ranks_that_differ(facts: Mapping[str, str]) -> None:
         if len(groups) > 1:
             hosts = [host for host, _ in everyone]
             said = "; ".join(f"{value} on {rank_text(ranks, hosts)}" for value, ranks in groups.items())
-            problems.append(
-                Problem(f"{name}", f"differs between ranks: {said}", FIXES.get(name, "install one version"))
-            )
+            fix = FIXES.get("options" if name.startswith("--") else name, "install one version on all nodes")
+            problems.append(Problem(name, f"differs between ranks: {said}", fix))
     if problems:
         raise ConfigError(problems)
 
