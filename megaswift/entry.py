@@ -21,6 +21,7 @@ from megaswift.config.accelerate_options import accelerate_notices
 from megaswift.config.data import ALIGNMENT
 from megaswift.config.launcher_environment import (
     COUNTS,
+    JOB_ID,
     is_launched_worker,
     nested_launcher_problems,
     nproc_or_nnodes_from_environment,
@@ -35,6 +36,7 @@ from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.launcher import launcher_of
 from megaswift.launchers.parent_death import PARENT, end_with_parent
+from megaswift.launchers.wait_for_nodes import job_of_running_nodes
 
 INTERRUPTED = 128 + signal.SIGINT
 RAY_FIX = "use --num_workers N on any nodes, or --placement_strategy strict_pack for a single node"
@@ -81,7 +83,8 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
         raise ConfigError(
             Problem("--rlhf_type", "is missing: it selects the task", f"--rlhf_type {' | '.join(ALIGNMENT)}")
         )
-    cfg = config_after_restart(cfg, restart_count(os.environ))
+    job = os.environ.get(JOB_ID) or ("" if worker else job_of_running_nodes(cfg.launch))
+    cfg = config_after_restart(cfg, restart_count(os.environ), job)
     world = process_count(cfg)
     other = launch_option_mismatch_problems(cfg) if worker else launcher_of(cfg.launch).missing(cfg.launch)
     if other:
@@ -121,16 +124,20 @@ def further_problems_of_refused_config(refused: SwiftConfig) -> list[Problem]:
     return layout_data_output_problems(refused, process_count(refused))
 
 
-def config_after_restart(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
+def config_after_restart(cfg: SwiftConfig, attempt: int, job: str = "") -> SwiftConfig:
     """The configuration of an attempt after a restart: it goes on from the newest checkpoint of its own folder.
 
     Where that has none yet, it starts as the first attempt did. The folder is this run's now, so it is not replaced.
+    `job`: a cluster's job, which may be started again without a count; the folder says whether it was here before.
     """
-    if not attempt:
+    if not attempt and not job:
         return cfg
     from megaswift.trainers.output_folder import OutputFolder
 
-    saved = OutputFolder(Path(cfg.train.output_dir)).store.latest() is not None
+    outputs = OutputFolder(Path(cfg.train.output_dir))
+    if not attempt and outputs.job_id() != job:
+        return cfg
+    saved = outputs.store.latest() is not None
     if cfg.train.resume_from_checkpoint is not None and not saved:
         return cfg
     return cfg.replace(resume_from_checkpoint="latest", overwrite_output_dir=False)

@@ -98,6 +98,18 @@ def _migrate(argv: list[str]) -> int:
     return migrate(argv)
 
 
+def _submit(argv: list[str]) -> int:
+    from megaswift.submit import main as submit
+
+    return submit(argv)
+
+
+def _jobs(argv: list[str]) -> int:
+    from megaswift.jobs import main as jobs
+
+    return jobs(argv)
+
+
 def _doctor(argv: list[str]) -> int:
     from megaswift.doctor import main as doctor
 
@@ -122,6 +134,8 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "deploy": ("serve a model over an OpenAI-compatible API", _deploy),
     "export": ("write a model folder with adapters merged, or quantized", _export),
     "migrate": ("translate scripts and files of other toolkits to YAML files", _migrate),
+    "submit": ("submit a run as a job of a cluster", _submit),
+    "jobs": ("status, output and end of submitted jobs", _jobs),
     "doctor": ("print package versions and devices", _doctor),
 }
 

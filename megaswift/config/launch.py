@@ -37,6 +37,9 @@ class LaunchConfig:
         minimum=0,
         unit="restarts",
     )
+    rdzv_timeout: float = option(
+        600.0, "Time to wait for the other nodes at the start", minimum=1, unit="seconds", aliases=("join_timeout",)
+    )
     num_workers: int | None = option(None, "Ray: total number of processes", minimum=1, unit="processes")
     ray_address: str | None = option(
         None, "Ray: HOST:PORT, auto or local; unset: RAY_ADDRESS, else local", metavar="ADDRESS"

@@ -38,6 +38,9 @@ LAUNCH_IGNORED: tuple[IgnoredOption, ...] = (
         "master_addr", ("nnodes", "launcher"), _TORCHRUN_ALONE, "applies only to multi-node runs", "--nnodes 2"
     ),
     IgnoredOption(
+        "rdzv_timeout", ("nnodes", "launcher"), _TORCHRUN_ALONE, "applies only to multi-node runs", "--nnodes 2"
+    ),
+    IgnoredOption(
         "master_port",
         ("nnodes", "nproc_per_node", "launcher"),
         lambda c: _TORCHRUN_ALONE(c) and c.launch.nproc_per_node is None,
@@ -84,11 +87,5 @@ LAUNCH_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: _RAY(c) and c.launch.num_workers is not None and {"nproc_per_node", "nnodes"} & c.given,
         "conflicts with nproc_per_node and nnodes, which also set the number of processes",
         "keep one of the two",
-    ),
-    ConflictingOptions(
-        ("max_restarts", "nnodes", "launcher"),
-        lambda c: c.launch.max_restarts > 0 and _TORCHRUN_SEVERAL(c),
-        "supports only single-node runs (nnodes is {nnodes})",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d --max-restarts 3 on each node",
     ),
 )

@@ -18,8 +18,14 @@ library's.)"""
 COUNTS = {"nproc_per_node": ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), "nnodes": ("GROUP_WORLD_SIZE", "CROSS_SIZE")}
 """Our option and what it is for torchrun, for DeepSpeed's launcher."""
 
+DEFAULT_PORT = 29500
+"""torchrun's MASTER_PORT on several nodes."""
 CHECKED = "MEGASWIFT_CHECKED"
 """Set for workers whose options the process that started them has checked, and whose notices it has printed."""
+JOB_ID = "MEGASWIFT_JOB"
+"""The job of a cluster that this process belongs to: the same after the cluster has started it again."""
+NODE = "MEGASWIFT_NODE"
+"""For torchrun's agent of a run of several nodes: rank of this node, nodes, address and port of node 0, seconds."""
 RESTARTS = "MEGASWIFT_RESTARTS"
 """How often `--max_restarts` has started the processes again; torchrun counts its own restarts."""
 

@@ -23,7 +23,9 @@ class LauncherEntry:
 
 LAUNCHER_TABLE: tuple[LauncherEntry, ...] = (
     LauncherEntry(
-        "torchrun", "megaswift.launchers.torchrun_launcher", ("max_restarts", "node_rank", "master_addr", "master_port")
+        "torchrun",
+        "megaswift.launchers.torchrun_launcher",
+        ("max_restarts", "node_rank", "master_addr", "master_port", "rdzv_timeout"),
     ),
     LauncherEntry(
         "ray",

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, MutableMapping
 
 import torch.distributed as dist
 
 from megaswift import distributed
-from megaswift.errors import ConfigError, Problem, first_line
+from megaswift.errors import ConfigError, Problem, UserError, first_line
+from megaswift.launchers.local_network import interface_of_address, local_address
 
 ADDRESS_IN_USE = "EADDRINUSE"
+ARRIVED = "megaswift/arrived/"
+MOST_NAMED = 16
+GLOO_INTERFACE, LOOPBACK = "GLOO_SOCKET_IFNAME", "lo"
+
+
+class MissingRanksError(UserError):
+    """Ranks that did not come to the start of the process group."""
+
+    title = "not all ranks started"
+    exit_code = 1
 
 
 def init_default_and_gloo_process_groups(backend: str, timeout_s: float, store: dist.Store | None = None) -> None:
@@ -27,12 +39,43 @@ def init_default_and_gloo_process_groups(backend: str, timeout_s: float, store: 
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(seconds=timeout_s)
+    choose_gloo_interface(os.environ)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if store is None:
         store = dist.HashStore() if world == 1 else launcher_store_of_this_attempt(os.environ, rank, world, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    store.set(f"{ARRIVED}{rank}", f"{socket.gethostname()} (process {os.getpid()})")
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    except dist.DistStoreError:
+        missing = [r for r in range(world) if not store.check([f"{ARRIVED}{r}"])]
+        if not missing:
+            raise
+        raise MissingRanksError(_missing_rank_problem(store, missing, world, timeout_s)) from None
     if "gloo" not in backend:
         distributed.start_cpu_group(timeout)
+
+
+def _missing_rank_problem(store: dist.Store, missing: list[int], world: int, timeout_s: float) -> Problem:
+    there = next(r for r in range(world) if r not in missing)
+    names = ", ".join(map(str, missing[:MOST_NAMED])) + (", ..." if len(missing) > MOST_NAMED else "")
+    what = f"rank{'s' if len(missing) > 1 else ''} {names} of {world}"
+    rule = f"did not start within {timeout_s:.0f} s (--ddp_timeout); rank {there} is on"
+    fix = "look for the error of that process, and check that all nodes run the same command"
+    return Problem(what, f"{rule} {store.get(f'{ARRIVED}{there}').decode()}", fix)
+
+
+def choose_gloo_interface(environ: MutableMapping[str, str]) -> None:
+    """Sets GLOO_SOCKET_IFNAME, unless it is set, to the interface by which MASTER_ADDR on another machine is reached.
+
+    gloo itself takes the address that this machine's host name stands for, often 127.0.0.1, where no other machine
+    finds it.
+    """
+    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if GLOO_INTERFACE in environ or not address or not port.isdigit():
+        return
+    interface = interface_of_address(local_address(address, int(port)))
+    if interface and interface != LOOPBACK:
+        environ[GLOO_INTERFACE] = interface
 
 
 def launcher_store_of_this_attempt(

@@ -19,6 +19,7 @@ from typing import Any
 
 from megaswift.errors import EXPLAINED
 from megaswift.launchers.parent_death import PARENT, end_with_parent
+from megaswift.launchers.wait_for_nodes import MissingNodesError, gather_nodes
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     try:
+        nodes = gather_nodes(os.environ)  # kept: it is the store that torchrun uses
         run.main(list(sys.argv[1:] if argv is None else argv))
     except ChildFailedError as error:
         failure = first_failure(failures_from_error(error))
         if line := failure_text(failure):
             print(line, file=sys.stderr, flush=True)
         return exit_code(failure)
+    except MissingNodesError as error:
+        print(error.message(), file=sys.stderr, flush=True)
+        return error.exit_code
     except SignalException as error:
         return 128 + int(error.sigval)
     except KeyboardInterrupt:  # before the workers were started
         return 128 + signal.SIGINT
+    del nodes
     return 0
 
 

@@ -15,12 +15,12 @@ from types import FrameType
 from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
-from megaswift.config.launcher_environment import RESTARTS
+from megaswift.config.launcher_environment import DEFAULT_PORT, NODE, RESTARTS
 from megaswift.config.launcher_table import launcher_entry
 from megaswift.errors import EXPLAINED, ConfigError, Problem
+from megaswift.launchers.local_network import local_address
 from megaswift.launchers.parent_death import environment_with_parent_pid
 
-DEFAULT_PORT = 29500
 PATIENCE_SECONDS = 1800
 """torchrun kills workers so long after a signal, 30 s unless said: less than saving a large model takes."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -43,7 +43,8 @@ def world_size_of_launch_options(launch: LaunchConfig) -> int:
 
 
 def torchrun_command(launch: LaunchConfig, script: Path, argv: Sequence[str]) -> list[str]:
-    """torchrun's command line for this machine."""
+    """torchrun's command line for this machine. Restarts of several nodes need its dynamic rendezvous, which a node may
+    join again; on one node they are `run_torchrun_with_restarts`'s."""
     nodes = launch.nnodes or 1
     words = [
         sys.executable,
@@ -59,6 +60,11 @@ def torchrun_command(launch: LaunchConfig, script: Path, argv: Sequence[str]) ->
     )
     if port is None:
         words += ["--standalone", "--local-addr", address]  # a free port, so that two runs do not meet
+    elif nodes > 1 and launch.max_restarts:
+        wait = f"is_host={int(not launch.node_rank)},join_timeout={launch.rdzv_timeout:.0f}"
+        words += ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}"]
+        words += ["--rdzv-id", "megaswift", "--rdzv-conf", wait, "--max-restarts", str(launch.max_restarts)]
+        words += ["--local-addr", local_address(address, port)]
     else:
         words += [
             "--nnodes",
@@ -77,10 +83,15 @@ def torchrun_environment(launch: LaunchConfig, environ: Mapping[str, str]) -> di
     """The environment of torchrun: threads shared out over the processes, time to save, where the user has not said
     otherwise."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ours = {
+    ours: dict[str, object] = {
         "OMP_NUM_THREADS": max(1, cores // (launch.nproc_per_node or 1)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": PATIENCE_SECONDS,
     }
+    if (launch.nnodes or 1) > 1:
+        own = [launch.node_rank or 0, launch.nnodes, launch.master_addr, launch.master_port or DEFAULT_PORT]
+        ours[NODE] = " ".join(map(str, [*own, launch.rdzv_timeout]))
+        if launch.max_restarts:
+            ours["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each attempt finds its ranks in a store of its own
     return {**{name: str(value) for name, value in ours.items()}, **environ}
 
 
@@ -168,7 +179,8 @@ def start_torchrun(cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str,
     """The run of this command line by torchrun's workers; torchrun's exit code."""
     script = Path(__file__).parents[1] / f"{cfg.task}.py"
     command = torchrun_command(cfg.launch, script, [*words, *environment_launch_arguments(cfg)])
-    return run_torchrun_with_restarts(command, torchrun_environment(cfg.launch, environ), cfg.launch.max_restarts)
+    restarts = 0 if (cfg.launch.nnodes or 1) > 1 else cfg.launch.max_restarts
+    return run_torchrun_with_restarts(command, torchrun_environment(cfg.launch, environ), restarts)
 
 
 class TorchrunLauncher:

@@ -6,6 +6,7 @@ moved aside, by rename. Files that are not ours are never touched.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths import with_absolute_paths
 from megaswift.config.engine_rules import capabilities_of
+from megaswift.config.launcher_environment import JOB_ID
 from megaswift.config.option_sources import CONFIG_HEADER
 from megaswift.config.swift_config import config_yaml_text
 from megaswift.config.train import TRACKERS
@@ -42,6 +44,7 @@ NAMES = (
     "mlflow",
     "train.log",
     "profile",
+    "job_id",
 )
 """What a run writes; nothing else in the folder is ours."""
 STARTS = ("base_model", "initial_adapter", "residual_model")
@@ -112,10 +115,19 @@ class OutputFolder:
         """The checkpoints."""
         return checkpoint_store.CheckpointStore(self.root / "checkpoints")
 
+    @property
+    def job(self) -> Path:
+        """The id of the cluster's job that wrote this run."""
+        return self.root / "job_id"
+
+    def job_id(self) -> str:
+        """Of the cluster's job that wrote this run; empty for none."""
+        return self.job.read_text(encoding="utf-8").strip() if self.job.is_file() else ""
+
     def present(self) -> list[Path]:
         """What of a run is there. What a start that failed before its first step left behind is no run."""
         present = [p for name in NAMES if (p := self.root / name).exists() and not _empty(p)]
-        failed_start = {"config.yaml", "runs", *TRACKERS, "loss.png", "report.html", "train.log", *STARTS}
+        failed_start = {"config.yaml", "runs", *TRACKERS, "loss.png", "report.html", "train.log", "job_id", *STARTS}
         ours = self.config.is_file() and self.config.read_text(encoding="utf-8", errors="replace").startswith(
             CONFIG_HEADER
         )
@@ -206,6 +218,10 @@ def prepare_output_folder(cfg: SwiftConfig, lock: RunLock | None = None) -> Outp
     if cfg.train.resume_from_checkpoint is not None:
         outputs.store.recover()
     log.LOG_FILE.open(outputs.log)
+    if job := os.environ.get(JOB_ID):
+        write_atomically(outputs.job, f"{job}\n")
+    else:
+        outputs.job.unlink(missing_ok=True)
     write_atomically(outputs.config, HEADER + config_yaml_text(with_absolute_paths(cfg.to_dict())))
     return outputs
 

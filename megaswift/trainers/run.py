@@ -33,6 +33,11 @@ def run_training(cfg: SwiftConfig) -> Path:
     with gc_paused():
         from megaswift.trainers.create_process_groups_and_engine import start_context
         from megaswift.trainers.session import TrainingSession
+        from megaswift.trainers.startup_agreement import (
+            program_and_device_facts,
+            refuse_ranks_that_differ,
+            refuse_ranks_with_other_options,
+        )
         from megaswift.trainers.verify_checkpoint_files_across_ranks import verify_sources_and_locate_model
 
         folder = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)
@@ -42,6 +47,8 @@ def run_training(cfg: SwiftConfig) -> Path:
     finished = False
     try:
         with gc_paused():
+            refuse_ranks_with_other_options(cfg)
+            refuse_ranks_that_differ(program_and_device_facts(folder, context.device))
             intact = verify_sources_and_locate_model(cfg, folder)
             spec = spec if intact == folder else model_spec_for_task(cfg, intact)
             session = TrainingSession(cfg, spec, intact, context)

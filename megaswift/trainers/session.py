@@ -45,6 +45,7 @@ from megaswift.trainers.loop import Loop
 from megaswift.trainers.resumed_model_config_check import refuse_other_model
 from megaswift.trainers.run_builder import RunBuilder
 from megaswift.trainers.run_lock import RunLock
+from megaswift.trainers.startup_agreement import refuse_ranks_that_differ, refuse_unshared_output_folder
 from megaswift.trainers.step_monitor import StepMonitor
 from megaswift.trainers.timers import timed
 from megaswift.trainers.verify_checkpoint_files_across_ranks import first_intact_step
@@ -82,6 +83,7 @@ class TrainingSession:
         self.status = "failed before the first step"
         self.lock = RunLock(Path(cfg.train.output_dir))
         prepared = distributed.run_on_rank0(lambda: output_folder.prepare_output_folder(cfg, self.lock))
+        refuse_unshared_output_folder(prepared.config)
         folder = base_model_folder(cfg, folder, prepared.root)
         cfg, folder = with_initial_adapter(cfg, folder, prepared.root)
         self.upload = hub_upload_of(cfg)
@@ -124,6 +126,8 @@ class TrainingSession:
             )
         built = b.task.build(self)
         loop = built.loop
+        if isinstance(loop.source, TokenStoreBatchSource):
+            refuse_ranks_that_differ({"data": loop.source.data.docs.fingerprint})
         if self.upload is not None:
             next(h for h in loop.hooks if isinstance(h, CheckpointHook)).after_save = self.upload.after_save
         if resume is not None:

@@ -15,12 +15,14 @@ IDLE = [
     # given, what makes it count
     ("--node_rank 1", "--node_rank 1 --nnodes 2 --master_addr h"),
     ("--master_addr h", "--master_addr h --nnodes 2 --node_rank 0"),
+    ("--rdzv_timeout 9", "--rdzv_timeout 9 --nnodes 2 --node_rank 0 --master_addr h"),
     ("--master_port 1", "--master_port 1 --nproc_per_node 1"),
     ("--max_restarts 1", "--max_restarts 1 --nproc_per_node 1"),
     (f"--max_restarts 1 {RAY}", "--max_restarts 1 --nproc_per_node 2"),
     (f"--node_rank 1 {RAY}", "--node_rank 1 --nnodes 2 --master_addr h"),
     (f"--master_addr h {RAY}", "--master_addr h --nnodes 2 --node_rank 0"),
     (f"--master_port 1 {RAY}", "--master_port 1 --nproc_per_node 1"),
+    (f"--rdzv_timeout 9 {RAY}", "--rdzv_timeout 9 --nnodes 2 --node_rank 0 --master_addr h"),
     ("--num_workers 2", RAY),
     ("--ray_address auto", f"--ray_address auto {RAY}"),
     ("--use_gpu", f"--use_gpu {RAY}"),
@@ -33,7 +35,6 @@ CLASHING = [
     ("nnodes", "--nnodes 2 --master_addr h"),
     ("launcher", "--launcher ray"),
     ("num_workers", f"{RAY} --nproc_per_node 2"),
-    ("max_restarts", "--max_restarts 1 --nnodes 2 --node_rank 0 --master_addr h"),
 ]
 
 

@@ -64,7 +64,7 @@ def other_value(name: str) -> object:
         choice = fitting[0] if fitting else o.choices[0]
         return [choice] if o.kind == "list" else choice
     number = max(2, int(o.details.get("minimum", 2)))
-    part = min(max(0.25, 2 * o.details.get("above", 0)), o.details.get("maximum", 2))
+    part = min(max(0.25, 2 * o.details.get("above", 0), o.details.get("minimum", 0)), o.details.get("maximum", 2))
     return {
         "numbers": [0.5],
         "integers": [number],
@@ -115,6 +115,7 @@ NEEDS = (
         "master_addr": {"nnodes": 2, "node_rank": 1},
         "master_port": {"nproc_per_node": 2},
         "max_restarts": {"nproc_per_node": 2},
+        "rdzv_timeout": {"nnodes": 2, "node_rank": 0, "master_addr": "h"},
         "min_lr": {"lr": 0.5},
         "overlap_p2p_comm": {"pp": 2, "vpp": 2},
         "fsdp": {"engine": "fsdp2"},

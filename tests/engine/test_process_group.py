@@ -76,6 +76,42 @@ def test_several_machines_share_no_attempt_number() -> None:
     assert process_group.shared_rdzv_store_restart_warning(two | {"TORCHELASTIC_MAX_RESTARTS": "0"}) == ""
 
 
+def _late(port: int, answer: Connection) -> None:
+    os.environ.update(_environ(port, 0, 0))
+    try:
+        process_group.init_default_and_gloo_process_groups("gloo", 1.0)
+    except process_group.MissingRanksError as error:
+        answer.send(str(error))
+    answer.send("")
+
+
+@pytest.mark.process
+def test_a_rank_that_does_not_start_is_named() -> None:
+    context = rank_context()
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    read, write = context.Pipe(duplex=False)
+    rank = context.Process(target=_late, args=(agent.port, write))
+    rank.start()
+    try:
+        assert read.poll(60)
+        assert "rank 1 of 2: did not start within 1 s (--ddp_timeout); rank 0 is on" in read.recv()
+    finally:
+        rank.kill()
+        rank.join()
+
+
+def test_gloo_s_interface_is_the_one_towards_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(address: str, **more: str) -> str | None:
+        environ = {"MASTER_ADDR": address, "MASTER_PORT": "29500", **more}
+        process_group.choose_gloo_interface(environ)
+        return environ.get("GLOO_SOCKET_IFNAME")
+
+    assert chosen("127.0.0.1") is None and chosen("no-such-host.invalid") is None
+    monkeypatch.setattr(process_group, "interface_of_address", lambda address: {"10.0.0.2": "eth7"}.get(address, ""))
+    monkeypatch.setattr(process_group, "local_address", lambda *_: "10.0.0.2")
+    assert chosen("10.0.0.1") == "eth7" and chosen("10.0.0.1", GLOO_SOCKET_IFNAME="ib0") == "ib0"
+
+
 def test_a_port_in_use_is_one_message() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))

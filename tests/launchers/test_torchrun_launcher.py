@@ -17,7 +17,7 @@ from torch.distributed.launcher import api as torch_launcher
 
 from megaswift import entry
 from megaswift.config import load_config
-from megaswift.config.launcher_environment import RESTARTS
+from megaswift.config.launcher_environment import NODE, RESTARTS
 from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.torchrun_launcher import (
     requests_worker_processes,
@@ -27,6 +27,7 @@ from megaswift.launchers.torchrun_launcher import (
     world_size_of_launch_options,
 )
 from megaswift.trainers import checkpoint_store
+from megaswift.trainers.output_folder import OutputFolder
 from tests.trainers.inputs import write_inputs
 
 SCRIPT = Path("/x/megaswift/sft.py")
@@ -258,6 +259,46 @@ def test_a_restarted_attempt_resumes_from_its_own_folder(tmp_path: Path) -> None
     store.begin(3)
     store.finish(3, {}, {})
     assert entry.config_after_restart(other, 1).train.resume_from_checkpoint == "latest"
+
+
+def test_the_same_job_of_a_cluster_resumes_and_another_is_refused(tmp_path: Path) -> None:
+    """A cluster starts pods again without a count: the folder says whose run it holds."""
+    out = tmp_path / "out"
+    cfg = load_config("sft", ["--output_dir", str(out)], environ={})
+    store = checkpoint_store.CheckpointStore(out / "checkpoints")
+    store.begin(3)
+    store.finish(3, {}, {})
+    assert entry.config_after_restart(cfg, 0, "run-1") is cfg, "a run without a job"
+    OutputFolder(out).job.write_text("run-1\n")
+    assert entry.config_after_restart(cfg, 0, "run-1").train.resume_from_checkpoint == "latest"
+    assert entry.config_after_restart(cfg, 0, "run-2") is cfg and entry.config_after_restart(cfg, 0) is cfg
+
+
+def test_restarts_of_several_nodes_use_torchrun_s_dynamic_rendezvous() -> None:
+    words = [
+        "--nnodes",
+        "2",
+        "--node_rank",
+        "1",
+        "--master_addr",
+        "127.0.0.1",
+        "--max_restarts",
+        "3",
+        "--rdzv_timeout",
+        "9",
+    ]
+    launch = load_config("sft", words, environ={}).launch
+    command = torchrun_command(launch, SCRIPT, [])
+    assert (
+        command[command.index("--rdzv-backend") + 1] == "c10d" and command[command.index("--max-restarts") + 1] == "3"
+    )
+    assert command[command.index("--rdzv-conf") + 1] == "is_host=0,join_timeout=9"
+    assert command[command.index("--local-addr") + 1] == "127.0.0.1"
+    environ = torchrun_environment(launch, {})
+    assert environ[NODE] == "1 2 127.0.0.1 29500 9.0" and environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    once = load_config("sft", words[:6], environ={}).launch
+    assert "--rdzv-backend" not in torchrun_command(once, SCRIPT, [])
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in torchrun_environment(once, {})
 
 
 @pytest.mark.process

@@ -1,0 +1,161 @@
+"""The options of a cluster in clusters.yaml, by launcher, with their types. Docs and checks derive from these rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SLURM, KUBERNETES, RAY, DLC, SSH, LOCAL = "slurm", "kubernetes", "ray", "dlc", "ssh", "local"
+IN_IMAGES = (KUBERNETES, RAY, DLC)
+SAFE = re.compile(r"[A-Za-z0-9_.,:@/+=\[\]*%-]+")
+"""Of names that stand in a scheduler's options: nothing that a shell or a YAML file reads as more than text."""
+ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+@dataclass(frozen=True)
+class ClusterOption:
+    """One key below a cluster's name."""
+
+    name: str
+    kind: str
+    """`name`, `text`, `path`, `count` (from 1), `number` (from 0), `bool`, `mapping`, `mappings`, `names`, `lines`, or
+    the values separated by |."""
+    about: str
+    launchers: tuple[str, ...] = ()
+    """Empty: every launcher."""
+    default: Any = None
+
+    def wrong(self, value: Any) -> str:
+        """The rule that the value breaks; empty for none."""
+        if "|" in self.kind:
+            choices = self.kind.split("|")
+            return "" if str(value) in choices else f"must be one of {', '.join(choices)}"
+        rule, check = _KINDS[self.kind]
+        return "" if check(value) else rule
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value) and CONTROL.search(value) is None
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, (str, int)) and not isinstance(value, bool) and bool(SAFE.fullmatch(str(value)))
+
+
+def _count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(_text(k) and _scalar(v) for k, v in value.items())
+
+
+def _scalar(value: Any) -> bool:
+    return isinstance(value, (int, float, bool)) or (isinstance(value, str) and CONTROL.search(value) is None)
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_name(item) for item in value)
+
+
+def _lines(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) and "\0" not in item for item in value)
+
+
+_KINDS: dict[str, tuple[str, Any]] = {
+    "name": ("must be a name of letters, digits and _.,:@/+=[]*%-", _is_name),
+    "text": ("must be text on one line", _text),
+    "path": ("must be a path on one line", _text),
+    "count": ("must be a whole number of at least 1", lambda v: _count(v, 1)),
+    "number": ("must be a whole number of at least 0", lambda v: _count(v, 0)),
+    "bool": ("must be true or false", lambda v: isinstance(v, bool)),
+    "mapping": ("must be a mapping of names to values", _mapping),
+    "mappings": (
+        "must be a list of mappings",
+        lambda v: isinstance(v, list) and all(isinstance(i, Mapping) for i in v),
+    ),
+    "names": ("must be a list of names", _names),
+    "lines": ("must be a list of lines of shell", _lines),
+}
+
+CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
+    ClusterOption("nodes", "count", "Nodes of a job; the run file and --nodes go over it"),
+    ClusterOption("gpus_per_node", "number", "GPUs of a node, one process each; 0: a CPU job"),
+    ClusterOption("cpus_per_node", "count", "CPU cores of a node to reserve", (SLURM, KUBERNETES, RAY, DLC)),
+    ClusterOption("memory_per_node", "name", "Memory of a node to reserve: 200Gi, 200G", (SLURM, KUBERNETES, RAY, DLC)),
+    ClusterOption("workdir", "path", "Folder in which a job starts; default: the folder of `megaswift submit`"),
+    ClusterOption("environment", "mapping", "Environment variables of a job"),
+    ClusterOption(
+        "secrets", "mapping", "Kubernetes: variable to SECRET/KEY of the cluster's secrets", (KUBERNETES, RAY)
+    ),
+    ClusterOption("secret_variables", "names", "Variables taken from the shell that submits", (SLURM, SSH, LOCAL)),
+    ClusterOption("network", "ethernet|roce|infiniband|nvlink_node", "Preset of NCCL variables (docs/launch.md)"),
+    ClusterOption("setup", "lines", "Lines of shell before the run: module load, source .../activate"),
+    ClusterOption("python", "path", "Python with megaswift on the nodes; default: this one, in images `megaswift`"),
+    ClusterOption("image", "name", "Container image", (KUBERNETES, RAY, DLC)),
+    ClusterOption("master_port", "count", "Port of the rendezvous on the first node", default=None),
+    # Slurm
+    ClusterOption("partition", "name", "Partition", (SLURM,)),
+    ClusterOption("account", "name", "Account", (SLURM,)),
+    ClusterOption("qos", "name", "Quality of service", (SLURM,)),
+    ClusterOption("reservation", "name", "Reservation", (SLURM,)),
+    ClusterOption("constraint", "name", "Features that nodes must have", (SLURM,)),
+    ClusterOption("gres", "name", "Generic resources in place of --gpus-per-node: gpu:h100:8", (SLURM,)),
+    ClusterOption("time_limit", "name", "Time limit: 24:00:00, 2-00:00:00", (SLURM,)),
+    ClusterOption("exclusive", "bool", "Reserve whole nodes", (SLURM,)),
+    ClusterOption("save_before_end", "number", "Seconds before the time limit at which a run saves", (SLURM,), 300),
+    ClusterOption("requeues", "number", "How often a failed job is queued again", (SLURM,), 0),
+    ClusterOption("container_image", "name", "Image of the steps (pyxis)", (SLURM,)),
+    ClusterOption("container_mounts", "name", "Mounts of the image (pyxis): /data:/data", (SLURM,)),
+    # Kubernetes, and Ray on Kubernetes
+    ClusterOption("context", "name", "Context of kubectl; default: the current one", (KUBERNETES, RAY)),
+    ClusterOption("namespace", "name", "Namespace", (KUBERNETES, RAY), "default"),
+    ClusterOption(
+        "kind", "trainjob|pytorchjob|job|mpijob", "Resource for a job; job needs no operator", (KUBERNETES,), "job"
+    ),
+    ClusterOption("runtime", "name", "TrainJob: the ClusterTrainingRuntime", (KUBERNETES,), "torch-distributed"),
+    ClusterOption("trainer_version", "2.1|2.2|2.3", "TrainJob: release of Kubeflow Trainer", (KUBERNETES,), "2.3"),
+    ClusterOption("gpu_resource", "name", "Name of the GPU resource", (KUBERNETES, RAY), "nvidia.com/gpu"),
+    ClusterOption("resources", "mapping", "More resources of a node: rdma/ib: 8", (KUBERNETES, RAY)),
+    ClusterOption(
+        "mounts", "mappings", "Volumes: {claim: NAME, path: /data}, host_path: or config_map:", (KUBERNETES, RAY)
+    ),
+    ClusterOption("shared_memory", "name", "Size of /dev/shm: 64Gi", (KUBERNETES, RAY), "16Gi"),
+    ClusterOption("node_selector", "mapping", "Labels that nodes must have", (KUBERNETES, RAY)),
+    ClusterOption("tolerations", "mappings", "Tolerations of pods", (KUBERNETES, RAY)),
+    ClusterOption("queue", "name", "Queue: of Kueue (Kubernetes), or the scheduler's", (KUBERNETES, RAY)),
+    ClusterOption("service_account", "name", "Service account of pods", (KUBERNETES, RAY)),
+    ClusterOption("image_pull_secrets", "names", "Secrets for pulling the image", (KUBERNETES, RAY)),
+    ClusterOption(
+        "host_network", "bool", "Pods use the network of their node, as RDMA often needs", (KUBERNETES, RAY), False
+    ),
+    ClusterOption("retries", "number", "Restarts of a failed job by Kubernetes", (KUBERNETES, RAY), 3),
+    # Ray
+    ClusterOption(
+        "submit_to", "address|rayjob|raycluster", "Running cluster, or a manifest for KubeRay", (RAY,), "address"
+    ),
+    ClusterOption("address", "text", "Of the dashboard of a running cluster: http://HOST:8265", (RAY,)),
+    ClusterOption("ray_version", "name", "Version of Ray in the image", (RAY,)),
+    # Alibaba Cloud PAI-DLC
+    ClusterOption("workspace_id", "name", "PAI workspace", (DLC,)),
+    ClusterOption("resource_id", "name", "PAI resource quota", (DLC,)),
+    ClusterOption("worker_spec", "name", "ECS instance type of a node", (DLC,)),
+    ClusterOption("data_sources", "names", "Ids of the data sets to mount", (DLC,)),
+    ClusterOption("vpc_id", "name", "VPC", (DLC,)),
+    ClusterOption("switch_id", "name", "Switch of the VPC", (DLC,)),
+    ClusterOption("security_group_id", "name", "Security group of the VPC", (DLC,)),
+    ClusterOption("priority", "count", "Priority, 1 to 9", (DLC,)),
+    # ssh
+    ClusterOption("hosts", "names", "Hosts, the first is node 0", (SSH,)),
+    ClusterOption("hostfile", "path", "File of hosts, one a line, as DeepSpeed and MPI have it", (SSH,)),
+    ClusterOption("ssh_options", "names", "Words for ssh before the host: -p, 2222", (SSH,)),
+    ClusterOption("master_addr", "name", "Address of node 0 in the nodes' network; default: its host", (SSH,)),
+)
+
+
+def options_of_launcher(launcher: str) -> dict[str, ClusterOption]:
+    """The keys that a cluster of this launcher takes."""
+    return {o.name: o for o in CLUSTER_OPTIONS if not o.launchers or launcher in o.launchers}

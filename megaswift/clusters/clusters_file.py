@@ -1,0 +1,103 @@
+"""clusters.yaml: where it is looked for, and its checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaswift.clusters.cluster_options import ENVIRONMENT_NAME, options_of_launcher
+from megaswift.clusters.job import Cluster
+from megaswift.clusters.scheduler_table import SCHEDULERS
+from megaswift.config.option_sources import LARGEST_FILE
+from megaswift.errors import ConfigError, Problem, did_you_mean_hint, first_line
+from megaswift.redaction import is_secret
+
+FILE = "clusters.yaml"
+EXAMPLE = "clusters: {NAME: {launcher: slurm, partition: gpu}}"
+LOCAL = Cluster("local", "local")
+"""Known without a file."""
+
+
+def clusters_file(given: str | None, environ: Mapping[str, str]) -> Path | None:
+    """The file: `--clusters FILE`, else ./clusters.yaml, else the user's; None where there is none."""
+    if given is not None:
+        return Path(given).expanduser()
+    home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".config")
+    return next((p for p in (Path(FILE), home / "megaswift" / FILE) if p.is_file()), None)
+
+
+def read_cluster(name: str, given: str | None, environ: Mapping[str, str] = os.environ) -> Cluster:
+    """A cluster by name. ConfigError with every mistake of its entry."""
+    file = clusters_file(given, environ)
+    if file is None:
+        if name == LOCAL.name:
+            return LOCAL
+        fix = f"write ./{FILE} with {EXAMPLE}, or give --clusters FILE"
+        raise ConfigError(Problem(f"--cluster {name}", f"there is no {FILE} here or in the configuration folder", fix))
+    clusters = _read(file)
+    if name not in clusters:
+        if name == LOCAL.name:
+            return LOCAL
+        known = ", ".join(map(str, clusters)) or "none"
+        hint = did_you_mean_hint(name, [*map(str, clusters)])
+        raise ConfigError(Problem(f"--cluster {name}", f"is not in {file}; clusters there: {known}", hint))
+    entry = clusters[name]
+    where = f"{file}: {name}"
+    if not isinstance(entry, Mapping) or entry.get("launcher") not in SCHEDULERS:
+        rule = f"launcher must be one of {', '.join(SCHEDULERS)}"
+        raise ConfigError(Problem(where, rule, f"launcher: {_closest(entry)}"))
+    launcher = str(entry["launcher"])
+    options = {str(key): value for key, value in entry.items() if key != "launcher"}
+    if problems := [*_problems(where, launcher, options)]:
+        raise ConfigError(problems)
+    return Cluster(name, launcher, options)
+
+
+def _read(file: Path) -> Mapping[Any, Any]:
+    try:
+        if file.stat().st_size > LARGEST_FILE:
+            raise ConfigError(Problem(str(file), f"is larger than {LARGEST_FILE >> 20} MiB"))
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(Problem(str(file), f"cannot be read: {error.strerror}", "--clusters FILE")) from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(Problem(str(file), f"is not YAML: {first_line(error)}")) from None
+    clusters = content.get("clusters") if isinstance(content, Mapping) else None
+    if not isinstance(clusters, Mapping):
+        raise ConfigError(Problem(str(file), "has no mapping `clusters`", EXAMPLE))
+    return clusters
+
+
+def _closest(entry: Any) -> str:
+    given = str(entry.get("launcher", "")) if isinstance(entry, Mapping) else ""
+    aliases = {"k8s": "kubernetes", "sbatch": "slurm", "pai": "dlc", "torchrun": "local", "pytorchjob": "kubernetes"}
+    return aliases.get(given.lower()) or next(iter(SCHEDULERS))
+
+
+def _problems(where: str, launcher: str, options: Mapping[str, Any]) -> Iterator[Problem]:
+    rows = options_of_launcher(launcher)
+    for name, value in options.items():
+        if name not in rows:
+            hint = did_you_mean_hint(name, [*rows])
+            yield Problem(
+                f"{where}: {name}", f"is no option of a {launcher} cluster", hint or "docs/launch.md lists them"
+            )
+        elif rule := rows[name].wrong(value):
+            yield Problem(f"{where}: {name}", rule)
+    environment = options.get("environment")
+    for variable in environment if isinstance(environment, Mapping) else ():
+        if not ENVIRONMENT_NAME.fullmatch(str(variable)):
+            yield Problem(f"{where}: environment: {variable}", "is not the name of a variable")
+        elif is_secret(str(variable)):
+            fix = "secrets: {NAME: SECRET/KEY}" if "secrets" in rows else "secret_variables: [NAME]"
+            rule = "is a secret, which would be written into the job's files"
+            yield Problem(
+                f"{where}: environment: {variable}", rule, fix if launcher != "dlc" else "set it in the image"
+            )
+    for variable in [*(options.get("secret_variables") or ()), *(options.get("secrets") or ())]:
+        if not ENVIRONMENT_NAME.fullmatch(str(variable)):
+            yield Problem(f"{where}: secrets: {variable}", "is not the name of a variable")

@@ -1,0 +1,74 @@
+"""The folder of a submitted job: the configuration as it was, what was rendered of it, and job.json."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megaswift.atomic_disk_writes import write_atomically
+from megaswift.clusters.job import RUN_FILE, Job, RenderedJob, SubmittedJob
+from megaswift.errors import ConfigError, Problem
+
+JOBS = "jobs"
+"""In the output directory of a run."""
+RECORD = "job.json"
+KEPT = ("context", "namespace", "kind", "submit_to", "address", "ssh_options")
+"""Options of a cluster that its tool needs later."""
+
+
+def jobs_folder(output_dir: str, shares_files: bool) -> Path:
+    """Absolute. Where the output directory is only on the cluster and cannot be made here: below the working folder."""
+    output = Path(output_dir).expanduser()
+    existing = next(p for p in (output, *output.absolute().parents) if p.exists())
+    if shares_files or (os.access(existing, os.W_OK) and (existing != Path("/") or output.exists())):
+        return output.absolute() / JOBS
+    return Path("output").absolute() / output.name / JOBS
+
+
+def next_job_folder(folder: Path, name: str) -> Path:
+    """`NAME`, `NAME-2`, ...: the first that is not there."""
+    number = 1
+    while (found := folder / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return found
+
+
+def write_job_files(job: Job, rendered: RenderedJob) -> None:
+    """The configuration and the rendered files."""
+    job.folder.mkdir(parents=True)
+    for name, text in {RUN_FILE: job.run_text, **rendered.files}.items():
+        write_atomically(job.folder / name, text)
+
+
+def write_record(job: Job, job_id: str, submitted: str) -> SubmittedJob:
+    """job.json."""
+    options = {name: value for name in KEPT if (value := job.cluster.get(name)) is not None}
+    cluster = job.cluster
+    record = SubmittedJob(job.name, cluster.name, cluster.launcher, job_id, str(job.folder), submitted, options)
+    write_atomically(job.folder / RECORD, json.dumps(asdict(record), indent=2) + "\n")
+    return record
+
+
+def read_record(folder: Path) -> SubmittedJob:
+    """Of a job's folder. ConfigError where job.json is no record."""
+    file = folder / RECORD
+    try:
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        return SubmittedJob(**{**content, "folder": str(folder)})
+    except OSError as error:
+        raise ConfigError(Problem(str(file), f"cannot be read: {error.strerror}")) from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(Problem(str(file), f"is not the record of a job: {error}")) from None
+
+
+def submitted_jobs(root: Path) -> list[SubmittedJob]:
+    """Of an output directory, of a folder of output directories, or of one job's folder; the newest first."""
+    found = {
+        f.parent.resolve()
+        for pattern in (RECORD, f"{JOBS}/*/{RECORD}", f"*/{JOBS}/*/{RECORD}")
+        for f in root.glob(pattern)
+    }
+    return sorted((read_record(folder) for folder in found), key=lambda record: record.submitted, reverse=True)

@@ -1,0 +1,236 @@
+"""Kubernetes: a TrainJob of Kubeflow Trainer, a PyTorchJob, an MPIJob, or an Indexed Job that needs no operator.
+
+kubectl applies the manifest and answers for the job. Fields: Kubernetes' batch/v1 and v1, Kubeflow Trainer's
+trainer.kubeflow.org/v1alpha1, the training operator's kubeflow.org/v1, the MPI operator's kubeflow.org/v2beta1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from megaswift.clusters.job import Job, RenderedJob, SubmittedJob
+from megaswift.clusters.kubernetes_pods import (
+    environment,
+    manifest_text,
+    metadata,
+    node_command,
+    placement,
+    pod_spec,
+    resources,
+    run_config_map,
+    volume_mounts,
+    volumes,
+)
+from megaswift.config.launcher_environment import DEFAULT_PORT
+from megaswift.errors import EXPLAINED, Problem
+
+MANIFEST = "job.yaml"
+RESOURCES = {"job": "job", "trainjob": "trainjob", "pytorchjob": "pytorchjob", "mpijob": "mpijob"}
+PODS = {
+    "job": "job-name={name}",
+    "trainjob": "jobset.sigs.k8s.io/jobset-name={name}",
+    "pytorchjob": "training.kubeflow.org/job-name={name}",
+    "mpijob": "training.kubeflow.org/job-name={name}",
+}
+"""Labels by which the pods of a job are found."""
+MOUNT_KEYS = ("claim", "host_path", "config_map")
+SECRET_PLACE = re.compile(r"[a-z0-9.-]+/[A-Za-z0-9._-]+")
+MANAGER = "megaswift.io/submit"
+NOT_RUN = "the manifest is checked against published schemas; it has not run on a cluster"
+
+
+class KubernetesScheduler:
+    """kubectl."""
+
+    shares_files = False
+
+    def problems(self, job: Job) -> list[Problem]:
+        """An image, mounts that name one source each, secrets by their keys."""
+        return pod_problems(job)
+
+    def render(self, job: Job) -> RenderedJob:
+        """The manifest: the configuration first."""
+        kind = {"job": _indexed_job, "trainjob": _train_job, "pytorchjob": _pytorch_job, "mpijob": _mpi_job}
+        documents = [run_config_map(job), *kind[job.cluster.get("kind")](job)]
+        command = [*kubectl(job.cluster.get("context"), job.cluster.get("namespace")), "create", "-f"]
+        return RenderedJob({MANIFEST: manifest_text(documents)}, [[*command, str(job.folder / MANIFEST)]], NOT_RUN)
+
+    def job_id(self, output: str, job: Job) -> str:
+        """The name: kubectl creates what is not there, and fails on what is."""
+        return job.name
+
+    def status(self, job: SubmittedJob) -> Sequence[str]:
+        """The resource and its pods."""
+        kind = str(job.options["kind"])
+        label = PODS[kind].format(name=job.id)
+        both = f"{RESOURCES[kind]},pods"
+        return (
+            [*_kubectl_of(job), "get", both, "-l", label]
+            if kind == "job"
+            else [*_kubectl_of(job), "get", "pods", "-l", label]
+        )
+
+    def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
+        """Of all pods, each line with its pod."""
+        label = PODS[str(job.options["kind"])].format(name=job.id)
+        return [*_kubectl_of(job), "logs", "-l", label, "--prefix", "--tail=-1", *(["-f"] if follow else [])]
+
+    def cancel(self, job: SubmittedJob) -> Sequence[str]:
+        """Deletes the resources; pods get SIGTERM and time to save."""
+        return [*_kubectl_of(job), "delete", "-f", f"{job.folder}/{MANIFEST}", "--wait=false"]
+
+
+def pod_problems(job: Job) -> list[Problem]:
+    """Of options that every manifest reads."""
+    where = f"cluster {job.cluster.name}"
+    problems = []
+    if not job.cluster.get("image"):
+        problems.append(
+            Problem(where, "needs an image", "image: REGISTRY/megaswift:cuda (docker/Dockerfile builds it)")
+        )
+    for mount in job.cluster.get("mounts") or ():
+        sources = [key for key in MOUNT_KEYS if mount.get(key)]
+        unknown = sorted(set(map(str, mount)) - {*MOUNT_KEYS, "path", "read_only"})
+        if len(sources) != 1 or not str(mount.get("path", "")).startswith("/") or unknown:
+            rule = f"needs path, absolute, and one of {', '.join(MOUNT_KEYS)}"
+            problems.append(Problem(f"{where}: mounts: {dict(mount)}", rule, "{claim: data, path: /data}"))
+    for name, place in (job.cluster.get("secrets") or {}).items():
+        if not SECRET_PLACE.fullmatch(str(place)):
+            rule = "must be SECRET/KEY: the name of a Kubernetes secret and a key in it"
+            problems.append(
+                Problem(f"{where}: secrets: {name}", rule, "kubectl create secret generic hub --from-literal=token=...")
+            )
+    return problems
+
+
+def kubectl(context: str | None, namespace: str | None) -> list[str]:
+    """The words before a verb."""
+    return [
+        "kubectl",
+        *([f"--context={context}"] if context else []),
+        *([f"--namespace={namespace}"] if namespace else []),
+    ]
+
+
+def _kubectl_of(job: SubmittedJob) -> list[str]:
+    return kubectl(job.options.get("context"), job.options.get("namespace"))
+
+
+def _port(job: Job) -> str:
+    return str(job.cluster.get("master_port") or DEFAULT_PORT)
+
+
+def _indexed_job(job: Job) -> list[dict[str, Any]]:
+    """Pods with an index each, behind a service without an address, so that pod 0 has a name."""
+    command = node_command(job, ['export NODE_RANK="$JOB_COMPLETION_INDEX"'])
+    address = {"MASTER_ADDR": f"{job.name}-0.{job.name}", "MASTER_PORT": _port(job)}
+    template = {
+        "metadata": {"labels": dict(metadata(job)["labels"])},
+        "spec": pod_spec(job, "megaswift", command, address),
+    }
+    template["spec"]["subdomain"] = job.name
+    explained = {"containerName": "megaswift", "operator": "In", "values": list(EXPLAINED)}
+    spec: dict[str, Any] = {
+        "completionMode": "Indexed",
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "backoffLimit": job.cluster.get("retries") * job.nodes,
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": explained},  # a mistake would end the same again
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+        "template": template,
+    }
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(job),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": job.name},
+            "ports": [{"name": "rendezvous", "port": int(_port(job))}],
+        },
+    }
+    return [service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata(job), "spec": spec}]
+
+
+def _train_job(job: Job) -> list[dict[str, Any]]:
+    """Kubeflow Trainer: the runtime's torch policy sets PET_* variables."""
+    lines = [
+        'export NODE_RANK="$PET_NODE_RANK" MASTER_ADDR="$PET_MASTER_ADDR" MASTER_PORT="$PET_MASTER_PORT"',
+    ]
+    trainer: dict[str, Any] = {
+        "image": str(job.cluster.get("image")),
+        "command": node_command(job, lines),
+        "numNodes": job.nodes,
+        "numProcPerNode": job.processes_per_node,
+        "env": environment(job),
+    }
+    if needed := resources(job):
+        trainer["resourcesPerNode"] = needed
+    pod = {
+        **placement(job),
+        "containers": [{"name": "node", "volumeMounts": volume_mounts(job)}],
+        "volumes": volumes(job),
+    }
+    version = str(job.cluster.get("trainer_version"))
+    if version != "2.3":
+        del pod["terminationGracePeriodSeconds"]  # no field of a patch there
+    if version == "2.1":
+        patches: dict[str, Any] = {"podTemplateOverrides": [{"targetJobs": [{"name": "node"}], "spec": pod}]}
+    else:
+        node = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+        patch = {"template": {"spec": {"replicatedJobs": [node]}}}
+        patches = {"runtimePatches": [{"manager": MANAGER, "trainingRuntimeSpec": patch}]}
+    spec = {"runtimeRef": {"name": str(job.cluster.get("runtime"))}, "trainer": trainer, **patches}
+    return [
+        {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": metadata(job), "spec": spec}
+    ]
+
+
+def _pytorch_job(job: Job) -> list[dict[str, Any]]:
+    """The training operator sets MASTER_ADDR, MASTER_PORT, and RANK as the number of the pod."""
+    lines = ['export NODE_RANK="${PET_NODE_RANK:-$RANK}"', "unset RANK WORLD_SIZE"]
+    pod = pod_spec(job, "pytorch", node_command(job, lines))
+    del pod["restartPolicy"]  # the replica's own
+
+    def replica(count: int) -> dict[str, Any]:
+        return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+
+    workers = {"Worker": replica(job.nodes - 1)} if job.nodes > 1 else {}
+    spec = {
+        "nprocPerNode": str(job.processes_per_node),
+        "runPolicy": {"backoffLimit": job.cluster.get("retries"), "cleanPodPolicy": "None"},
+        "pytorchReplicaSpecs": {"Master": replica(1), **workers},
+    }
+    return [{"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": metadata(job), "spec": spec}]
+
+
+def _mpi_job(job: Job) -> list[dict[str, Any]]:
+    """The MPI operator: mpirun starts one launcher on each worker. The image needs Open MPI and an ssh server."""
+    own = {"MASTER_ADDR": f"{job.name}-worker-0.{job.name}", "MASTER_PORT": _port(job)}
+    start = node_command(job, ['export NODE_RANK="$OMPI_COMM_WORLD_RANK"'])
+    names = [str(e["name"]) for e in environment(job, own)]
+    mpirun = ["mpirun", "--allow-run-as-root", "-np", str(job.nodes), "--map-by", "ppr:1:node", "--bind-to", "none"]
+    mpirun += [word for name in names for word in ("-x", name)]
+    launcher = pod_spec(job, "launcher", [*mpirun, *start], own)
+    launcher["containers"][0].pop("resources", None)
+    worker = pod_spec(job, "worker", ["/usr/sbin/sshd", "-De"], own)
+    del launcher["restartPolicy"], worker["restartPolicy"]
+    spec = {
+        "slotsPerWorker": 1,
+        "runPolicy": {"backoffLimit": job.cluster.get("retries"), "cleanPodPolicy": "Running"},
+        "mpiReplicaSpecs": {
+            "Launcher": {"replicas": 1, "restartPolicy": "OnFailure", "template": {"spec": launcher}},
+            "Worker": {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": {"spec": worker}},
+        },
+    }
+    return [{"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": metadata(job), "spec": spec}]
+
+
+SCHEDULER = KubernetesScheduler()

@@ -1,0 +1,163 @@
+"""Parts of Kubernetes manifests that every kind of job shares: the pod, its volumes, variables and resources.
+
+Values stand in the manifest as data: a YAML library writes it, and `$(NAME)`, which Kubernetes itself would expand in
+commands and variables, is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from megaswift.clusters.job import RUN_FILE, Job
+from megaswift.clusters.node_script import shell_words
+
+RUN_FOLDER = "/etc/megaswift"
+"""Where the configuration is mounted."""
+RUN_VOLUME, SHARED_MEMORY = "megaswift-run", "megaswift-shm"
+SAVE_SECONDS = 600
+"""That a pod gets for saving after SIGTERM."""
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+
+
+class _ManifestDumper(yaml.SafeDumper):
+    """No aliases, which are hard to read, and blocks of several lines as they are."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_ManifestDumper.add_representer(str, _text)
+
+
+def manifest_text(documents: Sequence[Mapping[str, Any]]) -> str:
+    """The YAML of a manifest."""
+    return yaml.dump_all(documents, Dumper=_ManifestDumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+def unexpanded(text: str) -> str:
+    """The text so that Kubernetes leaves it as it is."""
+    return text.replace("$(", "$$(")
+
+
+def run_config_map(job: Job) -> dict[str, Any]:
+    """The configuration file."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{job.name}-run", "namespace": job.cluster.get("namespace")},
+        "data": {RUN_FILE: job.run_text},
+    }
+
+
+def metadata(job: Job) -> dict[str, Any]:
+    """Name, namespace, labels."""
+    queue = job.cluster.get("queue")
+    labels = {"app.kubernetes.io/name": "megaswift", **({QUEUE_LABEL: str(queue)} if queue else {})}
+    return {"name": job.name, "namespace": job.cluster.get("namespace"), "labels": labels}
+
+
+def node_command(job: Job, lines: Sequence[str], end: str | None = None) -> list[str]:
+    """bash with the cluster's setup, `lines`, and the run in its own place."""
+    setup = [str(line) for line in job.cluster.get("setup") or ()]
+    workdir = [f"mkdir -p -- {shell_words([job.workdir])}", f"cd -- {shell_words([job.workdir])} || exit 1"]
+    run = end or f"exec {shell_words(job.command(f'{RUN_FOLDER}/{RUN_FILE}'))}"
+    return ["bash", "-c", unexpanded("\n".join([*workdir, *setup, *lines, run]))]
+
+
+def environment(job: Job, more: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Variables, and references to the cluster's secrets."""
+    made: list[dict[str, Any]] = [
+        {"name": name, "value": unexpanded(value)} for name, value in {**job.environment(), **(more or {})}.items()
+    ]
+    for name, place in (job.cluster.get("secrets") or {}).items():
+        secret, _, key = str(place).partition("/")
+        made.append({"name": str(name), "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
+    return made
+
+
+def resources(job: Job) -> dict[str, Any]:
+    """Requests and limits of a node; GPUs and other devices must be limits."""
+    wanted: dict[str, str] = {str(k): str(v) for k, v in (job.cluster.get("resources") or {}).items()}
+    if job.gpus_per_node:
+        wanted[str(job.cluster.get("gpu_resource"))] = str(job.gpus_per_node)
+    for option, name in (("cpus_per_node", "cpu"), ("memory_per_node", "memory")):
+        if (value := job.cluster.get(option)) is not None:
+            wanted[name] = str(value)
+    return {"requests": wanted, "limits": dict(wanted)} if wanted else {}
+
+
+def volumes(job: Job) -> list[dict[str, Any]]:
+    """The configuration, shared memory for NCCL and data loaders, the cluster's mounts."""
+    made: list[dict[str, Any]] = [
+        {"name": RUN_VOLUME, "configMap": {"name": f"{job.name}-run"}},
+        {"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory", "sizeLimit": str(job.cluster.get("shared_memory"))}},
+    ]
+    for i, mount in enumerate(job.cluster.get("mounts") or ()):
+        made.append({"name": f"mount-{i}", **_volume_source(mount)})
+    return made
+
+
+def volume_mounts(job: Job) -> list[dict[str, Any]]:
+    """Of the container, in the order of `volumes`."""
+    made: list[dict[str, Any]] = [
+        {"name": RUN_VOLUME, "mountPath": RUN_FOLDER, "readOnly": True},
+        {"name": SHARED_MEMORY, "mountPath": "/dev/shm"},
+    ]
+    for i, mount in enumerate(job.cluster.get("mounts") or ()):
+        read_only = {"readOnly": True} if mount.get("read_only") else {}
+        made.append({"name": f"mount-{i}", "mountPath": str(mount["path"]), **read_only})
+    return made
+
+
+def _volume_source(mount: Mapping[str, Any]) -> dict[str, Any]:
+    if "claim" in mount:
+        return {"persistentVolumeClaim": {"claimName": str(mount["claim"])}}
+    if "host_path" in mount:
+        return {"hostPath": {"path": str(mount["host_path"])}}
+    return {"configMap": {"name": str(mount["config_map"])}}
+
+
+def placement(job: Job) -> dict[str, Any]:
+    """What a pod says about where it may run and who it is."""
+    cluster = job.cluster
+    made: dict[str, Any] = {"terminationGracePeriodSeconds": SAVE_SECONDS}
+    if selector := cluster.get("node_selector"):
+        made["nodeSelector"] = {str(k): str(v) for k, v in selector.items()}
+    if tolerations := cluster.get("tolerations"):
+        made["tolerations"] = [dict(t) for t in tolerations]
+    if account := cluster.get("service_account"):
+        made["serviceAccountName"] = str(account)
+    if secrets := cluster.get("image_pull_secrets"):
+        made["imagePullSecrets"] = [{"name": str(name)} for name in secrets]
+    return made
+
+
+def pod_spec(job: Job, container: str, command: Sequence[str], more: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """A pod with one container."""
+    needed = resources(job)
+    made: dict[str, Any] = {
+        "restartPolicy": "Never",
+        **placement(job),
+        "containers": [
+            {
+                "name": container,
+                "image": str(job.cluster.get("image")),
+                "command": list(command),
+                "env": environment(job, more),
+                **({"resources": needed} if needed else {}),
+                "volumeMounts": volume_mounts(job),
+            }
+        ],
+        "volumes": volumes(job),
+    }
+    if job.cluster.get("host_network"):
+        made |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return made

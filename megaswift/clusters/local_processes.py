@@ -1,0 +1,55 @@
+"""This machine: the run in the background, its output in the job's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megaswift.clusters.job import Job, RenderedJob, SubmittedJob
+from megaswift.clusters.node_script import HEADER, preparation_lines, shell_words
+from megaswift.errors import ConfigError, Problem
+
+SCRIPT, START, LOG = "job.sh", "start.sh", "job.log"
+
+
+class LocalScheduler:
+    """bash, and signals to its process group."""
+
+    shares_files = True
+
+    def problems(self, job: Job) -> list[Problem]:
+        """One node."""
+        if job.nodes == 1:
+            return []
+        return [Problem(f"--nodes {job.nodes}", "a local job has one node", "--cluster with launcher ssh or slurm")]
+
+    def render(self, job: Job) -> RenderedJob:
+        """The run's script, and one that starts it in a session of its own and prints the process id."""
+        variables = ["export NODE_RANK=0"]
+        if port := job.cluster.get("master_port"):
+            variables.append(f"export MASTER_PORT={port}")
+        run = [HEADER, *preparation_lines(job), *variables, f"exec {shell_words(job.command(str(job.run_file)))}"]
+        log, script = shell_words([str(job.folder / LOG)]), shell_words([str(job.folder / SCRIPT)])
+        start = [HEADER, f"setsid bash {script} > {log} 2>&1 < /dev/null &", 'echo "$!"']
+        files = {SCRIPT: "\n".join(run) + "\n", START: "\n".join(start) + "\n"}
+        return RenderedJob(files, [["bash", str(job.folder / START)]])
+
+    def job_id(self, output: str, job: Job) -> str:
+        """The process id, which is also its group's."""
+        if not output.strip().isdigit():
+            raise ConfigError(Problem("start of the job", f"printed no process id: {output.strip()[:200]}"))
+        return output.strip()
+
+    def status(self, job: SubmittedJob) -> Sequence[str]:
+        """ps' line; it fails where the process has ended."""
+        return ["ps", "-o", "pid,stat,etime,args", "-p", job.id]
+
+    def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
+        """The log file."""
+        return ["tail", *(["-F"] if follow else []), "-n", "+1", "--", f"{job.folder}/{LOG}"]
+
+    def cancel(self, job: SubmittedJob) -> Sequence[str]:
+        """SIGTERM: the run saves its state."""
+        return ["kill", "-TERM", job.id]
+
+
+SCHEDULER = LocalScheduler()

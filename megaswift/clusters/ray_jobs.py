@@ -1,0 +1,153 @@
+"""Ray: a job submitted to a running cluster, or a RayJob or RayCluster manifest for KubeRay (ray.io/v1).
+
+The run itself starts its workers by `--launcher ray`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from megaswift.clusters.job import RUN_FILE, Job, RenderedJob, SubmittedJob
+from megaswift.clusters.kubernetes import NOT_RUN, kubectl, pod_problems
+from megaswift.clusters.kubernetes_pods import (
+    RUN_FOLDER,
+    manifest_text,
+    metadata,
+    node_command,
+    pod_spec,
+    run_config_map,
+)
+from megaswift.clusters.node_script import shell_words
+from megaswift.errors import Problem
+
+MANIFEST, RUNTIME = "job.yaml", "runtime_env.yaml"
+PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001}
+
+
+class RayScheduler:
+    """`ray job`, or kubectl with KubeRay's resources."""
+
+    shares_files = False
+
+    def problems(self, job: Job) -> list[Problem]:
+        """An address, or what a manifest needs."""
+        where = f"cluster {job.cluster.name}"
+        if job.cluster.get("submit_to") != "address":
+            version = (
+                [] if job.cluster.get("ray_version") else [Problem(where, "needs ray_version", "ray_version: 2.51.0")]
+            )
+            return [*pod_problems(job), *version]
+        if not job.cluster.get("address"):
+            return [
+                Problem(where, "needs the address of the dashboard", "address: http://HOST:8265, or submit_to: rayjob")
+            ]
+        if job.cluster.get("secrets"):
+            rule = "secrets would be in the job's files of the Ray cluster"
+            return [Problem(where, rule, "set the variables where `ray start` runs")]
+        return []
+
+    def render(self, job: Job) -> RenderedJob:
+        """`ray job submit` with a runtime environment, or the manifest."""
+        if job.cluster.get("submit_to") == "address":
+            runtime = {"working_dir": str(job.folder), "env_vars": _run_variables(job)}
+            address = ["--address", str(job.cluster.get("address")), "--submission-id", job.name]
+            words = ["ray", "job", "submit", *address, "--no-wait", "--runtime-env", str(job.folder / RUNTIME), "--"]
+            text = yaml.safe_dump(runtime, sort_keys=False)
+            return RenderedJob({RUNTIME: text}, [[*words, "bash", "-c", _entry(job, RUN_FILE)]])
+        made = _ray_cluster(job) if job.cluster.get("submit_to") == "raycluster" else _ray_job(job)
+        text = manifest_text([run_config_map(job), made])
+        command = [*kubectl(job.cluster.get("context"), job.cluster.get("namespace")), "create", "-f"]
+        return RenderedJob({MANIFEST: text}, [[*command, str(job.folder / MANIFEST)]], NOT_RUN)
+
+    def job_id(self, output: str, job: Job) -> str:
+        """The name: it is the submission id and the resource's name."""
+        return job.name
+
+    def status(self, job: SubmittedJob) -> Sequence[str]:
+        """Ray's own word, or KubeRay's."""
+        return self._words(job, "status", ["get", f"{job.options['submit_to']},pods", "-l", _label(job)])
+
+    def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
+        """The driver's output."""
+        follows = ["-f"] if follow else []
+        words = ["logs", "-l", _label(job), "--prefix", "--tail=-1", *follows]
+        return [*self._words(job, "logs", words), *(["--follow"] if follow and not _on_kubernetes(job) else [])]
+
+    def cancel(self, job: SubmittedJob) -> Sequence[str]:
+        """SIGTERM to the driver, which saves; or the resource's end."""
+        return self._words(job, "stop", ["delete", "-f", f"{job.folder}/{MANIFEST}", "--wait=false"])
+
+    @staticmethod
+    def _words(job: SubmittedJob, verb: str, of_kubectl: Sequence[str]) -> list[str]:
+        if _on_kubernetes(job):
+            return [*kubectl(job.options.get("context"), job.options.get("namespace")), *of_kubectl]
+        return ["ray", "job", verb, "--address", str(job.options["address"]), job.id]
+
+
+def _on_kubernetes(job: SubmittedJob) -> bool:
+    return job.options.get("submit_to", "address") != "address"
+
+
+def _label(job: SubmittedJob) -> str:
+    return f"ray.io/originated-from-cr-name={job.id}"
+
+
+def _run_variables(job: Job) -> dict[str, str]:
+    """Of the driver. Ray counts processes itself, so the variables of torchrun's kind are left out."""
+    return {k: v for k, v in job.environment().items() if k not in ("NNODES", "NPROC_PER_NODE")}
+
+
+def _run_words(job: Job, run_file: str) -> list[str]:
+    workers = ["--launcher", "ray", "--ray_address", "auto", "--num_workers", str(job.nodes * job.processes_per_node)]
+    return [*job.command(run_file), *workers, "--use_gpu", "true" if job.gpus_per_node else "false"]
+
+
+def _entry(job: Job, run_file: str) -> str:
+    setup = [str(line) for line in job.cluster.get("setup") or ()]
+    return "\n".join([*setup, f"exec {shell_words(_run_words(job, run_file))}"])
+
+
+def _ray_cluster(job: Job) -> dict[str, Any]:
+    return {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata(job), "spec": _cluster_spec(job)}
+
+
+def _ray_job(job: Job) -> dict[str, Any]:
+    spec = {
+        "entrypoint": shlex.join(["bash", "-c", _entry(job, f"{RUN_FOLDER}/{RUN_FILE}")]),
+        "runtimeEnvYAML": json.dumps({"env_vars": _run_variables(job)}),
+        "shutdownAfterJobFinishes": True,
+        "backoffLimit": job.cluster.get("retries"),
+        "rayClusterSpec": _cluster_spec(job),
+    }
+    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata(job), "spec": spec}
+
+
+def _cluster_spec(job: Job) -> dict[str, Any]:
+    """Every node of the job is one pod; the first is the head too."""
+
+    def group(container: str) -> dict[str, Any]:
+        pod = pod_spec(job, container, node_command(job, [], "true"))
+        del pod["restartPolicy"], pod["containers"][0]["command"]  # KubeRay writes `ray start`
+        if container == "ray-head":
+            pod["containers"][0]["ports"] = [{"name": name, "containerPort": port} for name, port in PORTS.items()]
+        return {"rayStartParams": {}, "template": {"spec": pod}}
+
+    workers = {
+        "groupName": "nodes",
+        "replicas": job.nodes - 1,
+        "minReplicas": job.nodes - 1,
+        "maxReplicas": job.nodes - 1,
+    }
+    return {
+        "rayVersion": str(job.cluster.get("ray_version")),
+        "headGroupSpec": group("ray-head"),
+        "workerGroupSpecs": [{**workers, **group("ray-worker")}] if job.nodes > 1 else [],
+    }
+
+
+SCHEDULER = RayScheduler()

@@ -1,0 +1,136 @@
+"""Slurm: a batch script with one launcher a node, which saves and queues itself again before its time is over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from megaswift.clusters.job import Job, RenderedJob, SubmittedJob
+from megaswift.clusters.node_script import HEADER, preparation_lines, shell_words
+from megaswift.errors import EXPLAINED, ConfigError, Problem
+
+SCRIPT = "job.sh"
+LOG = "slurm-%j.log"
+FIRST_PORT, PORTS = 20_000, 10_000
+RESOLVED = 'getent hosts "$MASTER_ADDR" >/dev/null || MASTER_ADDR="$SLURM_LAUNCH_NODE_IPADDR"'
+"""Names of nodes need not be in the network's name service."""
+LAST_NODE_SECONDS = 1800
+"""After the first node has ended the others may still save; a node that waits for a lost one ends by itself."""
+SIMPLE = {
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "reservation": "reservation",
+    "constraint": "constraint",
+    "gres": "gres",
+    "time_limit": "time",
+    "memory_per_node": "mem",
+}
+"""Our option and sbatch's."""
+
+
+class SlurmScheduler:
+    """sbatch, squeue, scancel."""
+
+    shares_files = True
+
+    def problems(self, job: Job) -> list[Problem]:
+        """GPUs are asked for in one way."""
+        if job.cluster.get("gres") and "gpu" in str(job.cluster.get("gres")) and not job.gpus_per_node:
+            return [Problem(f"{job.cluster.name}: gres", "asks for GPUs, and gpus_per_node is 0", "set gpus_per_node")]
+        return []
+
+    def render(self, job: Job) -> RenderedJob:
+        """The script and sbatch's command line; paths are words of it, because sbatch expands % in its header."""
+        log = str(job.folder / LOG.replace("%j", "\0")).replace("%", "%%").replace("\0", "%j")
+        names = job.cluster.get("secret_variables") or []
+        exported = ",".join(["ALL", *names]) if names else "ALL"
+        command = ["sbatch", "--parsable", f"--export={exported}", f"--output={log}", str(job.folder / SCRIPT)]
+        return RenderedJob({SCRIPT: "\n".join(_script(job)) + "\n"}, [command])
+
+    def job_id(self, output: str, job: Job) -> str:
+        """`123` or `123;cluster`."""
+        found = re.match(r"(\d+)(;\S+)?$", output.strip())
+        if found is None:
+            raise ConfigError(Problem("sbatch", f"printed no job id: {output.strip()[:200]}"))
+        return found[1]
+
+    def status(self, job: SubmittedJob) -> Sequence[str]:
+        """The queue's line."""
+        return ["squeue", "--jobs", job.id, "--format", "%.10i %.20j %.10T %.12M %.6D %R"]
+
+    def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
+        """The script's output, which is that of all nodes."""
+        return ["tail", *(["-F"] if follow else []), "-n", "+1", "--", f"{job.folder}/{LOG.replace('%j', job.id)}"]
+
+    def cancel(self, job: SubmittedJob) -> Sequence[str]:
+        """SIGTERM to the run, which saves; Slurm kills what is left after its KillWait."""
+        return ["scancel", job.id]
+
+
+def _script(job: Job) -> Iterator[str]:
+    cluster = job.cluster
+    yield HEADER
+    yield from (f"#SBATCH --{line}" for line in _header(job))
+    yield ""
+    yield "set -u"
+    yield from preparation_lines(job)
+    yield 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+    port = cluster.get("master_port")
+    yield f"MASTER_PORT={port if port else f'$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))'}"
+    yield "MEGASWIFT_RESTARTS=${SLURM_RESTART_COUNT:-0}"
+    yield "export MASTER_ADDR MASTER_PORT MEGASWIFT_RESTARTS"
+    yield ""
+    yield "# Slurm sends USR1 before the time is over: the run saves its state, and the job is queued again."
+    yield "early=0"
+    yield 'on_usr1() { early=1; signalled=1; kill -USR1 "$step" 2>/dev/null; }'
+    yield 'on_term() { signalled=1; kill -TERM "$step" 2>/dev/null; }'
+    yield "trap on_usr1 USR1"
+    yield "trap on_term TERM"
+    node = f'export NODE_RANK="$SLURM_NODEID"; {RESOLVED}; exec "$@"'
+    yield f"srun {shell_words([*_step(job)])} bash -c {shell_words([node])} node \\"
+    yield f"    {shell_words(job.command(str(job.run_file)))} &"
+    yield "step=$!"
+    yield "signalled=1"
+    yield 'while [ "$signalled" = 1 ]; do signalled=0; wait "$step"; code=$?; done  # a signal interrupts wait'
+    again = ['[ "$early" = 1 ] && [ "$code" != 0 ]']
+    if requeues := cluster.get("requeues"):
+        explained = " ".join(f'&& [ "$code" != {code} ]' for code in EXPLAINED)
+        again.append(f'[ "$code" != 0 ] {explained} && [ "$MEGASWIFT_RESTARTS" -lt {requeues} ]')
+    yield f"if {{ {'; } || { '.join(again)}; }}; then"
+    yield '    scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script'
+    yield "fi"
+    yield 'exit "$code"'
+
+
+def _header(job: Job) -> Iterator[str]:
+    cluster = job.cluster
+    yield f"job-name={job.name}"
+    yield f"nodes={job.nodes}"
+    yield "ntasks-per-node=1"
+    for ours, theirs in SIMPLE.items():
+        if (value := cluster.get(ours)) is not None:
+            yield f"{theirs}={value}"
+    if job.gpus_per_node and not cluster.get("gres"):
+        yield f"gpus-per-node={job.gpus_per_node}"
+    if cores := cluster.get("cpus_per_node"):
+        yield f"cpus-per-task={cores}"
+    if cluster.get("exclusive"):
+        yield "exclusive"
+    yield "requeue"
+    yield "open-mode=append"
+    if seconds := cluster.get("save_before_end"):
+        yield f"signal=B:USR1@{seconds}"
+
+
+def _step(job: Job) -> Iterator[str]:
+    yield from (f"--nodes={job.nodes}", "--ntasks-per-node=1", f"--wait={LAST_NODE_SECONDS}")
+    if cores := job.cluster.get("cpus_per_node"):
+        yield f"--cpus-per-task={cores}"  # srun does not take it from the job from Slurm 22.05 on
+    if image := job.cluster.get("container_image"):
+        yield f"--container-image={image}"
+    if mounts := job.cluster.get("container_mounts"):
+        yield f"--container-mounts={mounts}"
+
+
+SCHEDULER = SlurmScheduler()

@@ -1,0 +1,116 @@
+"""Hosts that ssh reaches: each gets its part of the run, fed to a shell, and keeps its log in the job's folder.
+
+The folder must be visible on every host under the same path, as the run's output directory must be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaswift.clusters.cluster_options import SAFE
+from megaswift.clusters.job import Job, RenderedJob, SubmittedJob
+from megaswift.clusters.node_script import HEADER, preparation_lines, shell_words
+from megaswift.config.launcher_environment import DEFAULT_PORT
+from megaswift.errors import ConfigError, Problem
+
+START = "start.sh"
+QUIET = ("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
+"""A question would wait for ever."""
+
+
+class SshScheduler:
+    """ssh; the hosts' processes are found by the process ids in the job's folder."""
+
+    shares_files = True
+
+    def problems(self, job: Job) -> list[Problem]:
+        """Hosts, as many as nodes."""
+        given = [name for name in ("hosts", "hostfile") if job.cluster.get(name)]
+        if len(given) != 1:
+            rule = "needs hosts or hostfile" if not given else "takes hosts or hostfile, not both"
+            return [Problem(f"cluster {job.cluster.name}", rule, "hosts: [node1, node2]")]
+        hosts = hosts_of(job)
+        unsafe = [h for h in hosts if not SAFE.fullmatch(h) or h.startswith("-")]
+        if unsafe:
+            return [Problem(f"cluster {job.cluster.name}: host {unsafe[0]}", "is not the name of a host")]
+        if len(hosts) < job.nodes:
+            return [Problem(f"--nodes {job.nodes}", f"cluster {job.cluster.name} has {len(hosts)} hosts")]
+        return []
+
+    def render(self, job: Job) -> RenderedJob:
+        """A script for each host, and one that hands them out."""
+        hosts = hosts_of(job)[: job.nodes]
+        files = {_node_file(rank): _node_script(job, rank, hosts) for rank in range(len(hosts))}
+        files[START] = "\n".join(_start_lines(job, hosts)) + "\n"
+        return RenderedJob(files, [["bash", str(job.folder / START)]])
+
+    def job_id(self, output: str, job: Job) -> str:
+        """The hosts, in order of their ranks."""
+        found = output.strip().splitlines()
+        if not found or not found[-1].startswith("started "):
+            raise ConfigError(Problem("ssh", f"did not start the job: {output.strip()[-300:]}"))
+        return found[-1].removeprefix("started ")
+
+    def status(self, job: SubmittedJob) -> Sequence[str]:
+        """A line a host."""
+        line = 'kill -0 $(cat "$p") 2>/dev/null && echo "$h running" || echo "$h ended"'
+        return _on_every_host(job, line)
+
+    def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
+        """Of node 0, whose rank 0 prints."""
+        return ["tail", *(["-F"] if follow else []), "-n", "+1", "--", f"{job.folder}/node-0.log"]
+
+    def cancel(self, job: SubmittedJob) -> Sequence[str]:
+        """SIGTERM on every host."""
+        return _on_every_host(job, 'kill -TERM $(cat "$p")')
+
+
+def hosts_of(job: Job) -> list[str]:
+    """Of the cluster's list or its file (`host slots=8`, comments with #)."""
+    if job.cluster.get("hosts"):
+        return [str(host) for host in job.cluster.get("hosts")]
+    file = Path(str(job.cluster.get("hostfile"))).expanduser()
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(Problem(f"hostfile {file}", f"cannot be read: {error.strerror}")) from None
+    return [words[0] for line in lines if (words := re.sub(r"#.*", "", line).split())]
+
+
+def _node_file(rank: int) -> str:
+    return f"node-{rank}.sh"
+
+
+def _node_script(job: Job, rank: int, hosts: Sequence[str]) -> str:
+    port = job.cluster.get("master_port") or DEFAULT_PORT
+    address = job.cluster.get("master_addr") or hosts[0].rpartition("@")[2]
+    own = [f"export NODE_RANK={rank} MASTER_ADDR={shell_words([str(address)])} MASTER_PORT={port}"]
+    command = f"exec {shell_words(job.command(str(job.run_file)))}"
+    return "\n".join([HEADER, *preparation_lines(job), *own, command]) + "\n"
+
+
+def _start_lines(job: Job, hosts: Sequence[str]) -> list[str]:
+    options = [*QUIET, *map(str, job.cluster.get("ssh_options") or ())]
+    secrets = [str(name) for name in job.cluster.get("secret_variables") or ()]
+    lines = [HEADER, "# Secrets go over ssh's input: they are in no file and on no command line.", "set -e"]
+    for rank, host in enumerate(hosts):
+        script, log, pid = (str(job.folder / f"node-{rank}.{kind}") for kind in ("sh", "log", "pid"))
+        remote = [f"setsid bash {shell_words([script])} > {shell_words([log])} 2>&1 < /dev/null &", "echo $! > "]
+        remote[1] += shell_words([pid])
+        send = [f"printf 'export {name}=%q\\n' \"${{{name}-}}\"" for name in secrets]
+        send += [f"printf '%s\\n' {shell_words([line])}" for line in remote]
+        lines.append(f"{{ {'; '.join(send)}; }} | {shell_words(['ssh', *options, host, 'bash', '-s'])}")
+    return [*lines, f"echo {shell_words(['started ' + ' '.join(hosts)])}"]
+
+
+def _on_every_host(job: SubmittedJob, line: str) -> Sequence[str]:
+    """`line` on each host, where $p is the file with the process id and $h the host. Paths go in as data."""
+    options = shell_words([*QUIET, *map(str, job.options.get("ssh_options") or ())])
+    send = f'printf \'p=%q; h=%q; %s\\n\' "$FOLDER/node-$r.pid" "$h" {shell_words([line])}'
+    loop = f'r=0; for h in $HOSTS; do {send} | ssh {options} "$h" bash -s; r=$((r+1)); done'
+    return ["env", f"HOSTS={job.id}", f"FOLDER={job.folder}", "bash", "-c", loop]
+
+
+SCHEDULER = SshScheduler()

@@ -1,0 +1,63 @@
+"""`megaswift jobs`: status, output and end of submitted jobs, by the cluster's own tool."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaswift import log
+from megaswift.clusters.job import SubmittedJob
+from megaswift.clusters.job_folder import submitted_jobs
+from megaswift.clusters.scheduler import scheduler_of
+from megaswift.command_line_common import UserErrorArgumentParser
+from megaswift.errors import ConfigError, Problem, UserError
+
+USAGE = """\
+Asks the cluster's own tool about jobs that `megaswift submit` has submitted. FOLDER is a job's folder, a run's output
+directory, or a folder of them. The exit code is the tool's."""
+VERBS = {
+    "list": "the jobs of a folder",
+    "status": "the tool's status",
+    "logs": "what the job prints",
+    "cancel": "ends the job",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; returns the exit code."""
+    parser = UserErrorArgumentParser(prog="megaswift jobs", description=USAGE, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("verb", choices=tuple(VERBS), help="; ".join(f"{verb}: {text}" for verb, text in VERBS.items()))
+    parser.add_argument("folder", nargs="?", default="output", metavar="FOLDER", help="default: output")
+    parser.add_argument("--follow", "-f", action="store_true", help="logs: wait for more")
+    given = parser.parse_args(list(argv))
+    jobs = submitted_jobs(Path(given.folder))
+    if not jobs:
+        rule = "has no submitted jobs"
+        raise ConfigError(Problem(given.folder, rule, "give the output directory of a run that was submitted"))
+    if given.verb == "list":
+        for job in jobs:
+            log.print_result(f"{job.submitted}  {job.cluster}  {job.id}  {job.folder}")
+        return 0
+    if len(jobs) > 1 and given.verb == "cancel":
+        folders = ", ".join(job.folder for job in jobs)
+        raise ConfigError(Problem(given.folder, f"has several jobs: {folders}", "give the folder of one job"))
+    return _run(jobs[0], given)
+
+
+def _run(job: SubmittedJob, given: argparse.Namespace) -> int:
+    scheduler = scheduler_of(job.launcher)
+    words = {
+        "status": lambda: scheduler.status(job),
+        "logs": lambda: scheduler.logs(job, given.follow),
+        "cancel": lambda: scheduler.cancel(job),
+    }[given.verb]()
+    if shutil.which(words[0]) is None:
+        raise UserError(Problem(words[0], "is not on this machine", "run this where the job was submitted"))
+    try:
+        return subprocess.run(list(words), check=False).returncode
+    except KeyboardInterrupt:  # logs --follow
+        return 0

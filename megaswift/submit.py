@@ -1,0 +1,194 @@
+"""`megaswift submit`: a run's configuration as a job of a cluster.
+
+Owns the command: it checks the run here, renders the job, keeps its files and hands them to the cluster's own tool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from megaswift import log
+from megaswift.clusters.clusters_file import read_cluster
+from megaswift.clusters.job import Cluster, Job, RenderedJob, job_name
+from megaswift.clusters.job_folder import jobs_folder, next_job_folder, write_job_files, write_record
+from megaswift.clusters.node_script import shell_words
+from megaswift.clusters.scheduler import Scheduler, scheduler_of
+from megaswift.command_line_common import UserErrorArgumentParser
+from megaswift.config import SwiftConfig, load_config
+from megaswift.config.option_sources import read_command_line, read_config_file
+from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.redaction import is_secret
+
+USAGE = """\
+Checks a run, renders it as a job of a cluster and submits it with the cluster's own tool. clusters.yaml describes the
+clusters (--clusters FILE, else ./clusters.yaml, else ~/.config/megaswift/clusters.yaml); `local` is always there. Other
+options are the run's and go over its file. What is submitted is kept in OUTPUT_DIR/jobs/NAME. Options of clusters:
+docs/launch.md. Exit code: 0 submitted; 2 a mistake; 1 the cluster's tool failed."""
+FAILED = 1
+OF_LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "launcher", "num_workers")
+"""Launch options that the job sets itself."""
+
+FIRST_NODE = {"NODE_RANK": "0", "MASTER_ADDR": "node-0"}
+"""What a run of several nodes needs beside their number."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; returns the exit code."""
+    given, rest = _parser().parse_known_args(list(argv))
+    cluster = read_cluster(given.cluster, given.clusters)
+    scheduler = scheduler_of(cluster.launcher)
+    job, cfg = _job(given, rest, cluster, scheduler)
+    problems = [*scheduler.problems(job), *_secret_problems(job, given.file), *_missing_variable_problems(job)]
+    if problems:
+        raise ConfigError(problems)
+    _check_run(cfg, job, scheduler)
+    rendered = scheduler.render(job)
+    if given.dry_run:
+        _show(job, rendered)
+        return 0
+    return _submit(job, rendered, scheduler)
+
+
+def _parser() -> UserErrorArgumentParser:
+    parser = UserErrorArgumentParser(prog="megaswift submit", description=USAGE, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("file", metavar="JOB.yaml", help="the run's configuration, as for megaswift train")
+    parser.add_argument(
+        "--cluster", default="local", metavar="NAME", help="a cluster of clusters.yaml (default: local)"
+    )
+    parser.add_argument("--clusters", metavar="FILE", help="the file with the clusters")
+    parser.add_argument(
+        "--nodes", type=_count, metavar="N", help="nodes (default: the run file's nnodes, the cluster's)"
+    )
+    parser.add_argument(
+        "--gpus_per_node", "--gpus-per-node", type=_number, metavar="M", help="GPUs of a node, one process each"
+    )
+    parser.add_argument("--name", help="name of the job (default: that of the file)")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print what would be submitted")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def _number(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
+    return int(text)
+
+
+def _job(
+    given: argparse.Namespace, rest: Sequence[str], cluster: Cluster, scheduler: Scheduler
+) -> tuple[Job, SwiftConfig]:
+    """The job, and its run with the number of processes that it will have."""
+    file = Path(given.file)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise ConfigError(Problem(str(file), rule, "megaswift submit run.yaml --cluster NAME")) from None
+    line = read_command_line(list(rest))
+    if line.files:
+        raise ConfigError(Problem(f"megaswift submit {line.files[0]}", "a job has one configuration file", str(file)))
+    taken = [g for g in line.givens if g.name in OF_LAUNCH]
+    if taken:
+        rule, fix = "is set by the job", "--nodes N --gpus_per_node M"
+        raise ConfigError([Problem(g.label, rule, fix) for g in taken])
+    words = [str(file), *rest]
+    first = load_config(None, words, complete=True, environ=FIRST_NODE)
+    nodes = given.nodes or first.launch.nnodes or cluster.get("nodes") or 1
+    gpus = given.gpus_per_node if given.gpus_per_node is not None else cluster.get("gpus_per_node")
+    processes = gpus or first.launch.nproc_per_node or 1
+    sizes = {"NNODES": str(nodes), "NPROC_PER_NODE": str(processes)}
+    cfg = load_config(None, words, complete=True, environ={**sizes, **FIRST_NODE})
+    name = job_name(given.name or file.stem)
+    folder = next_job_folder(jobs_folder(cfg.train.output_dir, scheduler.shares_files), name)
+    workdir = str(cluster.get("workdir") or (os.getcwd() if scheduler.shares_files else "/workspace"))
+    submitted = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    job = Job(
+        folder.name,
+        cluster,
+        text,
+        tuple(rest),
+        nodes,
+        gpus or 0,
+        processes,
+        workdir,
+        folder,
+        sys.executable,
+        id=f"{folder.name}-{submitted}",
+    )
+    return job, cfg
+
+
+def _secret_problems(job: Job, file: str) -> list[Problem]:
+    """Secrets among the run's options, which would be kept in the job's files."""
+    givens = [*read_config_file(file).givens, *read_command_line(list(job.overrides)).givens]
+    found = [given.name for given in givens if is_secret(given.name)]
+    fix = "leave it out here, and give the job a variable: secrets or secret_variables of the cluster (docs/launch.md)"
+    return [Problem(f"--{name}", "is a secret, which would be written into the job's files", fix) for name in found]
+
+
+def _missing_variable_problems(job: Job) -> list[Problem]:
+    names = job.cluster.get("secret_variables") or []
+    missing = [n for n in names if not os.environ.get(str(n))]
+    where = f"cluster {job.cluster.name}: secret_variables"
+    return [Problem(where, f"{n} is not set in this shell", f"export {n}=..., or leave it out there") for n in missing]
+
+
+def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> None:
+    """Layout, and where the cluster sees this machine's files, model, data and output directory too."""
+    from megaswift.parallel.layout import size_problems
+    from megaswift.parallel.layout_rules import LayoutRequest
+    from megaswift.trainers.preflight import layout_data_output_problems
+
+    world = job.nodes * job.processes_per_node
+    if scheduler.shares_files:
+        if problems := layout_data_output_problems(cfg, world):
+            raise ConfigError(problems)
+        return
+    if problems := size_problems(world, LayoutRequest.from_config(cfg, world).axes):
+        raise ConfigError(problems)
+
+
+def _show(job: Job, rendered: RenderedJob) -> None:
+    for name, text in rendered.files.items():
+        print(f"# ---- {job.folder / name}\n{text}")
+    print("# ---- submitted by")
+    for command in rendered.commands:
+        print(shell_words(command))
+    if rendered.not_run:
+        print(f"# not run: {rendered.not_run}")
+
+
+def _submit(job: Job, rendered: RenderedJob, scheduler: Scheduler) -> int:
+    tool = rendered.commands[-1][0]
+    if shutil.which(tool) is None:
+        raise UserError(Problem(tool, "is not on this machine", "submit from a machine that has it, or use --dry_run"))
+    write_job_files(job, rendered)
+    output = ""
+    for command in rendered.commands:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=_environment(os.environ))
+        output = done.stdout
+        if done.returncode:
+            log.warn(f"{tool} failed with exit code {done.returncode}; the job's files are in {job.folder}")
+            return FAILED
+    record = write_record(job, scheduler.job_id(output, job), datetime.now(UTC).isoformat(timespec="seconds"))
+    log.print_result(f"submitted {record.name} to {record.cluster} as {record.id}; its files are in {record.folder}")
+    log.print_result(f"megaswift jobs status|logs|cancel {shell_words([record.folder])}")
+    return 0
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Of the tool: without the launch variables of this shell, which Slurm would hand to every node."""
+    return {k: v for k, v in environ.items() if k.lower() not in OF_LAUNCH}

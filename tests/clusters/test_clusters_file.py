@@ -1,0 +1,105 @@
+"""clusters.yaml: where it is found, and its mistakes. Covers: cluster_options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megaswift.clusters.cluster_options import CLUSTER_OPTIONS, SAFE
+from megaswift.clusters.clusters_file import clusters_file, read_cluster
+from megaswift.clusters.scheduler_table import SCHEDULERS
+from megaswift.errors import ConfigError
+from tests.sources import ROOT
+
+
+def write(folder: Path, **clusters: Any) -> str:
+    file = folder / "clusters.yaml"
+    file.write_text(yaml.safe_dump({"clusters": clusters}))
+    return str(file)
+
+
+def said(folder: Path, name: str = "lab", **clusters: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        read_cluster(name, write(folder, **clusters))
+    return str(refused.value)
+
+
+def test_the_nearest_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    environ = {"HOME": str(tmp_path / "home")}
+    assert clusters_file(None, environ) is None and read_cluster("local", None, environ).launcher == "local"
+    own = tmp_path / "home/.config/megaswift"
+    own.mkdir(parents=True)
+    write(own, lab={"launcher": "slurm"})
+    assert clusters_file(None, environ) == own / "clusters.yaml"
+    assert clusters_file(None, environ | {"XDG_CONFIG_HOME": str(tmp_path / "none")}) is None
+    write(tmp_path, lab={"launcher": "ssh", "hosts": ["a"]})
+    assert read_cluster("lab", None, environ).get("hosts") == ["a"]
+    other = tmp_path / "other"
+    other.mkdir()
+    assert read_cluster("lab", write(other, lab={"launcher": "dlc"}), environ).launcher == "dlc"
+
+
+def test_defaults(tmp_path: Path) -> None:
+    cluster = read_cluster("lab", write(tmp_path, lab={"launcher": "kubernetes", "retries": 0}))
+    assert (cluster.get("retries"), cluster.get("namespace"), cluster.get("partition")) == (0, "default", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"launcher": "k8s"}, "launcher: kubernetes"),
+        ({"partition": "x"}, "launcher must be one of"),
+        ({"launcher": "slurm", "partitions": "x"}, "did you mean partition?"),
+        ({"launcher": "slurm", "namespace": "x"}, "namespace: is no option of a slurm cluster"),
+        ({"launcher": "slurm", "partition": "a; rm -rf /"}, "partition: must be a name"),
+        ({"launcher": "slurm", "partition": "a\n#SBATCH --x"}, "partition: must be a name"),
+        ({"launcher": "slurm", "workdir": "a\nb"}, "workdir: must be a path on one line"),
+        ({"launcher": "slurm", "nodes": 0}, "nodes: must be a whole number of at least 1"),
+        ({"launcher": "slurm", "nodes": True}, "nodes: must be a whole number"),
+        ({"launcher": "slurm", "network": "wifi"}, "network: must be one of ethernet, roce"),
+        ({"launcher": "slurm", "environment": {"HF_TOKEN": "x"}}, "secret_variables: [NAME]"),
+        ({"launcher": "kubernetes", "environment": {"HF_TOKEN": "x"}}, "secrets: {NAME: SECRET/KEY}"),
+        ({"launcher": "slurm", "environment": {"A B": "x"}}, "is not the name of a variable"),
+        ({"launcher": "slurm", "environment": {"A": "x\ny"}}, "environment: must be a mapping"),
+        ({"launcher": "slurm", "secret_variables": ["A=1"]}, "is not the name of a variable"),
+        ({"launcher": "kubernetes", "secrets": {"$(x)": "a/b"}}, "is not the name of a variable"),
+    ],
+)
+def test_mistakes(options: dict[str, Any], text: str, tmp_path: Path) -> None:
+    assert text in said(tmp_path, lab=options)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"), [("clusters: [", "is not YAML"), ("a: 1", "has no mapping"), (None, "cannot be read")]
+)
+def test_files_that_are_none(content: str | None, text: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "c.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=text):
+        read_cluster("lab", str(tmp_path / "c.yaml"))
+
+
+def test_an_unknown_cluster_names_the_known(tmp_path: Path) -> None:
+    assert "clusters there: lab, pods" in said(tmp_path, "prod", lab={"launcher": "slurm"}, pods={"launcher": "ray"})
+
+
+def test_names_are_harmless_in_a_shell() -> None:
+    assert not any(
+        SAFE.fullmatch(text) for text in ["a b", "a;b", "$(x)", "`x`", "a'b", 'a"b', "a\nb", "a|b", "a>b", ""]
+    )
+
+
+def test_every_option_is_documented_and_read() -> None:
+    page = (ROOT / "docs/launch.md").read_text(encoding="utf-8")
+    code = "\n".join(
+        f.read_text(encoding="utf-8")
+        for f in [*(ROOT / "megaswift/clusters").glob("*.py"), ROOT / "megaswift/submit.py"]
+    )
+    for option in CLUSTER_OPTIONS:
+        assert f"| `{option.name}` |" in page and option.about in page, option.name
+        assert len(option.about) <= 100 and set(option.launchers) <= set(SCHEDULERS)
+        assert code.count(f'"{option.name}"') >= 2, f"nothing reads {option.name}"

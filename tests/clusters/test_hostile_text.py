@@ -1,0 +1,137 @@
+"""What a user writes reaches the run as it is, through every launcher's shell and manifest, and starts nothing else.
+Covers: node_script, kubernetes_pods."""
+
+from __future__ import annotations
+
+import random
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megaswift.clusters.job import RenderedJob
+from megaswift.clusters.job_folder import write_job_files
+from megaswift.clusters.scheduler import scheduler_of
+from tests.clusters.jobs import job
+from tests.clusters.programs import expanded_by_kubernetes, program, run_here
+
+PIECES = (
+    "$(touch X)",
+    "`touch X`",
+    "; touch X #",
+    "'",
+    '"',
+    "$HOME",
+    "${HOME}",
+    "$(HOME)",
+    "$$(HOME)",
+    "\\",
+    "&& touch X",
+)
+PIECES += ("!x", "*", "~", "%j", "#", "-n", " ", "é", "中", "|", ">X", "{a,b}", "=", ":", "- ", "%", "\u2028")
+ALWAYS = (("$(touch X)`touch X`'\"; touch X", "$(HOME) $$(HOME) $HOME", "a b'c"), ("", "'", "$(x)"))
+LAUNCHERS = ["local", "slurm", "ssh", "dlc", "job", "trainjob", "pytorchjob", "ray", "rayjob"]
+
+
+def commands(rendered: RenderedJob, launcher: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """What a node starts, and the variables that its scheduler sets."""
+    if launcher == "slurm":
+        return ["bash", str(folder / "job.sh")], {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]"}
+    if launcher == "dlc":
+        command = next(w for w in rendered.commands[-1] if w.startswith("--command="))
+        return ["bash", "-c", command.removeprefix("--command=")], {"RANK": "1", "WORLD_SIZE": "2"}
+    if launcher == "ssh":
+        return ["bash", str(folder / "node-1.sh")], {}
+    if launcher == "local":
+        return ["bash", str(folder / "job.sh")], {}
+    if launcher == "ray":
+        words = list(rendered.commands[-1])
+        entry = " ".join(words[words.index("--") + 1 :])  # `ray job submit` joins the words and quotes each
+        entry = shlex.join(words[words.index("--") + 1 :])
+        return ["bash", "-c", entry], yaml.safe_load(rendered.files["runtime_env.yaml"])["env_vars"]
+    documents = list(yaml.safe_load_all(rendered.files["job.yaml"]))
+    if launcher == "rayjob":
+        spec = documents[-1]["spec"]
+        return ["bash", "-c", spec["entrypoint"]], yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
+    container = _container(documents[-1], launcher)
+    environ: dict[str, str] = {}
+    for entry_ in container["env"]:
+        environ[entry_["name"]] = expanded_by_kubernetes(entry_["value"], environ)
+    mine = {
+        "job": {"JOB_COMPLETION_INDEX": "1"},
+        "trainjob": {"PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "1"},
+    }
+    environ |= mine.get(launcher, {"RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    return [expanded_by_kubernetes(word, environ) for word in container["command"]], environ
+
+
+def _container(manifest: dict[str, Any], kind: str) -> dict[str, Any]:
+    spec: dict[str, Any] = manifest["spec"]
+    if kind == "trainjob":
+        found: dict[str, Any] = spec["trainer"]
+        return found
+    pod = spec["pytorchReplicaSpecs"]["Worker"]["template"] if kind == "pytorchjob" else spec["template"]
+    first: dict[str, Any] = pod["spec"]["containers"][0]
+    return first
+
+
+def texts(launcher: str, count: int = 6) -> list[tuple[str, str, str]]:
+    """A word of the command line, a variable's value and a folder's name, drawn anew for each launcher."""
+    draw = random.Random(launcher)
+
+    def one() -> str:
+        return "".join(draw.choice(PIECES) for _ in range(draw.randint(1, 5)))
+
+    return [*ALWAYS, *((one(), one(), one()) for _ in range(count))]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_text_arrives_as_it_is(launcher: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    for word, value, name in texts(launcher):
+        tmp_path = tmp_path_factory.mktemp("job")
+        place = tmp_path / ("w " + name.replace("/", "_") if launcher not in ("rayjob", "ray") else "w")
+        place.mkdir()
+        options: dict[str, Any] = {"environment": {"MINE": value}, "overrides": ("--system", word)}
+        kind = {"job": "job", "trainjob": "trainjob", "pytorchjob": "pytorchjob"}.get(launcher)
+        real = "kubernetes" if kind else "ray" if launcher == "rayjob" else launcher
+        options |= (
+            {"kind": kind} if kind else {"python": str(program(tmp_path))} if real in ("local", "slurm", "ssh") else {}
+        )
+        options |= {"submit_to": "rayjob", "image": "i", "ray_version": "2.51.0"} if launcher == "rayjob" else {}
+        options |= {"python": str(program(tmp_path))} if launcher == "ray" else {}
+        made = job(
+            real, workdir=str(place), folder=tmp_path / "out" / name.replace("/", "_")[:8].strip(".") / "j", **options
+        )
+        rendered = scheduler_of(real).render(made)
+        write_job_files(made, rendered)
+        command, environ = commands(rendered, launcher, made.folder)
+        (arrived,) = run_here(command, tmp_path, **environ)
+        words = arrived["words"]
+        start = words.index("train")
+        assert words[start + 2 : start + 4] == ["--system", word]
+        assert arrived["environ"]["MINE"] == value
+        if real != "ray":
+            assert arrived["folder"] == str(place)
+            assert (arrived["environ"]["NNODES"], arrived["environ"]["NPROC_PER_NODE"]) == ("2", "8")
+            assert arrived["environ"]["NODE_RANK"] == ("0" if real in ("slurm", "local") else "1")
+        assert not list(tmp_path.rglob("X")) and not Path("/X").exists()
+
+
+@pytest.mark.parametrize("value", ["tab\there", "two\nlines"])
+def test_the_configuration_arrives_as_it_is(value: str, tmp_path: Path) -> None:
+    """In the manifest's ConfigMap and in DLC's command."""
+    text = f"task: sft\n# {value} 'quoted' $(HOME) `x`\nsystem: \"é\"\n"
+    made = job("kubernetes", run_text=text, folder=tmp_path / "k")
+    manifest = next(yaml.safe_load_all(scheduler_of("kubernetes").render(made).files["job.yaml"]))
+    assert manifest["data"]["run.yaml"] == text
+    dlc = scheduler_of("dlc").render(job("dlc", run_text=text, folder=tmp_path / "d", workdir=str(tmp_path)))
+    line = (
+        dlc.files["command.sh"]
+        .partition("\ncd -- ")[0]
+        .replace("/tmp/megaswift-run.yaml", shlex.quote(str(tmp_path / "got")))
+    )
+    subprocess.run(["bash", "-c", line], check=True)
+    assert (tmp_path / "got").read_text() == text

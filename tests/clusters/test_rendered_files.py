@@ -1,0 +1,93 @@
+"""What is rendered, held to files that were read line by line; run as a module, it writes them anew.
+
+Covers: slurm, kubernetes, ray_jobs, pai_dlc, ssh_hosts, local_processes, scheduler_table, scheduler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaswift.clusters.job import Job
+from megaswift.clusters.node_script import shell_words
+from megaswift.clusters.scheduler import scheduler_of
+from megaswift.clusters.scheduler_table import SCHEDULERS
+from tests.clusters.jobs import job
+
+GOLDEN = Path(__file__).parent / "golden"
+CLUSTER: dict[str, Any] = {
+    "namespace": "train",
+    "context": "prod",
+    "mounts": [{"claim": "data", "path": "/data"}, {"host_path": "/models", "path": "/models", "read_only": True}],
+    "secrets": {"HF_TOKEN": "hub/token"},
+    "resources": {"rdma/ib": 8},
+    "node_selector": {"gpu": "h200"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "queue": "team-a",
+    "service_account": "trainer",
+    "image_pull_secrets": ["registry"],
+    "environment": {"HF_HOME": "/data/hf"},
+    "network": "infiniband",
+    "cpus_per_node": 96,
+    "memory_per_node": "900Gi",
+}
+JOBS: dict[str, Job] = {
+    "local": job("local", 1, 8, overrides=("--lr", "1e-5")),
+    "slurm": job("slurm"),
+    "slurm_all": job(
+        "slurm",
+        account="team",
+        qos="high",
+        constraint="h200&ib",
+        reservation="maint",
+        time_limit="1-00:00:00",
+        exclusive=True,
+        requeues=3,
+        cpus_per_node=96,
+        memory_per_node="900G",
+        gres="gpu:h200:8",
+        container_image="registry/megaswift:cuda",
+        container_mounts="/data:/data",
+        setup=["module load cuda/13", "source /opt/venv/bin/activate"],
+        network="roce",
+        secret_variables=["HF_TOKEN"],
+        save_before_end=600,
+        overrides=("--max_steps", "10"),
+    ),
+    "kubernetes_job": job("kubernetes", **CLUSTER),
+    "kubernetes_trainjob": job("kubernetes", kind="trainjob", **CLUSTER),
+    "kubernetes_trainjob_2_2": job("kubernetes", kind="trainjob", trainer_version="2.2", **CLUSTER),
+    "kubernetes_trainjob_2_1": job("kubernetes", kind="trainjob", trainer_version="2.1", **CLUSTER),
+    "kubernetes_pytorchjob": job("kubernetes", 3, kind="pytorchjob", host_network=True, **CLUSTER),
+    "kubernetes_mpijob": job("kubernetes", kind="mpijob"),
+    "ray": job("ray", 2, 1, environment={"HF_HOME": "/data/hf"}),
+    "rayjob": job("ray", 2, 8, submit_to="rayjob", ray_version="2.51.0", image="registry/megaswift:ray", **CLUSTER),
+    "raycluster": job("ray", 1, 0, submit_to="raycluster", ray_version="2.51.0", image="registry/megaswift:ray"),
+    "dlc": job("dlc", workspace_id="123", data_sources=["d-1", "d-2"], vpc_id="vpc-1", priority=5),
+    "ssh": job("ssh", secret_variables=["HF_TOKEN"], ssh_options=["-p", "2222"], network="ethernet"),
+}
+
+
+def shown(made: Job) -> str:
+    """The files and the command."""
+    scheduler = scheduler_of(made.cluster.launcher)
+    assert scheduler.problems(made) == []
+    rendered = scheduler.render(made)
+    files = [f"==== {name}\n{text}" for name, text in rendered.files.items()]
+    return "\n".join([*files, "==== submitted by", *map(shell_words, rendered.commands)]) + "\n"
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_as_read(name: str) -> None:
+    assert shown(JOBS[name]) == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def test_every_launcher_is_there() -> None:
+    assert {made.cluster.launcher for made in JOBS.values()} == set(SCHEDULERS)
+    assert {f.stem for f in GOLDEN.glob("*.txt")} == set(JOBS)
+
+
+if __name__ == "__main__":
+    for case, made_ in JOBS.items():
+        (GOLDEN / f"{case}.txt").write_text(shown(made_), encoding="utf-8")

@@ -1,0 +1,189 @@
+"""A job of two nodes on a real Slurm: submitted, signalled, queued again, resumed by itself, exported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megaswift.clusters.scheduler import scheduler_of
+from megaswift.clusters.slurm import SCHEDULER
+from megaswift.errors import ConfigError
+from tests.clusters.jobs import job
+from tests.clusters.programs import run_here
+from tests.clusters.slurm_on_this_machine import missing_programs, slurm
+from tests.sources import ROOT
+from tests.trainers.inputs import write_inputs
+
+needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}")
+
+
+@pytest.fixture(scope="module")
+def environ(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with slurm(tmp_path_factory.mktemp("slurm")) as variables:
+        yield variables | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run_file(folder: Path, **options: Any) -> None:
+    words = iter(write_inputs(folder))
+    run = {word.removeprefix("--"): next(words) for word in words}
+    run |= {"task": "sft", "output_dir": "out", "train_type": "full", "logging_steps": 5, **options}
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    (folder / "clusters.yaml").write_text("clusters: {lab: {launcher: slurm, partition: gpu, time_limit: '10'}}\n")
+
+
+def megaswift(folder: Path, environ: dict[str, str], *words: str) -> str:
+    command = [sys.executable, "-m", "megaswift", *words]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def tool(environ: dict[str, str], *words: str) -> str:
+    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+
+
+def ended(environ: dict[str, str], folder: Path, seconds: float = 120) -> None:
+    """Waits until the queue is empty; a job on its way from running to waiting is in it at times, and at times not."""
+    deadline, empty = time.monotonic() + seconds, 0
+    while empty < 10:
+        empty = 0 if tool(environ, "squeue", "-h", "-o", "%i") else empty + 1
+        log = "\n".join(f.read_text() for f in (folder / "out/jobs/run").glob("slurm-*.log"))
+        assert time.monotonic() < deadline, log
+        time.sleep(0.2)
+
+
+def steps(folder: Path) -> list[int]:
+    file = folder / "out/metrics.jsonl"
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@needs_slurm
+@pytest.mark.process
+def test_two_nodes_train_to_their_export(environ: dict[str, str], tmp_path: Path) -> None:
+    run_file(tmp_path, max_steps=5)
+    megaswift(tmp_path, environ, "submit", "run.yaml", "--cluster", "lab", "--nodes", "2")
+    ended(environ, tmp_path)
+    log = megaswift(tmp_path, environ, "jobs", "logs", "out")
+    assert "DP2 on 2 processes" in log and (tmp_path / "out/hf/model.safetensors").exists(), log
+    assert steps(tmp_path) == [5]
+
+
+@needs_slurm
+@pytest.mark.slow
+def test_signalled_requeued_resumed(environ: dict[str, str], tmp_path: Path) -> None:
+    """USR1 as Slurm sends it before the time limit; the job comes back without anyone's doing."""
+    run_file(tmp_path, max_steps=600, save_steps=1000)
+    megaswift(tmp_path, environ, "submit", "run.yaml", "--cluster", "lab", "--nodes", "2")
+    deadline = time.monotonic() + 90
+    while len(steps(tmp_path)) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    number = tool(environ, "squeue", "-h", "-o", "%i")
+    tool(environ, "scancel", "--batch", "--signal=USR1", number)
+    while tool(environ, "squeue", "-h", "-o", "%T") != "PENDING":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    first = steps(tmp_path)
+    time.sleep(5)  # Slurm waits two minutes, so that nodes have put away the first attempt
+    tool(environ, "scontrol", "update", f"JobId={number}", "StartTime=now")
+    ended(environ, tmp_path, 200)
+    log = megaswift(tmp_path, environ, "jobs", "logs", "out")
+    state = tool(environ, "scontrol", "show", "job", number)
+    assert "SIGUSR1 received" in log and "resuming" in log.lower(), f"{log}\n{state}"
+    assert steps(tmp_path) == list(range(5, 601, 5)) and first[-1] < 600, "no step twice, none left out"
+    assert (tmp_path / "out/hf/model.safetensors").exists()
+
+
+@needs_slurm
+@pytest.mark.slow
+def test_a_cancelled_job_has_saved(environ: dict[str, str], tmp_path: Path) -> None:
+    run_file(tmp_path, max_steps=5000, save_steps=100_000)
+    megaswift(tmp_path, environ, "submit", "run.yaml", "--cluster", "lab", "--nodes", "2")
+    deadline = time.monotonic() + 90
+    while len(steps(tmp_path)) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert "RUNNING" in megaswift(tmp_path, environ, "jobs", "status", "out")
+    megaswift(tmp_path, environ, "jobs", "cancel", "out")
+    ended(environ, tmp_path)
+    assert list((tmp_path / "out/checkpoints").glob("step-*")), megaswift(tmp_path, environ, "jobs", "logs", "out")
+
+
+@pytest.mark.parametrize(
+    ("code", "early", "restarts", "requeues", "again"),
+    [
+        (0, False, 0, 2, False),
+        (0, True, 0, 0, False),  # it finished after the signal
+        (138, True, 5, 0, True),
+        (138, True, 5, 2, True),
+        (1, False, 0, 0, False),
+        (1, False, 1, 2, True),
+        (1, False, 2, 2, False),
+        (2, False, 0, 2, False),
+        (3, False, 0, 2, False),
+    ],
+)
+def test_which_ends_are_queued_again(
+    code: int, early: bool, restarts: int, requeues: int, again: bool, tmp_path: Path
+) -> None:
+    """The script's own decision, with a run that ends with `code`, after USR1 where `early`."""
+    run = tmp_path / "python"
+    signal = (
+        "trap : USR1; kill -USR1 $(ps -o ppid= -p $$); while :; do sleep 0.05; [ -e got ] && break; touch got; done; "
+        if early
+        else ""
+    )
+    run.write_text(f"#!/bin/bash\n{signal}exit {code}\n")
+    run.chmod(0o755)
+    rendered = scheduler_of("slurm").render(job("slurm", python=str(run), workdir=str(tmp_path), requeues=requeues))
+    script = tmp_path / "job.sh"
+    text = rendered.files["job.sh"].replace("sleep 60", "exit 0")
+    script.write_text(text)
+    control = tmp_path / "control"
+    control.mkdir()
+    (control / "scontrol").write_text(f"#!/bin/bash\n[ $1 = requeue ] && touch {tmp_path}/again\necho localhost\n")
+    (control / "scontrol").chmod(0o755)
+    (control / "srun").write_text('#!/bin/bash\nwhile [ "$1" != bash ]; do shift; done\nexec "$@"\n')
+    (control / "srun").chmod(0o755)
+    variables = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n",
+        "SLURM_RESTART_COUNT": str(restarts),
+        "SLURM_NODEID": "0",
+    }
+    done = subprocess.run(
+        ["bash", str(script)], env={"PATH": f"{control}:/usr/bin:/bin", **variables}, check=False, timeout=30
+    )
+    assert (tmp_path / "again").exists() == again
+    assert done.returncode == (0 if again else code)
+
+
+def test_the_job_id() -> None:
+    made = job("slurm")
+    assert SCHEDULER.job_id("12\n", made) == "12" and SCHEDULER.job_id("12;lab\n", made) == "12"
+    with pytest.raises(ConfigError, match="printed no job id: hello"):
+        SCHEDULER.job_id("hello", made)
+
+
+def test_a_percent_sign_in_a_path_is_no_pattern() -> None:
+    (command,) = scheduler_of("slurm").render(job("slurm", folder=Path("/o/50%j/run"))).commands
+    assert "--output=/o/50%%j/run/slurm-%j.log" in command
+
+
+def test_the_port_differs_between_jobs(tmp_path: Path) -> None:
+    """Two jobs may share a node."""
+    ports = set()
+    for number in ("7", "8"):
+        made = job("slurm", workdir=str(tmp_path), python=str(tmp_path / "megaswift"))
+        (tmp_path / "job.sh").write_text(scheduler_of("slurm").render(made).files["job.sh"])
+        arrived = run_here(["bash", str(tmp_path / "job.sh")], tmp_path, SLURM_JOB_ID=number, SLURM_JOB_NODELIST="n")
+        ports.add(arrived[-1]["environ"]["MASTER_PORT"])
+    assert len(ports) == 2

@@ -1,0 +1,116 @@
+"""Two machines, as network namespaces with addresses and files of their own: TP inside, PP and DP across; one is lost
+and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.network_namespaces import Machine, machines, why_not
+from tests.sources import ROOT
+from tests.trainers.inputs import write_inputs
+
+needs_namespaces = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+
+
+def start(machine: Machine, rank: int, address: str, folder: Path, *options: str) -> subprocess.Popen[bytes]:
+    """One machine's command, as a user types it there."""
+    environ = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "NNODES": "2",
+        "NODE_RANK": str(rank),
+        "MASTER_ADDR": address,
+        "NPROC_PER_NODE": "2",
+    }
+    words = [sys.executable, "-m", "megaswift", "sft", *options, "--dataset_cache_dir", str(machine.view)]
+    log = (folder / f"log-{rank}").open("ab")
+    return subprocess.Popen(
+        machine.words(words), env=environ, cwd=folder, stdout=log, stderr=log, start_new_session=True
+    )
+
+
+def steps(folder: Path) -> list[int]:
+    file = folder / "out/metrics.jsonl"
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+
+
+def inputs(folder: Path, *more: str) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    words = write_inputs(folder)
+    at = words.index("--dataset_cache_dir")
+    del words[at : at + 2]
+    return [*words, "--train_type", "full", "--output_dir", "out", "--logging_steps", "1", *more]
+
+
+@pytest.mark.slow
+@needs_namespaces
+@pytest.mark.parametrize("axes", ["--tp 2 --pp 2", "--tp 2", "--pp 2", "--cp 2"])
+def test_layouts_across_machines(axes: str, tmp_path: Path) -> None:
+    """The losses of one process; the files of each machine are its own but for the run's folder."""
+    one = inputs(tmp_path / "one", "--max_steps", "3", "--global_batch_size", "8")
+    command = [sys.executable, "-m", "megaswift", "sft", *one]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environ, cwd=tmp_path / "one", check=True, capture_output=True, timeout=120)
+    two = tmp_path / "two"
+    options = inputs(two, "--max_steps", "3", "--global_batch_size", "8", *axes.split())
+    with machines(tmp_path / "net") as (first, second):
+        running = [start(m, r, first.address, two, *options) for r, m in enumerate((first, second))]
+        codes = [process.wait(180) for process in running]
+    assert codes == [0, 0], (two / "log-0").read_text() + (two / "log-1").read_text()
+    assert losses(two) == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
+    assert (two / "out/hf/model.safetensors").exists()
+    assert list((tmp_path / "net/own-0").iterdir()) and list((tmp_path / "net/own-1").iterdir())
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_a_lost_machine_joins_again(tmp_path: Path) -> None:
+    """All processes of machine 1 are killed; its command is typed again, and the run goes on where it had saved."""
+    more = ("--max_steps", "60", "--save_steps", "5", "--tp", "2", "--max_restarts", "2", "--ddp_timeout", "30")
+    options = inputs(tmp_path, *more)
+    with machines(tmp_path / "net") as (first, second):
+        stays = start(first, 0, first.address, tmp_path, *options)
+        lost = start(second, 1, first.address, tmp_path, *options)
+        deadline = time.monotonic() + 120
+        while len(steps(tmp_path)) < 12:
+            assert time.monotonic() < deadline and stays.poll() is None, (tmp_path / "log-0").read_text()
+            time.sleep(0.1)
+        for number in pids_of(second):
+            os.kill(number, signal.SIGKILL)
+        lost.wait(20)
+        again = start(second, 1, first.address, tmp_path, *options)
+        codes = [process.wait(180) for process in (stays, again)]
+    log = (tmp_path / "log-0").read_text() + (tmp_path / "log-1").read_text()
+    assert codes == [0, 0], log
+    assert steps(tmp_path) == list(range(1, 61)), log
+    assert (tmp_path / "out/hf/model.safetensors").exists()
+
+
+def pids_of(machine: Machine) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", machine.name], capture_output=True, text=True, check=True)
+    return [int(word) for word in found.stdout.split()]
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_a_machine_that_does_not_come_is_named_on_the_other(tmp_path: Path) -> None:
+    options = inputs(tmp_path, "--max_steps", "3", "--rdzv_timeout", "5")
+    with machines(tmp_path / "net") as (first, second):
+        alone = start(first, 0, first.address, tmp_path, *options)
+        assert alone.wait(60) == 1
+        assert "node 1 of 2 nodes: did not start within 5 s" in (tmp_path / "log-0").read_text()
+        alone = start(second, 1, first.address, tmp_path, *options)
+        assert alone.wait(60) == 1
+        assert f"node 0 at {first.address}:29500: does not answer within 5 s" in (tmp_path / "log-1").read_text()

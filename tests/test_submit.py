@@ -1,0 +1,154 @@
+"""`megaswift submit` and `megaswift jobs`: the checks, the files that are kept, a real run in the background. Covers:
+jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megaswift.cli import main
+from megaswift.clusters.job import job_name
+from megaswift.clusters.job_folder import jobs_folder, next_job_folder
+from megaswift.errors import ConfigError
+from megaswift.submit import main as submit
+from tests.trainers.inputs import write_inputs
+
+CLUSTERS = """\
+clusters:
+  lab: {launcher: slurm, partition: gpu, nodes: 2}
+  pods: {launcher: kubernetes, image: registry/megaswift:cuda, gpus_per_node: 8}
+  secret: {launcher: slurm, secret_variables: [MEGASWIFT_TEST_TOKEN]}
+  shells: {launcher: ssh, hosts: [a, b]}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a run and clusters."""
+    words = iter(write_inputs(tmp_path))
+    run = {word.removeprefix("--"): next(words) for word in words}
+    run |= {"task": "sft", "output_dir": "out", "max_steps": 2, "train_type": "full", "per_device_train_batch_size": 1}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    (tmp_path / "clusters.yaml").write_text(CLUSTERS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        submit([*words, "--dry_run"])
+    return str(error.value)
+
+
+def test_a_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit(["run.yaml", "--cluster", "lab", "--dry_run", "--lr", "1e-4"]) == 0
+    said = capsys.readouterr().out
+    assert "#SBATCH --nodes=2" in said and f"{folder}/out/jobs/run/run.yaml --lr 1e-4" in said
+    assert f"sbatch --parsable --export=ALL --output={folder}/out/jobs/run/slurm-%j.log" in said
+    assert not (folder / "out").exists()
+
+
+def test_sizes_come_from_options_file_and_cluster_in_this_order(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nodes(*words: str) -> str:
+        submit(["run.yaml", "--dry_run", *words])
+        said = capsys.readouterr().out
+        return next(line for line in said.splitlines() if "NNODES=" in line or line.strip().startswith("completions"))
+
+    assert nodes("--cluster", "lab") == "export NNODES=2"
+    with (folder / "run.yaml").open("a") as file:
+        file.write("nnodes: 4\n")
+    assert nodes("--cluster", "lab") == "export NNODES=4"
+    assert nodes("--cluster", "lab", "--nodes", "1") == "export NNODES=1"
+    assert nodes("--cluster", "pods") == "  completions: 4"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--cluster", "lab", "--nproc_per_node", "2"), "--nproc_per_node 2: is set by the job"),
+        (("--cluster", "lab", "--nodes", "3", "--tp", "2"), "requires a multiple of 2 processes"),
+        (("--cluster", "pods", "--tp", "3"), "requires a multiple of 3 processes"),
+        (("--cluster", "lab", "--hub_token", "abcdef"), "--hub_token: is a secret"),
+        (("--cluster", "secret"), "MEGASWIFT_TEST_TOKEN is not set in this shell"),
+        (("--cluster", "lab", "--learning_rat", "1"), "did you mean"),
+        (("--cluster", "local", "--nodes", "2"), "a local job has one node"),
+        (("--cluster", "shells", "--nodes", "3"), "has 2 hosts"),
+        (("--cluster", "lab", "other.yaml"), "a job has one configuration file"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(words: tuple[str, ...], text: str, folder: Path) -> None:
+    assert text in refused("run.yaml", *words) and not (folder / "out").exists()
+
+
+def test_a_missing_tool_is_one_message(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    assert main(["submit", "run.yaml", "--cluster", "pods"]) == 2
+    assert "kubectl: is not on this machine" in capsys.readouterr().err and not (folder / "out").exists()
+
+
+def test_a_failing_tool_keeps_the_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = folder / "bin/sbatch"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/bash\necho no partition >&2\nexit 7\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    assert main(["submit", "run.yaml", "--cluster", "lab"]) == 1
+    assert "failed with exit code 7" in capsys.readouterr().err
+    assert {f.name for f in (folder / "out/jobs/run").iterdir()} == {"run.yaml", "job.sh"}
+    assert main(["jobs", "status", "out"]) == 2, "there is no job"
+
+
+def test_names_and_folders(tmp_path: Path) -> None:
+    assert [job_name(text) for text in ("Run_1.v2", "7b LoRA", "--", "ä" * 99)] == [
+        "run-1-v2",
+        "job-7b-lora",
+        "job",
+        "job",
+    ]
+    assert len(job_name("a" * 99)) <= 50
+    (tmp_path / "run").mkdir()
+    assert [next_job_folder(tmp_path, name).name for name in ("run", "x")] == ["run-2", "x"]
+    assert jobs_folder(str(tmp_path / "out"), False) == tmp_path / "out/jobs"
+
+
+@pytest.mark.process
+def test_a_local_job_runs_to_its_export(folder: Path) -> None:
+    """Submitted, looked at, ended by itself; its record is complete, and its configuration is the one that ran."""
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "NPROC_PER_NODE": "4"}
+
+    def megaswift(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "megaswift", *words]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+    done = megaswift("submit", "run.yaml", "--max_steps", "3")
+    assert done.returncode == 0, done.stderr
+    record = json.loads((folder / "out/jobs/run/job.json").read_text())
+    assert record["launcher"] == "local" and record["id"].isdigit()
+    (folder / "run.yaml").unlink()  # the job has a copy
+    deadline = time.monotonic() + 90
+    while not (folder / "out/hf/config.json").exists() or Path(f"/proc/{record['id']}").exists():
+        assert time.monotonic() < deadline, (folder / "out/jobs/run/job.log").read_text()
+        time.sleep(0.2)
+    assert (folder / "out/job_id").read_text().startswith("run-2")
+    assert "max_steps: 3" in (folder / "out/config.yaml").read_text()
+    logs = megaswift("jobs", "logs", "out")
+    assert logs.returncode == 0 and "step 3/3" in logs.stdout
+    assert megaswift("jobs", "status", "out").returncode == 1, "the process has ended"
+    assert "local" in megaswift("jobs", "list", "out").stdout
+    assert (
+        "contains another run" in megaswift("submit", "run.yaml", "--dry_run").stderr
+        or not (folder / "run.yaml").exists()
+    )
