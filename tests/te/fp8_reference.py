@@ -35,7 +35,7 @@ def by_scale(x: Tensor, scale: Tensor | float, kind: str) -> Tensor:
 def of_tensor(x: Tensor, kind: str) -> Tensor:
     """Tensorwise: the largest magnitude of these values becomes the format's largest."""
     amax = float(x.abs().max()) if x.numel() else 0.0
-    return by_scale(x, LARGEST[kind] / torch.tensor(amax) if amax else 1.0, kind)
+    return by_scale(x, torch.tensor(LARGEST[kind]) / torch.tensor(amax) if amax else 1.0, kind)
 
 
 def of_blocks(x: Tensor, kind: str, height: int, width: int) -> Tensor:

@@ -43,7 +43,7 @@ def float8(dtype: Any) -> torch.dtype:
 def scale_of(amax: Tensor, dtype: torch.dtype, power_of_2: bool, epsilon: float) -> Tensor:
     """The factor that takes `amax` to the format's largest value; 1 where `amax` is 0 or not finite."""
     amax = amax.clamp_min(epsilon)
-    largest = torch.finfo(dtype).max
+    largest = torch.tensor(torch.finfo(dtype).max)  # torch multiplies a number by the inverse, which rounds twice
     scale = torch.where(amax.isfinite() & (amax > 0), largest / amax, 1.0)
     scale = scale.clamp_max(torch.finfo(torch.float32).max)
     if power_of_2:
@@ -211,7 +211,7 @@ def fused_amax_and_scale_update_after_reduction(  # noqa: PLR0913 - the compiled
 ) -> None:
     """The end of a step of delayed scaling: the newest magnitudes enter the histories [length, n], and scales follow
     from the largest of a history, or from the newest."""
-    largest, start = torch.finfo(float8(dtype)).max, 0
+    largest, start = torch.tensor(torch.finfo(float8(dtype)).max), 0
     for history, scale in zip(histories, scales, strict=True):
         newest = reduced[start : start + scale.numel()]
         start += scale.numel()
