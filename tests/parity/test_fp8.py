@@ -17,6 +17,7 @@ from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
 from tests.parity import fp8_oracle, measure
 from tests.parity.cases import Case, own, parse
+from tests.parity.fp8_oracle import Products
 from tests.parity.measure import Task, build, full, recipe_options
 from tests.parity.models import VOCAB
 from tests.parity.models import build as build_model
@@ -100,6 +101,11 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[n] - b[n]).norm() / b[n].norm()) for n in b)
 
 
+def products(case: Case, recipe: str) -> Products:
+    """Those of a layout."""
+    return Products(recipe, tp=case.tp, etp=case.etp)
+
+
 def nearest(case: Case, recipe: str, pool: Pool, folder: Path, passes: int = 1, padding: int = 0) -> float:
     """The smallest difference of loss and gradients from the oracle over a few rows; float32's are far away.
 
@@ -117,7 +123,7 @@ def nearest(case: Case, recipe: str, pool: Pool, folder: Path, passes: int = 1, 
         ]
         job = Passes(Task(case, folder, Recipe(), options=options), rows)
         got = pool.run("tests.parity.test_fp8:gradients", job, case.world)[0]
-        want, plain = (fp8_oracle.reference(folder, rows, name, "hybrid") for name in (recipe, ""))
+        want, plain = (fp8_oracle.reference(folder, rows, p) for p in (products(case, recipe), None))
         noise, off = distance(got.gradients, plain.gradients), distance(got.gradients, want.gradients)
         assert noise > 0.05
         seen.append(max(abs(got.loss - want.loss), off))
