@@ -51,6 +51,8 @@ COUNTED = frozenset(
 )
 """Operations whose result has a shape, or is a number, or whose arguments are checked, for which the host has to
 wait."""
+WRAPPERS = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
+"""torch.distributed's tensors without memory -> where what they hold on this rank is."""
 CROSSING = frozenset({aten.copy_.default, aten._to_copy.default, aten.set_.source_Storage})
 OURS = ("megaswift", "megatron", "transformer_engine", "transformers", "tests.placement.steps")
 
@@ -136,7 +138,14 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+def _in_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself, or what a wrapper without memory of its own has on this rank."""
+    attribute = WRAPPERS.get(type(tensor).__name__)
+    return tensor if attribute is None else _in_memory(getattr(tensor, attribute))
+
+
 def _remember(table: dict[int, StorageWeakRef], tensor: Tensor) -> None:
+    tensor = _in_memory(tensor)
     with contextlib.suppress(NotImplementedError, RuntimeError):  # of tensors without storage
         ref = StorageWeakRef(tensor.untyped_storage())
         if ref.cdata not in table:  # the weak reference keeps the address from being used again
@@ -144,6 +153,7 @@ def _remember(table: dict[int, StorageWeakRef], tensor: Tensor) -> None:
 
 
 def _known(table: dict[int, StorageWeakRef], tensor: Tensor) -> bool:
+    tensor = _in_memory(tensor)
     try:
         key = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
@@ -312,8 +322,12 @@ class _Operations(TorchDispatchMode):
         self.stand_in = stand_in
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ in WRAPPERS for kind in types):
+            return NotImplemented  # its own operations on the parts of this rank come here
         stand_in, kwargs = self.stand_in, kwargs or {}
         tensors = tensors_in((args, kwargs)) if kwargs else tensors_in(args)
+        if func.namespace == "_c10d_functional":
+            return self._collected(func, args, kwargs, tensors)
         held = [t for t in tensors if stand_in.holds(t)]
         if stand_in.early(tensors) and func is not aten.copy_.default and not func.is_view:
             raise ReadTooEarly(f"{func} in {_caller()}")
@@ -356,8 +370,17 @@ class _Operations(TorchDispatchMode):
             stand_in.wait(COPY)
         return func(*args, **kwargs)
 
+    def _collected(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """A collective of a DTensor, whose group takes tensors of both memories."""
+        stand_in = self.stand_in
+        held = any(map(stand_in.holds, tensors))
+        if not held and not stand_in.quiet and func.overloadpacket.__name__ != "wait_tensor":
+            stand_in.wait(GLOO)
+        result = func(*args, **kwargs)
+        return stand_in.mark(result) if held else result
+
     def _sent(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """A message between two ranks: NCCL takes tensors of the device only."""
+        """A message between ranks: NCCL takes tensors of the device only."""
         if any(not self.stand_in.holds(t) for t in tensors):
             raise WrongDevice(f"{func} of a tensor in host memory in {_caller()}")
         return func(*args, **kwargs)
