@@ -28,6 +28,8 @@ READ, COPY, SYNC, GLOO = "read", "copy", "sync", "gloo"
 explicit synchronization; a collective in host memory, which waits for the other ranks' hosts."""
 READERS = frozenset({"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__"})
 """Methods that give Python numbers."""
+NAMES = (str, torch.device)
+"""What names a device in a call."""
 ALONE = frozenset({"__deepcopy__", "one_hot"})
 """Whose parts would be taken for waits that a GPU's versions do not have."""
 aten = torch.ops.aten
@@ -243,7 +245,7 @@ class _Calls(TorchFunctionMode):
             )
         if name == "type_as" and first is not None:
             func, name, args = Tensor.to, "to", (first, args[1])
-        where = [*args, *kwargs.values()]
+        where = [v for v in (*args, *kwargs.values()) if isinstance(v, NAMES)]
         other = args[1] if name == "to" and len(args) > 1 and isinstance(args[1], Tensor) else None
         onto = any(_is_stand_in(v) for v in where) or (other is not None and stand_in.holds(other))
         off = name == "cpu" or (not onto and name == "to" and any(_is_host(v) for v in where))
@@ -321,8 +323,13 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.stand_in = stand_in
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and torch's guard against it costs as much as looking at the operation."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind.__name__ in WRAPPERS for kind in types):
+        if types and any(kind.__name__ in WRAPPERS for kind in types):
             return NotImplemented  # its own operations on the parts of this rank come here
         stand_in, kwargs = self.stand_in, kwargs or {}
         tensors = tensors_in((args, kwargs)) if kwargs else tensors_in(args)
@@ -335,7 +342,9 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._sent(func, args, kwargs, tensors)
-        host = [t for t in tensors if t.dim() and t.numel() and not stand_in.holds(t)]
+        host = (
+            [] if len(held) == len(tensors) else [t for t in tensors if t.dim() and t.numel() and not stand_in.holds(t)]
+        )
         if (
             func is aten.repeat_interleave.Tensor
             and kwargs.get("output_size") is None

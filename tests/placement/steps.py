@@ -169,12 +169,13 @@ def _sum_over(group: Any) -> Callable[..., None]:
 
 
 def _seen(engine: Any, case: Any, faults: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """What is seen of each fault (a context manager, and a loss): the waits that a step has with it and not without
-    it, or the error."""
+    """The waits of a step, and what is seen of each fault (a context manager, and a loss): the waits that a step has
+    with it and not without it, or the error."""
     for number in range(STEPS):
         STAND_IN.counted()
         _train(engine, case, number)
-    usual, found = STAND_IN.counted(), {}
+    usual = STAND_IN.counted()
+    found: dict[str, Any] = {"none": usual}
     for name, (planted, loss) in faults.items():
         try:
             with planted:

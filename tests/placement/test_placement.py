@@ -20,6 +20,13 @@ from tests.placement.steps import case_and_options, prepare_run
 from tests.placement.waits import FAULTS, SHARDED_FAULTS, SLOW, WAITS
 
 
+@pytest.fixture(scope="module")
+def pools() -> None:
+    """All of them begin to import while the models are made and the first one's ranks run."""
+    for impl, _ in WAITS:
+        shared(impl)
+
+
 def waited(impl: str, ranks: int, folder: Path, names: list[str]) -> list[dict[str, Any]]:
     """What scenarios of steps.py waited for, on each rank."""
     for name in names:
@@ -62,6 +69,7 @@ def expected(table: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("pools")
 @pytest.mark.parametrize(
     ("impl", "ranks", "table"),
     [
@@ -82,8 +90,9 @@ def test_the_host_waits_only_where_the_table_says(impl: str, ranks: int, table: 
 @pytest.mark.process
 def test_planted_faults_are_seen(tmp_path: Path) -> None:
     """A wait in a loss, one in a layer, a mask and a sum from host memory, under tensor parallelism."""
-    for found in waited("", 2, tmp_path, ["faults:dense tp2"]):
-        assert found == {"faults:dense tp2": FAULTS}
+    name = "faults:dense tp2 sp packed"
+    for found in waited("", 2, tmp_path, [name]):
+        assert found == {name: FAULTS}
 
 
 @pytest.mark.process

@@ -112,11 +112,9 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
         "run:sft --engine ddp": DDP,
     },
     ("", 2): {
-        "step:dense tp2 sp packed": STEP,
         "step:dense pp2": [NORM | PIPELINE, STEP | PIPELINE],
         "step:moe dp2 ep2": MOE | TORCH_EXPERTS | SHARED_BATCH,
         "save:dense dp2 --engine fsdp2": [_FSDP_SAVED, _FSDP_READ],
-        "run:grpo --engine fsdp2": FSDP_ROLLOUT,
     },
     ("2.12.0", 1): {
         "step:moe te packed": MOE | DISPATCH,
@@ -146,7 +144,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "step:dense cp2 packed": STEP,
         "step:dense dp2 do overlap": STEP | SHARED_BATCH,
         "step:moe tp2 sp ep2 etp1": MOE | TORCH_EXPERTS,
-        "step:dense dp2 --engine fsdp2": FSDP,
+        "run:grpo --engine fsdp2": FSDP_ROLLOUT,
         "run:dpo --engine fsdp2": FSDP | LOOP | {"read transformers.masking_utils:find_packed_sequence_indices": 4},
         "run:sft --engine fsdp2 --fsdp shard_grad_op": FSDP | LOOP,
         "run:sft --engine fsdp2 --fsdp offload": FSDP_OFFLOADED | LOOP,
@@ -181,13 +179,15 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
     },
 }
 FAULTS = {
+    "none": STEP,
     "bincount": {"read tests.placement.steps:faults.<locals>.Counting.__call__": MICROBATCHES},
     "synchronize": {"sync tests.placement.steps:faults.<locals>.synchronize": MICROBATCHES},
-    "mask": "aten.mul.Tensor of device (32, 3, 64), host (32, 1, 1) in tests.placement.steps:_mask",
+    "mask": "aten.mul.Tensor of device (33, 1, 64), host (33, 1, 1) in tests.placement.steps:_mask",
     "sums": "all_reduce of tensors on the wrong device for its group",
 }
 """What is seen of the faults that the scenario `faults` plants."""
 SHARDED_FAULTS = {
+    "none": FSDP,
     "gradient": "aten.mul_.Tensor of device (65, 64), host (65, 64) in tests.placement.steps:"
     "sharded_faults.<locals>.gradient",
     "gathered": "aten.mul.Tensor of device (130, 64), host (130, 64) in tests.placement.steps:"
