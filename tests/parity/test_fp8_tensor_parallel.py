@@ -18,9 +18,8 @@ from tests.parity.measure import Task, build, full, recipe_options
 from tests.parity.models import build as build_model
 from tests.parity.oracle import Recipe, Reference
 from tests.parity.pool import Pool
-from tests.parity.test_fp8 import ROWS, Passes, Rows, distance, nearest, products, start_gpu
+from tests.parity.test_fp8 import LIMIT, ROWS, Passes, Rows, distance, nearest, products, start_gpu
 
-LIMIT = 1e-6
 SHARE, FAR = 2.0**-12, 1e-2
 """How much smaller a second shard is than the first, and how far numbers of unsplit weights are at least."""
 
@@ -71,7 +70,7 @@ def test_loss_and_gradients(recipe: str, layout: str, te_pool: Pool, models: Pat
     rows = shape.of(case, 0)
     split, whole = (fp8_oracle.reference(folder, rows, p) for p in (products(case, recipe), Products(recipe)))
     assert distance(split.gradients, whole.gradients) > FAR
-    assert nearest(case, recipe, te_pool, folder, shape, LIMIT) < LIMIT
+    assert nearest(case, recipe, te_pool, folder, shape) < LIMIT
 
 
 def steps(rank: int, world: int, job: Passes) -> Reference:
