@@ -1,6 +1,6 @@
 """Transformer Engine's FP8 modules on two tensor-parallel ranks against plain torch, which quantizes shards.
 
-Covers: tests/te/fp8_shards.py, tests/te/kernels_gather.py.
+Covers: tests/te/fp8_shards.py.
 """
 
 from __future__ import annotations
