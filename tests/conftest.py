@@ -19,6 +19,8 @@ TOGETHER = {
     "tests/parity/test_lora_te.py": "transformer engine",
     "tests/parity/test_tp_comm_overlap.py": "transformer engine",
     "tests/parity/test_fp8.py": "transformer engine",
+    "tests/parity/test_fp8_tensor_parallel.py": "transformer engine",
+    "tests/te/test_fp8_tensor_parallel.py": "transformer engine",
     "tests/te/test_resume.py": "transformer engine",
     "tests/te/test_attention_backend.py": "transformer engine",
     "tests/placement/test_placement.py": "transformer engine",

@@ -18,8 +18,12 @@ BLOCK = 1024
 
 def sum_of_squares(tensors: Iterable[Tensor], device: torch.device | str) -> Tensor:
     """Sum of the squares of all elements, float64 [] on `device`; not finite where an element is not."""
-    parts = [_squares(t.detach().reshape(-1)).to(device) for t in tensors]
-    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
+    parts: dict[torch.device, list[Tensor]] = {}  # offloaded gradients are summed in host memory: one copy for all
+    for tensor in tensors:
+        part = _squares(tensor.detach().reshape(-1))
+        parts.setdefault(part.device, []).append(part)
+    totals = [torch.stack(squares).sum().to(device) for squares in parts.values()]
+    return torch.stack(totals).sum() if totals else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def _squares(x: Tensor) -> Tensor:

@@ -245,6 +245,10 @@ VARIANTS |= {  # rows of whole blocks of 64, on two ranks too
         },
     ),
 }
+VARIANTS |= {  # rows of whole blocks of 128, for FP8 of sequence-parallel ranks
+    "llama-fp8": ("llama", {**BASE, "num_hidden_layers": 1, "hidden_size": 128}),
+    "moe-fp8": ("qwen3_moe", {**MOE, "num_hidden_layers": 1, "hidden_size": 128, "moe_intermediate_size": 96}),
+}
 BRIDGED: dict[str, tuple[str, dict[str, Any]]] = {
     name: (VARIANTS[base][0], {**VARIANTS[base][1], **changes})
     for name, base, changes in (

@@ -33,7 +33,7 @@ LAYOUTS = (
     "dense te pp2 vpp2 dp2 do",
     "dense te cp2 do comm=p2p recompute=full",
     "moe te dp2 ep2 do",
-    "moe te tp2 sp dp2 ep2 etp2 do",
+    "moe-nf4 te tp2 sp dp2 ep2 etp2 do",
 )
 CASES = [(r, w) for r in ("tensorwise", "blockwise") for w in LAYOUTS if not (r == "blockwise" and " sp" in w)]
 """Sequence-parallel ranks gather quantized blocks of 128, and the tests' models are narrower."""

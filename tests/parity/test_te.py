@@ -126,6 +126,22 @@ def test_options_of_experts(text: str, options: dict[str, bool], te_pool: Pool, 
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dense te dp2 do",
+        *(
+            pytest.param(text, marks=pytest.mark.slow)
+            for text in ("dense te tp2 sp dp2 do overlap", "dense te pp2 vpp2 dp2 do", "moe te tp2 sp dp2 ep2 etp2 do")
+        ),
+    ],
+)
+def test_precision_aware_optimizer(text: str, te_pool: Pool, references: References) -> None:
+    """Transformer Engine's optimizer holds main weights and moments itself."""
+    check(parse(text), te_pool, references, {"precision_aware_optimizer": True})
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("text", ["dense te tp2 sp packed", "moe te cp2 comm=p2p packed", "moe te dp2 ep2 do"])
 def test_the_newest_release(text: str, references: References) -> None:
     """Other sources of Transformer Engine under the same stand-ins."""

@@ -28,6 +28,8 @@ READ, COPY, SYNC, GLOO = "read", "copy", "sync", "gloo"
 explicit synchronization; a collective in host memory, which waits for the other ranks' hosts."""
 READERS = frozenset({"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__"})
 """Methods that give Python numbers."""
+NAMES = (str, torch.device)
+"""What names a device in a call."""
 ALONE = frozenset({"__deepcopy__", "one_hot"})
 """Whose parts would be taken for waits that a GPU's versions do not have."""
 aten = torch.ops.aten
@@ -51,6 +53,8 @@ COUNTED = frozenset(
 )
 """Operations whose result has a shape, or is a number, or whose arguments are checked, for which the host has to
 wait."""
+WRAPPERS = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
+"""torch.distributed's tensors without memory -> where what they hold on this rank is."""
 CROSSING = frozenset({aten.copy_.default, aten._to_copy.default, aten.set_.source_Storage})
 OURS = ("megaswift", "megatron", "transformer_engine", "transformers", "tests.placement.steps")
 
@@ -136,7 +140,14 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+def _in_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself, or what a wrapper without memory of its own has on this rank."""
+    attribute = WRAPPERS.get(type(tensor).__name__)
+    return tensor if attribute is None else _in_memory(getattr(tensor, attribute))
+
+
 def _remember(table: dict[int, StorageWeakRef], tensor: Tensor) -> None:
+    tensor = _in_memory(tensor)
     with contextlib.suppress(NotImplementedError, RuntimeError):  # of tensors without storage
         ref = StorageWeakRef(tensor.untyped_storage())
         if ref.cdata not in table:  # the weak reference keeps the address from being used again
@@ -144,6 +155,7 @@ def _remember(table: dict[int, StorageWeakRef], tensor: Tensor) -> None:
 
 
 def _known(table: dict[int, StorageWeakRef], tensor: Tensor) -> bool:
+    tensor = _in_memory(tensor)
     try:
         key = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
@@ -233,7 +245,7 @@ class _Calls(TorchFunctionMode):
             )
         if name == "type_as" and first is not None:
             func, name, args = Tensor.to, "to", (first, args[1])
-        where = [*args, *kwargs.values()]
+        where = [v for v in (*args, *kwargs.values()) if isinstance(v, NAMES)]
         other = args[1] if name == "to" and len(args) > 1 and isinstance(args[1], Tensor) else None
         onto = any(_is_stand_in(v) for v in where) or (other is not None and stand_in.holds(other))
         off = name == "cpu" or (not onto and name == "to" and any(_is_host(v) for v in where))
@@ -311,9 +323,18 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.stand_in = stand_in
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and torch's guard against it costs as much as looking at the operation."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(kind.__name__ in WRAPPERS for kind in types):
+            return NotImplemented  # its own operations on the parts of this rank come here
         stand_in, kwargs = self.stand_in, kwargs or {}
         tensors = tensors_in((args, kwargs)) if kwargs else tensors_in(args)
+        if func.namespace == "_c10d_functional":
+            return self._collected(func, args, kwargs, tensors)
         held = [t for t in tensors if stand_in.holds(t)]
         if stand_in.early(tensors) and func is not aten.copy_.default and not func.is_view:
             raise ReadTooEarly(f"{func} in {_caller()}")
@@ -321,7 +342,9 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._sent(func, args, kwargs, tensors)
-        host = [t for t in tensors if t.dim() and t.numel() and not stand_in.holds(t)]
+        host = (
+            [] if len(held) == len(tensors) else [t for t in tensors if t.dim() and t.numel() and not stand_in.holds(t)]
+        )
         if (
             func is aten.repeat_interleave.Tensor
             and kwargs.get("output_size") is None
@@ -356,8 +379,17 @@ class _Operations(TorchDispatchMode):
             stand_in.wait(COPY)
         return func(*args, **kwargs)
 
+    def _collected(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """A collective of a DTensor, whose group takes tensors of both memories."""
+        stand_in = self.stand_in
+        held = any(map(stand_in.holds, tensors))
+        if not held and not stand_in.quiet and func.overloadpacket.__name__ != "wait_tensor":
+            stand_in.wait(GLOO)
+        result = func(*args, **kwargs)
+        return stand_in.mark(result) if held else result
+
     def _sent(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """A message between two ranks: NCCL takes tensors of the device only."""
+        """A message between ranks: NCCL takes tensors of the device only."""
         if any(not self.stand_in.holds(t) for t in tensors):
             raise WrongDevice(f"{func} of a tensor in host memory in {_caller()}")
         return func(*args, **kwargs)

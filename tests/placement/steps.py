@@ -10,15 +10,16 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from tests.placement import collectives
+from tests.placement import collectives, torch_device_module
 from tests.placement.device import DEVICE, StandIn, WrongDevice
 
 STAND_IN = StandIn()
@@ -49,6 +50,7 @@ def install() -> None:
     device.compute_device = lambda: DEVICE
     torch.cuda.current_device = lambda: DEVICE  # type: ignore[assignment,return-value]
     collectives.install(STAND_IN)
+    torch_device_module.register()
     torch_context = start_data_parallel_and_seed.TorchContext.__init__
 
     def on_the_stand_in(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -85,13 +87,20 @@ def _with_constants(value: Any) -> Any:
     return value.replace(co_consts=_with_constants(value.co_consts)) if hasattr(value, "co_consts") else value
 
 
-@contextmanager
-def engine_of(text: str, folder: Path, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """(engine with its weights, case) on the stand-in."""
-    from tests.parity import measure, models
+def case_and_options(text: str) -> tuple[Any, dict[str, Any]]:
+    """Of `CASE` or `CASE --engine NAME`."""
     from tests.parity.cases import parse
 
-    case = parse(text)
+    words, _, engine = text.partition(" --engine ")
+    return parse(words), {"engine": engine} if engine else {}
+
+
+@contextmanager
+def engine_of(text: str, folder: Path) -> Iterator[tuple[Any, Any]]:
+    """(engine with its weights, case) on the stand-in."""
+    from tests.parity import measure, models
+
+    case, options = case_and_options(text)
     source = models.build(case.model, folder / case.model)
     with STAND_IN.running():
         engine, context = measure.build(case, source, case.world, **options)
@@ -106,13 +115,13 @@ def _train(engine: Any, case: Any, number: int, loss: Any = None) -> float:
     from megaswift.losses.sft import CrossEntropy
     from tests.parity.cases import global_batch, own
 
-    mine = own(global_batch(case, number), case.dp, engine.layout.coordinates(engine.rank).dp)
+    mine = own(global_batch(case, number), case.dp, engine.context.layout.coordinates(engine.context.rank).dp)
     return engine.train_batch(mine, loss or CrossEntropy(), 1e-3).loss
 
 
-def step(text: str, folder: Path, **options: Any) -> Any:
+def step(text: str, folder: Path) -> Any:
     """Waits of one optimizer step."""
-    with engine_of(text, folder, **options) as (engine, case):
+    with engine_of(text, folder) as (engine, case):
         for number in range(STEPS):
             STAND_IN.counted()
             _train(engine, case, number)
@@ -137,9 +146,50 @@ def saving(text: str, folder: Path) -> Any:
     return waits
 
 
+@contextmanager
+def _hook(layer: Any, function: Any) -> Iterator[None]:
+    handle = layer.register_forward_hook(function)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _mask(module: Any, inputs: Any, output: Any) -> Any:
+    hidden = output[0] if isinstance(output, tuple) else output
+    hidden = hidden * torch.ones(hidden.shape[:1]).view(-1, *[1] * (hidden.dim() - 1))
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+def _sum_over(group: Any) -> Callable[..., None]:
+    def sums(module: Any, inputs: Any, output: Any) -> None:
+        dist.all_reduce(torch.ones(2), group=group)
+
+    return sums
+
+
+def _seen(engine: Any, case: Any, faults: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """The waits of a step, and what is seen of each fault (a context manager, and a loss): the waits that a step has
+    with it and not without it, or the error."""
+    for number in range(STEPS):
+        STAND_IN.counted()
+        _train(engine, case, number)
+    usual = STAND_IN.counted()
+    found: dict[str, Any] = {"none": usual}
+    for name, (planted, loss) in faults.items():
+        try:
+            with planted:
+                _train(engine, case, 0, loss)
+            waits = STAND_IN.counted()
+            found[name] = {k: n - usual.get(k, 0) for k, n in waits.items() if n != usual.get(k, 0)}
+        except WrongDevice as error:
+            found[name] = str(error)
+        STAND_IN.counted()
+    return found
+
+
 def faults(text: str, folder: Path) -> Any:
-    """Faults that are planted into a step, and what is seen of each: the waits that the step has with it and not
-    without it, or the error."""
+    """What is seen of faults that are planted into a step of Megatron-Core's model."""
     from megaswift.losses.sft import CrossEntropy
 
     class Counting(CrossEntropy):
@@ -150,35 +200,38 @@ def faults(text: str, folder: Path) -> Any:
     def synchronize(module: Any, inputs: Any, output: Any) -> None:
         torch.cuda.synchronize()
 
-    def mask(module: Any, inputs: Any, output: Any) -> Any:
-        hidden = output[0] if isinstance(output, tuple) else output
-        hidden = hidden * torch.ones(hidden.shape[:1]).view(-1, *[1] * (hidden.dim() - 1))
-        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-    def sums(module: Any, inputs: Any, output: Any) -> None:
-        dist.all_reduce(torch.ones(2), group=module.config.group_of_fault)
-
-    found = {}
     with engine_of(text, folder) as (engine, case):
-        engine.config.group_of_fault = engine.context.groups.tp
-        for number in range(STEPS):
-            STAND_IN.counted()
-            _train(engine, case, number)
-        usual = STAND_IN.counted()
-        for fault, loss in ((None, Counting()), (synchronize, None), (mask, None), (sums, None)):
-            layer = engine.plain[0].decoder.layers[0]
-            hook = layer.register_forward_hook(fault) if fault else None
-            try:
-                _train(engine, case, 0, loss)
-                waits = STAND_IN.counted()
-                seen: Any = {k: n - usual.get(k, 0) for k, n in waits.items() if n != usual.get(k, 0)}
-            except WrongDevice as error:
-                seen = str(error)
-            found[fault.__name__ if fault else "bincount"] = seen
-            STAND_IN.counted()
-            if hook is not None:
-                hook.remove()
-    return found
+        layer = engine.plain[0].decoder.layers[0]
+        planted = {
+            "bincount": (nullcontext(), Counting()),
+            "synchronize": (_hook(layer, synchronize), None),
+            "mask": (_hook(layer, _mask), None),
+            "sums": (_hook(layer, _sum_over(engine.context.groups.tp)), None),
+        }
+        return _seen(engine, case, planted)
+
+
+def sharded_faults(text: str, folder: Path) -> Any:
+    """What is seen of faults that are planted into a step of FSDP2: a factor from host memory on this rank's parts of
+    the gradients, one on a gathered weight, a sum of gradients in host memory, a mask."""
+    with engine_of(text, folder) as (engine, case):
+        strategy = engine.strategy
+        norm, name = strategy.norm, next(iter(dict(strategy.bare.named_parameters())))
+
+        def gradient() -> float:
+            for part in map(strategy.local, strategy.gradients()):
+                part.mul_(torch.ones(part.shape))
+            return norm()
+
+        def gathered() -> float:
+            whole = strategy.full(name, "weight")
+            whole * torch.ones(whole.shape)
+            return norm()
+
+        planted = {f.__name__: (patch.object(strategy, "norm", f), None) for f in (gradient, gathered)}
+        layer = strategy.bare.model.model.layers[0]
+        planted |= {"sums": (_hook(layer, _sum_over(dist.group.WORLD)), None), "mask": (_hook(layer, _mask), None)}
+        return _seen(engine, case, planted)
 
 
 USUAL = "--torch_dtype float32 --report_to none --max_steps 3 --logging_steps 1 --gradient_accumulation_steps 2"
@@ -238,7 +291,13 @@ def run(text: str, folder: Path) -> Any:
     return dict(sum((Counter(waits) for _, waits in seen[before + 1 : last + 1]), Counter()))
 
 
-SCENARIOS: dict[str, Callable[[str, Path], Any]] = {"step": step, "save": saving, "run": run, "faults": faults}
+SCENARIOS: dict[str, Callable[[str, Path], Any]] = {
+    "step": step,
+    "save": saving,
+    "run": run,
+    "faults": faults,
+    "sharded_faults": sharded_faults,
+}
 
 
 def measure(rank: int, world: int, payload: tuple[Path, list[str]]) -> dict[str, Any]:

@@ -13,12 +13,18 @@ import pytest
 import torch
 
 from megaswift.device_copy import copy_to_device_async
-from tests.parity.cases import parse
 from tests.parity.models import build
 from tests.parity.pool import shared
 from tests.placement.device import DEVICE, ReadTooEarly, StandIn, WrongDevice
-from tests.placement.steps import prepare_run
-from tests.placement.waits import FAULTS, SLOW, WAITS
+from tests.placement.steps import case_and_options, prepare_run
+from tests.placement.waits import FAULTS, SHARDED_FAULTS, SLOW, WAITS
+
+
+@pytest.fixture(scope="module")
+def pools() -> None:
+    """All of them begin to import while the models are made and the first one's ranks run."""
+    for impl, _ in WAITS:
+        shared(impl)
 
 
 def waited(impl: str, ranks: int, folder: Path, names: list[str]) -> list[dict[str, Any]]:
@@ -28,7 +34,8 @@ def waited(impl: str, ranks: int, folder: Path, names: list[str]) -> list[dict[s
         if kind == "run":
             prepare_run(text, folder)
         else:
-            build(parse(text).model, folder / parse(text).model)
+            model = case_and_options(text)[0].model
+            build(model, folder / model)
     jobs = [names] if ranks == 1 else [[name] for name in names]  # a second group needs another store
     results: list[dict[str, Any]] = [{} for _ in range(ranks)]
     for job in jobs:
@@ -62,6 +69,7 @@ def expected(table: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("pools")
 @pytest.mark.parametrize(
     ("impl", "ranks", "table"),
     [
@@ -82,8 +90,17 @@ def test_the_host_waits_only_where_the_table_says(impl: str, ranks: int, table: 
 @pytest.mark.process
 def test_planted_faults_are_seen(tmp_path: Path) -> None:
     """A wait in a loss, one in a layer, a mask and a sum from host memory, under tensor parallelism."""
-    for found in waited("", 2, tmp_path, ["faults:dense tp2"]):
-        assert found == {"faults:dense tp2": FAULTS}
+    name = "faults:dense tp2 sp packed"
+    for found in waited("", 2, tmp_path, [name]):
+        assert found == {name: FAULTS}
+
+
+@pytest.mark.process
+def test_planted_faults_are_seen_with_fsdp2(tmp_path: Path) -> None:
+    """Parts of gradients and gathered weights are known to be on the device, a mask and a sum not to be."""
+    name = "sharded_faults:dense dp2 --engine fsdp2"
+    for found in waited("", 2, tmp_path, [name]):
+        assert found == {name: SHARDED_FAULTS}
 
 
 @pytest.fixture

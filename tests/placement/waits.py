@@ -43,6 +43,14 @@ INTERLEAVED = {"read megaswift.distributed:broadcast_object": 1}
 PADDED_PACKING = {"read transformers.masking_utils:find_packed_sequence_indices": 2}
 """transformers asks each micro-batch's positions whether rows are packed."""
 DDP = REPORT | PADDED_PACKING | {"read megaswift.engine.torch.ddp:DdpStrategy.norm": 1}
+FSDP = REPORT | PADDED_PACKING | SHARED_BATCH | {"read megaswift.engine.torch.fsdp:FsdpStrategy.norm": 1}
+FSDP_OFFLOADED = FSDP | {
+    "copy megaswift.engine.squared_gradient_norm:sum_of_squares.<locals>.<listcomp>": 1,
+    "read megaswift.engine.torch.ddp:DdpStrategy.scaled_backward": 25,
+    "sync megaswift.engine.torch.ddp:DdpStrategy.scaled_backward": 25,
+}
+"""torch's, of each of 25 gradients: its way to host memory waits in all micro-batches but the first, and the host waits
+at the end of the backward pass. The norm is summed in host memory."""
 LOOP = {"gloo megaswift.distributed:_reduce": 4}
 """Of a step of the loop on several ranks: whether to stop, and what is logged."""
 SAMPLER = {
@@ -59,12 +67,12 @@ to the sampler, which is through host memory (25 tensors, 19 groups of them)."""
 OBJECTS = "gloo megaswift.distributed:all_gather_objects"
 
 
-def _checkpoint(written: int, read: int, exported: int, counters: int = 0, ranks: int = 1) -> dict[str, Waits]:
-    """Waits of a checkpoint, an export and a load: one a tensor. `counters`: step counts of torch's Adam, a read and a
-    copy each."""
+def _checkpoint(read: int, exported: int, counters: int = 0, ranks: int = 1) -> dict[str, Waits]:
+    """Waits of a checkpoint, which torch copies to host memory as a whole, of an export and a load: one a tensor.
+    `counters`: step counts of torch's Adam, a read and a copy each."""
     files, states = "megaswift.bridge.torch_dist_chunk_io:", "megaswift.engine.megatron.checkpoint.optimizer_states:"
     several = ranks > 1
-    save = {f"gloo {files}dcp_save_rank_tensor_chunks": 4, f"read {files}dcp_save_rank_tensor_chunks": written}
+    save = {f"gloo {files}dcp_save_rank_tensor_chunks": 4, f"sync {files}dcp_save_rank_tensor_chunks": 1}
     load = {f"copy {files}read_planned_chunks": read}
     export = {COLLECT: exported} if exported else {}
     if several:
@@ -77,22 +85,40 @@ def _checkpoint(written: int, read: int, exported: int, counters: int = 0, ranks
     return {"save": save, "export": export, "load": load}
 
 
+_WHOLE = "read megaswift.engine.torch.checkpoint:stream_weights.<locals>.<dictcomp>"
+_FSDP_SAVED = {
+    "save": {OBJECTS: 1, _WHOLE: 47, "read megaswift.bridge.hf_safetensors_writer:_write_tensor": 94},
+    "export": {OBJECTS: 1, _WHOLE: 47},
+    "load": {OBJECTS: 2, "copy megaswift.engine.torch.fsdp:FsdpStrategy.put": 141},
+}
+"""One a tensor: 47 weights and their two moments. The first rank writes."""
+_FSDP_READ = {"save": {OBJECTS: 1}, "export": {OBJECTS: 1}, "load": _FSDP_SAVED["load"]}
+FSDP_ROLLOUT = FSDP | SAMPLER | LOOP
+FSDP_ROLLOUT |= {
+    SCORES: 2,
+    _WHOLE: 25,
+    OBJECTS: 5,
+    "gloo megaswift.distributed:barrier": 1,
+    "read megaswift.engine.global_batch_loss_and_metrics:_reduce": 3,
+    "read transformers.masking_utils:find_packed_sequence_indices": 4,
+}
+
 WAITS: dict[tuple[str, int], dict[str, Any]] = {
     ("", 1): {
         "step:moe": MOE | TORCH_EXPERTS,
-        "save:moe": _checkpoint(237, 237, 63, counters=63),
+        "save:moe": _checkpoint(237, 63, counters=63),
         "run:dpo": STEP,
         "run:grpo": STEP | SAMPLER | {COLLECT: 19, SCORES: 2},
         "run:sft --engine ddp": DDP,
     },
     ("", 2): {
-        "step:dense tp2 sp packed": STEP,
         "step:dense pp2": [NORM | PIPELINE, STEP | PIPELINE],
         "step:moe dp2 ep2": MOE | TORCH_EXPERTS | SHARED_BATCH,
+        "save:dense dp2 --engine fsdp2": [_FSDP_SAVED, _FSDP_READ],
     },
     ("2.12.0", 1): {
         "step:moe te packed": MOE | DISPATCH,
-        "save:dense te": _checkpoint(117, 117, 35),
+        "save:dense te": _checkpoint(117, 35),
     },
     ("2.12.0", 2): {
         "step:dense te tp2 sp": STEP,
@@ -118,7 +144,12 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "step:dense cp2 packed": STEP,
         "step:dense dp2 do overlap": STEP | SHARED_BATCH,
         "step:moe tp2 sp ep2 etp1": MOE | TORCH_EXPERTS,
-        "save:dense tp2 sp": [_checkpoint(117, 117, 35, 35, 2), _checkpoint(66, 117, 18, 35, 2)],
+        "run:grpo --engine fsdp2": FSDP_ROLLOUT,
+        "run:dpo --engine fsdp2": FSDP | LOOP | {"read transformers.masking_utils:find_packed_sequence_indices": 4},
+        "run:sft --engine fsdp2 --fsdp shard_grad_op": FSDP | LOOP,
+        "run:sft --engine fsdp2 --fsdp offload": FSDP_OFFLOADED | LOOP,
+        "run:sft --engine fsdp2 --train_type lora": FSDP | LOOP,
+        "save:dense tp2 sp": [_checkpoint(117, 35, 35, 2), _checkpoint(117, 18, 35, 2)],
         "run:sft --pipeline_parallel_size 2": [NORM | PIPELINE | LOOP, STEP | PIPELINE | LOOP],
         "run:grpo --tensor_parallel_size 2": [
             STEP | SAMPLER | LOOP | {COLLECT: n, SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
@@ -144,13 +175,24 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "step:dense te pp2 packed": [NORM | PIPELINE, STEP | PIPELINE],
         "step:moe te tp2 sp ep2 etp1 packed": MOE | DISPATCH,
         "step:moe te cp2 packed comm=a2a": MOE | DISPATCH | A2A,
-        "save:dense te dp2 do": [_checkpoint(79, 79, 35, 0, 2), _checkpoint(38, 77, 0, 0, 2)],
+        "save:dense te dp2 do": [_checkpoint(79, 35, 0, 2), _checkpoint(77, 0, 0, 2)],
     },
 }
 FAULTS = {
+    "none": STEP,
     "bincount": {"read tests.placement.steps:faults.<locals>.Counting.__call__": MICROBATCHES},
     "synchronize": {"sync tests.placement.steps:faults.<locals>.synchronize": MICROBATCHES},
-    "mask": "aten.mul.Tensor of device (32, 3, 64), host (32, 1, 1) in tests.placement.steps:faults.<locals>.mask",
+    "mask": "aten.mul.Tensor of device (33, 1, 64), host (33, 1, 1) in tests.placement.steps:_mask",
     "sums": "all_reduce of tensors on the wrong device for its group",
 }
 """What is seen of the faults that the scenario `faults` plants."""
+SHARDED_FAULTS = {
+    "none": FSDP,
+    "gradient": "aten.mul_.Tensor of device (65, 64), host (65, 64) in tests.placement.steps:"
+    "sharded_faults.<locals>.gradient",
+    "gathered": "aten.mul.Tensor of device (130, 64), host (130, 64) in tests.placement.steps:"
+    "sharded_faults.<locals>.gathered",
+    "sums": {"gloo tests.placement.steps:_sum_over.<locals>.sums": MICROBATCHES},
+    "mask": "aten.mul.Tensor of device (3, 32, 64), host (3, 1, 1) in tests.placement.steps:_mask",
+}
+"""Of `sharded_faults`. The torch engine's one group takes tensors of host memory too, and waits."""

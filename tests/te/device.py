@@ -20,6 +20,7 @@ KERNEL_FILES = (
     "attention",
     "context",
     "cross_entropy",
+    "gather",
     "matmul",
     "misc",
     "norm",

@@ -6,7 +6,6 @@ Transformer Engine or of its stand-ins.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,19 +34,17 @@ def by_scale(x: Tensor, scale: Tensor | float, kind: str) -> Tensor:
 def of_tensor(x: Tensor, kind: str) -> Tensor:
     """Tensorwise: the largest magnitude of these values becomes the format's largest."""
     amax = float(x.abs().max()) if x.numel() else 0.0
-    return by_scale(x, LARGEST[kind] / torch.tensor(amax) if amax else 1.0, kind)
+    return by_scale(x, torch.tensor(LARGEST[kind]) / torch.tensor(amax) if amax else 1.0, kind)
 
 
 def of_blocks(x: Tensor, kind: str, height: int, width: int) -> Tensor:
     """Blocks [height, width] of a matrix, each with the largest power of 2 that does not overflow."""
-    out = torch.zeros_like(x)
-    for i in range(0, x.shape[0], height):
-        for j in range(0, x.shape[1], width):
-            block = x[i : i + height, j : j + width]
-            amax = float(block.abs().max())
-            scale = 2.0 ** math.floor(math.log2(LARGEST[kind] / amax)) if amax else 1.0
-            out[i : i + height, j : j + width] = by_scale(block, scale, kind)
-    return out
+    rows, columns = x.shape
+    whole = torch.nn.functional.pad(x, (0, -columns % width, 0, -rows % height))
+    tiles = whole.view(whole.shape[0] // height, height, whole.shape[1] // width, width)
+    amax = tiles.abs().amax((1, 3), keepdim=True).double()
+    scale = torch.where(amax > 0, torch.exp2(torch.floor(torch.log2(LARGEST[kind] / amax))), 1.0).float()
+    return by_scale(tiles, scale, kind).view(whole.shape)[:rows, :columns]
 
 
 @dataclass

@@ -43,7 +43,7 @@ def float8(dtype: Any) -> torch.dtype:
 def scale_of(amax: Tensor, dtype: torch.dtype, power_of_2: bool, epsilon: float) -> Tensor:
     """The factor that takes `amax` to the format's largest value; 1 where `amax` is 0 or not finite."""
     amax = amax.clamp_min(epsilon)
-    largest = torch.finfo(dtype).max
+    largest = torch.tensor(torch.finfo(dtype).max)  # torch multiplies a number by the inverse, which rounds twice
     scale = torch.where(amax.isfinite() & (amax > 0), largest / amax, 1.0)
     scale = scale.clamp_max(torch.finfo(torch.float32).max)
     if power_of_2:
@@ -113,10 +113,9 @@ def _tensor_scale(wide: Tensor, quantizer: Any) -> Tensor:
     return scale_of(amax, float8(quantizer.dtype), quantizer.force_pow_2_scales, quantizer.amax_epsilon)
 
 
-def _quantize_tensor(x: Tensor, quantizer: Any) -> dict[str, Any]:
-    wide = x.float()
-    scale = _tensor_scale(wide, quantizer).reshape(1)
-    data = cast(wide, scale, float8(quantizer.dtype))
+def _quantize_tensor(x: Tensor, quantizer: Any, scale: Tensor) -> dict[str, Any]:
+    scale = scale.reshape(1)
+    data = cast(x.float(), scale, float8(quantizer.dtype))
     return {
         "data": data if quantizer.rowwise_usage else None,
         "data_transpose": fp8_transpose(data, quantizer.dtype) if quantizer.columnwise_usage else None,
@@ -140,6 +139,21 @@ def _new(quantizer: Any, x: Tensor, kind: str, fields: dict[str, Any]) -> Any:
     return getattr(owner, name)(shape=x.shape, dtype=x.dtype, **fields)
 
 
+def _quantize(x: Tensor, quantizer: Any, scale: Tensor | None) -> dict[str, Any]:
+    """The fields of a quantized tensor; `scale`: of one that has one."""
+    kind = KINDS[type(quantizer).__name__]
+    if kind == "mxfp8":
+        return mxfp8_blocks.quantize_both(x, quantizer, float8(quantizer.dtype))
+    return _quantize_blocks(x, quantizer) if scale is None else _quantize_tensor(x, quantizer, scale)
+
+
+@kernel
+def create_empty_quantized_tensor(quantizer: Any, shape: list[int], dtype: Any, device: Any, pin_memory: bool) -> Any:
+    """A tensor as the quantizer makes it, whose values are not set."""
+    x, kind = torch.zeros(shape, dtype=dtype), KINDS[type(quantizer).__name__]
+    return _new(quantizer, x, kind, _quantize(x, quantizer, torch.ones(1) if kind == "tensor" else None))
+
+
 @kernel
 def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Tensor | None = None) -> Any:
     """`x` as the quantizer makes it, in `out` where that is given; nothing happens where `noop` is set."""
@@ -147,10 +161,7 @@ def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Tensor | None = N
         return out
     x = x.detach().contiguous()
     kind = KINDS[type(quantizer).__name__]
-    if kind == "mxfp8":
-        fields = mxfp8_blocks.quantize_both(x, quantizer, float8(quantizer.dtype))
-    else:
-        fields = (_quantize_blocks if kind == "blocks" else _quantize_tensor)(x, quantizer)
+    fields = _quantize(x, quantizer, _tensor_scale(x.float(), quantizer) if kind == "tensor" else None)
     if out is None:
         return _new(quantizer, x, kind, fields)
     names = {"data_transpose": "_transpose", "fp8_scale_inv": "_scale_inv"}
@@ -211,7 +222,7 @@ def fused_amax_and_scale_update_after_reduction(  # noqa: PLR0913 - the compiled
 ) -> None:
     """The end of a step of delayed scaling: the newest magnitudes enter the histories [length, n], and scales follow
     from the largest of a history, or from the newest."""
-    largest, start = torch.finfo(float8(dtype)).max, 0
+    largest, start = torch.tensor(torch.finfo(float8(dtype)).max), 0
     for history, scale in zip(histories, scales, strict=True):
         newest = reduced[start : start + scale.numel()]
         start += scale.numel()

@@ -84,7 +84,7 @@ def test_resume(kind: str, dtype: str, layout: str, te_pool: Pool, tmp_path: Pat
 
 
 FP8_CASES = [
-    (kind, recipe, layout)
+    (kind, recipe, layout.replace("moe tp2", "moe-nf4 tp2"))  # half an expert is a multiple of 16 wide there
     for kind, recipe, layout in product(OPTIMIZERS, ("delayed", "tensorwise", "blockwise"), LAYOUTS)
     if possible(kind, "bfloat16", layout) and not (recipe == "blockwise" and " sp" in layout)
 ]

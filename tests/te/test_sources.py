@@ -21,6 +21,7 @@ for name in KERNEL_FILES:
     importlib.import_module(f"tests.te.kernels_{name}")
 
 ONE_RELEASE = {
+    "create_empty_quantized_tensor",
     "thd_cp_rank_order_to_sequence_order",
     "thd_sequence_order_to_cp_rank_order",
     "thd_get_partitioned_indices",

@@ -61,9 +61,7 @@ class FsdpStrategy(DdpStrategy):
         self.mesh, kind = self._mesh(), self.context.device.type
         half = self.options.param_dtype
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
-        offload: OffloadPolicy = (
-            CPUOffloadPolicy(pin_memory=kind == "cuda") if self.options.offload else OffloadPolicy()
-        )
+        offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=kind != "cpu") if self.options.offload else OffloadPolicy()
         units = units_without_tied_weights(
             [m for m in module.modules() if type(m).__name__ in self.options.layers], module
         )
