@@ -98,7 +98,6 @@ _EXPORT = {
     "thread_count": NeutralOption(ANY, "--max_shard_size sets the size of files"),
     "save_missing_weights": NeutralOption(ON, "every tensor of the source is written", "leave it out"),
     "test_convert_dtype": NeutralOption(ANY, "--test_convert_precision true compares stored values bit by bit"),
-    "push_to_hub": NeutralOption(OFF, "results stay in --output_dir", "leave it out"),
     "to_cached_dataset": NeutralOption(
         OFF,
         "export writes models; a training run caches its tokenized rows below --dataset_cache_dir",
@@ -122,7 +121,7 @@ _TEMPLATE = "--chat_template FILE.jinja; unset: the tokenizer's template"
 _TEMPLATE_FILE = "leave it out: the chat template of the model folder formats the reasoning"
 _CONTEXT = "leave it out: prompts are not cut; longer ones than --max_length and the context are errors"
 _TLS = "leave it out: use a reverse proxy for TLS"
-_HUB = "upload the folder afterwards: hf upload REPOSITORY DIR"
+_HUB = "--push_to_hub true with --hub_model_id, --hub_token and --hub_private_repo"
 _TOKEN = "set the environment variable HF_TOKEN"
 _OTHER_SERVER = "start that server itself: python -m sglang.launch_server, or lmdeploy serve api_server"
 
@@ -146,8 +145,6 @@ _HINTS: dict[str, str] = {
     "num_labels": _TASKS,
     "problem_type": _TASKS,
     "reranker_use_activation": _TASKS,
-    "hub_token": _TOKEN,
-    "hf_token": _TOKEN,
     "use_ms": "--use_hf false",
     "max_pixels": "set max_pixels in the model's preprocessor_config.json",
     "rope_scaling": "set rope_scaling in the model's config.json",
@@ -162,6 +159,8 @@ _HINTS: dict[str, str] = {
 }
 _GENERATION = {
     **_HINTS,
+    "hub_token": _TOKEN,
+    "hf_token": _TOKEN,
     "template": _TEMPLATE,
     "template_type": _TEMPLATE,
     "agent_template": _TEMPLATE,
@@ -194,10 +193,7 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
         **_HINTS,
         "merge_adapters": "--merge_lora true",
         "ckpt_dir": "--adapters DIR",
-        "push_to_hub": _HUB,
-        "hub_model_id": _HUB,
-        "hub_private_repo": _HUB,
-        "commit_message": _HUB,
+        "hub_strategy": "leave it out: the folder is uploaded once, when it is complete",
         "fp8_recipe": "leave it out: FP8 folders are not written",
         "fp8_format": "leave it out: FP8 folders are not written",
         "fp8_param_gather": "leave it out: FP8 folders are not written",

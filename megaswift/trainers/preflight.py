@@ -118,7 +118,7 @@ def data_output_and_tracker_checks(cfg: SwiftConfig) -> list[Check]:
         (lambda: data_problems(cfg), ConfigError),
         (lambda: output_folder.output_folder_problems(cfg), ConfigError),
         (lambda: tracker_problems(cfg.train.report_to), ConfigError),
-        (lambda: hub_client_problems(cfg), ConfigError),
+        (lambda: hub_client_problems(cfg.train.push_to_hub, cfg.model.use_hf), ConfigError),
     ]
 
 
