@@ -90,7 +90,9 @@ def foreign_commands(text: str, name: str) -> Iterator[ForeignCommand]:
             continue
         notes = found.notes
         if command.conditional:
-            notes += ("the command stands in a condition or a loop of the script: this file is one pass of it",)
+            notes += (
+                "the command stands in a condition, a loop or a function of the script: this file is one pass of it",
+            )
         yield replace(
             found,
             place=f"{name}:{command.line}",
