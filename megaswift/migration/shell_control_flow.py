@@ -328,6 +328,5 @@ def read_names(words: Sequence[UnexpandedWord]) -> Iterator[str]:
 
 def _counted(words: Sequence[UnexpandedWord]) -> Iterator[str]:
     """The variables that arithmetic sets."""
-    for word in words:
-        for found in _COUNTS.finditer("".join(p.text for p in word.parts)):
-            yield found[1] or found[2]
+    for found in _COUNTS.finditer(" ".join(p.text for word in words for p in word.parts)):
+        yield found[1] or found[2]
