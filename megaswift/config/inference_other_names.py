@@ -17,6 +17,8 @@ _ONE_READER = NeutralOption(ANY, "rows are read once, before the model is loaded
 _ORDER = NeutralOption(OFF, "results have the order of the file", "leave it out")
 _LAUNCHER = NeutralOption(ANY, "processes exchange results over gloo")
 _NO_CALIBRATION = NeutralOption(ANY, "bitsandbytes needs no calibration rows")
+_TASKS = "only models that generate text are served; classifiers and embedding models run in transformers' pipeline"
+_TASK = NeutralOption(("causal_lm",), "models that generate text are served", _TASKS)
 _NO_DATA = NeutralOption(ANY, "export reads no data")
 _TRAINING = NeutralOption(ANY, "it applies to training only")
 _IN_MEMORY = NeutralOption(ANY, "adapters are merged in memory")
@@ -44,6 +46,7 @@ _ALL: dict[str, NeutralOption] = {
     **dict.fromkeys(("data_seed", "packing", "packing_num_proc", "packing_length", "streaming"), _TRAINING),
     **dict.fromkeys(("shuffle_buffer_size", "stopping_strategy", "loss_scale", "is_binary_loss_scale"), _TRAINING),
     **dict.fromkeys(("sequence_parallel_size", "init_strategy"), _TRAINING),
+    "task_type": _TASK,
     "bnb_4bit_compute_dtype": NeutralOption(ANY, "products are computed in --torch_dtype"),
 }
 _INFER = {
@@ -116,7 +119,6 @@ _EXPORT = {
 NEUTRAL_OF: Mapping[str, Mapping[str, NeutralOption]] = {"infer": _INFER, "deploy": _DEPLOY, "export": _EXPORT}
 """Command -> its neutral options."""
 
-_TASKS = "leave it out: only models that generate text are served"
 _TEMPLATE = "--chat_template FILE.jinja; unset: the tokenizer's template"
 _TEMPLATE_FILE = "leave it out: the chat template of the model folder formats the reasoning"
 _CONTEXT = "leave it out: prompts are not cut; longer ones than --max_length and the context are errors"
@@ -141,7 +143,6 @@ _HINTS: dict[str, str] = {
     "add_non_thinking_prefix": _TEMPLATE_FILE,
     "disable_ignore_empty_think": _TEMPLATE_FILE,
     "structured_outputs_regex": "send it with each request to a vLLM server",
-    "task_type": _TASKS,
     "num_labels": _TASKS,
     "problem_type": _TASKS,
     "reranker_use_activation": _TASKS,
