@@ -135,7 +135,6 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("mrl_dims", UNSET, "embedding tasks are not supported", LEAVE),
     ("enable_dft_loss", OFF, "the loss of a token is its cross-entropy", LEAVE),
     ("enable_channel_loss", OFF, "the loss is not logged by channel", LEAVE),
-    ("label_smoothing_factor", ("0",), "the loss of a token is its cross-entropy, without label smoothing", LEAVE),
     ("zero_hpz_partition_size", UNSET, "DeepSpeed's secondary shards (ZeRO++) are not used", LEAVE),
     ("freeze_parameters_ratio", ("0", *UNSET), "frozen weights are named", "--freeze_parameters PATTERN"),
     ("optimizer_offload_fraction", ("1",), "--optimizer_cpu_offload true offloads all of Adam's moments", LEAVE),
