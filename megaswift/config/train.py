@@ -55,6 +55,9 @@ class TrainConfig:
         "Bitwise reproducible runs; slower on GPUs",
         aliases=("deterministic_mode", "full_determinism"),
     )
+    tf32: bool | None = option(
+        None, "Round float32 products to TF32 on GPUs; unset: PyTorch's default", metavar="true|false"
+    )
     logging_steps: int | float = option(
         1,
         "Steps between entries in metrics.jsonl; below 1: that fraction of all steps",

@@ -55,7 +55,6 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("max_shard_size", ("5gb",), "exported files have at most 5 GB", LEAVE),
     ("use_cache", OFF, "training keeps no keys and values of earlier tokens", LEAVE),
     ("liger_kernel_config", UNSET, "--use_liger true uses all of liger-kernel's layers for the model", LEAVE),
-    ("tf32", (*UNSET, *OFF), "float32 products are not rounded to TF32", "--torch_dtype bfloat16 for speed"),
     ("hqq_axis", UNSET, "--quantization_bit quantizes with bitsandbytes, not HQQ", "--quantization_bit 4"),
     ("bnb_4bit_quant_storage", (*UNSET, "uint8"), "weights in 4 bits are stored as uint8", LEAVE),
     ("task_type", ("causal_lm", *UNSET), "a run trains a language model", OTHER_TASKS),

@@ -28,6 +28,7 @@ from megaswift.data.read_template_and_system import read_system_message, read_te
 from megaswift.data.resolve_dataset_files import resolve_dataset_files
 from megaswift.data.vision_processor import image_support_problems
 from megaswift.engine.determinism import determinism_environment_problems
+from megaswift.engine.tf32 import tf32_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, qlora_weights_and_block_fit
 from megaswift.families.adapter_target_modules import (
@@ -166,6 +167,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     problems = missing_model_file_problems(folder, cfg.model.random_init) if local else []
     problems += model_type_option_mismatch_problems(cfg.model.model_type, read_config_json(folder))
     spec = model_spec_for_task(cfg, folder)
+    problems += tf32_problems(cfg, spec.dtype)
     problems += megatron_architecture_problems(cfg.model.megatron_architecture, spec)
     problems += extra_kwargs_problems(cfg.model.megatron_extra_kwargs, spec.transformer)
     problems += adapter_sync_problems(cfg, spec, folder) if cfg.task in RL else []
