@@ -29,7 +29,7 @@ from megaswift.config.launcher_environment import (
     without_local_rank,
 )
 from megaswift.config.sections import NAMES
-from megaswift.config.unread_variables import unread_variables_notice
+from megaswift.config.unread_variables import unread_variables_notices
 from megaswift.config.user_spelling import errors_as_typed
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
@@ -92,8 +92,11 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
     first = not worker or "MEGASWIFT_CHECKED" not in os.environ
     if first:
         alone = not worker and not torchrun_launcher.requests_worker_processes(cfg.launch)
-        unread = unread_variables_notice(os.environ)
-        for notice in (*cfg.notices, *[unread] * bool(unread), *accelerate_notices(os.environ, cfg, alone)):
+        for notice in (
+            *cfg.notices,
+            *unread_variables_notices(os.environ),
+            *accelerate_notices(os.environ, cfg, alone),
+        ):
             log.info(notice)
 
     from megaswift.trainers.engine_choice import resolve_engine

@@ -1,5 +1,5 @@
-"""`megaswift export`: writes a model folder with adapters merged in or with quantized linear layers, or converts it
-from or to a Megatron checkpoint."""
+"""`megaswift export`: writes a model folder with adapters merged in or with quantized linear layers, converts it from
+or to a Megatron checkpoint, and uploads what it wrote, or a folder that exists, to a hub."""
 
 from __future__ import annotations
 
@@ -12,24 +12,32 @@ from typing import TypeVar
 from megaswift import log
 from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
-from megaswift.config.inference import ExportConfig, ModelLoadingOptions
+from megaswift.config.inference import ExportConfig, ModelLoadingOptions, ModelPathOptions
 from megaswift.config.inference_rules import LAYOUT, export_option_problems
-from megaswift.config.inference_run_files import complete_export_options
+from megaswift.config.inference_run_files import (
+    ADAPTER_CONFIG,
+    complete_export_options,
+    short_folder_name,
+)
 from megaswift.convert import hf_to_megatron_command, megatron_to_hf_command, verify_command
-from megaswift.errors import Problem, WeightsError
+from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.families.adapter_folder import base_model_name_or_empty
 from megaswift.families.model_and_tokenizer_source import locate_model, with_fetched_adapters
 from megaswift.families.model_type_option_check import model_type_option_mismatch_problems
+from megaswift.families.saved_step_integrity import refuse_damaged_part
+from megaswift.trainers.hub_clients import HubRepository, hub_client, hub_client_problems
 
 Exported = TypeVar("Exported")
 
 USAGE = """\
-megaswift export: merge adapters into a model, quantize it, or convert it from or to a Megatron checkpoint
+megaswift export: merge adapters into a model, quantize it, convert it from or to a Megatron checkpoint, upload it
 
   megaswift export --adapters OUT/adapter --merge_lora true --output_dir MERGED
   megaswift export --model DIR --quantization_bit 4 --output_dir SMALL
   megaswift export --model DIR --adapters OUT/adapter --merge_lora true --quantization_bit 4 --output_dir SMALL
   megaswift export --model DIR --to_mcore true --output_dir MCORE
-  megaswift export --mcore_model MCORE --to_hf true --output_dir DIR"""
+  megaswift export --mcore_model MCORE --to_hf true --output_dir DIR
+  megaswift export --adapters OUT/adapter --push_to_hub true --hub_model_id ORGANIZATION/NAME"""
 
 
 def _complete(parsed: ParsedCommand) -> ParsedCommand:
@@ -45,8 +53,52 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(cfg: ExportConfig) -> int:
-    target, export = Path(str(cfg.export.output_dir)), cfg.export
     log.quiet_libraries()
+    if not cfg.upload.push_to_hub:
+        return _write(cfg, Path(str(cfg.export.output_dir)))
+    export = cfg.export
+    writes = export.merge_lora or export.to_hf or export.quantization_bit is not None
+    folder = Path(str(export.output_dir)) if writes else _folder_to_upload(cfg.source)
+    repository = _open_repository(cfg, folder)
+    code = _write(cfg, folder) if writes else 0
+    if code == 0:
+        message = cfg.upload.commit_message or f"upload {short_folder_name(str(folder))}"
+        log.print_result(repository.send_or_explain(folder, message))
+    return code
+
+
+def _folder_to_upload(source: ModelPathOptions) -> Path:
+    """The adapters, else the model folder."""
+    if not source.adapters:
+        folder = locate_model(source)
+        if not any(next(folder.glob(pattern), None) for pattern in ("*.safetensors", "*.bin")):  # a step of training
+            fix = f"--to_hf true --mcore_model {source.model} --push_to_hub true"
+            raise WeightsError(Problem(f"--model {source.model}", f"{folder} has no *.safetensors", fix))
+        refuse_damaged_part(folder)
+        return folder
+    folder = Path(source.adapter_folders[0])
+    refuse_damaged_part(folder)
+    if Path(base := base_model_name_or_empty(folder)).is_absolute():
+        log.warn(
+            f"{folder / ADAPTER_CONFIG} names a folder of this machine as the base model ({base}): write the hub ID of "
+            "the base model there, or the adapters load on this machine only"
+        )
+    return folder
+
+
+def _open_repository(cfg: ExportConfig, folder: Path) -> HubRepository:
+    """Created before anything is written, so that a wrong token or name shows then."""
+    upload, use_hf = cfg.upload, cfg.source.use_hf
+    if problems := hub_client_problems(upload.push_to_hub, use_hf):
+        raise ConfigError(problems)
+    name = upload.hub_model_id or short_folder_name(str(folder))
+    repository = HubRepository(hub_client(use_hf, upload.hub_token), upload.hub_token, name)
+    repository.create(upload.hub_private_repo)
+    return repository
+
+
+def _write(cfg: ExportConfig, target: Path) -> int:
+    export = cfg.export
     if export.to_mcore:
         return _with_merged(cfg, target, _to_megatron) if export.merge_lora else _to_megatron(cfg, target)
     if export.to_hf and not export.merge_lora:

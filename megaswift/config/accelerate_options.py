@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD
+from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD, NOTHING_WRAPPED
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.sections import Sections
@@ -72,7 +72,7 @@ def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> 
         if g not in taken:
             yield f"{g.label} has no effect: --{g.name} {option_value_text(c.value(g.name))} of the run overrides it"
     yield from settings_without_effect(environ)
-    if _on(environ, FSDP) and environ.get("FSDP_VERSION", "1") == "1":
+    if _on(environ, FSDP) and environ.get("FSDP_VERSION", "1") == "1" and _sharding(environ) != NO_SHARD:
         yield "fsdp_version 1 has no effect: FSDP2 is always used"
     if alone and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= environ.keys():
         yield (
@@ -88,6 +88,9 @@ def settings_without_effect(environ: Mapping[str, str]) -> Iterator[str]:
         idle = variable.startswith("FSDP_") and not _on(environ, FSDP)
         if value and value not in silent and not idle:
             yield f"accelerate's {name} {value} has no effect: {instead} determines it"
+    classes = environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "None")
+    if classes != "None" and _on(environ, FSDP) and _sharding(environ) == NO_SHARD:
+        yield f"accelerate's fsdp_transformer_layer_cls_to_wrap {classes} has no effect: {NOTHING_WRAPPED}"
 
 
 def python_api_accelerate_engine_problems(environ: Mapping[str, str]) -> list[Problem]:

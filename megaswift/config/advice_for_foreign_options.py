@@ -12,6 +12,8 @@ from typing import Any
 
 from megaswift.config.neutral_options import NEUTRAL
 from megaswift.config.parse_option_values import FALSE, option_value_text
+from megaswift.config.unsupported_training_options import OTHER_TASKS
+from megaswift.errors import did_you_mean_hint
 
 _GONE = "leave it out: "
 _NOT_SERVED = "leave it out: megaswift does not support "
@@ -24,8 +26,10 @@ _PACKS = "--packing true: packs short samples; attention stays within a sample"
 _CACHE = _GONE + "tokenized rows are cached below --dataset_cache_dir, keyed by content"
 _ATTENTION = "--attn_impl flash"
 _STREAMS = "--streaming true"
-_TEACHER = _NOT_SERVED + "distillation from a teacher (GKD)"
-_TASKS = _NOT_SERVED + "embedding, reranker and classification tasks; for a reward model: megaswift rm"
+_TEACHER = (
+    "distillation from a teacher (GKD) is not supported, and without this option the run trains on the rows alone; "
+    "megaswift sft on answers that the teacher wrote (megaswift infer) is sequence-level distillation"
+)
 _MODELSCOPE = "--model ORGANIZATION/NAME with --use_hf false"
 _HUB = "--push_to_hub true with --hub_model_id, --hub_token, --hub_private_repo and --hub_strategy"
 _TRACKER = "set environment variables of the tracker: WANDB_PROJECT, SWANLAB_PROJECT, MLFLOW_EXPERIMENT_NAME"
@@ -53,6 +57,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "use_flash_attention": _ATTENTION,
     "load_in_4bit": "--quantization_bit 4",
     "load_in_8bit": "--quantization_bit 8",
+    "kt_config": _NOT_SERVED + "KTransformers",
     "local_repo_path": "--trust_remote_code true with --model DIR",
     "init_strategy": "--random_init true, or a checkpoint with all weights",
     "device_map": "--engine fsdp2 or --tensor_parallel_size N; device_map is an option of megaswift infer",
@@ -61,9 +66,8 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "mcore_adapter": "--adapters DIR, a PEFT folder",
     "mcore_ref_model": "megaswift convert megatron-to-hf SRC DST, then --ref_model DST",
     "pretrained_checkpoint": "--model DIR, a Hugging Face model folder",
-    "task_type": _TASKS,
-    "num_labels": _TASKS,
-    "problem_type": _TASKS,
+    "num_labels": OTHER_TASKS,
+    "problem_type": OTHER_TASKS,
     # what trains
     "sft_type": "--train_type",
     "finetuning_type": "--train_type",
@@ -103,7 +107,9 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "train_data_path": "--dataset FILE",
     "valid_data_path": "--val_dataset FILE",
     "dataset_name": "--dataset",
-    "dataset_dir": "--dataset DIR",
+    "dataset_dir": _GONE
+    + "--dataset names data files, not entries of LLaMA-Factory's dataset_info.json: give --dataset "
+    "DIR/FILE_NAME; megaswift migrate FILE reads a LLaMA-Factory file with its dataset_info.json",
     "eval_dataset": "--val_dataset",
     "train_dataset": "--dataset FILE",
     "train_data": "--dataset FILE",
@@ -266,6 +272,15 @@ def foreign_option_advice(name: str, value: Any, known: Collection[str]) -> str:
         isinstance(value, str | int | float) and value is not True and re.fullmatch(r"--\w+", advice)
     )  # the same option by another name
     return f"{advice} {option_value_text(value)}" if plain else advice
+
+
+def unknown_section_advice(name: str, known: Collection[str]) -> str:
+    """What to do with a mapping of a file that is neither a section nor an option. `known`: sections and options."""
+    return (
+        foreign_option_advice(name, None, known)
+        or did_you_mean_hint(name, known)
+        or "leave the mapping out; options stand at the top level or in these sections, and TASK --help lists them"
+    )
 
 
 def foreign_value_advice(option: str, value: str) -> str:

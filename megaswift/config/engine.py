@@ -21,6 +21,7 @@ FSDP_STRATEGY_OF_SPELLING = {word: word for word in (*FSDP_STRATEGIES, NO_SHARD)
     "_hybrid_shard_zero2": "hybrid_shard_zero2",
 }
 """Sharding strategies by torch's names in lower case and by accelerate's numbers."""
+NOTHING_WRAPPED = f"{NO_SHARD} is engine ddp, which wraps the whole model"
 FSDP_WORDS = (*FSDP_STRATEGIES, "offload", "auto_wrap")
 """transformers' words. auto_wrap changes nothing: decoder layers are always the units."""
 

@@ -13,7 +13,7 @@ from megaswift.config.deepspeed_json import (
     matching_deepspeed_preset,
     read_deepspeed_json,
 )
-from megaswift.config.engine import FSDP_STRATEGIES, ZERO
+from megaswift.config.engine import FSDP_STRATEGIES, NOTHING_WRAPPED, ZERO
 from megaswift.config.non_lora_peft_methods import METHODS
 from megaswift.config.optim import EVERYWHERE
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
@@ -189,6 +189,13 @@ def _as_save_safetensors(c: Sections) -> bool:
     return typed is not None and "save_safetensors" in typed.spelling.replace("-", "_")
 
 
+def _is_no_shard(c: Sections) -> bool:
+    """Whether a sharding strategy of FSDP, and not an engine's name, selected ddp."""
+    typed = c.typed.get("engine")
+    name = typed.spelling.split(" ")[-1] if typed is not None else ""
+    return c.engine.engine == "ddp" and ("fsdp" in name or "shard" in name)
+
+
 _FSDP_MISSING: tuple[tuple[Test, str], ...] = (
     (lambda c: _NO_FSDP(c) and c.engine.deepspeed is None, "--engine fsdp2"),
     (
@@ -197,6 +204,14 @@ _FSDP_MISSING: tuple[tuple[Test, str], ...] = (
     ),
 )
 ENGINE_IGNORED: tuple[IgnoredOption, ...] = (
+    IgnoredOption(
+        "fsdp_transformer_layer_cls_to_wrap",
+        ("engine", "use_fsdp", "fsdp", "fsdp_config"),
+        _is_no_shard,
+        NOTHING_WRAPPED,
+        "--fsdp full_shard",
+        notice=True,
+    ),
     IgnoredOption(
         "deepspeed",
         ("engine", "use_fsdp", *FSDP_ONLY),

@@ -110,6 +110,8 @@ def ddp_options_of_no_shard(named: str) -> dict[str, Any] | None:
     options: dict[str, Any] = {"engine": "ddp"}
     if "offload" in words:
         options["fsdp"] = ["offload"]
+    if classes := settings.options.get("fsdp_transformer_layer_cls_to_wrap"):
+        options["fsdp_transformer_layer_cls_to_wrap"] = list(classes)  # a notice names them
     if settings.options.get(RECOMPUTE_OPTION):
         options[RECOMPUTE_OPTION] = settings.options[RECOMPUTE_OPTION]
     return options

@@ -77,7 +77,8 @@ def _of_file(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
         yield replace(given, value=json.dumps(given.value) if isinstance(given.value, dict) else given.value)
     else:
         for name, value in options.items():
-            label = f"{given.label}: offload_params" if name == "fsdp" else given.label
+            key = {"fsdp": ": offload_params", "fsdp_transformer_layer_cls_to_wrap": f": {name}"}.get(name, "")
+            label = f"{given.label}{key}"
             yield replace(given, name=name, value=value, label=label)
 
 

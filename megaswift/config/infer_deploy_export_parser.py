@@ -30,7 +30,7 @@ from megaswift.config.option_sources import (
     secret_values_of,
 )
 from megaswift.config.parse_option_values import FALSE
-from megaswift.config.unread_variables import unread_variables_notice
+from megaswift.config.unread_variables import unread_variables_notices
 from megaswift.config.user_spelling import TypedOption, errors_as_typed, problems_as_typed
 from megaswift.errors import ConfigError, Problem
 from megaswift.redaction import redact_problems
@@ -96,8 +96,7 @@ class CommandParser(Generic[Config]):
             return 0 if argv else 2
         parsed = self.parse(argv)
         if CHECKED not in os.environ:  # the process that started this one has printed them
-            unread = unread_variables_notice(os.environ)
-            for notice in (*parsed.notices, *[unread] * bool(unread)):
+            for notice in (*parsed.notices, *unread_variables_notices(os.environ)):
                 log.info(notice)
         with errors_as_typed(parsed.typed, self.table.names):
             return work(self.config(**parsed.sections))

@@ -40,7 +40,7 @@ class ModelPathOptions:
         metavar="DIR",
     )
     model_type: str | None = option(None, "Expected model_type of config.json; another one is an error", metavar="NAME")
-    use_hf: bool = option(True, "Load hub IDs from Hugging Face; false: from ModelScope")
+    use_hf: bool = option(True, "Hub of IDs, and of uploads: Hugging Face; false: ModelScope")
     model_revision: str | None = option(None, "Branch, tag or commit of the hub ID", metavar="REV")
     trust_remote_code: bool = option(False, "Allow Python code from the model folder to run")
     adapters: tuple[str, ...] = option(
@@ -333,6 +333,25 @@ class ExportOptions(BitsandbytesOptions):
 
 
 @dataclass(frozen=True)
+class ExportUploadOptions:
+    """Upload to a hub"""
+
+    push_to_hub: bool = option(
+        False, "Upload the folder written, or without one --adapters or --model, to a model repository (use_hf)"
+    )
+    hub_model_id: str | None = option(
+        None, "Repository, NAME or ORGANIZATION/NAME; unset: the folder's name", metavar="ID"
+    )
+    hub_token: str | None = option(
+        None, "Token of the hub; unset: the one stored by the hub's client", aliases=("hf_token",), secret=True
+    )
+    hub_private_repo: bool = option(False, "Make a new repository private")
+    commit_message: str | None = option(
+        None, "Message of the commit; unset: upload NAME", aliases=("hub_commit_message",), metavar="TEXT"
+    )
+
+
+@dataclass(frozen=True)
 class CommonInferenceConfig:
     """What every command has whose model answers."""
 
@@ -365,3 +384,4 @@ class ExportConfig:
 
     source: ModelPathOptions
     export: ExportOptions
+    upload: ExportUploadOptions

@@ -17,6 +17,8 @@ _ONE_READER = NeutralOption(ANY, "rows are read once, before the model is loaded
 _ORDER = NeutralOption(OFF, "results have the order of the file", "leave it out")
 _LAUNCHER = NeutralOption(ANY, "processes exchange results over gloo")
 _NO_CALIBRATION = NeutralOption(ANY, "bitsandbytes needs no calibration rows")
+_TASKS = "only models that generate text are served; classifiers and embedding models run in transformers' pipeline"
+_TASK = NeutralOption(("causal_lm",), "models that generate text are served", _TASKS)
 _NO_DATA = NeutralOption(ANY, "export reads no data")
 _TRAINING = NeutralOption(ANY, "it applies to training only")
 _IN_MEMORY = NeutralOption(ANY, "adapters are merged in memory")
@@ -44,6 +46,7 @@ _ALL: dict[str, NeutralOption] = {
     **dict.fromkeys(("data_seed", "packing", "packing_num_proc", "packing_length", "streaming"), _TRAINING),
     **dict.fromkeys(("shuffle_buffer_size", "stopping_strategy", "loss_scale", "is_binary_loss_scale"), _TRAINING),
     **dict.fromkeys(("sequence_parallel_size", "init_strategy"), _TRAINING),
+    "task_type": _TASK,
     "bnb_4bit_compute_dtype": NeutralOption(ANY, "products are computed in --torch_dtype"),
 }
 _INFER = {
@@ -98,7 +101,6 @@ _EXPORT = {
     "thread_count": NeutralOption(ANY, "--max_shard_size sets the size of files"),
     "save_missing_weights": NeutralOption(ON, "every tensor of the source is written", "leave it out"),
     "test_convert_dtype": NeutralOption(ANY, "--test_convert_precision true compares stored values bit by bit"),
-    "push_to_hub": NeutralOption(OFF, "results stay in --output_dir", "leave it out"),
     "to_cached_dataset": NeutralOption(
         OFF,
         "export writes models; a training run caches its tokenized rows below --dataset_cache_dir",
@@ -117,12 +119,11 @@ _EXPORT = {
 NEUTRAL_OF: Mapping[str, Mapping[str, NeutralOption]] = {"infer": _INFER, "deploy": _DEPLOY, "export": _EXPORT}
 """Command -> its neutral options."""
 
-_TASKS = "leave it out: only models that generate text are served"
 _TEMPLATE = "--chat_template FILE.jinja; unset: the tokenizer's template"
 _TEMPLATE_FILE = "leave it out: the chat template of the model folder formats the reasoning"
 _CONTEXT = "leave it out: prompts are not cut; longer ones than --max_length and the context are errors"
 _TLS = "leave it out: use a reverse proxy for TLS"
-_HUB = "upload the folder afterwards: hf upload REPOSITORY DIR"
+_HUB = "--push_to_hub true with --hub_model_id, --hub_token and --hub_private_repo"
 _TOKEN = "set the environment variable HF_TOKEN"
 _OTHER_SERVER = "start that server itself: python -m sglang.launch_server, or lmdeploy serve api_server"
 
@@ -142,12 +143,9 @@ _HINTS: dict[str, str] = {
     "add_non_thinking_prefix": _TEMPLATE_FILE,
     "disable_ignore_empty_think": _TEMPLATE_FILE,
     "structured_outputs_regex": "send it with each request to a vLLM server",
-    "task_type": _TASKS,
     "num_labels": _TASKS,
     "problem_type": _TASKS,
     "reranker_use_activation": _TASKS,
-    "hub_token": _TOKEN,
-    "hf_token": _TOKEN,
     "use_ms": "--use_hf false",
     "max_pixels": "set max_pixels in the model's preprocessor_config.json",
     "rope_scaling": "set rope_scaling in the model's config.json",
@@ -162,6 +160,8 @@ _HINTS: dict[str, str] = {
 }
 _GENERATION = {
     **_HINTS,
+    "hub_token": _TOKEN,
+    "hf_token": _TOKEN,
     "template": _TEMPLATE,
     "template_type": _TEMPLATE,
     "agent_template": _TEMPLATE,
@@ -194,10 +194,7 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
         **_HINTS,
         "merge_adapters": "--merge_lora true",
         "ckpt_dir": "--adapters DIR",
-        "push_to_hub": _HUB,
-        "hub_model_id": _HUB,
-        "hub_private_repo": _HUB,
-        "commit_message": _HUB,
+        "hub_strategy": "leave it out: the folder is uploaded once, when it is complete",
         "fp8_recipe": "leave it out: FP8 folders are not written",
         "fp8_format": "leave it out: FP8 folders are not written",
         "fp8_param_gather": "leave it out: FP8 folders are not written",

@@ -16,6 +16,7 @@ from megaswift.config.inference import (
     BackendOptions,
     BitsandbytesOptions,
     ExportOptions,
+    ExportUploadOptions,
     GenerationOptions,
     ModelLoadingOptions,
     ModelPathOptions,
@@ -294,27 +295,33 @@ def export_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     converts = export.to_hf or export.to_mcore
     yield from _model(source, export.mcore_model)
     yield from _bits(export, parsed)
-    if not (export.merge_lora or converts) and export.quantization_bit is None:
+    upload: ExportUploadOptions = parsed.sections["upload"]
+    writes = export.merge_lora or converts or export.quantization_bit is not None
+    if not writes and not upload.push_to_hub:
         yield Problem(
             "megaswift export",
-            "needs --merge_lora, --quantization_bit, --to_mcore or --to_hf",
+            "needs --merge_lora, --quantization_bit, --to_mcore, --to_hf or --push_to_hub",
             "--merge_lora true --adapters DIR, --quantization_bit 4, or --to_hf true --mcore_model DIR",
         )
+    if upload.push_to_hub:
+        yield from _upload(export, source, writes)
     if export.merge_lora and not source.adapters:
         yield _no_adapters(source.model)
     if export.merge_lora and len(source.adapters) > 1:
         yield Problem("--adapters", "merges one adapter folder at a time", "export once per folder")
-    if not export.merge_lora and source.adapters and not converts:
+    if not export.merge_lora and source.adapters and export.quantization_bit is not None and not converts:
         yield from _unused(parsed, ["adapters"], "would be ignored", "--merge_lora true")
     if export.merge_lora and export.quantization_bit is None:
         yield from _unused(parsed, ["trust_remote_code"], "would be ignored: merging does not run model code")
     yield from _conversion(export, source, parsed)
     if byte_size_or_none(export.max_shard_size) is None:
         yield Problem(f"--max_shard_size {export.max_shard_size}", "is not a valid size", "--max_shard_size 5GB")
-    if export.output_dir is None:
-        if converts or export.merge_lora or export.quantization_bit is not None:
-            yield Problem("--output_dir", "is missing", "--output_dir DIR (the folder to write)")
-    elif Path(export.output_dir).exists():
+    if upload.push_to_hub and not writes:
+        names = ("output_dir", "max_shard_size")
+        yield from _unused(parsed, names, "applies to a folder that is written, and nothing is")
+    elif export.output_dir is None and writes:
+        yield Problem("--output_dir", "is missing", "--output_dir DIR (the folder to write)")
+    elif export.output_dir is not None and Path(export.output_dir).exists():
         yield Problem(f"--output_dir {export.output_dir}", "already exists", "use another name; nothing is overwritten")
 
 
@@ -324,6 +331,20 @@ LAYOUT = {
     "expert_model_parallel_size": "ep",
 }
 """Options of `export` and their axis of a layout."""
+
+
+def _upload(export: ExportOptions, source: ModelPathOptions, writes: bool) -> Iterator[Problem]:
+    """--push_to_hub."""
+    if export.to_mcore:
+        rule = "uploads Hugging Face folders, and --to_mcore writes a Megatron checkpoint"
+        yield Problem("--push_to_hub true", rule, "leave out --to_mcore")
+    if writes:
+        return
+    if len(source.adapters) > 1:
+        yield Problem("--adapters", "one folder is uploaded at a time", "export once per folder")
+    if not source.adapters and source.model is not None and not Path(source.model).expanduser().is_dir():
+        rule = "is not a folder on this machine; --push_to_hub uploads a folder"
+        yield Problem(f"--model {source.model}", rule, "--model DIR or --adapters DIR")
 
 
 def _conversion(export: ExportOptions, source: ModelPathOptions, parsed: ParsedCommand) -> Iterator[Problem]:

@@ -92,7 +92,7 @@ def _with_base_model(parsed: ParsedCommand, key: str) -> ParsedCommand:
     return replace(parsed, sections={**parsed.sections, key: options}, notices=notices)
 
 
-def _short_name(path: str) -> str:
+def short_folder_name(path: str) -> str:
     """What tells a model or its adapters from others: the last folder that says something; of a step its run's too."""
     parts = [part for part in reversed(Path(path).absolute().parts) if part not in SILENT]
     if not parts:
@@ -129,7 +129,7 @@ def _result_path(weights: ModelPathOptions, datasets: tuple[str, ...]) -> str:
     """A file that does not exist yet; that of an interrupted run is the same again."""
     owner = next(iter(weights.adapter_folders), weights.model or "model")
     stem = Path(datasets[0].partition("#")[0]).stem + (f"-and-{len(datasets) - 1}" if len(datasets) > 1 else "")
-    folder, number = Path("infer_result", _short_name(owner)), 1
+    folder, number = Path("infer_result", short_folder_name(owner)), 1
     while (path := folder / f"{stem}{f'-{number}' if number > 1 else ''}.jsonl").exists():
         number += 1
     return str(path)
@@ -174,7 +174,7 @@ def complete_deploy_options(parsed: ParsedCommand) -> ParsedCommand:
     weights: ModelPathOptions = parsed.sections["weights"]
     if len(weights.adapters) < 2:
         return parsed
-    named = tuple(f"{name or _short_name(folder)}={folder}" for name, folder in weights.named_adapters)
+    named = tuple(f"{name or short_folder_name(folder)}={folder}" for name, folder in weights.named_adapters)
     return replace(parsed, sections={**parsed.sections, "weights": replace(weights, adapters=named)})
 
 
@@ -184,6 +184,10 @@ def complete_export_options(parsed: ParsedCommand) -> ParsedCommand:
     source: ModelPathOptions = parsed.sections["source"]
     export: ExportOptions = parsed.sections["export"]
     parsed = _one_process(parsed, "one process converts, tensor by tensor")
+    if not parsed.sections["upload"].push_to_hub:
+        names = ("hub_model_id", "hub_token", "hub_private_repo", "commit_message")
+        told = [f"{parsed.label(name)} has no effect: nothing is uploaded" for name in names if parsed.given(name)]
+        parsed = replace(parsed, notices=(*parsed.notices, *told))
     origin = next(iter(source.adapter_folders), export.mcore_model or source.model)
     if export.output_dir is not None or origin is None or not (suffix := _suffix(export)):
         return parsed

@@ -104,6 +104,7 @@ OF_MODEL = (
     "glu_linear_offset",
     "layernorm_epsilon",
     "layernorm_zero_centered_gamma",
+    "linear_attention_freq",
     "linear_conv_kernel_dim",
     "linear_key_head_dim",
     "linear_value_head_dim",

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaswift.config.advice_for_foreign_options import unknown_section_advice
 from megaswift.config.neutral_options import neutral_option
 from megaswift.config.option import OptionTable
 from megaswift.config.parse_option_values import FALSE, TRUE, example_flag_text, option_value_text
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TRAINING, is_section_entry, takes_mapping
-from megaswift.errors import ConfigError, Problem, did_you_mean_hint, missing_path_hint
+from megaswift.errors import ConfigError, Problem, missing_path_hint
 from megaswift.redaction import MASK, is_secret
 from megaswift.version import __version__
 
@@ -161,10 +162,9 @@ def read_config_file(path: str) -> ConfigSource:
                 rule = "is not an option: a configuration file does not set environment variables"
                 problems.append(Problem(label, rule, f"export {name}={option_value_text(value)} before the command"))
             elif (section, "") not in seen:
-                fix = did_you_mean_hint(section, [*SECTIONS, *NAMES])
-                problems.append(
-                    Problem(f"{path}{line} {section}", f"is not a section; sections are {', '.join(SECTIONS)}", fix)
-                )
+                rule = f"is not a section of options; sections are {', '.join(SECTIONS)}"
+                fix = unknown_section_advice(normalize_name(section), [*SECTIONS, *NAMES])
+                problems.append(Problem(f"{path}{line} {section}", rule, fix))
             seen.add((section, ""))
         elif (section, name) in seen:
             problems.append(Problem(label, "occurs twice in the file", "remove one of the two"))

@@ -82,15 +82,8 @@ def is_section_entry(name: str, value: Any) -> bool:
     return isinstance(value, dict) and (name in SECTIONS or name in SECTION_ALIASES)
 
 
-MAPPINGS = (
-    "dataloader",
-    "lr_scheduler_kwargs",
-    "gradient_checkpointing_kwargs",
-    "activation_checkpointing_kwargs",
-    "accelerator_config",
-    "model_kwargs",
-)
-"""Names of other toolkits whose value is a mapping."""
+MAPPINGS = ("dataloader", "lr_scheduler_kwargs")
+"""Names of other toolkits whose value is a mapping that is translated; `neutral_options.py` answers others."""
 
 
 def takes_mapping(name: str) -> bool:

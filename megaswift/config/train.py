@@ -42,11 +42,21 @@ class TrainConfig:
     num_train_epochs: float = option(
         1.0, "Passes over the training data", aliases=("num_epochs", "max_epochs"), above=0, unit="epochs"
     )
+    label_smoothing_factor: float = option(
+        0.0,
+        "Share of each label that is spread evenly over the vocabulary",
+        tasks=("sft", "pt"),
+        minimum=0,
+        below=1,
+    )
     seed: int = option(42, "Seed for weight initialization, dropout and data order", minimum=0, maximum=LARGEST_SEED)
     deterministic: bool = option(
         False,
         "Bitwise reproducible runs; slower on GPUs",
         aliases=("deterministic_mode", "full_determinism"),
+    )
+    tf32: bool | None = option(
+        None, "Round float32 products to TF32 on GPUs; unset: PyTorch's default", metavar="true|false"
     )
     logging_steps: int | float = option(
         1,
@@ -116,6 +126,12 @@ class TrainConfig:
     )
     save_only_model: bool = option(
         False, "Checkpoints hold the weights alone, without optimizer and random states", aliases=("no_save_optim",)
+    )
+    exit_interval: int | None = option(
+        None,
+        "Save and end the run after steps divisible by this; unset: at the last step",
+        minimum=1,
+        unit="steps",
     )
     output_dir: str = option("output", "Output directory of the run", aliases=("save",))
     overwrite_output_dir: bool = option(False, "Replace an earlier run in output_dir")

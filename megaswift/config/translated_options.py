@@ -7,7 +7,7 @@ the options themselves.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -188,6 +188,8 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
             yield replace(given, name=SAMPLES[given.name], value=int(_number(text) // batch))
         elif given.name == "distributed_timeout_minutes" and _number(text) > 0:
             yield replace(given, name="ddp_timeout", value=round(60 * _number(text)))
+        elif given.name == "dataset_dir" and _names_datasets(values):  # LLaMA-Factory's: entries of a file in it
+            yield given
         elif given.name in RENAMED or given.name in TASK_SPELLINGS:
             yield replace(given, name=RENAMED.get(given.name, "task"))
         elif given.name in _HOST:
@@ -294,6 +296,11 @@ def _unused_names(values: dict[str, str]) -> set[str]:
     off = {name for name in PRECISIONS if values.get(name) in FALSE}
     chosen = any(NAMES.get(n) == "torch_dtype" or (n in PRECISIONS and n not in off) for n in values)
     return unused | (off if chosen else off - {"bf16"})
+
+
+def _names_datasets(values: Iterable[str]) -> bool:
+    """Whether data sets are named beside `dataset_dir`."""
+    return any(NAMES.get(RENAMED.get(name, name)) == "dataset" for name in values if name != "dataset_dir")
 
 
 def _precision(text: str | None) -> str | None:

@@ -1,7 +1,8 @@
 """Options of Megatron-LM and Megatron-SWIFT that training does not have, in the rows of
 `unsupported_training_options.py`.
 
-Fields of Megatron-Core's TransformerConfig are not listed: `megatron_extra_kwargs.py` knows them.
+A field of Megatron-Core's TransformerConfig is listed only where `megatron_extra_kwargs.py`, which knows all of them,
+would give another answer: what megaswift does not support is no value to set there.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
      "the model's config.json sets the scaling of positions", "--rope_scaling JSON"),
     ("position_embedding", OFF, "positions are rotary, or as the model's config.json says", LEAVE),
     ("relative_attention_num_buckets relative_attention_max_distance openai_gelu squared_relu "
-     "quick_geglu onnx_safe rope_type window_size window_attn_skip_freq no_rope_freq moe_layer_freq q_lora_rank "
+     "quick_geglu onnx_safe rope_type q_lora_rank "
      "kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale mscale_all_dim "
-     "linear_attention_freq heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec "
+     "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec "
      "hybrid_layer_pattern hybrid_override_pattern", UNSET,
      "the model's config.json sets the architecture", LEAVE),
     ("is_hybrid_model use_mamba_mem_eff_path", EITHER, "Mamba is not supported", ""),
@@ -221,7 +222,6 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     # the run: restarts, logs, profiles
     ("inprocess_restart adlr_autoresume enable_ft_package calc_ft_timeouts", OFF, _RESILIENCE, "--max_restarts N"),
     ("adlr_autoresume_interval ft_num_warmup_iters inprocess_max_iterations", ANY, _RESILIENCE, ""),
-    ("exit_interval", UNSET, "a run ends with its last step", "--max_steps N"),
     ("exit_duration_in_mins", UNSET, "a run has no time limit of its own; a signal makes it save and end",
      "timeout -s TERM SECONDS before the command"),
     ("exit_signal_handler exit_signal_handler_for_training", EITHER, "a run that gets a signal saves and ends", ""),

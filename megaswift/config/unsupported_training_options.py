@@ -18,6 +18,10 @@ _JINJA = "--chat_template FILE.jinja"
 _SERVER = "start a server with it: --rollout_backend vllm_server"
 _EVALUATION = "evaluation measures the loss and the metrics of the task"
 _PREPROCESSOR = "set it in the model's preprocessor_config.json"
+OTHER_TASKS = (
+    "megaswift rm trains a reward model; classifiers, embedding models and rerankers are not supported, and without "
+    "this option a run trains a language model"
+)
 
 UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     # models and templates
@@ -51,9 +55,9 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("max_shard_size", ("5gb",), "exported files have at most 5 GB", LEAVE),
     ("use_cache", OFF, "training keeps no keys and values of earlier tokens", LEAVE),
     ("liger_kernel_config", UNSET, "--use_liger true uses all of liger-kernel's layers for the model", LEAVE),
-    ("tf32", (*UNSET, *OFF), "float32 products are not rounded to TF32", "--torch_dtype bfloat16 for speed"),
     ("hqq_axis", UNSET, "--quantization_bit quantizes with bitsandbytes, not HQQ", "--quantization_bit 4"),
     ("bnb_4bit_quant_storage", (*UNSET, "uint8"), "weights in 4 bits are stored as uint8", LEAVE),
+    ("task_type", ("causal_lm", *UNSET), "a run trains a language model", OTHER_TASKS),
     # options themselves
     ("load_args load_data_args", OFF, "options come from the command line and one YAML file",
      "give OUT/config.yaml of the earlier run as the first argument"),
@@ -110,7 +114,8 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("chord_sft_dataset chord_sft_per_device_train_batch_size chord_mu_warmup_steps chord_mu_decay_steps "
      "chord_mu_peak chord_mu_valley chord_enable_phi_function", (*UNSET, *OFF), "CHORD is not supported", LEAVE),
     ("colocate_groups device_groups ray_exp_name", UNSET,
-     "--launcher ray starts every process of a run with the same role", LEAVE),
+     "--launcher ray starts every process of a run with the same role",
+     "--nproc_per_node N; for samplers on GPUs of their own: --rollout_backend vllm_server"),
     # what trains
     ("adapter_act adapter_length", ANY, "it applies to train_type adapter only, which is not supported", ""),
     ("lora_ga_batch_size lora_ga_iters lora_ga_max_length lora_ga_direction lora_ga_scale lora_ga_stable_gamma", ANY,
@@ -129,7 +134,6 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("mrl_dims", UNSET, "embedding tasks are not supported", LEAVE),
     ("enable_dft_loss", OFF, "the loss of a token is its cross-entropy", LEAVE),
     ("enable_channel_loss", OFF, "the loss is not logged by channel", LEAVE),
-    ("label_smoothing_factor", ("0",), "the loss of a token is its cross-entropy, without label smoothing", LEAVE),
     ("zero_hpz_partition_size", UNSET, "DeepSpeed's secondary shards (ZeRO++) are not used", LEAVE),
     ("freeze_parameters_ratio", ("0", *UNSET), "frozen weights are named", "--freeze_parameters PATTERN"),
     ("optimizer_offload_fraction", ("1",), "--optimizer_cpu_offload true offloads all of Adam's moments", LEAVE),

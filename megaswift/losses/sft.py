@@ -14,9 +14,16 @@ from megaswift.losses.contract import Batch, LossTerm, MeanMetric, Metric, Model
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Weighted token cross-entropy."""
+    """Weighted token cross-entropy, with label smoothing as in transformers' LabelSmoother (arXiv:1512.00567)."""
 
-    needs: RequestedModelOutputs = RequestedModelOutputs(fields=frozenset({"logprobs", "correct"}))
+    label_smoothing: float = 0.0
+    """The share of the target distribution that is spread evenly over the vocabulary."""
+
+    @property
+    def needs(self) -> RequestedModelOutputs:
+        """Fields of the model's output."""
+        smoothed = {"logsumexp", "mean_logit"} if self.label_smoothing else set()
+        return RequestedModelOutputs(fields=frozenset({"logprobs", "correct", *smoothed}))
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`label_weight`: the sum of the loss weights."""
@@ -25,7 +32,12 @@ class CrossEntropy:
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """One term, and the share of labels that are the model's first choice."""
         assert outputs.logprobs is not None
-        total = -(outputs.logprobs * batch.loss_weights).sum()
+        losses = -outputs.logprobs  # [b, s]
+        if self.label_smoothing:
+            assert outputs.logsumexp is not None and outputs.mean_logit is not None
+            uniform = outputs.logsumexp - outputs.mean_logit  # mean over the vocabulary of -log p
+            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * uniform
+        total = (losses * batch.loss_weights).sum()
         labeled = batch.loss_weights != 0
         metrics: dict[str, Metric] = {}
         if outputs.correct is not None:

@@ -1,27 +1,38 @@
 """The commands of a shell script with their words expanded, as far as the script itself sets its variables.
 
-Owns variables, arrays, defaults (`${X:-1}`), integer arithmetic and what counts as the environment. What only a run
-would know (`$1`, `$(date)`, a variable set elsewhere) stays as it is written, and the word says so. Nothing is run.
+Owns words: variables, arrays, defaults (`${X:-1}`) and integer arithmetic. What only a run would know (`$1`, `$(date)`,
+a variable set elsewhere) stays as it is written, and the word says so. Nothing is run, and sourced files are not read.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from megaswift.errors import ConfigError, Problem
-from megaswift.migration.shell_syntax import NAME, UnexpandedWord, WordPart, simple_commands
+from megaswift.migration.shell_control_flow import (
+    CASE,
+    DECLARES,
+    FUNCTION,
+    IF,
+    LOOP,
+    READS,
+    assigned_name,
+    control_steps,
+    read_names,
+)
+from megaswift.migration.shell_syntax import NAME, SimpleCommand, UnexpandedWord, WordPart, simple_commands
+from megaswift.migration.shell_variables import (
+    IN_CONDITION,
+    MOST_CHARACTERS,
+    ExpandedWord,
+    ShellVariables,
+    joined_word,
+)
 
-OPENING = ("if", "for", "while", "until", "case", "select")
-CLOSING = ("fi", "done", "esac")
-KEYWORDS = ("then", "do", "else", "elif", "!", "{", "}", "time", *CLOSING)
-MOST_CHARACTERS = 1 << 20
-"""Of all words of a script together, expanded: `A=$A$A` doubles with every line."""
 WORD = 16
 """What a word counts beside its characters."""
-MOST_EXPORTS = 500
-IN_CONDITION = "outside of a condition"
 HIDDEN_BLANK = "\ue000"
 LONGEST_SUM = 200
 """Characters of an arithmetic expression."""
@@ -33,14 +44,6 @@ _EXPR = re.compile(r"expr\s+(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class ExpandedWord:
-    """One word; `unresolved`: the expansions that stand in it as they are written."""
-
-    text: str
-    unresolved: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class ShellCommand:
     """A command with its environment."""
 
@@ -49,93 +52,59 @@ class ShellCommand:
     environment: dict[str, ExpandedWord]
     """What the script exports before, and what stands in front of the command."""
     conditional: bool = False
-    """It stands in a condition or a loop."""
-
-
-@dataclass
-class _Variables:
-    texts: dict[str, list[ExpandedWord]] = field(default_factory=dict)
-    """An array; of any other variable one item."""
-    exported: set[str] = field(default_factory=set)
-    environment: dict[str, ExpandedWord] = field(default_factory=dict)
-    """What commands get; replaced by a copy when it changes, because commands keep it."""
-    characters: int = 0
-    conditional: bool = False
-    """The command stands in a condition or a loop, which a run may skip."""
-    branch: int = 0
-    """Of the outermost condition: 0 outside of it, then 1, 2, ... with each `then`, `elif` and `else`."""
-    complete: bool = False
-    """It has an `else`."""
-    new_in: dict[str, set[int]] = field(default_factory=dict)
-    """Variables that this condition is the first to set, and in which branches."""
-
-    def end_condition(self) -> None:
-        """What not every branch sets is left to the run from here on."""
-        for name, branches in self.new_in.items():
-            if name in self.texts and not (self.complete and len(branches) == self.branch):
-                self._store(name, [_unknown(name)])
-        self.branch, self.complete, self.new_in = 0, False, {}
-
-    def set(self, name: str, items: list[ExpandedWord]) -> None:
-        """An assignment; one of a condition that changes the value leaves it to the run."""
-        changes = name in self.texts and self.texts[name] != items
-        if self.branch and (name not in self.texts or name in self.new_in):
-            self.new_in.setdefault(name, set()).add(self.branch)
-        self._store(name, [_unknown(name)] if self.conditional and changes else items)
-
-    def _store(self, name: str, items: list[ExpandedWord]) -> None:
-        self.texts[name] = items
-        if name in self.exported:
-            self.environment = {**self.environment, name: _joined(items)}
-
-    def export(self, name: str) -> None:
-        """From now on commands get the variable."""
-        self.exported.add(name)
-        if name in self.texts:
-            self.set(name, self.texts[name])
-        if len(self.exported) > MOST_EXPORTS:
-            raise ConfigError(Problem("the script", f"exports more than {MOST_EXPORTS} variables"))
-
-
-def _unknown(name: str) -> ExpandedWord:
-    return ExpandedWord(f"${name}", (f"${name} {IN_CONDITION}",))
+    """It stands in a condition, a loop or a function."""
 
 
 def shell_commands(text: str) -> Iterator[ShellCommand]:
     """The commands of a script. ConfigError where its variables grow beyond all bounds."""
-    known, depth = _Variables(), 0
-    for command in simple_commands(text):
-        words = list(command.words)
-        begin = 0
-        while begin < len(words) and (literal := words[begin].literal) in (*KEYWORDS, *OPENING):
-            depth += (literal in OPENING) - (literal in CLOSING)
-            begin += 1
-            if depth == 1 and literal in ("then", "else") and (known.branch or literal == "then"):
-                known.branch += 1
-                known.complete |= literal == "else"
-            elif depth == 0 and literal == "fi":
-                known.end_condition()
-            if literal in ("for", "select"):  # the variable has another value in each round
-                known.texts.pop(words[begin].literal or "" if begin < len(words) else "", None)
-                begin = len(words)
-        words = words[begin:]
-        known.conditional = depth > 0
-        prefix, count = _assignments(words, known)
-        rest = words[count:]
-        if rest and rest[0].literal in ("export", "declare", "local", "readonly", "typeset"):
-            _declare(rest, known)
-            continue
-        if not rest:
-            for name, items in prefix.items():
-                known.set(name, items)
-            continue
-        expanded = tuple(piece for word in rest for piece in _expanded(word, known))
-        own = {name: _joined(items) for name, items in prefix.items()}
-        environment = known.environment | own if own else known.environment
-        yield ShellCommand(command.line, expanded, environment, depth > 0)
+    known = ShellVariables()
+    conditions: list[bool] = []
+    for step in control_steps(list(simple_commands(text))):
+        if step.step == "open":
+            known.open(step.kind, step.names)
+            conditions.append(step.kind in (IF, CASE, LOOP, FUNCTION) or step.tested)
+        elif step.step == "close":
+            known.close(step.piped)
+            conditions.pop()
+        elif step.step == "branch":
+            known.branch(step.kind)
+        elif step.kind == "for":
+            for name in step.names:
+                known.set(name, [ExpandedWord(f"${name}", (f"${name}",))])
+        elif step.kind == "case":
+            for word in step.command.words if step.command else ():
+                _expanded(word, known)
+        elif step.kind != "arithmetic" and step.command is not None and (made := _performed(step.command, known)):
+            yield replace(made, conditional=any(conditions))
+        if step.kind in ("arithmetic", "call"):
+            known.leave_to_the_run(step.names)
 
 
-def _assignments(words: Sequence[UnexpandedWord], known: _Variables) -> tuple[dict[str, list[ExpandedWord]], int]:
+def _performed(command: SimpleCommand, known: ShellVariables) -> ShellCommand | None:
+    """What a command does to variables; the command, where it is more than that."""
+    prefix, count = _assignments(command.words, known)
+    rest = command.words[count:]
+    first = rest[0].literal if rest else None
+    if not rest:
+        for name, items in prefix.items():
+            known.set(name, items)
+        return None
+    if first in DECLARES:
+        _declare(rest, known)
+        return None
+    if first == "unset":
+        for name in read_names(rest):
+            known.set(name, None)
+    elif first in READS:
+        known.leave_to_the_run(read_names(rest))
+    elif element := assigned_name(rest[0]):  # A[0]=x
+        known.leave_to_the_run([element])
+    expanded = tuple(piece for word in rest for piece in _expanded(word, known))
+    own = {name: joined_word(items) for name, items in prefix.items()}
+    return ShellCommand(command.line, expanded, known.environment | own if own else known.environment)
+
+
+def _assignments(words: Sequence[UnexpandedWord], known: ShellVariables) -> tuple[dict[str, list[ExpandedWord]], int]:
     """The assignments that a command begins with, and how many words they are."""
     found: dict[str, list[ExpandedWord]] = {}
     for i, word in enumerate(words):
@@ -145,7 +114,7 @@ def _assignments(words: Sequence[UnexpandedWord], known: _Variables) -> tuple[di
     return found, len(words)
 
 
-def _assigned(word: UnexpandedWord, known: _Variables) -> tuple[str, list[ExpandedWord]] | None:
+def _assigned(word: UnexpandedWord, known: ShellVariables) -> tuple[str, list[ExpandedWord]] | None:
     first = word.parts[0] if word.parts else None
     match = _ASSIGNMENT.match(first.text) if first is not None and first.kind == "text" and not first.quoted else None
     if match is None or first is None:
@@ -154,11 +123,11 @@ def _assigned(word: UnexpandedWord, known: _Variables) -> tuple[str, list[Expand
     if word.items is not None:
         return match[1], [*earlier, *(piece for item in word.items for piece in _expanded(item, known))]
     parts = [WordPart("text", first.text[match.end() :], True), *word.parts[1:]]
-    value = _joined([_piece(p, known) for p in parts], "")
-    return match[1], [_joined([*earlier, value], "")]
+    value = joined_word([_piece(p, known) for p in parts], "")
+    return match[1], [joined_word([*earlier, value], "")]
 
 
-def _declare(words: Sequence[UnexpandedWord], known: _Variables) -> None:
+def _declare(words: Sequence[UnexpandedWord], known: ShellVariables) -> None:
     """`export A=1 B`."""
     for word in words[1:]:
         pair = _assigned(word, known)
@@ -169,7 +138,7 @@ def _declare(words: Sequence[UnexpandedWord], known: _Variables) -> None:
             known.export(name)
 
 
-def _expanded(word: UnexpandedWord, known: _Variables) -> list[ExpandedWord]:
+def _expanded(word: UnexpandedWord, known: ShellVariables) -> list[ExpandedWord]:
     """A word as the words that it becomes: one without quotes is split at blanks, an array has an item for each."""
     done: list[list[ExpandedWord]] = []
     open_word = False
@@ -191,7 +160,7 @@ def _expanded(word: UnexpandedWord, known: _Variables) -> list[ExpandedWord]:
     known.characters += sum(len(piece.text) + WORD for pieces in done for piece in pieces)
     if known.characters > MOST_CHARACTERS:
         raise ConfigError(Problem("the script", f"expands to more than {MOST_CHARACTERS >> 20} MiB of words"))
-    return [_joined(pieces, "") for pieces in done]
+    return [joined_word(pieces, "") for pieces in done]
 
 
 def _split(word: ExpandedWord) -> Iterator[ExpandedWord]:
@@ -204,14 +173,7 @@ def _split(word: ExpandedWord) -> Iterator[ExpandedWord]:
         yield ExpandedWord(shown, tuple(n for n in word.unresolved if n.removesuffix(f" {IN_CONDITION}") in shown))
 
 
-def _joined(pieces: Sequence[ExpandedWord], between: str = " ") -> ExpandedWord:
-    text = between.join(p.text for p in pieces)
-    if len(text) > MOST_CHARACTERS:
-        raise ConfigError(Problem("the script", f"expands to more than {MOST_CHARACTERS >> 20} MiB of words"))
-    return ExpandedWord(text, tuple(dict.fromkeys(u for p in pieces for u in p.unresolved)))
-
-
-def _piece(part: WordPart, known: _Variables, depth: int = 0) -> ExpandedWord:
+def _piece(part: WordPart, known: ShellVariables, depth: int = 0) -> ExpandedWord:
     if part.kind == "text":
         return ExpandedWord(part.text)
     if part.kind == "variable":
@@ -219,16 +181,16 @@ def _piece(part: WordPart, known: _Variables, depth: int = 0) -> ExpandedWord:
     return _computed(part, known)
 
 
-def _variable(text: str, known: _Variables, depth: int) -> ExpandedWord:
+def _variable(text: str, known: ShellVariables, depth: int) -> ExpandedWord:
     written = f"${text}" if NAME.fullmatch(text) or len(text) == 1 else f"${{{text}}}"
     if text in ("@", "*"):
         return ExpandedWord("")
     if text in known.texts:
-        return _joined(known.texts[text])
+        return joined_word(known.texts[text])
     match = _DEFAULT.fullmatch(text)
     if match is None or depth > 5:
         return ExpandedWord(written, (written,))
-    value = _joined(known.texts[match[1]]) if match[1] in known.texts else None
+    value = joined_word(known.texts[match[1]]) if match[1] in known.texts else None
     given = value is not None and (value.text or match[2][0] != ":")
     if match[2][-1] == "+":
         return _inner(match[3], known, depth) if given else ExpandedWord("")
@@ -239,18 +201,18 @@ def _variable(text: str, known: _Variables, depth: int) -> ExpandedWord:
     default = _inner(match[3], known, depth)
     if match[2][-1] == "=":
         known.set(match[1], [default])
-        return _joined(known.texts[match[1]])
+        return joined_word(known.texts[match[1]])
     return default
 
 
-def _inner(text: str, known: _Variables, depth: int) -> ExpandedWord:
+def _inner(text: str, known: ShellVariables, depth: int) -> ExpandedWord:
     """The text after `:-`."""
     command = next(iter(simple_commands(f'"{text}"' if '"' not in text else text)), None)
     parts = command.words[0].parts if command and len(command.words) == 1 else []
-    return _joined([_piece(p, known, depth + 1) for p in parts], "") if parts else ExpandedWord(text)
+    return joined_word([_piece(p, known, depth + 1) for p in parts], "") if parts else ExpandedWord(text)
 
 
-def _computed(part: WordPart, known: _Variables) -> ExpandedWord:
+def _computed(part: WordPart, known: ShellVariables) -> ExpandedWord:
     """`$((A * 2))` and `$(expr 16 / 4)`; any other substitution stays as it is written."""
     written = f"$(({part.text}))" if part.kind == "arithmetic" else f"$({part.text})"
     text: str | None = part.text
@@ -261,7 +223,7 @@ def _computed(part: WordPart, known: _Variables) -> ExpandedWord:
     return ExpandedWord(written, (written,)) if value is None else ExpandedWord(str(value))
 
 
-def _integer(text: str, known: _Variables) -> int | None:
+def _integer(text: str, known: ShellVariables) -> int | None:
     """The value of an expression of integers and variables; None where there is none."""
     tokens: list[str] = []
     at = 0
@@ -271,7 +233,7 @@ def _integer(text: str, known: _Variables) -> int | None:
             return None
         token = found[1] or found[3]
         if found[2]:
-            token = _joined(known.texts.get(found[2], [])).text.strip()
+            token = joined_word(known.texts.get(found[2], [])).text.strip()
             if not re.fullmatch(r"\d{1,15}", token):
                 return None
         tokens.append(token)

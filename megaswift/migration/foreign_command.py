@@ -20,7 +20,7 @@ from megaswift.config.differing_toolkit_defaults import (
 )
 from megaswift.config.option_sources import ConfigSource, normalize_name
 from megaswift.config.sections import TASKS
-from megaswift.migration.expand_shell_words import ExpandedWord, shell_commands
+from megaswift.migration.expand_shell_words import shell_commands
 from megaswift.migration.launched_program import (
     LAUNCH_SPELLINGS,
     LaunchedProgram,
@@ -28,6 +28,7 @@ from megaswift.migration.launched_program import (
     launched_program,
     take_launcher_options,
 )
+from megaswift.migration.shell_variables import ExpandedWord
 
 MEGASWIFT = "megaswift"
 CONSOLE_SCRIPTS = {"swift": SWIFT, "megatron": MEGATRON_SWIFT, "megaswift": MEGASWIFT, "trl": TRL}
@@ -90,7 +91,9 @@ def foreign_commands(text: str, name: str) -> Iterator[ForeignCommand]:
             continue
         notes = found.notes
         if command.conditional:
-            notes += ("the command stands in a condition or a loop of the script: this file is one pass of it",)
+            notes += (
+                "the command stands in a condition, a loop or a function of the script: this file is one pass of it",
+            )
         yield replace(
             found,
             place=f"{name}:{command.line}",

@@ -20,10 +20,10 @@ from megaswift.config.sections import NAMES
 from megaswift.config.translated_options import RENAMED
 from megaswift.errors import ConfigError
 from megaswift.migration.accelerate_launch_environment import BUNDLED, accelerate_environment, read_settings_file
-from megaswift.migration.expand_shell_words import ExpandedWord
 from megaswift.migration.foreign_command import ForeignCommand, file_of_script
 from megaswift.migration.launched_program import LAUNCH_FIELDS
 from megaswift.migration.migrated_run import NOT_SET, MigratedRun
+from megaswift.migration.shell_variables import ExpandedWord
 from megaswift.redaction import is_secret
 
 LAUNCH_ORDER = ("nnodes", "node_rank", "master_addr", "master_port", "nproc_per_node")

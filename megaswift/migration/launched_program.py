@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from megaswift.config.option_sources import normalize_name
 from megaswift.config.sections import NAMES
 from megaswift.config.translated_options import RENAMED
-from megaswift.migration.expand_shell_words import ExpandedWord
+from megaswift.migration.shell_variables import ExpandedWord
 
 WRAPPERS = ("env", "nohup", "exec", "sudo", "setsid", "command", "stdbuf", "numactl", "srun", "uv", "run", "conda")
 SWITCHES_OF_LAUNCHERS = frozenset({

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 ARRAY = re.compile(r"([A-Za-z_]\w*)\+?=")
@@ -48,6 +48,9 @@ class SimpleCommand:
 
     line: int
     words: tuple[UnexpandedWord, ...]
+    before: str = ""
+    """The separators between the command before and this one, without blanks: `;`, `&&` and a line break, `()`."""
+    after: str = ""
 
 
 def simple_commands(text: str, first_line: int = 1) -> Iterator[SimpleCommand]:
@@ -63,7 +66,8 @@ class _ShellReader:
 
     def commands(self) -> Iterator[SimpleCommand]:
         words: list[UnexpandedWord] = []
-        line = 0
+        line, before, separators = 0, "", ""
+        complete: SimpleCommand | None = None
         while self.at < len(self.text):
             if self._skip_blank(bool(words)):
                 continue
@@ -71,17 +75,22 @@ class _ShellReader:
             if char in END and not self.text.startswith("&>", self.at):
                 self.at += 1
                 if words:
-                    yield SimpleCommand(line, tuple(words))
-                words = []
+                    complete, words, separators = SimpleCommand(line, tuple(words), before), [], ""
+                separators += char
                 if char == "\n":
                     self._skip_documents()
                 continue
             if self._skip_redirection():
                 continue
-            line = line if words else self._line()
+            if not words:
+                if complete is not None:
+                    yield replace(complete, after=separators)
+                line, before, separators, complete = self._line(), separators, "", None
             words.append(self._word())
         if words:
-            yield SimpleCommand(line, tuple(words))
+            complete = SimpleCommand(line, tuple(words), before)
+        if complete is not None:
+            yield replace(complete, after=separators)
 
     def _line(self) -> int:
         self.lines += self.text.count("\n", self.counted, self.at)

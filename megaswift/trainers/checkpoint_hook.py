@@ -49,6 +49,8 @@ class CheckpointHook(Hook):
         """Writes the model alone, in place of all states (--save_only_model); every rank."""
         self.after_save: Callable[[Path, int], None] = lambda folder, step: None
         """What is done with a complete checkpoint; every rank."""
+        self.exit_interval: int | None = None
+        """The run ends after a step that is divisible by it, and is saved then."""
         self.size = 0
         """Bytes of the last checkpoint; before the first one, what it holds at least."""
         self.saved = -1
@@ -62,8 +64,11 @@ class CheckpointHook(Hook):
     def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Saves when it is due."""
         improved = self.interval.every == BEST and self.best is not None and self.best.improved_at(step.number)
-        if self.interval.due(step) or improved:
+        exits = self.exit_interval is not None and step.number % self.exit_interval == 0
+        if self.interval.due(step) or improved or exits:
             self.save(loop)
+        if exits and step.number < loop.total_steps and not loop.stopping:
+            loop.stopping = f"exit_interval {self.exit_interval}; --resume_from_checkpoint latest goes on"
 
     def on_end(self, loop: Loop) -> None:
         """Saves the last step. Of a run that saves nothing, only one that ended early."""

@@ -1,7 +1,7 @@
 """Clients of the two model hubs, Hugging Face and ModelScope, behind one interface: create a repository, send a folder.
 
-Owns the calls of each client and the classes of its errors. The server's address, a stored token and offline mode are
-the clients' own environment variables.
+Owns the calls of each client, the classes of its errors, and their messages, without the token. The server's address, a
+stored token and offline mode are the clients' own environment variables.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
-from megaswift.config import SwiftConfig
-from megaswift.errors import Problem
+from megaswift.errors import ConfigError, Problem, first_line
+from megaswift.redaction import MASK
 
 HTTP_CLIENTS = {"httpx": "HTTPError", "httpx2": "HTTPError", "requests": "RequestException"}
 """Packages that the clients send with, and the base of what they raise without a network."""
+WRONG_CARD = "Invalid metadata in README.md."
+"""huggingface_hub's error for a model card that the hub refuses, such as PEFT's with the path of a base model."""
 
 
 class HubClient(Protocol):
@@ -92,9 +94,9 @@ class ModelScopeHub:
             api.upload_folder(repository, "model", folder, commit_message=message, disable_tqdm=True, use_cache=False)
 
 
-def hub_client(cfg: SwiftConfig) -> HubClient:
+def hub_client(use_hf: bool, token: str | None) -> HubClient:
     """Of the hub that --use_hf selects."""
-    return (HuggingFaceHub if cfg.model.use_hf else ModelScopeHub)(cfg.train.hub_token)
+    return (HuggingFaceHub if use_hf else ModelScopeHub)(token)
 
 
 def client_failures() -> tuple[type[Exception], ...]:
@@ -105,9 +107,49 @@ def client_failures() -> tuple[type[Exception], ...]:
     return (OSError, ValueError, RuntimeError, *loaded)
 
 
-def hub_client_problems(cfg: SwiftConfig) -> list[Problem]:
-    """A run that uploads to ModelScope without its client."""
-    if not cfg.train.push_to_hub or cfg.model.use_hf or importlib.util.find_spec("modelscope_hub") is not None:
+class HubRepository:
+    """A model repository. Created before anything expensive, so that a wrong token or name shows then."""
+
+    def __init__(self, client: HubClient, token: str | None, name: str) -> None:
+        self.client, self.token = client, token
+        self.name = name
+        """As given; once it is created, its full name."""
+
+    def create(self, private: bool) -> str:
+        """Its full name. ConfigError where the hub gives no access."""
+        try:
+            self.name = self.client.create(self.name, private)
+        except client_failures() as error:
+            rule = f"the hub does not give access to {self.name}: {self.reason(error)}"
+            fix = f"check --hub_model_id and --hub_token (or {self.client.login})"
+            raise ConfigError(Problem("--push_to_hub true", rule, fix)) from None
+        return self.name
+
+    def reason(self, error: BaseException) -> str:
+        """What a client says, in a line."""
+        text = " ".join(str(error).split()) if str(error).startswith(WRONG_CARD) else first_line(error)
+        return text.replace(self.token, MASK) if self.token else text
+
+    def send(self, folder: Path, message: str) -> str:
+        """A line about the upload; raises one of `client_failures()`."""
+        self.client.send(self.name, folder, message)
+        return f"uploaded {folder} to {self.name}"
+
+    def send_or_explain(self, folder: Path, message: str) -> str:
+        """The same; ConfigError with the command that uploads the folder later."""
+        try:
+            return self.send(folder, message)
+        except client_failures() as error:
+            reason = self.reason(error)
+            rule = f"the upload to {self.name} failed: {reason}"
+            first = f"correct {folder / 'README.md'}, then " if reason.startswith(WRONG_CARD) else ""
+            fix = f"{first}{self.client.command} {self.name} {folder}"
+            raise ConfigError(Problem("--push_to_hub true", rule, fix)) from None
+
+
+def hub_client_problems(push_to_hub: bool, use_hf: bool) -> list[Problem]:
+    """An upload to ModelScope without its client."""
+    if not push_to_hub or use_hf or importlib.util.find_spec("modelscope_hub") is not None:
         return []
     rule = "use_hf false uploads to ModelScope, whose client modelscope-hub is not installed"
     return [Problem("--push_to_hub true", rule, "run pip install modelscope-hub")]

@@ -28,6 +28,7 @@ from megaswift.data.read_template_and_system import read_system_message, read_te
 from megaswift.data.resolve_dataset_files import resolve_dataset_files
 from megaswift.data.vision_processor import image_support_problems
 from megaswift.engine.determinism import determinism_environment_problems
+from megaswift.engine.tf32 import tf32_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, qlora_weights_and_block_fit
 from megaswift.families.adapter_target_modules import (
@@ -118,7 +119,7 @@ def data_output_and_tracker_checks(cfg: SwiftConfig) -> list[Check]:
         (lambda: data_problems(cfg), ConfigError),
         (lambda: output_folder.output_folder_problems(cfg), ConfigError),
         (lambda: tracker_problems(cfg.train.report_to), ConfigError),
-        (lambda: hub_client_problems(cfg), ConfigError),
+        (lambda: hub_client_problems(cfg.train.push_to_hub, cfg.model.use_hf), ConfigError),
     ]
 
 
@@ -166,6 +167,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     problems = missing_model_file_problems(folder, cfg.model.random_init) if local else []
     problems += model_type_option_mismatch_problems(cfg.model.model_type, read_config_json(folder))
     spec = model_spec_for_task(cfg, folder)
+    problems += tf32_problems(cfg, spec.dtype)
     problems += megatron_architecture_problems(cfg.model.megatron_architecture, spec)
     problems += extra_kwargs_problems(cfg.model.megatron_extra_kwargs, spec.transformer)
     problems += adapter_sync_problems(cfg, spec, folder) if cfg.task in RL else []

@@ -16,6 +16,7 @@ from pathlib import Path
 from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.engine.determinism import enable_determinism
+from megaswift.engine.tf32 import set_tf32
 from megaswift.families.model_and_tokenizer_source import locate_model
 from megaswift.parallel.layout_checks import layout_for
 from megaswift.parallel.model_shape import ModelShape
@@ -30,6 +31,7 @@ def run_training(cfg: SwiftConfig) -> Path:
     began = time.perf_counter()
     log.quiet_libraries()
     enable_determinism(cfg, os.environ)
+    set_tf32(cfg)
     with gc_paused():
         from megaswift.trainers.create_process_groups_and_engine import start_context
         from megaswift.trainers.session import TrainingSession

@@ -270,7 +270,7 @@ class RunBuilder:
             facts["base"] = self.base
         every = interval_of(train.save_strategy, train.save_steps)
         checkpoint = CheckpointHook(outputs.store, every, train.save_total_limit, facts)
-        checkpoint.best = best
+        checkpoint.best, checkpoint.exit_interval = best, train.exit_interval
         checkpoint.attach = partial(self.attach, engine)
         if not train.save_only_model:
             sizes = engine.report()

@@ -47,6 +47,10 @@ class Task:
     """Makes the loop of a run of this task, with its data, model and hooks."""
 
 
+def _cross_entropy(cfg: SwiftConfig) -> Loss:
+    return CrossEntropy(cfg.train.label_smoothing_factor)
+
+
 def _dpo(cfg: SwiftConfig) -> Loss:
     p = cfg.preference
     settings = DpoSettings(beta=beta_of(cfg), label_smoothing=p.label_smoothing, discopop_tau=p.discopop_tau)
@@ -95,8 +99,8 @@ def _policy(cfg: SwiftConfig) -> Loss:
 
 TASKS: Registry[Task] = Registry("task")
 for _task in (
-    Task("sft", "supervised fine-tuning", lambda cfg: CrossEntropy(), "label_weight", "rows"),
-    Task("pt", "pretraining", lambda cfg: CrossEntropy(), "label_weight", "rows"),
+    Task("sft", "supervised fine-tuning", _cross_entropy, "label_weight", "rows"),
+    Task("pt", "pretraining", _cross_entropy, "label_weight", "rows"),
     Task("dpo", "direct preference optimization", _dpo, "pairs", "pairs"),
     Task("kto", "Kahneman-Tversky optimization", _kto, "examples", "examples"),
     Task(

@@ -133,6 +133,9 @@ def test_machines_of_deepspeed_s_launcher(tmp_path: Path) -> None:
 def test_fsdp_without_sharding(tmp_path: Path) -> None:
     fsdp = {"fsdp_version": 1, "fsdp_sharding_strategy": "NO_SHARD", "fsdp_use_orig_params": True}
     assert requested_engine(load(tmp_path, {**FSDP, "fsdp_config": fsdp})) == "ddp"
+    cfg = load(tmp_path, {**FSDP, "fsdp_config": {**fsdp, "fsdp_transformer_layer_cls_to_wrap": "Layer"}})
+    assert requested_engine(cfg) == "ddp"
+    assert any("fsdp_transformer_layer_cls_to_wrap has no effect: no_shard is" in line for line in cfg.notices)
 
 
 def test_fsdp(tmp_path: Path) -> None:

@@ -132,6 +132,16 @@ def test_what_has_no_effect_is_said(added: dict[str, str], part: str) -> None:
     assert part in list(accelerate_notices(environ, load_config("sft", [], environ=environ), alone=False))[-1]
 
 
+def test_layers_that_no_shard_does_not_wrap() -> None:
+    environ = FSDP1 | {"FSDP_SHARDING_STRATEGY": "NO_SHARD", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Layer"}
+    cfg = load_config("sft", [], environ=environ)
+    said = [*accelerate_notices(environ, cfg, alone=False)]
+    assert requested_engine(cfg) == "ddp" and not any("FSDP2 is always used" in line for line in said)
+    assert any(
+        "fsdp_transformer_layer_cls_to_wrap Layer has no effect: no_shard is engine ddp" in line for line in said
+    )
+
+
 def test_one_process_that_was_not_meant() -> None:
     cfg = load_config("sft", [], environ=ALONE)
     assert ["accelerate started one process" in s for s in accelerate_notices(ALONE, cfg, alone=True)] == [True]

@@ -95,7 +95,6 @@ def test_the_rows_of_absent_options_hide_nothing() -> None:
         ("--stop_words x", "is not supported: a completion ends with", "leave it out"),
         ("--no-rope-fusion", "", ""),
         ("--moe_input_jitter_eps 0.1", "Megatron-Core's default applies", "--megatron_extra_kwargs '{"),
-        ("--label_smoothing_factor 0.1", "without label smoothing", "leave it out"),
         ("--label_smoothing_factor 0.0", "", ""),
         ("--rampup_batch_size 16", "the batch size does not change", "leave it out"),
         ("--train_samples 1000", "is not an option", "--max_steps N"),

@@ -53,6 +53,24 @@ def test_no_shard_beside_what_needs_shards() -> None:
         load("--fsdp", "no_shard offload")
 
 
+def test_layers_that_no_shard_does_not_wrap(tmp_path: Path) -> None:
+    """A notice says so; beside `--engine ddp` they are a mistake."""
+    file = tmp_path / "fsdp.json"
+    file.write_text('{"fsdp_sharding_strategy": "NO_SHARD", "transformer_layer_cls_to_wrap": ["Layer"]}')
+    layers = ("--fsdp_transformer_layer_cls_to_wrap", "Layer")
+    for words in (
+        ("--fsdp", "no_shard", *layers),
+        ("--fsdp_config", str(file)),
+        ("--fsdp_sharding_strategy", "3", *layers),
+    ):
+        cfg = load(*words)
+        assert cfg.engine.engine == "ddp" and cfg.engine.fsdp_transformer_layer_cls_to_wrap == ()
+        (notice,) = cfg.notices
+        assert "fsdp_transformer_layer_cls_to_wrap" in notice and "which wraps the whole model" in notice
+    with pytest.raises(ConfigError, match="applies only to engine fsdp2"):
+        load("--engine", "ddp", *layers)
+
+
 def test_activation_checkpointing() -> None:
     assert load("--use_fsdp", "true", "--fsdp_activation_checkpointing", "true").model.recompute_granularity == "full"
 

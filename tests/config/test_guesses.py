@@ -82,7 +82,9 @@ def test_a_neighbour_of_a_file(tmp_path: Path) -> None:
 
 
 ANSWERS = [
-    ("--lmbda 0.5", "leave it out: megaswift does not support distillation"),
+    ("--lmbda 0.5", "distillation from a teacher (GKD) is not supported"),
+    ("--num_labels 3", "without this option a run trains a language model"),
+    ("--dataset identity --dataset_dir data", "--dataset DIR/FILE_NAME; megaswift migrate FILE"),
     ("--safe_serialization false", "leave it out"),
     ("--vllm_tensor_parallel_size 2", "leave it out"),
     ("--split 949,50,1", "--split_dataset_ratio 0.01 (fraction"),

@@ -15,13 +15,17 @@ import pytest
 import megaswift.engine.megatron  # noqa: F401 (before megatron.core)
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.megatron_extra_kwargs import (
+    OF_MODEL,
     OPTION_OF_FIELD,
     SET_BY_ENGINE,
     extra_kwargs_problems,
     extra_kwargs_values,
     transformer_config_fields,
+    transformer_config_option,
 )
-from megaswift.config.sections import NAMES
+from megaswift.config.neutral_options import neutral_option
+from megaswift.config.sections import MAPPINGS, NAMES
+from megaswift.config.unsupported_megatron_options import UNSUPPORTED_OF_MEGATRON
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
 from megaswift.trainers.startup_summary import extra_kwargs_text
@@ -111,3 +115,12 @@ def test_the_tables_name_fields_and_options() -> None:
     assert set(transformer_config_fields()) >= {f.name for f in dataclasses.fields(TransformerConfig)}
     assert set(OPTION_OF_FIELD) | set(SET_BY_ENGINE) <= set(transformer_config_fields())
     assert all(option.split()[0].removeprefix("--") in NAMES for option in OPTION_OF_FIELD.values())
+
+
+def test_no_answer_hides_another() -> None:
+    """A row of the unsupported options names a field only for an answer of its own."""
+    listed = {name for names, *_ in UNSUPPORTED_OF_MEGATRON for name in names.split()} & {*transformer_config_fields()}
+    assert "test_mode" in listed and not listed & {*OF_MODEL, *OPTION_OF_FIELD}
+    assert [name for name in listed if neutral_option(name) == transformer_config_option(name)] == []
+    assert [name for name in OF_MODEL if neutral_option(name) is not None] == []
+    assert [name for name in MAPPINGS if neutral_option(name) is not None] == []

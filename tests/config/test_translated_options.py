@@ -36,6 +36,7 @@ def test_tables_name_options_and_hide_none() -> None:
         ("--sequence_parallel_size 4", "context_parallel_size", 4),
         ("--gradient_clipping 0.5", "max_grad_norm", 0.5),
         ("--clip_grad_norm 0.5", "max_grad_norm", 0.5),
+        ("--task_type CAUSAL_LM", "train_type", "full"),
         ("--epochs 3", "num_train_epochs", 3),
         ("--load_in_4bit true --train_type lora", "quantization_bit", 4),
         ("--load_in_4bit false", "quantization_bit", None),
@@ -217,6 +218,15 @@ def test_one_key_of_accelerate_in_an_options_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("sft", [str(tmp_path / "run.yaml")], environ={})
     assert "distributed_type" in str(caught.value) and "model: m would be ignored" not in str(caught.value)
+
+
+def test_a_folder_of_data_sets(tmp_path: Path) -> None:
+    """LLaMA-Factory's folder of entries, beside their names; by itself a folder of data files."""
+    assert load_config("sft", ["--model", "m", "--dataset_dir", "d"], environ={}).data.dataset == ("d",)
+    (tmp_path / "run.yaml").write_text("model: m\ntrain_data: identity\ndataset_dir: data\n")
+    for words in ([*GIVEN, "--dataset_dir", "data"], [str(tmp_path / "run.yaml")]):
+        with pytest.raises(ConfigError, match="not entries of LLaMA-Factory's dataset_info.json"):
+            load_config("sft", words, environ={})
 
 
 def test_a_file_without_sharding_beside_use_fsdp(tmp_path: Path) -> None:

@@ -7,25 +7,28 @@ import contextlib
 import pytest
 
 from megaswift.cli import main
-from megaswift.config.unread_variables import unread_variables_notice
+from megaswift.config.unread_variables import unread_variables_notices
 
 NAMES = (
     "MAX_PIXELS MIN_PIXELS VIDEO_MAX_PIXELS VIDEO_MIN_PIXELS VIDEO_TOTAL_PIXELS IMAGE_MAX_TOKEN_NUM "
     "IMAGE_MIN_TOKEN_NUM VIDEO_MAX_TOKEN_NUM FPS FPS_MAX_FRAMES FPS_MIN_FRAMES SIZE_FACTOR IMAGE_FACTOR FRAME_FACTOR "
-    "MAX_RATIO QWENVL_BBOX_FORMAT"
+    "MAX_RATIO QWENVL_BBOX_FORMAT NCCL_TIMEOUT ASCEND_RT_VISIBLE_DEVICES"
 )
 
 
 @pytest.mark.parametrize("name", NAMES.split())
 def test_each_is_named(name: str) -> None:
-    text = unread_variables_notice({name: "1", "HOME": "/"})
+    (text,) = unread_variables_notices({name: "1", "HOME": "/"})
     assert text.startswith(f"{name} (environment): is not read; ") and "HOME" not in text
 
 
 def test_one_line_names_all() -> None:
-    text = unread_variables_notice({"MAX_PIXELS": "1", "FPS": "2"})
+    (text,) = unread_variables_notices({"MAX_PIXELS": "1", "FPS": "2"})
     assert text.startswith("FPS, MAX_PIXELS (environment): are not read; ") and "\n" not in text
-    assert unread_variables_notice({"PATH": "x", "MAX_PIXELS_OF_MINE": "1"}) == ""
+    assert list(unread_variables_notices({"PATH": "x", "MAX_PIXELS_OF_MINE": "1", "NCCL_DEBUG": "INFO"})) == []
+    assert [*unread_variables_notices({"NCCL_TIMEOUT": "9", "FPS": "2"})][1].endswith(
+        "--ddp_timeout SECONDS sets the timeout"
+    )
 
 
 def test_commands_say_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

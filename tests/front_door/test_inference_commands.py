@@ -5,14 +5,18 @@ Covers: tests/front_door/inference_commands.py.
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
 import pytest
 
+from megaswift import infer
 from tests.front_door.commands import Command
 from tests.front_door.count import MACHINE
 from tests.front_door.inference_commands import inference_refusal
+from tests.inference.models import PROMPTS, plain
+from tests.inference.models import folder as model_folder
 
 RUN = "output/vx-xxx/checkpoint-xxx"
 ACCEPTED = {
@@ -91,6 +95,32 @@ def judged(task: str, text: str, root: Path) -> list[str]:
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_typed_as_they_are(name: str, root: Path) -> None:
     assert judged(*ACCEPTED[name], root) == []
+
+
+PLACED = ("a reference document: a map in JSON", "a reference document: a device map")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", PLACED)
+def test_a_device_map_to_the_answers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A document's command answers a file: the answers are transformers' own."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.chdir(tmp_path)
+    model = model_folder(tmp_path / "model")
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps({"query": text}) + "\n" for text in PROMPTS))
+    changes = {"--model": str(model), "--model_id": str(model), "--model_type": "qwen3"}
+    words = shlex.split(ACCEPTED[name][1])
+    words = [changes.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    rows = ["--val_dataset", "questions.jsonl", "--result_path", "answers.jsonl", "--temperature", "0"]
+    assert infer.main([*words, *rows, "--max_new_tokens", "12"]) == 0
+    answers = [json.loads(line)["response"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    asked = [tokenizer(f"<u>{text}<e><a>", add_special_tokens=False).input_ids for text in PROMPTS]
+    assert answers == plain(AutoModelForCausalLM.from_pretrained(model), tokenizer, asked, 12, do_sample=False)
+    assert any(answers) and "cpu" in capsys.readouterr().err
 
 
 REFUSED = {

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from megaswift.config.launcher_environment import COUNTS, IDENTITY
 from megaswift.trainers.metrics_jsonl import read_lines
@@ -90,13 +91,14 @@ def losses(words: list[str], folder: Path, processes: int = 2) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-def reference(file: str) -> float:
-    """The first step's loss: that of Hugging Face's model over the first eight rows, in one process, plain torch."""
+def reference(file: str, export: Path | None = None) -> float:
+    """The first step's loss: that of Hugging Face's model over the first eight rows, in one process, plain torch; or of
+    an export."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = json.loads(Path(file).read_text())
-    model = AutoModelForCausalLM.from_pretrained(options["model"])
-    tokenizer = AutoTokenizer.from_pretrained(options["model"])
+    model = AutoModelForCausalLM.from_pretrained(export or options["model"])
+    tokenizer = AutoTokenizer.from_pretrained(export or options["model"])
     rows = [json.loads(line)["messages"] for line in Path(options["dataset"]).read_text().splitlines()[:8]]
     total, count = 0.0, 0
     for row in rows:
@@ -191,14 +193,20 @@ def test_two_machines_are_two_commands(torchrun: list[str], file: str, tmp_path:
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp", "fsdp1", "deepspeed", "deepspeed-file"])
+@pytest.mark.parametrize("name", ["ddp", "no_shard", "fsdp", "fsdp1", "deepspeed", "deepspeed-file"])
 def test_a_configuration_file_of_accelerate_s_is_followed(name: str, file: str, tmp_path: Path) -> None:
-    """The engine is the file's, and it is said."""
+    """Both files are YAML. The engine is accelerate's file's, and it is said; transformers computes from the export the
+    loss of the last evaluation."""
     if "deepspeed" in name:
         deepspeed_here()
     own = json.loads(Path(file).read_text())
-    del own["engine"]
-    Path(tmp_path, "run.json").write_text(json.dumps(own))
+    if name != "ddp":
+        del own["engine"]
+    rows = Path(own["dataset"]).read_text().splitlines(keepends=True)[:8]
+    Path(tmp_path, "held.jsonl").write_text("".join(rows))
+    run = {"train": {"max_steps": 2, "output_dir": "out"}, "data": {"shuffle": False, "val_dataset": "held.jsonl"}}
+    del own["split_dataset_ratio"]
+    Path(tmp_path, "run.yaml").write_text(yaml.safe_dump(own | run))
     zero3 = str(ROOT / "configs/deepspeed/zero3.json")
     fsdp = {
         "fsdp_version": 2,
@@ -206,7 +214,10 @@ def test_a_configuration_file_of_accelerate_s_is_followed(name: str, file: str, 
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer",
     }
+    unsharded = {"fsdp_sharding_strategy": "NO_SHARD", "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}
     kind, section, says = {
+        "ddp": ("MULTI_GPU", {"gpu_ids": "all"}, ""),
+        "no_shard": ("FSDP", {"fsdp_config": unsharded}, "--engine ddp"),
         "fsdp": (
             "FSDP",
             {"fsdp_config": fsdp},
@@ -234,27 +245,20 @@ def test_a_configuration_file_of_accelerate_s_is_followed(name: str, file: str, 
         "use_cpu": False,
         "main_process_port": free_port(),
     } | section
-    Path(tmp_path, "accelerate.yaml").write_text(json.dumps(settings))
-    words = [
-        *ACCELERATE[:3],
-        "--config_file",
-        str(tmp_path / "accelerate.yaml"),
-        SFT,
-        "run.json",
-        "--shuffle",
-        "false",
-        "--max_steps",
-        "1",
-        "--output_dir",
-        "out",
-    ]
+    Path(tmp_path, "accelerate.yaml").write_text(yaml.safe_dump(settings))
+    words = [*ACCELERATE[:3], "--config_file", str(tmp_path / "accelerate.yaml"), SFT, "run.yaml"]
     code, text = start(words, tmp_path)
     assert code == 0, text[-3000:]
-    assert text.count(f"from accelerate's settings: {says}\n") == 1, text
+    assert text.count(f"from accelerate's settings: {says}\n") == (1 if says else 0), text
+    assert ("fsdp_transformer_layer_cls_to_wrap Qwen3DecoderLayer has no effect" in text) == (name == "no_shard")
     assert ("fsdp_version 1 has no effect: FSDP2 is always used" in text) == (name == "fsdp1")
-    engine = {"fsdp": "fsdp2", "fsdp1": "fsdp2", "deepspeed": "zero2_offload", "deepspeed-file": "zero3"}[name]
+    ddp = {"ddp": "ddp", "no_shard": "ddp"}
+    engine = {**ddp, "fsdp": "fsdp2", "fsdp1": "fsdp2", "deepspeed": "zero2_offload", "deepspeed-file": "zero3"}[name]
     assert f"engine: {engine}\n" in Path(tmp_path, "out/config.yaml").read_text()
     assert read_lines(tmp_path / "out/metrics.jsonl")[0]["loss"] == pytest.approx(reference(file), rel=1e-5)
+    (evaluation,) = read_lines(tmp_path / "out/eval.jsonl")
+    assert evaluation["step"] == 2 and evaluation["loss"] < reference(file)
+    assert evaluation["loss"] == pytest.approx(reference(file, tmp_path / "out/hf"), rel=1e-5)
 
 
 @pytest.mark.process

@@ -106,7 +106,7 @@ def test_launchers() -> None:
 def test_several_commands_and_conditions() -> None:
     first, second = foreign_commands("swift pt --lr 1\nif [ $x ]; then\n  swift sft --lr 2\nfi\n", "run.sh")
     assert (first.place, first.notes) == ("run.sh:1", ()) and second.place == "run.sh:3"
-    assert "condition or a loop" in second.notes[0]
+    assert "a condition, a loop or a function" in second.notes[0]
 
 
 @pytest.mark.parametrize(

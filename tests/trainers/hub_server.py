@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ class Hub:
         if method == "PUT":
             self.objects[path.rsplit("/", 1)[-1]] = body
             return 200, {}
+        if path == "/api/validate-yaml":
+            return self.card(json.loads(body)["content"])
         if path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked.get('organization') or USER}/{asked['name']}"
@@ -73,6 +76,15 @@ class Hub:
             oid = f"{len(self.commits):040x}"
             return 200, {"success": True, "commitOid": oid, "commitUrl": f"{self.url}/{name}/commit/{oid}"}
         return 404, {"error": f"no {path}"}
+
+    @staticmethod
+    def card(content: str) -> tuple[int, Any]:
+        """Of a README.md: a base model by its path is refused."""
+        base = re.search(r"^base_model: (/.*)$", content, re.MULTILINE)
+        if base is None:
+            return 200, {"errors": [], "warnings": []}
+        text = f'"base_model" with value "{base[1]}" is not valid. Use a model id from https://hf.co/models.'
+        return 400, {"error": text, "errors": [{"message": text}], "warnings": []}
 
 
 @contextmanager

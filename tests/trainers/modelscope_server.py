@@ -6,10 +6,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from tests.trainers.hub_server import USER, Hub
+import pytest
+
+from tests.trainers.hub_server import USER, Hub, hub_server
 
 PRIVATE = 1
 OWNERS = (USER, "org")
@@ -68,3 +72,13 @@ class ModelScope(Hub):
             self.files[name][action["path"]] = content
         self.commits.append((name, asked["commit_message"]))
         return 200, {"Code": 200, "Success": True, "Data": {"oid": f"{len(self.commits):040x}"}}
+
+
+def modelscope_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModelScope]:
+    """A fixture: a running server, which the client is pointed to; no token is stored."""
+    server = ModelScope()
+    with hub_server(server):
+        monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.url)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.delenv("MODELSCOPE_API_TOKEN", raising=False)
+        yield server

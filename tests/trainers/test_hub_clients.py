@@ -6,7 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,19 +15,11 @@ from megaswift.errors import ConfigError
 from megaswift.trainers.hub_clients import hub_client_problems
 from megaswift.trainers.hub_upload import HubUpload
 from tests.sources import ROOT
-from tests.trainers.hub_server import TOKEN, USER, hub_server
+from tests.trainers.hub_server import TOKEN, USER
 from tests.trainers.inputs import write_inputs
-from tests.trainers.modelscope_server import ModelScope
+from tests.trainers.modelscope_server import ModelScope, modelscope_server
 
-
-@pytest.fixture
-def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModelScope]:
-    server = ModelScope()
-    with hub_server(server):
-        monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.url)
-        monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        monkeypatch.delenv("MODELSCOPE_API_TOKEN", raising=False)
-        yield server
+site = pytest.fixture(modelscope_server)
 
 
 def upload_of(tmp_path: Path, token: str = TOKEN, **options: object) -> HubUpload:
@@ -52,7 +43,7 @@ def test_a_new_repository_and_one_that_exists(site: ModelScope, tmp_path: Path, 
     assert site.private == {name: private} and site.files == {name: files}
     assert [message.partition(" (")[0] for _, message in site.commits] == ["step 2"]
     assert {p for p in (tmp_path / "hf").rglob("*") if p.is_file()} == {tmp_path / "hf" / f for f in files}
-    assert upload_of(tmp_path, hub_private_repo=not private).repository == name
+    assert upload_of(tmp_path, hub_private_repo=not private).repository.name == name
     assert site.private == {name: private}
 
 
@@ -83,9 +74,9 @@ def test_a_repository_deleted_meanwhile_is_not_made_again(site: ModelScope, tmp_
 
 def test_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    found = hub_client_problems(SwiftConfig(model="m", use_hf=False, push_to_hub=True))
+    found = hub_client_problems(push_to_hub=True, use_hf=False)
     assert [p.fix for p in found] == ["run pip install modelscope-hub"]
-    assert hub_client_problems(SwiftConfig(model="m", push_to_hub=True)) == []
+    assert hub_client_problems(push_to_hub=True, use_hf=True) == []
 
 
 @pytest.mark.process

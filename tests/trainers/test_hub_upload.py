@@ -11,7 +11,7 @@ import pytest
 
 from megaswift.config import SwiftConfig, load_config
 from megaswift.errors import ConfigError
-from megaswift.trainers.hub_clients import HuggingFaceHub
+from megaswift.trainers.hub_clients import HubRepository, HuggingFaceHub
 from megaswift.trainers.hub_upload import HubUpload
 from tests.sources import ROOT
 from tests.trainers.hub_server import TOKEN, USER, Hub, hub_server
@@ -35,7 +35,7 @@ def test_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="the hub does not give access to out"):
         HubUpload(SwiftConfig(model="m", output_dir=str(tmp_path / "out"), push_to_hub=True, hub_token=TOKEN))
     upload = HubUpload.__new__(HubUpload)
-    upload.client, upload.token, upload.every_save, upload.repository = HuggingFaceHub(TOKEN), TOKEN, True, "u/m"
+    upload.every_save, upload.repository = True, HubRepository(HuggingFaceHub(TOKEN), TOKEN, "u/m")
     (tmp_path / "step-1" / "hf").mkdir(parents=True)
     (tmp_path / "step-1" / "hf" / "x").write_text("1")
     upload.after_save(tmp_path / "step-1", 1)
