@@ -18,7 +18,6 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megaswift.bridge.sharded_state_dict_entries import padded_vocabulary_size
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
 from megaswift.engine.megatron.fp8_and_exact_main_weights import gather_weights_now
@@ -33,6 +32,7 @@ from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs
 from megaswift.engine.megatron.tp_comm_overlap import create_user_buffers
 from megaswift.families.model_spec import ArchitectureExtras, ModelSpec
+from megaswift.families.weight_table_on_ranks import padded_vocabulary_size
 from megaswift.losses.contract import RequestedModelOutputs
 
 
