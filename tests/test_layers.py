@@ -26,6 +26,7 @@ LAYERS = {
     "losses": 2,
     "data": 2,
     "families": 2,
+    "memory": 3,
     "launchers": 2,
     "migration": 2,
     "bridge": 3,
@@ -56,6 +57,7 @@ NO_TORCH = (
     "parallel",
     "launchers",
     "migration",
+    "memory",
 )
 AGENT = "megaswift.launchers.torchrun_agent"
 """A program of its own around torchrun; nothing imports it."""

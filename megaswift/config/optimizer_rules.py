@@ -6,6 +6,7 @@ from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import NATIVE, READS, requested_engine
 from megaswift.config.optim import BETAS, EPSILON, EVERYWHERE, GALORE, ON_PARTS, PAGED
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
+from megaswift.config.sections import Sections
 
 _NAME = ("optimizer",)
 _OPTIONS = {"adam_beta1": BETAS, "adam_beta2": BETAS, "adam_epsilon": EPSILON}
@@ -15,6 +16,12 @@ _NOT_GALORE: Test = lambda c: c.optim.optimizer not in GALORE  # noqa: E731
 
 def _without(names: tuple[str, ...]) -> Test:
     return lambda c: c.optim.optimizer not in names
+
+
+def uses_distributed_optimizer(c: Sections) -> bool:
+    """Whether the native engine splits the optimizer's state over data-parallel ranks: Megatron-Core does it for adam
+    only."""
+    return c.parallel.distributed_optimizer and c.optim.optimizer == "adam"
 
 
 OPTIMIZER_IGNORED: tuple[IgnoredOption, ...] = (

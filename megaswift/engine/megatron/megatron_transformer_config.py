@@ -45,11 +45,6 @@ def compute_dtype(cfg: SwiftConfig, spec: ModelSpec, cuda: bool) -> torch.dtype:
     return DTYPES[name]
 
 
-def uses_distributed_optimizer(cfg: SwiftConfig) -> bool:
-    """Whether the optimizer's state is split over data-parallel ranks: Megatron-Core does it for adam only."""
-    return cfg.parallel.distributed_optimizer and cfg.optim.optimizer == "adam"
-
-
 def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     p = cfg.parallel
     interleaved = layout.vpp > 1

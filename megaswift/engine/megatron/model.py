@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megaswift.config import SwiftConfig
+from megaswift.config.optimizer_rules import uses_distributed_optimizer
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
 from megaswift.engine.megatron.fp8_and_exact_main_weights import gather_weights_now
 from megaswift.engine.megatron.layers.layer_implementation import TORCH, LayerImplementationChoice
@@ -27,7 +28,6 @@ from megaswift.engine.megatron.layers.router import AuxLossTopKRouter, install_p
 from megaswift.engine.megatron.layers.transformer_layer_spec import block_spec
 from megaswift.engine.megatron.layers.vocab_head import VocabularyHeadFunction, VocabularyHeadShardSpec
 from megaswift.engine.megatron.layers.vocab_parallel_embedding import UnsyncedVocabParallelEmbedding
-from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs
 from megaswift.engine.megatron.tp_comm_overlap import create_user_buffers

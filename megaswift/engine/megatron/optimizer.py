@@ -27,8 +27,8 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaswift.config import SwiftConfig
+from megaswift.config.optimizer_rules import uses_distributed_optimizer
 from megaswift.engine.megatron.host_adam import HostAdam, materialize_host_adam_state
-from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
 
 LORA_B = re.compile(r"\.lora\.B\d+$")
 """Names of B in a layer's adapters (`lora.layer_adapters`)."""
