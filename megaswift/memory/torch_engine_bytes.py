@@ -100,7 +100,7 @@ def state_bytes(cfg: SwiftConfig, shape: tuple[int, ...]) -> int:
 
 
 def _zero_bytes(kind: str, dtype: str, ranks: int, parameters: list[TorchParameter]) -> HeldBytes:
-    stage, (offload, offload_weights) = KINDS[kind]
+    stage, offload, offload_weights = KINDS[kind]
     width = 2 if dtype in HALF else 4
     elements = sum(p.elements for p in parameters)
     trained = sum(p.elements for p in parameters if p.trains)
