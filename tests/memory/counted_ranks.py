@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from megaswift.config import SwiftConfig
 from megaswift.families import family_of
+from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
 from megaswift.parallel.layout import Layout
 from megaswift.trainers.tensor_memory_holders import GRADIENTS, OPTIMIZER, WEIGHTS, tensor_memory_holders
@@ -99,6 +101,82 @@ def _of_torch(engine: Any, batches: Any) -> Held:
         gradients += [g for part in strategy._zero.averaged_gradients.values() for g in part or []]
         optimizer += strategy._zero.single_partition_of_fp32_groups
     return Held(storages(local(parameters)), storages(local(gradients)), storages(optimizer))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes of tensors that autograd keeps, storages once, weights left out."""
+
+    forward: int
+    """When the first backward pass begins."""
+    peak: int
+    """At most, recomputed layers included."""
+
+
+class SavedBytes:
+    """Counts what `saved_tensors_hooks` sees come and go."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self.weights = {t.untyped_storage().data_ptr() for t in weights}
+        self.users: Counter[int] = Counter()
+        self.sizes: dict[int, int] = {}
+        self.live = self.peak = 0
+        self.forward: int | None = None
+
+    def pack(self, tensor: Tensor) -> _SavedTensor:
+        """A tensor is saved."""
+        return _SavedTensor(self, tensor)
+
+    def unpack(self, saved: _SavedTensor) -> Tensor:
+        """A backward pass asks for it."""
+        if self.forward is None:
+            self.forward = self.live
+        return saved.tensor
+
+    def add(self, tensor: Tensor, count: int) -> None:
+        """One user more or less of the memory behind a tensor."""
+        storage = tensor.untyped_storage()
+        place = storage.data_ptr()
+        if place in self.weights:
+            return
+        before = self.users[place] > 0
+        self.users[place] += count
+        change = (self.users[place] > 0) - before
+        self.sizes.setdefault(place, storage.nbytes())
+        self.live += change * self.sizes[place]
+        if change < 0:
+            del self.sizes[place]
+        self.peak = max(self.peak, self.live)
+
+
+class _SavedTensor:
+    """In place of a saved tensor, as long as autograd keeps it."""
+
+    def __init__(self, counter: SavedBytes, tensor: Tensor) -> None:
+        self.counter, self.tensor = counter, tensor
+        counter.add(tensor, 1)
+
+    def __del__(self) -> None:
+        self.counter.add(self.tensor, -1)
+
+
+def count_saved(rank: int, world: int, run: CountedRun) -> Saved:
+    """Of one micro-batch of full rows, in which every token has a label (on the ranks)."""
+    case = parse(run.text)
+    engine, context = build(case, run.folder, world, **run.options)
+    data = engine.cfg.data
+    shape = (engine.cfg.train.per_device_train_batch_size, data.max_length)
+    ids = torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(3))
+    positions = torch.arange(shape[1]).repeat(shape[0], 1)
+    bounds = torch.tensor([0, shape[1]], dtype=torch.int32) if data.packing else None
+    batch = Batch(ids, ids.clone(), torch.ones(shape), positions, torch.ones(shape, dtype=torch.bool), bounds)
+    count = SavedBytes(t for c in engine.plain for t in (*c.parameters(), *c.buffers()))
+    with torch.autograd.graph.saved_tensors_hooks(count.pack, count.unpack):
+        engine.accumulate([batch] * case.total, CrossEntropy())
+    torch.distributed.barrier()
+    context.close()
+    assert count.live == 0 and count.forward is not None
+    return Saved(count.forward, count.peak)
 
 
 CONFIG: dict[str, Any] = {
