@@ -49,16 +49,21 @@ def activation_bytes(
 ) -> ActivationBytes:
     """Of a pipeline stage that holds these chunks; `microbatches` per optimizer step."""
     passes = passes_in_flight(setup, stage, microbatches)
-    of_chunks = sorted((kept_by_chunk(setup, chunk) for chunk in chunks), reverse=True)
-    kept = sum(of_chunks[i % len(of_chunks)] for i in range(passes))
+    of_chunks = sorted((kept_by_chunk(setup, chunk) for chunk in chunks), key=lambda kept: -kept.total)
+    everything = sum(of_chunks[i % len(of_chunks)].total for i in range(passes))
     layers = [layer for chunk in chunks for layer in chunk.layers]
-    recomputed, working = _recomputed(setup, layers), max((_working(setup, layer) for layer in layers), default=0)
+    working = max((_working(setup, layer) for layer in layers), default=0)
     head = last_stage_head(setup) if any(chunk.loss for chunk in chunks) else HeadBytes(0, 0)
     batches = BATCH * setup.tokens * microbatches
-    # the head's pass is over, and what it kept is freed, when the layers' backward passes begin
-    if head.kept + head.working > recomputed + working:
-        return ActivationBytes(kept, 0, head.kept + head.working, 0, batches)
-    return ActivationBytes(kept, recomputed, 0, working, batches)
+    # what the head, the final norm and layers that are not recomputed kept is freed when the first layers are computed
+    # again
+    final = max(kept.final for kept in of_chunks)
+    moments = [
+        ActivationBytes(everything, 0, head.kept + head.working, 0, batches),
+        ActivationBytes(everything - final, 0, 0, working, batches),
+        ActivationBytes(everything - final - of_chunks[0].whole, _recomputed(setup, layers), 0, working, batches),
+    ]
+    return max(moments, key=lambda moment: moment.total)
 
 
 def passes_in_flight(setup: MicrobatchSetup, stage: int, microbatches: int) -> int:
@@ -69,20 +74,39 @@ def passes_in_flight(setup: MicrobatchSetup, stage: int, microbatches: int) -> i
     return min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1)
 
 
-def kept_by_chunk(setup: MicrobatchSetup, chunk: ModelChunk) -> int:
+@dataclass(frozen=True)
+class ChunkKept:
     """Bytes from the forward to the backward pass of one micro-batch, without the head's."""
+
+    inputs: int
+    """Of layers that are computed again, and the rotary angles."""
+    whole: int
+    """Of the other layers under full recomputation by blocks."""
+    layers: int
+    """Of all layers otherwise."""
+    final: int
+    """Of the norm before the head."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.inputs + self.whole + self.layers + self.final
+
+
+def kept_by_chunk(setup: MicrobatchSetup, chunk: ModelChunk) -> ChunkKept:
+    """Of one model chunk."""
     m, layers = setup.cfg.model, list(chunk.layers)
-    given, between = layer_input_bytes(setup), 0
-    if m.recompute_granularity == "full":
-        every = m.recompute_num_layers or 1
-        block = m.recompute_method == "block"
-        between = given * (min(every, len(layers)) if block else -(-len(layers) // every))
-        layers = layers[every:] if block else []
-    modules = recomputed_modules(setup)
-    kept = between + sum(_all_kept(setup, layer, modules) for layer in layers)
-    if chunk.loss:
-        kept += final_norm_bytes(setup)
-    return kept
+    angles = 4 * setup.positions * setup.spec.rotated_width
+    final = final_norm_bytes(setup) if chunk.loss else 0
+    if m.recompute_granularity != "full":
+        modules = recomputed_modules(setup)
+        engine = 0 if setup.kernels.attention == TORCH else angles
+        return ChunkKept(engine, 0, sum(_all_kept(setup, layer, modules) for layer in layers), final)
+    every = m.recompute_num_layers or 1
+    block = m.recompute_method == "block"
+    inputs = min(every, len(layers)) if block else -(-len(layers) // every)
+    whole = sum(_all_kept(setup, layer) for layer in layers[every:]) if block else 0
+    return ChunkKept(angles + inputs * layer_input_bytes(setup), whole, 0, final)
 
 
 def recomputed_modules(setup: MicrobatchSetup) -> tuple[str, ...]:

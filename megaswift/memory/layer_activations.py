@@ -16,6 +16,8 @@ from megaswift.memory.microbatch_setup import TORCH, MicrobatchSetup
 Kept = dict[str, int]
 """Bytes by tensor."""
 QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
+ATTENTION_BLOCK = 1024
+"""Queries of a block under a window, at least (`engine/megatron/layers/torch_attention.py`)."""
 FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
 EXPERT_FC1, EXPERT_FC2 = "mlp.experts.0.linear_fc1", "mlp.experts.0.linear_fc2"
 
@@ -30,7 +32,7 @@ def kept_by_layer(setup: MicrobatchSetup, layer: int, recomputed: Sequence[str] 
     moe = setup.spec.moe_layers[layer]
     attention = _attention(setup, layer)
     if "core_attn" in recomputed:
-        attention.pop("log-sum-exp")  # queries, keys and values stay, and the output is the projection's input
+        attention |= _recomputed_attention(setup)
     block = _moe(setup, layer) if moe else _mlp(setup, layer)
     if "mlp" in recomputed and not moe:
         block = {"mlp input": layer_input_bytes(setup)}
@@ -58,10 +60,11 @@ def _input(setup: MicrobatchSetup, layer: int, module: str, elements: int, share
     """Of a linear layer: kept for the gradient of its weight or of its adapters, whose dropout keeps a mask and a copy
     of its own. `shared`: another operation keeps the same tensor."""
     projections, full = setup.adapters(layer, module), setup.parts.full
-    engine = setup.kernels.linear != TORCH
     dropout = bool(projections) and setup.cfg.lora.lora_dropout > 0
     kept: Kept = {}
-    if not shared and (full or engine or (bool(projections) and not dropout)):
+    # Transformer Engine keeps the normed rows that it hands to an adapter
+    handed = setup.kernels.linear != TORCH and module in (QKV, FC1)
+    if not shared and (full or (bool(projections) and (handed or not dropout))):
         kept[f"{module} input"] = elements * setup.width
     if dropout:
         kept[f"{module} dropped"] = elements * (setup.width + (1 if setup.kernels.cuda else setup.width))
@@ -92,13 +95,41 @@ def _attention(setup: MicrobatchSetup, layer: int) -> Kept:
         wide = spec.features.qk_norm_width == "all"
         kept |= _norm(setup, "query norm", t if wide else t * setup.heads, a if wide else spec.head_dim, full)
         kept |= _norm(setup, "key norm", t if wide else t * setup.kv_heads, k if wide else spec.head_dim, full)
+    keys = t * k
     if torch_attention:
         kept["cosine and sine"] = 4 * w * setup.positions * int(spec.rotated_width * spec.rope.partial)
-        k = a  # KV heads are repeated
-    kept |= {"queries": w * t * a, "keys": w * t * k, "values": w * t * k, "attention output": w * t * a}
+        kept |= _masks(setup, layer)
+        keys = t * setup.layout.cp * a  # KV heads are repeated, and the whole sequence's are gathered
+        if setup.layout.cp > 1:
+            kept["joined output"] = w * t * a
+        if spec.qk_norm and w == 4:
+            kept["key norm input"] = w * t * (a + 2 * k)  # a view of the joined projections, which no copy frees
+    kept |= {"queries": w * t * a, "keys": w * keys, "values": w * keys, "attention output": w * t * a}
     kept["log-sum-exp"] = 4 * t * setup.heads
     kept |= _input(setup, layer, PROJECTION, t * a, shared=True)
     return kept | _adapter_products(setup, layer, {QKV: t, PROJECTION: t})
+
+
+def _masks(setup: MicrobatchSetup, layer: int) -> Kept:
+    """Of torch's attention, where it is not plain causal: [queries, keys] in the dtype of the scores. Under context
+    parallelism a rank's two runs of a sequence see 2 cp + 1 runs of keys."""
+    cp, positions = setup.layout.cp, setup.positions
+    if cp > 1:
+        run = -(-positions // 2)
+        return {"masks": setup.width * run * run * (2 * cp + 1)}
+    window = setup.spec.transformer.get("window_size")
+    if not window or not setup.windowed(layer):
+        return {}
+    block = max(window[0] + 1, ATTENTION_BLOCK)
+    return {"masks": setup.width * positions * (positions if positions <= 2 * block else block + window[0] + 1)}
+
+
+def _recomputed_attention(setup: MicrobatchSetup) -> Kept:
+    """Recomputing attention keeps its inputs: no scores are saved that flash attention would not keep, and torch's
+    values are then a view of the joined projections."""
+    a, k = setup.head_width, setup.kv_heads * setup.spec.head_dim
+    unit = setup.width * setup.tokens
+    return {"keys": unit * k, "values": unit * (a + 2 * k), "log-sum-exp": 0}
 
 
 def _latent_attention(setup: MicrobatchSetup, layer: int) -> Kept:
@@ -141,4 +172,6 @@ def _moe(setup: MicrobatchSetup, layer: int) -> Kept:
     if spec.shared_ffn:
         inner = spec.shared_ffn // setup.layout.tp
         kept["shared expert"] = w * setup.tokens * 3 * inner
+        if spec.transformer.get("moe_shared_expert_gate"):
+            kept["shared expert output"] = w * r * spec.hidden_size
     return kept | _adapter_products(setup, layer, {EXPERT_FC1: m, EXPERT_FC2: m})

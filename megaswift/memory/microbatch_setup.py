@@ -91,6 +91,14 @@ class MicrobatchSetup:
         factor = self.cfg.model.moe_expert_capacity_factor
         return even if factor is None else int(even * min(1.0, factor))
 
+    def windowed(self, layer: int) -> bool:
+        """Whether a layer's attention has the model's window (`window_attn_skip_freq`: for each layer, or every n-th
+        is without)."""
+        every = self.spec.transformer.get("window_attn_skip_freq")
+        if every is None:
+            return bool(self.spec.transformer.get("window_size"))
+        return bool(every[layer]) if isinstance(every, list | tuple) else (layer + 1) % every != 0
+
     def adapters(self, layer: int, module: str) -> Sequence[Projection]:
         """Projections with an adapter in a module of a layer, `self_attention.linear_qkv`; of experts those of the
         first."""
