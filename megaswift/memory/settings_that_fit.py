@@ -84,8 +84,8 @@ def _in_order(cfg: SwiftConfig, parameters: RunParameters, keep: bool) -> Iterat
 
 
 def _free(cfg: SwiftConfig, keep: bool, *names: str) -> bool:
-    """Whether the options may be chosen."""
-    return not keep or not {*names} & cfg.given
+    """Whether the options may be chosen; also `none`, in words, is the user's choice."""
+    return not keep or not any(n in cfg.given or (n in cfg.typed and cfg.value(n) is None) for n in names)
 
 
 def _recomputation(cfg: SwiftConfig, spec: ModelSpec, keep: bool) -> list[Settings]:
