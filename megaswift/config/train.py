@@ -58,7 +58,7 @@ class TrainConfig:
     )
     fit: bool = option(
         False,
-        "Choose recomputation, micro-batch and optimizer settings that fit the device memory",
+        "Choose recomputation, micro-batch and optimizer settings that fit the device",
         tasks=("sft", "pt"),
     )
     device_memory: str | None = option(

@@ -53,6 +53,8 @@ def other_value(name: str) -> object:
     o = OPTIONS[name]
     if name == "init_weights":
         return "pissa"
+    if name == "device_memory":
+        return "80GiB"
     if name == "fsdp_config":
         return str(Path(__file__).resolve().parents[2] / "configs" / "fsdp" / "fsdp2.json")
     if name in ("initial_loss_scale", "min_loss_scale"):
@@ -98,6 +100,7 @@ NEEDS = (
         "profile_step_start": {"profile": True, "profile_step_end": 9},
         "profile_step_end": {"profile": True, "profile_step_start": 0},
         "profile_ranks": {"profile": True},
+        "device_memory": {"fit": True},
         "hub_token": {"push_to_hub": True},
         "hub_private_repo": {"push_to_hub": True},
         "hub_strategy": {"push_to_hub": True, "save_only_model": True},
