@@ -66,7 +66,7 @@ def choose_settings_that_fit(cfg: SwiftConfig, parameters: RunParameters, usable
 def _in_order(cfg: SwiftConfig, parameters: RunParameters, keep: bool) -> Iterator[Settings]:
     """All combinations, the dearest setting changing last; `keep`: those that leave alone what the user has set."""
     levers = [
-        _offload(cfg, keep),
+        _offload(cfg, parameters, keep),
         _precision_aware(cfg, parameters, keep),
         _distributed(cfg, keep),
         _micro_batches(cfg, parameters, keep),
@@ -132,7 +132,13 @@ def _precision_aware(cfg: SwiftConfig, parameters: RunParameters, keep: bool) ->
     return [{}, {"precision_aware_optimizer": True}] if _free(cfg, keep, "precision_aware_optimizer") else [{}]
 
 
-def _offload(cfg: SwiftConfig, keep: bool) -> list[Settings]:
+def _offload(cfg: SwiftConfig, parameters: RunParameters, keep: bool) -> list[Settings]:
+    """To the host, from a GPU."""
     o = cfg.optim
-    able = o.optimizer == "adam" and not o.optimizer_cpu_offload and not o.precision_aware_optimizer
+    able = (
+        parameters.kernels.cuda
+        and o.optimizer == "adam"
+        and not o.optimizer_cpu_offload
+        and not o.precision_aware_optimizer
+    )
     return [{}, {"optimizer_cpu_offload": True}] if able and _free(cfg, keep, "optimizer_cpu_offload") else [{}]
