@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megaswift.config.recompute_modules import selective_recompute_modules
 from megaswift.memory.head_bytes import HeadBytes, head_bytes
 from megaswift.memory.layer_activations import kept_by_layer, layer_input_bytes
 from megaswift.memory.microbatch_setup import TORCH, MicrobatchSetup
@@ -19,8 +20,6 @@ from megaswift.parallel.pipeline_split import ModelChunk
 
 BATCH = 40
 """Bytes a token: identifiers, labels and positions in 64 bits, weights, fields and masks."""
-DEFAULT_MODULES = ("core_attn",)
-"""Megatron-Core's for selective recomputation."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,7 @@ def kept_by_chunk(setup: MicrobatchSetup, chunk: ModelChunk) -> ChunkKept:
 
 def recomputed_modules(setup: MicrobatchSetup) -> tuple[str, ...]:
     """Those of selective recomputation."""
-    m = setup.cfg.model
-    return (m.recompute_modules or DEFAULT_MODULES) if m.recompute_granularity == "selective" else ()
+    return selective_recompute_modules(setup.cfg, setup.spec.moe_layers)
 
 
 def final_norm_bytes(setup: MicrobatchSetup) -> int:

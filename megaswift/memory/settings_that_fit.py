@@ -92,8 +92,8 @@ def _recomputation(cfg: SwiftConfig, spec: ModelSpec, keep: bool) -> list[Settin
     as_it_is: list[Settings] = [{}]
     if not _free(cfg, keep, *RECOMPUTE) or cfg.model.recompute_granularity == "full":
         return as_it_is
-    module = "moe" if spec.experts else "mlp"
-    selective = {"recompute_granularity": "selective", "recompute_modules": (module,)}
+    modules = tuple(name for name, kind in (("mlp", False), ("moe", True)) if kind in spec.moe_layers)
+    selective = {"recompute_granularity": "selective", "recompute_modules": modules}
     return [*as_it_is, selective, {"recompute_granularity": "full", "recompute_modules": ()}]
 
 

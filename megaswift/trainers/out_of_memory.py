@@ -61,6 +61,11 @@ def largest_holders_text() -> str:
     return f"; largest: {named}" if named else ""
 
 
+def _recomputes_attention_alone(cfg: Any) -> bool:
+    m = cfg.model
+    return m.recompute_granularity == "selective" and tuple(m.recompute_modules) == ("core_attn",)
+
+
 def out_of_memory_advice(cfg: Any, experts: int) -> list[str]:
     """Settings that lower the peak, in the order of what they cost; those already in use are left out."""
     m, p, d, t, o = cfg.model, cfg.parallel, cfg.data, cfg.train, cfg.optim
@@ -81,7 +86,8 @@ def out_of_memory_advice(cfg: Any, experts: int) -> list[str]:
         ),
         (gpu and m.torch_dtype == "float32", "--torch_dtype bfloat16: half the weights and activations"),
         (
-            m.recompute_granularity in (None, "none"),  # core_attn would save nothing: fused attention keeps no scores
+            # core_attn saves nothing: fused attention keeps no scores
+            m.recompute_granularity in (None, "none") or _recomputes_attention_alone(cfg),
             f"--recompute_granularity selective --recompute_modules {'moe' if experts > 1 else 'mlp'}: slower by the "
             f"forward pass of the {'experts' if experts > 1 else 'MLPs'}",
         ),

@@ -266,13 +266,13 @@ def expert_option_problems(cfg: SwiftConfig) -> list[Problem]:
         if set_to_non_default(cfg, name)
     ]
     parts = [part for part in cfg.model.recompute_modules if part in ("moe", "moe_act")]
-    given += [Problem(f"--recompute_modules {part}", rule, "--recompute_modules core_attn or mlp") for part in parts]
+    given += [Problem(f"--recompute_modules {part}", rule, "--recompute_modules mlp") for part in parts]
     if "layernorm" in cfg.model.recompute_modules:  # Megatron-Core would recompute none, without a word
         fused = (
             "Transformer Engine fuses the norms of a dense model with the projections that follow, so there is "
             "none to recompute"
         )
-        given.append(Problem("--recompute_modules layernorm", fused, "--recompute_modules core_attn or mlp"))
+        given.append(Problem("--recompute_modules layernorm", fused, "--recompute_modules mlp"))
     return given
 
 

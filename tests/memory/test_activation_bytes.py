@@ -18,6 +18,7 @@ from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.parallel.pipeline_split import PipelineSplit, model_chunks_by_stage
 from tests.memory.counted_ranks import CONFIG, MOE, CountedRun, Saved, model_folder
 from tests.parity.cases import parse
+from tests.parity.models import build
 from tests.parity.pool import Pool
 
 TOLERANCE = 0.02
@@ -79,7 +80,7 @@ def check(run: CountedRun, pool: Pool, kernels: str = TORCH) -> list[tuple[Saved
         ("dense", "single", full()),
         ("dense", "single", full(recompute_num_layers=2)),
         ("dense", "single", full(recompute_method="block", recompute_num_layers=2)),
-        ("dense", "single", selective("mlp")),
+        ("dense", "single", selective()),
         ("dense", "tp2 sp", {}),
         ("dense", "tp2", {}),
         ("dense", "cp2", {}),
@@ -97,6 +98,14 @@ def test_kept_tensors(model: str, text: str, options: dict[str, Any], pool: Pool
     run = CountedRun(text, model_folder(folders / model, MODELS[model]), ROWS | options)
     for counted, expected in check(run, pool):
         assert counted.peak == pytest.approx(expected.peak, rel=TOLERANCE)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("variant", ["llama", "phi3", "glm4_moe", "qwen2_moe"])
+def test_kept_tensors_of_other_families(variant: str, pool: Pool, folders: Path) -> None:
+    """Without norms of queries and keys, with windows, with shared experts that have a gate or none, dense layers
+    before MoE layers."""
+    check(CountedRun(f"{variant} single", build(variant, folders / variant), ROWS), pool)
 
 
 @pytest.mark.process
