@@ -25,6 +25,14 @@ def uses_distributed_optimizer(c: Sections) -> bool:
 
 
 OPTIMIZER_IGNORED: tuple[IgnoredOption, ...] = (
+    IgnoredOption(
+        "optimizer_offload_fraction",
+        ("optimizer_cpu_offload",),
+        lambda c: not c.optim.optimizer_cpu_offload,
+        "needs optimizer_cpu_offload",
+        "--optimizer_cpu_offload true",
+        (1.0,),
+    ),
     *(
         IgnoredOption(name, _NAME, _without(readers), "optimizer {optimizer} does not use it", "--optimizer adam")
         for name, readers in _OPTIONS.items()

@@ -7,7 +7,8 @@ in half precision, else 4):
     gradients          4 n of what trains (`grad_reduce_in_fp32`)
     main weights       4 n in half precision; with the precision-aware optimizer and bfloat16 2 n (the remainder)
     Adam's moments     8 n; SGD with momentum 4 n
-    host Adam          moments in host memory, with two buffers of at most 2^24 float32 numbers
+    host Adam          moments in host memory (a fraction of them: up to one parameter fewer), with two buffers of at
+                       most 2^24 float32 numbers
 
 With the distributed optimizer, optimizer states are divided by the data-parallel ranks that hold the same parameter
 (over DP x CP, for experts over their own replicas), and weights and gradients lie in buffers in which each parameter
@@ -72,6 +73,7 @@ def held_bytes(cfg: SwiftConfig, dtype: str, layout: Layout, chunks: Sequence[Ra
     width = 2 if half else 4
     main, moments = _state_bytes_per_element(cfg, dtype)
     offloads, sharded = cfg.optim.optimizer_cpu_offload, uses_distributed_optimizer(cfg)
+    fraction = cfg.optim.optimizer_offload_fraction if offloads else 0.0
     total, largest = HeldBytes(weights=sum(_frozen_bytes(chunk, width) for chunk in chunks)), 0
     for buffer in _gradient_buffers(layout, chunks):
         elements = buffer.padded if sharded else buffer.elements
@@ -80,12 +82,12 @@ def held_bytes(cfg: SwiftConfig, dtype: str, layout: Layout, chunks: Sequence[Ra
             weights=width * elements,
             gradients=4 * elements,
             main_weights=main * own,
-            moments=0 if offloads else moments * own,
+            moments=moments * own - int(fraction * moments * own),
             first_values=width * buffer.restored,
-            host=moments * own if offloads else 0,
+            host=int(fraction * moments * own),
         )
         largest = max(largest, min(own, buffer.largest))
-    return total + HeldBytes(host=8 * min(HOST_CHUNK, largest) if offloads else 0)
+    return total + HeldBytes(host=8 * min(HOST_CHUNK, largest) if fraction else 0)
 
 
 def _frozen_bytes(chunk: RankParameters, width: int) -> int:

@@ -123,6 +123,7 @@ NEEDS = (
         "fsdp": {"engine": "fsdp2"},
         "fsdp_transformer_layer_cls_to_wrap": {"engine": "fsdp2"},
         "optimizer_cpu_offload": {},
+        "optimizer_offload_fraction": {"optimizer_cpu_offload": True},
         "ref_model_mixup_alpha": {"sync_ref_model": True},
         "ref_model_sync_steps": {"sync_ref_model": True},
         "discopop_tau": {"loss_type": "discopop"},

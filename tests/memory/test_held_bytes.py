@@ -120,6 +120,7 @@ def test_remainders_and_the_host_optimizer() -> None:
     assert per_element() == 18
     assert per_element(precision_aware_optimizer=True) == 16
     assert per_element(optimizer_cpu_offload=True) == 10
+    assert per_element(optimizer_cpu_offload=True, optimizer_offload_fraction=0.25) == 16
     assert per_element(optimizer="sgd") == 14
 
 

@@ -73,7 +73,10 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(options, chunks, **extra)
     for part in optimizer_parts(optimizer):
         if o.optimizer_cpu_offload:
-            part.optimizer, part.init_state_fn = HostAdam.instead_of(part.optimizer), materialize_host_adam_state
+            part.optimizer, part.init_state_fn = (
+                HostAdam.instead_of(part.optimizer, o.optimizer_offload_fraction),
+                materialize_host_adam_state,
+            )
         else:
             _fuse(part)
     share_loss_scaler(optimizer)
