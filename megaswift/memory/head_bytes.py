@@ -38,6 +38,8 @@ def head_bytes(setup: MicrobatchSetup, trains: bool) -> HeadBytes:
     probabilities = 4 * rows * min(chunk, tokens) * copies
     logits = rows * min(chunk, tokens) * width  # the product before it is float32; its gradient
     weight = rows * spec.hidden_size
-    gradient = ((width if one else 4 + width) * weight) if trains else 0
-    kept = hidden + 8 * tokens + (probabilities if one else 0)
-    return HeadBytes(kept, hidden + (0 if one else probabilities) + logits + gradient)
+    if one:
+        return HeadBytes(hidden + 8 * tokens + probabilities, hidden + logits + (width * weight if trains else 0))
+    # the last chunk's are there while the next one's are computed
+    gradient = (4 + width) * weight if trains else 0
+    return HeadBytes(hidden + 8 * tokens, hidden + 2 * probabilities + 2 * logits + gradient)

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -160,16 +161,20 @@ class _SavedTensor:
         self.counter.add(self.tensor, -1)
 
 
+def full_rows(rows: int, length: int, packed: bool) -> Batch:
+    """A micro-batch without padding, in which every token has a label."""
+    ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(3))
+    bounds = torch.tensor([0, length], dtype=torch.int32) if packed else None
+    valid = torch.ones(rows, length, dtype=torch.bool)
+    return Batch(ids, ids.clone(), valid.float(), torch.arange(length).repeat(rows, 1), valid, bounds)
+
+
 def count_saved(rank: int, world: int, run: CountedRun) -> Saved:
     """Of one micro-batch of full rows, in which every token has a label (on the ranks)."""
     case = parse(run.text)
     engine, context = build(case, run.folder, world, **run.options)
     data = engine.cfg.data
-    shape = (engine.cfg.train.per_device_train_batch_size, data.max_length)
-    ids = torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(3))
-    positions = torch.arange(shape[1]).repeat(shape[0], 1)
-    bounds = torch.tensor([0, shape[1]], dtype=torch.int32) if data.packing else None
-    batch = Batch(ids, ids.clone(), torch.ones(shape), positions, torch.ones(shape, dtype=torch.bool), bounds)
+    batch = full_rows(engine.cfg.train.per_device_train_batch_size, data.max_length, bool(data.packing))
     count = SavedBytes(t for c in engine.plain for t in (*c.parameters(), *c.buffers()))
     with torch.autograd.graph.saved_tensors_hooks(count.pack, count.unpack):
         engine.accumulate([batch] * case.total, CrossEntropy())
@@ -177,6 +182,24 @@ def count_saved(rank: int, world: int, run: CountedRun) -> Saved:
     context.close()
     assert count.forward is not None
     return Saved(count.forward, count.peak)
+
+
+def count_peak(rank: int, world: int, task: tuple[CountedRun, int]) -> int:
+    """Bytes that one micro-batch allocates at the peak of its passes, by torch's own count of allocations on a CPU; the
+    head's chunks hold so many bytes (on the ranks)."""
+    from megaswift.engine.megatron.layers import vocab_head
+
+    run, vocab_head.KEEP_BYTES = task
+    engine, context = build(parse(run.text), run.folder, world, **run.options)
+    rows, length = engine.cfg.train.per_device_train_batch_size, engine.cfg.data.max_length
+    batch = full_rows(rows, length, packed=False)
+    engine.accumulate([batch], CrossEntropy())  # what is made once is there
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        engine.accumulate([batch], CrossEntropy())
+    events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()) if e.name() == "[memory]"]
+    context.close()
+    return max(accumulate(sizes))
 
 
 CONFIG: dict[str, Any] = {
