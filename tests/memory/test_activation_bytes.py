@@ -101,6 +101,16 @@ def test_kept_tensors(model: str, text: str, options: dict[str, Any], pool: Pool
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("text", ["single", "tp2", "tp2 sp"])
+def test_no_tensor_of_a_layer_is_missing(text: str, pool: Pool, folders: Path) -> None:
+    """With the identifiers, labels and places of tokens, 32 bytes each, nothing is left but a two-thousandth: the
+    smallest tensor of a layer is more."""
+    run = CountedRun(f"dense {text}", model_folder(folders / "dense", CONFIG), ROWS)
+    for counted, expected in check(run, pool):
+        assert counted.forward == pytest.approx(expected.forward + 32 * 256, rel=0.0005)
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("variant", ["llama", "phi3", "glm4_moe", "qwen2_moe"])
 def test_kept_tensors_of_other_families(variant: str, pool: Pool, folders: Path) -> None:
     """Without norms of queries and keys, with windows, with shared experts that have a gate or none, dense layers
