@@ -40,7 +40,7 @@ def kept_by_layer(setup: MicrobatchSetup, layer: int, recomputed: Sequence[str] 
         block = {name: size for name, size in block.items() if name.startswith("mlp norm")}
         block["experts' input"] = layer_input_bytes(setup)
     if "moe_act" in recomputed and moe:
-        block.pop("activation")
+        block.pop(f"{EXPERT_FC2} input", None)
     if "layernorm" in recomputed and moe:
         block.pop("router input", None)
     return attention | block
@@ -164,9 +164,9 @@ def _moe(setup: MicrobatchSetup, layer: int) -> Kept:
     kept = _norm(setup, "mlp norm", r, spec.hidden_size, setup.parts.full)
     kept["router input"] = w * r * spec.hidden_size
     kept["router and order"] = r * (24 * spec.topk + 12 * spec.experts + 4)
-    kept["experts' tokens"] = w * m * spec.hidden_size
+    kept |= _input(setup, layer, EXPERT_FC1, m * spec.hidden_size)
     kept["gate and up"] = w * m * 2 * e
-    kept["activation"] = w * m * e
+    kept |= _input(setup, layer, EXPERT_FC2, m * e)
     if torch_experts:  # before it is multiplied with the routing weights
         kept["unweighted activation"] = w * m * e
     if spec.shared_ffn:
