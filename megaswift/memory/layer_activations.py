@@ -43,6 +43,7 @@ def kept_by_layer(setup: MicrobatchSetup, layer: int, recomputed: Sequence[str] 
         block.pop(f"{EXPERT_FC2} input", None)
     if "layernorm" in recomputed and moe:
         block.pop("router input", None)
+    assert not attention.keys() & block.keys(), "each tensor has a name of its own"
     return attention | block
 
 
@@ -80,7 +81,7 @@ def _adapter_products(setup: MicrobatchSetup, layer: int, modules: Mapping[str, 
         kept += len(projections) * rows * rank * setup.width
         if len(projections) > 1:
             kept += len(projections) * rank * projections[0].shape[1] * setup.width
-    return {"adapters": kept} if kept else {}
+    return {f"adapters of {', '.join(modules)}": kept} if kept else {}
 
 
 def _attention(setup: MicrobatchSetup, layer: int) -> Kept:
@@ -174,4 +175,19 @@ def _moe(setup: MicrobatchSetup, layer: int) -> Kept:
         kept["shared expert"] = w * setup.tokens * 3 * inner
         if spec.transformer.get("moe_shared_expert_gate"):
             kept["shared expert output"] = w * r * spec.hidden_size
-    return kept | _adapter_products(setup, layer, {EXPERT_FC1: m, EXPERT_FC2: m})
+    if torch_experts:
+        return kept | _adapter_products(setup, layer, {EXPERT_FC1: m, EXPERT_FC2: m})
+    return kept | _grouped_adapters(
+        setup, layer, {EXPERT_FC1: (spec.hidden_size, 2 * e), EXPERT_FC2: (e, spec.hidden_size)}
+    )
+
+
+def _grouped_adapters(setup: MicrobatchSetup, layer: int, modules: Mapping[str, tuple[int, int]]) -> Kept:
+    """Adapters of all experts in grouped products: A's and B's of a rank's experts stacked, and the outputs of A, with
+    ranks filled up to rows of 16 bytes. `modules`: (inputs, outputs) of an expert's layer."""
+    experts, unit, kept = setup.spec.experts // setup.layout.ep, 16 // setup.width, 0
+    for module, (inputs, outputs) in modules.items():
+        ranks = len(setup.adapters(layer, module)) * setup.parts.rank
+        width = -(-ranks // unit) * unit
+        kept += setup.width * width * (setup.expert_tokens + experts * (inputs + outputs))
+    return {"adapters": kept} if kept else {}

@@ -131,7 +131,7 @@ def test_interleaved_schedule_keeps_no_more(pool: Pool, folders: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("model", "options"),
-    [("dense", {}), ("dense", full()), ("dense", selective("mlp")), ("moe", {}), ("dense", LORA)],
+    [("dense", {}), ("dense", full()), ("dense", selective("mlp")), ("moe", {}), ("dense", LORA), ("moe", LORA)],
     ids=str,
 )
 def test_kept_tensors_of_transformer_engine(model: str, options: dict[str, Any], te_pool: Pool, folders: Path) -> None:
