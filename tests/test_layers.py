@@ -26,6 +26,7 @@ LAYERS = {
     "losses": 2,
     "data": 2,
     "families": 2,
+    "memory": 3,
     "launchers": 2,
     "migration": 2,
     "clusters": 2,
@@ -58,6 +59,7 @@ NO_TORCH = (
     "launchers",
     "migration",
     "clusters",
+    "memory",
 )
 AGENT = ("megaswift.launchers.torchrun_agent", "megaswift.launchers.wait_for_nodes")
 """A program of its own around torchrun, and its wait for the other nodes; both import torch when they are called."""

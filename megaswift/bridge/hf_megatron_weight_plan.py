@@ -20,9 +20,7 @@ from megaswift.errors import Problem, WeightsError
 from megaswift.families.family import Family
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.weight_rules import Shard, SliceMap, TensorParallelShard, WeightRule, shard_dim
-
-Place = tuple[WeightRule, int | None, int | None]
-"""(rule, layer, global number of the expert)."""
+from megaswift.families.weight_table_on_ranks import expand_weight_table, format_rule_name, shard_shape
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 SHOWN = 8
@@ -82,10 +80,7 @@ class PlanEntry:
 
     def shard_shape(self, tp: int = 1, padded_vocab: int | None = None) -> tuple[int, ...]:
         """Shape of one rank's shard."""
-        dim, pieces = shard_dim(self.rule), self.pieces(TensorParallelShard(tp, 0, padded_vocab))
-        shape = list(pieces[0].shape(self.hf_shapes[pieces[0].source], dim))
-        shape[dim] = sum(p.length for p in pieces)
-        return tuple(shape)
+        return shard_shape(self.rule, self.spec, TensorParallelShard(tp, 0, padded_vocab, self.expert))
 
     def full_shape(self, padded_vocab: int | None = None) -> tuple[int, ...]:
         """Shape of the whole parameter, vocabulary padding included."""
@@ -278,33 +273,3 @@ class WeightPlan:
                 f"differs from {embedding}, but config.json sets tie_word_embeddings",
                 "set tie_word_embeddings to false to train both, or remove the tensor",
             )
-
-
-def weight_rule_applies(rule: WeightRule, spec: ModelSpec) -> bool:
-    """Whether this model has what the rule is about."""
-    return not rule.when or bool(getattr(spec, rule.when))
-
-
-def format_rule_name(pattern: str, layer: int | None, expert: int | None) -> str:
-    """A rule's name for one layer and expert."""
-    return pattern.replace("{L}", str(layer)).replace("{E}", str(expert))
-
-
-def expand_weight_table(rules: Sequence[WeightRule], spec: ModelSpec) -> Iterator[Place]:
-    """Every parameter of a model with the rule for it, in export order: layer by layer, and expert by expert within a
-    layer."""
-    active = [rule for rule in rules if weight_rule_applies(rule, spec)]
-    for in_model, block in groupby(active, key=lambda rule: rule.scope == "model"):
-        chosen = list(block)
-        if in_model:
-            yield from ((rule, None, None) for rule in chosen)
-            continue
-        for layer, sparse in enumerate(spec.moe_layers):
-            scopes = ("layer", "moe", "expert") if sparse else ("layer", "dense")
-            of_layer = [rule for rule in chosen if rule.scope in scopes]
-            for in_expert, part in groupby(of_layer, key=lambda rule: rule.scope == "expert"):
-                same = list(part)
-                experts = range(spec.experts) if in_expert else (None,)
-                # a stacked tensor is filled at a stretch
-                for rules_of in [[rule] for rule in same] if same[0].stacked else [same]:
-                    yield from ((rule, layer, expert) for expert in experts for rule in rules_of)

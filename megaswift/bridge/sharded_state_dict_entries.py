@@ -8,28 +8,18 @@ their numbers.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megaswift.bridge.hf_megatron_weight_plan import PlanEntry
-from megaswift.families.model_spec import ModelSpec
 
 KEPT = "kept."
 """Before the Hugging Face name of a tensor that is carried along unchanged."""
 MAIN = "optimizer.state.param."
 """Before the key of a float32 main weight of a half-precision run."""
 STATES = "optimizer.state."
-VOCABULARY_MULTIPLE = 8
-"""Rows of a rank's vocabulary shard are padded to this multiple (tensor cores)."""
 _EXPERT = re.compile(r"mlp\.experts\.\d+\.")
-
-
-def padded_vocabulary_size(spec: ModelSpec, tp: int) -> int:
-    """Vocabulary rows in all, so that each rank has the same number of them."""
-    multiple = VOCABULARY_MULTIPLE * tp if tp > 1 else 1
-    return math.ceil(spec.vocab_size / multiple) * multiple
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ NATIVE_ONLY = (
     "moe_expert_capacity_factor",
     "precision_aware_optimizer",
     "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
 )
 FSDP_ONLY = ("fsdp", "fsdp_config", "fsdp_transformer_layer_cls_to_wrap")
 TORCH_ONLY = ("use_liger", "torch_compile", "neftune_noise_alpha")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+from megaswift.config.fit_rules import FIT_CLASHES, FIT_IGNORED
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
 
@@ -69,6 +70,7 @@ _FP8_WEIGHT_CONFLICTS: tuple[tuple[tuple[str, ...], Test, str, str], ...] = (
 
 
 MODEL_IGNORED: tuple[IgnoredOption, ...] = (
+    *FIT_IGNORED,
     IgnoredOption(
         "fp8_recipe", ("fp8_format",), lambda c: c.model.fp8_format is None, "needs fp8_format", "--fp8_format hybrid"
     ),
@@ -143,6 +145,7 @@ MODEL_IGNORED: tuple[IgnoredOption, ...] = (
 )
 
 MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
+    *FIT_CLASHES,
     ConflictingOptions(
         ("pipeline_layout", "first_stage_layers", "last_stage_layers"),
         lambda c: (

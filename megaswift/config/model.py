@@ -99,7 +99,7 @@ class ModelConfig:
     )
     recompute_modules: tuple[str, ...] = option(
         (),
-        "Submodules that selective recomputation covers",
+        "Submodules that selective recomputation covers; unset: MLPs and experts",
         choices=("core_attn", "mlp", "moe", "moe_act", "layernorm"),
     )
     fp8_format: str | None = option(

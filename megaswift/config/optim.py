@@ -134,6 +134,9 @@ class OptimConfig:
     optimizer_cpu_offload: bool = option(
         False, "Keep Adam's moments on the CPU and update there: less GPU memory, slower steps"
     )
+    optimizer_offload_fraction: float = option(
+        1.0, "Fraction of the optimizer state that optimizer_cpu_offload moves", minimum=0, maximum=1
+    )
     galore_rank: int = option(128, "GaLore: rank of the gradient projection", minimum=1)
     galore_update_proj_gap: int = option(
         200, "GaLore: steps between updates of the projection", minimum=1, unit="steps"

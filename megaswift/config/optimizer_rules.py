@@ -6,6 +6,7 @@ from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import NATIVE, READS, requested_engine
 from megaswift.config.optim import BETAS, EPSILON, EVERYWHERE, GALORE, ON_PARTS, PAGED
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
+from megaswift.config.sections import Sections
 
 _NAME = ("optimizer",)
 _OPTIONS = {"adam_beta1": BETAS, "adam_beta2": BETAS, "adam_epsilon": EPSILON}
@@ -17,7 +18,21 @@ def _without(names: tuple[str, ...]) -> Test:
     return lambda c: c.optim.optimizer not in names
 
 
+def uses_distributed_optimizer(c: Sections) -> bool:
+    """Whether the native engine splits the optimizer's state over data-parallel ranks: Megatron-Core does it for adam
+    only."""
+    return c.parallel.distributed_optimizer and c.optim.optimizer == "adam"
+
+
 OPTIMIZER_IGNORED: tuple[IgnoredOption, ...] = (
+    IgnoredOption(
+        "optimizer_offload_fraction",
+        ("optimizer_cpu_offload",),
+        lambda c: not c.optim.optimizer_cpu_offload,
+        "needs optimizer_cpu_offload",
+        "--optimizer_cpu_offload true",
+        (1.0,),
+    ),
     *(
         IgnoredOption(name, _NAME, _without(readers), "optimizer {optimizer} does not use it", "--optimizer adam")
         for name, readers in _OPTIONS.items()

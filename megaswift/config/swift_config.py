@@ -63,7 +63,8 @@ class SwiftConfig(Sections):
 
     def replace(self, **options: Any) -> SwiftConfig:
         """The same configuration with these options over it; a value of None unsets one."""
-        given = {n: self.value(n) for n in sorted(self.given)}
+        unset = {n: None for n in self.typed if self.value(n) is None}  # what the user has left to nothing stays so
+        given = unset | {n: self.value(n) for n in sorted(self.given)}
         derived = train_type_defaults(self.model.train_type)
         again = {*given, "gradient_accumulation_steps"}  # worked out again from the batch options that are given
         ambient = {

@@ -66,6 +66,14 @@ class TrainConfig:
         fraction=True,
         unit="steps",
     )
+    fit: bool = option(
+        False,
+        "Choose recomputation, micro-batch and optimizer settings that fit the device",
+        tasks=("sft", "pt"),
+    )
+    device_memory: str | None = option(
+        None, "Memory of a device for fit; unset: the GPU's", metavar="139GiB", tasks=("sft", "pt")
+    )
     profile: bool = option(False, "Profile some steps: traces and a table of times in output_dir/profile")
     profile_step_start: int = option(2, "Profiling starts after this step", minimum=0, unit="steps")
     profile_step_end: int = option(4, "Profiling ends after this step", minimum=1, unit="steps")

@@ -37,7 +37,7 @@ NEED_TRANSFORMER_ENGINE: tuple[tuple[str, str, Callable[[Any], bool], str, str],
         PRODUCTS,
         lambda v: bool({"layernorm", "moe_act"} & set(v)),
         _RECOMPUTES,
-        "--recompute_modules core_attn, mlp or moe",
+        "--recompute_modules mlp or moe",
     ),
     (
         "cp_comm_type",

@@ -136,7 +136,6 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("enable_channel_loss", OFF, "the loss is not logged by channel", LEAVE),
     ("zero_hpz_partition_size", UNSET, "DeepSpeed's secondary shards (ZeRO++) are not used", LEAVE),
     ("freeze_parameters_ratio", ("0", *UNSET), "frozen weights are named", "--freeze_parameters PATTERN"),
-    ("optimizer_offload_fraction", ("1",), "--optimizer_cpu_offload true offloads all of Adam's moments", LEAVE),
     ("offload_teacher_model", OFF, "distillation from a teacher (GKD) is not supported", LEAVE),
     # the run
     ("create_checkpoint_symlink", OFF, "OUT/checkpoints/latest.json names the newest checkpoint", LEAVE),

@@ -16,6 +16,7 @@ from megaswift.engine import process_group
 from megaswift.engine.cuda_max_connections import set_max_connections
 from megaswift.engine.protocol import Engine
 from megaswift.families.model_spec import ModelSpec
+from megaswift.memory.microbatch_setup import ComputeKernels
 from megaswift.parallel.layout import Coordinates, Layout
 
 GATHERING = ("fsdp2", "zero3", "zero3_offload")
@@ -60,3 +61,14 @@ def make_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -
     from megaswift.engine.torch.engine import TorchEngine
 
     return TorchEngine(spec, cfg, context, folder)
+
+
+def native_kernels(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> ComputeKernels:
+    """Whose kernels the native engine would take on this machine, and its precision."""
+    from megaswift.engine.megatron.layers.layer_implementation import choose_layer_implementation
+    from megaswift.engine.megatron.megatron_transformer_config import compute_dtype
+
+    choice, cuda = choose_layer_implementation(spec, cfg, layout), torch.cuda.is_available()
+    return ComputeKernels(
+        choice.linear, choice.attention, str(compute_dtype(cfg, spec, cuda)).removeprefix("torch."), cuda
+    )

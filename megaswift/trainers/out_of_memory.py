@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 
+from megaswift.config.engine import ZERO
+from megaswift.config.engine_rules import capabilities_of, requested_engine
 from megaswift.errors import Problem, UserError
 from megaswift.trainers.tensor_memory_holders import tensor_memory_holders
 
 GIB = 2**30
+WHOLE_WEIGHTS = ("ddp", *(kind for kind in ZERO if "zero3" not in kind))
+"""Torch engines whose ranks each hold all weights."""
 HOLDERS, SMALLEST_HOLDER = 6, 10 * 2**20
 """How many holders of memory the message names, and from which size, in bytes."""
 
@@ -61,10 +65,16 @@ def largest_holders_text() -> str:
     return f"; largest: {named}" if named else ""
 
 
+def _recomputes_attention_alone(cfg: Any) -> bool:
+    m = cfg.model
+    return m.recompute_granularity == "selective" and tuple(m.recompute_modules) == ("core_attn",)
+
+
 def out_of_memory_advice(cfg: Any, experts: int) -> list[str]:
     """Settings that lower the peak, in the order of what they cost; those already in use are left out."""
     m, p, d, t, o = cfg.model, cfg.parallel, cfg.data, cfg.train, cfg.optim
     gpu = torch.cuda.is_available()
+    native, kind = capabilities_of(cfg).model_parallel, requested_engine(cfg)
     heads_tp = p.tensor_parallel_size * 2
     rows: list[tuple[bool, str]] = [
         (
@@ -72,7 +82,7 @@ def out_of_memory_advice(cfg: Any, experts: int) -> list[str]:
             "--per_device_train_batch_size 1, with more gradient accumulation: same result",
         ),
         (
-            not p.distributed_optimizer,
+            native and not p.distributed_optimizer,
             "--distributed_optimizer true: optimizer state divided by data-parallel ranks, no cost",
         ),
         (
@@ -81,7 +91,8 @@ def out_of_memory_advice(cfg: Any, experts: int) -> list[str]:
         ),
         (gpu and m.torch_dtype == "float32", "--torch_dtype bfloat16: half the weights and activations"),
         (
-            m.recompute_granularity in (None, "none"),  # core_attn would save nothing: fused attention keeps no scores
+            # core_attn saves nothing: fused attention keeps no scores
+            native and (m.recompute_granularity in (None, "none") or _recomputes_attention_alone(cfg)),
             f"--recompute_granularity selective --recompute_modules {'moe' if experts > 1 else 'mlp'}: slower by the "
             f"forward pass of the {'experts' if experts > 1 else 'MLPs'}",
         ),
@@ -89,14 +100,19 @@ def out_of_memory_advice(cfg: Any, experts: int) -> list[str]:
             m.recompute_granularity != "full",
             "--recompute_granularity full: every layer's activations are recomputed, about a third slower",
         ),
-        (True, f"--tp {heads_tp} (within one node): weights, activations and optimizer state divided by {heads_tp}"),
-        (experts > 1, f"--ep {p.expert_parallel_size * 2}: experts divided over more ranks"),
-        (True, f"--pp {p.pipeline_parallel_size * 2}: layers divided over more ranks"),
+        (kind in WHOLE_WEIGHTS, "--engine fsdp2, on several devices: weights, gradients and optimizer state sharded"),
+        (native, f"--tp {heads_tp} (within one node): weights, activations and optimizer state divided by {heads_tp}"),
+        (native and experts > 1, f"--ep {p.expert_parallel_size * 2}: experts divided over more ranks"),
+        (native, f"--pp {p.pipeline_parallel_size * 2}: layers divided over more ranks"),
         (
-            gpu and o.optimizer == "adam" and not o.optimizer_cpu_offload and not o.precision_aware_optimizer,
+            native
+            and gpu
+            and o.optimizer == "adam"
+            and not o.optimizer_cpu_offload
+            and not o.precision_aware_optimizer,
             "--optimizer_cpu_offload true: Adam's moments in host memory, slower steps",
         ),
-        (d.max_length > 4096, f"--cp {p.context_parallel_size * 2}: each sequence divided over more ranks"),
+        (native and d.max_length > 4096, f"--cp {p.context_parallel_size * 2}: each sequence divided over more ranks"),
         (d.max_length > 1024, f"--max_length {d.max_length // 2}: shorter sequences, which changes the data"),
     ]
     return [text for applies, text in rows if applies]

@@ -51,6 +51,7 @@ from megaswift.trainers.adapter_folder_and_package_checks import (
     missing_adapter_file_problems,
     quantized_or_peft_run_problems,
 )
+from megaswift.trainers.fit_to_device import fit_problems
 from megaswift.trainers.hub_clients import hub_client_problems
 from megaswift.trainers.rl.adapter_or_merged_weight_sync import adapter_sync_problems
 from megaswift.trainers.rl.preflight_checks import reward_environment_and_model_problems, rl_run_problems
@@ -188,7 +189,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
         unfit = qlora_weights_and_block_fit.four_bit_block_size_problems(
             family_of(spec.hf_config), spec, request.tp, request.etp
         )
-    return problems + idle + adapters + unfit
+    return problems + idle + adapters + unfit or fit_problems(cfg, spec, request.layout)
 
 
 def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world_size: int) -> list[Problem]:
@@ -267,13 +268,13 @@ def expert_option_problems(cfg: SwiftConfig) -> list[Problem]:
         if set_to_non_default(cfg, name)
     ]
     parts = [part for part in cfg.model.recompute_modules if part in ("moe", "moe_act")]
-    given += [Problem(f"--recompute_modules {part}", rule, "--recompute_modules core_attn or mlp") for part in parts]
+    given += [Problem(f"--recompute_modules {part}", rule, "--recompute_modules mlp") for part in parts]
     if "layernorm" in cfg.model.recompute_modules:  # Megatron-Core would recompute none, without a word
         fused = (
             "Transformer Engine fuses the norms of a dense model with the projections that follow, so there is "
             "none to recompute"
         )
-        given.append(Problem("--recompute_modules layernorm", fused, "--recompute_modules core_attn or mlp"))
+        given.append(Problem("--recompute_modules layernorm", fused, "--recompute_modules mlp"))
     return given
 
 

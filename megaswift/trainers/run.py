@@ -20,6 +20,7 @@ from megaswift.engine.tf32 import set_tf32
 from megaswift.families.model_and_tokenizer_source import locate_model
 from megaswift.parallel.layout_checks import layout_for
 from megaswift.parallel.model_shape import ModelShape
+from megaswift.trainers.fit_to_device import fit_to_device
 from megaswift.trainers.preflight import preflight
 from megaswift.trainers.task_model_spec import model_spec_for_task
 
@@ -53,7 +54,9 @@ def run_training(cfg: SwiftConfig) -> Path:
             refuse_ranks_that_differ(program_and_device_facts(folder, context.device))
             intact = verify_sources_and_locate_model(cfg, folder)
             spec = spec if intact == folder else model_spec_for_task(cfg, intact)
+            cfg, fit = fit_to_device(cfg, spec, layout)
             session = TrainingSession(cfg, spec, intact, context)
+            session.build.fit = fit
         session.seconds["start-up"] = time.perf_counter() - began
         root = session.run()
         finished = True

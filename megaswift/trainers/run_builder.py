@@ -111,6 +111,8 @@ class RunBuilder:
     """Every row once, by whether it is trained on: what a reference that is asked before training is to score."""
     known: dict[bool, PrecomputedReferenceLogprobs] = field(default_factory=dict)
     """What it said."""
+    fit: str = ""
+    """What `--fit` has chosen, for the run summary."""
     rules: list[StepFlopFormula] = field(default_factory=list)
     """Of each model that trains."""
 
@@ -358,6 +360,7 @@ class RunBuilder:
             start=start,
             unit=self.task.unit,
             reference=reference_model_summary_text(self.cfg, self.adapts),
+            fit=self.fit,
         )
 
 

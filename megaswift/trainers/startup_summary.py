@@ -48,6 +48,8 @@ class SummaryFacts:
     """What batches and epochs are counted in."""
     reference: str = ""
     """What the model is compared with, where the task has a reference."""
+    fit: str = ""
+    """The memory estimate, and what `--fit` has chosen by it."""
     more: tuple[tuple[str, str], ...] = ()
     """Rows of the task's own, after the data."""
 
@@ -72,6 +74,7 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
             f"weights {bytes_text(p.weight_bytes)} + gradients {bytes_text(p.gradient_bytes)} + optimizer "
             f"{bytes_text(p.optimizer_bytes)} = {bytes_text(state)} on the largest rank, activations not counted{host}",
         ),
+        *([("fit", facts.fit)] if facts.fit else []),
         ("layout", layout),
         ("kernels", facts.kernels + (", deterministic" if train.deterministic else "")),
         *([("not proven", extra)] if (extra := extra_kwargs_text(cfg)) else []),

@@ -7,6 +7,7 @@ from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.apply_all_option_rules import CLASHES, IGNORED
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
+from megaswift.config.fit_rules import FIT_CLASHES, FIT_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
@@ -202,6 +203,7 @@ def test_every_row_is_tried() -> None:
         *ENGINE_CLASHES,
         *EVALUATION_CLASHES,
         *PROFILE_CLASHES,
+        *FIT_CLASHES,
         *LAUNCH_CLASHES,
         *ADAPTER_CLASHES,
         *PREFERENCE_CLASHES,
@@ -214,6 +216,7 @@ def test_every_row_is_tried() -> None:
         *ENGINE_IGNORED,
         *EVALUATION_IGNORED,
         *PROFILE_IGNORED,
+        *FIT_IGNORED,
         *LAUNCH_IGNORED,
         *ADAPTER_IGNORED,
         *PREFERENCE_IGNORED,

@@ -20,6 +20,10 @@ CLASHING = [
     "--engine ddp --optim galore_adamw --train_type lora",
 ]
 IDLE = [
+    (
+        "--optimizer_offload_fraction 0.5",
+        "--optimizer_offload_fraction 0.5 --optimizer_cpu_offload",
+    ),
     ("--adam_beta1 0.8 --optim sgd", "--adam_beta1 0.8 --engine ddp --optim lion_8bit"),
     ("--adam_beta2 0.8 --optim sgd", "--adam_beta2 0.8"),
     ("--adam_epsilon 1e-6 --engine ddp --optim paged_lion", "--adam_epsilon 1e-6 --engine ddp --optim paged_adamw"),

@@ -53,6 +53,8 @@ def other_value(name: str) -> object:
     o = OPTIONS[name]
     if name == "init_weights":
         return "pissa"
+    if name == "device_memory":
+        return "80GiB"
     if name == "fsdp_config":
         return str(Path(__file__).resolve().parents[2] / "configs" / "fsdp" / "fsdp2.json")
     if name in ("initial_loss_scale", "min_loss_scale"):
@@ -98,6 +100,7 @@ NEEDS = (
         "profile_step_start": {"profile": True, "profile_step_end": 9},
         "profile_step_end": {"profile": True, "profile_step_start": 0},
         "profile_ranks": {"profile": True},
+        "device_memory": {"fit": True},
         "hub_token": {"push_to_hub": True},
         "hub_private_repo": {"push_to_hub": True},
         "hub_strategy": {"push_to_hub": True, "save_only_model": True},
@@ -121,6 +124,7 @@ NEEDS = (
         "fsdp": {"engine": "fsdp2"},
         "fsdp_transformer_layer_cls_to_wrap": {"engine": "fsdp2"},
         "optimizer_cpu_offload": {},
+        "optimizer_offload_fraction": {"optimizer_cpu_offload": True},
         "ref_model_mixup_alpha": {"sync_ref_model": True},
         "ref_model_sync_steps": {"sync_ref_model": True},
         "discopop_tau": {"loss_type": "discopop"},

@@ -93,7 +93,10 @@ def test_megatron_gets_the_deterministic_mode(tmp_path: Path) -> None:
     from megaswift.engine.megatron.layers.layer_implementation import LayerImplementationChoice
     from megaswift.engine.megatron.megatron_transformer_config import _kernels
 
-    dense, choice = SimpleNamespace(experts=0), LayerImplementationChoice("torch", "torch", "asked for")
+    dense, choice = (
+        SimpleNamespace(experts=0, moe_layers=(False,)),
+        LayerImplementationChoice("torch", "torch", "asked for"),
+    )
     assert _kernels(dense, ON, choice, False)["deterministic_mode"] is True  # type: ignore[arg-type]
     assert _kernels(dense, OFF, choice, False)["deterministic_mode"] is False  # type: ignore[arg-type]
 

@@ -35,6 +35,27 @@ def test_advice_is_in_the_order_of_its_cost() -> None:
     ]
 
 
+def test_recomputing_attention_alone_is_no_reason_to_leave_out_the_rest() -> None:
+    """It saves nothing under flash attention."""
+    cfg = SwiftConfig(model="m", dataset="d", recompute_granularity="selective", recompute_modules=("core_attn",))
+    assert flags(cfg)[:2] == ["--recompute_granularity selective", "--recompute_granularity full"]
+    text = " ".join(out_of_memory.out_of_memory_advice(cfg, 0))
+    assert "core_attn" not in text and "--recompute_modules mlp" in text
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "fsdp2"])
+def test_torch_engines_get_no_advice_that_they_refuse(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    cfg = SwiftConfig(model="m", dataset="d", engine=engine, per_device_train_batch_size=4, max_length=8192)
+    shards = ["--engine fsdp2"] * (engine != "fsdp2")
+    assert flags(cfg) == [
+        "--per_device_train_batch_size 1",
+        "--recompute_granularity full",
+        *shards,
+        "--max_length 4096",
+    ]
+
+
 def test_offloading_is_advised_where_it_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     offload = "--optimizer_cpu_offload true"

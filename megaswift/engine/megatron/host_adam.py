@@ -1,8 +1,9 @@
 """Adam with its moments in host memory: a step brings gradients and weights there, updates, and takes the weights back.
 
-Owns where the moments lie and what a step moves. The formula is torch's AdamW, which all of Megatron-Core's choices for
-adam (torch's, apex's, Transformer Engine's) implement. Weights that the optimizer keeps in float32 stay on their
-device.
+Owns where the moments lie and what a step moves. A fraction of the elements may be all that is offloaded, in whole
+parameters; the moments of the others stay beside their weights, which are updated there. The formula is torch's AdamW,
+which all of Megatron-Core's choices for adam (torch's, apex's, Transformer Engine's) implement. Weights that the
+optimizer keeps in float32 stay on their device.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 class HostAdam(torch.optim.AdamW):
     """torch.optim.AdamW whose state (`step`, `exp_avg`, `exp_avg_sq`) is on the CPU, whatever device its parameters are
-    on."""
+    on; but for those in `resident`."""
+
+    resident: list[Tensor]
 
     @classmethod
-    def instead_of(cls, optimizer: torch.optim.Optimizer) -> HostAdam:
-        """Over the same groups as a fresh `optimizer`. Its defaults fill what a group does not say.
+    def instead_of(cls, optimizer: torch.optim.Optimizer, fraction: float = 1.0) -> HostAdam:
+        """Over the same groups as a fresh `optimizer`, at most `fraction` of the elements offloaded. Its defaults fill
+        what a group does not say.
 
         Groups are handed over as they are: torch's constructor refuses the distributed optimizer's shards, which are
         views.
@@ -38,15 +42,23 @@ class HostAdam(torch.optim.AdamW):
                 group.setdefault(name, value)
             group["fused"] = group["foreach"] = None  # kernels for states beside the weights
         host_adam.param_groups = optimizer.param_groups
+        host_adam.resident = parameters_beyond_fraction(
+            [p for group in optimizer.param_groups for p in group["params"]], fraction
+        )
+        host_adam._resident = {id(p) for p in host_adam.resident}
         return host_adam
+
+    def offloads(self, p: Tensor) -> bool:
+        """Whether the state of `p` is on the CPU."""
+        return id(p) not in self._resident
 
     def materialize(self, p: Tensor) -> dict[str, Tensor]:
         """The state of `p`; zeros before its first step. Not pinned: only gradients and weights travel."""
-        state = self.state[p]
+        state, device = self.state[p], "cpu" if self.offloads(p) else p.device
         if "exp_avg" not in state:
-            state.setdefault("step", torch.zeros((), device="cpu"))
+            state.setdefault("step", torch.zeros((), device=device))
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros(p.shape, dtype=torch.float32, device="cpu")
+                state[name] = torch.zeros(p.shape, dtype=torch.float32, device=device)
         return state
 
     @torch.no_grad()
@@ -56,8 +68,16 @@ class HostAdam(torch.optim.AdamW):
         buffers = self._buffers()
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None:
+                if p.grad is not None and self.offloads(p):
                     self._update(p, group, buffers)
+                elif p.grad is not None:
+                    self._update_on_device(p, group)
+
+    def _update_on_device(self, p: Tensor, group: dict[str, Any]) -> None:
+        state = self.materialize(p)
+        assert p.grad is not None
+        _adamw(p, p.grad, (state["exp_avg"], state["exp_avg_sq"]), state["step"], group)
+        state["step"] += 1
 
     def _update(self, p: Tensor, group: dict[str, Any], buffers: tuple[Tensor, Tensor]) -> None:
         """Copies from and to a device wait for their end here, so the two buffers serve every chunk."""
@@ -69,28 +89,17 @@ class HostAdam(torch.optim.AdamW):
             weight, gradient = (b[: part.stop - start] for b in buffers)
             weight.copy_(flat[part])
             gradient.copy_(gradients[part])
-            adamw(
-                [weight],
-                [gradient],
-                [first[part]],
-                [second[part]],
-                [],
-                [state["step"].clone()],
-                fused=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            _adamw(weight, gradient, (first[part], second[part]), state["step"], group)
             flat[part].copy_(weight)
         state["step"] += 1
 
     def _staged(self) -> int:
         """Elements of a buffer."""
-        return min(CHUNK, max((p.numel() for group in self.param_groups for p in group["params"]), default=0))
+        return min(CHUNK, max(self._offloaded(), default=0))
+
+    def _offloaded(self) -> list[int]:
+        """Elements of each parameter whose state is on the CPU."""
+        return [p.numel() for group in self.param_groups for p in group["params"] if self.offloads(p)]
 
     def _buffers(self) -> tuple[Tensor, Tensor]:
         """For weights and for gradients, pinned where a GPU copies from and to them; torch keeps them for the next
@@ -102,14 +111,50 @@ class HostAdam(torch.optim.AdamW):
         return weight, gradient
 
     def host_bytes(self) -> int:
-        """Of the moments of all parameters, which exist from the first step on, and of the buffers of a step."""
-        return 8 * (sum(p.numel() for group in self.param_groups for p in group["params"]) + self._staged())
+        """Of the moments of offloaded parameters, which exist from the first step on, and of the buffers of a step."""
+        return 8 * (sum(self._offloaded()) + self._staged())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, which would leave the moments beside the weights."""
         super().load_state_dict(state_dict)
-        for state in self.state.values():
-            state.update({name: value.to("cpu") for name, value in state.items() if isinstance(value, Tensor)})
+        for p, state in self.state.items():
+            device = "cpu" if self.offloads(p) else p.device
+            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
+
+
+def parameters_beyond_fraction(parameters: list[Tensor], fraction: float) -> list[Tensor]:
+    """Those that are not offloaded: in order, a parameter is offloaded while all offloaded ones are at most `fraction`
+    of the elements."""
+    most, offloaded = fraction * sum(p.numel() for p in parameters), 0
+    beyond = []
+    for p in parameters:
+        if offloaded + p.numel() <= most:
+            offloaded += p.numel()
+        else:
+            beyond.append(p)
+    return beyond
+
+
+def _adamw(
+    weight: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], step: Tensor, group: dict[str, Any]
+) -> None:
+    """One update in place, the counter left as it is."""
+    adamw(
+        [weight],
+        [gradient],
+        [moments[0]],
+        [moments[1]],
+        [],
+        [step.clone()],
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 def materialize_host_adam_state(optimizer: HostAdam, config: Any = None) -> None:

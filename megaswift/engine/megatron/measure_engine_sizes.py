@@ -38,10 +38,11 @@ def _optimizer_bytes(engine: MegatronEngine) -> tuple[int, int]:
             engine.config.bf16 and part.config.store_param_remainders and optim.uses_precision_aware_optimizer(part)
         )
         main = 2 if compact else 4
-        offloaded = isinstance(part.optimizer, HostAdam)
-        host += part.optimizer.host_bytes() if offloaded else 0
+        adam = part.optimizer if isinstance(part.optimizer, HostAdam) else None
+        host += adam.host_bytes() if adam is not None else 0
         for group in part.optimizer.param_groups:
             for p in group["params"]:
+                offloaded = adam is not None and adam.offloads(p)
                 device += p.numel() * ((0 if offloaded else 4 * moments) + (main if half else 0))
     return device, host
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megaswift.config import SwiftConfig
 from megaswift.config.megatron_extra_kwargs import extra_kwargs_values
+from megaswift.config.recompute_modules import selective_recompute_modules
 from megaswift.config.tp_comm_overlap_file import read_tp_comm_overlap_cfg
 from megaswift.engine.megatron.layers.gated_activations import gelu_tanh
 from megaswift.engine.megatron.layers.layer_implementation import (
@@ -44,11 +45,6 @@ def compute_dtype(cfg: SwiftConfig, spec: ModelSpec, cuda: bool) -> torch.dtype:
     if name == "auto":
         name = spec.dtype if cuda else "float32"
     return DTYPES[name]
-
-
-def uses_distributed_optimizer(cfg: SwiftConfig) -> bool:
-    """Whether the optimizer's state is split over data-parallel ranks: Megatron-Core does it for adam only."""
-    return cfg.parallel.distributed_optimizer and cfg.optim.optimizer == "adam"
 
 
 def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
@@ -109,8 +105,8 @@ def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerImplementationChoic
         fields["moe_router_fusion"] = m.moe_router_fusion
         fields["moe_shared_expert_overlap"] = m.moe_shared_expert_overlap
         fields["moe_expert_capacity_factor"] = m.moe_expert_capacity_factor
-    if m.recompute_modules:
-        fields["recompute_modules"] = list(m.recompute_modules)
+    if modules := selective_recompute_modules(cfg, spec.moe_layers):
+        fields["recompute_modules"] = list(modules)
     if m.fp8_format:
         fields["fp8_recipe"] = m.fp8_recipe
         fields["fp8_param"] = m.fp8_param_gather

@@ -18,8 +18,8 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megaswift.bridge.sharded_state_dict_entries import padded_vocabulary_size
 from megaswift.config import SwiftConfig
+from megaswift.config.optimizer_rules import uses_distributed_optimizer
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
 from megaswift.engine.megatron.fp8_and_exact_main_weights import gather_weights_now
 from megaswift.engine.megatron.layers.layer_implementation import (
@@ -32,12 +32,12 @@ from megaswift.engine.megatron.layers.router import AuxLossTopKRouter, install_p
 from megaswift.engine.megatron.layers.transformer_layer_spec import block_spec
 from megaswift.engine.megatron.layers.vocab_head import compute_vocabulary_fields
 from megaswift.engine.megatron.layers.vocab_parallel_embedding import UnsyncedVocabParallelEmbedding
-from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs
 from megaswift.engine.megatron.tp_comm_overlap import create_user_buffers
 from megaswift.engine.vocabulary_rows import VocabularyHeadShardSpec
 from megaswift.families.model_spec import ArchitectureExtras, ModelSpec
+from megaswift.families.weight_table_on_ranks import padded_vocabulary_size
 from megaswift.losses.contract import RequestedModelOutputs
 
 

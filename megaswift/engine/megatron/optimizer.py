@@ -27,8 +27,8 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaswift.config import SwiftConfig
+from megaswift.config.optimizer_rules import uses_distributed_optimizer
 from megaswift.engine.megatron.host_adam import HostAdam, materialize_host_adam_state
-from megaswift.engine.megatron.megatron_transformer_config import uses_distributed_optimizer
 
 LORA_B = re.compile(r"\.lora\.B\d+$")
 """Names of B in a layer's adapters (`lora.layer_adapters`)."""
@@ -73,7 +73,10 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(options, chunks, **extra)
     for part in optimizer_parts(optimizer):
         if o.optimizer_cpu_offload:
-            part.optimizer, part.init_state_fn = HostAdam.instead_of(part.optimizer), materialize_host_adam_state
+            part.optimizer, part.init_state_fn = (
+                HostAdam.instead_of(part.optimizer, o.optimizer_offload_fraction),
+                materialize_host_adam_state,
+            )
         else:
             _fuse(part)
     share_loss_scaler(optimizer)

@@ -60,6 +60,20 @@ def test_torch_s_adamw_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [int(s["step"]) for s in ours.state.values()] == [6, 6, 6, 4]
 
 
+@pytest.mark.parametrize(("fraction", "offloaded"), [(0.0, []), (0.5, [35, 3, 40]), (0.9, [35, 130, 3]), (1.0, None)])
+def test_a_fraction_of_the_elements_is_offloaded(fraction: float, offloaded: list[int] | None) -> None:
+    """Whole parameters in their order, at most that fraction of 208 elements; the same bits."""
+    torchs, _ = pair(torch.optim.AdamW, fused=True)
+    ours = HostAdam.instead_of(torch.optim.AdamW(groups_of((5, 7), (130,), (3,), (40,)), **SETTINGS), fraction)
+    take(torchs, ours)
+    for p, q in zip(parameters_of(torchs), parameters_of(ours), strict=True):
+        assert torch.equal(p, q)
+        assert all(torch.equal(torchs.state[p][name], ours.state[q][name]) for name in ours.state[q])
+    sizes = [p.numel() for p in parameters_of(ours) if ours.offloads(p)]
+    assert sizes == ([35, 130, 3, 40] if offloaded is None else offloaded)
+    assert ours.host_bytes() == 8 * (sum(sizes) + max(sizes, default=0))
+
+
 def test_torch_s_plain_loop() -> None:
     """The unfused formula rounds between its operations; nothing else differs."""
     torchs, ours = pair(torch.optim.AdamW, fused=False, foreach=False)
@@ -99,6 +113,19 @@ def test_two_devices_without_a_gpu() -> None:
             assert found == {("step", "cpu"), ("exp_avg", "cpu"), ("exp_avg_sq", "cpu")}
             ours.load_state_dict(ours.state_dict())
             ours.step()
+
+
+def test_states_that_stay_are_beside_their_parameters() -> None:
+    """Before and after a checkpoint is read; "meta" stands for the device."""
+    with FakeTensorMode():
+        parameters = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in ((5, 7), (40,))]
+        ours = HostAdam.instead_of(torch.optim.AdamW(parameters, **SETTINGS), 0.5)
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        ours.step()
+        for _ in range(2):
+            assert [{t.device.type for t in ours.state[p].values()} for p in parameters] == [{"cpu"}, {"meta"}]
+            ours.load_state_dict(ours.state_dict())
 
 
 def test_bytes_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,10 @@ from megaswift.device_copy import copy_to_device_async
 from megaswift.engine.megatron.lora.layer_adapters import CHILD, LayerAdapters
 from megaswift.engine.megatron.parallel_context import ParallelContext
 
+GROUPED_ROW_BYTES = 16
+"""What rows of a grouped product's operands are a multiple of (torch: "strides should be multiple of 16 bytes"); ranks
+are filled up with zeros."""
+
 
 class GroupedAdapters(LayerAdapters):
     """The adapters of one grouped linear layer of this rank: of each local expert, in order, those of its modules, or
@@ -43,7 +47,9 @@ class GroupedAdapters(LayerAdapters):
             self.runs.append([(None if number is None else first + number, rows) for number, rows in own])
             self.numbers.append(range(first, first + len(expert)))
             first += len(expert)
-        self.width = max(sum(self.adapters[n].rank for n in numbers) for numbers in self.numbers)
+        widest = max(sum(self.adapters[n].rank for n in numbers) for numbers in self.numbers)
+        unit = GROUPED_ROW_BYTES // dtype.itemsize
+        self.width = -(-widest // unit) * unit
 
     def forward(self, x: Tensor, out: Tensor, splits: Any) -> Tensor:  # type: ignore[override]
         """The output [t, out] with the adapters' part of x [t, in]; `splits`: tokens of each expert."""

@@ -97,6 +97,7 @@ def test_overlapped_gather_misses_no_step(pool: Pool, models: Path, tmp_path: Pa
 
 OFFLOADED = [
     ("dense dp2 do", BF16),
+    ("dense dp2 do", {**BF16, "optimizer_offload_fraction": 0.4}),
     *(
         pytest.param(words, options, marks=pytest.mark.slow)
         for words, options in (
@@ -113,7 +114,8 @@ OFFLOADED = [
 @pytest.mark.parametrize(("words", "options"), OFFLOADED)
 def test_moments_on_the_host(words: str, options: dict[str, Any], pool: Pool, models: Path, tmp_path: Path) -> None:
     """The ordinary optimizer's losses, weights and moments bit by bit; each goes on from the other's checkpoint."""
-    here = make(words, models, last=2, save=tmp_path / "device", extra=2, options=options)
+    ordinary = {name: value for name, value in options.items() if name != "optimizer_offload_fraction"}
+    here = make(words, models, last=2, save=tmp_path / "device", extra=2, options=ordinary)
     there = replace(here, save=tmp_path / "host", options={**options, "optimizer_cpu_offload": True})
     want, got = (go(pool, run)[0] for run in (here, there))
     assert got.host_bytes > 0 == want.host_bytes

@@ -1,0 +1,159 @@
+"""Activations of a run on one rank: what micro-batches in flight keep for their backward passes, and what the largest
+pass needs beside it.
+
+Owns how layers add up: by the recompute settings, over the model chunks of a pipeline stage and over the micro-batches
+that the schedule has in flight there. Stage p of P with m micro-batches: min(m, P - p) under 1F1B, and under the
+interleaved schedule with v chunks min(m v, 2 (P - p - 1) + (v - 1) P + 1) passes of single chunks (Narayanan et al.
+2021, arXiv:2104.04473; `megatron/core/pipeline_parallel/schedules.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megaswift.config.recompute_modules import selective_recompute_modules
+from megaswift.memory.head_bytes import HeadBytes, head_bytes
+from megaswift.memory.layer_activations import kept_by_layer, layer_input_bytes
+from megaswift.memory.microbatch_setup import TORCH, MicrobatchSetup
+from megaswift.parallel.pipeline_split import ModelChunk
+
+BATCH = 40
+"""Bytes a token: identifiers, labels and positions in 64 bits, weights, fields and masks."""
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """At the moment of the peak."""
+
+    kept: int
+    """By the layers, of all micro-batches in flight."""
+    recomputed: int
+    """By the layers whose forward pass is repeated at the moment."""
+    head: int
+    """Kept and used by the vocabulary head, where the peak is in its pass."""
+    working: int
+    """Gradients of activations within a layer, gradients of its weights before they are accumulated, and weights that
+    are dequantized for a product."""
+    batches: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.kept + self.recomputed + self.head + self.working + self.batches
+
+
+def activation_bytes(
+    setup: MicrobatchSetup, stage: int, chunks: Sequence[ModelChunk], microbatches: int
+) -> ActivationBytes:
+    """Of a pipeline stage that holds these chunks; `microbatches` per optimizer step."""
+    passes = passes_in_flight(setup, stage, microbatches)
+    of_chunks = sorted((kept_by_chunk(setup, chunk) for chunk in chunks), key=lambda kept: -kept.total)
+    everything = sum(of_chunks[i % len(of_chunks)].total for i in range(passes))
+    layers = [layer for chunk in chunks for layer in chunk.layers]
+    working = max((_working(setup, layer) for layer in layers), default=0)
+    head = last_stage_head(setup) if any(chunk.loss for chunk in chunks) else HeadBytes(0, 0)
+    batches = BATCH * setup.tokens * microbatches
+    # what the head, the final norm and layers that are not recomputed kept is freed when the first layers are computed
+    # again
+    final = max(kept.final for kept in of_chunks)
+    moments = [
+        ActivationBytes(everything, 0, head.kept + head.working, 0, batches),
+        ActivationBytes(everything - final, 0, 0, working, batches),
+        ActivationBytes(everything - final - of_chunks[0].whole, _recomputed(setup, layers), 0, working, batches),
+    ]
+    return max(moments, key=lambda moment: moment.total)
+
+
+def passes_in_flight(setup: MicrobatchSetup, stage: int, microbatches: int) -> int:
+    """Forward passes of model chunks whose backward pass is to come, at most."""
+    pp, vpp = setup.layout.pp, setup.layout.vpp
+    if vpp == 1:
+        return min(microbatches, pp - stage)
+    return min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1)
+
+
+@dataclass(frozen=True)
+class ChunkKept:
+    """Bytes from the forward to the backward pass of one micro-batch, without the head's."""
+
+    inputs: int
+    """Of layers that are computed again, and the rotary angles."""
+    whole: int
+    """Of the other layers under full recomputation by blocks."""
+    layers: int
+    """Of all layers otherwise."""
+    final: int
+    """Of the norm before the head."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.inputs + self.whole + self.layers + self.final
+
+
+def kept_by_chunk(setup: MicrobatchSetup, chunk: ModelChunk) -> ChunkKept:
+    """Of one model chunk."""
+    m, layers = setup.cfg.model, list(chunk.layers)
+    angles = 4 * setup.positions * setup.spec.rotated_width
+    final = final_norm_bytes(setup) if chunk.loss else 0
+    if m.recompute_granularity != "full":
+        modules = recomputed_modules(setup)
+        engine = 0 if setup.kernels.attention == TORCH else angles
+        return ChunkKept(engine, 0, sum(_all_kept(setup, layer, modules) for layer in layers), final)
+    every = m.recompute_num_layers or 1
+    block = m.recompute_method == "block"
+    inputs = min(every, len(layers)) if block else -(-len(layers) // every)
+    whole = sum(_all_kept(setup, layer) for layer in layers[every:]) if block else 0
+    return ChunkKept(angles + inputs * layer_input_bytes(setup), whole, 0, final)
+
+
+def recomputed_modules(setup: MicrobatchSetup) -> tuple[str, ...]:
+    """Those of selective recomputation."""
+    return selective_recompute_modules(setup.cfg, setup.spec.moe_layers)
+
+
+def final_norm_bytes(setup: MicrobatchSetup) -> int:
+    """Input and 1 / rms; torch's in half precision as in a layer."""
+    rows = setup.residual_tokens
+    elements = rows * setup.spec.hidden_size
+    if setup.kernels.linear != TORCH:
+        return setup.width * elements + 4 * rows
+    return (4 + (setup.width if setup.parts.full else 0)) * elements + 4 * rows
+
+
+def last_stage_head(setup: MicrobatchSetup) -> HeadBytes:
+    """With the head's weight trained or frozen."""
+    trains = setup.parts.full or setup.parts.trains(["lm_head.weight"])
+    return head_bytes(setup, trains)
+
+
+def _recomputed(setup: MicrobatchSetup, layers: Sequence[int]) -> int:
+    """By the layers, or their submodules, that are computed again at a time."""
+    m = setup.cfg.model
+    if m.recompute_granularity == "full":
+        whole = sorted((_all_kept(setup, layer) for layer in layers), reverse=True)
+        return sum(whole[: 1 if m.recompute_method == "block" else m.recompute_num_layers or 1])
+    modules = recomputed_modules(setup)
+    return max((_all_kept(setup, i) - _all_kept(setup, i, modules) for i in layers), default=0) if modules else 0
+
+
+def _all_kept(setup: MicrobatchSetup, layer: int, modules: Sequence[str] = ()) -> int:
+    return sum(kept_by_layer(setup, layer, modules).values())
+
+
+def _working(setup: MicrobatchSetup, layer: int) -> int:
+    """Gradients within the backward pass of an MLP: of its inner activations and of input and output; of one weight in
+    the dtype of the products. NF4 weights are dequantized one at a time."""
+    spec, layout = setup.spec, setup.layout
+    h, w = spec.hidden_size, setup.width
+    if spec.moe_layers[layer]:
+        rows, inner, matrices = setup.expert_tokens, spec.expert_ffn // layout.etp, spec.experts // layout.ep
+    else:
+        rows, inner, matrices = setup.tokens, spec.ffn // layout.tp, 1
+    weight = w * 2 * inner * h
+    if setup.parts.full and setup.kernels.linear != TORCH:
+        weight *= matrices  # a grouped product's gradients of all its weights
+    elif not setup.parts.full and not setup.parts.four_bits:
+        weight = 0
+    return w * rows * (3 * inner + 2 * h) + weight

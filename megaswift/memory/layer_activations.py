@@ -1,0 +1,193 @@
+"""What a decoder layer keeps for the backward pass, tensor by tensor.
+
+Owns the formulas, one line a tensor: b rows of s / cp tokens, t tokens in all (r = t / tp of them under sequence
+parallelism), w bytes an element, h hidden size, a and k the widths of this rank's queries and keys, f and e the inner
+widths of the MLP and of an expert on this rank, m rows of the experts' products. Attention is flash attention: no
+scores are kept, but their log-sum-exp. Sources: the saved tensors of Transformer Engine's modules and of the torch
+layers, counted in `tests/memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megaswift.memory.microbatch_setup import TORCH, MicrobatchSetup
+
+Kept = dict[str, int]
+"""Bytes by tensor."""
+QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
+ATTENTION_BLOCK = 1024
+"""Queries of a block under a window, at least (`engine/megatron/layers/torch_attention.py`)."""
+FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
+EXPERT_FC1, EXPERT_FC2 = "mlp.experts.0.linear_fc1", "mlp.experts.0.linear_fc2"
+
+
+def layer_input_bytes(setup: MicrobatchSetup) -> int:
+    """Of the residual stream [s, b, h] between two layers: all that full recomputation keeps of a layer."""
+    return setup.residual_tokens * setup.spec.hidden_size * setup.width
+
+
+def kept_by_layer(setup: MicrobatchSetup, layer: int, recomputed: Sequence[str] = ()) -> Kept:
+    """Of one layer under no recomputation, or of these submodules (`--recompute_modules`)."""
+    moe = setup.spec.moe_layers[layer]
+    attention = _attention(setup, layer)
+    if "core_attn" in recomputed:
+        attention |= _recomputed_attention(setup)
+    block = _moe(setup, layer) if moe else _mlp(setup, layer)
+    if "mlp" in recomputed and not moe:
+        block = {"mlp input": layer_input_bytes(setup)}
+    if "moe" in recomputed and moe:
+        block = {name: size for name, size in block.items() if name.startswith("mlp norm")}
+        block["experts' input"] = layer_input_bytes(setup)
+    if "moe_act" in recomputed and moe:
+        block.pop(f"{EXPERT_FC2} input", None)
+    if "layernorm" in recomputed and moe:
+        block.pop("router input", None)
+    assert not attention.keys() & block.keys(), "each tensor has a name of its own"
+    return attention | block
+
+
+def _norm(setup: MicrobatchSetup, name: str, rows: int, width: int, trains: bool) -> Kept:
+    """Input and 1 / rms; of torch's in half precision the input in float32, and the normed rows, if the weight trains,
+    before their product with it."""
+    elements = rows * width
+    if setup.kernels.linear != TORCH:
+        return {f"{name} input": elements * setup.width, f"{name} 1/rms": 4 * rows}
+    kept = {f"{name} input": 4 * elements, f"{name} 1/rms": 4 * rows}
+    return kept | ({f"{name} normed": setup.width * elements} if trains else {})
+
+
+def _input(setup: MicrobatchSetup, layer: int, module: str, elements: int, shared: bool = False) -> Kept:
+    """Of a linear layer: kept for the gradient of its weight or of its adapters, whose dropout keeps a mask and a copy
+    of its own. `shared`: another operation keeps the same tensor."""
+    projections, full = setup.adapters(layer, module), setup.parts.full
+    dropout = bool(projections) and setup.cfg.lora.lora_dropout > 0
+    kept: Kept = {}
+    # Transformer Engine keeps the normed rows that it hands to an adapter
+    handed = setup.kernels.linear != TORCH and module in (QKV, FC1)
+    if not shared and (full or (bool(projections) and (handed or not dropout))):
+        kept[f"{module} input"] = elements * setup.width
+    if dropout:
+        kept[f"{module} dropped"] = elements * (setup.width + (1 if setup.kernels.cuda else setup.width))
+    return kept
+
+
+def _adapter_products(setup: MicrobatchSetup, layer: int, modules: Mapping[str, int]) -> Kept:
+    """Outputs of A [t, r], of each adapter; the A's of a layer that joins several, one matrix. `modules`: rows of the
+    product."""
+    rank, kept = setup.parts.rank, 0
+    for module, rows in modules.items():
+        projections = setup.adapters(layer, module)
+        kept += len(projections) * rows * rank * setup.width
+        if len(projections) > 1:
+            kept += len(projections) * rank * projections[0].shape[1] * setup.width
+    return {f"adapters of {', '.join(modules)}": kept} if kept else {}
+
+
+def _attention(setup: MicrobatchSetup, layer: int) -> Kept:
+    if setup.spec.transformer.get("multi_latent_attention"):
+        return _latent_attention(setup, layer)
+    spec, t, w = setup.spec, setup.tokens, setup.width
+    a, k = setup.head_width, setup.kv_heads * spec.head_dim
+    full, torch_attention = setup.parts.full, setup.kernels.attention == TORCH
+    kept = _norm(setup, "attention norm", setup.residual_tokens, spec.hidden_size, full)
+    kept |= _input(setup, layer, QKV, setup.residual_tokens * spec.hidden_size)
+    if spec.qk_norm:
+        wide = spec.features.qk_norm_width == "all"
+        kept |= _norm(setup, "query norm", t if wide else t * setup.heads, a if wide else spec.head_dim, full)
+        kept |= _norm(setup, "key norm", t if wide else t * setup.kv_heads, k if wide else spec.head_dim, full)
+    keys = t * k
+    if torch_attention:
+        kept["cosine and sine"] = 4 * w * setup.positions * int(spec.rotated_width * spec.rope.partial)
+        kept |= _masks(setup, layer)
+        keys = t * setup.layout.cp * a  # KV heads are repeated, and the whole sequence's are gathered
+        if setup.layout.cp > 1:
+            kept["joined output"] = w * t * a
+        if spec.qk_norm and w == 4:
+            kept["key norm input"] = w * t * (a + 2 * k)  # a view of the joined projections, which no copy frees
+    kept |= {"queries": w * t * a, "keys": w * keys, "values": w * keys, "attention output": w * t * a}
+    kept["log-sum-exp"] = 4 * t * setup.heads
+    kept |= _input(setup, layer, PROJECTION, t * a, shared=True)
+    return kept | _adapter_products(setup, layer, {QKV: t, PROJECTION: t})
+
+
+def _masks(setup: MicrobatchSetup, layer: int) -> Kept:
+    """Of torch's attention, where it is not plain causal: [queries, keys] in the dtype of the scores. Under context
+    parallelism a rank's two runs of a sequence see 2 cp + 1 runs of keys."""
+    cp, positions = setup.layout.cp, setup.positions
+    if cp > 1:
+        run = -(-positions // 2)
+        return {"masks": setup.width * run * run * (2 * cp + 1)}
+    window = setup.spec.transformer.get("window_size")
+    if not window or not setup.windowed(layer):
+        return {}
+    block = max(window[0] + 1, ATTENTION_BLOCK)
+    return {"masks": setup.width * positions * (positions if positions <= 2 * block else block + window[0] + 1)}
+
+
+def _recomputed_attention(setup: MicrobatchSetup) -> Kept:
+    """Recomputing attention keeps its inputs: no scores are saved that flash attention would not keep, and torch's
+    values are then a view of the joined projections."""
+    a, k = setup.head_width, setup.kv_heads * setup.spec.head_dim
+    unit = setup.width * setup.tokens
+    return {"keys": unit * k, "values": unit * (a + 2 * k), "log-sum-exp": 0}
+
+
+def _latent_attention(setup: MicrobatchSetup, layer: int) -> Kept:
+    """Compressed queries, keys and values lie whole on every tensor-parallel rank."""
+    spec, r, t, w, full = setup.spec, setup.residual_tokens, setup.tokens, setup.width, setup.parts.full
+    queries, values = spec.latent_queries // setup.layout.tp, setup.head_width
+    kept = _norm(setup, "attention norm", r, spec.hidden_size, full)
+    kept |= {"down projections input": w * r * spec.hidden_size}
+    if spec.q_rank:
+        kept |= _norm(setup, "query norm", r, spec.q_rank, full) | {"query up input": w * r * spec.q_rank}
+    kept |= _norm(setup, "latent norm", r, spec.kv_rank, full) | {"key and value up input": w * r * spec.kv_rank}
+    kept |= {"queries": w * t * queries, "keys": w * t * queries, "values": w * t * values}
+    kept |= {"attention output": w * t * values, "log-sum-exp": 4 * t * setup.heads}
+    return kept
+
+
+def _mlp(setup: MicrobatchSetup, layer: int) -> Kept:
+    spec, t, r, w = setup.spec, setup.tokens, setup.residual_tokens, setup.width
+    f = spec.ffn // setup.layout.tp
+    kept = _norm(setup, "mlp norm", r, spec.hidden_size, setup.parts.full)
+    kept |= _input(setup, layer, FC1, r * spec.hidden_size)
+    kept["gate and up"] = w * t * 2 * f
+    kept |= _input(setup, layer, FC2, t * f)
+    return kept | _adapter_products(setup, layer, {FC1: t, FC2: t})
+
+
+def _moe(setup: MicrobatchSetup, layer: int) -> Kept:
+    """The router's input, and of each token its rows in the experts; small: the router's numbers and the order of
+    tokens."""
+    spec, r, m, w = setup.spec, setup.residual_tokens, setup.expert_tokens, setup.width
+    e, torch_experts = spec.expert_ffn // setup.layout.etp, setup.kernels.linear == TORCH
+    kept = _norm(setup, "mlp norm", r, spec.hidden_size, setup.parts.full)
+    kept["router input"] = w * r * spec.hidden_size
+    kept["router and order"] = r * (24 * spec.topk + 12 * spec.experts + 4)
+    kept |= _input(setup, layer, EXPERT_FC1, m * spec.hidden_size)
+    kept["gate and up"] = w * m * 2 * e
+    kept |= _input(setup, layer, EXPERT_FC2, m * e)
+    if torch_experts:  # before it is multiplied with the routing weights
+        kept["unweighted activation"] = w * m * e
+    if spec.shared_ffn:
+        inner = spec.shared_ffn // setup.layout.tp
+        kept["shared expert"] = w * setup.tokens * 3 * inner
+        if spec.transformer.get("moe_shared_expert_gate"):
+            kept["shared expert output"] = w * r * spec.hidden_size
+    if torch_experts:
+        return kept | _adapter_products(setup, layer, {EXPERT_FC1: m, EXPERT_FC2: m})
+    return kept | _grouped_adapters(
+        setup, layer, {EXPERT_FC1: (spec.hidden_size, 2 * e), EXPERT_FC2: (e, spec.hidden_size)}
+    )
+
+
+def _grouped_adapters(setup: MicrobatchSetup, layer: int, modules: Mapping[str, tuple[int, int]]) -> Kept:
+    """Adapters of all experts in grouped products: A's and B's of a rank's experts stacked, and the outputs of A, with
+    ranks filled up to rows of 16 bytes. `modules`: (inputs, outputs) of an expert's layer."""
+    experts, unit, kept = setup.spec.experts // setup.layout.ep, 16 // setup.width, 0
+    for module, (inputs, outputs) in modules.items():
+        ranks = len(setup.adapters(layer, module)) * setup.parts.rank
+        width = -(-ranks // unit) * unit
+        kept += setup.width * width * (setup.expert_tokens + experts * (inputs + outputs))
+    return {"adapters": kept} if kept else {}

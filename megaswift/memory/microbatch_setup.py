@@ -1,0 +1,105 @@
+"""What the activations of a micro-batch depend on: whose kernels compute, in which precision, on which tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megaswift.config import SwiftConfig
+from megaswift.families.adapter_target_modules import Projection
+from megaswift.families.model_spec import ModelSpec
+from megaswift.memory.held_bytes import HALF
+from megaswift.memory.rank_parameters import TrainedParts
+from megaswift.parallel.layout import Layout
+
+TRANSFORMER_ENGINE, TORCH = "transformer_engine", "torch"
+
+
+@dataclass(frozen=True)
+class ComputeKernels:
+    """What computes on a device."""
+
+    linear: str
+    """Whose products, norms and experts: `transformer_engine` or `torch`."""
+    attention: str
+    """Whose attention."""
+    dtype: str
+    """`bfloat16`, `float16` or `float32`."""
+    cuda: bool
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return 2 if self.dtype in HALF else 4
+
+
+@dataclass(frozen=True)
+class MicrobatchSetup:
+    """One micro-batch on a rank."""
+
+    cfg: SwiftConfig
+    spec: ModelSpec
+    layout: Layout
+    kernels: ComputeKernels
+    parts: TrainedParts
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element of the activations."""
+        return self.kernels.width
+
+    @property
+    def rows(self) -> int:
+        """Of a micro-batch; packed rows count as rows."""
+        return self.cfg.train.per_device_train_batch_size
+
+    @property
+    def positions(self) -> int:
+        """Of a row on this rank: rows of max_length tokens, as long as the data may be."""
+        return -(-self.cfg.data.max_length // self.layout.cp)
+
+    @property
+    def tokens(self) -> int:
+        """On this rank, each with all of its hidden state."""
+        return self.rows * self.positions
+
+    @property
+    def residual_tokens(self) -> int:
+        """On this rank where sequence parallelism divides them: norms, residuals, routers."""
+        return -(-self.tokens // self.layout.tp) if self.layout.sequence_parallel else self.tokens
+
+    @property
+    def head_width(self) -> int:
+        """Of the queries of this rank's heads."""
+        return self.spec.attention_width // self.layout.tp
+
+    @property
+    def kv_heads(self) -> int:
+        """On this rank; ranks beyond the KV heads share one."""
+        return max(1, self.spec.kv_heads // self.layout.tp)
+
+    @property
+    def heads(self) -> int:
+        """On this rank."""
+        return self.spec.heads // self.layout.tp
+
+    @property
+    def expert_tokens(self) -> int:
+        """Rows of the products of this rank's experts, where the router spreads the tokens evenly: each token goes to
+        `topk` experts, and expert-tensor-parallel ranks gather theirs."""
+        even = self.residual_tokens * self.spec.topk * self.layout.etp
+        factor = self.cfg.model.moe_expert_capacity_factor
+        return even if factor is None else int(even * min(1.0, factor))
+
+    def windowed(self, layer: int) -> bool:
+        """Whether a layer's attention has the model's window (`window_attn_skip_freq`: for each layer, or every n-th
+        is without)."""
+        every = self.spec.transformer.get("window_attn_skip_freq")
+        if every is None:
+            return bool(self.spec.transformer.get("window_size"))
+        return bool(every[layer]) if isinstance(every, list | tuple) else (layer + 1) % every != 0
+
+    def adapters(self, layer: int, module: str) -> Sequence[Projection]:
+        """Projections with an adapter in a module of a layer, `self_attention.linear_qkv`; of experts those of the
+        first."""
+        return self.parts.adapters.get(f"decoder.layers.{layer}.{module}", ())

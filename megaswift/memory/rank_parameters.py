@@ -1,0 +1,179 @@
+"""The parameters that a rank of a pipeline stage holds: how many elements each has, and whether it trains.
+
+Owns which weights and adapters lie on a rank, from the family's weight table. What they cost in bytes depends on the
+engine and its optimizer: `held_bytes.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megaswift.config import SwiftConfig
+from megaswift.families.adapter_target_modules import (
+    WEIGHT,
+    Projection,
+    modules_to_save_tensor_names,
+    select_projections,
+)
+from megaswift.families.family import Family, family_of
+from megaswift.families.model_spec import ModelSpec
+from megaswift.families.qlora_weights_and_block_fit import is_four_bit_weight
+from megaswift.families.weight_rules import TensorParallelShard, WeightRule
+from megaswift.families.weight_table_on_ranks import (
+    expand_weight_table,
+    format_rule_name,
+    padded_vocabulary_size,
+    shard_shape,
+)
+from megaswift.parallel.layout import Layout
+from megaswift.parallel.pipeline_split import ModelChunk
+
+EMBEDDING = "embedding."
+"""How the embedding's name begins in every weight table."""
+
+
+@dataclass(frozen=True)
+class RankParameter:
+    """One parameter, as it lies on a rank."""
+
+    elements: int
+    trains: bool = True
+    expert: bool = False
+    """Replicated over the ranks that hold the same experts, not over all data-parallel ranks."""
+    four_bits: bool = False
+    """NF4 with a scale for each block of inputs."""
+    shared: bool = False
+    """A tied embedding that the first and the last pipeline stage both hold."""
+    adapter: bool = False
+    """A matrix of a LoRA adapter."""
+    restored: bool = False
+    """A base weight that trains beside adapters: its first values are kept too, for the model without adapters."""
+
+
+RankParameters = Counter[RankParameter]
+"""Parameters of a model chunk on a rank, with how often each occurs."""
+
+
+@dataclass(frozen=True)
+class TrainedParts:
+    """What of a model trains, from the options."""
+
+    full: bool
+    frozen: tuple[str, ...]
+    """Patterns of Hugging Face names (`--freeze_parameters`)."""
+    saved: frozenset[str]
+    """Hugging Face tensors that train beside adapters (`--modules_to_save`)."""
+    adapters: Mapping[str, Sequence[Projection]]
+    """Megatron's module -> projections that carry an adapter."""
+    rank: int
+    dora: bool
+    four_bits: bool
+
+    @classmethod
+    def from_config(cls, cfg: SwiftConfig, family: Family, spec: ModelSpec) -> TrainedParts:
+        """Those of a run of full fine-tuning, LoRA or QLoRA."""
+        full, lora = cfg.model.train_type == "full", cfg.lora
+        adapters: dict[str, list[Projection]] = defaultdict(list)
+        for p in [] if full else select_projections(family, spec, lora.target_modules, lora.target_parameters):
+            adapters[p.megatron].append(p)
+        saved = [] if full else modules_to_save_tensor_names(family, spec, lora.modules_to_save)
+        return cls(
+            full,
+            cfg.model.freeze_parameters,
+            frozenset(saved),
+            adapters,
+            lora.lora_rank,
+            lora.use_dora,
+            cfg.model.train_type == "qlora",
+        )
+
+    def trains(self, names: Sequence[str]) -> bool:
+        """Whether the parameter that is made of these Hugging Face tensors trains."""
+        if self.full:
+            return not any(re.search(pattern, name) for pattern in self.frozen for name in names)
+        return bool(self.saved & set(names))
+
+
+def rank_parameters(
+    spec: ModelSpec, parts: TrainedParts, layout: Layout, chunks: Sequence[ModelChunk]
+) -> list[RankParameters]:
+    """Of each model chunk, what the first rank of its stage holds: with Megatron's parallelism no other rank of the
+    stage holds more."""
+    family = family_of(spec.hf_config)
+    sizes = _ShardSizes(spec, layout)
+    held: list[RankParameters] = [Counter() for _ in chunks]
+    for rule, layer, expert in expand_weight_table(family.weights, spec):
+        if rule.buffer or (expert is not None and expert >= spec.experts // layout.ep):
+            continue
+        names = [format_rule_name(name, layer, expert) for name in rule.hf]
+        trains = parts.trains(names)
+        shared = layout.pp > 1 and spec.tied and rule.megatron.startswith(EMBEDDING)
+        parameter = RankParameter(
+            sizes.weight(rule, expert),
+            trains,
+            expert is not None,
+            parts.four_bits and is_four_bit_weight(rule),
+            shared,
+            restored=trains and not parts.full,
+        )
+        module = format_rule_name(rule.megatron, layer, expert).removesuffix(WEIGHT)
+        adapted = parts.adapters.get(module, ()) if rule.megatron.endswith(WEIGHT) else ()
+        for i in _places(rule, layer, chunks, shared):
+            held[i][parameter] += 1
+            for elements in sizes.adapters(rule, expert, adapted, parts):
+                held[i][RankParameter(elements, expert=expert is not None, adapter=True)] += 1
+    return held
+
+
+def _places(rule: WeightRule, layer: int | None, chunks: Sequence[ModelChunk], shared: bool) -> Iterator[int]:
+    """Numbers of the chunks that hold a parameter."""
+    for i, chunk in enumerate(chunks):
+        if layer is not None:
+            inside = layer in chunk.layers
+        elif rule.megatron.startswith(EMBEDDING):
+            inside = chunk.embedding or (shared and chunk.loss)
+        else:
+            inside = chunk.loss
+        if inside:
+            yield i
+
+
+class _ShardSizes:
+    """Elements of a rank's shards; a rule's are the same in every layer and expert."""
+
+    def __init__(self, spec: ModelSpec, layout: Layout) -> None:
+        self.spec, self.layout = spec, layout
+        self.padded = padded_vocabulary_size(spec, layout.tp)
+        self._known: dict[int, int] = {}
+
+    def _shard(self, rule: WeightRule, expert: int | None) -> TensorParallelShard:
+        return TensorParallelShard(self._ranks(expert), 0, self.padded, expert)
+
+    def _ranks(self, expert: int | None) -> int:
+        return self.layout.tp if expert is None else self.layout.etp
+
+    def weight(self, rule: WeightRule, expert: int | None) -> int:
+        """Of a parameter."""
+        if id(rule) not in self._known:
+            self._known[id(rule)] = math.prod(shard_shape(rule, self.spec, self._shard(rule, expert)))
+        return self._known[id(rule)]
+
+    def adapters(
+        self, rule: WeightRule, expert: int | None, adapted: Sequence[Projection], parts: TrainedParts
+    ) -> Iterator[int]:
+        """Of A, B (and DoRA's magnitudes) of each adapter: A [r, in] is cut where the weight's inputs are, B [out, r]
+        where its outputs are (`bridge/adapter_plan.py`)."""
+        for projection in adapted:
+            out, width = projection.shape
+            if rule.shard == "row":
+                width //= self._ranks(expert)
+            elif rule.shard == "column":
+                pieces = rule.pieces(self.spec, self._shard(rule, expert))
+                out = sum(p.length for p in pieces if p.source == projection.source)
+            yield from (parts.rank * width, out * parts.rank)
+            if parts.dora:
+                yield out

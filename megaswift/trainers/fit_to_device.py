@@ -1,0 +1,128 @@
+"""`--fit true`: the settings of a run that fit its devices, chosen before the engine is built.
+
+Owns the device's memory and the texts; the choice itself is `memory/settings_that_fit.py`. torch is imported only to
+look at a device.
+"""
+
+from __future__ import annotations
+
+from megaswift.config import SwiftConfig
+from megaswift.config.byte_size_text import byte_size_or_none, bytes_text
+from megaswift.config.parse_option_values import option_value_text
+from megaswift.errors import ConfigError, Problem
+from megaswift.families.model_spec import ModelSpec
+from megaswift.memory.memory_estimate import MemoryEstimate, RunParameters, uncovered_features, usable_bytes
+from megaswift.memory.settings_that_fit import FitChoice, NoFit, Settings, choose_settings_that_fit
+from megaswift.parallel.layout import Layout
+
+FIT = "--fit true"
+
+
+def fit_problems(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> list[Problem]:
+    """Why this run cannot be fitted, as far as one process knows: where no memory is given, GPUs are asked on the
+    ranks."""
+    if not cfg.train.fit:
+        return []
+    if uncovered := list(uncovered_features(cfg, spec)):
+        rule = f"the memory estimate does not cover {', '.join(uncovered)}"
+        return [Problem(FIT, rule, "--fit false, and choose recompute_granularity and optimizer options yourself")]
+    memory = _given_memory(cfg)
+    if memory is None:
+        rule = "there is no CUDA device whose memory could be read"
+        return [] if _cuda() else [Problem(FIT, rule, "--device_memory 80GiB, or --fit false")]
+    chosen = _choice(cfg, spec, layout, memory)
+    return [_no_fit_problem(cfg, chosen, memory)] if isinstance(chosen, NoFit) else []
+
+
+def fit_to_device(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> tuple[SwiftConfig, str]:
+    """(the configuration with the chosen settings, the row of the run summary), the same on every rank; without --fit
+    as it is. Collective.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    if not cfg.train.fit:
+        return cfg, ""
+    memory = _given_memory(cfg) or _smallest_gpu()
+    chosen = _choice(cfg, spec, layout, memory)
+    if isinstance(chosen, NoFit):
+        raise ConfigError(_no_fit_problem(cfg, chosen, memory))
+    return cfg.replace(**chosen.settings) if chosen.settings else cfg, fit_text(chosen, memory, _cuda())
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _given_memory(cfg: SwiftConfig) -> int | None:
+    return None if cfg.train.device_memory is None else byte_size_or_none(cfg.train.device_memory)
+
+
+def _smallest_gpu() -> int:
+    """Memory of the smallest GPU of all ranks, so that all choose alike. Collective."""
+    import torch
+
+    from megaswift import distributed
+
+    return -int(distributed.all_max([-float(torch.cuda.get_device_properties(0).total_memory)])[0])
+
+
+def _choice(cfg: SwiftConfig, spec: ModelSpec, layout: Layout, memory: int) -> FitChoice | NoFit:
+    from megaswift.trainers.create_process_groups_and_engine import native_kernels
+
+    kernels = native_kernels(cfg, spec, layout)
+    parameters = RunParameters.of(cfg, spec, layout, kernels)
+    return choose_settings_that_fit(cfg, parameters, usable_bytes(memory, kernels.cuda))
+
+
+def settings_text(settings: Settings) -> str:
+    """As flags; what is set to nothing is left out."""
+    return " ".join(f"--{name} {option_value_text(value)}" for name, value in settings.items() if value != ())
+
+
+def fit_text(chosen: FitChoice, memory: int, cuda: bool) -> str:
+    """`estimate 127 GiB of ...`, then the choice and its reason."""
+    room = f"{bytes_text(usable_bytes(memory, cuda))} usable ({bytes_text(memory)} a device)"
+    lines = [f"{estimate_text(chosen.after)}; {room}"]
+    if chosen.settings:
+        before = bytes_text(chosen.before.total)
+        lines.append(f"chosen: {settings_text(chosen.settings)}, because the options as given would need {before}")
+    else:
+        lines.append("the options as given fit: nothing was changed")
+    if chosen.after.held.host:
+        lines.append(f"host memory: {bytes_text(chosen.after.held.host)} a rank")
+    return "\n".join(lines)
+
+
+def estimate_text(estimate: MemoryEstimate) -> str:
+    """The total and its parts."""
+    held, activations = estimate.held, estimate.activations
+    parts = {
+        "weights": held.weights + held.first_values,
+        "gradients": held.gradients,
+        "optimizer": held.optimizer,
+        "activations": activations.total,
+    }
+    listed = " + ".join(f"{name} {bytes_text(size)}" for name, size in parts.items())
+    return f"estimate {bytes_text(estimate.total)}: {listed}"
+
+
+def _no_fit_problem(cfg: SwiftConfig, none: NoFit, memory: int) -> Problem:
+    room = bytes_text(usable_bytes(memory, _cuda()))
+    rule = f"no settings fit {room} usable of a device with {bytes_text(memory)}; {estimate_text(none.before)}"
+    if none.nearest:
+        rule += f". With {settings_text(none.nearest)} it would still be {bytes_text(none.least.total)}"
+    if none.then is not None:
+        given = [f"--{name}" for name in none.given_up if name in cfg.given or name in cfg.typed]
+        fix = (
+            f"leave out {', '.join(given)}: with {settings_text(none.given_up)} the estimate is "
+            f"{bytes_text(none.then.total)}"
+        )
+    elif none.least.held.device > none.least.activations.total:
+        adapters = "--train_type lora, or " if cfg.model.train_type == "full" else ""
+        fix = f"{adapters}more devices, with --tp or --pp"
+    else:
+        fix = f"--max_length {cfg.data.max_length // 2}, or more devices, with --tp or --cp"
+    return Problem(FIT, rule, fix)

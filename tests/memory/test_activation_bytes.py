@@ -1,0 +1,159 @@
+"""Bytes of activations against the tensors that autograd keeps in real passes, each storage once.
+
+Covers: megaswift/memory/activation_bytes.py, megaswift/memory/layer_activations.py,
+megaswift/memory/microbatch_setup.py, megaswift/memory/head_bytes.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaswift.families import family_of
+from megaswift.memory.activation_bytes import activation_bytes, kept_by_chunk, last_stage_head, passes_in_flight
+from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels, MicrobatchSetup
+from megaswift.memory.rank_parameters import TrainedParts
+from megaswift.parallel.pipeline_split import PipelineSplit, model_chunks_by_stage
+from tests.memory.counted_ranks import CONFIG, MOE, CountedRun, Saved, model_folder
+from tests.parity.cases import parse
+from tests.parity.models import build
+from tests.parity.pool import Pool
+
+TOLERANCE = 0.02
+"""Of the formulas, stated in docs/memory.md."""
+ROWS: dict[str, Any] = {"torch_dtype": "bfloat16", "max_length": 128, "per_device_train_batch_size": 2}
+LORA: dict[str, Any] = {"train_type": "lora", "lora_rank": 4}
+TE: dict[str, Any] = {"transformer_impl": "transformer_engine"}
+MODELS = {"dense": CONFIG, "moe": MOE}
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def full(**options: Any) -> dict[str, Any]:
+    return {"recompute_granularity": "full", **options}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("memory-models")
+
+
+def computed(run: CountedRun, kernels: str) -> list[Saved]:
+    """Of the first rank of each pipeline stage: when its first backward pass begins, and at the peak of what is kept.
+    Not what kernels use beside it."""
+    cfg, spec, layout = run.setup()
+    parts = TrainedParts.from_config(cfg, family_of(spec.hf_config), spec)
+    setup = MicrobatchSetup(cfg, spec, layout, ComputeKernels(kernels, kernels, cfg.model.torch_dtype, False), parts)
+    stages, case = (
+        model_chunks_by_stage(spec.num_layers, layout, PipelineSplit.from_config(cfg.parallel)),
+        parse(run.text),
+    )
+    found = []
+    for stage, chunks in enumerate(stages):
+        own = case.total // case.dp
+        sizes = sorted((kept_by_chunk(setup, chunk).total for chunk in chunks), reverse=True)
+        forward = sum(sizes[i % len(sizes)] for i in range(passes_in_flight(setup, stage, own)))
+        forward += last_stage_head(setup).kept if any(chunk.loss for chunk in chunks) else 0
+        peak = activation_bytes(setup, stage, chunks, own)
+        found.append(Saved(forward, max(forward, peak.kept + peak.recomputed)))
+    return found
+
+
+def check(run: CountedRun, pool: Pool, kernels: str = TORCH) -> list[tuple[Saved, Saved]]:
+    """(counted, computed) of each rank."""
+    ranks, stages = pool.run("tests.memory.counted_ranks:count_saved", run, run.world), computed(run, kernels)
+    pairs = [(rank, stages[i * len(stages) // run.world]) for i, rank in enumerate(ranks)]
+    assert [r.forward for r, _ in pairs] == [pytest.approx(s.forward, rel=TOLERANCE) for _, s in pairs]
+    return pairs
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("model", "text", "options"),
+    [
+        ("dense", "single", {}),
+        ("dense", "single", {"torch_dtype": "float32"}),
+        ("dense", "single", full()),
+        ("dense", "single", full(recompute_num_layers=2)),
+        ("dense", "single", full(recompute_method="block", recompute_num_layers=2)),
+        ("dense", "single", selective()),
+        ("dense", "tp2 sp", {}),
+        ("dense", "tp2", {}),
+        ("dense", "cp2", {}),
+        ("dense", "pp4", {}),
+        ("moe", "dp2 ep2", {}),
+        ("moe", "single", selective("moe")),
+        ("moe", "single", {**LORA, "lora_dropout": 0.1}),
+        ("moe", "single", {**LORA, "target_modules": ("q_proj",)}),
+        ("dense", "single", {**LORA, "target_modules": ("q_proj", "v_proj")}),
+        ("dense", "single", {"train_type": "qlora"}),
+    ],
+    ids=str,
+)
+def test_kept_tensors(model: str, text: str, options: dict[str, Any], pool: Pool, folders: Path) -> None:
+    """Torch's layers: at the end of the forward pass and at the peak, within the tolerance."""
+    run = CountedRun(text, model_folder(folders / model, MODELS[model]), ROWS | options)
+    for counted, expected in check(run, pool):
+        assert counted.peak == pytest.approx(expected.peak, rel=TOLERANCE)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("text", ["single", "tp2", "tp2 sp"])
+def test_no_tensor_of_a_layer_is_missing(text: str, pool: Pool, folders: Path) -> None:
+    """With the identifiers, labels and places of tokens, 32 bytes each, nothing is left but a two-thousandth: the
+    smallest tensor of a layer is more."""
+    run = CountedRun(f"dense {text}", model_folder(folders / "dense", CONFIG), ROWS)
+    for counted, expected in check(run, pool):
+        assert counted.forward == pytest.approx(expected.forward + 32 * 256, rel=0.0005)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("variant", ["llama", "phi3", "glm4_moe", "qwen2_moe"])
+def test_kept_tensors_of_other_families(variant: str, pool: Pool, folders: Path) -> None:
+    """Without norms of queries and keys, with windows, with shared experts that have a gate or none, dense layers
+    before MoE layers."""
+    check(CountedRun(f"{variant} single", build(variant, folders / variant), ROWS), pool)
+
+
+@pytest.mark.process
+def test_interleaved_schedule_keeps_no_more(pool: Pool, folders: Path) -> None:
+    """Chunks differ, and which of them are in flight is taken to be the larger ones: at most 3% too much."""
+    run = CountedRun("dense pp2 vpp2", model_folder(folders / "dense", CONFIG), ROWS)
+    ranks, stages = pool.run("tests.memory.counted_ranks:count_saved", run, 2), computed(run, TORCH)
+    for rank, stage in zip(ranks, stages, strict=True):
+        assert rank.forward * (1 - 0.001) <= stage.forward <= rank.forward * 1.03
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("dense", {}), ("dense", full()), ("dense", selective("mlp")), ("moe", {}), ("dense", LORA), ("moe", LORA)],
+    ids=str,
+)
+def test_kept_tensors_of_transformer_engine(model: str, options: dict[str, Any], te_pool: Pool, folders: Path) -> None:
+    """Its own Python on the test device, at the end of the forward pass: what stands in for its kernels saves tensors
+    within a backward pass that the kernels do not."""
+    check(
+        CountedRun("dense single", model_folder(folders / model, MODELS[model]), ROWS | options | TE),
+        te_pool,
+        TRANSFORMER_ENGINE,
+    )
+
+
+@pytest.mark.process
+def test_recomputing_attention_saves_nothing(pool: Pool, te_pool: Pool, folders: Path) -> None:
+    """Flash attention keeps no scores: with core_attn recomputed more is kept than without."""
+    for some, options in ((pool, {}), (te_pool, TE)):
+        plain, again = (
+            some.run(
+                "tests.memory.counted_ranks:count_saved",
+                CountedRun("dense single", model_folder(folders / "dense", CONFIG), ROWS | options | more),
+                1,
+            )[0]
+            for more in ({}, selective("core_attn"))
+        )
+        assert again.forward >= plain.forward

@@ -1,0 +1,133 @@
+"""Bytes of weights, gradients and optimizer states against what real runs hold after a step.
+
+Covers: megaswift/memory/held_bytes.py, megaswift/memory/rank_parameters.py, megaswift/memory/torch_engine_bytes.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaswift.config import SwiftConfig
+from megaswift.families import family_of
+from megaswift.memory.held_bytes import HeldBytes, held_bytes
+from megaswift.memory.rank_parameters import TrainedParts, rank_parameters
+from megaswift.memory.torch_engine_bytes import state_bytes, torch_engine_bytes, torch_parameters
+from megaswift.parallel.layout import Layout
+from megaswift.parallel.pipeline_split import PipelineSplit, model_chunks_by_stage
+from tests.memory.counted_ranks import CONFIG, MOE, CountedRun, Held, model_folder
+from tests.parity.models import build
+from tests.parity.pool import Pool
+
+HALF: dict[str, Any] = {"torch_dtype": "bfloat16"}
+LORA: dict[str, Any] = {**HALF, "train_type": "lora", "lora_rank": 4}
+LAYOUT = Layout(1)
+MODELS = {"dense": CONFIG, "tied": {**CONFIG, "tie_word_embeddings": True}, "moe": MOE}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("memory-models")
+
+
+def computed(run: CountedRun) -> list[HeldBytes]:
+    """Of the first rank of each pipeline stage."""
+    cfg, spec, layout = run.setup()
+    parts = TrainedParts.from_config(cfg, family_of(spec.hf_config), spec)
+    dtype = cfg.model.torch_dtype
+    if cfg.engine.engine != "megatron":
+        return [torch_engine_bytes(cfg, dtype, run.world, torch_parameters(spec, parts))]
+    stages = model_chunks_by_stage(spec.num_layers, layout, PipelineSplit.from_config(cfg.parallel))
+    return [held_bytes(cfg, dtype, layout, rank_parameters(spec, parts, layout, chunks)) for chunks in stages]
+
+
+def counted(run: CountedRun, pool: Pool) -> list[Held]:
+    ranks: list[Held] = pool.run("tests.memory.counted_ranks:count_held", run, run.world)
+    return ranks
+
+
+def held(stage: HeldBytes) -> Held:
+    return Held(stage.weights, stage.gradients, stage.optimizer)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("model", "text", "options"),
+    [
+        ("dense", "single", {"optimizer": "sgd", "sgd_momentum": 0.0}),
+        ("dense", "dp2", HALF),
+        ("dense", "dp2 do", HALF),
+        ("dense", "tp2 sp", {}),
+        ("tied", "pp2 vpp2", HALF),
+        ("tied", "pp2 dp2 do", HALF),
+        ("moe", "dp2 ep2 do", HALF),
+        ("dense", "dp2 do", {**LORA, "modules_to_save": ("lm_head",)}),
+        ("dense", "tp2 sp", {**LORA, "train_type": "qlora"}),
+        ("dense", "single", {**HALF, "freeze_parameters": (r"layers\.[01]\.",)}),
+        ("dense", "dp2", {"engine": "ddp"}),
+        ("dense", "dp2", {"engine": "ddp", "train_type": "lora", "optimizer": "adafactor"}),
+        ("dense", "dp2", {"engine": "fsdp2"}),
+        ("dense", "dp2", {"engine": "zero2"}),
+        ("dense", "dp2", {"engine": "zero2", **HALF}),
+    ],
+    ids=str,
+)
+def test_bytes_are_those_of_a_run(model: str, text: str, options: dict[str, Any], pool: Pool, folders: Path) -> None:
+    """Storages, each once. Every rank of a stage holds as many: no size of this model needs padding."""
+    run = CountedRun(text, model_folder(folders / model, MODELS[model]), options)
+    ranks, stages = counted(run, pool), computed(run)
+    per_stage = run.world // len(stages)
+    assert ranks == [held(stage) for stage in stages for _ in range(per_stage)]
+
+
+@pytest.mark.process
+def test_padding_of_shards_counts(pool: Pool, folders: Path) -> None:
+    """A model of odd sizes: weights and gradients exactly, of the states at most the padding of the buffer too much."""
+    run = CountedRun("dense dp2 do", build("dense", folders / "odd"), HALF)
+    ranks, (stage,) = counted(run, pool), computed(run)
+    for rank in ranks:
+        assert (rank.weights, rank.gradients) == (stage.weights, stage.gradients)
+        assert 0 <= stage.optimizer - rank.optimizer <= 12 * 64 * 60
+    assert sum(r.optimizer for r in ranks) == 12 * 189376
+
+
+@pytest.mark.process
+def test_offloaded_moments_are_in_host_memory(pool: Pool, folders: Path) -> None:
+    """On a CPU both memories are one: 8 bytes an element move from the device's side to the host's, with the buffers of
+    a step."""
+    run = CountedRun("dense single", model_folder(folders / "dense", CONFIG), {**HALF, "optimizer_cpu_offload": True})
+    (rank,), (stage,) = counted(run, pool), computed(run)
+    elements = stage.gradients // 4
+    assert rank.optimizer == 12 * elements
+    assert stage.optimizer == 4 * elements and stage.host == 8 * elements + 8 * 128 * 512
+
+
+def test_remainders_and_the_host_optimizer() -> None:
+    """Bytes of a bfloat16 parameter on the device: 18, with remainders 16, with the host optimizer 10 (its moments on
+    the host)."""
+    config = {**CONFIG, "vocab_size": 256}
+    spec = family_of(config).spec(config)
+
+    def per_element(**options: Any) -> float:
+        cfg = SwiftConfig(task="sft", **options)
+        parts = TrainedParts.from_config(cfg, family_of(config), spec)
+        (chunks,) = model_chunks_by_stage(4, LAYOUT)
+        held = held_bytes(cfg, "bfloat16", LAYOUT, rank_parameters(spec, parts, LAYOUT, chunks))
+        return held.device / (held.gradients / 4)
+
+    assert per_element() == 18
+    assert per_element(precision_aware_optimizer=True) == 16
+    assert per_element(optimizer_cpu_offload=True) == 10
+    assert per_element(optimizer_cpu_offload=True, optimizer_offload_fraction=0.25) == 16
+    assert per_element(optimizer="sgd") == 14
+
+
+def test_states_of_eight_bit_optimizers() -> None:
+    """bitsandbytes' states of a matrix and of a vector below its smallest size."""
+    cfg = SwiftConfig(task="sft", engine="ddp", optimizer="adamw_8bit")
+    assert state_bytes(cfg, (128, 64)) == 2 * (8192 + 4 * 32)
+    assert state_bytes(cfg, (1024,)) == 2 * 4 * 1024
+    assert state_bytes(cfg.replace(optimizer="lion_8bit"), (128, 64)) == 8192 + 4 * 32
+    assert state_bytes(cfg.replace(optimizer="adafactor"), (128, 64)) == 4 * (128 + 64)
