@@ -1,9 +1,4 @@
-"""Memory of the vocabulary head for a micro-batch.
-
-Owns one formula, that of `engine/megatron/layers/vocab_head.py`: logits in chunks of at most KEEP_BYTES of float32
-probabilities, kept for the backward pass where one chunk holds the whole micro-batch. A head that computes otherwise
-replaces `head_bytes`.
-"""
+"""Memory of the vocabulary head for a micro-batch: the head's own formula, with the shapes of a run."""
 
 from __future__ import annotations
 
@@ -11,8 +6,7 @@ from dataclasses import dataclass
 
 from megaswift.families.weight_table_on_ranks import padded_vocabulary_size
 from megaswift.memory.microbatch_setup import MicrobatchSetup
-
-KEEP_BYTES = 1 << 28
+from megaswift.parallel.vocabulary_head_memory import HeadShape, native_head_peak_bytes
 
 
 @dataclass(frozen=True)
@@ -31,15 +25,16 @@ def head_bytes(setup: MicrobatchSetup, trains: bool) -> HeadBytes:
     hidden = tokens * spec.hidden_size * width
     if spec.scored:
         return HeadBytes(hidden, hidden)
-    rows = padded_vocabulary_size(spec, setup.layout.tp) // setup.layout.tp
-    copies = 1 if spec.features.logit_softcap is None else 2
-    chunk = max(1, KEEP_BYTES // (4 * rows * copies))
-    one = tokens <= chunk
-    probabilities = 4 * rows * min(chunk, tokens) * copies
-    logits = rows * min(chunk, tokens) * width  # the product before it is float32; its gradient
-    weight = rows * spec.hidden_size
-    if one:
-        return HeadBytes(hidden + 8 * tokens + probabilities, hidden + logits + (width * weight if trains else 0))
-    # the last chunk's are there while the next one's are computed
-    gradient = (4 + width) * weight if trains else 0
-    return HeadBytes(hidden + 8 * tokens, hidden + 2 * probabilities + 2 * logits + gradient)
+    model = setup.cfg.model
+    shape = HeadShape(
+        rows=tokens,
+        hidden_size=spec.hidden_size,
+        width=padded_vocabulary_size(spec, setup.layout.tp) // setup.layout.tp,
+        element_bytes=width,
+        float32_products=model.fp32_lm_head,
+        extra_tiles=int(spec.features.logit_softcap is not None or spec.features.logit_scale != 1.0),
+        weight_trained=trains,
+    )
+    fused = model.gradient_accumulation_fusion is not False
+    device = "cuda" if setup.kernels.cuda else "cpu"
+    return HeadBytes(hidden + 16 * tokens, native_head_peak_bytes(shape, device, fused))

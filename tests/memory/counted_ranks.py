@@ -17,7 +17,9 @@ from megaswift.config import SwiftConfig
 from megaswift.families import family_of
 from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
+from megaswift.parallel import vocabulary_head_memory
 from megaswift.parallel.layout import Layout
+from megaswift.parallel.vocabulary_head_memory import HeadChunkSizes
 from megaswift.trainers.tensor_memory_holders import GRADIENTS, OPTIMIZER, WEIGHTS, tensor_memory_holders
 from tests.parity.cases import VOCAB, global_batch, own, parse
 from tests.parity.measure import build
@@ -187,9 +189,8 @@ def count_saved(rank: int, world: int, run: CountedRun) -> Saved:
 def count_peak(rank: int, world: int, task: tuple[CountedRun, int]) -> int:
     """Bytes that one micro-batch allocates at the peak of its passes, by torch's own count of allocations on a CPU; the
     head's chunks hold so many bytes (on the ranks)."""
-    from megaswift.engine.megatron.layers import vocab_head
-
-    run, vocab_head.KEEP_BYTES = task
+    run, chunk = task
+    vocabulary_head_memory.CHUNK_SIZES["cpu"] = HeadChunkSizes(chunk, chunk, 1)
     engine, context = build(parse(run.text), run.folder, world, **run.options)
     rows, length = engine.cfg.train.per_device_train_batch_size, engine.cfg.data.max_length
     batch = full_rows(rows, length, packed=False)

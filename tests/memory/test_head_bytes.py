@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from megaswift.memory import head_bytes
 from megaswift.memory.memory_estimate import RunParameters
 from megaswift.memory.microbatch_setup import TORCH, ComputeKernels
+from megaswift.parallel import vocabulary_head_memory
+from megaswift.parallel.vocabulary_head_memory import HeadChunkSizes
 from tests.memory.counted_ranks import CONFIG, CountedRun, model_folder
 from tests.parity.pool import Pool
 
@@ -22,7 +23,7 @@ TOLERANCE = 0.05
 MODEL = {**CONFIG, "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768}
 ROWS: dict[str, Any] = {"torch_dtype": "bfloat16", "max_length": 512, "per_device_train_batch_size": 2}
 FULL = {"recompute_granularity": "full"}
-WHOLE, CHUNKS = head_bytes.KEEP_BYTES, 1 << 21
+WHOLE, CHUNKS = 1 << 28, 1 << 21
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_peak_of_a_micro_batch(
     options: dict[str, Any], chunk: int, pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of this head; another one replaces `head_bytes` and its figures here."""
     run = CountedRun("dense single", folder, ROWS | options)
     (counted,) = pool.run("tests.memory.counted_ranks:count_peak", (run, chunk), 1)
-    monkeypatch.setattr(head_bytes, "KEEP_BYTES", chunk)
+    monkeypatch.setitem(vocabulary_head_memory.CHUNK_SIZES, "cpu", HeadChunkSizes(chunk, chunk, 1))
     cfg, spec, layout = run.setup()
     estimate = RunParameters.of(cfg, spec, layout, ComputeKernels(TORCH, TORCH, "bfloat16", False)).estimate(cfg)
     assert estimate.activations.total == pytest.approx(counted, rel=TOLERANCE)
