@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaswift import log
-from megaswift.clusters.job import SubmittedJob
+from megaswift.clusters.cluster_and_job import SubmittedJob
 from megaswift.clusters.job_folder import submitted_jobs
 from megaswift.clusters.scheduler import scheduler_of
 from megaswift.command_line_common import UserErrorArgumentParser

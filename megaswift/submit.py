@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megaswift import log
+from megaswift.clusters.cluster_and_job import Cluster, Job, RenderedJob, job_name
 from megaswift.clusters.clusters_file import read_cluster
-from megaswift.clusters.job import Cluster, Job, RenderedJob, job_name
 from megaswift.clusters.job_folder import jobs_folder, next_job_folder, write_job_files, write_record
-from megaswift.clusters.node_script import shell_words
+from megaswift.clusters.node_shell_lines import shell_words
 from megaswift.clusters.scheduler import Scheduler, scheduler_of
 from megaswift.command_line_common import UserErrorArgumentParser
 from megaswift.config import SwiftConfig, load_config

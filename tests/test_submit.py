@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from megaswift.cli import main
-from megaswift.clusters.job import job_name
+from megaswift.clusters.cluster_and_job import job_name
 from megaswift.clusters.job_folder import jobs_folder, next_job_folder
 from megaswift.errors import ConfigError
 from megaswift.submit import main as submit

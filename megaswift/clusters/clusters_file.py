@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from megaswift.clusters.cluster_and_job import Cluster
 from megaswift.clusters.cluster_options import ENVIRONMENT_NAME, options_of_launcher
-from megaswift.clusters.job import Cluster
 from megaswift.clusters.scheduler_table import SCHEDULERS
 from megaswift.config.option_sources import LARGEST_FILE
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, first_line

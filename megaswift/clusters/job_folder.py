@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.atomic_disk_writes import write_atomically
-from megaswift.clusters.job import RUN_FILE, Job, RenderedJob, SubmittedJob
+from megaswift.clusters.cluster_and_job import RUN_FILE, Job, RenderedJob, SubmittedJob
 from megaswift.errors import ConfigError, Problem
 
 JOBS = "jobs"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megaswift.clusters.job import Job, RenderedJob, SubmittedJob
+from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
 from megaswift.clusters.kubernetes_pods import (
     environment,
     manifest_text,

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from megaswift.clusters.job import RUN_FILE, Job
-from megaswift.clusters.node_script import shell_words
+from megaswift.clusters.cluster_and_job import RUN_FILE, Job
+from megaswift.clusters.node_shell_lines import shell_words
 
 RUN_FOLDER = "/etc/megaswift"
 """Where the configuration is mounted."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megaswift.clusters.job import RUN_FILE, Job, RenderedJob, SubmittedJob
-from megaswift.clusters.node_script import preparation_lines, shell_words
+from megaswift.clusters.cluster_and_job import RUN_FILE, Job, RenderedJob, SubmittedJob
+from megaswift.clusters.node_shell_lines import preparation_lines, shell_words
 from megaswift.errors import ConfigError, Problem
 
 COMMAND = "command.sh"

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megaswift.clusters.job import RUN_FILE, Job, RenderedJob, SubmittedJob
+from megaswift.clusters.cluster_and_job import RUN_FILE, Job, RenderedJob, SubmittedJob
 from megaswift.clusters.kubernetes import NOT_RUN, kubectl, pod_problems
 from megaswift.clusters.kubernetes_pods import (
     RUN_FOLDER,
@@ -22,7 +22,7 @@ from megaswift.clusters.kubernetes_pods import (
     pod_spec,
     run_config_map,
 )
-from megaswift.clusters.node_script import shell_words
+from megaswift.clusters.node_shell_lines import shell_words
 from megaswift.errors import Problem
 
 MANIFEST, RUNTIME = "job.yaml", "runtime_env.yaml"

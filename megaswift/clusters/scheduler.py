@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Protocol, cast
 
-from megaswift.clusters.job import Job, RenderedJob, SubmittedJob
+from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
 from megaswift.clusters.scheduler_table import SCHEDULERS
 from megaswift.errors import Problem
 

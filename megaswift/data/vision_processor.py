@@ -43,7 +43,7 @@ class ProcessorFolderWithDigest:
     """Of its files: other files give other tokens."""
 
 
-def processor_spec_of_folder(folder: Path, trust: bool) -> ProcessorFolderWithDigest:
+def processor_folder_and_files_digest(folder: Path, trust: bool) -> ProcessorFolderWithDigest:
     """The spec of the processor in a model's folder."""
     digest = hashlib.sha256()
     for name in FILES:

@@ -49,7 +49,7 @@ def adapter_folder_tensor_shapes(adapter: Path) -> Mapping[str, tuple[int, ...]]
         return {}
 
 
-def adapter_as_model_problem(what: str, adapter: Path) -> Problem:
+def adapter_given_as_model_problem(what: str, adapter: Path) -> Problem:
     """What is wrong with a folder given as a model that has nothing but these adapters."""
     base = base_model_name_or_empty(adapter) or "BASE"
     return Problem(what, "contains the adapters of a LoRA run, not a model", f"--model {base} --adapters {adapter}")

@@ -17,10 +17,10 @@ from megaswift.config.infer_deploy_export_parser import ParsedCommand
 from megaswift.config.inference import ModelPathOptions
 from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.data.read_template_and_system import read_template
-from megaswift.data.vision_processor import Processor, processor_spec_of_folder
+from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
 from megaswift.errors import Problem, WeightsError, first_line, missing_path_hint
 from megaswift.families.adapter_folder import CONFIG as ADAPTERS
-from megaswift.families.adapter_folder import adapter_as_model_problem
+from megaswift.families.adapter_folder import adapter_given_as_model_problem
 from megaswift.families.checkpoint_folder import find_checkpoint, find_intact_checkpoint
 from megaswift.families.family import read_config_json
 from megaswift.families.saved_step_integrity import MARKER
@@ -101,7 +101,7 @@ def _folder(path: Path, name: str, verify: bool) -> Path:
         )
     for adapter in (path, path / "adapter"):
         if (adapter / ADAPTERS).is_file():
-            raise WeightsError(adapter_as_model_problem(f"--model {name}", adapter))
+            raise WeightsError(adapter_given_as_model_problem(f"--model {name}", adapter))
     raise WeightsError(Problem(f"--model {name}", "has no config.json", "give a folder with a Hugging Face model"))
 
 
@@ -157,7 +157,7 @@ def missing_model_file_problems(folder: Path, random_init: bool) -> list[Problem
     if (checkpoint := find_checkpoint(folder)) is not None:
         adapter = checkpoint.model.parent / "adapter"
         return (
-            [*problems, adapter_as_model_problem(f"--model {adapter.parent}", adapter)]
+            [*problems, adapter_given_as_model_problem(f"--model {adapter.parent}", adapter)]
             if adapter.is_dir()
             else problems
         )
@@ -181,7 +181,7 @@ def missing_model_file_problems(folder: Path, random_init: bool) -> list[Problem
     return problems
 
 
-def training_tokenizer(cfg: SwiftConfig, folder: Path) -> Any:
+def tokenizer_with_run_template(cfg: SwiftConfig, folder: Path) -> Any:
     """The tokenizer in `folder` as training takes it."""
     return read_tokenizer(folder, cfg.model.trust_remote_code, cfg.data.chat_template)
 
@@ -202,7 +202,7 @@ def training_processor(cfg: SwiftConfig, folder: Path) -> Processor:
 
 def read_processor(folder: Path, trust: bool, chat_template: str | None) -> Processor:
     """The processor in `folder`; its tokenizer has the chat template of the options."""
-    processor = Processor(processor_spec_of_folder(folder, trust))
+    processor = Processor(processor_folder_and_files_digest(folder, trust))
     if chat_template is not None:
         processor.tokenizer.chat_template = read_template(chat_template)
     return processor
@@ -229,4 +229,4 @@ def tokenizer_for(cfg: SwiftConfig) -> Any:
     problems = missing_model_file_problems(folder, random_init=True)
     if problems:
         raise WeightsError(problems)
-    return training_tokenizer(cfg, folder)
+    return tokenizer_with_run_template(cfg, folder)

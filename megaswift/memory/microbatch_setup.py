@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megaswift.config import SwiftConfig
 from megaswift.families.adapter_target_modules import Projection
 from megaswift.families.model_spec import ModelSpec
-from megaswift.memory.held_bytes import HALF
 from megaswift.memory.rank_parameters import TrainedParts
+from megaswift.memory.weight_gradient_optimizer_bytes import HALF
 from megaswift.parallel.layout import Layout
 
 TRANSFORMER_ENGINE, TORCH = "transformer_engine", "torch"

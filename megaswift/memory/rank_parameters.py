@@ -1,7 +1,7 @@
 """The parameters that a rank of a pipeline stage holds: how many elements each has, and whether it trains.
 
 Owns which weights and adapters lie on a rank, from the family's weight table. What they cost in bytes depends on the
-engine and its optimizer: `held_bytes.py`.
+engine and its optimizer: `weight_gradient_optimizer_bytes.py`.
 """
 
 from __future__ import annotations

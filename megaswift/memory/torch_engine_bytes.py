@@ -30,8 +30,8 @@ from megaswift.config.optim import GALORE, LIONS, OF_BITSANDBYTES
 from megaswift.families.family import family_of
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.weight_table_on_ranks import expand_weight_table, format_rule_name
-from megaswift.memory.held_bytes import HALF, HeldBytes
 from megaswift.memory.rank_parameters import TrainedParts
+from megaswift.memory.weight_gradient_optimizer_bytes import HALF, HeldBytes
 
 BLOCK, SMALLEST = 256, 4096
 """Of bitsandbytes' 8-bit states: elements that share a scale, and from how many elements on a parameter has them."""

@@ -14,8 +14,8 @@ from megaswift.command_line_common import ELSEWHERE
 from megaswift.config.infer_deploy_export_parser import CommandParser
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.migration.foreign_command import ForeignCommand
-from megaswift.migration.launch_line import launch_of_command, launch_words
 from megaswift.migration.migrated_run import NOT_SET, SECRET, MigratedRun
+from megaswift.migration.translate_launcher_and_environment import launch_of_command, launch_words
 from megaswift.migration.write_run_file import head_lines, remark_lines
 from megaswift.redaction import is_secret
 

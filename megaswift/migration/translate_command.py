@@ -27,10 +27,10 @@ from megaswift.config.sections import NAMES, OPTIONS, TASKS
 from megaswift.config.translated_options import SWITCHES, translated_options
 from megaswift.errors import ConfigError, Problem
 from megaswift.migration.foreign_command import MEGASWIFT, ForeignCommand, file_of_script
-from megaswift.migration.launch_line import launch_of_command
 from megaswift.migration.migrated_run import NOT_SET, SECRET, MigratedOption, MigratedRun
 from megaswift.migration.settle_options import add_differing_defaults, leave_out_idle_options, settle_options
 from megaswift.migration.toolkit_meanings import with_own_meanings, with_run_lengths
+from megaswift.migration.translate_launcher_and_environment import launch_of_command
 from megaswift.redaction import is_secret
 
 

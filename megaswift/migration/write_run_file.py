@@ -11,9 +11,9 @@ from typing import Any
 
 from megaswift.config.sections import NAMES
 from megaswift.config.translated_options import RENAMED
-from megaswift.migration.launch_line import LAUNCH_ORDER, command_line
 from megaswift.migration.migrated_run import MigratedOption, MigratedRun
 from megaswift.migration.settle_options import missing_options
+from megaswift.migration.translate_launcher_and_environment import LAUNCH_ORDER, command_line
 from megaswift.redaction import is_secret, redacted_command
 from megaswift.version import __version__
 

@@ -14,7 +14,8 @@ TILE_ELEMENTS_WITHOUT_TRITON = 1 << 26
 """The same on a GPU whose torch comes without Triton (not run): 256 MiB, so that launching kernels is not what takes
 the time."""
 STATISTICS, COEFFICIENTS = 6, 9
-"""float32 numbers a row that `engine/vocabulary_rows.py` has in the forward and in the backward pass."""
+"""float32 numbers a row that `engine/vocabulary_logprobs_and_entropy.py` has in the forward and in the backward
+pass."""
 
 
 @dataclass(frozen=True)

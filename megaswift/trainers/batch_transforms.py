@@ -17,7 +17,7 @@ import torch
 from megaswift import distributed
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
-from megaswift.config.kto_batch import kto_pairs_over_global_batch
+from megaswift.config.kto_mismatched_pair_batch import kto_pairs_over_global_batch
 from megaswift.config.preference import beta_of, loss_types_of, needs_reference
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch, RequestedModelOutputs

@@ -18,7 +18,7 @@ from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing_deepspeed_problems
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import capabilities_of, filled_deepspeed_config, requested_engine
-from megaswift.config.kto_batch import kto_batch_problems
+from megaswift.config.kto_mismatched_pair_batch import kto_batch_problems
 from megaswift.config.megatron_extra_kwargs import extra_kwargs_problems
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.profile_rules import profile_rank_problems

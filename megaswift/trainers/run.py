@@ -34,13 +34,13 @@ def run_training(cfg: SwiftConfig) -> Path:
     enable_determinism(cfg, os.environ)
     set_tf32(cfg)
     with gc_paused():
-        from megaswift.trainers.create_process_groups_and_engine import start_context
-        from megaswift.trainers.session import TrainingSession
-        from megaswift.trainers.startup_agreement import (
+        from megaswift.trainers.agreement_of_ranks_at_start import (
             program_and_device_facts,
             refuse_ranks_that_differ,
             refuse_ranks_with_other_options,
         )
+        from megaswift.trainers.create_process_groups_and_engine import start_context
+        from megaswift.trainers.session import TrainingSession
         from megaswift.trainers.verify_checkpoint_files_across_ranks import verify_sources_and_locate_model
 
         folder = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)

@@ -21,7 +21,7 @@ from megaswift.config.absolute_paths import with_absolute_paths
 from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.config.data import PPO
 from megaswift.config.evaluation_rules import evaluates
-from megaswift.config.kto_batch import kto_pairs_over_global_batch
+from megaswift.config.kto_mismatched_pair_batch import kto_pairs_over_global_batch
 from megaswift.config.preference import needs_reference
 from megaswift.data import build_batch_sources as data
 from megaswift.data.load_tokenizer import padding_token_of
@@ -31,7 +31,7 @@ from megaswift.data.stream_batches import StreamBatchSource
 from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine
 from megaswift.families.checkpoint_folder import MODEL
-from megaswift.families.model_and_tokenizer_source import training_processor, training_tokenizer
+from megaswift.families.model_and_tokenizer_source import tokenizer_with_run_template, training_processor
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.scalar_head import with_pad_token_id
 from megaswift.families.vision_language_detection import has_vision_tower
@@ -57,9 +57,9 @@ from megaswift.trainers.output_folder import OutputFolder
 from megaswift.trainers.precomputed_reference import PrecomputedReferenceLogprobs, compute_reference_logprobs
 from megaswift.trainers.progress import Progress
 from megaswift.trainers.rl.critic import critic_start_folder
+from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor
 from megaswift.trainers.startup_summary import SummaryFacts, data_text
 from megaswift.trainers.step_interval import interval_of
-from megaswift.trainers.step_monitor import StepMonitor
 from megaswift.trainers.step_profiler import StepProfilerHook
 from megaswift.trainers.tasks import TASKS, Task
 from megaswift.trainers.trackers import TrackedRun, tracker_hooks
@@ -157,7 +157,7 @@ class RunBuilder:
     def data(self) -> tuple[BatchSource, EvaluationSource | None]:
         """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a
         pipeline has stages."""
-        reader = (training_processor if has_vision_tower(self.spec.hf_config) else training_tokenizer)(
+        reader = (training_processor if has_vision_tower(self.spec.hf_config) else tokenizer_with_run_template)(
             self.cfg, self.folder
         )
         self.tokenizer = tokenizer_of_tokenizer_or_processor(reader)
@@ -249,7 +249,7 @@ class RunBuilder:
         train, outputs, task = self.cfg.train, self.outputs, self.task
         hooks: list[Hook] = [
             MetricsJsonlHook(outputs.metrics, train.logging_steps, self.speed(engine), task.count),
-            StepMonitor(),
+            SkippedStepAndLossSpikeMonitor(),
             Progress(),
         ]
         if train.profile:

@@ -37,6 +37,7 @@ from megaswift.trainers import (
     run_builder,
     startup_summary,
 )
+from megaswift.trainers.agreement_of_ranks_at_start import refuse_ranks_that_differ, refuse_unshared_output_folder
 from megaswift.trainers.best_model import best_checkpoint, copy_export, load_best_checkpoint
 from megaswift.trainers.checkpoint_hook import CheckpointHook, global_batch_size_change_notice, restore_run
 from megaswift.trainers.hub_upload import hub_upload_of
@@ -45,8 +46,7 @@ from megaswift.trainers.loop import Loop
 from megaswift.trainers.resumed_model_config_check import refuse_other_model
 from megaswift.trainers.run_builder import RunBuilder
 from megaswift.trainers.run_lock import RunLock
-from megaswift.trainers.startup_agreement import refuse_ranks_that_differ, refuse_unshared_output_folder
-from megaswift.trainers.step_monitor import StepMonitor
+from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor
 from megaswift.trainers.timers import timed
 from megaswift.trainers.verify_checkpoint_files_across_ranks import first_intact_step
 
@@ -272,9 +272,9 @@ def with_initial_adapter(cfg: SwiftConfig, folder: Path, output: Path) -> tuple[
     return started, base
 
 
-def find_step_monitor(loop: Loop) -> StepMonitor:
+def find_step_monitor(loop: Loop) -> SkippedStepAndLossSpikeMonitor:
     """The hook that counts skipped steps."""
-    return next(hook for hook in loop.hooks if isinstance(hook, StepMonitor))
+    return next(hook for hook in loop.hooks if isinstance(hook, SkippedStepAndLossSpikeMonitor))
 
 
 def failure_reason(error: UserError, where: str) -> str:

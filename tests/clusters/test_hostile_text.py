@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megaswift.clusters.job import RenderedJob
+from megaswift.clusters.cluster_and_job import RenderedJob
 from megaswift.clusters.job_folder import write_job_files
 from megaswift.clusters.scheduler import scheduler_of
 from tests.clusters.jobs import job

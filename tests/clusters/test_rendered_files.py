@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megaswift.clusters.job import Job
-from megaswift.clusters.node_script import shell_words
+from megaswift.clusters.cluster_and_job import Job
+from megaswift.clusters.node_shell_lines import shell_words
 from megaswift.clusters.scheduler import scheduler_of
 from megaswift.clusters.scheduler_table import SCHEDULERS
 from tests.clusters.jobs import job

@@ -18,7 +18,7 @@ from megaswift.config import SwiftConfig
 from megaswift.data import build_batch_sources
 from megaswift.data.encode_rows import RowEncoder, encode_spec
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.vision_processor import Processor, processor_spec_of_folder
+from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
 from megaswift.errors import DataError
 from tests.parity import vision
 
@@ -35,7 +35,7 @@ def processor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     made = vision.KINDS[request.param](tokens)[1]
     made.chat_template = tokens.chat_template
     made.save_pretrained(folder)
-    return Processor(processor_spec_of_folder(folder, False))
+    return Processor(processor_folder_and_files_digest(folder, False))
 
 
 @pytest.fixture

@@ -15,7 +15,11 @@ import torch
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.protocol import StepResult
-from megaswift.trainers.step_monitor import MOST_IN_A_ROW, StepMonitor, TrainingDiverged
+from megaswift.trainers.skipped_step_and_loss_spike_monitor import (
+    MOST_IN_A_ROW,
+    SkippedStepAndLossSpikeMonitor,
+    TrainingDiverged,
+)
 
 
 def scaler(megatron: ModuleType) -> Any:
@@ -97,9 +101,9 @@ def test_dense_and_expert_gradients_are_unscaled_by_the_scale_of_the_loss(megatr
     assert all(torch.equal(w, torch.full((3,), -3.0)) for w in weights)
 
 
-def run(made: Any, fits: float, steps: int) -> tuple[StepMonitor, list[int]]:
+def run(made: Any, fits: float, steps: int) -> tuple[SkippedStepAndLossSpikeMonitor, list[int]]:
     """Steps of which those with a loss scale above `fits` overflow; which were skipped."""
-    watch, skipped = StepMonitor(), []
+    watch, skipped = SkippedStepAndLossSpikeMonitor(), []
     whole = SimpleNamespace(grad_scaler=made)
     for number in range(1, steps + 1):
         overflow = float(made.scale) > fits

@@ -20,7 +20,7 @@ from megaswift.families.model_and_tokenizer_source import (
     locate_model,
     missing_model_file_problems,
     short_name,
-    training_tokenizer,
+    tokenizer_with_run_template,
 )
 from megaswift.trainers import checkpoint_store
 from tests.trainers.inputs import TEMPLATE, write_model
@@ -31,7 +31,7 @@ def test_a_broken_tokenizer_is_the_user_s_mistake(tmp_path: Path, text: str) -> 
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(UserError, match="cannot be read"):
-        training_tokenizer(SwiftConfig(), tmp_path)
+        tokenizer_with_run_template(SwiftConfig(), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_tokenizer_json_that_the_library_cannot_parse(tmp_path: Path, change: 
     text = path.read_text()
     path.write_text(text[:300] if change is None else json.dumps({**json.loads(text), **change}))
     with pytest.raises(UserError, match="cannot be read"):
-        training_tokenizer(SwiftConfig(), folder)
+        tokenizer_with_run_template(SwiftConfig(), folder)
 
 
 def test_the_template_of_the_configuration_is_read_as_the_data_read_it(
@@ -59,9 +59,9 @@ def test_the_template_of_the_configuration_is_read_as_the_data_read_it(
     folder = write_model(tmp_path / "model")
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "other.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert training_tokenizer(SwiftConfig(), folder).chat_template == TEMPLATE
+    assert tokenizer_with_run_template(SwiftConfig(), folder).chat_template == TEMPLATE
     for value in ("~/other.jinja", (tmp_path / "other.jinja").read_text()):
-        made = training_tokenizer(SwiftConfig(chat_template=value), folder)
+        made = tokenizer_with_run_template(SwiftConfig(chat_template=value), folder)
         assert made.chat_template == (tmp_path / "other.jinja").read_text()
 
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megaswift.engine.megatron.layers.vocab_head import VocabularyHeadOptions, compute_vocabulary_fields
+from megaswift.engine.megatron.layers.vocab_parallel_head_logprobs import (
+    VocabularyHeadOptions,
+    compute_vocabulary_fields,
+)
 from megaswift.engine.torch.loss_fields_from_logits import compute_loss_fields
-from megaswift.engine.vocabulary_rows import VocabularyHeadShardSpec
+from megaswift.engine.vocabulary_logprobs_and_entropy import VocabularyHeadShardSpec
 from megaswift.losses.contract import RequestedModelOutputs
 from megaswift.losses.dpo import DPO
 from megaswift.losses.sft import CrossEntropy

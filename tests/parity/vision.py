@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.data.vision_processor import Processor, processor_spec_of_folder
+from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.vision_tokenizer import VOCAB, tokenizer
 
@@ -306,7 +306,7 @@ def reference(folder: Path, data: Path, rows: int) -> Reference:
     """transformers alone, a row at a time without padding, in one process."""
     from transformers import AutoModelForImageTextToText
 
-    processor = Processor(processor_spec_of_folder(folder, False)).inner
+    processor = Processor(processor_folder_and_files_digest(folder, False)).inner
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
     lines = data.read_text(encoding="utf-8").splitlines()[:rows]
     made = [inputs_of(processor, line, data.parent) for line in lines]

@@ -11,7 +11,7 @@ import pytest
 
 from megaswift.engine.protocol import StepResult
 from megaswift.trainers.hook import Hook, StepExtras
-from megaswift.trainers.step_monitor import StepMonitor, TrainingDiverged
+from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor, TrainingDiverged
 from megaswift.trainers.timers import StepTimer
 from tests.trainers.tiny import TinyEngine, tiny_loop
 
@@ -102,7 +102,7 @@ class Stumbling(TinyEngine):
 
 
 def test_skipped_steps_warn_and_many_in_a_row_stop_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    loop = tiny_loop(9, StepMonitor(most=3))
+    loop = tiny_loop(9, SkippedStepAndLossSpikeMonitor(most=3))
     loop.engine = Stumbling({2, 3, 5, 6, 7})
     with pytest.raises(TrainingDiverged, match="3 steps in a row"):
         loop.run()
@@ -111,7 +111,7 @@ def test_skipped_steps_warn_and_many_in_a_row_stop_the_run(capsys: pytest.Captur
 
 
 def test_a_good_step_between_bad_ones_lets_the_run_go_on() -> None:
-    loop = tiny_loop(9, StepMonitor(most=3))
+    loop = tiny_loop(9, SkippedStepAndLossSpikeMonitor(most=3))
     loop.engine = Stumbling({2, 3, 5, 6, 8, 9})
     loop.run()
     assert loop.step == 9

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaswift.data.vision_processor import Processor, processor_spec_of_folder
+from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
 from megaswift.trainers.metrics_jsonl import read_lines
 from tests.parity import vision
 from tests.trainers.test_run import run, values
@@ -74,7 +74,7 @@ def test_learns_resumes_and_exports(inputs: list[str], tmp_path: Path) -> None:
     run(inputs, other, *STEPS, "--engine", "fsdp2", "--resume_from_checkpoint", out / "checkpoints" / "step-3")
     close = load_file(other / "hf" / "model.safetensors")
     assert max(float((close[n] - t).abs().max() / t.abs().max().clamp(min=1e-9)) for n, t in mine.items()) < 1e-4
-    processor = Processor(processor_spec_of_folder(out / "hf", False)).inner
+    processor = Processor(processor_folder_and_files_digest(out / "hf", False)).inner
     row = vision.inputs_of(processor, Path(inputs[3]).read_text().splitlines()[0], Path(inputs[3]).parent)
     row.pop("assistant_masks")
     answer = AutoModelForImageTextToText.from_pretrained(out / "hf").generate(**row, max_new_tokens=2, min_new_tokens=2)
@@ -96,7 +96,7 @@ def test_adapters_stay_off_what_is_frozen(inputs: list[str], tmp_path: Path) -> 
     ).eval()
     merged = AutoModelForImageTextToText.from_pretrained(out / "hf").eval()
     row = vision.inputs_of(
-        Processor(processor_spec_of_folder(out / "hf", False)).inner,
+        Processor(processor_folder_and_files_digest(out / "hf", False)).inner,
         Path(inputs[3]).read_text().splitlines()[0],
         Path(inputs[3]).parent,
     )

@@ -28,7 +28,7 @@ from megaswift.engine.megatron.layers.layer_implementation import (
 )
 from megaswift.engine.megatron.layers.layer_module_classes import gated_activation_class
 from megaswift.engine.megatron.layers.rope import inverse_frequencies
-from megaswift.engine.megatron.layers.vocab_head import VocabularyHeadOptions
+from megaswift.engine.megatron.layers.vocab_parallel_head_logprobs import VocabularyHeadOptions
 from megaswift.engine.megatron.tp_comm_overlap import check_tp_comm_overlap, tp_comm_overlap_fields
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_spec import ModelSpec

@@ -30,12 +30,12 @@ from megaswift.engine.megatron.layers.layer_implementation import (
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, windowed_layer_inv_freq
 from megaswift.engine.megatron.layers.router import AuxLossTopKRouter, install_padding_mask_hooks
 from megaswift.engine.megatron.layers.transformer_layer_spec import block_spec
-from megaswift.engine.megatron.layers.vocab_head import compute_vocabulary_fields
 from megaswift.engine.megatron.layers.vocab_parallel_embedding import UnsyncedVocabParallelEmbedding
+from megaswift.engine.megatron.layers.vocab_parallel_head_logprobs import compute_vocabulary_fields
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs
 from megaswift.engine.megatron.tp_comm_overlap import create_user_buffers
-from megaswift.engine.vocabulary_rows import VocabularyHeadShardSpec
+from megaswift.engine.vocabulary_logprobs_and_entropy import VocabularyHeadShardSpec
 from megaswift.families.model_spec import ArchitectureExtras, ModelSpec
 from megaswift.families.weight_table_on_ranks import padded_vocabulary_size
 from megaswift.losses.contract import RequestedModelOutputs

@@ -1,5 +1,5 @@
 """The fields that losses read (log-probabilities, ...) from the logits that a transformers model returns: the
-counterpart of `engine/megatron/layers/vocab_head.py`, which makes the products itself.
+counterpart of `engine/megatron/layers/vocab_parallel_head_logprobs.py`, which makes the products itself.
 
 Logits stay in the model's dtype, and their gradient takes their place: a model's last operations (a product, a factor,
 a soft cap's factor) do not keep their output. Autograd refuses to go on where one does.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
 from megaswift.engine.torch.vision_model_parts import model_has_tower
-from megaswift.engine.vocabulary_rows import (
+from megaswift.engine.vocabulary_logprobs_and_entropy import (
     VocabularyHeadShardSpec,
     VocabularyRows,
     gradient_coefficients,

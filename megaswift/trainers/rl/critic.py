@@ -20,7 +20,7 @@ from megaswift.losses.contract import Batch
 from megaswift.losses.value import PARTS, ValueLoss, explained_variance
 from megaswift.trainers.batch_transforms import BatchTransform
 from megaswift.trainers.create_process_groups_and_engine import RankContext, make_engine
-from megaswift.trainers.step_monitor import StepMonitor
+from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -32,7 +32,7 @@ class CriticTrainer(BatchTransform):
     def __init__(self, engine: Engine, loss: ValueLoss, learning_rate: Callable[[int], float]) -> None:
         self.engine, self.loss, self.learning_rate = engine, loss, learning_rate
         self.steps = 0
-        self.watch = StepMonitor(of=" of the critic")
+        self.watch = SkippedStepAndLossSpikeMonitor(of=" of the critic")
         self.metrics: dict[str, float] = {}
         self.seconds = 0.0
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from megaswift.data.rl_prompts import Prompt
 from megaswift.trainers.hook import StepRecord
 from megaswift.trainers.metrics_jsonl import IntervalLinesHook
+from megaswift.trainers.rl.offload_and_async_generation import CompletionSamplingScheduler
 from megaswift.trainers.rl.reward_scorer import RewardScorer
 from megaswift.trainers.rl.rollout_metrics import rollout_statistics
-from megaswift.trainers.rl.rollout_scheduler import CompletionSamplingScheduler
 from megaswift.trainers.step_interval import Every
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from megaswift.data.rl_prompts import IndexedPrompts, Prompt, PromptSource, load
 from megaswift.data.rollout_batches import RolloutCollator
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
-from megaswift.families.model_and_tokenizer_source import training_tokenizer
+from megaswift.families.model_and_tokenizer_source import tokenizer_with_run_template
 from megaswift.log import count_text
 from megaswift.losses.value import ValueLoss
 from megaswift.rewards.load_reward_functions import load_reward_functions
@@ -41,10 +41,10 @@ from megaswift.trainers.rl.completions_log import CompletionsLog
 from megaswift.trainers.rl.critic import CriticTrainer, critic_engine
 from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, load_environment_class
 from megaswift.trainers.rl.multi_turn import MultiTurnRunner
+from megaswift.trainers.rl.offload_and_async_generation import CompletionSamplingScheduler
 from megaswift.trainers.rl.reward_evaluation import RewardEvaluationHook
 from megaswift.trainers.rl.reward_scorer import RewardScorer
 from megaswift.trainers.rl.rollout_monitor import RolloutMonitor
-from megaswift.trainers.rl.rollout_scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.rollout_source import RolloutDependencies, RolloutSource
 from megaswift.trainers.rl.settings import rl_settings
 from megaswift.trainers.startup_summary import SummaryFacts, trained_parameter_share_text
@@ -66,7 +66,7 @@ Rate = Callable[[int], float]
 def build_training_and_held_out_prompts(build: RunBuilder) -> tuple[PromptSource, list[Prompt]]:
     """What completions are asked for, and the held-out ones; the tokenizer is the build's from here on."""
     cfg = build.cfg
-    build.tokenizer = training_tokenizer(cfg, build.folder)
+    build.tokenizer = tokenizer_with_run_template(cfg, build.folder)
     plan = generation_batch_plan(cfg, build.layout.dp)
     source, held_out = load_prompt_splits(cfg, build.tokenizer, plan.prompts, plan.steps)
     vocab_check.check_dataset_token_ids([source.prompts.docs], build.tokenizer, build.spec.vocab_size)

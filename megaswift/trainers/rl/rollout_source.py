@@ -27,9 +27,9 @@ from megaswift.trainers.hook import StepExtras
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
 from megaswift.trainers.rl.critic import CriticTrainer
 from megaswift.trainers.rl.multi_turn import model_token_mask
+from megaswift.trainers.rl.offload_and_async_generation import CompletionSamplingScheduler
 from megaswift.trainers.rl.reward_scorer import RewardScorer, ScoredCompletion
 from megaswift.trainers.rl.rollout_metrics import group_rewards_differ, rollout_statistics
-from megaswift.trainers.rl.rollout_scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.settings import RlSettings
 from megaswift.trainers.timers import timed
 

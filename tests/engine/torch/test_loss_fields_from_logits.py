@@ -7,7 +7,7 @@ import torch
 
 from megaswift.engine.torch.loss_fields_from_logits import compute_loss_fields
 from megaswift.losses.contract import FIELDS, RequestedModelOutputs
-from tests.engine.megatron.layers.test_vocab_head import reference
+from tests.engine.megatron.layers.test_vocab_parallel_head_logprobs import reference
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -18,8 +18,8 @@ from megaswift.losses.contract import Batch, ModelOutputs, RequestedModelOutputs
 from megaswift.rewards.format_and_length_rewards import PerCompletionReward
 from megaswift.rollout.sampler import Completion
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
+from megaswift.trainers.rl.offload_and_async_generation import CompletionSamplingScheduler
 from megaswift.trainers.rl.reward_scorer import RewardScorer, ScoredCompletion
-from megaswift.trainers.rl.rollout_scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.rollout_source import RolloutDependencies, RolloutSource
 from megaswift.trainers.rl.settings import rl_settings
 

@@ -17,7 +17,7 @@ from megaswift.families.model_spec import ModelSpec
 from megaswift.families.scalar_head import with_scalar_head
 from megaswift.losses.value import ValueLoss
 from megaswift.trainers.rl import critic
-from megaswift.trainers.step_monitor import TrainingDiverged
+from megaswift.trainers.skipped_step_and_loss_spike_monitor import TrainingDiverged
 from tests.test_cli import model_folder
 from tests.trainers.tiny import tiny_loop
 

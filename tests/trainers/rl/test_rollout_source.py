@@ -1,7 +1,7 @@
 """The steps of a policy without an engine: what a generation is, how long it lasts, what of it goes into a
 checkpoint.
 
-Covers: megaswift/trainers/rl/rollout_scheduler.py.
+Covers: megaswift/trainers/rl/offload_and_async_generation.py.
 """
 
 from __future__ import annotations

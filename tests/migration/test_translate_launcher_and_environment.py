@@ -14,8 +14,8 @@ import pytest
 from megaswift.config.option_sources import read_config_file
 from megaswift.migration.accelerate_launch_environment import accelerate_environment, read_settings_file
 from megaswift.migration.foreign_command import command_of_file
-from megaswift.migration.launch_line import command_line
 from megaswift.migration.translate_command import migrated_run
+from megaswift.migration.translate_launcher_and_environment import command_line
 from tests.migration.translated import loaded, translated
 
 WORDS = "train.py --model_name_or_path m --dataset_name d --num_train_epochs 1"

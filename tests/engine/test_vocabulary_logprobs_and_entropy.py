@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaswift.engine.vocabulary_rows import (
+from megaswift.engine.vocabulary_logprobs_and_entropy import (
     VocabularyHeadShardSpec,
     gradient_coefficients,
     join_shards,
@@ -21,7 +21,7 @@ from megaswift.engine.vocabulary_rows import (
 )
 from megaswift.losses.contract import FIELDS
 from megaswift.parallel import vocabulary_head_memory
-from tests.engine.megatron.layers.test_vocab_head import reference
+from tests.engine.megatron.layers.test_vocab_parallel_head_logprobs import reference
 
 ROWS, VOCABULARY, WIDTH = 7, 40, 24
 

@@ -97,7 +97,7 @@ def _triton_kernels(products: Tensor) -> Any:
     """The module of the Triton kernels where they can run on this tensor, or None."""
     if not products.is_cuda or not _has_triton():
         return None
-    return importlib.import_module("megaswift.engine.vocabulary_rows_triton")
+    return importlib.import_module("megaswift.engine.vocabulary_logprobs_and_entropy_triton")
 
 
 @functools.cache

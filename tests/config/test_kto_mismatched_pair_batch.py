@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.kto_batch import kto_batch_problems, kto_pairs_over_global_batch
+from megaswift.config.kto_mismatched_pair_batch import kto_batch_problems, kto_pairs_over_global_batch
 
 
 def config(text: str) -> SwiftConfig:

@@ -1,8 +1,8 @@
 """All that one micro-batch allocates at its peak, the head and gradients within a layer included, against torch's count
 of allocations.
 
-Covers: megaswift/memory/memory_estimate.py, megaswift/memory/head_bytes.py, megaswift/memory/activation_bytes.py.
-"""
+Covers: megaswift/memory/memory_estimate.py, megaswift/memory/vocabulary_head_bytes.py,
+megaswift/memory/activation_bytes.py."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Owns the products with the head's weight, forward and backward, in chunks of rows. The full logits of a batch are never
 gathered and never in float32: they exist in the dtype of the products, as many as `vocabulary_head_memory` keeps for
 the backward pass, which writes their gradient in their place; the others are computed again. What is computed from the
-logits is `engine/vocabulary_rows.py`.
+logits is `engine/vocabulary_logprobs_and_entropy.py`.
 
 No gradient is computed in the forward pass: the loss's gradients of a row's fields come later and scale each row by its
 own factor, so the sum over rows in the weight's gradient would need the products of all rows again. With h the hidden
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.engine.vocabulary_rows import (
+from megaswift.engine.vocabulary_logprobs_and_entropy import (
     VocabularyHeadShardSpec,
     VocabularyRows,
     gradient_coefficients,

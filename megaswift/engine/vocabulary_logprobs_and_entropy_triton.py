@@ -1,8 +1,8 @@
-"""Triton kernels for `vocabulary_rows`: the statistics of rows of logits and the gradient of logits, each in one pass.
+"""Triton kernels for `vocabulary_logprobs_and_entropy`: the statistics of rows of logits and the gradient of logits, each in one pass.
 
-Not run on a GPU: compared with plain torch in Triton's interpreter (`tests/engine/test_vocabulary_rows_triton.py`). The
-package triton comes with the CUDA builds of torch; nothing imports this module without it.
-"""
+Not run on a GPU: compared with plain torch in Triton's interpreter
+(`tests/engine/test_vocabulary_logprobs_and_entropy_triton.py`). The package triton comes with the CUDA builds of torch;
+nothing imports this module without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megaswift.engine.vocabulary_rows import VocabularyHeadShardSpec
+    from megaswift.engine.vocabulary_logprobs_and_entropy import VocabularyHeadShardSpec
 
 STATISTICS_BLOCK, GRADIENT_BLOCK = 4096, 2048
 """Columns of a step of a program over its row, and of a program of the gradient."""

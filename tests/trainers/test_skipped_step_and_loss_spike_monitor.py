@@ -14,8 +14,8 @@ from megaswift.engine.protocol import MicrobatchLossAndSamples, StepResult
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.trainers import session
 from megaswift.trainers.hook import StepRecord
-from megaswift.trainers.step_monitor import (
-    StepMonitor,
+from megaswift.trainers.skipped_step_and_loss_spike_monitor import (
+    SkippedStepAndLossSpikeMonitor,
     TrainingDiverged,
     is_spike,
     worst_microbatches,
@@ -25,8 +25,8 @@ from tests.trainers.test_loop import Stumbling
 from tests.trainers.tiny import tiny_loop
 
 
-def run(steps: int, bad: set[int]) -> StepMonitor:
-    watch = StepMonitor()
+def run(steps: int, bad: set[int]) -> SkippedStepAndLossSpikeMonitor:
+    watch = SkippedStepAndLossSpikeMonitor()
     loop = tiny_loop(steps, watch)
     loop.engine = Stumbling(bad)
     loop.run()
@@ -53,7 +53,7 @@ def test_a_run_that_recovered_ends_with_a_warning(
 
 def test_the_count_goes_on_after_a_resume() -> None:
     """A checkpoint between skipped steps hides none of them: at the last step already, the run has failed too."""
-    watch, resumed = StepMonitor(), StepMonitor()
+    watch, resumed = SkippedStepAndLossSpikeMonitor(), SkippedStepAndLossSpikeMonitor()
     watch.in_a_row, watch.at_the_end, watch.skipped = 4, 4, 5
     resumed.load_state_dict(watch.state_dict())
     loop = tiny_loop(12, resumed)
@@ -69,12 +69,12 @@ def test_steps_skipped_while_the_loss_scale_falls_are_no_success(
     steps: int, first: int, failed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """float16: every gradient from step `first` on is NaN, and the run ends before the scale is at its minimum."""
-    watch, loop = StepMonitor(), tiny_loop(steps)
+    watch, loop = SkippedStepAndLossSpikeMonitor(), tiny_loop(steps)
     for number in range(1, steps + 1):
         bad = number >= first
         result = StepResult(math.nan if bad else 1.0, skipped=bad, loss_scale_falling=bad)
         watch.on_step(loop, StepRecord(number, 0.0, 0.1, result, 1.0, 0.0, 0))
-    resumed = StepMonitor()
+    resumed = SkippedStepAndLossSpikeMonitor()
     resumed.load_state_dict(watch.state_dict())
     loop.step, count = steps, steps + 1 - first
     for one in (watch, resumed):
@@ -111,7 +111,7 @@ def step(number: int, loss: float, skipped: bool = False) -> StepRecord:
 
 
 def test_a_spike_is_told_with_its_step_and_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    watch, loop = StepMonitor(), tiny_loop(20)
+    watch, loop = SkippedStepAndLossSpikeMonitor(), tiny_loop(20)
     for number in range(1, 13):
         watch.on_step(loop, step(number, 6.85 + 0.01 * (number % 3)))
     assert capsys.readouterr().err == ""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from megaswift.clusters.job import Job
+from megaswift.clusters.cluster_and_job import Job
 from megaswift.clusters.network_presets import network_variables
 
 HEADER = "#!/bin/bash"

@@ -43,7 +43,7 @@ class TrainingDiverged(UserError):
     exit_code = EXIT_NO_PROGRESS
 
 
-class StepMonitor(Hook):
+class SkippedStepAndLossSpikeMonitor(Hook):
     """Counts skipped steps, remembers losses."""
 
     def __init__(self, most: int = MOST_IN_A_ROW, of: str = "") -> None:

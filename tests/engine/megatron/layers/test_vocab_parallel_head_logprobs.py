@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from megaswift.engine.megatron.layers import vocab_head
-from megaswift.engine.megatron.layers.vocab_head import VocabularyHeadOptions, compute_vocabulary_fields
-from megaswift.engine.vocabulary_rows import VocabularyHeadShardSpec
+from megaswift.engine.megatron.layers import vocab_parallel_head_logprobs
+from megaswift.engine.megatron.layers.vocab_parallel_head_logprobs import (
+    VocabularyHeadOptions,
+    compute_vocabulary_fields,
+)
+from megaswift.engine.vocabulary_logprobs_and_entropy import VocabularyHeadShardSpec
 from megaswift.losses.contract import FIELDS
 from megaswift.parallel import vocabulary_head_memory
 from megaswift.parallel.vocabulary_head_memory import HeadChunkSizes
@@ -219,8 +222,8 @@ def test_the_backward_pass_runs_once():
 
 def test_nothing_is_kept_without_a_backward_pass(monkeypatch):
     found = []
-    monkeypatch.setattr(vocab_head, "head_chunks", lambda *a: found.append(a[3]) or [])
-    monkeypatch.setattr(vocab_head.VocabularyHeadFunction, "apply", lambda *a: None)
+    monkeypatch.setattr(vocab_parallel_head_logprobs, "head_chunks", lambda *a: found.append(a[3]) or [])
+    monkeypatch.setattr(vocab_parallel_head_logprobs.VocabularyHeadFunction, "apply", lambda *a: None)
     hidden, weight, labels = half_inputs()
     head(hidden, weight, labels)
     head(hidden.detach(), weight.detach(), labels)

@@ -13,28 +13,30 @@ from megaswift import distributed
 from megaswift.config import SwiftConfig
 from megaswift.engine.process_group import init_default_and_gloo_process_groups
 from megaswift.errors import UserError
-from megaswift.trainers import startup_agreement
+from megaswift.trainers import agreement_of_ranks_at_start
 from tests.parity import pool
 
 
 def differing(rank: int, world: int, payload: dict[str, Any]) -> list[str]:
     """What each check says on this rank."""
     init_default_and_gloo_process_groups("gloo", 30)
-    startup_agreement.VISIBLE_SECONDS = 0.5
+    agreement_of_ranks_at_start.VISIBLE_SECONDS = 0.5
     options = {"task": "sft", "model": "m", "dataset": ["d"], "dataset_cache_dir": f"cache-{rank}"}
     last = rank == world - 1
     cfg, other = (SwiftConfig(**options, **more) for more in ({}, {"learning_rate": 3e-4, "seed": 7} if last else {}))
     folder = Path(payload["folder"])
     file = folder / "out/config.yaml" if not last else folder / "elsewhere/config.yaml"
-    facts = startup_agreement.program_and_device_facts(folder, torch.device("cpu"))
+    facts = agreement_of_ranks_at_start.program_and_device_facts(folder, torch.device("cpu"))
     checks = [
-        lambda: startup_agreement.refuse_ranks_with_other_options(cfg),
-        lambda: startup_agreement.refuse_ranks_that_differ(facts),
-        lambda: startup_agreement.refuse_unshared_output_folder(folder / "out/config.yaml"),
-        lambda: startup_agreement.refuse_ranks_with_other_options(other),
-        lambda: startup_agreement.refuse_ranks_that_differ(facts | ({"torch": "1.0", "model": "x"} if last else {})),
-        lambda: startup_agreement.refuse_ranks_that_differ({"data": str(rank // 2)}),
-        lambda: startup_agreement.refuse_unshared_output_folder(file),
+        lambda: agreement_of_ranks_at_start.refuse_ranks_with_other_options(cfg),
+        lambda: agreement_of_ranks_at_start.refuse_ranks_that_differ(facts),
+        lambda: agreement_of_ranks_at_start.refuse_unshared_output_folder(folder / "out/config.yaml"),
+        lambda: agreement_of_ranks_at_start.refuse_ranks_with_other_options(other),
+        lambda: agreement_of_ranks_at_start.refuse_ranks_that_differ(
+            facts | ({"torch": "1.0", "model": "x"} if last else {})
+        ),
+        lambda: agreement_of_ranks_at_start.refuse_ranks_that_differ({"data": str(rank // 2)}),
+        lambda: agreement_of_ranks_at_start.refuse_unshared_output_folder(file),
     ]
     said = []
     for check in checks:
@@ -68,4 +70,4 @@ def test_ranks_that_differ_are_named_on_every_rank(tmp_path: Path) -> None:
     ("ranks", "text"), [([3], "rank 3 (b)"), ([0, 1, 2], "ranks 0-2 (a, b)"), ([0, 2, 3], "ranks 0, 2-3 (a, b)")]
 )
 def test_ranks_in_words(ranks: list[int], text: str) -> None:
-    assert startup_agreement.rank_text(ranks, ["a", "a", "b", "b"]) == text
+    assert agreement_of_ranks_at_start.rank_text(ranks, ["a", "a", "b", "b"]) == text
