@@ -1,4 +1,5 @@
-"""Triton kernels for `vocabulary_logprobs_and_entropy`: the statistics of rows of logits and the gradient of logits, each in one pass.
+"""Triton kernels for `vocabulary_logprobs_and_entropy`: the statistics of rows of logits and the gradient of logits,
+each in one pass.
 
 Not run on a GPU: compared with plain torch in Triton's interpreter
 (`tests/engine/test_vocabulary_logprobs_and_entropy_triton.py`). The package triton comes with the CUDA builds of torch;
