@@ -18,6 +18,7 @@ from megaswift.closed_stdout import ignore_closed_stdout
 from megaswift.command_line_common import HELP
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.accelerate_options import accelerate_notices
+from megaswift.config.cluster_environment import cluster_variables
 from megaswift.config.data import ALIGNMENT
 from megaswift.config.launcher_environment import (
     COUNTS,
@@ -54,6 +55,10 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
         with ignore_closed_stdout():
             print(RLHF_USAGE if task == RLHF else task_help(task))
         return 0
+    if (found := cluster_variables(os.environ)) is not None:
+        os.environ.update(found.variables)
+        if int(os.environ.get("RANK", os.environ.get("NODE_RANK", "0"))) == 0:
+            log.info(f"nodes and ranks are those of {found.source}; NNODES, NODE_RANK and MASTER_ADDR go over them")
     if is_launched_worker(os.environ) and ({PARENT, "TORCHELASTIC_RUN_ID"} & os.environ.keys()):
         end_with_parent(os.environ)
     try:

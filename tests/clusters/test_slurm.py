@@ -117,6 +117,21 @@ def test_a_cancelled_job_has_saved(environ: dict[str, str], tmp_path: Path) -> N
     assert list((tmp_path / "out/checkpoints").glob("step-*")), megaswift(tmp_path, environ, "jobs", "logs", "out")
 
 
+@needs_slurm
+@pytest.mark.slow
+@pytest.mark.parametrize(("tasks", "layout"), [(2, "DP2 on 2 processes"), (4, "TP2 x DP2 on 4 processes")])
+def test_srun_itself_starts_nodes_or_ranks(environ: dict[str, str], tmp_path: Path, tasks: int, layout: str) -> None:
+    """Without a script of ours: one task a node is a launcher, one task a core is a rank."""
+    run_file(tmp_path, max_steps=2)
+    words = ["srun", "-N2", f"-n{tasks}", sys.executable, "-m", "megaswift", "train", "run.yaml"]
+    words += ["--tp", str(tasks // 2)]
+    here = environ | {"MASTER_ADDR": "127.0.0.1"}  # the names of these nodes are in no name service
+    done = subprocess.run(words, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert layout in done.stdout + done.stderr and (tmp_path / "out/hf/model.safetensors").exists()
+    assert "nodes and ranks are those of Slurm" in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("code", "early", "restarts", "requeues", "again"),
     [
