@@ -119,7 +119,7 @@ def test_a_cancelled_job_has_saved(environ: dict[str, str], tmp_path: Path) -> N
 
 @needs_slurm
 @pytest.mark.slow
-@pytest.mark.parametrize(("tasks", "layout"), [(2, "DP2 on 2 processes"), (4, "TP2 x DP2 on 4 processes")])
+@pytest.mark.parametrize(("tasks", "layout"), [(2, "DP2 on 2 processes"), (4, "DP2 on 4 processes")])
 def test_srun_itself_starts_nodes_or_ranks(environ: dict[str, str], tmp_path: Path, tasks: int, layout: str) -> None:
     """Without a script of ours: one task a node is a launcher, one task a core is a rank."""
     run_file(tmp_path, max_steps=2)
