@@ -25,7 +25,7 @@ from megaswift.config.launcher_environment import (
     JOB_ID,
     is_launched_worker,
     nested_launcher_problems,
-    nproc_or_nnodes_from_environment,
+    nproc_or_nnodes_started_by_launcher,
     restart_count,
     without_local_rank,
 )
@@ -155,7 +155,7 @@ def launch_option_mismatch_problems(cfg: SwiftConfig) -> list[Problem]:
     """Options that say otherwise than the launcher that started this worker."""
     problems = nested_launcher_problems(cfg.launch.launcher, os.environ)
     for name in COUNTS:
-        wanted, real = cfg.value(name), nproc_or_nnodes_from_environment(name, os.environ)
+        wanted, real = cfg.value(name), nproc_or_nnodes_started_by_launcher(name, os.environ)
         if wanted is not None and real is not None and wanted != real:
             fix = (
                 RAY_FIX

@@ -17,7 +17,7 @@ from megaswift.command_line_common import UserErrorArgumentParser
 from megaswift.config.infer_deploy_export_parser import CommandParser
 from megaswift.config.option_sources import LARGEST_FILE, read_config_file
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.migration.command_script import command_script_text, migrated_command
+from megaswift.migration.command_script import migrated_command, migrated_command_script_text
 from megaswift.migration.foreign_command import WITHOUT_A_FILE, ForeignCommand, command_of_file, foreign_commands
 from megaswift.migration.migrated_run import MigratedRun
 from megaswift.migration.translate_command import migrated_run
@@ -72,7 +72,7 @@ class _Migrated:
 def _translated(command: ForeignCommand, folder: Path, stem: str) -> _Migrated:
     if command.task in WITHOUT_A_FILE:
         made = migrated_command(command, _parser(command.task), folder)
-        return _Migrated(made.run, f"{stem}.sh" if made.groups else "", lambda _: command_script_text(made))
+        return _Migrated(made.run, f"{stem}.sh" if made.groups else "", lambda _: migrated_command_script_text(made))
     run = migrated_run(command, folder)
     if run.task is not None:
         ask_for_missing(run)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from megaswift.bridge import hf_folder_job
-from megaswift.bridge.hf_folder_job import HfFolderPlan
+from megaswift.bridge import resumable_hf_folder_writer
 from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.open_weight_source import open_checkpoint_weight_source
+from megaswift.bridge.resumable_hf_folder_writer import HfFolderPlan
 from megaswift.bridge.streaming_folder_job import file_change_stamps, read_tensor_blocks
 from megaswift.errors import CheckpointError, Problem, missing_path_hint
 from megaswift.families import read_config_json
@@ -71,4 +71,6 @@ def megatron_to_hf(
         "from": str(checkpoint.tensors.resolve()),
         "dtype": str(options.dtype),
     }
-    return hf_folder_job.write_hf_folder_resumably(output, functools.partial(read_tensor_blocks, weights), made_from)
+    return resumable_hf_folder_writer.write_hf_folder_resumably(
+        output, functools.partial(read_tensor_blocks, weights), made_from
+    )

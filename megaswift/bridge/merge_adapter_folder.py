@@ -14,15 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift.bridge import hf_folder_job, merge_by_peft
+from megaswift.bridge import merge_by_peft, resumable_hf_folder_writer
 from megaswift.bridge.adapter_plan import HALVES, AdapterPlan, ModuleAdapterSpec, dora_row_scale
-from megaswift.bridge.hf_folder_job import HfFolderPlan
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES
 from megaswift.bridge.hf_source import TensorMeta, WeightSource
 from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
+from megaswift.bridge.resumable_hf_folder_writer import HfFolderPlan
 from megaswift.bridge.streaming_folder_job import file_change_stamps, split_region_into_blocks
 from megaswift.errors import Problem, WeightsError, missing_path_hint
 from megaswift.families import family_of, load_spec
@@ -134,6 +134,6 @@ def merge_adapter_folder_into_base(
     }
     config = merge_by_peft.config_with_tokenizer_pad_token_id(spec.hf_config, home) if scored else spec.hf_config
     output = HfFolderPlan(target, metas, config, home, max_shard_bytes, overwrite)
-    return hf_folder_job.write_hf_folder_resumably(
+    return resumable_hf_folder_writer.write_hf_folder_resumably(
         output, functools.partial(merged_tensor_blocks, source, plan=plan, tensors=tensors), made_from
     )

@@ -40,7 +40,7 @@ def is_launched_worker(environ: Mapping[str, str]) -> bool:
     return all(name in environ for name in IDENTITY)
 
 
-def nproc_or_nnodes_from_environment(option: str, environ: Mapping[str, str]) -> int | None:
+def nproc_or_nnodes_started_by_launcher(option: str, environ: Mapping[str, str]) -> int | None:
     """How many the launcher started: processes on this machine (`nproc_per_node`), machines (`nnodes`). None where it
     does not say."""
     return next((int(environ[name]) for name in COUNTS[option] if name in environ), None)

@@ -281,7 +281,7 @@ def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
 
 
 def _take_unknown(state: ResolveState, given: GivenOptionValue) -> None:
-    answer = answer_to_unknown_option(given, state.task)
+    answer = neutral_option_or_problem_of_unknown(given, state.task)
     if isinstance(answer, Problem):
         state.problems.append(answer)
         return
@@ -290,7 +290,9 @@ def _take_unknown(state: ResolveState, given: GivenOptionValue) -> None:
     state.neutral[name] = (given.label, entry)
 
 
-def answer_to_unknown_option(given: GivenOptionValue, task: str | None) -> tuple[str, NeutralOption] | Problem:
+def neutral_option_or_problem_of_unknown(
+    given: GivenOptionValue, task: str | None
+) -> tuple[str, NeutralOption] | Problem:
     """An option that megaswift does not have: the entry that accepts it and the name it is under, or the mistake.
 
     It is accepted where it asks for what happens anyway; what the entry says of other options is to be checked later.

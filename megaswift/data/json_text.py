@@ -51,7 +51,7 @@ def parse_json(text: str) -> Any:
     if has_surrogate_escape(text):
         check_no_lone_surrogates(value)
     if text.count("{") + text.count("[") > MOST_NESTED:
-        check_depth(value)
+        refuse_deeply_nested_value(value)
     return value
 
 
@@ -97,7 +97,7 @@ def _strings(value: Any, where: str) -> Iterator[tuple[str, str]]:
             yield from _strings(item, f"{where}[{i}]")
 
 
-def check_depth(value: Any) -> None:
+def refuse_deeply_nested_value(value: Any) -> None:
     """JsonError for a value that is nested too deep for the code after this."""
     level = [value]
     for _ in range(MOST_NESTED + 1):

@@ -17,8 +17,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megaswift.data.assistant_turns import AssistantTurnFinder
 from megaswift.data.jinja_sandbox_limits import REFUSED, TemplateLimitExceeded, install_template_limits
+from megaswift.data.parts_that_template_renders import RenderedPartsProbe
 from megaswift.data.read_template_and_system import read_template
-from megaswift.data.template_probe import RenderedPartsProbe
 from megaswift.data.training_sample import RowError, UntokenizedSample
 from megaswift.errors import DataError, Problem, first_line
 

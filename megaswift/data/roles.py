@@ -1,7 +1,7 @@
 """Roles in conversations: those of chat templates, and the aliases that data sets use.
 
 Owns the table of names, and tool calls that are turns of their own. What a template does with a role is its own
-matter (`template_probe.py`).
+matter (`parts_that_template_renders.py`).
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def _json_item(row: Any, halves: bool) -> Any:
     if not isinstance(row, dict):
         return LineError("item", describe_value(row), "an object")
     try:
-        json_text.check_depth(row)
+        json_text.refuse_deeply_nested_value(row)
         if halves:
             json_text.check_no_lone_surrogates(row)
     except json_text.JsonError as e:

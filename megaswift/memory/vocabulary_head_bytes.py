@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megaswift.families.weight_table_on_ranks import padded_vocabulary_size
 from megaswift.memory.microbatch_setup import MicrobatchSetup
-from megaswift.parallel.vocabulary_head_memory import HeadShape, native_head_peak_bytes
+from megaswift.parallel.vocabulary_head_memory import HeadShape, megatron_engine_head_peak_bytes
 
 
 @dataclass(frozen=True)
@@ -37,4 +37,4 @@ def head_bytes(setup: MicrobatchSetup, trains: bool) -> HeadBytes:
     )
     fused = model.gradient_accumulation_fusion is not False
     device = "cuda" if setup.kernels.cuda else "cpu"
-    return HeadBytes(hidden + 16 * tokens, native_head_peak_bytes(shape, device, fused))
+    return HeadBytes(hidden + 16 * tokens, megatron_engine_head_peak_bytes(shape, device, fused))

@@ -86,7 +86,7 @@ def _drop(made: MigratedCommand, problems: list[Problem]) -> bool:
     return False
 
 
-def command_script_text(made: MigratedCommand) -> str:
+def migrated_command_script_text(made: MigratedCommand) -> str:
     """The whole script."""
     return "\n".join(_lines(made)) + "\n"
 

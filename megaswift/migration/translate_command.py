@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megaswift.config.advice_for_foreign_options import foreign_value_advice
 from megaswift.config.megatron_architecture_options import ARCHITECTURE
-from megaswift.config.merge_config_sources import TASK_NAMES, answer_to_unknown_option
+from megaswift.config.merge_config_sources import TASK_NAMES, neutral_option_or_problem_of_unknown
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue, read_command_line, read_config_file
 from megaswift.config.parse_option_values import (
@@ -168,7 +168,7 @@ def _comment(name: str, value: object, given: GivenOptionValue) -> str:
 
 
 def _take_unknown(run: MigratedRun, given: GivenOptionValue) -> None:
-    answer = answer_to_unknown_option(given, run.task)
+    answer = neutral_option_or_problem_of_unknown(given, run.task)
     if isinstance(answer, Problem):
         run.ask_problem(answer)
         return

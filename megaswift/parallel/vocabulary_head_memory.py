@@ -110,7 +110,7 @@ class HeadShape:
         return 4 * self.rows * (2 * STATISTICS + 2 * COEFFICIENTS + 4 * len(self.fields) + 8)
 
 
-def native_head_peak_bytes(shape: HeadShape, device: str, fused_gradient: bool = True) -> int:
+def megatron_engine_head_peak_bytes(shape: HeadShape, device: str, fused_gradient: bool = True) -> int:
     """Bytes at the peak of the native engine's head, forward and backward, beside hidden states, weight and main
     gradient; on a GPU with Triton. `fused_gradient`: the weight's gradient is added to the main gradient
     (`--gradient_accumulation_fusion`)."""
@@ -135,7 +135,7 @@ def native_head_peak_bytes(shape: HeadShape, device: str, fused_gradient: bool =
     return s.row_bytes + max(forward, d_hidden + total + max(backward, returned))
 
 
-def torch_head_peak_bytes(shape: HeadShape, device: str) -> int:
+def torch_engine_head_peak_bytes(shape: HeadShape, device: str) -> int:
     """Bytes at the peak of a transformers model's head and the torch engine's fields, forward and backward, beside
     hidden states and weight: logits, in whose place their gradient comes, and the gradients of the head's product."""
     s = shape

@@ -53,7 +53,7 @@ from megaswift.trainers.adapter_folder_and_package_checks import (
 )
 from megaswift.trainers.fit_to_device import fit_problems
 from megaswift.trainers.hub_clients import hub_client_problems
-from megaswift.trainers.rl.adapter_or_merged_weight_sync import adapter_sync_problems
+from megaswift.trainers.rl.choose_adapter_or_merged_weight_sync import adapter_sync_problems
 from megaswift.trainers.rl.preflight_checks import reward_environment_and_model_problems, rl_run_problems
 from megaswift.trainers.task_model_spec import model_spec_for_task
 from megaswift.trainers.torch_engine_machine_checks import torch_engine_machine_problems

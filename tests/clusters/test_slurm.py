@@ -50,7 +50,7 @@ def tool(environ: dict[str, str], *words: str) -> str:
     return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
 
 
-def ended(environ: dict[str, str], folder: Path, seconds: float = 120) -> None:
+def ended(environ: dict[str, str], folder: Path, seconds: float = 240) -> None:
     """Waits until the queue is empty; a job on its way from running to waiting is in it at times, and at times not."""
     deadline, empty = time.monotonic() + seconds, 0
     while empty < 10:
@@ -82,7 +82,7 @@ def test_signalled_requeued_resumed(environ: dict[str, str], tmp_path: Path) -> 
     """USR1 as Slurm sends it before the time limit; the job comes back without anyone's doing."""
     run_file(tmp_path, max_steps=600, save_steps=1000)
     megaswift(tmp_path, environ, "submit", "run.yaml", "--cluster", "lab", "--nodes", "2")
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 180
     while len(steps(tmp_path)) < 5:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -107,7 +107,7 @@ def test_signalled_requeued_resumed(environ: dict[str, str], tmp_path: Path) -> 
 def test_a_cancelled_job_has_saved(environ: dict[str, str], tmp_path: Path) -> None:
     run_file(tmp_path, max_steps=5000, save_steps=100_000)
     megaswift(tmp_path, environ, "submit", "run.yaml", "--cluster", "lab", "--nodes", "2")
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 180
     while len(steps(tmp_path)) < 5:
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -9,7 +9,7 @@ from megaswift.config.accelerate_options import options_from_accelerate_environm
 from megaswift.config.launcher_environment import (
     is_launched_worker,
     nested_launcher_problems,
-    nproc_or_nnodes_from_environment,
+    nproc_or_nnodes_started_by_launcher,
     without_local_rank,
 )
 from megaswift.errors import ConfigError
@@ -37,8 +37,8 @@ ALONE = {
 def test_workers_of_three_launchers(environ: dict[str, str]) -> None:
     assert (
         is_launched_worker(environ)
-        and nproc_or_nnodes_from_environment("nproc_per_node", environ) == 4
-        and nproc_or_nnodes_from_environment("nnodes", environ) == 2
+        and nproc_or_nnodes_started_by_launcher("nproc_per_node", environ) == 4
+        and nproc_or_nnodes_started_by_launcher("nnodes", environ) == 2
     )
     assert load_config("sft", [], environ={**environ, "NPROC_PER_NODE": "7"}).launch.nproc_per_node is None
     assert (
@@ -55,8 +55,8 @@ def test_workers_of_three_launchers(environ: dict[str, str]) -> None:
 def test_what_is_no_worker(environ: dict[str, str]) -> None:
     assert (
         not is_launched_worker(environ)
-        and nproc_or_nnodes_from_environment("nproc_per_node", environ)
-        is nproc_or_nnodes_from_environment("nnodes", environ)
+        and nproc_or_nnodes_started_by_launcher("nproc_per_node", environ)
+        is nproc_or_nnodes_started_by_launcher("nnodes", environ)
         is None
     )
 

@@ -1,7 +1,7 @@
 """Chat masks: transformers' own for marked templates, hand-worked ones for the published templates that mark
 nothing.
 
-Covers: megaswift/data/assistant_turns.py, megaswift/data/template_probe.py.
+Covers: megaswift/data/assistant_turns.py, megaswift/data/parts_that_template_renders.py.
 """
 
 from __future__ import annotations

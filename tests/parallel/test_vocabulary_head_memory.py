@@ -25,9 +25,9 @@ from megaswift.parallel.vocabulary_head_memory import (
     HeadChunkSizes,
     HeadShape,
     head_chunks,
-    native_head_peak_bytes,
+    megatron_engine_head_peak_bytes,
     tile_rows,
-    torch_head_peak_bytes,
+    torch_engine_head_peak_bytes,
 )
 
 ROWS, HIDDEN, WIDTH = 600, 96, 8192
@@ -72,7 +72,7 @@ def test_native_head(
         compute_vocabulary_fields(hidden, weight, labels, shard, chosen)[0].sum().backward()
 
     shape = HeadShape(ROWS, HIDDEN, WIDTH, dtype.itemsize, needs.names, options[0])
-    formula = native_head_peak_bytes(shape, "cpu", fused_gradient=options[1])
+    formula = megatron_engine_head_peak_bytes(shape, "cpu", fused_gradient=options[1])
     assert 0.9 * formula <= allocated_peak(step) <= formula
 
 
@@ -85,7 +85,7 @@ def test_torch_head(dtype: torch.dtype, task: str) -> None:
     def step() -> None:
         compute_loss_fields(torch.nn.functional.linear(hidden, weight), labels, needs)[0].sum().backward()
 
-    formula = torch_head_peak_bytes(HeadShape(ROWS, HIDDEN, WIDTH, dtype.itemsize, needs.names), "cpu")
+    formula = torch_engine_head_peak_bytes(HeadShape(ROWS, HIDDEN, WIDTH, dtype.itemsize, needs.names), "cpu")
     assert 0.9 * formula <= allocated_peak(step) <= formula
 
 
@@ -98,7 +98,7 @@ def test_factors_and_soft_caps(temperature: float, cap: float | None) -> None:
     def step() -> None:
         compute_vocabulary_fields(hidden, weight, labels, shard, VocabularyHeadOptions()).sum().backward()
 
-    formula = native_head_peak_bytes(HeadShape(ROWS, HIDDEN, WIDTH, 4, extra_tiles=1), "cpu")
+    formula = megatron_engine_head_peak_bytes(HeadShape(ROWS, HIDDEN, WIDTH, 4, extra_tiles=1), "cpu")
     assert 0.9 * formula <= allocated_peak(step) <= formula
 
 
@@ -117,8 +117,8 @@ def test_logits_are_never_all_in_float32() -> None:
     """Of 16-bit models both engines need less than float32 logits alone would take."""
     shape = HeadShape(4096, 1024, 151936, 2, NEEDS["dpo"].names, weight_trained=False)
     float32 = 4096 * 151936 * 4
-    assert native_head_peak_bytes(shape, "cuda") < 0.6 * float32
-    assert torch_head_peak_bytes(shape, "cuda") < 0.6 * float32
+    assert megatron_engine_head_peak_bytes(shape, "cuda") < 0.6 * float32
+    assert torch_engine_head_peak_bytes(shape, "cuda") < 0.6 * float32
 
 
 def test_chunks() -> None:

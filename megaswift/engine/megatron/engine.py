@@ -50,7 +50,7 @@ from megaswift.engine.megatron.layers.layer_implementation import (
     transformer_engine_unusable_reason,
 )
 from megaswift.engine.megatron.layers.router import AuxLosses
-from megaswift.engine.megatron.layers.te_attention_backend_env import TEAttentionBackendEnv
+from megaswift.engine.megatron.layers.te_attention_env_of_running_engine import TEAttentionBackendEnv
 from megaswift.engine.megatron.load_and_gather_rank_weights import (
     RandomWeightSource,
     RankWeights,

@@ -23,8 +23,8 @@ from megaswift.engine.torch.data_parallel_strategy import (
     set_param_groups_lr_and_weight_decay,
 )
 from megaswift.engine.torch.loss_scale import DynamicLossScale
+from megaswift.engine.torch.make_torch_engine_optimizer import make_torch_optimizer
 from megaswift.engine.torch.meta_init import allocate_storage
-from megaswift.engine.torch.optimizer_registry import make_torch_optimizer
 from megaswift.engine.torch.quantized_weights import quantization_scale_bytes, unpacked_numel
 from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext
 from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model

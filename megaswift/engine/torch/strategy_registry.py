@@ -10,7 +10,7 @@ from torch import nn
 from megaswift.config import SwiftConfig
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import filled_deepspeed_config
-from megaswift.config.launcher_environment import nproc_or_nnodes_from_environment
+from megaswift.config.launcher_environment import nproc_or_nnodes_started_by_launcher
 from megaswift.engine.torch.data_parallel_strategy import DataParallelStrategy
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
@@ -42,7 +42,7 @@ def build_strategy(
     from megaswift.engine.torch.fsdp import FsdpOptions, FsdpStrategy
 
     layers = fsdp_unit_classes(cfg, unwrap_peft_model(module.model))
-    words, machines = cfg.engine.fsdp, nproc_or_nnodes_from_environment("nnodes", os.environ) or 1
+    words, machines = cfg.engine.fsdp, nproc_or_nnodes_started_by_launcher("nnodes", os.environ) or 1
     options = FsdpOptions(
         layers,
         reshard=not {"shard_grad_op", "hybrid_shard_zero2"} & {*words},

@@ -33,9 +33,13 @@ from megaswift.trainers.flops import step_flop_formula
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at
 from megaswift.trainers.loop import Loop, unchanged
-from megaswift.trainers.rl.adapter_or_merged_weight_sync import adapter_rank, merged_sync_reason, syncs_adapters_only
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
 from megaswift.trainers.rl.build_sampler import build_sampler, samples_on_every_rank, sampling_params_of, sync_folder
+from megaswift.trainers.rl.choose_adapter_or_merged_weight_sync import (
+    adapter_rank,
+    merged_sync_reason,
+    syncs_adapters_only,
+)
 from megaswift.trainers.rl.completion_generation_and_weight_sync import CompletionGenerator
 from megaswift.trainers.rl.completions_log import CompletionsLog
 from megaswift.trainers.rl.critic import CriticTrainer, critic_engine

@@ -1,6 +1,6 @@
 """Optimizers beside Adam: what they keep for a parameter, told beforehand, and what GaLore projects.
 
-Covers: megaswift/engine/torch/galore.py, megaswift/engine/torch/optimizer_registry.py,
+Covers: megaswift/engine/torch/galore.py, megaswift/engine/torch/make_torch_engine_optimizer.py,
 megaswift/engine/torch/data_parallel_strategy.py.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megaswift.config import SwiftConfig
 from megaswift.config.optim import OPTIMIZERS, OptimConfig
 from megaswift.engine.torch.data_parallel_strategy import set_param_groups_lr_and_weight_decay
-from megaswift.engine.torch.optimizer_registry import make_torch_optimizer
+from megaswift.engine.torch.make_torch_engine_optimizer import make_torch_optimizer
 from megaswift.errors import ConfigError
 
 RANK, GAP, SCALE = 12, 2, 0.5

@@ -14,8 +14,8 @@ from megaswift.errors import UserError
 from megaswift.families import load_spec
 from megaswift.families.model_spec import ModelSpec
 from megaswift.trainers.preflight import preflight
-from megaswift.trainers.rl import adapter_or_merged_weight_sync
-from megaswift.trainers.rl.adapter_or_merged_weight_sync import (
+from megaswift.trainers.rl import choose_adapter_or_merged_weight_sync
+from megaswift.trainers.rl.choose_adapter_or_merged_weight_sync import (
     adapter_rank,
     adapter_sync_problems,
     merged_sync_reason,
@@ -129,7 +129,7 @@ def test_a_folder_with_experts(module: str, alone: bool, tmp_path: Path) -> None
 def test_without_peft_the_sampler_in_the_process_gets_merged_weights(
     dense: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_or_merged_weight_sync.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(choose_adapter_or_merged_weight_sync.util, "find_spec", lambda name: None)
     assert why({}, dense, tmp_path) == "PEFT is not installed"
     assert why({"rollout_backend": "sglang"}, dense, tmp_path) == ""
 
