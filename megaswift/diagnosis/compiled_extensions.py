@@ -11,10 +11,10 @@ from pathlib import Path
 from megaswift.diagnosis.finding import Finding
 from megaswift.diagnosis.installed_software import Software, has_module, installed_version
 
-TE = "transformer-engine"
+TE, TE_MODULE = "transformer-engine", "transformer_engine.pytorch"
 APEX = "https://github.com/NVIDIA/apex"
 BUILT = {
-    "transformer_engine": (TE, "pip install --no-build-isolation --force-reinstall 'transformer-engine[pytorch]'"),
+    TE_MODULE: (TE, "pip install --no-build-isolation --force-reinstall 'transformer-engine[pytorch]'"),
     "flash_attn": ("flash-attn", "pip install --no-build-isolation --force-reinstall --no-deps flash-attn"),
     "flash_attn_interface": ("flash-attn 3", "build it again from the folder hopper of its repository"),
     "deep_ep": ("DeepEP", "build it again from its repository (https://github.com/deepseek-ai/DeepEP)"),
@@ -27,7 +27,7 @@ ABI = ("undefined symbol", "symbol not found", "version `GLIBCXX", "ended with S
 def extension_findings(software: Software) -> Iterator[Finding]:
     """Of the libraries that are installed; that Transformer Engine is missing matters with a GPU only."""
     gpu = bool(software.torch.get("cuda_available"))
-    if "transformer_engine" not in software.imports and gpu:
+    if TE_MODULE not in software.imports and gpu:
         found = "not installed: layers use torch's modules, without FP8 and fused kernels"
         yield Finding(TE, "note", found, "run pip install --no-build-isolation 'transformer-engine[pytorch]'")
     yield from transformer_engine_parts(software.torch.get("cuda"))

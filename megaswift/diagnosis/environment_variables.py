@@ -82,7 +82,7 @@ HARMFUL = (
         HarmfulVariable(
             name,
             lambda v, f: f.vllm and "expandable_segments:true" in v.lower(),
-            "conflicts with the sleep mode of vLLM for colocated samplers: older releases stop, newer ones switch it off",
+            "conflicts with the sleep mode of colocated vLLM samplers: older releases stop, newer ones turn it off",
             f"unset {name} for runs with --vllm_mode colocate",
         )
         for name in ALLOCATOR

@@ -28,8 +28,8 @@ PACKAGES = (
 """Listed whether installed or not."""
 OPTIONAL_PACKAGES = ("apex", "flash-attn", "deep-ep", "vllm", "sglang", "deepspeed", "bitsandbytes", "ray")
 """Listed where installed."""
-EXTENSIONS = ("transformer_engine", "amp_C", "flash_attn", "flash_attn_interface", "deep_ep")
-"""Import names of libraries with compiled code."""
+EXTENSIONS = ("transformer_engine.pytorch", "amp_C", "flash_attn", "flash_attn_interface", "deep_ep")
+"""Modules that load the compiled code of libraries. `transformer_engine` alone hides errors of its part for torch."""
 IMPORT_LIMIT_S = 90.0
 
 
@@ -59,16 +59,17 @@ def installed_versions() -> dict[str, str]:
 
 
 def has_module(name: str) -> bool:
-    """Whether a top-level module can be found; it is not imported."""
+    """Whether a top-level module can be found; it is not imported. A folder without `__init__.py` is none."""
     try:
-        return util.find_spec(name) is not None
+        spec = util.find_spec(name)
     except ValueError:  # a module that another put in place without a description
         return False
+    return spec is not None and spec.origin is not None
 
 
 def modules_to_import() -> list[str]:
     """torch, and the compiled extensions that are there."""
-    return [name for name in ("torch", *EXTENSIONS) if has_module(name)] + vllm_extension()
+    return [name for name in ("torch", *EXTENSIONS) if has_module(name.split(".")[0])] + vllm_extension()
 
 
 def vllm_extension() -> list[str]:

@@ -37,8 +37,8 @@ MODEL = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 1,
 }
-OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NNODES", "NODE_RANK", "NPROC_PER_NODE")
-OF_LAUNCHERS += ("MASTER_ADDR", "MASTER_PORT")
+OF_LAUNCHERS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NNODES", "NODE_RANK", "NPROC_PER_NODE"}
+OF_LAUNCHERS |= {"MASTER_ADDR", "MASTER_PORT"}
 
 
 def smoke_finding(processes: int, environ: Mapping[str, str], limit_s: float = LIMIT_S) -> Finding:
