@@ -23,11 +23,11 @@ ROUTES = {
 def parse_topology(text: str) -> dict[tuple[str, str], str]:
     """(Row, column) to connection, each pair of devices once: ("GPU0", "GPU1"): "NV18"."""
     rows = [ESCAPE.sub("", line).split() for line in text.splitlines()]
-    columns = next((row for row in rows if row[:1] == ["GPU0"] and "X" not in row), [])
-    columns = [name for name in columns if re.fullmatch(r"GPU\d+|NIC\d+|mlx\d+_\d+", name)]
+    header = next((row for row in rows if row[:1] == ["GPU0"] and "X" not in row), [])
+    columns = [name for name in header if re.fullmatch(r"GPU\d+|NIC\d+|mlx\d+_\d+", name)]
     links: dict[tuple[str, str], str] = {}
     for row in rows:
-        if row and row[0] in columns and len(row) > len(columns):
+        if row and row is not header and row[0] in columns and len(row) > len(columns):
             for name, link in zip(columns, row[1:], strict=False):
                 if link != "X" and (name, row[0]) not in links:
                     links[row[0], name] = link
