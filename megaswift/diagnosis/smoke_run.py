@@ -122,7 +122,7 @@ def run(words: list[str], folder: Path, environ: Mapping[str, str], limit_s: flo
     package = str(Path(__file__).resolve().parents[2])
     path = environ.get("PYTHONPATH", "")
     own = {name: value for name, value in environ.items() if name not in OF_LAUNCHERS}
-    own["PYTHONPATH"] = f"{path}:{package}" if path else package
+    own["PYTHONPATH"] = f"{package}:{path}" if path else package
     with (folder / "output.txt").open("w+") as output:
         process = subprocess.Popen(
             words, env=own, cwd=folder, stdout=subprocess.DEVNULL, stderr=output, start_new_session=True
