@@ -14,7 +14,7 @@ from megaswift.command_line_common import UserErrorArgumentParser
 from megaswift.config.byte_size_text import bytes_text
 from megaswift.config.transformer_engine_rules import has_transformer_engine
 from megaswift.diagnosis.compiled_extensions import extension_findings
-from megaswift.diagnosis.environment_variables import MachineFacts, variable_findings
+from megaswift.diagnosis.environment_variables import HarmConditions, variable_findings
 from megaswift.diagnosis.finding import Finding, findings_json, summary_line
 from megaswift.diagnosis.gpu_devices import gpu_findings, list_gpus
 from megaswift.diagnosis.gpu_topology import topology_findings
@@ -93,7 +93,7 @@ def all_findings(
     yield from topology
     yield from infiniband_findings(machine, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], bool(listing.devices))
     yield from limit_findings(machine, processes)
-    facts = MachineFacts(
+    facts = HarmConditions(
         gpus=len(listing.devices),
         nvlink=any("NV" in finding.found for finding in topology),
         infiniband=any(port.active for port in list_ports(machine)),

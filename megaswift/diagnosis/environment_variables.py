@@ -15,7 +15,7 @@ WORKER = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 @dataclass(frozen=True)
-class MachineFacts:
+class HarmConditions:
     """What decides whether a variable does harm here."""
 
     gpus: int = 0
@@ -32,13 +32,13 @@ class HarmfulVariable:
     """A variable, the values meant, and what they do."""
 
     name: str
-    harms: Callable[[str, MachineFacts], bool]
+    harms: Callable[[str, HarmConditions], bool]
     effect: str
     fix: str = ""
     state: State = "note"
 
 
-def _on(value: str, facts: MachineFacts) -> bool:
+def _on(value: str, facts: HarmConditions) -> bool:
     return is_set(value)
 
 
@@ -130,7 +130,7 @@ def nccl_interfaces(value: str, names: tuple[str, ...]) -> list[str]:
     return [n for n in names if n not in matching] if excluded else matching
 
 
-def variable_findings(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Finding]:
+def variable_findings(environ: Mapping[str, str], facts: HarmConditions) -> Iterator[Finding]:
     """One of each variable that does harm; one in all where none does."""
     found = [
         Finding(row.name, row.state, f"{environ[row.name] or 'empty'}: {row.effect}", row.fix or f"unset {row.name}")

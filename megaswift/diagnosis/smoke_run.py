@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -124,19 +125,32 @@ def run(words: list[str], folder: Path, environ: Mapping[str, str], limit_s: flo
     own = {name: value for name, value in environ.items() if name not in OF_LAUNCHERS}
     own["PYTHONPATH"] = f"{package}:{path}" if path else package
     with (folder / "output.txt").open("w+") as output:
-        process = subprocess.Popen(
-            words, env=own, cwd=folder, stdout=subprocess.DEVNULL, stderr=output, start_new_session=True
-        )
+        process = subprocess.Popen(words, env=own, cwd=folder, stdout=subprocess.DEVNULL, stderr=output)
         try:
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                kill_with_descendants(process.pid)
                 process.wait()
         output.seek(0)
         return code, output.read()
+
+
+def kill_with_descendants(pid: int) -> None:
+    """torchrun starts its workers in sessions of their own, so they are found by their parents."""
+    parents: dict[int, int] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that has just ended
+            words = file.read_text(errors="replace").rpartition(")")[2].split()
+            parents[int(file.parent.name)] = int(words[1])
+    chosen = [pid]
+    for one in chosen:
+        chosen += [child for child, parent in parents.items() if parent == one]
+    for one in chosen:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
 
 
 def read_losses(path: Path) -> list[float]:

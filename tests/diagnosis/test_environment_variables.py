@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megaswift.diagnosis.environment_variables import HARMFUL, MachineFacts, nccl_interfaces, variable_findings
+from megaswift.diagnosis.environment_variables import HARMFUL, HarmConditions, nccl_interfaces, variable_findings
 from tests.diagnosis.fake_machine import only
 
-PLAIN = MachineFacts(cores=8, interfaces=("lo", "eth0", "ib0"))
+PLAIN = HarmConditions(cores=8, interfaces=("lo", "eth0", "ib0"))
 
 
-def facts(**changed: object) -> MachineFacts:
-    return MachineFacts(**{**vars(PLAIN), **changed})  # type: ignore[arg-type]
+def facts(**changed: object) -> HarmConditions:
+    return HarmConditions(**{**vars(PLAIN), **changed})  # type: ignore[arg-type]
 
 
 CASES = [

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megaswift.diagnosis import smoke_run
-from megaswift.diagnosis.smoke_run import last_words, read_losses, smoke_finding, write_inputs
+from megaswift.diagnosis.smoke_run import kill_with_descendants, last_words, read_losses, smoke_finding, write_inputs
 from tests.diagnosis.fake_machine import write_tree
 
 
@@ -34,6 +38,19 @@ def test_a_run_that_does_not_end(tmp_path: Path) -> None:
     write_tree(tmp_path, {"transformers/__init__.py": "import time\ntime.sleep(600)\n"})
     finding = smoke_finding(1, {**os.environ, "PYTHONPATH": str(tmp_path)}, limit_s=2)
     assert finding.state == "problem" and "did not end within 2 s" in finding.found and "NCCL_DEBUG" in finding.fix
+
+
+@pytest.mark.process
+def test_processes_in_other_sessions_end_too(tmp_path: Path) -> None:
+    inner = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(__import__('os').getpid())); __import__('time').sleep(600)"
+    outer = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {inner!r}], start_new_session=True)"
+    process = subprocess.Popen([sys.executable, "-c", outer])
+    while process.poll() is None and not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+        time.sleep(0.05)
+    kill_with_descendants(process.pid)
+    assert process.wait(10) == -signal.SIGKILL
+    left = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    assert not left.exists() or left.read_text().rpartition(")")[2].split()[0] in "ZX"
 
 
 @pytest.mark.parametrize("losses", [[3.0, float("nan")], [3.0, float("inf")], [3.0], []])
