@@ -14,8 +14,8 @@ from megaswift.diagnosis.installed_software import Software, has_module, install
 TE, TE_MODULE = "transformer-engine", "transformer_engine.pytorch"
 APEX = "https://github.com/NVIDIA/apex"
 BUILT = {
-    TE_MODULE: (TE, "pip install --no-build-isolation --force-reinstall 'transformer-engine[pytorch]'"),
-    "flash_attn": ("flash-attn", "pip install --no-build-isolation --force-reinstall --no-deps flash-attn"),
+    TE_MODULE: (TE, "run pip install --no-build-isolation --force-reinstall 'transformer-engine[pytorch]'"),
+    "flash_attn": ("flash-attn", "run pip install --no-build-isolation --force-reinstall --no-deps flash-attn"),
     "flash_attn_interface": ("flash-attn 3", "build it again from the folder hopper of its repository"),
     "deep_ep": ("DeepEP", "build it again from its repository (https://github.com/deepseek-ai/DeepEP)"),
 }
@@ -37,7 +37,7 @@ def extension_findings(software: Software) -> Iterator[Finding]:
     yield from wheel_tag_findings(installed_version("flash-attn"), software)
     yield from apex_findings(software)
     for module in (m for m in software.imports if m.startswith("vllm.")):
-        build = "pip install -U vllm into an environment of its own, which brings the torch that it was built for"
+        build = "run pip install -U vllm in an environment of its own, which brings the torch that it was built for"
         yield import_finding("vLLM", module, software, build)
 
 
@@ -93,9 +93,7 @@ def wheel_tag_findings(version: str, software: Software) -> Iterator[Finding]:
         wrong.append(f"cxx11 ABI {tag[3]}, torch has {str(software.torch['cxx11_abi']).upper()}")
     if wrong:
         found = f"flash-attn {version} is for " + "; ".join(wrong)
-        yield Finding(
-            "flash-attn", "problem", found, f"run {BUILT['flash_attn'][1]}, or install the wheel for this torch"
-        )
+        yield Finding("flash-attn", "problem", found, f"{BUILT['flash_attn'][1]}, or install the wheel for this torch")
 
 
 def apex_findings(software: Software) -> Iterator[Finding]:

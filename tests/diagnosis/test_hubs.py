@@ -30,7 +30,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with http.server.HTTPServer(("127.0.0.1", 0), NotFound) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
@@ -54,6 +54,13 @@ def test_a_hub_that_never_answers(hub: str, monkeypatch: pytest.MonkeyPatch) -> 
         environ = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "MODELSCOPE_ENDPOINT": hub}
         found = states(hub_findings(environ))
     assert found == {HUGGING_FACE: "problem", MODELSCOPE: "ok"} and time.monotonic() - start < 5
+
+
+def test_a_name_server_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hubs, "LIMIT_S", 0.1)
+    monkeypatch.setattr(hubs.urllib.request, "urlopen", lambda request, timeout: time.sleep(3))
+    start = time.monotonic()
+    assert states(hub_findings({})) == {HUGGING_FACE: "note", MODELSCOPE: "note"} and time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"])
