@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import threading
 import urllib.error
 import urllib.request
@@ -71,7 +72,7 @@ def ask(endpoints: Mapping[str, str]) -> dict[str, str]:
             answers[name] = ""
         except urllib.error.HTTPError:  # also an answer
             answers[name] = ""
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             answers[name] = str(getattr(reason, "strerror", None) or reason)
 

@@ -58,9 +58,29 @@ def test_a_hub_that_never_answers(hub: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_name_server_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hubs, "LIMIT_S", 0.1)
-    monkeypatch.setattr(hubs.urllib.request, "urlopen", lambda request, timeout: time.sleep(3))
+
+    def slow(request: object, timeout: float) -> None:
+        time.sleep(3)
+        raise OSError("no name server")
+
+    monkeypatch.setattr(hubs.urllib.request, "urlopen", slow)
     start = time.monotonic()
     assert states(hub_findings({})) == {HUGGING_FACE: "note", MODELSCOPE: "note"} and time.monotonic() - start < 2
+
+
+def test_what_is_no_web_server(hub: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        environ = {"HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}", "MODELSCOPE_ENDPOINT": hub}
+        found = {f.name: f for f in hub_findings(environ)}
+    assert found[HUGGING_FACE].state == "problem" and "SSH-2.0" in found[HUGGING_FACE].found
 
 
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"])
