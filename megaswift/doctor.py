@@ -1,74 +1,131 @@
-"""`megaswift doctor`: prints package versions and devices, for users and bug reports."""
+"""`megaswift doctor`: package versions, and checks of the software, the machine, the network and the other nodes."""
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
+import json
 import os
 import platform
-from collections.abc import Iterator
-from importlib import metadata
+import resource
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from megaswift.command_line_common import HELP
+from megaswift.command_line_common import UserErrorArgumentParser
+from megaswift.config.byte_size_text import bytes_text
 from megaswift.config.transformer_engine_rules import has_transformer_engine
-from megaswift.errors import Problem, UserError
+from megaswift.diagnosis.compiled_extensions import extension_findings
+from megaswift.diagnosis.environment_variables import HarmConditions, variable_findings
+from megaswift.diagnosis.finding import Finding, findings_json, summary_line
+from megaswift.diagnosis.gpu_devices import gpu_findings, list_gpus
+from megaswift.diagnosis.gpu_topology import topology_findings
+from megaswift.diagnosis.hubs import hub_findings
+from megaswift.diagnosis.infiniband import infiniband_findings, list_ports
+from megaswift.diagnosis.installed_software import Software, has_module, modules_to_import, probe_imports
+from megaswift.diagnosis.machine import Machine
+from megaswift.diagnosis.nodes import NodeAddress, node_findings, parse_nodes
+from megaswift.diagnosis.package_requirements import requirement_findings
+from megaswift.diagnosis.process_limits import limit_findings
+from megaswift.diagnosis.smoke_run import smoke_finding
+from megaswift.diagnosis.storage import storage_findings
+from megaswift.diagnosis.torch_build import torch_findings
+from megaswift.errors import ConfigError, Problem
 from megaswift.version import __version__
 
-PACKAGES = (
-    "torch",
-    "megatron-core",
-    "transformer-engine",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "datasets",
-    "numpy",
-    "pyyaml",
-    "tensorboard",
-    "wandb",
-)
+MOST_CPU_PROCESSES = 2
+"""Of a smoke run without GPUs."""
 
 
 def main(argv: list[str]) -> int:
-    """Prints the report; takes no options."""
-    if argv and argv[0] not in HELP:
-        raise UserError(Problem(f"megaswift doctor {argv[0]}", "takes no options", "megaswift doctor"))
-    if argv:
-        print("megaswift doctor     print package versions and devices; takes no options")
-        return 0
-    print("\n".join(doctor_report()))
-    return 0
+    """Prints the report; 1 where there is a problem."""
+    given = _parser().parse_args(argv)
+    if given.output_dir.exists() and not given.output_dir.is_dir():
+        raise ConfigError(Problem(f"--output_dir {given.output_dir}", "is a file", "the folder that a run writes to"))
+    nodes = parse_nodes(given.nodes) if given.nodes is not None else []
+    machine = Machine(dict(os.environ))
+    software = probe_imports(modules_to_import(), machine.environ)
+    if not given.json:
+        print("\n".join(version_lines(software)), end="\n\n", flush=True)
+    findings = []
+    for finding in all_findings(machine, software, given, nodes):
+        findings.append(finding)
+        if not given.json:
+            print("\n".join(finding.lines()), flush=True)
+    problem = any(finding.state == "problem" for finding in findings)
+    if given.json:
+        rows = {"megaswift": __version__, "versions": dict(software.versions), "torch": dict(software.torch)}
+        print(json.dumps(rows | {"findings": findings_json(findings)}, indent=2))
+    else:
+        print(f"\n{summary_line(findings)}")
+    return int(problem)
 
 
-def doctor_report() -> Iterator[str]:
-    """Lines `name  value`."""
+def _parser() -> argparse.ArgumentParser:
+    text = "Prints package versions and checks this machine for training. Exit code: 0, or 1 where there is a problem."
+    parser = UserErrorArgumentParser(prog="megaswift doctor", description=text, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print versions and findings as JSON")
+    parser.add_argument("--nodes", metavar="HOST[:PORT],...", help="other nodes: names, reachability, clocks (by ssh)")
+    parser.add_argument("--offline", action="store_true", help="contact no hub")
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        default=Path("output"),
+        metavar="DIR",
+        help="folder whose free space and writing speed are measured (default: output)",
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="also train two steps of a tiny model on all GPUs, or the CPU"
+    )
+    return parser
+
+
+def all_findings(
+    machine: Machine, software: Software, given: argparse.Namespace, nodes: Sequence[NodeAddress]
+) -> Iterator[Finding]:
+    """Every check, the slow ones last."""
+    listing = list_gpus(machine)
+    topology = list(topology_findings(machine))
+    gpus = len(software.torch.get("devices", ()))
+    processes = gpus or min(MOST_CPU_PROCESSES, os.cpu_count() or 1)
+    yield from requirement_findings()
+    yield from torch_findings(software, listing)
+    yield from extension_findings(software)
+    yield from gpu_findings(listing, machine)
+    yield from topology
+    yield from infiniband_findings(machine, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], bool(listing.devices))
+    yield from limit_findings(machine, processes)
+    facts = HarmConditions(
+        gpus=len(listing.devices),
+        nvlink=any("NV" in finding.found for finding in topology),
+        infiniband=any(port.active for port in list_ports(machine)),
+        several_nodes=bool(nodes),
+        vllm=has_module("vllm"),
+    )
+    yield from variable_findings(machine.environ, facts)
+    yield from storage_findings(given.output_dir, machine.environ)
+    yield from hub_findings(machine.environ, given.offline)
+    yield from node_findings(nodes, machine)
+    if given.smoke:
+        yield smoke_finding(processes, machine.environ)
+
+
+def version_lines(software: Software) -> Iterator[str]:
+    """Lines `name  value`: packages, devices, and whose layers a run uses."""
     yield f"{'megaswift':<22}{__version__}"
     yield (
         f"{'python':<22}{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} "
         f"CPU cores"
     )
-    for package in PACKAGES:
-        yield f"{package:<22}{_version(package)}"
-    if importlib.util.find_spec("torch") is None:
+    for package, version in software.versions.items():
+        yield f"{package:<22}{version}"
+    if not software.torch:
         yield f"{'devices':<22}unknown without torch"
         return
-    import torch
-
-    for i in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(i)
-        yield (
-            f"{f'cuda:{i}':<22}{device.name}, {device.total_memory / 2**30:.1f} GiB, capability "
-            f"{device.major}.{device.minor}"
-        )
-    if torch.cuda.is_available():
-        yield f"{'CUDA, NCCL':<22}{torch.version.cuda}, {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    for i, device in enumerate(software.torch["devices"]):
+        capability = ".".join(map(str, device["capability"]))
+        yield f"{f'cuda:{i}':<22}{device['name']}, {bytes_text(device['memory'])}, capability {capability}"
+    if software.torch["cuda_available"]:
+        yield f"{'CUDA, NCCL':<22}{software.torch['cuda']}, {software.torch['nccl']}"
     else:
         yield f"{'devices':<22}CPU only: runs use gloo"
-    layers = "transformer_engine" if torch.cuda.is_available() and has_transformer_engine() else "torch"
+    layers = "transformer_engine" if software.torch["cuda_available"] and has_transformer_engine() else "torch"
     yield f"{'layers':<22}{layers} (transformer_impl auto)"
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

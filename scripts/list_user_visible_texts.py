@@ -24,7 +24,7 @@ SUBCOMMANDS = {
 }
 MESSAGES = frozenset(
     {
-        *("Problem", "IgnoredOption", "ConflictingOptions"),
+        *("Problem", "Finding", "IgnoredOption", "ConflictingOptions"),
         *("warn", "info", "print", "print_line", "print_result", "print_warning", "result"),
     }
 )

@@ -30,6 +30,7 @@ LAYERS = {
     "launchers": 2,
     "migration": 2,
     "clusters": 2,
+    "diagnosis": 2,
     "bridge": 3,
     "distributed": 3,
     "engine": 4,
@@ -60,9 +61,15 @@ NO_TORCH = (
     "migration",
     "clusters",
     "memory",
+    "diagnosis",
 )
-AGENT = ("megaswift.launchers.torchrun_agent", "megaswift.launchers.wait_for_nodes")
-"""A program of its own around torchrun, and its wait for the other nodes; both import torch when they are called."""
+AGENT = (
+    "megaswift.launchers.torchrun_agent",
+    "megaswift.launchers.wait_for_nodes",
+    "megaswift.diagnosis.import_probe",
+)
+"""A program of its own around torchrun, its wait for the other nodes, and the program that imports torch for `megaswift
+doctor`; all import torch when they are called."""
 
 
 def layer(module: str) -> int:

@@ -136,7 +136,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "migrate": ("translate scripts and files of other toolkits to YAML files", _migrate),
     "submit": ("submit a run as a job of a cluster", _submit),
     "jobs": ("status, output and end of submitted jobs", _jobs),
-    "doctor": ("print package versions and devices", _doctor),
+    "doctor": ("check packages, devices, network and other nodes", _doctor),
 }
 
 MEGATRON_COMMANDS = ("sft", "pt", "rlhf")

@@ -1,0 +1,1 @@
+"""Checks of this machine and its software for `megaswift doctor`: each returns findings, and changes nothing."""
