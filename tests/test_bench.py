@@ -87,9 +87,9 @@ def test_sizes_that_the_time_may_not_allow_are_the_largest() -> None:
 def test_what_the_time_does_not_allow_is_left_out() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        plan = CommunicationPlan({"world": [[0]]}, OPERATIONS, (16, 64), 30.0, 1)
+        plan = CommunicationPlan({"world": [[0]]}, OPERATIONS[:4], (16, 64), 30.0, 1)
         timings, left_out = run_benchmark(plan, torch.device("cpu"))
-        assert [t.size for t in timings] == [16] * 5 + [64] * 5 and left_out == []
+        assert [t.size for t in timings] == [16] * 4 + [64] * 4 and left_out == []
         timings, left_out = run_benchmark(replace(plan, seconds=1e-9), torch.device("cpu"))
         assert timings == [] and left_out == plan.measurements()
     finally:
