@@ -10,7 +10,11 @@ import pytest
 
 from tests.sources import ROOT
 
-PAGES = {"README.md": "README.zh-CN.md", "docs/migrating.md": "docs/migrating.zh-CN.md"}
+PAGES = {
+    "README.md": "README.zh-CN.md",
+    "docs/migrating.md": "docs/migrating.zh-CN.md",
+    "docs/troubleshooting.md": "docs/troubleshooting.zh-CN.md",
+}
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NAMES_OF_PRODUCTS = {"megaswift", "ms-swift", "TRL", "transformers", "Megatron-LM", "LLaMA-Factory"}

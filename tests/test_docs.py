@@ -90,7 +90,8 @@ def test_options() -> None:
 
 
 def values(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Options with the words that follow them, in code: `--engine ddp`, and in blocks of commands."""
+    """Options with the words that follow them, in code: `--engine ddp`, and in blocks of commands, not of messages."""
+    text = re.sub(r"^```text\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     code = [*re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
     code += re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
     for block in code:

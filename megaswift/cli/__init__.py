@@ -110,6 +110,12 @@ def _jobs(argv: list[str]) -> int:
     return jobs(argv)
 
 
+def _bench(argv: list[str]) -> int:
+    from megaswift.bench import main as bench
+
+    return bench(argv)
+
+
 def _doctor(argv: list[str]) -> int:
     from megaswift.doctor import main as doctor
 
@@ -136,6 +142,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "migrate": ("translate scripts and files of other toolkits to YAML files", _migrate),
     "submit": ("submit a run as a job of a cluster", _submit),
     "jobs": ("status, output and end of submitted jobs", _jobs),
+    "bench": ("measure communication for each group of a parallel layout", _bench),
     "doctor": ("check packages, devices, network and other nodes", _doctor),
 }
 

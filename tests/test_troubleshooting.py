@@ -1,0 +1,144 @@
+"""docs/troubleshooting.md quotes what megaswift prints: each message is provoked here and compared with the page."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megaswift import bench
+from megaswift.config import SwiftConfig
+from megaswift.config.launch import LaunchConfig
+from megaswift.engine import process_group
+from megaswift.errors import ConfigError, UserError
+from megaswift.launchers.torchrun_agent import WorkerFailure, failure_text
+from megaswift.launchers.torchrun_launcher import port_in_use_problems
+from megaswift.launchers.wait_for_nodes import wait_for_nodes
+from megaswift.trainers import lost_rank
+from megaswift.trainers.out_of_memory import out_of_memory_error
+from tests import test_checkpoint
+from tests.sources import ROOT
+from tests.trainers.test_step_monitor import run
+
+PAGES = ("docs/troubleshooting.md", "docs/troubleshooting.zh-CN.md")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def as_on_the_page(text: str, folder: Path) -> str:
+    """Without what differs between machines: folders, hosts, ports, process ids, places in torch's source."""
+    text = text.replace(str(folder / "out"), "OUT").replace(str(folder), "OUT").replace(socket.gethostname(), "node-a")
+    text = re.sub(r"process \d+", "process 4711", text)
+    text = re.sub(r"memory: .*?(DefaultCPUAllocator.*? bytes\.).*? \(peak", r"memory: \1 (peak", text)
+    text = re.sub(r"127\.0\.0\.1:\d+", "10.0.0.1:29500", text)
+    text = re.sub(r"--master_port (?!29500)\d+", "--master_port 29600", text)
+    text = re.sub(r"peak of this rank: .*?\)", "peak of this rank: 9.5 GiB)", text)
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+
+
+def message_of(call: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as error:
+        call()
+    return error.value.message()
+
+
+def quoted(page: str) -> list[str]:
+    """The blocks that show messages."""
+    blocks = re.findall(r"^```text\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [block.strip() for block in blocks]
+
+
+def check(text: str, folder: Path) -> None:
+    shown = as_on_the_page(text, folder)
+    assert shown and all(shown in quoted(page) for page in PAGES), shown
+
+
+def test_more_processes_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    for name, value in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    check(message_of(lambda: bench._backend_and_device(None)), tmp_path)
+
+
+def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50, dtype=torch.uint8)
+    cfg = SwiftConfig(model="m", dataset="d", per_device_train_batch_size=4, max_length=8192)
+    check(out_of_memory_error(cfg, 0, caught.value).message(), tmp_path)
+
+
+def test_killed_for_memory(tmp_path: Path) -> None:
+    check(failure_text(WorkerFailure(3, 4711, -signal.SIGKILL, 0)), tmp_path)
+
+
+def test_steps_that_are_not_finite(tmp_path: Path) -> None:
+    check(message_of(lambda: run(12, set(range(9, 13)))), tmp_path)
+
+
+def lost_rank_message(monkeypatch: pytest.MonkeyPatch, folder: Path, late: bool) -> str:
+    """Rank 0 of 8 speaks; rank 3 hangs, or has ended."""
+    monkeypatch.setattr(lost_rank, "GRACE_SECONDS", 0)
+    monkeypatch.setattr(lost_rank, "distributed", SimpleNamespace(global_rank=lambda: 0, global_world_size=lambda: 8))
+    monkeypatch.setattr(lost_rank, "_store", dist.HashStore)
+    monkeypatch.setattr(lost_rank, "_gave_up", lambda rank: rank != 3)
+    monkeypatch.setattr(lost_rank, "_ask", lambda rank: late)
+    error = RuntimeError("Timed out waiting 600000ms" if late else "Connection closed by peer")
+    return lost_rank.explain_lost_rank(error, folder / "out", 600.0).message()
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_rank_that_hangs_or_ended(late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(lost_rank_message(monkeypatch, tmp_path, late), tmp_path)
+
+
+def test_a_missing_rank(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    store.set(f"{process_group.ARRIVED}0", f"{socket.gethostname()} (process 4711)")
+    check(
+        process_group.MissingRanksError(process_group._missing_rank_problem(store, [3], 8, 600.0)).message(), tmp_path
+    )
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        launch = LaunchConfig(nproc_per_node=2, nnodes=2, node_rank=0, master_addr="node-a", master_port=port)
+        problems = port_in_use_problems(launch)
+    text = ConfigError(problems).message().replace(str(port), "29500")
+    check(text, tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_node(rank: int, tmp_path: Path) -> None:
+    text = message_of(lambda: wait_for_nodes("127.0.0.1", free_port(), rank, 2, 1.0))
+    check(text.replace("within 1 s", "within 600 s"), tmp_path)
+
+
+out = test_checkpoint.out
+
+
+def test_a_damaged_checkpoint(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    test_checkpoint.flip(test_checkpoint.step(out, 4) / "engine" / "weights.bin")
+    code, said, error = test_checkpoint.ran(capsys, "verify", out)
+    assert code == 2
+    check(said + error, tmp_path)
+
+
+def test_every_quoted_message_is_provoked_above() -> None:
+    """Each test shows one block, those with two cases two."""
+    assert all(len(quoted(page)) == 11 for page in PAGES)
+    assert quoted(PAGES[0]) == quoted(PAGES[1])
