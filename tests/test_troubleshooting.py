@@ -25,7 +25,7 @@ from megaswift.trainers import lost_rank
 from megaswift.trainers.out_of_memory import out_of_memory_error
 from tests import test_checkpoint
 from tests.sources import ROOT
-from tests.trainers.test_step_monitor import run
+from tests.trainers.test_skipped_step_and_loss_spike_monitor import run
 
 PAGES = ("docs/troubleshooting.md", "docs/troubleshooting.zh-CN.md")
 
