@@ -7,7 +7,7 @@ Keys of a file are `fsdp_json.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,11 @@ FILES = (".json", ".yaml", ".yml")
 
 
 def translated_fsdp_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOptionValue]:
-    """The options of one source; those that say how FSDP shards become one `fsdp`."""
+    """The options of one source; those that say how FSDP shards become one `fsdp`.
+
+    A section `fsdp` is what a file of `fsdp_config` contains.
+    """
+    givens = [_section_as_file(given) for given in givens]
     said = [given for given in givens if given.name in ("fsdp", *SHARDING, *RESHARDS, *OFFLOADS)]
     words = list(dict.fromkeys(word for given in said for word in _words(given)))
     if any(word in words for word in ("full_shard", "hybrid_shard")):
@@ -43,6 +47,12 @@ def translated_fsdp_options(givens: Sequence[GivenOptionValue]) -> Iterator[Give
                 yield given
         elif given is said[0]:
             yield from _as_one(given, words)
+
+
+def _section_as_file(given: GivenOptionValue) -> GivenOptionValue:
+    if given.name != "fsdp" or not isinstance(given.value, Mapping):
+        return given
+    return replace(given, name="fsdp_config", value=json.dumps(given.value))
 
 
 def _as_one(given: GivenOptionValue, words: list[str]) -> Iterator[GivenOptionValue]:

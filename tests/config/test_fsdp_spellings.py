@@ -143,3 +143,23 @@ def test_a_file_without_sharding_is_ddp(strategy: Any, tmp_path: Path) -> None:
     file.write_text(json.dumps({**content, "sharding": 1}))
     with pytest.raises(ConfigError, match="would be ignored"):
         load("--fsdp_config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"),
+    [
+        ({"sharding_strategy": "full_shard"}, "fsdp2"),
+        ({"reshard_after_forward": False}, "fsdp2"),
+        ({"sharding_strategy": "NO_SHARD"}, "ddp"),
+    ],
+)
+def test_a_section_is_a_file_s_content(section: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({"model": "m", "dataset": "d.jsonl", "fsdp": section}))
+    cfg = load_config("sft", [str(file)], environ={})
+    assert requested_engine(cfg) == kind
+    if kind == "fsdp2":
+        assert json.loads(str(cfg.engine.fsdp_config)) == section
+    file.write_text(json.dumps({"model": "m", "dataset": "d.jsonl", "fsdp": {"nonsense": 1}}))
+    with pytest.raises(ConfigError, match='"nonsense"'):
+        load_config("sft", [str(file)], environ={})
