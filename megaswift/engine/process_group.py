@@ -41,13 +41,15 @@ def init_default_and_gloo_process_groups(backend: str, timeout_s: float, store: 
     timeout = datetime.timedelta(seconds=timeout_s)
     choose_gloo_interface(os.environ)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    launched = store is None
     if store is None:
         store = dist.HashStore() if world == 1 else launcher_store_of_this_attempt(os.environ, rank, world, timeout)
-    store.set(f"{ARRIVED}{rank}", f"{socket.gethostname()} (process {os.getpid()})")
+    if launched:
+        store.set(f"{ARRIVED}{rank}", f"{socket.gethostname()} (process {os.getpid()})")
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     except dist.DistStoreError:
-        missing = [r for r in range(world) if not store.check([f"{ARRIVED}{r}"])]
+        missing = [r for r in range(world) if launched and not store.check([f"{ARRIVED}{r}"])]
         if not missing:
             raise
         raise MissingRanksError(_missing_rank_problem(store, missing, world, timeout_s)) from None

@@ -118,7 +118,9 @@ def test_delayed_scaling(te_pool: Pool, tmp_path: Path) -> None:
     largest = source.slice("model.layers.0.mlp.down_proj.weight").bfloat16().abs().max().float()
     assert histories[f"{name}/scaling_fwd/scale"][1] == 448 / largest
     kept, plain = (go(te_pool, tmp_path, "delayed", k, False, load=tmp_path / "start", last=3) for k in (True, False))
-    assert (kept.losses, kept.norms) == (plain.losses, plain.norms)
+    assert kept.losses == plain.losses
+    # squares are summed in the order of buffers, which differ: 4e-8 apart, while every weight is the same
+    assert kept.norms == pytest.approx(plain.norms, rel=1e-7)
     for name, weight in plain.weights.items():
         assert torch.equal(kept.weights[name], weight), name
 
