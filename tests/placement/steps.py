@@ -41,7 +41,7 @@ def install() -> None:
     import megaswift.engine.megatron  # noqa: F401 - the table of substitutions, before megatron.core
     from megaswift import distributed
     from megaswift.engine import vocabulary_logprobs_and_entropy
-from megaswift.engine.megatron import engine, parallel_context  # noqa: F401 - collectives are bound where used
+    from megaswift.engine.megatron import engine, parallel_context  # noqa: F401 - collectives are bound where used
     from megaswift.engine.megatron.cpu import cuda_stubs, device
     from megaswift.engine.torch import start_data_parallel_and_seed
 
