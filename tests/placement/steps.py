@@ -45,6 +45,7 @@ def install() -> None:
     from megaswift.engine.megatron.cpu import cuda_stubs, device
     from megaswift.engine.torch import start_data_parallel_and_seed
 
+    vocabulary_logprobs_and_entropy._has_triton = lambda: False  # type: ignore[assignment]  # kernels need a driver
     functions = [device.unwrap_decorators(device.resolve_symbol(row.symbol)[2]) for row in device.CONSTANTS]
     for function in [*functions, MoEAlltoAllTokenDispatcher.__init__]:
         function.__code__ = _with_constants(function.__code__)
@@ -305,7 +306,6 @@ def measure(rank: int, world: int, payload: tuple[Path, list[str]]) -> dict[str,
     """What each scenario `kind:text` waited for on this rank."""
     folder, names = payload
     install()
-    vocabulary_logprobs_and_entropy._has_triton = lambda: False  # its kernels need a driver
     results = {}
     for name in names:
         kind, _, text = name.partition(":")
