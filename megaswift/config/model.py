@@ -21,7 +21,6 @@ DTYPES = {
 PLAIN = ("sft", "pt")
 ATTENTION = {
     "flash_attn": "flash",
-    "flash_attn2": "flash",
     "flash_attention_2": "flash",
     "flash_attention_3": "flash",
     "eager": "unfused",
