@@ -16,6 +16,7 @@ from tests.parity.pool import Pool, close_shared, shared
 TOGETHER = {
     "tests/parity/test_parity.py": "layouts",
     "tests/parity/test_te.py": "transformer engine",
+    "tests/parity/test_te_families.py": "transformer engine",
     "tests/parity/test_lora_te.py": "transformer engine",
     "tests/parity/test_tp_comm_overlap.py": "transformer engine",
     "tests/parity/test_fp8.py": "transformer engine",

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,31 +44,6 @@ def test_layout(case: Case, te_pool: Pool, references: References) -> None:
 @pytest.mark.parametrize("case", REST, ids=str)
 def test_every_layout(case: Case, te_pool: Pool, references: References) -> None:
     """All other legal layouts up to 8 processes."""
-    check(case, te_pool, references)
-
-
-FAMILY_LAYOUTS = ("single", "packed", "tp2 sp", "tp2 sp packed", "pp2", "cp2")
-"""In turn: families that differ most have one in the default run, all have all in the slow tier, mixtures `dp2 ep2`
-too."""
-
-
-def family_cases() -> list[Any]:
-    """Every family and the variants that ask another thing of the modules."""
-    quick = ("gemma2", "gpt_oss", "deepseek_v3", "olmo3", "glm4", "qwen2_moe", "minimax_m2")
-    names = [*FAMILIES.names(), "mistral-window", "qwen2-window", "llama3-rope", "qwen3-yarn", "llama-bias"]
-    cases = []
-    for turn, name in enumerate(names):
-        layouts = (*FAMILY_LAYOUTS, *(("dp2 ep2",) if is_moe(name) else ()))
-        for place, layout in enumerate(layouts):
-            marks = () if name in quick and place == turn % len(layouts) else (pytest.mark.slow,)
-            cases.append(pytest.param(replace(parse(layout, model=name), te=True), marks=marks, id=f"{name} {layout}"))
-    return cases
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("case", family_cases())
-def test_family(case: Case, te_pool: Pool, references: References) -> None:
-    """What each family asks of norms, experts, windows, sinks, soft caps and rotary embeddings."""
     check(case, te_pool, references)
 
 
