@@ -103,7 +103,7 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 def products(case: Case, recipe: str) -> Products:
     """Those of a layout."""
-    return Products(recipe, tp=case.tp, etp=case.etp)
+    return Products(recipe, tp=case.tp, etp=case.etp, cp=case.cp, ep=case.ep)
 
 
 @dataclass(frozen=True)
