@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megaswift.errors import CheckpointError
 from megaswift.losses.sft import CrossEntropy
-from tests.parity.cases import Case, documents, own, rows
+from tests.parity.cases import ROW, Case, documents, own, rows
 
 TOTAL = 4
 """Micro-batches of a global batch, whatever the layout."""
@@ -39,6 +39,8 @@ class Run:
     """Steps after the save."""
     dropout: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
+    row: int = ROW
+    """Tokens of a row, most of them padding where it is longer than the documents."""
 
 
 @dataclass
@@ -131,7 +133,7 @@ def job(rank: int, world: int, run: Run) -> Result:
 
     def train(first: int, last: int) -> None:
         for k in range(first, last):
-            batches = [rows(group) for group in documents(TOTAL, k)]
+            batches = [rows(group, run.row) for group in documents(TOTAL, k)]
             taken = engine.train_batch(own(batches, run.case.dp, data_rank), CrossEntropy(), 1e-3 / (k + 1))
             result.losses.append(taken.loss)
             result.norms.append(taken.grad_norm)

@@ -241,13 +241,14 @@ def packed(docs: Sequence[Document], multiple: int, length: int) -> Batch:
     return Batch(*joined, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
 
 
-def global_batch(case: Case, step: int) -> list[Batch]:
-    """All ranks' micro-batches of a step, in order of data-parallel rank."""
+def global_batch(case: Case, step: int, row: int = ROW) -> list[Batch]:
+    """All ranks' micro-batches of a step, in order of data-parallel rank; rows that are not packed have `row`
+    tokens."""
     groups = documents(case.total, step)
     if case.filler:
         groups[-1] = [EMPTY] * len(groups[-1])
     if not case.packed:
-        return [rows(g) for g in groups]
+        return [rows(g, row) for g in groups]
     multiple = 2 * case.cp if case.cp > 1 else 1
     unit = max(multiple, case.tp * case.cp)
     need = max(sum(-(-len(d.ids) // multiple) * multiple for d in g) for g in groups)

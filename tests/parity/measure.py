@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megaswift.losses.contract import FIELDS, Batch, Loss, LossTerm, ModelOutputs, RequestedModelOutputs
 from megaswift.losses.sft import CrossEntropy
-from tests.parity.cases import Case, global_batch, own
+from tests.parity.cases import ROW, Case, global_batch, own
 from tests.parity.oracle import Recipe, Reference
 
 STEPS = 3
@@ -38,6 +38,8 @@ class Task:
     """More options of the configuration, by flat name."""
     batches: Sequence[Batch] = ()
     """What `score` scores: all ranks' micro-batches."""
+    row: int = ROW
+    """Tokens of a row that `train` takes, unless it is packed."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     engine, context = build(case, task.folder, world, **recipe_options(task.recipe, case.moe), **task.options)
     loss: Loss = ScaledLoss(1.00002) if task.fault == "scale" else CrossEntropy()
     mine = [
-        own(spoil(global_batch(case, k), task.fault), case.dp, context.layout.coordinates(rank).dp)
+        own(spoil(global_batch(case, k, task.row), task.fault), case.dp, context.layout.coordinates(rank).dp)
         for k in range(task.steps)
     ]
     out = Reference()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from megaswift.bridge.open_weight_source import open_weights
 from tests.engine.checkpoint_worker import Result, Run
-from tests.parity.cases import parse
+from tests.parity.cases import ROW, parse
 from tests.parity.measure import Task
 from tests.parity.models import build as build_model
 from tests.parity.oracle import Reference
@@ -35,8 +35,12 @@ LAYOUTS = (
     "moe te dp2 ep2 do",
     "moe-nf4 te tp2 sp dp2 ep2 etp2 do",
 )
-CASES = [(r, w) for r in ("tensorwise", "blockwise") for w in LAYOUTS if not (r == "blockwise" and " sp" in w)]
-"""Sequence-parallel ranks gather quantized blocks of 128, and the tests' models are narrower."""
+WIDE = ("llama-fp8 te tp2 sp dp2 do", "llama-fp8 te tp2 sp dp2 do overlap", "moe-fp8 te tp2 sp dp2 ep2 etp2 do")
+"""Sequence-parallel ranks gather whole quantized blocks of 128 tokens and channels."""
+CASES = [
+    *(("tensorwise", text) for text in LAYOUTS),
+    *(("blockwise", text) for text in (*(w for w in LAYOUTS if " sp" not in w), *WIDE)),
+]
 
 
 def options(recipe: str, kept: bool) -> dict[str, Any]:
@@ -69,9 +73,9 @@ def compare(recipe: str, text: str, pool: Pool, references: References) -> None:
     """Gradients, three steps and weights, bit for bit."""
     case = parse(text)
     folder, optimizer, _ = references.of(case)
-    job = "tests.parity.test_fp8_weights:train_and_export"
+    job, row = "tests.parity.test_fp8_weights:train_and_export", 256 if text in WIDE else ROW
     want, got = (
-        pool.run(job, Task(case, folder, optimizer, options=options(recipe, kept)), case.world)[0]
+        pool.run(job, Task(case, folder, optimizer, options=options(recipe, kept), row=row), case.world)[0]
         for kept in (False, True)
     )
     assert (got.loss, got.losses) == (want.loss, want.losses)
@@ -91,9 +95,10 @@ def test_as_with_16_bit_weights(recipe: str, text: str, te_pool: Pool, reference
 
 
 @pytest.mark.slow
-def test_the_newest_release(references: References) -> None:
+@pytest.mark.parametrize(("recipe", "text"), [("tensorwise", "dense te dp2 do"), ("blockwise", WIDE[0])])
+def test_the_newest_release(recipe: str, text: str, references: References) -> None:
     """Other sources of Transformer Engine."""
-    compare("tensorwise", "dense te dp2 do", shared(RELEASES[-1]), references)
+    compare(recipe, text, shared(RELEASES[-1]), references)
 
 
 def go(pool: Pool, folder: Path, recipe: str, kept: bool, fused: bool | None = None, **changes: Any) -> Result:
