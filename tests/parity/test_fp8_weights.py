@@ -6,7 +6,7 @@ Covers: megaswift/engine/megatron/fp8_and_exact_main_weights.py.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.parity.models import build as build_model
 from tests.parity.oracle import Reference
 from tests.parity.pool import Pool, shared
 from tests.parity.references import References
+from tests.te import resume_ranks
 from tests.te.sources import RELEASES
 
 pytestmark = pytest.mark.process
@@ -48,7 +49,38 @@ def options(recipe: str, kept: bool) -> dict[str, Any]:
     return {"torch_dtype": "bfloat16", "fp8_format": "hybrid", "fp8_recipe": recipe, "fp8_param_gather": kept}
 
 
-def train_and_export(rank: int, world: int, task: Task) -> Reference | None:
+def record_squares() -> list[float]:
+    """From here on, for each norm, the sum of the squares of this rank's gradients, in float64 (on the ranks)."""
+    from megatron.core.optimizer import MegatronOptimizer
+
+    found: list[float] = []
+    gradients = MegatronOptimizer.get_main_grads_for_grad_norm
+
+    def also_add(optimizer: Any) -> Any:
+        own = gradients(optimizer)
+        found.append(sum(float(gradient.double().square().sum()) for gradient in own))
+        return own
+
+    MegatronOptimizer.get_main_grads_for_grad_norm = also_add
+    return found
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Of each step, and the squares of all ranks' gradients, in float64."""
+
+    norms: list[float | None]
+    squares: list[float]
+
+
+def assert_same_norms(got: Norms, want: Norms) -> None:
+    """Squares of all gradients have the same sum. Norms are up to 1e-7 apart: FP8 weights have buffers of their own, so
+    that ranks have other gradients, and Megatron-Core adds up the ranks' sums in float32."""
+    assert got.squares == pytest.approx(want.squares, rel=1e-12)
+    assert got.norms == pytest.approx(want.norms, rel=1e-7)
+
+
+def train_and_export(rank: int, world: int, task: Task) -> tuple[Reference | None, list[float]]:
     """`measure.train` with weights read before each step, and an export by all ranks to `task.folder / "out"` (on the
     ranks)."""
     from megaswift.engine.megatron.engine import MegatronEngine
@@ -65,8 +97,15 @@ def train_and_export(rank: int, world: int, task: Task) -> Reference | None:
         return weights(engine, *args)
 
     MegatronEngine.hf_weights, MegatronEngine.train_batch = also_export, also_read  # type: ignore[method-assign]
+    squares = record_squares()
     with deferred.installed() if task.case.overlap else nullcontext():
-        return measure.train(rank, world, task)
+        return measure.train(rank, world, task), squares
+
+
+def numbers(ranks: list[tuple[Any, list[float]]]) -> tuple[Any, Norms]:
+    """Rank 0's result, and the norms."""
+    (result, _), *_ = ranks
+    return result, Norms(result.norms, [sum(parts) for parts in zip(*(own for _, own in ranks), strict=True)])
 
 
 def compare(recipe: str, text: str, pool: Pool, references: References) -> None:
@@ -74,12 +113,12 @@ def compare(recipe: str, text: str, pool: Pool, references: References) -> None:
     case = parse(text)
     folder, optimizer, _ = references.of(case)
     job, row = "tests.parity.test_fp8_weights:train_and_export", 256 if text in WIDE else ROW
-    want, got = (
-        pool.run(job, Task(case, folder, optimizer, options=options(recipe, kept), row=row), case.world)[0]
+    (want, before), (got, after) = (
+        numbers(pool.run(job, Task(case, folder, optimizer, options=options(recipe, kept), row=row), case.world))
         for kept in (False, True)
     )
     assert (got.loss, got.losses) == (want.loss, want.losses)
-    assert got.norms == pytest.approx(want.norms, rel=1e-6)  # of other buffers, whose squares add up in another order
+    assert_same_norms(after, before)
     exported = load_file(folder / "out" / "model.safetensors")
     for name, weight in want.weights.items():
         assert torch.equal(got.gradients[name], want.gradients[name]), name
@@ -101,20 +140,25 @@ def test_the_newest_release(recipe: str, text: str, references: References) -> N
     compare(recipe, text, shared(RELEASES[-1]), references)
 
 
-def go(pool: Pool, folder: Path, recipe: str, kept: bool, fused: bool | None = None, **changes: Any) -> Result:
-    """Rank 0's result of a run of four ranks, each with one micro-batch a step. `fused`: of gradient accumulation;
-    without it the squares of gradients, rounded to 16 bits, have the same sum in any order."""
-    case, chosen = parse("dense te dp4 do"), options(recipe, kept) | {"gradient_accumulation_fusion": fused}
-    run = Run(case, build_model("dense", folder / "model"), options=chosen)
-    result: Result = pool.run("tests.te.resume_ranks:job", replace(run, **changes), case.world)[0]
+def resume(rank: int, world: int, run: Run) -> tuple[Result, list[float]]:
+    """A run of the resume tests (on the ranks)."""
+    squares = record_squares()
+    return resume_ranks.job(rank, world, run), squares
+
+
+def go(pool: Pool, folder: Path, recipe: str, kept: bool, **changes: Any) -> tuple[Result, Norms]:
+    """Rank 0's result of a run of four ranks, each with one micro-batch a step."""
+    case = parse("dense te dp4 do")
+    run = Run(case, build_model("dense", folder / "model"), options=options(recipe, kept))
+    result, norms = numbers(pool.run("tests.parity.test_fp8_weights:resume", replace(run, **changes), case.world))
     assert not result.error, result.error
-    return result
+    return result, norms
 
 
 def test_delayed_scaling(te_pool: Pool, tmp_path: Path) -> None:
     """From one checkpoint, with scales of the weights' own, both kinds of runs take the same steps: with one
     micro-batch a step, 16-bit weights are quantized by the same scales. The checkpoint has the exact weights."""
-    start = go(te_pool, tmp_path, "delayed", True, save=tmp_path / "start")
+    start, _ = go(te_pool, tmp_path, "delayed", True, save=tmp_path / "start")
     source = open_weights(tmp_path / "model")
     for name, weight in start.weights.items():
         assert torch.equal(weight, source.slice(name).bfloat16()), name
@@ -122,10 +166,11 @@ def test_delayed_scaling(te_pool: Pool, tmp_path: Path) -> None:
     name = "decoder.layers.0.mlp.linear_fc2"
     largest = source.slice("model.layers.0.mlp.down_proj.weight").bfloat16().abs().max().float()
     assert histories[f"{name}/scaling_fwd/scale"][1] == 448 / largest
-    kept, plain = (go(te_pool, tmp_path, "delayed", k, False, load=tmp_path / "start", last=3) for k in (True, False))
+    (kept, after), (plain, before) = (
+        go(te_pool, tmp_path, "delayed", k, load=tmp_path / "start", last=3) for k in (True, False)
+    )
     assert kept.losses == plain.losses
-    # squares are summed in the order of buffers, which differ: 4e-8 apart, while every weight is the same
-    assert kept.norms == pytest.approx(plain.norms, rel=1e-7)
+    assert_same_norms(after, before)
     for name, weight in plain.weights.items():
         assert torch.equal(kept.weights[name], weight), name
 
@@ -135,9 +180,9 @@ def test_delayed_scaling(te_pool: Pool, tmp_path: Path) -> None:
 )
 def test_resume(recipe: str, te_pool: Pool, tmp_path: Path) -> None:
     """Two steps, a checkpoint, two more steps: another process takes the same two."""
-    saved = go(te_pool, tmp_path, recipe, True, last=2, save=tmp_path / "step", extra=2)
-    resumed = go(te_pool, tmp_path, recipe, True, load=tmp_path / "step", first=2, last=4)
+    saved, _ = go(te_pool, tmp_path, recipe, True, last=2, save=tmp_path / "step", extra=2)
+    resumed, _ = go(te_pool, tmp_path, recipe, True, load=tmp_path / "step", first=2, last=4)
     assert (resumed.losses, resumed.norms, resumed.step) == (saved.losses[2:], saved.norms[2:], 4)
-    read = go(te_pool, tmp_path, recipe, False, load=tmp_path / "step")
+    read, _ = go(te_pool, tmp_path, recipe, False, load=tmp_path / "step")
     for name, weight in saved.weights.items():
         assert torch.equal(read.weights[name], weight), name
