@@ -43,9 +43,11 @@ def disk_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def make_adapter(model: Path, folder: Path, leaves: Sequence[str], saved: Sequence[str] = (), **config: Any) -> Path:
+def make_adapter(
+    model: Path, folder: Path, leaves: Sequence[str], saved: Sequence[str] = (), seed: int = 5, **config: Any
+) -> Path:
     """A PEFT folder with random A and B, neither zero: a wrong scale, shard or order of rows moves every number."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for module, (out, width) in adapted(disk_shapes(model), leaves):
         tensors[f"{PREFIX}{module}.lora_A.weight"] = torch.randn(RANK, width, generator=generator) / width**0.5

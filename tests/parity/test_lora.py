@@ -74,16 +74,18 @@ class Adapters:
 
     def __init__(self, references: References, folder: Path) -> None:
         self.references, self.folder = references, folder
-        self._known: dict[tuple[str, int, tuple[str, ...]], Reference] = {}
+        self._known: dict[tuple[Path, int], Reference] = {}
 
-    def of(self, case: Case, leaves: tuple[str, ...] = ALL, saved: tuple[str, ...] = ()) -> tuple[Task, Reference]:
+    def of(
+        self, case: Case, leaves: tuple[str, ...] = ALL, saved: tuple[str, ...] = (), seed: int = 5
+    ) -> tuple[Task, Reference]:
         """(what the ranks get, what they have to find)."""
         recipe = self.references.recipe if case.moe else replace(self.references.recipe, aux_coeff=0.0, z_coeff=0.0)
         model = self.references.model(case.variant)
-        adapter = self.folder / "-".join([case.variant, *leaves, *saved])
+        adapter = self.folder / "-".join([case.variant, *leaves, *saved, str(seed)])
         if not adapter.exists():
-            lora.make_adapter(model, adapter, leaves, saved)
-        key = (case.variant, case.total, (*leaves, *saved))
+            lora.make_adapter(model, adapter, leaves, saved, seed)
+        key = (adapter, case.total)
         if key not in self._known:
             steps = [global_batch(replace(case, packed=False), k) for k in range(STEPS)]
             self._known[key] = lora.reference(model, recipe, adapter, steps)
