@@ -1,0 +1,138 @@
+"""docker/Dockerfile.cpu, really built: its own steps by buildah, on a base system of Debian's packages in place of the base
+image, since registries of images may be out of reach. Then its entry point and the quickstart, in the built file system.
+
+`scripts/setup_slow_tier.sh` installs buildah and debootstrap. Needs root, Debian's and Python's package indexes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from megaswift.version import __version__
+from tests.sources import ROOT
+from tests.test_docker import arguments
+
+DOCKERFILE = ROOT / "docker" / "Dockerfile.cpu"
+MISSING = [name for name in ("buildah", "debootstrap") if shutil.which(name) is None]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: scripts/setup_slow_tier.sh"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="buildah and debootstrap need root"),
+]
+
+
+class Builder:
+    """buildah with a store of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.places = ["--root", str(folder / "store"), "--runroot", str(folder / "runroot")]
+
+    def __call__(self, command: str, *words: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            ["buildah", *self.places, command, *map(str, words)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "TMPDIR": str(self.folder)},
+        )
+        assert not check or done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        return done
+
+
+class Container:
+    """A container of the image. `run` does what `docker run IMAGE WORDS` does: entry point, then the words or CMD."""
+
+    def __init__(self, build: Builder, image: str) -> None:
+        self.build, self.name = build, build("from", image).stdout.strip()
+        self.config = json.loads(build("inspect", "--type", "image", image).stdout)["OCIv1"]["config"]
+
+    def run(self, *words: str, options: Sequence[str] = (), check: bool = True) -> subprocess.CompletedProcess[str]:
+        started = [*self.config["Entrypoint"], *(words or self.config["Cmd"])]
+        return self.build("run", "--isolation", "chroot", *options, self.name, "--", *started, check=check)
+
+
+def pip_settings(folder: Path) -> list[str]:
+    """This machine's settings of pip (index, certificate, local wheels) as volumes of the build."""
+    listed = subprocess.check_output([sys.executable, "-m", "pip", "config", "list"], text=True)
+    settings = {name: value for name, value in re.findall(r"^[\w:]+\.([\w-]+)='(.*)'$", listed, re.MULTILINE)}
+    volumes = []
+    for number, path in enumerate(sorted({p for v in settings.values() for p in re.findall(r"/[\w./-]+", v)})):
+        if Path(path).exists():
+            place = f"/mnt/pip/{number}"
+            volumes += ["--volume", f"{path}:{place}:ro"]
+            settings = {n: re.sub(rf"{re.escape(path)}(?=\s|$)", place, v) for n, v in settings.items()}
+    file = folder / "pip.conf"
+    file.write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items()))
+    return [*volumes, "--volume", f"{file}:/etc/pip.conf:ro"]
+
+
+@pytest.fixture(scope="module")
+def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
+    folder = tmp_path_factory.mktemp("image")
+    build = Builder(folder)
+    base = arguments(DOCKERFILE)["BASE"]
+    suite = re.fullmatch(r"debian:(\w+)-slim", base)
+    assert suite is not None
+    subprocess.run(["debootstrap", "--variant=minbase", suite[1], str(folder / "base")], check=True, capture_output=True)
+    empty = build("from", "scratch").stdout.strip()
+    build("add", "-q", empty, folder / "base", "/")
+    build("commit", "-q", empty, f"localhost/{base}")
+    shutil.rmtree(folder / "base")
+    given = ["--isolation", "chroot", "--build-arg", f"BASE=localhost/{base}", *pip_settings(folder)]
+    build("bud", *given, "-t", "megaswift:cpu", "-f", DOCKERFILE, ROOT)
+    yield Container(build, "megaswift:cpu")
+    build("rm", "--all")
+    build("rmi", "--all", "--force")
+
+
+def test_both_forms_of_docker_run(container: Container) -> None:
+    assert container.run("--version").stdout.strip() == __version__
+    assert container.run("sft", "--help").stdout.startswith("megaswift sft")
+    assert container.run("bash", "-c", "cd / && megaswift sft --help").stdout.startswith("megaswift sft")
+    assert "usage: megaswift COMMAND" in container.run().stdout
+    wrong = container.run("sfd", check=False)
+    assert wrong.returncode == 2 and "sft" in wrong.stderr
+    assert container.run("sft", "--dataset", "no.jsonl", check=False).returncode == 2
+
+
+def test_the_package_in_the_image_is_this_one(container: Container) -> None:
+    listing = container.run("python", "-c", "import megaswift; print(megaswift.__file__)").stdout.strip()
+    assert listing.startswith("/opt/venv/")
+    compared = container.run(
+        "diff", "-rq", "-x", "__pycache__", "/source/megaswift", str(Path(listing).parent),
+        options=("--volume", f"{ROOT}:/source:ro"),
+    )  # fmt: skip
+    assert compared.stdout == ""
+
+
+def test_the_quickstart_runs_in_it(container: Container, tmp_path: Path) -> None:
+    """The checkout, without its environment, is mounted; the model, the data and the answers are the script's."""
+    mounted = ("--volume", f"{ROOT}:/source:ro", "--volume", f"{tmp_path}:/work")
+    script = "bash /source/scripts/quickstart.sh --env /opt/venv --output /work/quick"
+    said = container.run("bash", "-c", script, options=mounted).stdout
+    right, of = map(int, re.findall(r"(\d+) of (\d+)", said)[-1])
+    assert right >= 0.9 * of and (tmp_path / "quick/run/hf/model.safetensors").exists()
+    again = ("sft", "--model", "/work/quick/model", "--dataset", "/source/scripts/quickstart/data/train.jsonl#64")
+    more = ("--max_steps", "2", "--max_length", "128", "--global_batch_size", "8", "--torch_dtype", "float32")
+    container.run(*again, *more, "--output_dir", "/work/again", options=mounted)
+    assert len((tmp_path / "again/metrics.jsonl").read_text().splitlines()) >= 2
+
+
+def test_a_node_of_kubernetes_starts_in_it(container: Container, tmp_path: Path) -> None:
+    """Manifests give a command of their own, `bash -c ...`, in place of the entry point: bash and megaswift are on PATH."""
+    from megaswift.clusters.kubernetes_pods import node_command
+    from tests.clusters.jobs import job
+
+    command = node_command(job("kubernetes", nodes=1, gpus=0, workdir="/tmp/run"), [], "megaswift --version && pwd")
+    done = container.build("run", "--isolation", "chroot", container.name, "--", *command)
+    assert done.stdout.split() == [__version__, "/tmp/run"]
