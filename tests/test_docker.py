@@ -1,5 +1,5 @@
-"""The images, as far as they can be checked without building: steps, files and arguments of each Dockerfile, what the entry
-point starts, the services of the compose file."""
+"""The images, as far as they can be checked without building: steps, files and arguments of each Dockerfile, what the
+entry point starts, the services of the compose file."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from megaswift.cli import COMMANDS
+from megaswift.config import load_config
 from tests.sources import ROOT
 
 FOLDER = ROOT / "docker"
@@ -123,3 +124,98 @@ def test_other_words_are_a_program(programs: Path) -> None:
 def test_the_entry_point_can_be_executed() -> None:
     assert os.access(ENTRYPOINT, os.X_OK)
     assert ENTRYPOINT.read_text().startswith("#!/bin/sh\n")
+
+
+TEXT = {"type": "string"}
+LIST = {"type": "array", "items": TEXT}
+SERVICE = {
+    "command": LIST,
+    "working_dir": TEXT,
+    "volumes": LIST,
+    "init": {"type": "boolean"},
+    "stop_grace_period": {"type": "string", "pattern": r"^\d+[smh]$"},
+    "shm_size": {"type": "string", "pattern": r"^\d+[kmg]b$"},
+    "ulimits": {
+        "type": "object",
+        "additionalProperties": {
+            "anyOf": [
+                {"type": "integer"},
+                {
+                    "type": "object",
+                    "properties": {"soft": {"type": "integer"}, "hard": {"type": "integer"}},
+                    "required": ["soft", "hard"],
+                    "additionalProperties": False,
+                },
+            ]
+        },
+    },
+    "image": TEXT,
+    "networks": LIST,
+    "network_mode": {"enum": ["host", "none", "bridge"]},
+    "ipc": TEXT,
+    "environment": {"type": "object", "additionalProperties": TEXT},
+    "depends_on": LIST,
+    "profiles": LIST,
+    "devices": LIST,
+    "cap_add": LIST,
+    "deploy": {"type": "object"},
+}
+"""Fields of a service in the Compose Specification, of those that the file has."""
+
+
+def compose() -> dict[str, Any]:
+    return yaml.safe_load((FOLDER / "compose.yaml").read_text(encoding="utf-8"))
+
+
+def test_compose_s_fields_are_those_of_the_specification() -> None:
+    """Written down from its schema (compose-spec.json)."""
+    made = compose()
+    schema = {"type": "object", "properties": SERVICE, "required": ["image"], "additionalProperties": False}
+    assert {key for key in made if not key.startswith("x-")} == {"name", "services", "networks"}
+    for service in made["services"].values():
+        jsonschema.validate(service, schema)
+        assert not ("networks" in service and "network_mode" in service)  # Docker refuses both
+        assert set(service.get("networks", ())) <= set(made["networks"])
+        assert set(service.get("depends_on", ())) <= set(made["services"])
+    (device,) = made["services"]["host"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+
+
+@pytest.mark.skipif("MEGASWIFT_SCHEMAS" not in os.environ, reason="MEGASWIFT_SCHEMAS is not set (CONTRIBUTING.md)")
+@pytest.mark.slow
+def test_compose_against_the_schema_itself() -> None:
+    file = Path(os.environ["MEGASWIFT_SCHEMAS"]) / "compose-spec.json"
+    if not file.exists():
+        pytest.skip(f"no {file.name} in MEGASWIFT_SCHEMAS")
+    jsonschema.validate(compose(), json.loads(file.read_text(encoding="utf-8")), jsonschema.Draft7Validator)
+
+
+def filled_in(text: str, environ: dict[str, str]) -> str:
+    """`${NAME:-default}`, as Compose replaces it."""
+    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: environ.get(found[1]) or found[2], text)
+
+
+def test_the_services_are_the_nodes_of_one_run() -> None:
+    """As the launcher reads their variables; and on two hosts with those of the comment."""
+    services = compose()["services"]
+    launches = []
+    for service, given in (
+        ("node0", {}),
+        ("node1", {}),
+        ("host", {"MASTER_ADDR": "10.0.0.1"}),
+        ("host", {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}),
+    ):
+        environ = {name: filled_in(value, given) for name, value in services[service]["environment"].items()}
+        task, file = (filled_in(word, given) for word in services[service]["command"])
+        assert (task, file) == ("train", "run.yaml")
+        launch = load_config("sft", ["--model", "m", "--dataset", "d"], environ=environ).launch
+        launches.append(
+            (launch.nnodes, launch.node_rank, launch.nproc_per_node, launch.master_addr, launch.master_port)
+        )
+    assert launches == [
+        (2, 0, 2, "node0", 29500),
+        (2, 1, 2, "node0", 29500),
+        (2, 0, 8, "10.0.0.1", 29500),
+        (2, 1, 8, "10.0.0.1", 29500),
+    ]
+    assert launches[0][3] in services and "profiles" not in services["node0"]

@@ -1,5 +1,5 @@
-"""docker/Dockerfile.cpu, really built: its own steps by buildah, on a base system of Debian's packages in place of the base
-image, since registries of images may be out of reach. Then its entry point and the quickstart, in the built file system.
+"""docker/Dockerfile.cpu, really built: its own steps by buildah, on a base system of Debian's packages in place of the
+base image, since registries of images may be out of reach. Then its entry point and the quickstart in it.
 
 `scripts/setup_slow_tier.sh` installs buildah and debootstrap. Needs root, Debian's and Python's package indexes.
 """
@@ -66,11 +66,14 @@ def pip_settings(folder: Path) -> list[str]:
     listed = subprocess.check_output([sys.executable, "-m", "pip", "config", "list"], text=True)
     settings = {name: value for name, value in re.findall(r"^[\w:]+\.([\w-]+)='(.*)'$", listed, re.MULTILINE)}
     volumes = []
-    for number, path in enumerate(sorted({p for v in settings.values() for p in re.findall(r"/[\w./-]+", v)})):
-        if Path(path).exists():
+    for number, path in enumerate(sorted({Path(p) for v in settings.values() for p in re.findall(r"/[\w./-]+", v)})):
+        if path.is_dir():  # an index refers to files beside its folder
+            folder_of_files = path.parent if path.name == "simple" else path
+            volumes += ["--volume", f"{folder_of_files}:{folder_of_files}:ro"]
+        elif path.is_file():  # elsewhere: a package of the image may write a file of this name
             place = f"/mnt/pip/{number}"
             volumes += ["--volume", f"{path}:{place}:ro"]
-            settings = {n: re.sub(rf"{re.escape(path)}(?=\s|$)", place, v) for n, v in settings.items()}
+            settings = {name: re.sub(rf"{re.escape(str(path))}(?=\s|$)", place, v) for name, v in settings.items()}
     file = folder / "pip.conf"
     file.write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items()))
     return [*volumes, "--volume", f"{file}:/etc/pip.conf:ro"]
@@ -83,7 +86,9 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
     base = arguments(DOCKERFILE)["BASE"]
     suite = re.fullmatch(r"debian:(\w+)-slim", base)
     assert suite is not None
-    subprocess.run(["debootstrap", "--variant=minbase", suite[1], str(folder / "base")], check=True, capture_output=True)
+    subprocess.run(
+        ["debootstrap", "--variant=minbase", suite[1], str(folder / "base")], check=True, capture_output=True
+    )
     empty = build("from", "scratch").stdout.strip()
     build("add", "-q", empty, folder / "base", "/")
     build("commit", "-q", empty, f"localhost/{base}")
@@ -129,10 +134,11 @@ def test_the_quickstart_runs_in_it(container: Container, tmp_path: Path) -> None
 
 
 def test_a_node_of_kubernetes_starts_in_it(container: Container, tmp_path: Path) -> None:
-    """Manifests give a command of their own, `bash -c ...`, in place of the entry point: bash and megaswift are on PATH."""
+    """Manifests give a command of their own, `bash -c ...`, in place of the entry point; KubeRay a login shell."""
     from megaswift.clusters.kubernetes_pods import node_command
     from tests.clusters.jobs import job
 
     command = node_command(job("kubernetes", nodes=1, gpus=0, workdir="/tmp/run"), [], "megaswift --version && pwd")
     done = container.build("run", "--isolation", "chroot", container.name, "--", *command)
     assert done.stdout.split() == [__version__, "/tmp/run"]
+    assert container.run("bash", "-lc", "command -v megaswift").stdout.strip() == "/opt/venv/bin/megaswift"
