@@ -79,6 +79,16 @@ def pip_settings(folder: Path) -> list[str]:
     return [*volumes, "--volume", f"{file}:/etc/pip.conf:ro"]
 
 
+def base_system(build: Builder, suite: str) -> str:
+    """A container with the packages that a base image of Debian has."""
+    folder = build.folder / "base"
+    subprocess.run(["debootstrap", "--variant=minbase", suite, str(folder)], check=True, capture_output=True)
+    empty = build("from", "scratch").stdout.strip()
+    build("add", "-q", empty, folder, "/")
+    shutil.rmtree(folder)
+    return empty
+
+
 @pytest.fixture(scope="module")
 def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
     folder = tmp_path_factory.mktemp("image")
@@ -86,13 +96,8 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
     base = arguments(DOCKERFILE)["BASE"]
     suite = re.fullmatch(r"debian:(\w+)-slim", base)
     assert suite is not None
-    subprocess.run(
-        ["debootstrap", "--variant=minbase", suite[1], str(folder / "base")], check=True, capture_output=True
-    )
-    empty = build("from", "scratch").stdout.strip()
-    build("add", "-q", empty, folder / "base", "/")
+    empty = base_system(build, suite[1])
     build("commit", "-q", empty, f"localhost/{base}")
-    shutil.rmtree(folder / "base")
     given = ["--isolation", "chroot", "--build-arg", f"BASE=localhost/{base}", *pip_settings(folder)]
     build("bud", *given, "-t", "megaswift:cpu", "-f", DOCKERFILE, ROOT)
     yield Container(build, "megaswift:cpu")
