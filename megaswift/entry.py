@@ -36,6 +36,8 @@ from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.launcher import launcher_of
+from megaswift.launchers.nccl_preset import NONE as NO_PRESET
+from megaswift.launchers.nccl_preset import apply_nccl_preset
 from megaswift.launchers.parent_death import PARENT, end_with_parent
 from megaswift.launchers.wait_for_nodes import job_of_running_nodes
 
@@ -111,8 +113,18 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
     preflight(cfg, world)
     if not worker and torchrun_launcher.requests_worker_processes(cfg.launch):
         return launcher_of(cfg.launch).start(cfg, words, os.environ)
+    set_nccl_variables(cfg)
     run_training(cfg)
     return 0
+
+
+def set_nccl_variables(cfg: SwiftConfig) -> None:
+    """Those of `--nccl_preset`, in this process, which joins no group before."""
+    if cfg.launch.nccl_preset == NO_PRESET:
+        return
+    import torch
+
+    log.info(apply_nccl_preset(cfg.launch.nccl_preset, os.environ, torch.cuda.is_available()))
 
 
 def process_count(cfg: SwiftConfig) -> int:

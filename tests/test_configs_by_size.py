@@ -1,5 +1,5 @@
-"""The examples of configs/by_size, without a GPU and without weights: each is submitted by its own command with --dry_run
-on a model folder of the true shape, its layout is valid, its memory is what its comment says and fits the named card."""
+"""The examples of configs/by_size, without a GPU and without weights: each is submitted by its own command with
+--dry_run on a model folder of the true shape, its layout is valid, and its memory fits the card and its comment."""
 
 from __future__ import annotations
 
