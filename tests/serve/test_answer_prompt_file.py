@@ -23,6 +23,7 @@ from megaswift.data.build_batch_sources import load_document_splits
 from megaswift.errors import ConfigError, DataError
 from megaswift.infer import COMMAND, main
 from megaswift.inference import generator as generation
+from megaswift.launchers.torchrun_launcher import free_port
 from tests.inference.models import adapters, plain
 from tests.sources import ROOT
 
@@ -287,3 +288,23 @@ def test_two_processes_write_the_file_of_one(model: Path, tmp_path: Path) -> Non
     assert done.returncode == 0 and done.stderr.count("device map") == 1, done.stderr
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
     assert {p.name for p in tmp_path.iterdir()} == {"d.jsonl", "one.jsonl", "two.jsonl"}
+
+
+@pytest.mark.process
+def test_two_nodes_write_the_file_of_one(model: Path, tmp_path: Path) -> None:
+    """Node 0 writes it; nodes need no common folder for results."""
+    data = write(tmp_path / "d.jsonl", [{"query": q} for q in QUESTIONS])
+    infer(model, data, tmp_path / "one.jsonl")
+    words = [sys.executable, "-m", "megaswift", "infer", "--model", str(model), "--dataset", str(data)]
+    words += ["--max_new_tokens", str(NEW), "--batch_size", "3", "--nnodes", "2", "--master_addr", "127.0.0.1"]
+    words += ["--master_port", str(free_port())]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    nodes = []
+    for rank in (0, 1):
+        (tmp_path / f"node{rank}").mkdir()
+        own = ["--node_rank", str(rank), "--result_path", str(tmp_path / f"node{rank}/a.jsonl")]
+        nodes.append(subprocess.Popen([*words, *own], env=environ, cwd=ROOT, stderr=subprocess.PIPE, text=True))
+    said = [node.communicate(timeout=300)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert (tmp_path / "node0/a.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    assert [p.name for p in tmp_path.glob("node*/*")] == ["a.jsonl"]
