@@ -259,15 +259,20 @@ def test_a_run_s_held_out_rows(model: Path, tmp_path: Path) -> None:
 
 
 def test_what_two_processes_left_one_goes_on_with(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 of two answers its batches, and is gone before rank 0 begins."""
+    """Rank 1 of two answers its batches, and is stopped while it waits for rank 0."""
+
+    def stopped() -> None:
+        raise KeyboardInterrupt
+
     data = write(tmp_path / "d.jsonl", [{"query": q} for q in QUESTIONS])
     whole = infer(model, data, tmp_path / "whole.jsonl", "--temperature", "1")
     with monkeypatch.context() as second:
         for name, value in (("global_rank", 1), ("global_world_size", 2)):
             second.setattr(distributed, name, lambda value=value: value)
+        second.setattr(distributed, "barrier", stopped)
         words = ["--model", str(model), "--dataset", str(data), "--result_path", str(tmp_path / "a.jsonl")]
         words += ["--max_new_tokens", str(NEW), "--batch_size", "3", "--temperature", "1"]
-        assert main(words) == 0 and not (tmp_path / "a.jsonl").exists()
+        assert main(words) == 130 and not (tmp_path / "a.jsonl").exists()
     assert [line["row"] for line in read(tmp_path / "a.jsonl.partial-1")[1:]] and len(list(tmp_path.glob("*l*"))) == 3
     calls: list[int] = []
     real = generation.Generator.generate
