@@ -38,7 +38,6 @@ megaswift infer: interactive chat, or batch inference on a prompt file
 
   megaswift infer --model DIR                                          chat (/clear, /quit)
   megaswift infer --model DIR --dataset q.jsonl --result_path a.jsonl  prompt file
-  NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST0 megaswift infer --model DIR --dataset q.jsonl --result_path a.jsonl
   megaswift infer --adapters OUT/adapter --load_data_args true         validation rows of the run
   megaswift infer --model DIR --adapters OUT/adapter --max_memory 0:20GiB,cpu:64GiB --offload_folder /disk/tmp"""
 STOPPED = "stopped; the same command resumes"
