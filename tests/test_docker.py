@@ -187,7 +187,8 @@ def test_compose_against_the_schema_itself() -> None:
     file = Path(os.environ["MEGASWIFT_SCHEMAS"]) / "compose-spec.json"
     if not file.exists():
         pytest.skip(f"no {file.name} in MEGASWIFT_SCHEMAS")
-    jsonschema.validate(compose(), json.loads(file.read_text(encoding="utf-8")), jsonschema.Draft7Validator)
+    schema = jsonschema.Draft7Validator(json.loads(file.read_text(encoding="utf-8")))
+    assert [error.message for error in schema.iter_errors(compose())] == []
 
 
 def filled_in(text: str, environ: dict[str, str]) -> str:

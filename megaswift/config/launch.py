@@ -44,7 +44,7 @@ class LaunchConfig:
     )
     nccl_preset: str = option(
         "none",
-        "NCCL variables for a kind of network, where unset; auto: by this node's devices (docs/launch.md)",
+        "NCCL variables to set where unset; auto: by this node's devices",
         choices=NCCL_PRESETS,
     )
     num_workers: int | None = option(None, "Ray: total number of processes", minimum=1, unit="processes")
