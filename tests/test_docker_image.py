@@ -16,10 +16,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megaswift.version import __version__
+from tests.network_namespaces import machines, why_not
 from tests.sources import ROOT
-from tests.test_docker import arguments
+from tests.test_docker import arguments, compose, filled_in
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile.cpu"
 MISSING = [name for name in ("buildah", "debootstrap") if shutil.which(name) is None]
@@ -136,6 +138,43 @@ def test_the_quickstart_runs_in_it(container: Container, tmp_path: Path) -> None
     more = ("--max_steps", "2", "--max_length", "128", "--global_batch_size", "8", "--torch_dtype", "float32")
     container.run(*again, *more, "--output_dir", "/work/again", options=mounted)
     assert len((tmp_path / "again/metrics.jsonl").read_text().splitlines()) >= 2
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+def test_the_two_nodes_of_the_compose_file_are_one_run(container: Container, tmp_path: Path) -> None:
+    """Each service in a network namespace, with the variables, the folder and the command of the file."""
+    mounted = ("--volume", f"{ROOT}:/source:ro", "--volume", f"{tmp_path}:/work")
+    container.run("python", "/source/scripts/quickstart/make_model.py", "/source/scripts/quickstart/data", "/work/model",
+                  options=mounted)  # fmt: skip
+    data = "/source/scripts/quickstart/data/train.jsonl#64"
+    run = {"task": "sft", "model": "/work/model", "dataset": data, "output_dir": "/work/out", "tp": 2, "pp": 2}
+    run |= {"max_steps": 2, "max_length": 128, "global_batch_size": 8, "torch_dtype": "float32"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    build, nodes = container.build, []
+    with machines(tmp_path / "net") as hosts:
+        (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
+        with (tmp_path / "hosts").open("a") as file:
+            file.writelines(f"{host.address} node{i}\n" for i, host in enumerate(hosts))
+        for i, host in enumerate(hosts):
+            service = compose()["services"][f"node{i}"]
+            words = ["buildah", *build.places, "run", "--isolation", "chroot", "--hostname", f"node{i}", *mounted]
+            words += ["--volume", f"{tmp_path}/hosts:/etc/hosts:ro", "--workingdir", service["working_dir"]]
+            words += [word for name, value in service["environment"].items() for word in ("--env", f"{name}={value}")]
+            name = build("from", "megaswift:cpu").stdout.strip()
+            started = [*container.config["Entrypoint"], *(filled_in(word, {}) for word in service["command"])]
+            nodes.append(
+                subprocess.Popen(
+                    host.words([*words, name, "--", *started]),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    env={**os.environ, "TMPDIR": str(build.folder)},
+                )
+            )
+        said = [node.communicate(timeout=500)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert len((tmp_path / "out/metrics.jsonl").read_text().splitlines()) >= 2
+    assert (tmp_path / "out/hf/model.safetensors").exists()
 
 
 def test_a_node_of_kubernetes_starts_in_it(container: Container, tmp_path: Path) -> None:
