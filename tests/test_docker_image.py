@@ -144,9 +144,9 @@ def test_the_quickstart_runs_in_it(container: Container, tmp_path: Path) -> None
 def test_the_two_nodes_of_the_compose_file_are_one_run(container: Container, tmp_path: Path) -> None:
     """Each service in a network namespace, with the variables, the folder and the command of the file."""
     mounted = ("--volume", f"{ROOT}:/source:ro", "--volume", f"{tmp_path}:/work")
-    container.run("python", "/source/scripts/quickstart/make_model.py", "/source/scripts/quickstart/data", "/work/model",
-                  options=mounted)  # fmt: skip
-    data = "/source/scripts/quickstart/data/train.jsonl#64"
+    quick = "/source/scripts/quickstart"
+    container.run("python", f"{quick}/make_model.py", f"{quick}/data", "/work/model", options=mounted)
+    data = f"{quick}/data/train.jsonl#64"
     run = {"task": "sft", "model": "/work/model", "dataset": data, "output_dir": "/work/out", "tp": 2, "pp": 2}
     run |= {"max_steps": 2, "max_length": 128, "global_batch_size": 8, "torch_dtype": "float32"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
