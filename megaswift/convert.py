@@ -15,8 +15,9 @@ from megaswift import log
 from megaswift.closed_stdout import ignore_closed_stdout
 from megaswift.command_line_common import HELP, UserErrorArgumentParser, unknown_command_error
 from megaswift.config.byte_size_text import byte_size_or_none
+from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS, ONE_PROCESS, several_processes_problems
 from megaswift.error_exit import print_error_once
-from megaswift.errors import UserError
+from megaswift.errors import ConfigError, Problem, UserError
 
 DTYPES = {
     "bf16": "bfloat16",
@@ -222,11 +223,26 @@ def convert_command(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
         raise unknown_command_error("megaswift convert", argv[0], COMMANDS)
+    if problems := [*_launch_option_problems(argv[1:]), *_started_more_than_once(argv)]:
+        raise ConfigError(problems)
     try:
         return COMMANDS[argv[0]][1](argv[1:])
     except KeyboardInterrupt as stopped:  # a conversion says what it left; earlier there is nothing to tell
         log.info(str(stopped) or "stopped")
         return 128 + signal.SIGINT
+
+
+def _launch_option_problems(words: Sequence[str]) -> list[Problem]:
+    names = {f"--{name}" for name in LAUNCH_OPTIONS}
+    given = [word for word in words if word.partition("=")[0].replace("-", "_").replace("__", "--", 1) in names]
+    return [Problem(word, f"is not an option: {ONE_PROCESS}", "leave it out") for word in given]
+
+
+def _started_more_than_once(argv: Sequence[str]) -> list[Problem]:
+    """Of a command that writes a folder; help is always given."""
+    if argv[0] == "verify" or any(word in HELP for word in argv):
+        return []
+    return several_processes_problems(f"convert {argv[0]}", os.environ)
 
 
 def run_converter_script(command: str) -> int:

@@ -18,7 +18,6 @@ from megaswift.closed_stdout import ignore_closed_stdout
 from megaswift.command_line_common import HELP
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.accelerate_options import accelerate_notices
-from megaswift.config.cluster_environment import cluster_variables
 from megaswift.config.data import ALIGNMENT
 from megaswift.config.launcher_environment import (
     COUNTS,
@@ -36,7 +35,10 @@ from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.launcher import launcher_of
+from megaswift.launchers.nccl_preset import NONE as NO_PRESET
+from megaswift.launchers.nccl_preset import apply_nccl_preset
 from megaswift.launchers.parent_death import PARENT, end_with_parent
+from megaswift.launchers.take_cluster_variables import take_cluster_variables
 from megaswift.launchers.wait_for_nodes import job_of_running_nodes
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -55,10 +57,7 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
         with ignore_closed_stdout():
             print(RLHF_USAGE if task == RLHF else task_help(task))
         return 0
-    if (found := cluster_variables(os.environ)) is not None:
-        os.environ.update(found.variables)
-        if int(os.environ.get("RANK", os.environ.get("NODE_RANK", "0"))) == 0:
-            log.info(f"nodes and ranks are those of {found.source}; NNODES, NODE_RANK and MASTER_ADDR go over them")
+    take_cluster_variables(os.environ)
     if is_launched_worker(os.environ) and ({PARENT, "TORCHELASTIC_RUN_ID"} & os.environ.keys()):
         end_with_parent(os.environ)
     try:
@@ -111,8 +110,18 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
     preflight(cfg, world)
     if not worker and torchrun_launcher.requests_worker_processes(cfg.launch):
         return launcher_of(cfg.launch).start(cfg, words, os.environ)
+    set_nccl_variables(cfg)
     run_training(cfg)
     return 0
+
+
+def set_nccl_variables(cfg: SwiftConfig) -> None:
+    """Those of `--nccl_preset`, in this process, which joins no group before."""
+    if cfg.launch.nccl_preset == NO_PRESET:
+        return
+    import torch
+
+    log.info(apply_nccl_preset(cfg.launch.nccl_preset, os.environ, torch.cuda.is_available()))
 
 
 def process_count(cfg: SwiftConfig) -> int:

@@ -3,6 +3,7 @@ or to a Megatron checkpoint, and uploads what it wrote, or a folder that exists,
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from megaswift import log
+from megaswift.command_line_common import HELP
 from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
+from megaswift.config.infer_launch_rules import several_processes_problems
 from megaswift.config.inference import ExportConfig, ModelLoadingOptions, ModelPathOptions
 from megaswift.config.inference_rules import LAYOUT, export_option_problems
 from megaswift.config.inference_run_files import (
@@ -49,6 +52,9 @@ COMMAND = CommandParser("export", USAGE, ExportConfig, export_option_problems, _
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns the exit code, or raises a UserError."""
+    problems = [] if any(word in HELP for word in argv) else several_processes_problems("export", os.environ)
+    if problems:
+        raise ConfigError(problems)
     return COMMAND.run(argv, _main)
 
 

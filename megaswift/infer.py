@@ -23,11 +23,12 @@ from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.families.model_and_tokenizer_source import with_fetched_adapters
 from megaswift.launchers.infer_processes_with_gpu_shares import (
-    requested_processes,
+    requested_launch,
     run_in_processes,
     take_share_of_devices,
 )
 from megaswift.launchers.parent_death import PARENT, end_with_parent
+from megaswift.launchers.take_cluster_variables import take_cluster_variables
 
 if TYPE_CHECKING:
     from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
@@ -53,16 +54,17 @@ COMMAND = CommandParser("infer", USAGE, InferConfig, infer_option_problems, _com
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns the exit code, or raises a UserError."""
+    take_cluster_variables(os.environ)
     return COMMAND.run(argv, lambda cfg: _main(cfg, argv))
 
 
 def _main(cfg: InferConfig, words: Sequence[str]) -> int:
-    count = requested_processes(cfg.launch.nproc_per_node, os.environ)
-    if count > 1:
+    launch = requested_launch(cfg.launch, os.environ)
+    if launch is not None:
         from megaswift.inference.precheck import precheck_model
 
         precheck_model(cfg)
-        code = run_in_processes(count, words, os.environ)
+        code = run_in_processes(launch, words, os.environ)
         if code > 128:
             log.info(STOPPED)
         return code

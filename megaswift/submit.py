@@ -6,11 +6,14 @@ Owns the command: it checks the run here, renders the job, keeps its files and h
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,6 +27,8 @@ from megaswift.command_line_common import UserErrorArgumentParser
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.option_sources import read_command_line, read_config_file
 from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.launchers.nccl_preset import ONE_NODE
+from megaswift.parallel.layout import PROCESSES
 from megaswift.redaction import is_secret
 
 USAGE = """\
@@ -35,6 +40,8 @@ FAILED = 1
 OF_LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "launcher", "num_workers")
 """Launch options that the job sets itself."""
 
+PROCESSES_LINE = f"^.*{re.escape(PROCESSES)}$"
+"""Of a layout's fix."""
 FIRST_NODE = {"NODE_RANK": "0", "MASTER_ADDR": "node-0"}
 """What a run of several nodes needs beside their number."""
 
@@ -45,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
     cluster = read_cluster(given.cluster, given.clusters)
     scheduler = scheduler_of(cluster.launcher)
     job, cfg = _job(given, rest, cluster, scheduler)
-    problems = [*scheduler.problems(job), *_secret_problems(job, given.file), *_missing_variable_problems(job)]
+    problems = [*scheduler.problems(job), *_network_problems(job)]
+    problems += [*_secret_problems(job, given.file), *_missing_variable_problems(job)]
     if problems:
         raise ConfigError(problems)
     _check_run(cfg, job, scheduler)
@@ -139,6 +147,14 @@ def _secret_problems(job: Job, file: str) -> list[Problem]:
     return [Problem(f"--{name}", "is a secret, which would be written into the job's files", fix) for name in found]
 
 
+def _network_problems(job: Job) -> list[Problem]:
+    if job.nodes == 1 or job.cluster.get("network") != ONE_NODE:
+        return []
+    rule = f"is for a single node, and the job has {job.nodes}: it keeps NCCL off the network"
+    fix = "the name of the network: ethernet, roce or infiniband"
+    return [Problem(f"cluster {job.cluster.name}: network: {ONE_NODE}", rule, fix)]
+
+
 def _missing_variable_problems(job: Job) -> list[Problem]:
     names = job.cluster.get("secret_variables") or []
     missing = [n for n in names if not os.environ.get(str(n))]
@@ -153,12 +169,23 @@ def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> None:
     from megaswift.trainers.preflight import layout_data_output_problems
 
     world = job.nodes * job.processes_per_node
-    if scheduler.shares_files:
-        if problems := layout_data_output_problems(cfg, world):
-            raise ConfigError(problems)
-        return
-    if problems := size_problems(world, LayoutRequest.from_config(cfg, world).axes):
-        raise ConfigError(problems)
+    axes = LayoutRequest.from_config(cfg, world).axes
+    problems = layout_data_output_problems(cfg, world) if scheduler.shares_files else size_problems(world, axes)
+    if problems:
+        fix = _sizes_fix(job, axes)
+        raise ConfigError([replace(p, fix=re.sub(PROCESSES_LINE, fix, p.fix, flags=re.M)) for p in problems])
+
+
+def _sizes_fix(job: Job, axes: Mapping[str, int]) -> str:
+    """The nearest numbers of nodes or of processes on each that the layout divides, by the options that set them."""
+    option = "--gpus_per_node" if job.gpus_per_node else "--nproc_per_node in the file:"
+    unit = math.lcm(math.prod(axes[a] for a in ("tp", "cp", "pp")), math.prod(axes[a] for a in ("etp", "ep", "pp")))
+    each = unit // math.gcd(unit, job.nodes)
+    nodes = unit // math.gcd(unit, job.processes_per_node)
+    fewer = job.processes_per_node // each * each
+    choices = [f"--nodes {job.nodes} {option} {fewer}"] * bool(fewer)
+    choices.append(f"--nodes {-(-job.nodes // nodes) * nodes} {option} {job.processes_per_node}")
+    return ", or ".join(choices)
 
 
 def _show(job: Job, rendered: RenderedJob) -> None:

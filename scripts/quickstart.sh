@@ -15,7 +15,7 @@ out=quickstart-output parts=3
 case "$gpus" in 0) tp=2 pp=2 ;; 1) tp=1 pp=1 ;; 2|3) tp=2 pp=1 ;; *) tp=2 pp=2 ;; esac
 
 echo "== 2/3  fine-tuning on $((tp * pp)) processes: tensor parallel $tp x pipeline parallel $pp"
-"$env/bin/python" -m torch.distributed.run --standalone --nproc_per_node $((tp * pp)) megaswift/sft.py \
+"$env/bin/python" -m torch.distributed.run --standalone --local_addr 127.0.0.1 --nproc_per_node $((tp * pp)) megaswift/sft.py \
   --tp $tp --pp $pp --model "$out/model" --dataset "$quick/data/train.jsonl" --max_length 128 \
   --per_device_train_batch_size 48 --global_batch_size 48 --max_steps 50 --learning_rate 2e-3 --warmup_steps 4 \
   --torch_dtype float32 --output_dir "$out/run" --overwrite_output_dir true

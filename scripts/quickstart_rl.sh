@@ -15,7 +15,7 @@ algorithm=grpo out=quickstart-output/rl parts=4
 case "$gpus" in 1) ranks=1 ;; *) ranks=2 ;; esac
 run() {
   task=$1 per_rank=$(($2 / ranks)); shift 2
-  "$env/bin/python" -m torch.distributed.run --standalone --nproc_per_node $ranks "megaswift/$task.py" --dataset "$quick/data/train.jsonl" \
+  "$env/bin/python" -m torch.distributed.run --standalone --local_addr 127.0.0.1 --nproc_per_node $ranks "megaswift/$task.py" --dataset "$quick/data/train.jsonl" \
     --max_length 128 --torch_dtype float32 --per_device_train_batch_size $per_rank --global_batch_size $((per_rank * ranks)) \
     --overwrite_output_dir true "$@"
 }

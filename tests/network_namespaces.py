@@ -35,7 +35,7 @@ class Machine:
 def why_not() -> str:
     """Why there can be no namespaces here; empty where there can."""
     if shutil.which("ip") is None or os.geteuid() != 0:
-        return "needs root and the program ip"
+        return "needs root and the program ip (scripts/setup_slow_tier.sh)"
     made = subprocess.run(["ip", "netns", "add", "megaswift-probe"], capture_output=True, check=False)
     subprocess.run(["ip", "netns", "del", "megaswift-probe"], capture_output=True, check=False)
     return "" if made.returncode == 0 else f"no network namespaces: {made.stderr.decode().strip()}"

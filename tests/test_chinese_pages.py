@@ -14,6 +14,7 @@ PAGES = {
     "README.md": "README.zh-CN.md",
     "docs/migrating.md": "docs/migrating.zh-CN.md",
     "docs/troubleshooting.md": "docs/troubleshooting.zh-CN.md",
+    "docs/launch.md": "docs/launch.zh-CN.md",
 }
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)

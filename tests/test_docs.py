@@ -39,8 +39,12 @@ OF_OTHERS = {
     "disable_overlap_schedule",
     "grammar_backend",
     "lora_backend",
+    "build_arg",
+    "ipc",
+    "rm",
+    "ulimit",
 }
-"""Options of Megatron-LM, vLLM, torchrun, DeepSpeed's launcher and SGLang that no file of ours says."""
+"""Options of Megatron-LM, vLLM, torchrun, DeepSpeed's launcher, SGLang and docker that no file of ours says."""
 PLACEHOLDER = r"[A-Z][A-Z_]*|\.\.\.|.*[<>*(){}\[\]].*"
 """A value for the reader to fill in."""
 VALUES_OF_OTHERS = {"torch_native"}

@@ -17,6 +17,7 @@ from megaswift.cli import main
 from megaswift.clusters.cluster_and_job import job_name
 from megaswift.clusters.job_folder import jobs_folder, next_job_folder
 from megaswift.errors import ConfigError
+from megaswift.parallel.layout import size_problems
 from megaswift.submit import main as submit
 from tests.trainers.inputs import write_inputs
 
@@ -26,6 +27,7 @@ clusters:
   pods: {launcher: kubernetes, image: registry/megaswift:cuda, gpus_per_node: 8}
   secret: {launcher: slurm, secret_variables: [MEGASWIFT_TEST_TOKEN]}
   shells: {launcher: ssh, hosts: [a, b]}
+  single: {launcher: slurm, network: nvlink_node}
 """
 
 
@@ -82,11 +84,42 @@ def test_sizes_come_from_options_file_and_cluster_in_this_order(
         (("--cluster", "lab", "--learning_rat", "1"), "did you mean"),
         (("--cluster", "local", "--nodes", "2"), "a local job has one node"),
         (("--cluster", "shells", "--nodes", "3"), "has 2 hosts"),
+        (("--cluster", "single", "--nodes", "2"), "network: nvlink_node: is for a single node"),
         (("--cluster", "lab", "other.yaml"), "a job has one configuration file"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(words: tuple[str, ...], text: str, folder: Path) -> None:
     assert text in refused("run.yaml", *words) and not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("cluster", ["lab", "pods"])
+@pytest.mark.parametrize(
+    ("sizes", "axes", "fix"),
+    [
+        ((1, 8), {"tp": 3}, "--nodes 1 --gpus_per_node 6, or --nodes 3 --gpus_per_node 8"),
+        ((3, 8), {"tp": 8, "pp": 2}, "--nodes 4 --gpus_per_node 8"),
+        ((2, 6), {"tp": 4, "pp": 2}, "--nodes 2 --gpus_per_node 4, or --nodes 4 --gpus_per_node 6"),
+        ((3, 4), {"tp": 2, "ep": 8}, "--nodes 4 --gpus_per_node 4"),
+    ],
+)
+def test_a_layout_s_fix_names_the_options_of_submit(
+    cluster: str, sizes: tuple[int, int], axes: dict[str, int], fix: str, folder: Path
+) -> None:
+    """And each of its choices is divided by the layout."""
+    words = [word for name, size in axes.items() for word in (f"--{name}", str(size))]
+    said = refused("run.yaml", "--cluster", cluster, "--nodes", str(sizes[0]), "--gpus_per_node", str(sizes[1]), *words)
+    assert f"try: {fix}\n" in f"{said}\n" and "nproc_per_node" not in said
+    full = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": 1, "vpp": 1} | axes
+    for choice in fix.split(", or "):
+        nodes, gpus = (int(word) for word in choice.split() if word.isdigit())
+        assert size_problems(nodes * gpus, full) == []
+
+
+def test_a_layout_s_fix_of_a_job_without_gpus(folder: Path) -> None:
+    with (folder / "run.yaml").open("a") as file:
+        file.write("nproc_per_node: 4\n")
+    said = refused("run.yaml", "--cluster", "local", "--tp", "3")
+    assert "--nodes 1 --nproc_per_node in the file: 3" in said
 
 
 def test_a_missing_tool_is_one_message(

@@ -266,10 +266,15 @@ class TerminalOptions:
 class InferProcessOptions:
     """Launch
 
-    Each process answers a share of the prompt file on its share of the GPUs."""
+    Each process answers a share of the prompt file on its share of the GPUs. Also read from the environment:
+    NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT."""
 
-    nproc_per_node: int | None = option(
-        None, "Processes on this machine; unset: NPROC_PER_NODE, else one", minimum=1, unit="processes"
+    nproc_per_node: int | None = option(None, "Processes on this node; unset: one", minimum=1, unit="processes")
+    nnodes: int | None = option(None, "Number of nodes, each started with this command", minimum=1, unit="nodes")
+    node_rank: int | None = option(None, "Rank of this node, from 0", minimum=0, metavar="RANK")
+    master_addr: str | None = option(None, "Address of node 0, which writes the result", metavar="HOST")
+    master_port: int | None = option(
+        None, "Free port on node 0; unset: 29500", minimum=1, maximum=65535, metavar="PORT"
     )
 
 

@@ -169,12 +169,12 @@ _GENERATION = {
     "truncation_strategy": _CONTEXT,
     "do_sample": "--temperature: above 0 samples, 0 is greedy",
 }
+_ONE_NODE = "leave it out: one process converts, tensor by tensor, and needs one node"
 HINTS_OF: Mapping[str, Mapping[str, str]] = {
     "infer": {
         **_GENERATION,
         "ckpt_dir": "--adapters DIR, or --model DIR for a whole model",
         "output_dir": "--result_path FILE",
-        "nnodes": "leave it out: --nproc_per_node N on one machine, or torchrun on several",
         "metric": "compare `response` and `labels` in the result file",
         "val_dataset_sample": "--val_dataset FILE#N",
         "eval_human": "leave out --val_dataset to chat in the terminal",
@@ -191,6 +191,7 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
         "root_path": "leave it out: use a reverse proxy",
     },
     "export": {
+        **dict.fromkeys(("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"), _ONE_NODE),
         **_HINTS,
         "merge_adapters": "--merge_lora true",
         "ckpt_dir": "--adapters DIR",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.config.infer_deploy_export_parser import ParsedCommand
+from megaswift.config.infer_launch_rules import infer_launch_problems
 from megaswift.config.inference import (
     COLD,
     BackendOptions,
@@ -203,13 +204,7 @@ def infer_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
         if not file.dataset:
             fix = "megaswift deploy --infer_backend vllm, or --infer_backend transformers"
             yield Problem("--infer_backend vllm", "answers prompt files only", f"--dataset FILE.jsonl; to chat: {fix}")
-    processes = parsed.sections["launch"].nproc_per_node or 1
-    if processes > 1 and not file.dataset:
-        yield Problem(
-            f"{parsed.label('nproc_per_node')}" if parsed.given("nproc_per_node") else f"NPROC_PER_NODE={processes}",
-            "divides the rows of a prompt file; a conversation in the terminal has one process",
-            "--dataset FILE.jsonl, or leave it out",
-        )
+    yield from infer_launch_problems(parsed, bool(file.dataset))
 
 
 def _backend(backend: BackendOptions, parsed: ParsedCommand) -> Iterator[Problem]:

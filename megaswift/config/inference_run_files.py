@@ -136,12 +136,19 @@ def _result_path(weights: ModelPathOptions, datasets: tuple[str, ...]) -> str:
 
 
 def _processes(parsed: ParsedCommand) -> InferProcessOptions:
-    """NPROC_PER_NODE, where the option is not given and rows can be divided."""
+    """With the variables of the options that are not given. Of a node's rank and address only where there are several
+    nodes: schedulers set them also for one."""
     launch: InferProcessOptions = parsed.sections["launch"]
-    text = os.environ.get("NPROC_PER_NODE", "")
-    if launch.nproc_per_node is not None or not text.isdigit() or int(text) < 1:
-        return launch
-    return replace(launch, nproc_per_node=int(text))
+    numbers = {name: _number(name.upper()) for name in ("nproc_per_node", "nnodes", "node_rank", "master_port")}
+    address = {"master_addr": os.environ.get("MASTER_ADDR")}
+    several = (launch.nnodes or numbers["nnodes"] or 1) > 1
+    found: dict[str, Any] = {**numbers, **address} if several else {"nproc_per_node": numbers["nproc_per_node"] or None}
+    return replace(launch, **{name: value for name, value in found.items() if getattr(launch, name) is None})
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() else None
 
 
 def complete_infer_options(parsed: ParsedCommand) -> ParsedCommand:

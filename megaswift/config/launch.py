@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from megaswift.config.launcher_table import LAUNCHERS
 from megaswift.config.option import option
 
+NCCL_PRESETS = ("none", "auto", "ethernet", "roce", "infiniband", "nvlink_node")
+"""The names of `megaswift.clusters.network_presets`; none: NCCL chooses; auto: by this node's devices."""
 PLACEMENTS = ("pack", "spread", "strict_pack", "strict_spread")
 
 
@@ -39,6 +41,11 @@ class LaunchConfig:
     )
     rdzv_timeout: float = option(
         600.0, "Time to wait for the other nodes at the start", minimum=1, unit="seconds", aliases=("join_timeout",)
+    )
+    nccl_preset: str = option(
+        "none",
+        "NCCL variables to set where unset; auto: by this node's devices",
+        choices=NCCL_PRESETS,
     )
     num_workers: int | None = option(None, "Ray: total number of processes", minimum=1, unit="processes")
     ray_address: str | None = option(

@@ -59,6 +59,12 @@ LAUNCH_IGNORED: tuple[IgnoredOption, ...] = (
 
 LAUNCH_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
+        ("nccl_preset", "nnodes"),
+        lambda c: c.launch.nccl_preset == "nvlink_node" and not _one_machine(c),
+        "is for a single node: it keeps NCCL off the network",
+        "--nccl_preset auto, or the name of the network",
+    ),
+    ConflictingOptions(
         ("node_rank", "nnodes", "launcher"),
         lambda c: _TORCHRUN_SEVERAL(c) and (c.launch.nnodes or 1) <= (c.launch.node_rank or 0),
         "must be less than nnodes ({nnodes})",

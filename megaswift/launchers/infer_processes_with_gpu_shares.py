@@ -1,4 +1,5 @@
-"""Several processes of `megaswift infer` on one machine: torchrun starts them, and each takes its share of the GPUs.
+"""Several processes of `megaswift infer`, on one or several nodes: torchrun starts those of this node, and each takes
+its share of the node's GPUs.
 
 Owns the number of processes and the shares; which rows a process answers is decided where they are read.
 """
@@ -9,6 +10,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS
+from megaswift.config.inference import InferProcessOptions
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.launcher_environment import CHECKED, is_launched_worker
 from megaswift.errors import ConfigError, Problem
@@ -17,15 +20,20 @@ from megaswift.launchers import torchrun_launcher
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-def requested_processes(nproc_per_node: int | None, environ: Mapping[str, str]) -> int:
-    """Processes to start: 1 in a process that a launcher has started."""
-    return 1 if is_launched_worker(environ) else nproc_per_node or 1
+def requested_launch(options: InferProcessOptions, environ: Mapping[str, str]) -> LaunchConfig | None:
+    """The processes to start; None where this process answers all rows, or its share because a launcher has started
+    it."""
+    several = (options.nproc_per_node or 1) > 1 or (options.nnodes or 1) > 1
+    if is_launched_worker(environ) or not several:
+        return None
+    return LaunchConfig(**{name: getattr(options, name) for name in LAUNCH_OPTIONS})
 
 
-def run_in_processes(count: int, words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs `megaswift infer WORDS` in `count` processes to the end; the exit code."""
+def run_in_processes(launch: LaunchConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Runs `megaswift infer WORDS` in this node's processes to the end; the exit code."""
+    if taken := torchrun_launcher.port_in_use_problems(launch):
+        raise ConfigError(taken)
     script = Path(__file__).parents[1] / "infer.py"
-    launch = LaunchConfig(nproc_per_node=count)
     command = torchrun_launcher.torchrun_command(launch, script, words)
     environment = torchrun_launcher.torchrun_environment(launch, {**environ, CHECKED: "1"})
     return torchrun_launcher.run_torchrun_with_restarts(command, environment)

@@ -17,6 +17,8 @@ GRIDS = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")
 """The ranks 0 .. world - 1 as two grids, the fastest axis first: one of attention and dense layers, one of experts.
 Megatron-Core's order `tp-cp-ep-dp-pp`: neighbours share a tensor-parallel group, pipeline stages lie furthest apart."""
 
+PROCESSES = "(--nproc_per_node)"
+"""How a fix ends that asks for another number of processes."""
 FLAGS = {"tp": "--tp", "pp": "--pp", "vpp": "--vpp", "cp": "--cp", "ep": "--ep", "etp": "--etp"}
 """The axes that a user sets; dp and edp are what is left of the world."""
 
@@ -223,4 +225,4 @@ def size_problems(world_size: int, axes: dict[str, int]) -> list[Problem]:
 def _world_fix(world_size: int, product: int) -> str:
     below = world_size // product * product
     counts = [str(n) for n in (below, below + product) if n]
-    return f"use {' or '.join(counts)} processes (--nproc_per_node)"
+    return f"use {' or '.join(counts)} processes {PROCESSES}"

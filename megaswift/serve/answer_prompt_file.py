@@ -188,9 +188,11 @@ class PromptFileRun:
         file.flush()
 
     def _finish(self, done: Mapping[int, Mapping[str, Any]]) -> Path:
-        """The result in the file's order, whole or not there."""
+        """The result in the file's order, whole or not there. Partial files of another node are removed there."""
         result = Path(str(self.cfg.file.result_path))
         if distributed.global_rank():
+            distributed.barrier()
+            self.journal.path.unlink(missing_ok=True)
             return result
         result.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(result) as fresh, fresh.open("w", encoding="utf-8") as file:
@@ -198,6 +200,7 @@ class PromptFileRun:
                 file.write(json.dumps({**row.columns, **done[i]}, ensure_ascii=False, default=_plain) + "\n")
         for path in self.journal.files():
             path.unlink(missing_ok=True)
+        distributed.barrier()
         return result
 
 

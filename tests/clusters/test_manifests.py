@@ -96,7 +96,7 @@ def test_options_that_do_not_do(options: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("MEGASWIFT_SCHEMAS" not in os.environ, reason="MEGASWIFT_SCHEMAS is not set")
+@pytest.mark.skipif("MEGASWIFT_SCHEMAS" not in os.environ, reason="MEGASWIFT_SCHEMAS is not set (CONTRIBUTING.md)")
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_against_the_schemas_themselves(name: str) -> None:
     """Every field of a custom resource is in the CRD of a release; one that is not would be refused."""

@@ -22,7 +22,9 @@ from tests.clusters.slurm_on_this_machine import missing_programs, slurm
 from tests.sources import ROOT
 from tests.trainers.inputs import write_inputs
 
-needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}")
+needs_slurm = pytest.mark.skipif(
+    bool(missing_programs()), reason=f"no {', '.join(missing_programs())}: scripts/setup_slow_tier.sh"
+)
 
 
 @pytest.fixture(scope="module")

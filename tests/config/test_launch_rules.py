@@ -30,6 +30,7 @@ IDLE = [
     ("--placement_strategy spread", f"--placement_strategy spread {RAY}"),
 ]
 CLASHING = [
+    ("nccl_preset", "--nccl_preset nvlink_node --nnodes 2 --node_rank 0 --master_addr h"),
     ("node_rank", "--node_rank 2 --nnodes 2 --master_addr h"),
     ("nnodes", "--nnodes 2 --node_rank 0"),
     ("nnodes", "--nnodes 2 --master_addr h"),

@@ -13,7 +13,7 @@ import yaml
 from megaswift.config.config_json_schema import config_json_schema
 from megaswift.config.sections import OPTIONS
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*/*.yaml"))
 
 
 class Core(yaml.SafeLoader):

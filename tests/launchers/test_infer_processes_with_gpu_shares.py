@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from megaswift.config.inference import InferProcessOptions
+from megaswift.config.launch import LaunchConfig
 from megaswift.errors import ConfigError
 from megaswift.launchers import infer_processes_with_gpu_shares
 from megaswift.launchers.infer_processes_with_gpu_shares import (
-    requested_processes,
+    requested_launch,
     share_of_devices,
     take_share_of_devices,
 )
@@ -16,8 +18,13 @@ WORKER = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE":
 
 
 def test_a_worker_starts_no_processes() -> None:
-    assert requested_processes(4, {}) == 4 and requested_processes(None, {}) == 1
-    assert requested_processes(4, WORKER) == 1
+    assert requested_launch(InferProcessOptions(4), {}) == LaunchConfig(nproc_per_node=4)
+    assert requested_launch(InferProcessOptions(), {}) is None
+    assert requested_launch(InferProcessOptions(4), WORKER) is None
+    nodes = InferProcessOptions(None, 2, 1, "node0", 4000)
+    launch = requested_launch(nodes, {})
+    assert launch == LaunchConfig(nnodes=2, node_rank=1, master_addr="node0", master_port=4000)
+    assert requested_launch(nodes, WORKER) is None
 
 
 def test_shares_are_neighbours() -> None:

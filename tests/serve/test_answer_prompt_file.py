@@ -23,6 +23,7 @@ from megaswift.data.build_batch_sources import load_document_splits
 from megaswift.errors import ConfigError, DataError
 from megaswift.infer import COMMAND, main
 from megaswift.inference import generator as generation
+from megaswift.launchers.torchrun_launcher import free_port
 from tests.inference.models import adapters, plain
 from tests.sources import ROOT
 
@@ -258,15 +259,20 @@ def test_a_run_s_held_out_rows(model: Path, tmp_path: Path) -> None:
 
 
 def test_what_two_processes_left_one_goes_on_with(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 of two answers its batches, and is gone before rank 0 begins."""
+    """Rank 1 of two answers its batches, and is stopped while it waits for rank 0."""
+
+    def stopped() -> None:
+        raise KeyboardInterrupt
+
     data = write(tmp_path / "d.jsonl", [{"query": q} for q in QUESTIONS])
     whole = infer(model, data, tmp_path / "whole.jsonl", "--temperature", "1")
     with monkeypatch.context() as second:
         for name, value in (("global_rank", 1), ("global_world_size", 2)):
             second.setattr(distributed, name, lambda value=value: value)
+        second.setattr(distributed, "barrier", stopped)
         words = ["--model", str(model), "--dataset", str(data), "--result_path", str(tmp_path / "a.jsonl")]
         words += ["--max_new_tokens", str(NEW), "--batch_size", "3", "--temperature", "1"]
-        assert main(words) == 0 and not (tmp_path / "a.jsonl").exists()
+        assert main(words) == 130 and not (tmp_path / "a.jsonl").exists()
     assert [line["row"] for line in read(tmp_path / "a.jsonl.partial-1")[1:]] and len(list(tmp_path.glob("*l*"))) == 3
     calls: list[int] = []
     real = generation.Generator.generate
@@ -287,3 +293,23 @@ def test_two_processes_write_the_file_of_one(model: Path, tmp_path: Path) -> Non
     assert done.returncode == 0 and done.stderr.count("device map") == 1, done.stderr
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
     assert {p.name for p in tmp_path.iterdir()} == {"d.jsonl", "one.jsonl", "two.jsonl"}
+
+
+@pytest.mark.process
+def test_two_nodes_write_the_file_of_one(model: Path, tmp_path: Path) -> None:
+    """Node 0 writes it; nodes need no common folder for results."""
+    data = write(tmp_path / "d.jsonl", [{"query": q} for q in QUESTIONS])
+    infer(model, data, tmp_path / "one.jsonl")
+    words = [sys.executable, "-m", "megaswift", "infer", "--model", str(model), "--dataset", str(data)]
+    words += ["--max_new_tokens", str(NEW), "--batch_size", "3", "--nnodes", "2", "--master_addr", "127.0.0.1"]
+    words += ["--master_port", str(free_port())]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    nodes = []
+    for rank in (0, 1):
+        (tmp_path / f"node{rank}").mkdir()
+        own = ["--node_rank", str(rank), "--result_path", str(tmp_path / f"node{rank}/a.jsonl")]
+        nodes.append(subprocess.Popen([*words, *own], env=environ, cwd=ROOT, stderr=subprocess.PIPE, text=True))
+    said = [node.communicate(timeout=300)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert (tmp_path / "node0/a.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    assert [p.name for p in tmp_path.glob("node*/*")] == ["a.jsonl"]
