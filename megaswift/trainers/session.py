@@ -40,6 +40,7 @@ from megaswift.trainers import (
 from megaswift.trainers.agreement_of_ranks_at_start import refuse_ranks_that_differ, refuse_unshared_output_folder
 from megaswift.trainers.best_model import best_checkpoint, copy_export, load_best_checkpoint
 from megaswift.trainers.checkpoint_hook import CheckpointHook, global_batch_size_change_notice, restore_run
+from megaswift.trainers.collective_timeout_monitor import CollectiveTimeoutMonitor
 from megaswift.trainers.hub_upload import hub_upload_of
 from megaswift.trainers.interrupt import InterruptedBySignal
 from megaswift.trainers.loop import Loop
@@ -88,11 +89,13 @@ class TrainingSession:
         cfg, folder = with_initial_adapter(cfg, folder, prepared.root)
         self.upload = hub_upload_of(cfg)
         self.build = run_builder.RunBuilder(cfg, spec, folder, context, prepared)
+        self.diagnosis: lost_rank.RankDiagnosis | None = None
 
     def run(self) -> Path:
         """Everything, in order; a page about it also when it fails."""
         try:
-            lost_rank.dump_stacks_on_signal(self.build.outputs.root)
+            self.diagnosis = lost_rank.dump_stacks_on_signal(self.build.outputs.root)
+            monitor = None if self.diagnosis is None else CollectiveTimeoutMonitor(self.diagnosis)
             loop = self.prepare()
             self.train(loop)
             if self.cfg.train.export_hf or self.build.adapts:
@@ -106,6 +109,8 @@ class TrainingSession:
                 self.tell_story()
             self.lock.release()
         distributed.barrier()
+        if monitor is not None:  # after an error it goes on answering other ranks
+            monitor.close()
         log.LOG_FILE.close()
         return self.build.outputs.root
 
@@ -177,9 +182,13 @@ class TrainingSession:
             return
         self.status = f"failed after step {loop.step}"
         why = ""
+        if self.diagnosis is not None:
+            self.diagnosis.step = lambda: loop.step + 1
         try:
             with self.memory_advice():
                 loop.run()
+            if self.diagnosis is not None:
+                self.diagnosis.step = int
         except UserError as error:
             why = failure_reason(error, f"step {loop.step}")
             raise
