@@ -23,7 +23,7 @@ from torch._C import _distributed_c10d
 BUFFER = "TORCH_FR_BUFFER_SIZE"
 ENTRIES = "512"
 """Recorded operations: enough for what is pending in one step of a deep pipeline."""
-WAITING_MODULES = ("torch/distributed/", "pipeline_parallel/p2p_communication", "cpu/shared_memory_all_to_all")
+WAITING_MODULES = ("torch/distributed/", "pipeline_parallel/p2p_communication", "engine/megatron/cpu/")
 """Parts of the paths of Python files in which a rank waits for others."""
 DEFAULT_GROUP = "default_pg"
 FRAMES_SHOWN = 3

@@ -2,7 +2,7 @@
 
 NCCL's watchdog aborts the process without a word of ours, so the monitor comes a little before it; gloo raises in the
 thread that waits, so the monitor comes after it, for waits in other places. The thread also answers other ranks that
-ask what this one does.
+ask what this one does, and ends the process of a hung rank.
 """
 
 from __future__ import annotations
@@ -10,27 +10,32 @@ from __future__ import annotations
 import faulthandler
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from megaswift.engine.pending_collectives import PendingCollective, has_pending_collectives, pending_collectives
 from megaswift.error_exit import exit_worker, print_error_once
-from megaswift.trainers.lost_rank import LostRankError, RankDiagnosis, lost_rank_error
+from megaswift.trainers.lost_rank import GRACE_SECONDS, LostRankError, RankDiagnosis, lost_rank_error
 from megaswift.trainers.rank_states import own_state
 
 INTERVAL_S = 1.0
 BEFORE_NCCL_S = 5.0
 AFTER_OTHERS_S = 3.0
+END_AFTER_S = GRACE_SECONDS + 3.0
+"""Between the question of another rank and the end of this process. A hung rank would otherwise go on until the
+launcher's SIGKILL, 30 s after its SIGTERM: the handler of SIGTERM waits for the step to be finished."""
 
 
-def end_process(error: LostRankError) -> None:
-    """Prints the message and ends the process, whatever its main thread waits for."""
-    exit_worker(print_error_once(error, os.environ), os.environ)
+def end_process(error: LostRankError | None) -> None:
+    """Ends the process, whatever its main thread waits for; prints the message of a rank that has one."""
+    code = LostRankError.exit_code if error is None else print_error_once(error, os.environ)
+    exit_worker(code, os.environ)
 
 
 class CollectiveTimeoutMonitor:
     """The thread runs until `close`."""
 
-    def __init__(self, own: RankDiagnosis, end: Callable[[LostRankError], None] = end_process) -> None:
+    def __init__(self, own: RankDiagnosis, end: Callable[[LostRankError | None], None] = end_process) -> None:
         self.own, self._end = own, end
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="collective timeout monitor", daemon=True)
@@ -42,15 +47,20 @@ class CollectiveTimeoutMonitor:
         self._thread.join()
 
     def _watch(self) -> None:
-        answered = False
+        end_at = float("inf")
         while not self._closed.wait(INTERVAL_S):
-            if not answered and self.own.states.is_asked():
-                answered = True
+            if end_at == float("inf") and self.own.states.is_asked():
+                end_at = time.monotonic() + END_AFTER_S
                 faulthandler.dump_traceback(self.own.stacks, all_threads=True)
-                self.own.states.publish(own_state(self.own.step()))
-            late = late_collective(pending_collectives()) if has_pending_collectives() else None
+                self.own.states.publish(own_state(self.own.step(), self.own.oldest_pending))
+            pending = pending_collectives() if has_pending_collectives() else []
+            self.own.oldest_pending = pending[0] if pending else None
+            late = late_collective(pending)
             if late is not None and self.own.explaining.acquire(blocking=False):
                 self._end(lost_rank_error(self.own, late, late.timeout_s, "waits for other ranks"))
+                return
+            if time.monotonic() > end_at and self.own.explaining.acquire(blocking=False):
+                self._end(None)
                 return
 
 

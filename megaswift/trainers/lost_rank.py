@@ -20,7 +20,7 @@ from typing import IO
 import torch.distributed as dist
 
 from megaswift import distributed
-from megaswift.engine.pending_collectives import PendingCollective, WaitingCall, failed_call, pending_collectives
+from megaswift.engine.pending_collectives import PendingCollective, WaitingCall, failed_call
 from megaswift.errors import Problem, UserError
 from megaswift.log import count_text
 from megaswift.trainers.rank_states import ASK, Cause, RankState, RankStateStore, find_cause, own_state
@@ -57,6 +57,8 @@ class RankDiagnosis:
     stacks: IO[str]
     step: Callable[[], int] = int
     """Number of the optimizer step that is under way, 0 outside of training."""
+    oldest_pending: PendingCollective | None = None
+    """As the monitor saw it last: a backend drops an operation from its records when it raises."""
     explaining: threading.Lock = field(default_factory=threading.Lock)
     """Held by the thread that explains a failure: the one that waited, or the monitor."""
 
@@ -97,10 +99,10 @@ def explain_lost_rank(error: RuntimeError, root: Path, timeout_s: float) -> Lost
     own.explaining.acquire()
     traceback.print_exception(error, file=own.stacks)
     own.stacks.flush()
-    pending = pending_collectives()
-    operation = failed if failed is not None or not pending else pending[0]
     late = any(word in str(error) for word in LATE)
-    return lost_rank_error(own, operation, timeout_s if late else None, _connection_rule(error, failed))
+    return lost_rank_error(
+        own, own.oldest_pending or failed, timeout_s if late else None, _connection_rule(error, failed)
+    )
 
 
 def lost_rank_error(
