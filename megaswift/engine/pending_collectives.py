@@ -143,10 +143,12 @@ def waiting_call(frame: FrameType | None) -> WaitingCall | None:
 
 
 def failed_call(traceback: TracebackType | None) -> WaitingCall | None:
-    """`waiting_call` of the place where an exception was raised."""
-    while traceback is not None and traceback.tb_next is not None:
+    """The last call of an exception's way that waits for other ranks."""
+    last: FrameType | None = None
+    while traceback is not None:
+        last = traceback.tb_frame if _waits(traceback.tb_frame) else last
         traceback = traceback.tb_next
-    return waiting_call(None if traceback is None else traceback.tb_frame)
+    return waiting_call(last)
 
 
 def main_thread_frame() -> FrameType | None:

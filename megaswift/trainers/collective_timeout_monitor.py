@@ -21,7 +21,7 @@ from megaswift.trainers.rank_states import own_state
 INTERVAL_S = 1.0
 BEFORE_NCCL_S = 5.0
 AFTER_OTHERS_S = 3.0
-END_AFTER_S = GRACE_SECONDS + 3.0
+END_AFTER_S = GRACE_SECONDS + 2.5
 """Between the question of another rank and the end of this process. A hung rank would otherwise go on until the
 launcher's SIGKILL, 30 s after its SIGTERM: the handler of SIGTERM waits for the step to be finished."""
 
@@ -52,9 +52,9 @@ class CollectiveTimeoutMonitor:
             if end_at == float("inf") and self.own.states.is_asked():
                 end_at = time.monotonic() + END_AFTER_S
                 faulthandler.dump_traceback(self.own.stacks, all_threads=True)
-                self.own.states.publish(own_state(self.own.step(), self.own.oldest_pending))
+                self.own.states.publish(own_state(self.own.step()))
             pending = pending_collectives() if has_pending_collectives() else []
-            self.own.oldest_pending = pending[0] if pending else None
+            self.own.oldest_pending = next(iter(pending), self.own.oldest_pending)
             late = late_collective(pending)
             if late is not None and self.own.explaining.acquire(blocking=False):
                 self._end(lost_rank_error(self.own, late, late.timeout_s, "waits for other ranks"))

@@ -26,7 +26,7 @@ from megaswift.log import count_text
 from megaswift.trainers.rank_states import ASK, Cause, RankState, RankStateStore, find_cause, own_state
 
 FOLDER = "stacks"
-GRACE_SECONDS = 4.0
+GRACE_SECONDS = 3.0
 """Ranks answer within this time, and a launcher has ended the others by then."""
 LOST = (
     "Connection closed by peer",
@@ -58,7 +58,7 @@ class RankDiagnosis:
     step: Callable[[], int] = int
     """Number of the optimizer step that is under way, 0 outside of training."""
     oldest_pending: PendingCollective | None = None
-    """As the monitor saw it last: a backend drops an operation from its records when it raises."""
+    """The last one that the monitor saw: a backend drops an operation from its records when it raises."""
     explaining: threading.Lock = field(default_factory=threading.Lock)
     """Held by the thread that explains a failure: the one that waited, or the monitor."""
 
@@ -101,7 +101,7 @@ def explain_lost_rank(error: RuntimeError, root: Path, timeout_s: float) -> Lost
     own.stacks.flush()
     late = any(word in str(error) for word in LATE)
     return lost_rank_error(
-        own, own.oldest_pending or failed, timeout_s if late else None, _connection_rule(error, failed)
+        own, failed or own.oldest_pending, timeout_s if late else None, _connection_rule(error, failed)
     )
 
 
@@ -129,7 +129,9 @@ def lost_rank_error(
         problems = [Problem(f"rank {own.states.rank}", f"{otherwise}{_in_step(own)}; {where}", fix)]
     else:
         problems = _late_problems(own, cause, timeout_s, where, fix)
-    return LostRankError(problems)
+    error = LostRankError(problems)
+    error.rank0_may_print = 0 not in (*ended, *cause.silent, *cause.elsewhere)
+    return error
 
 
 def _late_problems(own: RankDiagnosis, cause: Cause, timeout_s: float, where: str, fix: str) -> list[Problem]:
