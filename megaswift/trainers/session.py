@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,6 +45,7 @@ from megaswift.trainers.collective_timeout_monitor import CollectiveTimeoutMonit
 from megaswift.trainers.hub_upload import hub_upload_of
 from megaswift.trainers.interrupt import InterruptedBySignal
 from megaswift.trainers.loop import Loop
+from megaswift.trainers.oom_retry import forget_earlier_retry, retry_after
 from megaswift.trainers.resumed_model_config_check import refuse_other_model
 from megaswift.trainers.run_builder import RunBuilder
 from megaswift.trainers.run_lock import RunLock
@@ -85,6 +87,8 @@ class TrainingSession:
         self.lock = RunLock(Path(cfg.train.output_dir))
         prepared = distributed.run_on_rank0(lambda: output_folder.prepare_output_folder(cfg, self.lock))
         refuse_unshared_output_folder(prepared.config)
+        if distributed.global_rank() == 0:
+            forget_earlier_retry(prepared.root, os.environ)
         folder = base_model_folder(cfg, folder, prepared.root)
         cfg, folder = with_initial_adapter(cfg, folder, prepared.root)
         self.upload = hub_upload_of(cfg)
@@ -223,7 +227,10 @@ class TrainingSession:
                 raise refusal from None
             if not out_of_memory.is_out_of_memory(error):
                 raise
-            raise out_of_memory.out_of_memory_error(self.cfg, self.spec.experts, error) from None
+            if self.diagnosis is not None:
+                self.diagnosis.states.ask()  # the other ranks wait for this one
+            final = out_of_memory.out_of_memory_error(self.cfg, self.spec.experts, error)
+            raise retry_after(final, self.cfg, self.build.layout.dp, os.environ) from None
 
     def tell_rows(self, source: object) -> None:
         """What was left out of a stream since this start, on the screen and in the report."""
