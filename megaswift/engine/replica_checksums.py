@@ -1,7 +1,7 @@
 """Compares the weights of data-parallel replicas, which have to be equal bit by bit after every step.
 
-Each tensor becomes two 64-bit sums over its 32-bit words, one of them weighted by position, so that a flipped bit or two
-exchanged words show.
+Each tensor becomes two 64-bit sums over its 32-bit words, one of them weighted by position, so that a flipped bit or
+two exchanged words show.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def replica_differences(replicated: Iterable[ReplicatedWeights]) -> list[Replica
         if len(ranks) < 2 or not part.tensors:
             continue
         own = torch.stack([tensor_checksums(tensor) for tensor in part.tensors])
-        gathered = torch.empty((len(ranks), *own.shape), dtype=own.dtype, device=own.device)
-        dist.all_gather_into_tensor(gathered, own, group=part.group)
+        flat = own.new_empty(len(ranks) * len(own), 2)
+        dist.all_gather_into_tensor(flat, own, group=part.group)
+        gathered = flat.view(len(ranks), len(own), 2)
         for i in (gathered != gathered[:1]).any(dim=2).any(dim=0).nonzero().flatten().tolist():
             differences.append(_difference(part.names[i], ranks, [tuple(sums) for sums in gathered[:, i].tolist()]))
     return differences

@@ -127,7 +127,8 @@ def run_torchrun_with_restarts(words: Sequence[str], environ: Mapping[str, str],
     """Runs the command to its end, up to `restarts` times again when a process of it fails; the last exit code.
 
     A user's mistake, a run that learns nothing and a GPU with errors would end the same again, and a signal asks for an
-    end: none of them is restarted. Out of memory is, once, beside `restarts`: the run has a smaller micro-batch then. Workers see by RESTARTS that they are another attempt, and resume.
+    end: none of them is restarted. Out of memory is, once, beside `restarts`: the run has a smaller micro-batch then.
+    Workers see by RESTARTS that they are another attempt, and resume.
     """
     started = failures = retried = 0
     while True:

@@ -90,8 +90,8 @@ def is_lost_rank_error(error: RuntimeError) -> bool:
     )
 
 
-def explain_lost_rank(error: RuntimeError, root: Path, timeout_s: float) -> LostRankError:
-    """The message, after the stacks of all ranks that can write them are below `root`."""
+def explain_lost_rank(error: RuntimeError, timeout_s: float) -> LostRankError:
+    """The message, after all ranks that can have written their stacks."""
     failed = failed_call(error.__traceback__)
     if not _own:  # before training has begun
         return LostRankError(Problem(f"rank {distributed.global_rank()}", _connection_rule(error, failed)))

@@ -68,7 +68,7 @@ def run_training(cfg: SwiftConfig) -> Path:
 
         if not lost_rank.is_lost_rank_error(error):
             raise
-        raise lost_rank.explain_lost_rank(error, Path(cfg.train.output_dir), cfg.parallel.ddp_timeout) from error
+        raise lost_rank.explain_lost_rank(error, cfg.parallel.ddp_timeout) from error
     finally:
         # after an error other ranks may be inside a collective: the process ends instead
         if finished or layout.world_size == 1:

@@ -108,6 +108,10 @@ class TrainingSession:
                     self.push_to_hub(loop)
             why = f": {loop.stopping}" if loop.stopping else ""
             self.status = f"finished at step {loop.step}{why}{find_step_monitor(loop).summary()}"
+        except RuntimeError as error:
+            if not lost_rank.is_lost_rank_error(error):
+                raise
+            raise lost_rank.explain_lost_rank(error, self.cfg.parallel.ddp_timeout) from error
         finally:
             if distributed.global_rank() == 0 and self.rows:
                 self.tell_story()

@@ -39,7 +39,7 @@ def _rank(rank: int, port: int, out: Path, end: str) -> None:
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
         assert lost_rank.is_lost_rank_error(error)
-        (out / f"message-{rank}").write_text(lost_rank.explain_lost_rank(error, out, 2.0).message())
+        (out / f"message-{rank}").write_text(lost_rank.explain_lost_rank(error, 2.0).message())
     os._exit(0)
 
 
