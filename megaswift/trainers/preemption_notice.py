@@ -5,33 +5,16 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import threading
 
 from megaswift import log
-from megaswift.errors import Problem
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.loop import Loop
 
 LIMIT_S = 30.0
 """For one poll; a command that takes longer has given no notice."""
-
-
-def preemption_command_problems(command: str | None) -> list[Problem]:
-    """A command that cannot be run on this machine."""
-    if not command:
-        return []
-    what = f"--preemption_command {command}"
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        return [Problem(what, f"is no command line: {error}", "close its quotes")]
-    if words and shutil.which(words[0]):
-        return []
-    fix = "give a program and its arguments; use sh -c '...' for a pipe"
-    return [Problem(what, f"{words[0] if words else 'the program'} is not on PATH", fix)]
 
 
 class PreemptionNoticeHook(Hook):

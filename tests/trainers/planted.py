@@ -16,7 +16,7 @@ from importlib.abc import MetaPathFinder
 
 class WhenTrainingIsImported(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == "megaswift.trainers.loop":
+        if name == "megaswift.trainers.session":
             sys.meta_path.remove(self)
             import planted_fault
 
@@ -44,7 +44,12 @@ def run_with_fault(
     (folder / "sitecustomize.py").write_text(STARTER)
     (folder / "planted_fault.py").write_text(fault)
     words = [*write_inputs(folder), "--train_type", "full", "--output_dir", str(folder / "out"), "--logging_steps", "1"]
-    words += ["--max_steps", "6", "--global_batch_size", "8", *(word.replace("\0", " ") for word in options.split())]
+    words += [
+        "--global_batch_size",
+        "8",
+        *([] if "max_steps" in options else ["--max_steps", "6"]),
+        *(word.replace("\0", " ") for word in options.split()),
+    ]
     own = {"PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1", "FAULTY_RANK": str(rank), **environ}
     command = [sys.executable, "-m", "megaswift", "sft", *words]
     return subprocess.run(command, env=os.environ | own, cwd=folder, capture_output=True, text=True, timeout=240)

@@ -105,13 +105,15 @@ def test_a_gpu_with_errors_ends_the_run_without_a_checkpoint(tmp_path: Path) -> 
     tool = tmp_path / "bin/nvidia-smi"
     tool.parent.mkdir()
     tool.write_text(
-        '#!/bin/sh\n[ -e "$(dirname "$0")/../out/metrics.jsonl" ] && echo "2, No, Not Active" || echo "0, No, Active"\n'
+        '#!/bin/sh\n[ -s "$(dirname "$0")/../out/metrics.jsonl" ] && echo "2, No, Not Active" || echo "0, No, Active"\n'
     )
     tool.chmod(0o755)
     import os
 
     path = f"{tool.parent}:{os.environ['PATH']}"
-    done = run_with_fault(tmp_path, 9, "", "--gpu_health_interval 2 --save_steps 3 --max_restarts 2", PATH=path)
+    done = run_with_fault(
+        tmp_path, 9, "", "--gpu_health_interval 2 --save_steps 3 --nproc_per_node 1 --max_restarts 2", PATH=path
+    )
     assert done.returncode == 4, done.stderr
     assert "a GPU reports hardware errors" in done.stderr and "2 uncorrectable ECC errors, at step 2" in done.stderr
     assert not list((tmp_path / "out/checkpoints").glob("step-*"))
