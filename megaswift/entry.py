@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from megaswift import log
 from megaswift.closed_stdout import ignore_closed_stdout
@@ -22,6 +23,8 @@ from megaswift.config.data import ALIGNMENT
 from megaswift.config.launcher_environment import (
     COUNTS,
     JOB_ID,
+    OOM_RETRY,
+    RESTARTS,
     is_launched_worker,
     nested_launcher_problems,
     nproc_or_nnodes_started_by_launcher,
@@ -32,7 +35,7 @@ from megaswift.config.sections import NAMES
 from megaswift.config.unread_variables import unread_variables_notices
 from megaswift.config.user_spelling import errors_as_typed
 from megaswift.error_exit import exit_worker, print_error_once
-from megaswift.errors import ConfigError, Problem, UserError, storage_error
+from megaswift.errors import EXIT_OOM_RETRY, ConfigError, Problem, UserError, storage_error
 from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.launcher import launcher_of
 from megaswift.launchers.nccl_preset import NONE as NO_PRESET
@@ -64,6 +67,8 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
         return _go(task, without_local_rank(words, os.environ))
     except UserError as error:
         code = print_error_once(error, os.environ)
+        if code == EXIT_OOM_RETRY and not is_launched_worker(os.environ):
+            start_process_again(os.environ, sys.orig_argv[1:])
     except OSError as error:
         refused = storage_error(error)
         if refused is None:
@@ -73,6 +78,14 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
         log.info("stopped")
         code = INTERRUPTED
     exit_worker(code, os.environ)
+
+
+def start_process_again(environ: Mapping[str, str], argv: Sequence[str]) -> NoReturn:
+    """This process from its beginning, as a second attempt: of a run without a launcher."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    again = {**environ, RESTARTS: str(restart_count(environ) + 1)}
+    os.execve(sys.executable, [sys.executable, *argv], again)
 
 
 def _go(task: str, words: list[str]) -> int:
@@ -111,6 +124,8 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
     if not worker and torchrun_launcher.requests_worker_processes(cfg.launch):
         return launcher_of(cfg.launch).start(cfg, words, os.environ)
     set_nccl_variables(cfg)
+    if not worker:
+        os.environ[OOM_RETRY] = "1"  # `main` starts this process again
     run_training(cfg)
     return 0
 

@@ -36,7 +36,7 @@ def print_error_once(error: UserError, environ: Mapping[str, str], patience: flo
         _say(error.message())
         write_torchrun_error_file(error, environ)
         return error.exit_code
-    end = time.monotonic() + patience
+    end = time.monotonic() + (patience if error.rank0_may_print else 0.0)
     while time.monotonic() < end and not _fresh(marker):
         time.sleep(0.05)
     if _claim(marker):

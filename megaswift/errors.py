@@ -15,6 +15,10 @@ from pathlib import Path
 EXIT_USER_ERROR = 2
 EXIT_NO_PROGRESS = 3
 """Training ran and its last steps were skipped: docs/training.md says when."""
+EXIT_HARDWARE = 4
+"""A GPU reports errors: the run has to go on elsewhere."""
+EXIT_OOM_RETRY = 75
+"""Out of memory: the launcher starts the run once more with a smaller micro-batch (EX_TEMPFAIL of sysexits.h)."""
 EXPLAINED = (EXIT_USER_ERROR, EXIT_NO_PROGRESS)
 """Exit codes of processes that have printed a message of their own."""
 
@@ -39,6 +43,8 @@ class UserError(Exception):
 
     title = "cannot run this"
     exit_code = EXIT_USER_ERROR
+    rank0_may_print: bool = True
+    """Whether other ranks give rank 0 time to print the same error first."""
 
     def __init__(self, problems: Problem | Iterable[Problem] | str, fix: str = "") -> None:
         if isinstance(problems, str):

@@ -22,6 +22,7 @@ LAYERS = {
     "version": 0,
     "device_copy": 0,
     "config": 1,
+    "error_exit": 2,
     "parallel": 2,
     "losses": 2,
     "data": 2,

@@ -14,6 +14,7 @@ from megaswift.config.batch_arithmetic import batch_problems
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import AXES, ENGINE_CLASHES, ENGINE_IGNORED, TORCH_ONLY, requested_engine
 from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
+from megaswift.config.fault_tolerance_rules import FAULT_TOLERANCE_IGNORED
 from megaswift.config.generation_batch import generation_batch_problems
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.learning_rate_schedule_rules import SCHEDULE_CLASHES, SCHEDULE_IGNORED
@@ -31,10 +32,6 @@ from megaswift.config.torch_engine_rules import SPEED_CLASHES, SPEED_IGNORED
 from megaswift.errors import Problem
 
 
-def _no_evaluation(c: Sections) -> bool:
-    return not c.data.val_dataset and not c.data.split_dataset_ratio
-
-
 def _no_random_order(c: Sections) -> bool:
     return (
         not c.data.shuffle
@@ -44,10 +41,7 @@ def _no_random_order(c: Sections) -> bool:
 
 
 _is_folder: Test = lambda c: c.model.model is not None and Path(c.model.model).is_dir()  # noqa: E731
-_EVALUATION = ("val_dataset", "split_dataset_ratio")
 _ADAM, _SGD = "applies only to optimizer adam", "applies only to optimizer sgd"
-_NO_VAL = "needs evaluation data"
-_VAL_FIX = "--val_dataset FILE or --split_dataset_ratio 0.01"
 _NOT_ADAM: Test = lambda c: c.optim.optimizer != "adam"  # noqa: E731
 _NO_LORA: Test = lambda c: c.model.train_type == "full"  # noqa: E731
 _FROM_ADAPTERS: Test = lambda c: c.model.train_type != "full" and c.lora.adapters is not None  # noqa: E731
@@ -68,6 +62,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
     *SCHEDULE_IGNORED,
     *EVALUATION_IGNORED,
     *PROFILE_IGNORED,
+    *FAULT_TOLERANCE_IGNORED,
     IgnoredOption("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
     IgnoredOption("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
     IgnoredOption(  # Megatron-LM wants both
@@ -87,9 +82,6 @@ IGNORED: tuple[IgnoredOption, ...] = (
         "Megatron-Core shards only the state of adam",
         "--optimizer adam",
     ),
-    IgnoredOption("eval_steps", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX, notice=True),
-    IgnoredOption("eval_iters", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX, notice=True),
-    IgnoredOption("per_device_eval_batch_size", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX, notice=True),
     IgnoredOption(
         "data_seed",
         ("shuffle", "split_dataset_ratio", "dataset", "val_dataset"),

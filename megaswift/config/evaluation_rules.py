@@ -68,15 +68,23 @@ def _epochs_of_a_stream(does: str) -> Test:
     return lambda c: c.data.streaming and c.value(f"{does}_strategy") == "epoch"
 
 
+def _no_evaluation_data(c: Sections) -> bool:
+    return not c.data.val_dataset and not c.data.split_dataset_ratio
+
+
 EVALUATION_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "eval_strategy",
         _DATA,
-        lambda c: not c.data.val_dataset and not c.data.split_dataset_ratio,
+        _no_evaluation_data,
         _NO_DATA,
         _DATA_FIX,
         (None, "no"),
         notice=True,
+    ),
+    *(
+        IgnoredOption(name, _DATA, _no_evaluation_data, _NO_DATA, _DATA_FIX, notice=True)
+        for name in ("eval_steps", "eval_iters", "per_device_eval_batch_size")
     ),
     *(
         IgnoredOption(

@@ -30,6 +30,10 @@ RESTARTS = "MEGASWIFT_RESTARTS"
 """How often `--max_restarts` has started the processes again; torchrun counts its own restarts."""
 
 
+OOM_RETRY = "MEGASWIFT_OOM_RETRY"
+"""Set where the processes are started again after EXIT_OOM_RETRY."""
+
+
 def restart_count(environ: Mapping[str, str]) -> int:
     """How often the processes of this run were started before: 0 the first time."""
     return int(environ.get(RESTARTS, "0")) + int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -8,6 +8,7 @@ from typing import Any
 
 from megaswift.config.data import DataConfig
 from megaswift.config.engine import EngineBackendConfig
+from megaswift.config.fault_tolerance import FaultToleranceConfig
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.lora import LoraConfig
 from megaswift.config.model import ModelConfig
@@ -46,6 +47,7 @@ SECTIONS: dict[str, type] = {
     "rl": RlConfig,
     "train": TrainConfig,
     "optim": OptimConfig,
+    "fault_tolerance": FaultToleranceConfig,
     "launch": LaunchConfig,
 }
 
@@ -107,6 +109,7 @@ class Sections:
     rl: RlConfig
     train: TrainConfig
     optim: OptimConfig
+    fault_tolerance: FaultToleranceConfig
     launch: LaunchConfig
     given: frozenset[str] = field(compare=False)
     """Canonical names of what the user set."""

@@ -229,7 +229,7 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     ("exit_signal_handler_for_dataloader", EITHER, "batches are read by threads of the run", ""),
     ("manual_gc_steps manual_gc_interval manual_gc_eval", ANY, "Python's automatic garbage collection stays on", ""),
     ("empty_unused_memory_level", ("0",), "PyTorch's memory cache is not emptied between steps", LEAVE),
-    ("check_weight_hash_across_dp_replicas_interval gpu_sniff_test_interval", UNSET, _LOG, LEAVE),
+    ("gpu_sniff_test_interval", UNSET, _LOG, LEAVE),
     ("use_pytorch_profiler", EITHER, "--profile uses torch's profiler", ""),
     ("use_nsys_profiler nvtx_ranges", OFF, _NSYS, "nsys profile megaswift ..., or --profile true"),
     ("record_memory_history pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack "
@@ -239,7 +239,7 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
      "log_loss_scale_to_tensorboard", EITHER, "metrics.jsonl contains speed, memory and loss scale", ""),
     ("log_params_norm log_num_zeros_in_grad log_timers_to_tensorboard log_validation_ppl_to_tensorboard "
      "log_world_size_to_tensorboard log_l2_norm_grad_to_tensorboard log_runtime_to_tensorboard "
-     "log_max_attention_logit log_energy log_straggler disable_straggler_on_startup set_level_for_all_loggers", OFF,
+     "log_max_attention_logit log_energy disable_straggler_on_startup set_level_for_all_loggers", OFF,
      _LOG, LEAVE),
     ("barrier_with_L1_time filter_warnings", EITHER, _LOG, ""),
     ("throughput_window_size timing_log_level timing_log_option tensorboard_log_interval memory_keys "

@@ -14,6 +14,7 @@ from collections.abc import Mapping, MutableMapping
 import torch.distributed as dist
 
 from megaswift import distributed
+from megaswift.engine.pending_collectives import record_collectives
 from megaswift.errors import ConfigError, Problem, UserError, first_line
 from megaswift.launchers.local_network import interface_of_address, local_address
 
@@ -40,6 +41,7 @@ def init_default_and_gloo_process_groups(backend: str, timeout_s: float, store: 
         return
     timeout = datetime.timedelta(seconds=timeout_s)
     choose_gloo_interface(os.environ)
+    record_collectives(os.environ)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     launched = store is None
     if store is None:

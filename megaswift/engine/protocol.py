@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megaswift.engine.replica_checksums import ReplicatedWeights
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
 from megaswift.parallel.layout import Layout
 
@@ -131,6 +132,9 @@ class Engine(Protocol):
     def describe(self, target: Path, folder: Path) -> None:
         """The files that tell what a checkpoint is of (config.json, tokenizer, dtypes), from the model in `folder`. On
         one rank."""
+
+    def replicated_weights(self) -> list[ReplicatedWeights]:
+        """The weights that several data-parallel ranks hold, by their process groups; none where they are sharded."""
 
     def save(self, directory: Path) -> None:
         """Sharded state: weights, optimizer, RNG of every rank. Collective."""

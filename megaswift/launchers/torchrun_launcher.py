@@ -15,9 +15,9 @@ from types import FrameType
 from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
-from megaswift.config.launcher_environment import DEFAULT_PORT, NODE, RESTARTS
+from megaswift.config.launcher_environment import DEFAULT_PORT, NODE, OOM_RETRY, RESTARTS
 from megaswift.config.launcher_table import launcher_entry
-from megaswift.errors import EXPLAINED, ConfigError, Problem
+from megaswift.errors import EXIT_HARDWARE, EXIT_OOM_RETRY, EXIT_USER_ERROR, EXPLAINED, ConfigError, Problem
 from megaswift.launchers.local_network import local_address
 from megaswift.launchers.parent_death import environment_with_parent_pid
 
@@ -126,17 +126,22 @@ def free_port() -> int:
 def run_torchrun_with_restarts(words: Sequence[str], environ: Mapping[str, str], restarts: int = 0) -> int:
     """Runs the command to its end, up to `restarts` times again when a process of it fails; the last exit code.
 
-    A user's mistake and a run that learns nothing would end the same again, and a signal asks for an end: none of them
-    is restarted. Workers see by RESTARTS that they are another attempt, and resume.
+    A user's mistake, a run that learns nothing and a GPU with errors would end the same again, and a signal asks for an
+    end: none of them is restarted. Out of memory is, once, beside `restarts`: the run has a smaller micro-batch then.
+    Workers see by RESTARTS that they are another attempt, and resume.
     """
-    attempt = 0
+    started = failures = retried = 0
     while True:
-        again = {**environ, RESTARTS: str(attempt)} if attempt else environ
-        code, received = _once(words, again)
-        if received or code in (0, *EXPLAINED) or attempt == restarts:
-            return code
-        attempt += 1
-        log.info(f"restart {attempt} of {restarts}, from the last complete checkpoint")
+        counted = {**environ, RESTARTS: str(started)} if started else environ
+        code, received = _once(words, counted if retried else {**counted, OOM_RETRY: "1"})
+        if code == EXIT_OOM_RETRY and not received and not retried:
+            retried = 1
+        elif received or code in (0, *EXPLAINED, EXIT_HARDWARE) or failures == restarts:
+            return EXIT_USER_ERROR if code == EXIT_OOM_RETRY else code
+        else:
+            failures += 1
+            log.info(f"restart {failures} of {restarts}, from the last complete checkpoint")
+        started += 1
 
 
 def _once(words: Sequence[str], environ: Mapping[str, str]) -> tuple[int, bool]:

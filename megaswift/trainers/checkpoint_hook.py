@@ -47,6 +47,8 @@ class CheckpointHook(Hook):
         """Writes what of the engine others read (a PEFT folder); every rank."""
         self.write_weights_only: Callable[[Path], None] | None = None
         """Writes the model alone, in place of all states (--save_only_model); every rank."""
+        self.before_save: Callable[[Loop], None] = lambda loop: None
+        """What has to hold of a state that is saved; every rank."""
         self.after_save: Callable[[Path, int], None] = lambda folder, step: None
         """What is done with a complete checkpoint; every rank."""
         self.exit_interval: int | None = None
@@ -86,6 +88,7 @@ class CheckpointHook(Hook):
 
     def save(self, loop: Loop) -> Path:
         """One checkpoint, on every rank together."""
+        self.before_save(loop)
         began = time.perf_counter()
         rank, ranks = distributed.global_rank(), distributed.global_world_size()
         if self.best is not None:

@@ -32,6 +32,7 @@ class OutOfMemory(UserError):
     """The device or the machine has too little memory for this run."""
 
     title = "out of memory"
+    rank0_may_print = False
 
 
 SAID = (

@@ -127,7 +127,17 @@ class OutputFolder:
     def present(self) -> list[Path]:
         """What of a run is there. What a start that failed before its first step left behind is no run."""
         present = [p for name in NAMES if (p := self.root / name).exists() and not _empty(p)]
-        failed_start = {"config.yaml", "runs", *TRACKERS, "loss.png", "report.html", "train.log", "job_id", *STARTS}
+        failed_start = {
+            "config.yaml",
+            "runs",
+            *TRACKERS,
+            "loss.png",
+            "report.html",
+            "train.log",
+            "job_id",
+            "oom_retry.json",
+            *STARTS,
+        }
         ours = self.config.is_file() and self.config.read_text(encoding="utf-8", errors="replace").startswith(
             CONFIG_HEADER
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -120,8 +122,24 @@ def data_output_and_tracker_checks(cfg: SwiftConfig) -> list[Check]:
         (lambda: data_problems(cfg), ConfigError),
         (lambda: output_folder.output_folder_problems(cfg), ConfigError),
         (lambda: tracker_problems(cfg.train.report_to), ConfigError),
+        (lambda: preemption_command_problems(cfg.fault_tolerance.preemption_command), ConfigError),
         (lambda: hub_client_problems(cfg.train.push_to_hub, cfg.model.use_hf), ConfigError),
     ]
+
+
+def preemption_command_problems(command: str | None) -> list[Problem]:
+    """A command that cannot be run on this machine."""
+    if not command:
+        return []
+    what = f"--preemption_command {command}"
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        return [Problem(what, f"is no command line: {error}", "close its quotes")]
+    if words and shutil.which(words[0]):
+        return []
+    fix = "give a program and its arguments; use sh -c '...' for a pipe"
+    return [Problem(what, f"{words[0] if words else 'the program'} is not on PATH", fix)]
 
 
 def collect_check_errors(checks: Iterable[Check]) -> list[UserError]:

@@ -21,6 +21,7 @@ from megaswift.families.model_and_tokenizer_source import locate_model
 from megaswift.parallel.layout_checks import layout_for
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.trainers.fit_to_device import fit_to_device
+from megaswift.trainers.oom_retry import config_of_retry
 from megaswift.trainers.preflight import preflight
 from megaswift.trainers.task_model_spec import model_spec_for_task
 
@@ -43,6 +44,7 @@ def run_training(cfg: SwiftConfig) -> Path:
         from megaswift.trainers.session import TrainingSession
         from megaswift.trainers.verify_checkpoint_files_across_ranks import verify_sources_and_locate_model
 
+        cfg = config_of_retry(cfg, os.environ)
         folder = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)
         spec = model_spec_for_task(cfg, folder)
         layout = layout_for(cfg, ModelShape.of(spec), int(os.environ.get("WORLD_SIZE", "1")))
@@ -66,7 +68,7 @@ def run_training(cfg: SwiftConfig) -> Path:
 
         if not lost_rank.is_lost_rank_error(error):
             raise
-        raise lost_rank.explain_lost_rank(error, Path(cfg.train.output_dir), cfg.parallel.ddp_timeout) from error
+        raise lost_rank.explain_lost_rank(error, cfg.parallel.ddp_timeout) from error
     finally:
         # after an error other ranks may be inside a collective: the process ends instead
         if finished or layout.world_size == 1:

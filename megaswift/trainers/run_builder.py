@@ -50,6 +50,7 @@ from megaswift.trainers.best_model import best_model_hook
 from megaswift.trainers.checkpoint_hook import CheckpointHook
 from megaswift.trainers.create_process_groups_and_engine import RankContext, make_engine
 from megaswift.trainers.evaluation import EvaluationHook
+from megaswift.trainers.fault_tolerance_hooks import fault_tolerance_hooks
 from megaswift.trainers.flops import StepFlopFormula, peak_tflops, step_flop_formula
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.metrics_jsonl import MetricsJsonlHook, ThroughputFormula
@@ -283,7 +284,7 @@ class RunBuilder:
             checkpoint.beside = lambda folder: engine.write_adapter(folder / "adapter", self.base)
         if train.save_only_model:
             checkpoint.write_weights_only = checkpoint.beside if self.adapts else partial(self.export_weights, engine)
-        return [*hooks, checkpoint]
+        return [*hooks, *fault_tolerance_hooks(self.cfg.fault_tolerance, checkpoint), checkpoint]
 
     def export_weights(self, engine: Engine, folder: Path) -> None:
         """The Hugging Face folder `hf` of a checkpoint that holds weights only. Collective."""

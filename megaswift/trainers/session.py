@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,9 +41,11 @@ from megaswift.trainers import (
 from megaswift.trainers.agreement_of_ranks_at_start import refuse_ranks_that_differ, refuse_unshared_output_folder
 from megaswift.trainers.best_model import best_checkpoint, copy_export, load_best_checkpoint
 from megaswift.trainers.checkpoint_hook import CheckpointHook, global_batch_size_change_notice, restore_run
+from megaswift.trainers.collective_timeout_monitor import CollectiveTimeoutMonitor
 from megaswift.trainers.hub_upload import hub_upload_of
 from megaswift.trainers.interrupt import InterruptedBySignal
 from megaswift.trainers.loop import Loop
+from megaswift.trainers.oom_retry import forget_earlier_retry, retry_after
 from megaswift.trainers.resumed_model_config_check import refuse_other_model
 from megaswift.trainers.run_builder import RunBuilder
 from megaswift.trainers.run_lock import RunLock
@@ -84,15 +87,19 @@ class TrainingSession:
         self.lock = RunLock(Path(cfg.train.output_dir))
         prepared = distributed.run_on_rank0(lambda: output_folder.prepare_output_folder(cfg, self.lock))
         refuse_unshared_output_folder(prepared.config)
+        if distributed.global_rank() == 0:
+            forget_earlier_retry(prepared.root, os.environ)
         folder = base_model_folder(cfg, folder, prepared.root)
         cfg, folder = with_initial_adapter(cfg, folder, prepared.root)
         self.upload = hub_upload_of(cfg)
         self.build = run_builder.RunBuilder(cfg, spec, folder, context, prepared)
+        self.diagnosis: lost_rank.RankDiagnosis | None = None
 
     def run(self) -> Path:
         """Everything, in order; a page about it also when it fails."""
         try:
-            lost_rank.dump_stacks_on_signal(self.build.outputs.root)
+            self.diagnosis = lost_rank.dump_stacks_on_signal(self.build.outputs.root)
+            monitor = None if self.diagnosis is None else CollectiveTimeoutMonitor(self.diagnosis)
             loop = self.prepare()
             self.train(loop)
             if self.cfg.train.export_hf or self.build.adapts:
@@ -101,11 +108,17 @@ class TrainingSession:
                     self.push_to_hub(loop)
             why = f": {loop.stopping}" if loop.stopping else ""
             self.status = f"finished at step {loop.step}{why}{find_step_monitor(loop).summary()}"
+        except RuntimeError as error:
+            if not lost_rank.is_lost_rank_error(error):
+                raise
+            raise lost_rank.explain_lost_rank(error, self.cfg.parallel.ddp_timeout) from error
         finally:
             if distributed.global_rank() == 0 and self.rows:
                 self.tell_story()
             self.lock.release()
         distributed.barrier()
+        if monitor is not None:  # after an error it goes on answering other ranks
+            monitor.close()
         log.LOG_FILE.close()
         return self.build.outputs.root
 
@@ -177,9 +190,13 @@ class TrainingSession:
             return
         self.status = f"failed after step {loop.step}"
         why = ""
+        if self.diagnosis is not None:
+            self.diagnosis.step = lambda: loop.step + 1
         try:
             with self.memory_advice():
                 loop.run()
+            if self.diagnosis is not None:
+                self.diagnosis.step = int
         except UserError as error:
             why = failure_reason(error, f"step {loop.step}")
             raise
@@ -214,7 +231,10 @@ class TrainingSession:
                 raise refusal from None
             if not out_of_memory.is_out_of_memory(error):
                 raise
-            raise out_of_memory.out_of_memory_error(self.cfg, self.spec.experts, error) from None
+            if self.diagnosis is not None:
+                self.diagnosis.states.ask()  # the other ranks wait for this one
+            final = out_of_memory.out_of_memory_error(self.cfg, self.spec.experts, error)
+            raise retry_after(final, self.cfg, self.build.layout.dp, os.environ) from None
 
     def tell_rows(self, source: object) -> None:
         """What was left out of a stream since this start, on the screen and in the report."""

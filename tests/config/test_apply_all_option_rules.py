@@ -7,6 +7,7 @@ from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.apply_all_option_rules import CLASHES, IGNORED
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
+from megaswift.config.fault_tolerance_rules import FAULT_TOLERANCE_IGNORED
 from megaswift.config.fit_rules import FIT_CLASHES, FIT_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
@@ -72,9 +73,6 @@ IDLE = [
     ("--last_stage_layers 3", "--last_stage_layers 3 --pp 2"),
     ("--pipeline_layout Et|tL", "--pipeline_layout Et|tL --pp 2"),
     ("--overlap_p2p_comm", "--overlap_p2p_comm --pp 2 --vpp 2"),
-    ("--eval_steps 5", "--eval_steps 5 --val_dataset v"),
-    ("--eval_iters 5", "--eval_iters 5 --split_dataset_ratio 0.1"),
-    ("--per_device_eval_batch_size 5", "--per_device_eval_batch_size 5 --val_dataset v"),
     ("--data_seed 3 --shuffle false", "--data_seed 3 --shuffle false --dataset a#3"),
     ("--dataset_cache_dir d --streaming --max_steps 1", "--dataset_cache_dir d"),
     ("--dataset_num_proc 2 --streaming --max_steps 1", "--dataset_num_proc 2"),
@@ -216,6 +214,7 @@ def test_every_row_is_tried() -> None:
         *ENGINE_IGNORED,
         *EVALUATION_IGNORED,
         *PROFILE_IGNORED,
+        *FAULT_TOLERANCE_IGNORED,
         *FIT_IGNORED,
         *LAUNCH_IGNORED,
         *ADAPTER_IGNORED,

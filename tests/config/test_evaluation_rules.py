@@ -17,6 +17,9 @@ from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 VAL = "--val_dataset v --eval_steps 5"
 IDLE = [
+    ("--eval_steps 5", "--eval_steps 5 --val_dataset v"),
+    ("--eval_iters 5", "--eval_iters 5 --split_dataset_ratio 0.1"),
+    ("--per_device_eval_batch_size 5", "--per_device_eval_batch_size 5 --val_dataset v"),
     ("--eval_strategy epoch", "--eval_strategy epoch --val_dataset v"),
     ("--eval_strategy steps --val_dataset v", f"--eval_strategy steps {VAL}"),
     ("--save_strategy steps", "--save_strategy steps --save_steps 5"),

@@ -101,6 +101,8 @@ NEEDS = (
         "profile_step_end": {"profile": True, "profile_step_start": 0},
         "profile_ranks": {"profile": True},
         "device_memory": {"fit": True},
+        "preemption_interval": {"preemption_command": "true"},
+        "straggler_ratio": {"log_straggler": True},
         "hub_token": {"push_to_hub": True},
         "hub_private_repo": {"push_to_hub": True},
         "hub_strategy": {"push_to_hub": True, "save_only_model": True},

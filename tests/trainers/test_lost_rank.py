@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megaswift.engine import process_group
 from megaswift.trainers import lost_rank
+from megaswift.trainers.collective_timeout_monitor import CollectiveTimeoutMonitor
 from tests.rank_context import rank_context
 
 
@@ -26,7 +27,10 @@ def _rank(rank: int, port: int, out: Path, end: str) -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     lost_rank.GRACE_SECONDS = 1.5
     process_group.init_default_and_gloo_process_groups("gloo", 60.0)
-    lost_rank.dump_stacks_on_signal(out)
+    own = lost_rank.dump_stacks_on_signal(out)
+    assert own is not None
+    own.step = lambda: 7
+    CollectiveTimeoutMonitor(own)
     dist.all_reduce(torch.ones(1))
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     if rank == 1:
@@ -35,7 +39,7 @@ def _rank(rank: int, port: int, out: Path, end: str) -> None:
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
         assert lost_rank.is_lost_rank_error(error)
-        (out / f"message-{rank}").write_text(lost_rank.explain_lost_rank(error, out, 2.0).message())
+        (out / f"message-{rank}").write_text(lost_rank.explain_lost_rank(error, 2.0).message())
     os._exit(0)
 
 
@@ -56,7 +60,8 @@ def test_a_lost_rank_is_named(end: str, tmp_path: Path) -> None:
             rank.kill()
             rank.join()
     said = [(tmp_path / f"message-{r}").read_text() for r in (0, 2)]
-    rule = "did not join a collective within 2 s (--ddp_timeout)" if end == "hangs" else "ended before the others"
+    late = "did not join all_reduce of all ranks within 2 s (--ddp_timeout) in step 7; rank 1 runs test_lost_rank.py:"
+    rule = late if end == "hangs" else "ended before the others in step 7"
     assert all(f"- rank 1: {rule}" in text and str(tmp_path / "stacks") in text for text in said), said
     assert "all_reduce" in (tmp_path / "stacks/rank-0.txt").read_text()
     if end == "hangs":

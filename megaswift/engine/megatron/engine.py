@@ -65,6 +65,7 @@ from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.tp_comm_overlap import tp_comm_overlap_text
 from megaswift.engine.protocol import EngineSizeReport, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
+from megaswift.engine.replica_checksums import ReplicatedWeights, replicated_by_group
 from megaswift.errors import ConfigError, Problem
 from megaswift.families import family_of, qlora_weights_and_block_fit
 from megaswift.families.model_spec import ModelSpec
@@ -346,6 +347,12 @@ class MegatronEngine:
     def dtype(self) -> torch.dtype:
         """Of the matrix products."""
         return self.config.params_dtype
+
+    def replicated_weights(self) -> list[ReplicatedWeights]:
+        """Of experts and of all other parameters, which have groups of their own. Collective."""
+        finish_weight_gathers(self.chunks)
+        named = [(f"{i}.{name}", p) for i, chunk in enumerate(self.plain) for name, p in chunk.named_parameters()]
+        return replicated_by_group(named, self.context.groups.dp_cp, self.context.groups.expt_dp)
 
     def report(self) -> EngineSizeReport:
         """Exact sizes, for the first screen."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaswift import distributed
@@ -37,6 +38,7 @@ from megaswift.engine.global_batch_loss_and_metrics import (
 )
 from megaswift.engine.protocol import EngineSizeReport, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
+from megaswift.engine.replica_checksums import ReplicatedWeights
 from megaswift.engine.torch import (
     causality_and_packing_check,
     checkpoint,
@@ -298,6 +300,11 @@ class TorchEngine:
         ] * chosen.use_liger
         return ", ".join(["transformers", f"{attention} attention", str(self.dtype).removeprefix("torch."), *extra])
 
+    def replicated_weights(self) -> list[ReplicatedWeights]:
+        """All weights on DDP and up to ZeRO-2; none where they are sharded."""
+        whole = {name: p.data for name, p in self.fields.named_parameters() if not is_sharded_parameter(p)}
+        return [ReplicatedWeights(dist.group.WORLD, [*whole], [*whole.values()])] if self.layout.world_size > 1 else []
+
     def report(self) -> EngineSizeReport:
         """Exact sizes, for the first screen. Collective."""
         elements, weights, gradients, optimizer = map(int, distributed.all_max(self.strategy.sizes()))
@@ -315,6 +322,11 @@ class TorchEngine:
         """The inverse of `save`, under this or another strategy and number of ranks. Collective."""
         checkpoint.load_step(self, directory)
         causality_and_packing_check.check_causality_and_packing(self)
+
+
+def is_sharded_parameter(parameter: Any) -> bool:
+    """Whether a rank holds a part of it only: of ZeRO-3 or FSDP2."""
+    return hasattr(parameter, "ds_tensor") or hasattr(parameter, "to_local")
 
 
 def _local(parameter: Any) -> Tensor:

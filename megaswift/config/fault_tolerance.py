@@ -1,0 +1,31 @@
+"""Section `fault_tolerance`: what a run watches for while it trains, and what it does then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megaswift.config.option import option
+
+
+@dataclass(frozen=True)
+class FaultToleranceConfig:
+    """Fault tolerance"""
+
+    oom_retry: bool = option(True, "After out of memory, restart once with a smaller micro-batch")
+    check_replicas_interval: int | None = option(
+        None,
+        "Steps between comparisons of weights over data-parallel replicas; unset: never",
+        aliases=("check_weight_hash_across_dp_replicas_interval",),
+        minimum=1,
+        unset=("-1", "0"),
+        unit="steps",
+    )
+    preemption_command: str | None = option(
+        None, "Command polled on each node; exit code 0: the machine will be taken away", metavar="COMMAND"
+    )
+    preemption_interval: float = option(10.0, "Time between two polls of it", above=0, unit="seconds")
+    gpu_health_interval: int | None = option(
+        None, "Steps between checks of the GPUs for hardware errors; unset: never", minimum=1, unit="steps"
+    )
+    log_straggler: bool = option(False, "Time a matrix product on every rank and name slow ranks at each log entry")
+    straggler_ratio: float = option(1.3, "A rank is slow from this multiple of the median time on", above=1)

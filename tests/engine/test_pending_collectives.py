@@ -1,0 +1,86 @@
+"""What the flight recorder of a real gloo group says, and frames that wait."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megaswift.engine import pending_collectives as pending
+from tests.rank_context import rank_context
+
+
+def _rank(rank: int, port: int, folder: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=40))
+    group = dist.new_group([0, 1], group_desc="TENSOR_MODEL_PARALLEL_GROUP", timeout=timedelta(seconds=30))
+    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1), group=group)
+    if rank == 0:
+        assert not pending.has_pending_collectives() and not pending.pending_collectives()
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        thread = threading.Thread(target=dist.recv, args=(torch.ones(1), 1))
+        thread.start()
+        time.sleep(0.5)
+        assert pending.has_pending_collectives()
+        (one,) = pending.pending_collectives()
+        assert (one.sequence, one.timeout_s, one.backend) == (2, 30.0, "gloo") and 0.4 < one.age_s < 20
+        assert one.text() == "all_reduce of TENSOR_MODEL_PARALLEL_GROUP (ranks 0, 1)"
+        assert sorted(pending.newest_sequence_numbers().values()) == [1, 2]
+        call = pending.waiting_call(sys._current_frames()[thread.ident or 0])
+        assert call is not None and call.function == "recv" and call.ranks == (), call
+        store.set("go", "1")
+        work.wait()
+        thread.join()
+        assert not pending.has_pending_collectives()
+    else:
+        store.wait(["go"])
+        dist.all_reduce(torch.ones(3), group=group)
+        dist.send(torch.ones(1), 0)
+    (folder / str(rank)).write_text("done")
+    os._exit(0)
+
+
+@pytest.mark.process
+def test_of_a_real_group(tmp_path: Path) -> None:
+    context, server = rank_context(), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [context.Process(target=_rank, args=(r, server.port, tmp_path)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [(tmp_path / str(r)).read_text() for r in range(2)] == ["done"] * 2
+
+
+def test_other_code_waits_for_nobody() -> None:
+    frame = sys._getframe()
+    assert pending.waiting_call(frame) is None and pending.waiting_call(None) is None
+    assert pending.frame_text(frame).startswith(f"test_pending_collectives.py:{frame.f_lineno}")
+
+
+def test_an_error_names_the_call_it_came_through() -> None:
+    try:
+        dist.all_reduce(torch.ones(1), group=dist.group.WORLD)
+    except (RuntimeError, ValueError) as error:
+        call = pending.failed_call(error.__traceback__)
+        assert call is not None and call.function == "all_reduce"
+
+
+def test_the_recorder_is_the_users_where_it_is_set() -> None:
+    for before, after in (({}, pending.ENTRIES), ({pending.BUFFER: "7"}, "7")):
+        environ = dict(before)
+        pending.record_collectives(environ)
+        assert environ[pending.BUFFER] == after
+
+
+def test_groups_for_messages() -> None:
+    assert pending.group_text(pending.DEFAULT_GROUP, [0, 1]) == "all ranks"
+    assert pending.group_text("undefined", [4, 5]) == "a group (ranks 4, 5)"
+    assert pending.group_text("DP", list(range(20))) == "DP (ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (20 ranks))"

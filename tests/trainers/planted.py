@@ -1,0 +1,55 @@
+"""Runs of `megaswift sft` with a fault planted in one rank, by a module that Python imports at its start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.sources import ROOT
+from tests.trainers.inputs import write_inputs
+
+STARTER = """\
+import os, sys
+from importlib.abc import MetaPathFinder
+
+class WhenTrainingIsImported(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "megaswift.trainers.session":
+            sys.meta_path.remove(self)
+            import planted_fault
+
+if os.environ.get("RANK", "0") == os.environ["FAULTY_RANK"]:
+    sys.meta_path.insert(0, WhenTrainingIsImported())
+"""
+BACKWARD = """\
+from torch import autograd
+run, calls = autograd.graph._engine_run_backward, []
+
+def planted(*values, **options):
+    calls.append(1)
+    fault(len(calls))
+    return run(*values, **options)
+
+autograd.graph._engine_run_backward = autograd._engine_run_backward = planted
+"""
+"""Calls `fault(n)` before the n-th backward pass, whatever the engine."""
+
+
+def run_with_fault(
+    folder: Path, rank: int, fault: str, options: str, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Six steps of eight rows each on a tiny model, its output in `folder`/out; `fault` is a module's code."""
+    (folder / "sitecustomize.py").write_text(STARTER)
+    (folder / "planted_fault.py").write_text(fault)
+    words = [*write_inputs(folder), "--train_type", "full", "--output_dir", str(folder / "out"), "--logging_steps", "1"]
+    words += [
+        "--global_batch_size",
+        "8",
+        *([] if "max_steps" in options else ["--max_steps", "6"]),
+        *(word.replace("\0", " ") for word in options.split()),
+    ]
+    own = {"PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1", "FAULTY_RANK": str(rank), **environ}
+    command = [sys.executable, "-m", "megaswift", "sft", *words]
+    return subprocess.run(command, env=os.environ | own, cwd=folder, capture_output=True, text=True, timeout=240)

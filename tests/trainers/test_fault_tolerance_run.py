@@ -1,0 +1,129 @@
+"""Whole runs with planted faults: out of memory, replicas that differ, a GPU with errors, notice of preemption.
+
+Covers: trainers/fault_tolerance_hooks.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.trainers.planted import BACKWARD, run_with_fault
+
+OUT_OF_MEMORY = (
+    BACKWARD
+    + """
+import torch
+from megaswift.data import loader
+
+def fault(number):
+    if number == 3 and "MEGASWIFT_RESTARTS" not in os.environ:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB (planted)")
+
+import os
+"""
+)
+FLIPPED = """\
+import torch
+from megaswift.trainers.loop import Loop
+
+emit = Loop.emit
+
+def planted(self, event, *values):
+    if event == "on_step" and self.step == 3:
+        chunks = getattr(self.engine, "plain", None) or [self.engine.fields.model]
+        weight = max(chunks[0].parameters(), key=lambda p: p.numel()).data
+        weight.view(torch.int32).view(-1)[5] ^= 1 << 12
+    emit(self, event, *values)
+
+Loop.emit = planted
+"""
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "options", ["", pytest.param("--nproc_per_node 2", marks=pytest.mark.slow)], ids=["alone", "two processes"]
+)
+def test_out_of_memory_is_retried_once(options: str, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir(), (tmp_path / "faulty").mkdir()
+    whole = run_with_fault(tmp_path / "whole", 9, "", options)
+    done = run_with_fault(tmp_path / "faulty", int(bool(options)), OUT_OF_MEMORY, f"{options} --save_steps 1")
+    assert whole.returncode == 0 and done.returncode == 0, done.stderr
+    assert "out of memory, starting again with a smaller micro-batch" in done.stderr
+    assert "--per_device_train_batch_size 2 in place of 4" in done.stderr
+    assert losses(tmp_path / "faulty") == pytest.approx(losses(tmp_path / "whole"), rel=2e-5)
+
+
+@pytest.mark.process
+def test_not_twice_and_not_unasked(tmp_path: Path) -> None:
+    always = OUT_OF_MEMORY.replace(' and "MEGASWIFT_RESTARTS" not in os.environ', "")
+    (tmp_path / "twice").mkdir(), (tmp_path / "off").mkdir()
+    twice = run_with_fault(tmp_path / "twice", 0, always, "")
+    assert twice.returncode == 2 and twice.stderr.count("starting again") == 1, twice.stderr
+    assert "in this order" in twice.stderr
+    off = run_with_fault(tmp_path / "off", 0, always, "--oom_retry false")
+    assert off.returncode == 2 and "starting again" not in off.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--nproc_per_node 2",
+        pytest.param("--engine ddp --nproc_per_node 2", marks=pytest.mark.slow),
+        pytest.param("--engine zero2 --nproc_per_node 2", marks=pytest.mark.slow),
+    ],
+    ids=["native", "ddp", "zero2"],
+)
+def test_a_flipped_bit_is_found_before_it_is_saved(options: str, tmp_path: Path) -> None:
+    done = run_with_fault(tmp_path, 1, FLIPPED, f"{options} --check_replicas_interval 6 --save_steps 3")
+    assert done.returncode == 1, done.stderr
+    assert "data-parallel replicas hold different weights" in done.stderr and "step 3: rank 1 (" in done.stderr
+    assert not list((tmp_path / "out/checkpoints").glob("step-*"))
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    ["--nproc_per_node 2 --overlap_param_gather true --overlap_grad_reduce true", "--engine ddp --nproc_per_node 2"],
+    ids=["native", "ddp"],
+)
+def test_equal_replicas_train_on(options: str, tmp_path: Path) -> None:
+    done = run_with_fault(tmp_path, 9, "", f"{options} --check_replicas_interval 1")
+    assert done.returncode == 0 and len(losses(tmp_path)) == 6, done.stderr
+
+
+@pytest.mark.process
+def test_a_gpu_with_errors_ends_the_run_without_a_checkpoint(tmp_path: Path) -> None:
+    tool = tmp_path / "bin/nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(
+        '#!/bin/sh\n[ -s "$(dirname "$0")/../out/metrics.jsonl" ] && echo "2, No, Not Active" || echo "0, No, Active"\n'
+    )
+    tool.chmod(0o755)
+    import os
+
+    path = f"{tool.parent}:{os.environ['PATH']}"
+    done = run_with_fault(
+        tmp_path, 9, "", "--gpu_health_interval 2 --save_steps 3 --nproc_per_node 1 --max_restarts 2", PATH=path
+    )
+    assert done.returncode == 4, done.stderr
+    assert "a GPU reports hardware errors" in done.stderr and "2 uncorrectable ECC errors, at step 2" in done.stderr
+    assert not list((tmp_path / "out/checkpoints").glob("step-*"))
+
+
+@pytest.mark.process
+def test_a_notice_of_preemption_saves_and_ends(tmp_path: Path) -> None:
+    options = "--max_steps 4000 --preemption_interval 0.2 --preemption_command"
+    words = f"{options} test\\ -e\\ {tmp_path}/out/metrics.jsonl"
+    done = run_with_fault(tmp_path, 9, "", words.replace("\\ ", "\0"))
+    assert done.returncode == 128 + 15, done.stderr
+    assert "this machine will be taken away" in done.stderr
+    assert len(list((tmp_path / "out/checkpoints").glob("step-*"))) == 1
