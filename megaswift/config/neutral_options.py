@@ -85,7 +85,6 @@ FSDP_SETTLED = {
 
 NEUTRAL: dict[str, NeutralOption] = {
     # data
-    "load_from_cache_file": NeutralOption(EITHER, "cached rows are found by content and never stale"),
     "lazy_tokenize": NeutralOption(EITHER, "rows are tokenized before training; --streaming true reads on demand"),
     "padding_free": NeutralOption(
         EITHER, "padding never changes the loss; --packing true packs short samples into full rows"
@@ -103,7 +102,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     "dataset_train_split": NeutralOption(
         ("train",), "the split train of a data set is read", "--dataset FILE, with the rows of that split"
     ),
-    "overwrite_cache": NeutralOption(EITHER, "cached rows are found by content and never stale"),
     # the loss and the kernels
     "calculate_per_token_loss": _PER_TOKEN,
     "average_tokens_across_devices": _PER_TOKEN,
@@ -163,6 +161,7 @@ NEUTRAL: dict[str, NeutralOption] = {
     "ddp_bucket_cap_mb": NeutralOption(ANY, "the engine sets the bucket size"),
     "ddp_broadcast_buffers": NeutralOption(EITHER, "all ranks load the same buffers"),
     "distributed": NeutralOption(ON, "the launcher starts --nproc_per_node processes", "--nproc_per_node 1"),
+    **{name: NeutralOption(OFF, "--torch_dtype sets the precision") for name in ("fp16", "fp32")},
     "fp16_opt_level": NeutralOption(ANY, "--torch_dtype sets the precision"),
     "half_precision_backend": NeutralOption(
         ("auto", "amp", "cuda_amp", "cpu_amp"),
@@ -186,9 +185,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     # evaluation, logs, checkpoints
     "save_safetensors": _SAFETENSORS,
     "safe_serialization": _SAFETENSORS,
-    "no_save_rng": NeutralOption(
-        EITHER, "--save_only_model leaves random states out; others need these few kilobytes to resume exactly"
-    ),
     "async_save": NeutralOption(OFF, "checkpoints are written before the next step", "leave it out"),
     "save_on_each_node": NeutralOption(OFF, "all nodes write to one shared folder", "leave it out"),
     "eval_on_start": NeutralOption(OFF, "evaluation begins after --eval_steps steps", "--eval_steps N"),

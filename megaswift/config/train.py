@@ -135,6 +135,7 @@ class TrainConfig:
     save_only_model: bool = option(
         False, "Checkpoints hold the weights alone, without optimizer and random states", aliases=("no_save_optim",)
     )
+    save_rng: bool = option(True, "Save random states in checkpoints; false: a resumed run draws other ones")
     exit_interval: int | None = option(
         None,
         "Save and end the run after steps divisible by this; unset: at the last step",

@@ -16,7 +16,7 @@ from megaswift.config.deepspeed_json import deepspeed_json_text, read_deepspeed_
 from megaswift.config.engine import ZERO
 from megaswift.config.fsdp_spellings import translated_fsdp_options
 from megaswift.config.megatron_architecture_options import with_collected_architecture
-from megaswift.config.neutral_options import neutral_option
+from megaswift.config.neutral_options import NEUTRAL, neutral_option
 from megaswift.config.non_lora_peft_methods import VARIANTS
 from megaswift.config.option_sources import GivenOptionValue
 from megaswift.config.parse_option_values import FALSE, TRUE
@@ -125,6 +125,10 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     ("mixed_precision", "false"): ("torch_dtype", "float32"),
     ("bf16", "false"): ("torch_dtype", "float32"),
     ("save_safetensors", "false"): ("export_hf", False),
+    ("no_save_rng", "true"): ("save_rng", False),
+    ("no_save_rng", "false"): ("save_rng", True),
+    ("overwrite_cache", "true"): ("use_dataset_cache", False),
+    ("overwrite_cache", "false"): ("use_dataset_cache", True),
     ("train_sampling_strategy", "group_by_length"): ("group_by_length", True),
     ("train_sampling_strategy", "random"): ("shuffle", True),
     ("train_sampling_strategy", "sequential"): ("shuffle", False),
@@ -169,14 +173,21 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
     givens = list(translated_fsdp_options(givens))
     givens = list(with_collected_architecture(givens))
     values = {given.name: _text(given) for given in givens}
-    unused, batches = _unused_names(values), {NAMES.get(name): text for name, text in values.items()}
+    unused, off, batches = (
+        _unused_names(values),
+        _unused_precisions(values),
+        {NAMES.get(name): text for name, text in values.items()},
+    )
     for given in givens:
         text = values[given.name]
         flag = "true" if text in TRUE else "false" if text in FALSE else text
         meaning = VALUES.get((given.name, text)) or VALUES.get((given.name, flag))
         if given.name in unused or (given.name in SWITCHES and flag in ("false", "none")):
             continue
-        if given.name == _RESUME and flag in ("true", "false"):  # transformers: the newest of output_dir, or none
+        if given.name in off:  # a notice names it
+            if given.name in NEUTRAL:
+                yield given
+        elif given.name == _RESUME and flag in ("true", "false"):  # transformers: the newest of output_dir, or none
             yield replace(given, value="latest" if flag == "true" else None)
         elif NAMES.get(given.name) in INTERVALS and text in FALSE:  # YAML reads `no` as false
             yield replace(given, value="no")
@@ -293,9 +304,14 @@ def _unused_names(values: dict[str, str]) -> set[str]:
         unused |= {name for name, text in values.items() if NAMES.get(name) == "engine" and text == "deepspeed"}
     if _precision(values.get("lora_dtype")) == _precision(named.get("torch_dtype")):
         unused.add("lora_dtype")
+    return unused
+
+
+def _unused_precisions(values: dict[str, str]) -> set[str]:
+    """Precisions that are switched off; `bf16 false` without another precision is float32."""
     off = {name for name in PRECISIONS if values.get(name) in FALSE}
     chosen = any(NAMES.get(n) == "torch_dtype" or (n in PRECISIONS and n not in off) for n in values)
-    return unused | (off if chosen else off - {"bf16"})
+    return off if chosen else off - {"bf16"}
 
 
 def _names_datasets(values: Iterable[str]) -> bool:

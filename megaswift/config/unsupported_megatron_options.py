@@ -201,7 +201,7 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     ("dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient", EITHER, _RESHARD, ""),
     ("dist_ckpt_save_pre_mcore_014 ckpt_convert_update_legacy_dist_opt_format", OFF, _CHECKPOINT, LEAVE),
     ("dist_ckpt_strictness ckpt_load_validate_sharding_integrity", ANY, "a checkpoint must fit the model exactly", ""),
-    ("save_optim save_rng save_tokenizer_assets", ON, "checkpoints contain all that a run needs",
+    ("save_optim save_tokenizer_assets", ON, "checkpoints contain all that a run needs",
      "--save_only_model true"),
     ("load_optim load_rng", ON, "a resumed run continues exactly", "--model DIR starts from its weights"),
     ("load_main_params_from_ckpt", OFF, "a resumed run continues exactly", LEAVE),

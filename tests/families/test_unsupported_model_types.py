@@ -79,9 +79,7 @@ def test_models_that_hear(name: str, words: list[str], tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_whether_transformers_has_a_class(
-    config: dict[str, Any], words: list[str], text: str, tmp_path: Path
-) -> None:
+def test_whether_transformers_has_a_class(config: dict[str, Any], words: list[str], text: str, tmp_path: Path) -> None:
     found = mistakes(config, tmp_path, *words)
     assert text in found[0] if text else not found
     assert not any("--engine auto" in line for line in found)
