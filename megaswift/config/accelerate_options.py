@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD, NOTHING_WRAPPED
+from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD, NOTHING_WRAPPED, PREFETCH_SPELLINGS
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.sections import Sections
@@ -31,21 +31,14 @@ _WITHOUT_EFFECT = {
     ),
     "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", ("auto", "none"), "--max_grad_norm"),
     "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "--torch_compile"),
-    "FSDP_MIN_NUM_PARAMS": (
-        "fsdp_min_num_params",
-        ("0", "100000000"),
-        "--fsdp_transformer_layer_cls_to_wrap",
-    ),
     "FSDP_AUTO_WRAP_POLICY": (
         "fsdp_auto_wrap_policy",
-        ("transformer_based_wrap",),
+        ("transformer_based_wrap", "size_based_wrap"),
         "--fsdp_transformer_layer_cls_to_wrap",
     ),
     "FSDP_STATE_DICT_TYPE": ("fsdp_state_dict_type", ("full_state_dict",), "the format of checkpoints, full tensors,"),
     "FSDP_USE_ORIG_PARAMS": ("fsdp_use_orig_params", ("true",), "torch's FSDP2"),
     "FSDP_CPU_RAM_EFFICIENT_LOADING": ("fsdp_cpu_ram_efficient_loading", ("true",), "loading shard by shard"),
-    "FSDP_BACKWARD_PREFETCH": ("fsdp_backward_prefetch", ("backward_pre", "none", "no_prefetch"), "torch's FSDP2"),
-    "FSDP_FORWARD_PREFETCH": ("fsdp_forward_prefetch", ("false",), "torch's FSDP2"),
 }
 """Variable: accelerate's name for it, values that say nothing, and what decides it here."""
 
@@ -163,8 +156,23 @@ def _fsdp(environ: Mapping[str, str]) -> Iterator[GivenOptionValue]:
             classes.split(","),
             f"accelerate's fsdp_transformer_layer_cls_to_wrap {classes}",
         )
+    if _sharding(environ) != NO_SHARD:
+        yield from _units_and_prefetch(environ)
     if _on(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
         yield GivenOptionValue("recompute_granularity", "full", "accelerate's fsdp_activation_checkpointing")
+
+
+def _units_and_prefetch(environ: Mapping[str, str]) -> Iterator[GivenOptionValue]:
+    """FSDP's settings of speed and memory, where they are not what is so anyway."""
+    if _value(environ, "FSDP_AUTO_WRAP_POLICY") == "size_based_wrap":
+        size = int(environ.get("FSDP_MIN_NUM_PARAMS", "100000000"))
+        yield GivenOptionValue("fsdp_min_num_params", size, f"accelerate's fsdp_min_num_params {size}")
+    before = _value(environ, "FSDP_BACKWARD_PREFETCH")
+    if before != "backward_pre" and "FSDP_BACKWARD_PREFETCH" in environ:
+        label = f"accelerate's fsdp_backward_prefetch {before}"
+        yield GivenOptionValue("fsdp_backward_prefetch", PREFETCH_SPELLINGS.get(before, before), label)
+    if _on(environ, "FSDP_FORWARD_PREFETCH"):
+        yield GivenOptionValue("fsdp_forward_prefetch", True, "accelerate's fsdp_forward_prefetch true")
 
 
 def _sharding(environ: Mapping[str, str]) -> str:

@@ -71,11 +71,9 @@ _ATOMIC = "`atomic_gemm: true` in the file of --tp_comm_overlap_cfg"
 
 FSDP_SETTLED = {
     "use_orig_params": "FSDP2 always keeps the original parameters",
-    "limit_all_gathers": "FSDP2 always limits all-gathers",
-    "backward_prefetch": "FSDP2 always prefetches the next layer",
-    "forward_prefetch": "FSDP2 always prefetches the next layer",
-    "min_num_params": "the decoder layers, or --fsdp_transformer_layer_cls_to_wrap, are the units of FSDP2",
-    "auto_wrap_policy": "the decoder layers, or --fsdp_transformer_layer_cls_to_wrap, are the units of FSDP2",
+    "limit_all_gathers": "FSDP2 always limits all-gathers, without stopping the CPU",
+    "auto_wrap_policy": "the decoder layers are the units, or --fsdp_transformer_layer_cls_to_wrap, or "
+    "--fsdp_min_num_params",
     "sync_module_states": "every rank loads only its shard of the weights",
     "cpu_ram_efficient_loading": "every rank loads only its shard of the weights",
     "state_dict_type": "checkpoints contain full tensors, from which any number of processes can resume",

@@ -51,8 +51,8 @@ def is_cache_builder_process() -> bool:
 
 
 def launch_identity() -> str:
-    """What the processes that a launcher has started on this machine have in common, and no other launch: the launcher's
-    process and when it started, its run and port. Of a run without a launcher: the process itself."""
+    """What the processes that a launcher has started on this machine have in common, and no other launch has: the
+    launcher's process and when it started, its run and port. Of a run without a launcher: the process itself."""
     process = os.getppid() if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 else os.getpid()
     try:
         started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): field 22

@@ -1,5 +1,5 @@
-"""The model spec for a task: of a family, or of any transformers model that has the class that a torch engine loads; with
-a scalar head for reward models."""
+"""The model spec for a task: of a family, or of any transformers model that has the class that a torch engine loads;
+with a scalar head for reward models."""
 
 from __future__ import annotations
 
