@@ -36,10 +36,10 @@ SEVERAL_MACHINES = (
     "every machine gets a command of its own, with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set, or --nnodes, "
     "--node_rank, --master_addr and --master_port"
 )
+HOSTFILE = "deepspeed_hostfile"
 DEEPSPEED_SETTLED = {
     "zero3_init_flag": "models are always loaded shard by shard",
     "zero3_save_16bit_model": "exports contain whole tensors",
-    "deepspeed_hostfile": SEVERAL_MACHINES,
     "deepspeed_multinode_launcher": SEVERAL_MACHINES,
     "deepspeed_inclusion_filter": "CUDA_VISIBLE_DEVICES selects devices",
     "deepspeed_exclusion_filter": "CUDA_VISIBLE_DEVICES selects devices",
@@ -98,6 +98,9 @@ def source_from_accelerate_file(given: GivenOptionValue) -> ConfigSource:
     problems = [*_refused(content, kind, label), *_unknown(content, sections["deepspeed"], label), *settings.problems]
     givens = [replace(g, label=f"{label}: {g.label}", spelling=f"{label}: {g.label}") for g in settings.givens]
     givens += [GivenOptionValue(n, v, f"{label}: {k}: {v}", f"{label}: {k}:") for k, n, v in _launch(content)]
+    if kind == "DEEPSPEED" and _text(sections["deepspeed"].get(HOSTFILE)).lower() not in map(str, _NOTHING):
+        file = str(sections["deepspeed"][HOSTFILE])
+        givens.append(GivenOptionValue(HOSTFILE, file, f"{label}: {HOSTFILE}: {file}", f"{label}: {HOSTFILE}:"))
     if kind == "FSDP":
         fsdp = sections["fsdp"] or {"fsdp_version": 2}
         givens.append(
@@ -179,8 +182,8 @@ def _unknown(content: Mapping[str, Any], deepspeed: Mapping[str, Any], label: st
         elif name.startswith("tpu_") and value is True:
             yield Problem(f"{label}: {name}: true", "TPUs are not supported", f"{name}: false")
     for name in deepspeed:
-        if name not in DEEPSPEED and name not in DEEPSPEED_SETTLED:
-            fix = did_you_mean_hint(name, [*DEEPSPEED, *DEEPSPEED_SETTLED]) or "leave it out"
+        if name not in (*DEEPSPEED, *DEEPSPEED_SETTLED, HOSTFILE):
+            fix = did_you_mean_hint(name, [*DEEPSPEED, *DEEPSPEED_SETTLED, HOSTFILE]) or "leave it out"
             yield Problem(f"{label}: deepspeed_config: {name}", "would be ignored: megaswift does not read it", fix)
 
 

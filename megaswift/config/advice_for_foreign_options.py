@@ -37,13 +37,7 @@ _EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: run an evaluation ha
 _FUSED = _GONE + "fused kernels are selected by device and --transformer_impl"
 _STEPS = "--eval_steps N or --save_steps N; unset: only at the end"
 
-_MACHINES = (
-    "one command on every machine: NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST MASTER_PORT=29500 NPROC_PER_NODE=8 "
-    "megaswift ..., with NODE_RANK 0, 1, ... and the host of rank 0"
-)
-
 NAMES_ELSEWHERE: dict[str, str] = {
-    "hostfile": _MACHINES,
     # models and precision
     "tokenizer": _GONE + "the tokenizer is loaded from the model folder (--model DIR)",
     "tokenizer_name_or_path": _GONE + "the tokenizer is loaded from the model folder (--model DIR)",
@@ -157,6 +151,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "data_parallel_sharding_strategy": "--fsdp full_shard or shard_grad_op",
     "use_orig_params": _GONE + "FSDP2 always keeps the original parameters",
     "use_ray": "--launcher ray",
+    "host": _GONE + "it is an option of megaswift deploy",
     "moe_enable_deepep": "--moe_token_dispatcher_type flex",
     # evaluation, logs, checkpoints
     "eval_limit": "--eval_iters",

@@ -156,11 +156,12 @@ def _processes(
         run.ask(f"--include {include}", SEVERAL, ON_EACH)
     for name in HOSTS:
         if file := str(settings.pop(name, "") or ""):
-            run.ask(f"--{name} {file}", SEVERAL, ON_EACH)
+            run.hostfile = file
+            run.ask(f"--{name} {file}", SEVERAL, "type the command on each of them: it finds its rank in the file")
     if ids := str(settings.pop("gpu_ids", "") or ""):
         run.environment.setdefault("CUDA_VISIBLE_DEVICES", ids) if ids != "all" else None
     each_text = launch.get("nproc_per_node", ExpandedWord("")).text
-    unknown = command.launcher in ("accelerate", "deepspeed") and not each_text
+    unknown = command.launcher in ("accelerate", "deepspeed") and not each_text and not run.hostfile
     if unknown or (each_text and not re.fullmatch(r"[1-9]\d{0,5}", each_text)):
         visible = run.environment.get("CUDA_VISIBLE_DEVICES", "")
         if unknown and re.fullmatch(r"\d+(,\d+)*", visible):
@@ -231,7 +232,8 @@ def launch_words(run: MigratedRun) -> list[str]:
 
 def command_line(run: MigratedRun, file: str) -> str:
     """What to type."""
-    return " ".join([*launch_words(run), "megaswift", run.task or "TASK", _shell_word(file)])
+    hosts = ["--hostfile", _shell_word(run.hostfile, VARIABLE.findall(run.hostfile))] if run.hostfile else []
+    return " ".join([*launch_words(run), "megaswift", run.task or "TASK", _shell_word(file), *hosts])
 
 
 def _shell_word(value: str, variables: Sequence[str] = ()) -> str:

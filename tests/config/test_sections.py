@@ -57,6 +57,8 @@ def other_value(name: str) -> object:
         return "80GiB"
     if name == "fsdp_config":
         return str(Path(__file__).resolve().parents[2] / "configs" / "fsdp" / "fsdp2.json")
+    if name == "hostfile":
+        return str(Path(__file__).with_name("one_host.txt"))
     if name in ("initial_loss_scale", "min_loss_scale"):
         return 2.0
     if o.kind == "bool":

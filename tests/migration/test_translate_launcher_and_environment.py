@@ -204,4 +204,7 @@ def test_a_number_of_machines_that_a_condition_changes(prefix: str, tmp_path: Pa
 
 def test_a_hostfile(tmp_path: Path) -> None:
     run = translated(f"deepspeed --hostfile hosts --num_gpus 4 swift/cli/sft.py {WORDS[9:]}", tmp_path)
-    assert any(line.startswith("--hostfile hosts: names several machines; start the command") for line in run.open)
+    assert any(line.startswith("--hostfile hosts: names several machines; type the command") for line in run.open)
+    assert command_line(run, "run.yaml") == "NPROC_PER_NODE=4 megaswift sft run.yaml --hostfile hosts"
+    run = translated(f"deepspeed --hostfile $HOSTS swift/cli/sft.py {WORDS[9:]}", tmp_path)
+    assert command_line(run, "run.yaml") == 'megaswift sft run.yaml --hostfile "$HOSTS"'
