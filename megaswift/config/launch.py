@@ -23,7 +23,7 @@ class LaunchConfig:
     )
     hostfile: str | None = option(
         None,
-        "Hosts of the run, `host slots=8` on each line: sets the nodes and their processes",
+        "Hosts of the run, lines like `node0 slots=8`: sets nodes and processes",
         aliases=("deepspeed_hostfile",),
         metavar="FILE",
     )

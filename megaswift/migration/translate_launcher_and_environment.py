@@ -53,7 +53,7 @@ TAKEN = frozenset({
 HOSTS = ("hostfile", "deepspeed_hostfile")
 SEVERAL, ON_EACH = "names several machines", "start the command on each: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT"
 SILENT = ("", "none", "no", "false", "[]", "{}")
-OF_ACCELERATE = ("use_megatron_lm", "megatron_lm_config", "dynamo_backend")
+OF_ACCELERATE = ("use_megatron_lm", "use_parallelism_config", "dynamo_backend")
 VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 
 
@@ -216,6 +216,7 @@ def _accelerate_source(run: MigratedRun, settings: dict[str, Any]) -> ConfigSour
     for problem in source.problems:
         run.ask_problem(problem)
     used = ("mixed_precision", "zero_stage", "offload_", "deepspeed_config_file", "fsdp_", "gradient_", "deepspeed_moe")
+    used += ("megatron_lm_", "parallelism_config")
     for name in [n for n in settings if n.startswith(used) or n in OF_ACCELERATE]:
         settings.pop(name)
     if str(settings.pop("cpu", "")).lower() in TRUE:

@@ -167,8 +167,11 @@ def test_the_run_s_own_options_go_over_it(tmp_path: Path) -> None:
         ({"num_processes": 5, "num_machines": 2, "main_process_ip": "h"}, ("num_processes: 5", "num_processes: 4")),
         ({"tpu_use_cluster": True}, ("TPUs are not supported",)),
         ({"num_process": 3}, ("num_process: 3", "did you mean num_processes?")),
-        ({"distributed_type": "MEGATRON_LM"}, ("--tp and --pp",)),
-        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, ("parallelism_config", "--tp and --cp")),
+        (
+            {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp": 2}},
+            ("megatron_lm_config: megatron_lm_tp", "would be ignored"),
+        ),
+        ({"parallelism_config": {"parallelism_config_ep_size": 2}}, ("parallelism_config_ep_size", "would be ignored")),
         ({"mixed_precision": "fp8"}, ("--fp8_format hybrid",)),
         ({**ZERO, "deepspeed_config": {"zero_stag": 3}}, ("zero_stag", "did you mean zero_stage?")),
         (

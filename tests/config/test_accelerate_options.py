@@ -99,8 +99,6 @@ def test_the_run_s_own_options_go_over_them() -> None:
 @pytest.mark.parametrize(
     "added, part",
     [
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "--use_megatron_lm"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed_precision fp8"),
         ({"FSDP_IGNORED_MODULES": "a"}, "fsdp_ignored_modules"),
         (ZERO2 | {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme"}, "offload_optimizer_nvme_path"),

@@ -147,8 +147,11 @@ def test_settings_of_accelerate(tmp_path: Path) -> None:
     )
     run = translated(f"accelerate launch --config_file none.yaml {WORDS}", tmp_path)
     assert any(line.startswith("--config_file none.yaml: no such file") for line in run.open)
-    run = translated(f"accelerate launch --num_processes 2 --use_megatron_lm {WORDS}", tmp_path)
-    assert any("use_megatron_lm" in line for line in run.open)
+    megatron = "--use_megatron_lm --megatron_lm_tp_degree 2 --megatron_lm_pp_degree 1"
+    run = translated(f"accelerate launch --num_processes 2 {megatron} {WORDS}", tmp_path)
+    c = loaded(run, tmp_path)
+    assert (c.value("engine"), c.value("tensor_parallel_size")) == ("megatron", 2)
+    assert not any("megatron_lm" in line for line in [*run.open, *run.left_out])
 
 
 @pytest.mark.parametrize("text", [ZERO, FSDP])
