@@ -70,6 +70,22 @@ def _epochs_of_a_stream(does: str) -> Test:
 
 EVALUATION_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
+        "eval_on_start",
+        (*_DATA, "eval_strategy"),
+        lambda c: not evaluates(c),
+        _NO_DATA,
+        _DATA_FIX,
+        notice=True,
+    ),
+    IgnoredOption(
+        "ignore_data_skip",
+        ("resume_from_checkpoint",),
+        lambda c: c.train.resume_from_checkpoint is None,
+        "no run is resumed",
+        "--resume_from_checkpoint latest",
+        notice=True,
+    ),
+    IgnoredOption(
         "eval_strategy",
         _DATA,
         lambda c: not c.data.val_dataset and not c.data.split_dataset_ratio,
@@ -128,7 +144,7 @@ EVALUATION_IGNORED: tuple[IgnoredOption, ...] = (
             (None, False, "end"),
             notice=True,
         )
-        for name in ("hub_model_id", "hub_token", "hub_private_repo", "hub_strategy")
+        for name in ("hub_model_id", "hub_token", "hub_private_repo", "hub_strategy", "hub_revision")
     ),
     IgnoredOption(
         "load_best_model_at_end",
@@ -213,6 +229,12 @@ EVALUATION_CLASHES: tuple[ConflictingOptions, ...] = (
             and not c.train.save_only_model
         ),
         "every_save uploads checkpoints that are Hugging Face folders",
-        "--save_only_model true, or --hub_strategy end",
+        "--save_only_model true, --hub_strategy checkpoint, or --hub_strategy end",
+    ),
+    ConflictingOptions(
+        ("hub_revision", "use_hf"),
+        lambda c: c.train.hub_revision is not None and not c.model.use_hf,
+        "names a branch of Hugging Face's hub; ModelScope gets the default branch",
+        "leave it out",
     ),
 )

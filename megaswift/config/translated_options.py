@@ -144,8 +144,9 @@ SCHEDULER_ARGUMENTS = {
     "min_lr": "min_lr",
     "min_lr_rate": "min_lr_ratio",
     "min_lr_ratio": "min_lr_ratio",
-    "warmup_lr_rate": "warmup_lr_rate",
+    "warmup_lr_rate": "lr_warmup_init_ratio",
     "num_decay_steps": "wsd_decay_steps",
+    "num_stable_steps": "wsd_stable_steps",
     "decay_type": "wsd_decay_style",
     "warmup_type": "warmup_type",
 }
@@ -220,6 +221,8 @@ def _section_options(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
         yield from _deepspeed_section(given, given.value)
     elif given.name == "lr_scheduler_kwargs" and (kwargs := _json_object(given.value)) is not None:
         yield from (_schedule_option(given, *entry) for entry in kwargs.items() if entry not in SCHEDULER_DEFAULTS)
+        if kwargs.get("min_lr_ratio") is not None:  # of warmup_stable_decay: its warmup begins there
+            yield replace(_schedule_option(given, "warmup_lr_rate", kwargs["min_lr_ratio"]), label=given.label)
     elif given.name == "dataloader" and isinstance(given.value, dict):
         yield from (_dataloader_option(given, name, value) for name, value in given.value.items())
     else:

@@ -248,7 +248,9 @@ class RunBuilder:
         """In the order of their work within a step: lines first, the checkpoint last."""
         train, outputs, task = self.cfg.train, self.outputs, self.task
         hooks: list[Hook] = [
-            MetricsJsonlHook(outputs.metrics, train.logging_steps, self.speed(engine), task.count),
+            MetricsJsonlHook(
+                outputs.metrics, train.logging_steps, self.speed(engine), task.count, train.logging_first_step
+            ),
             SkippedStepAndLossSpikeMonitor(),
             Progress(),
         ]
@@ -260,7 +262,7 @@ class RunBuilder:
             limit = None if train.eval_iters is None else train.eval_iters * size
             every = interval_of(train.eval_strategy, train.eval_steps)
             batches = partial(evaluation.eval_batches, limit)
-            hooks.append(EvaluationHook(outputs.evaluation, batches, every, task.count))
+            hooks.append(EvaluationHook(outputs.evaluation, batches, every, task.count, train.eval_on_start))
         if (best := best_model_hook(self.cfg, outputs.store.root)) is not None:
             hooks.append(best)
         facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}

@@ -17,6 +17,8 @@ from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 VAL = "--val_dataset v --eval_steps 5"
 IDLE = [
+    ("--eval_on_start", f"--eval_on_start {VAL}"),
+    ("--ignore_data_skip", "--ignore_data_skip --resume_from_checkpoint latest"),
     ("--eval_strategy epoch", "--eval_strategy epoch --val_dataset v"),
     ("--eval_strategy steps --val_dataset v", f"--eval_strategy steps {VAL}"),
     ("--save_strategy steps", "--save_strategy steps --save_steps 5"),
@@ -32,6 +34,7 @@ IDLE = [
     ("--hub_token t", "--hub_token t --push_to_hub"),
     ("--hub_private_repo", "--hub_private_repo --push_to_hub"),
     ("--hub_strategy every_save", "--hub_strategy every_save --push_to_hub --save_only_model"),
+    ("--hub_revision trial", "--hub_revision trial --push_to_hub"),
     (
         f"--load_best_model_at_end {VAL} --save_steps 5 --export_hf false",
         f"--load_best_model_at_end {VAL} --save_steps 5",
@@ -58,6 +61,7 @@ CLASHING = [
     ("push_to_hub", "--push_to_hub --train_type lora --init_weights pissa"),
     ("push_to_hub", "--push_to_hub --train_type lora --new_special_tokens <t>"),
     ("hub_strategy", "--hub_strategy every_save --push_to_hub"),
+    ("hub_revision", "--hub_revision trial --push_to_hub --use_hf false"),
 ]
 
 

@@ -31,7 +31,7 @@ from megaswift.rollout.write_weight_sync_folders import SyncRounds
 from megaswift.trainers.batch_transforms import ReferenceLogprobs
 from megaswift.trainers.flops import step_flop_formula
 from megaswift.trainers.hook import Hook
-from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at
+from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at, weight_decay_at
 from megaswift.trainers.loop import Loop, unchanged
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
 from megaswift.trainers.rl.build_sampler import build_sampler, samples_on_every_rank, sampling_params_of, sync_folder
@@ -209,6 +209,7 @@ def build_rollout_loop(session: TrainingSession) -> LoopWithRunSummary:
         rollouts.mark,
         {} if critic is None else {CRITIC: critic.engine},
         seconds=session.seconds,
+        weight_decay=lambda step: weight_decay_at(step, loop.total_steps, cfg.optim),
     )
 
     def facts() -> SummaryFacts:
