@@ -223,9 +223,6 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("advantage_estimator", "reinforce++_baseline"): "--advantage_estimator reinforce_plus_plus",
     ("loss_type", "fipo"): "--loss_type grpo: FIPO is not supported",
     ("loss_type", "real"): "--loss_type grpo: REAL is not supported",
-    ("lr_scheduler_type", "reduce_lr_on_plateau"): (
-        "--lr_scheduler_type linear: the learning rate depends on the step only, not on evaluations"
-    ),
     ("lr_scheduler_type", "greedy"): (
         "--lr_scheduler_type linear: the learning rate depends on the step only, not on the loss"
     ),

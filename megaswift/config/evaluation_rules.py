@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from megaswift.config.adapter_rules import adapter_init_changes_base_weights
 from megaswift.config.data import RL
+from megaswift.config.optim import PLATEAU
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
 
 REWARD, LOSS = "reward", "loss"
 _DATA = ("val_dataset", "split_dataset_ratio")
-_BEST = ("load_best_model_at_end", "save_strategy", "early_stopping_patience")
+_BEST = ("load_best_model_at_end", "save_strategy", "early_stopping_patience", "lr_scheduler_type")
 _NO_DATA = "needs evaluation data"
 _DATA_FIX = "--val_dataset FILE or --split_dataset_ratio 0.01"
 
@@ -120,7 +121,7 @@ EVALUATION_IGNORED: tuple[IgnoredOption, ...] = (
         IgnoredOption(
             name,
             _BEST,
-            lambda c: not compares_evaluations(c),
+            lambda c: not compares_evaluations(c) and c.optim.lr_scheduler_type != PLATEAU,
             "nothing depends on the best evaluation",
             "--load_best_model_at_end true",
             notice=True,
@@ -188,6 +189,12 @@ EVALUATION_CLASHES: tuple[ConflictingOptions, ...] = (
         ("early_stopping_patience", *_DATA, "eval_strategy", "eval_steps"),
         lambda c: c.train.early_stopping_patience is not None and not (evaluates(c) and _evaluates_while_training(c)),
         "counts evaluations, so the run must evaluate: evaluation data and an interval",
+        "--val_dataset FILE --eval_strategy steps --eval_steps 100",
+    ),
+    ConflictingOptions(
+        ("lr_scheduler_type", *_DATA, "eval_strategy", "eval_steps"),
+        lambda c: c.optim.lr_scheduler_type == PLATEAU and not (evaluates(c) and _evaluates_while_training(c)),
+        "follows evaluations, so the run must evaluate: evaluation data and an interval",
         "--val_dataset FILE --eval_strategy steps --eval_steps 100",
     ),
     ConflictingOptions(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from megaswift.config.optim import PLATEAU
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 
 _SCHEDULE = ("lr_scheduler_type",)
@@ -30,8 +31,8 @@ SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(  # warmup_ratio is a share of it
         "lr_decay_iters",
         (*_SCHEDULE, "warmup_ratio"),
-        lambda c: c.optim.lr_scheduler_type == "constant" and not c.optim.warmup_ratio,
-        "a constant schedule has no final learning rate",
+        lambda c: c.optim.lr_scheduler_type in ("constant", PLATEAU) and not c.optim.warmup_ratio,
+        "the {lr_scheduler_type} schedule has no step at which it reaches a final learning rate",
         "--lr_scheduler_type cosine",
     ),
     IgnoredOption(
@@ -59,7 +60,15 @@ SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
             f"applies only to {kind} (lr_scheduler_type is {{lr_scheduler_type}})",
             f"--lr_scheduler_type {kind}",
         )
-        for name, kind in (("lr_num_cycles", "cosine_with_restarts"), ("lr_power", "polynomial"))
+        for name, kind in (
+            ("lr_num_cycles", "cosine_with_restarts"),
+            ("lr_power", "polynomial"),
+            ("plateau_factor", PLATEAU),
+            ("plateau_patience", PLATEAU),
+            ("plateau_threshold", PLATEAU),
+            ("plateau_threshold_mode", PLATEAU),
+            ("plateau_cooldown", PLATEAU),
+        )
     ),
     *(
         IgnoredOption(

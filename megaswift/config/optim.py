@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megaswift.config.data import GRPO, PREFERENCES
 from megaswift.config.option import option
 
+PLATEAU = "reduce_lr_on_plateau"
 NO_CRITIC = ("sft", "pt", *PREFERENCES, *GRPO)
 """Tasks that train one model."""
 
@@ -73,6 +74,7 @@ class OptimConfig:
             "polynomial",
             "inverse_sqrt",
             "wsd",
+            PLATEAU,
         ),
         spellings=SCHEDULES,
     )
@@ -118,9 +120,22 @@ class OptimConfig:
         spellings={"1-sqrt": "minus_sqrt"},
     )
     weight_decay: float = option(0.1, "Weight decay of matrices: decoupled for adam, L2 for sgd", minimum=0)
+    plateau_factor: float = option(0.1, "reduce_lr_on_plateau: factor of the learning rate", above=0, below=1)
+    plateau_patience: int = option(
+        10, "reduce_lr_on_plateau: evaluations without improvement that are tolerated", minimum=0, unit="evaluations"
+    )
+    plateau_threshold: float = option(
+        1e-4, "reduce_lr_on_plateau: change of the metric that is an improvement", minimum=0
+    )
+    plateau_threshold_mode: str = option(
+        "rel", "reduce_lr_on_plateau: threshold as a fraction of the best value, or absolute", choices=("rel", "abs")
+    )
+    plateau_cooldown: int = option(
+        0, "reduce_lr_on_plateau: evaluations after a reduction that do not count", minimum=0, unit="evaluations"
+    )
     start_weight_decay: float | None = option(
         None,
-        "Weight decay of the first step, for a weight_decay_incr_style that is not constant",
+        "Weight decay of the first step where weight_decay_incr_style is not constant",
         minimum=0,
         tasks=NO_CRITIC,
     )

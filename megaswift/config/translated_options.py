@@ -149,9 +149,15 @@ SCHEDULER_ARGUMENTS = {
     "num_stable_steps": "wsd_stable_steps",
     "decay_type": "wsd_decay_style",
     "warmup_type": "warmup_type",
+    "factor": "plateau_factor",
+    "patience": "plateau_patience",
+    "threshold": "plateau_threshold",
+    "threshold_mode": "plateau_threshold_mode",
+    "cooldown": "plateau_cooldown",
+    "mode": "greater_is_better",
 }
 """Keys of `lr_scheduler_kwargs`."""
-SCHEDULER_DEFAULTS = (("num_cycles", 0.5), *((name, None) for name in SCHEDULER_ARGUMENTS))
+SCHEDULER_DEFAULTS = (("num_cycles", 0.5), ("eps", 1e-8), *((name, None) for name in SCHEDULER_ARGUMENTS))
 """Entries that ask for nothing: the cosine schedule of transformers is half a wave."""
 _SCHEDULER_KEY, _DATALOADER_KEY = "unknown key of lr_scheduler_kwargs", "unknown key of dataloader"
 KNOWN_KEYS = {
@@ -264,6 +270,7 @@ def _dataloader_option(section: GivenOptionValue, name: str, value: Any) -> Give
 def _schedule_option(given: GivenOptionValue, name: str, value: Any) -> GivenOptionValue:
     """An argument of a scheduler of transformers."""
     own = SCHEDULER_ARGUMENTS.get(name, _SCHEDULER_KEY)
+    value = {"min": False, "max": True}.get(value, value) if name == "mode" else value
     label = f"{given.spelling} {json.dumps({name: value})}"
     return GivenOptionValue(own, value, label, given.spelling)
 

@@ -13,7 +13,7 @@ from math import ceil, cos, pi, sqrt
 from typing import Any, Protocol
 
 from megaswift.config import SwiftConfig
-from megaswift.config.optim import OptimConfig
+from megaswift.config.optim import PLATEAU, OptimConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.log import count_text
 
@@ -100,7 +100,7 @@ def lr_at(step: int, total_steps: int, optim: ScheduleOptions) -> float:
         first = first_warmup_rate(optim)
         share = step / max(1, warm - 1) if one and first else (step + one) / warm
         return first + (high - first) * share
-    if kind == "constant":
+    if kind in ("constant", PLATEAU):
         return high
     if kind == "inverse_sqrt":
         return low if step > total_steps else max(low, high * inverse_sqrt(step, warm))

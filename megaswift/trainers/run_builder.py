@@ -56,6 +56,7 @@ from megaswift.trainers.metrics_jsonl import MetricsJsonlHook, ThroughputFormula
 from megaswift.trainers.output_folder import OutputFolder
 from megaswift.trainers.precomputed_reference import PrecomputedReferenceLogprobs, compute_reference_logprobs
 from megaswift.trainers.progress import Progress
+from megaswift.trainers.reduce_lr_on_plateau import plateau_hooks
 from megaswift.trainers.rl.critic import critic_start_folder
 from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor
 from megaswift.trainers.startup_summary import SummaryFacts, data_text
@@ -265,6 +266,7 @@ class RunBuilder:
             hooks.append(EvaluationHook(outputs.evaluation, batches, every, task.count, train.eval_on_start))
         if (best := best_model_hook(self.cfg, outputs.store.root)) is not None:
             hooks.append(best)
+        hooks += plateau_hooks(self.cfg)
         facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}
         facts |= {
             "config": with_absolute_paths(self.cfg.to_dict()),

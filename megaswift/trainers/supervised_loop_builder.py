@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at, weight_decay_at
 from megaswift.trainers.loop import Loop, unchanged
+from megaswift.trainers.reduce_lr_on_plateau import allowed_rate
 from megaswift.trainers.startup_summary import SummaryFacts
 from megaswift.trainers.timers import StepTimer, timed
 
@@ -40,7 +41,8 @@ def build_supervised_loop(session: TrainingSession) -> LoopWithRunSummary:
         engine,
         source,
         build.task.loss(cfg),
-        lambda step: lr_at(step, loop.total_steps, cfg.optim),  # a resumed run may have another number of steps
+        # a resumed run may have another number of steps
+        lambda step: allowed_rate(lr_at(step, loop.total_steps, cfg.optim), hooks),
         total,
         [StepTimer(), *(() if transform is None else (transform,)), *hooks],
         unchanged if transform is None else transform.prepare,

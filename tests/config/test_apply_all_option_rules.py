@@ -93,6 +93,13 @@ IDLE = [
     ("--wsd_decay_style linear", "--wsd_decay_style linear --lr_scheduler_type wsd"),
     ("--lr_num_cycles 2", "--lr_num_cycles 2 --lr_scheduler_type cosine_with_restarts"),
     ("--lr_power 2", "--lr_power 2 --lr_scheduler_type polynomial"),
+    *(
+        (
+            f"--plateau_{words}",
+            f"--plateau_{words} --lr_scheduler_type reduce_lr_on_plateau --val_dataset v --eval_steps 5",
+        )
+        for words in ("factor 0.5", "patience 2", "threshold 0.1", "threshold_mode abs", "cooldown 1")
+    ),
     ("--lr_warmup_init 1e-7", "--lr_warmup_init 1e-7 --warmup_steps 3"),
     ("--lr_warmup_init_ratio 0.1", "--lr_warmup_init_ratio 0.1 --warmup_steps 3"),
     ("--wsd_stable_steps 4", "--wsd_stable_steps 4 --lr_scheduler_type wsd"),

@@ -51,6 +51,7 @@ CLASHING = [
     ("save_strategy", "--save_strategy best --val_dataset v"),
     ("early_stopping_patience", "--early_stopping_patience 2 --val_dataset v"),
     ("early_stopping_patience", "--early_stopping_patience 2"),
+    ("lr_scheduler_type", "--lr_scheduler_type reduce_lr_on_plateau --val_dataset v"),
     (
         "metric_for_best_model",
         f"grpo --reward_funcs length --metric_for_best_model loss {VAL} --early_stopping_patience 2",

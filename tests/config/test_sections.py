@@ -106,6 +106,10 @@ NEEDS = (
         "hub_token": {"push_to_hub": True},
         "hub_private_repo": {"push_to_hub": True},
         "hub_revision": {"push_to_hub": True},
+        **dict.fromkeys(
+            ("plateau_factor", "plateau_patience", "plateau_threshold", "plateau_threshold_mode", "plateau_cooldown"),
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "val_dataset": "v", "eval_steps": 1},
+        ),
         "eval_on_start": {"val_dataset": "v"},
         "ignore_data_skip": {"resume_from_checkpoint": "latest"},
         "lr_warmup_init_ratio": {"warmup_steps": 3},
