@@ -5,13 +5,13 @@ The folder must be visible on every host under the same path, as the run's outpu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
 from megaswift.clusters.cluster_options import SAFE
 from megaswift.clusters.node_shell_lines import HEADER, preparation_lines, shell_words
+from megaswift.config.hostfile import read_hostfile
 from megaswift.config.launcher_environment import DEFAULT_PORT
 from megaswift.errors import ConfigError, Problem
 
@@ -71,12 +71,7 @@ def hosts_of(job: Job) -> list[str]:
     """Of the cluster's list or its file (`host slots=8`, comments with #)."""
     if job.cluster.get("hosts"):
         return [str(host) for host in job.cluster.get("hosts")]
-    file = Path(str(job.cluster.get("hostfile"))).expanduser()
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(Problem(f"hostfile {file}", f"cannot be read: {error.strerror}")) from None
-    return [words[0] for line in lines if (words := re.sub(r"#.*", "", line).split())]
+    return [host.name for host in read_hostfile(Path(str(job.cluster.get("hostfile"))).expanduser())]
 
 
 def _node_file(rank: int) -> str:

@@ -8,11 +8,18 @@ Owns the keys of the file. What its settings mean is `accelerate_options.py`, as
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megaswift.config.accelerate_model_parallelism import (
+    MEGATRON,
+    PARALLELISM,
+    splits_model,
+    unknown_keys,
+    variables_of_section,
+)
 from megaswift.config.accelerate_options import options_from_accelerate_environment, settings_without_effect
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue
 from megaswift.config.read_option_json_file import read_option_object
@@ -36,10 +43,10 @@ SEVERAL_MACHINES = (
     "every machine gets a command of its own, with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set, or --nnodes, "
     "--node_rank, --master_addr and --master_port"
 )
+HOSTFILE = "deepspeed_hostfile"
 DEEPSPEED_SETTLED = {
     "zero3_init_flag": "models are always loaded shard by shard",
     "zero3_save_16bit_model": "exports contain whole tensors",
-    "deepspeed_hostfile": SEVERAL_MACHINES,
     "deepspeed_multinode_launcher": SEVERAL_MACHINES,
     "deepspeed_inclusion_filter": "CUDA_VISIBLE_DEVICES selects devices",
     "deepspeed_exclusion_filter": "CUDA_VISIBLE_DEVICES selects devices",
@@ -95,10 +102,18 @@ def source_from_accelerate_file(given: GivenOptionValue) -> ConfigSource:
     sections = {name: dict(content.get(f"{name}_config") or {}) for name in ("deepspeed", "fsdp")}
     environ = _environ(content, kind, sections["deepspeed"])
     settings = options_from_accelerate_environment(environ)
-    problems = [*_refused(content, kind, label), *_unknown(content, sections["deepspeed"], label), *settings.problems]
+    problems = [
+        *_refused(content, kind, label),
+        *_unknown(content, kind, sections["deepspeed"], label),
+        *settings.problems,
+    ]
     givens = [replace(g, label=f"{label}: {g.label}", spelling=f"{label}: {g.label}") for g in settings.givens]
     givens += [GivenOptionValue(n, v, f"{label}: {k}: {v}", f"{label}: {k}:") for k, n, v in _launch(content)]
-    if kind == "FSDP":
+    if kind == "DEEPSPEED" and _text(sections["deepspeed"].get(HOSTFILE)).lower() not in map(str, _NOTHING):
+        file = str(sections["deepspeed"][HOSTFILE])
+        givens.append(GivenOptionValue(HOSTFILE, file, f"{label}: {HOSTFILE}: {file}", f"{label}: {HOSTFILE}:"))
+    if kind == "FSDP" and not splits_model(environ):
+        givens = [g for g in givens if g.name != "fsdp"]  # of parallelism_config
         fsdp = sections["fsdp"] or {"fsdp_version": 2}
         givens.append(
             GivenOptionValue("fsdp_config", json.dumps(fsdp), f"{label}: fsdp_config", f"{label}: fsdp_config")
@@ -108,7 +123,7 @@ def source_from_accelerate_file(given: GivenOptionValue) -> ConfigSource:
     return ConfigSource(tuple(givens), tuple(problems), tuple(notices))
 
 
-SECTIONS = ("deepspeed_config", "fsdp_config", "dynamo_config")
+SECTIONS = ("deepspeed_config", "fsdp_config", "dynamo_config", "megatron_lm_config", "parallelism_config")
 
 
 def _environ(content: Mapping[str, Any], kind: str, deepspeed: Mapping[str, Any]) -> dict[str, str]:
@@ -117,15 +132,21 @@ def _environ(content: Mapping[str, Any], kind: str, deepspeed: Mapping[str, Any]
     dynamo = content.get("dynamo_config") or {}
     backend = content.get("dynamo_backend") or dynamo.get("dynamo_backend", "no")
     environ = {"ACCELERATE_MIXED_PRECISION": _text(precision), "ACCELERATE_DYNAMO_BACKEND": _text(backend)}
-    if kind == "MEGATRON_LM":
-        environ["ACCELERATE_USE_MEGATRON_LM"] = "true"
-    if content.get("parallelism_config"):
-        environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    for name, (variable, on) in PARALLEL_SECTIONS.items():
+        if on(content, kind):
+            environ |= {variable: "true", **variables_of_section(name, content.get(name) or {})}
     if kind == "DEEPSPEED":
         environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         said = {DEEPSPEED[k]: _text(v) for k, v in deepspeed.items() if k in DEEPSPEED and v is not None}
         environ |= {name: value for name, value in said.items() if value}
     return environ
+
+
+PARALLEL_SECTIONS: Mapping[str, tuple[str, Callable[[Mapping[str, Any], str], bool]]] = {
+    "megatron_lm_config": (MEGATRON, lambda content, kind: kind == "MEGATRON_LM"),
+    "parallelism_config": (PARALLELISM, lambda content, kind: bool(content.get("parallelism_config"))),
+}
+"""Section: the variable that says that it is used, and when it is."""
 
 
 def _text(value: Any) -> str:
@@ -170,7 +191,7 @@ def _refused(content: Mapping[str, Any], kind: str, label: str) -> Iterator[Prob
         )
 
 
-def _unknown(content: Mapping[str, Any], deepspeed: Mapping[str, Any], label: str) -> Iterator[Problem]:
+def _unknown(content: Mapping[str, Any], kind: str, deepspeed: Mapping[str, Any], label: str) -> Iterator[Problem]:
     known = (*READ, *SETTLED)
     for name, value in content.items():
         if name not in known and str(value).lower() not in map(str, _NOTHING) and not name.startswith("tpu_"):
@@ -178,9 +199,12 @@ def _unknown(content: Mapping[str, Any], deepspeed: Mapping[str, Any], label: st
             yield Problem(f"{label}: {name}: {value}", "would be ignored: megaswift does not read it", fix)
         elif name.startswith("tpu_") and value is True:
             yield Problem(f"{label}: {name}: true", "TPUs are not supported", f"{name}: false")
+    for section, (_, on) in PARALLEL_SECTIONS.items():
+        for name in unknown_keys(section, content.get(section) or {}) if on(content, kind) else ():
+            yield Problem(f"{label}: {section}: {name}", "would be ignored: megaswift does not read it", "leave it out")
     for name in deepspeed:
-        if name not in DEEPSPEED and name not in DEEPSPEED_SETTLED:
-            fix = did_you_mean_hint(name, [*DEEPSPEED, *DEEPSPEED_SETTLED]) or "leave it out"
+        if name not in (*DEEPSPEED, *DEEPSPEED_SETTLED, HOSTFILE):
+            fix = did_you_mean_hint(name, [*DEEPSPEED, *DEEPSPEED_SETTLED, HOSTFILE]) or "leave it out"
             yield Problem(f"{label}: deepspeed_config: {name}", "would be ignored: megaswift does not read it", fix)
 
 

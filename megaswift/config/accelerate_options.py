@@ -10,13 +10,20 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD, NOTHING_WRAPPED
+from megaswift.config.accelerate_model_parallelism import (
+    MEGATRON,
+    model_parallel_notices,
+    model_parallel_options,
+    refused_model_parallelism,
+    splits_model,
+)
+from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD, NOTHING_WRAPPED, PREFETCH_SPELLINGS
 from megaswift.config.option_sources import ConfigSource, GivenOptionValue
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem
 
-ZERO, FSDP, MEGATRON = "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"
+ZERO, FSDP = "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"
 _ZERO = "ACCELERATE_DEEPSPEED_"
 _KINDS = {("2", "cpu", "none"): "zero2_offload", ("3", "cpu", "cpu"): "zero3_offload"} | {
     (stage, "none", "none"): f"zero{stage}" for stage in "0123"
@@ -31,21 +38,14 @@ _WITHOUT_EFFECT = {
     ),
     "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", ("auto", "none"), "--max_grad_norm"),
     "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "--torch_compile"),
-    "FSDP_MIN_NUM_PARAMS": (
-        "fsdp_min_num_params",
-        ("0", "100000000"),
-        "--fsdp_transformer_layer_cls_to_wrap",
-    ),
     "FSDP_AUTO_WRAP_POLICY": (
         "fsdp_auto_wrap_policy",
-        ("transformer_based_wrap",),
+        ("transformer_based_wrap", "size_based_wrap"),
         "--fsdp_transformer_layer_cls_to_wrap",
     ),
     "FSDP_STATE_DICT_TYPE": ("fsdp_state_dict_type", ("full_state_dict",), "the format of checkpoints, full tensors,"),
     "FSDP_USE_ORIG_PARAMS": ("fsdp_use_orig_params", ("true",), "torch's FSDP2"),
     "FSDP_CPU_RAM_EFFICIENT_LOADING": ("fsdp_cpu_ram_efficient_loading", ("true",), "loading shard by shard"),
-    "FSDP_BACKWARD_PREFETCH": ("fsdp_backward_prefetch", ("backward_pre", "none", "no_prefetch"), "torch's FSDP2"),
-    "FSDP_FORWARD_PREFETCH": ("fsdp_forward_prefetch", ("false",), "torch's FSDP2"),
 }
 """Variable: accelerate's name for it, values that say nothing, and what decides it here."""
 
@@ -56,8 +56,11 @@ def options_from_accelerate_environment(environ: Mapping[str, str]) -> ConfigSou
     problems = [*_refused(environ)]
     if _on(environ, ZERO) and not problems:
         givens.append(GivenOptionValue("deepspeed", _zero(environ), "accelerate's deepspeed_config"))
-    if _on(environ, FSDP) and not problems:
-        givens += _fsdp(environ)
+    if not problems:
+        givens += model_parallel_options(environ)
+    if _on(environ, FSDP) and not problems and not splits_model(environ):
+        own = [*_fsdp(environ)]
+        givens = [g for g in givens if g.name not in {o.name for o in own}] + own
     return ConfigSource(tuple(givens), tuple(problems))
 
 
@@ -72,7 +75,8 @@ def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> 
         if g not in taken:
             yield f"{g.label} has no effect: --{g.name} {option_value_text(c.value(g.name))} of the run overrides it"
     yield from settings_without_effect(environ)
-    if _on(environ, FSDP) and environ.get("FSDP_VERSION", "1") == "1" and _sharding(environ) != NO_SHARD:
+    one = environ.get("FSDP_VERSION", "1") == "1" and not splits_model(environ)
+    if _on(environ, FSDP) and one and _sharding(environ) != NO_SHARD:
         yield "fsdp_version 1 has no effect: FSDP2 is always used"
     if alone and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= environ.keys():
         yield (
@@ -88,6 +92,9 @@ def settings_without_effect(environ: Mapping[str, str]) -> Iterator[str]:
         idle = variable.startswith("FSDP_") and not _on(environ, FSDP)
         if value and value not in silent and not idle:
             yield f"accelerate's {name} {value} has no effect: {instead} determines it"
+    yield from model_parallel_notices(environ)
+    if splits_model(environ) and _on(environ, FSDP):
+        yield "accelerate's fsdp_config has no effect: tensor and context parallelism are the native engine's"
     classes = environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "None")
     if classes != "None" and _on(environ, FSDP) and _sharding(environ) == NO_SHARD:
         yield f"accelerate's fsdp_transformer_layer_cls_to_wrap {classes} has no effect: {NOTHING_WRAPPED}"
@@ -163,8 +170,23 @@ def _fsdp(environ: Mapping[str, str]) -> Iterator[GivenOptionValue]:
             classes.split(","),
             f"accelerate's fsdp_transformer_layer_cls_to_wrap {classes}",
         )
+    if _sharding(environ) != NO_SHARD:
+        yield from _units_and_prefetch(environ)
     if _on(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
         yield GivenOptionValue("recompute_granularity", "full", "accelerate's fsdp_activation_checkpointing")
+
+
+def _units_and_prefetch(environ: Mapping[str, str]) -> Iterator[GivenOptionValue]:
+    """FSDP's settings of speed and memory, where they are not what is so anyway."""
+    if _value(environ, "FSDP_AUTO_WRAP_POLICY") == "size_based_wrap":
+        size = int(environ.get("FSDP_MIN_NUM_PARAMS", "100000000"))
+        yield GivenOptionValue("fsdp_min_num_params", size, f"accelerate's fsdp_min_num_params {size}")
+    before = _value(environ, "FSDP_BACKWARD_PREFETCH")
+    if before != "backward_pre" and "FSDP_BACKWARD_PREFETCH" in environ:
+        label = f"accelerate's fsdp_backward_prefetch {before}"
+        yield GivenOptionValue("fsdp_backward_prefetch", PREFETCH_SPELLINGS.get(before, before), label)
+    if _on(environ, "FSDP_FORWARD_PREFETCH"):
+        yield GivenOptionValue("fsdp_forward_prefetch", True, "accelerate's fsdp_forward_prefetch true")
 
 
 def _sharding(environ: Mapping[str, str]) -> str:
@@ -175,14 +197,7 @@ def _sharding(environ: Mapping[str, str]) -> str:
 
 def _refused(environ: Mapping[str, str]) -> Iterator[Problem]:
     only = "is not supported: only the launcher of accelerate is used"
-    if _on(environ, MEGATRON):
-        yield Problem(
-            "accelerate launch --use_megatron_lm",
-            only,
-            "use accelerate launch --multi_gpu ..., with --tp and --pp after the script",
-        )
-    if _on(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
-        yield Problem("accelerate's parallelism_config", only, "give --tp and --cp after the script")
+    yield from refused_model_parallelism(environ)
     if environ.get("ACCELERATE_MIXED_PRECISION") == "fp8":
         yield Problem(
             "accelerate's mixed_precision fp8",

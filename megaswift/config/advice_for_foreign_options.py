@@ -37,13 +37,7 @@ _EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: run an evaluation ha
 _FUSED = _GONE + "fused kernels are selected by device and --transformer_impl"
 _STEPS = "--eval_steps N or --save_steps N; unset: only at the end"
 
-_MACHINES = (
-    "one command on every machine: NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST MASTER_PORT=29500 NPROC_PER_NODE=8 "
-    "megaswift ..., with NODE_RANK 0, 1, ... and the host of rank 0"
-)
-
 NAMES_ELSEWHERE: dict[str, str] = {
-    "hostfile": _MACHINES,
     # models and precision
     "tokenizer": _GONE + "the tokenizer is loaded from the model folder (--model DIR)",
     "tokenizer_name_or_path": _GONE + "the tokenizer is loaded from the model folder (--model DIR)",
@@ -91,7 +85,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "train_samples": "--max_steps N, or give --global_batch_size in the same place",
     "lr_warmup_samples": "--warmup_steps N, or give --global_batch_size in the same place",
     "lr_decay_samples": "--lr_decay_iters N, or give --global_batch_size in the same place",
-    "warmup_lr_rate": "--lr_warmup_init X, a learning rate",
     "lr_scheduler_kwargs": 'write a JSON object, such as {"num_cycles": 2}',
     "train_sampling_strategy": "use random, sequential or group_by_length",
     "warmup_min_lr": _GONE + "warmup starts at 0",
@@ -157,6 +150,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "data_parallel_sharding_strategy": "--fsdp full_shard or shard_grad_op",
     "use_orig_params": _GONE + "FSDP2 always keeps the original parameters",
     "use_ray": "--launcher ray",
+    "host": _GONE + "it is an option of megaswift deploy",
     "moe_enable_deepep": "--moe_token_dispatcher_type flex",
     # evaluation, logs, checkpoints
     "eval_limit": "--eval_iters",
@@ -215,8 +209,6 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("ddp_backend", "ccl"): "leave it out: oneCCL is for Intel devices, which megaswift does not support",
     ("ddp_backend", "xccl"): "leave it out: XCCL is for Intel GPUs, which megaswift does not support",
     ("ddp_backend", "hccl"): "leave it out: HCCL is for Ascend NPUs, which megaswift does not support",
-    ("hub_strategy", "checkpoint"): "--hub_strategy every_save: optimizer states are not uploaded",
-    ("hub_strategy", "all_checkpoints"): "--hub_strategy every_save: optimizer states are not uploaded",
     ("report_to", "all"): "--report_to tensorboard wandb swanlab mlflow",
     ("attn_impl", "local"): "--attn_impl sdpa",
     ("optimizer", "muon"): "--optimizer adam: Muon is not supported",
@@ -231,9 +223,6 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("advantage_estimator", "reinforce++_baseline"): "--advantage_estimator reinforce_plus_plus",
     ("loss_type", "fipo"): "--loss_type grpo: FIPO is not supported",
     ("loss_type", "real"): "--loss_type grpo: REAL is not supported",
-    ("lr_scheduler_type", "reduce_lr_on_plateau"): (
-        "--lr_scheduler_type linear: the learning rate depends on the step only, not on evaluations"
-    ),
     ("lr_scheduler_type", "greedy"): (
         "--lr_scheduler_type linear: the learning rate depends on the step only, not on the loss"
     ),

@@ -89,4 +89,7 @@ class DataConfig:
         None, "Jinja file or text that replaces the tokenizer's chat template", tasks=CHATS, metavar="FILE"
     )
     strict: bool = option(True, "Stop at a malformed row; false: skip and count it")
+    use_dataset_cache: bool = option(
+        True, "Use cached tokens of the same rows; false: tokenize again", aliases=("load_from_cache_file",)
+    )
     dataset_cache_dir: str | None = option(None, "Folder for tokenized data; unset: below ~/.cache", metavar="DIR")

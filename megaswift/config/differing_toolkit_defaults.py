@@ -173,7 +173,6 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
         "attention_backend",
         "cross_entropy_loss_fusion",
         "no_save_optim",
-        "no_save_rng",
     ),
     SWIFT: (
         "load_from_cache_file",

@@ -25,6 +25,10 @@ NOTHING_WRAPPED = f"{NO_SHARD} is engine ddp, which wraps the whole model"
 FSDP_WORDS = (*FSDP_STRATEGIES, "offload", "auto_wrap")
 """transformers' words. auto_wrap changes nothing: decoder layers are always the units."""
 
+PREFETCH_SPELLINGS = {"backward_post": "no_prefetch", "none": "no_prefetch"}
+"""FSDP1's other values. `backward_post` gathers the next unit after the gradients of this one, which is when it is
+needed."""
+
 
 @dataclass(frozen=True)
 class EngineBackendConfig:
@@ -56,4 +60,22 @@ class EngineBackendConfig:
     )
     fsdp_transformer_layer_cls_to_wrap: tuple[str, ...] = option(
         (), "Module classes that fsdp2 shards as units; unset: the decoder layers", metavar="CLASS..."
+    )
+    fsdp_min_num_params: int | None = option(
+        None,
+        "Units of fsdp2: modules of at least this size; unset: by class",
+        aliases=("min_num_params",),
+        minimum=1,
+        unset=("0",),
+        unit="parameters",
+    )
+    fsdp_backward_prefetch: str = option(
+        "backward_pre",
+        "Gathering of the next unit of fsdp2 in the backward pass",
+        aliases=("backward_prefetch",),
+        choices=("backward_pre", "no_prefetch"),
+        spellings=PREFETCH_SPELLINGS,
+    )
+    fsdp_forward_prefetch: bool = option(
+        False, "Gather the next unit of fsdp2 before each unit's forward pass", aliases=("forward_prefetch",)
     )

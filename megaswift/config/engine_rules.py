@@ -68,7 +68,14 @@ NATIVE_ONLY = (
     "optimizer_cpu_offload",
     "optimizer_offload_fraction",
 )
-FSDP_ONLY = ("fsdp", "fsdp_config", "fsdp_transformer_layer_cls_to_wrap")
+FSDP_ONLY = (
+    "fsdp",
+    "fsdp_config",
+    "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_min_num_params",
+    "fsdp_backward_prefetch",
+    "fsdp_forward_prefetch",
+)
 TORCH_ONLY = ("use_liger", "torch_compile", "neftune_noise_alpha")
 VISION_ONLY = ("freeze_vit", "freeze_aligner", "freeze_llm")
 READS = ("engine", "deepspeed", "use_fsdp", "fsdp", "fsdp_config")
@@ -244,7 +251,14 @@ ENGINE_IGNORED: tuple[IgnoredOption, ...] = (
         for name in VISION_ONLY
     ),
     *(
-        IgnoredOption(name, READS, when, "applies only to engine fsdp2 (engine is {engine})", fix)
+        IgnoredOption(
+            name,
+            READS,
+            when,
+            "applies only to engine fsdp2 (engine is {engine})",
+            fix,
+            (None, False, 0, (), OPTIONS[name].default),
+        )
         for when, fix in _FSDP_MISSING
         for name in FSDP_ONLY
     ),
@@ -271,6 +285,12 @@ ENGINE_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: len({*FSDP_STRATEGIES} & set(c.engine.fsdp)) > 1,
         "has more than one sharding strategy",
         "--fsdp full_shard",
+    ),
+    ConflictingOptions(
+        ("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"),
+        lambda c: c.engine.fsdp_min_num_params is not None and c.engine.fsdp_transformer_layer_cls_to_wrap,
+        "conflicts with fsdp_transformer_layer_cls_to_wrap: the units of fsdp2 are chosen by size or by class",
+        ONE_OF,
     ),
     ConflictingOptions(
         ("recompute_granularity", *READS),

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from megaswift.config.adapter_rules import adapter_init_changes_base_weights
 from megaswift.config.data import RL
+from megaswift.config.optim import PLATEAU
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
 
 REWARD, LOSS = "reward", "loss"
 _DATA = ("val_dataset", "split_dataset_ratio")
-_BEST = ("load_best_model_at_end", "save_strategy", "early_stopping_patience")
+_BEST = ("load_best_model_at_end", "save_strategy", "early_stopping_patience", "lr_scheduler_type")
 _NO_DATA = "needs evaluation data"
 _DATA_FIX = "--val_dataset FILE or --split_dataset_ratio 0.01"
 
@@ -74,6 +75,22 @@ def _no_evaluation_data(c: Sections) -> bool:
 
 EVALUATION_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
+        "eval_on_start",
+        (*_DATA, "eval_strategy"),
+        lambda c: not evaluates(c),
+        _NO_DATA,
+        _DATA_FIX,
+        notice=True,
+    ),
+    IgnoredOption(
+        "ignore_data_skip",
+        ("resume_from_checkpoint",),
+        lambda c: c.train.resume_from_checkpoint is None,
+        "no run is resumed",
+        "--resume_from_checkpoint latest",
+        notice=True,
+    ),
+    IgnoredOption(
         "eval_strategy",
         _DATA,
         _no_evaluation_data,
@@ -112,7 +129,7 @@ EVALUATION_IGNORED: tuple[IgnoredOption, ...] = (
         IgnoredOption(
             name,
             _BEST,
-            lambda c: not compares_evaluations(c),
+            lambda c: not compares_evaluations(c) and c.optim.lr_scheduler_type != PLATEAU,
             "nothing depends on the best evaluation",
             "--load_best_model_at_end true",
             notice=True,
@@ -136,7 +153,7 @@ EVALUATION_IGNORED: tuple[IgnoredOption, ...] = (
             (None, False, "end"),
             notice=True,
         )
-        for name in ("hub_model_id", "hub_token", "hub_private_repo", "hub_strategy")
+        for name in ("hub_model_id", "hub_token", "hub_private_repo", "hub_strategy", "hub_revision")
     ),
     IgnoredOption(
         "load_best_model_at_end",
@@ -183,6 +200,12 @@ EVALUATION_CLASHES: tuple[ConflictingOptions, ...] = (
         "--val_dataset FILE --eval_strategy steps --eval_steps 100",
     ),
     ConflictingOptions(
+        ("lr_scheduler_type", *_DATA, "eval_strategy", "eval_steps"),
+        lambda c: c.optim.lr_scheduler_type == PLATEAU and not (evaluates(c) and _evaluates_while_training(c)),
+        "follows evaluations, so the run must evaluate: evaluation data and an interval",
+        "--val_dataset FILE --eval_strategy steps --eval_steps 100",
+    ),
+    ConflictingOptions(
         ("metric_for_best_model",),
         lambda c: c.task in RL and compares_evaluations(c) and best_model_metric(c) == LOSS,
         "evaluations of reinforcement learning have no loss",
@@ -221,6 +244,12 @@ EVALUATION_CLASHES: tuple[ConflictingOptions, ...] = (
             and not c.train.save_only_model
         ),
         "every_save uploads checkpoints that are Hugging Face folders",
-        "--save_only_model true, or --hub_strategy end",
+        "--save_only_model true, --hub_strategy checkpoint, or --hub_strategy end",
+    ),
+    ConflictingOptions(
+        ("hub_revision", "use_hf"),
+        lambda c: c.train.hub_revision is not None and not c.model.use_hf,
+        "names a branch of Hugging Face's hub; ModelScope gets the default branch",
+        "leave it out",
     ),
 )

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.engine import FSDP_STRATEGIES, FSDP_STRATEGY_OF_SPELLING, NO_SHARD
+from megaswift.config.engine import FSDP_STRATEGIES, FSDP_STRATEGY_OF_SPELLING, NO_SHARD, PREFETCH_SPELLINGS
+from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.read_option_json_file import read_option_object
 from megaswift.config.sections import Sections
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
@@ -22,11 +23,7 @@ ALWAYS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "cpu_ram_efficient_loading": ((True,), "models are always loaded shard by shard"),
     "sync_module_states": ((True, False), ""),
     "use_orig_params": ((True,), "FSDP2 always keeps the original parameters"),
-    "limit_all_gathers": ((True,), "FSDP2 always limits all-gathers"),
-    "backward_prefetch": (("BACKWARD_PRE",), "FSDP2 always prefetches the next layer in the backward pass"),
-    "forward_prefetch": ((False,), "FSDP2 always prefetches the next layer in the forward pass"),
-    "auto_wrap_policy": (("TRANSFORMER_BASED_WRAP",), "FSDP2 wraps by layer class"),
-    "min_num_params": ((0, 100000000), "FSDP2 wraps by layer class"),
+    "limit_all_gathers": ((True,), "FSDP2 always limits all-gathers, without stopping the CPU"),
     "state_dict_type": (
         ("FULL_STATE_DICT",),
         "checkpoints contain full tensors, from which any engine and number of processes can resume",
@@ -47,7 +44,12 @@ INSTEAD = {
 SHARDS, OFFLOADS = ("reshard_after_forward", "sharding_strategy"), ("offload_params", "cpu_offload")
 LAYERS, RECOMPUTES = ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap"), "activation_checkpointing"
 RECOMPUTE_OPTION = "recompute_granularity"
-TAKEN = (*SHARDS, *OFFLOADS, *LAYERS, RECOMPUTES)
+WRAP_POLICY, SMALLEST = "auto_wrap_policy", "min_num_params"
+ACCELERATE_SIZE = 100_000_000
+"""accelerate's default, which it also writes where units are chosen by class."""
+WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+BACKWARD, FORWARD = "backward_prefetch", "forward_prefetch"
+TAKEN = (*SHARDS, *OFFLOADS, *LAYERS, RECOMPUTES, WRAP_POLICY, SMALLEST, BACKWARD, FORWARD)
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,23 @@ def options_from_fsdp(given: Mapping[str, Any], label: str) -> FsdpFileOptions:
         options["fsdp"] = words if ways else ("full_shard", *words)
     if layers:
         options["fsdp_transformer_layer_cls_to_wrap"] = tuple(layers)
+    if (smallest := _smallest_unit(plain)) is not None:
+        options["fsdp_min_num_params"] = smallest
+    if plain.get(BACKWARD) == "no_prefetch":
+        options["fsdp_backward_prefetch"] = plain[BACKWARD]
+    if plain.get(FORWARD):
+        options["fsdp_forward_prefetch"] = True
     if RECOMPUTES in plain:
         options[RECOMPUTE_OPTION] = "full" if plain[RECOMPUTES] else None
     return FsdpFileOptions(options, tuple(problems), tuple(_notices(plain, label)))
+
+
+def _smallest_unit(plain: Mapping[str, Any]) -> int | None:
+    """The size of units that are chosen by it: by name, or where no class and no other way is named. accelerate writes
+    a size beside classes too, which decide then."""
+    classes, way = any(plain.get(name) for name in LAYERS), plain.get(WRAP_POLICY)
+    size = int(plain.get(SMALLEST) or (ACCELERATE_SIZE if way == WRAPS[1] else 0))
+    return size if size and (way == WRAPS[1] or (way is None and not classes)) else None
 
 
 def ddp_options_of_no_shard(named: str) -> dict[str, Any] | None:
@@ -132,6 +148,10 @@ def _notices(plain: Mapping[str, Any], label: str) -> Iterator[str]:
         same = value.upper() if isinstance(value, str) else value
         if not any(same == v or str(same) == str(v) for v in allowed):
             yield f'{label}: "{name}": {json.dumps(value)} has no effect: {why}'
+    if plain.get(SMALLEST) and _smallest_unit(plain) is None and int(plain[SMALLEST]) != ACCELERATE_SIZE:
+        yield f'{label}: "{SMALLEST}": {plain[SMALLEST]} has no effect: the units are chosen by class'
+    if plain.get(WRAP_POLICY) == WRAPS[2]:
+        yield f'{label}: "{WRAP_POLICY}": "{WRAPS[2]}" has no effect: decoder layers are units, to save memory'
 
 
 def _unserved(plain: Mapping[str, Any], label: str) -> Iterator[Problem]:
@@ -157,7 +177,8 @@ def _types(plain: dict[str, Any], label: str) -> Iterator[Problem]:
             if plain[name] not in (*FSDP_STRATEGIES, NO_SHARD):
                 rule = "is not a supported sharding strategy"
                 yield Problem(f'{label}: "{name}": {json.dumps(value)}', rule, "true or false")
-    for name in (*OFFLOADS, RECOMPUTES):
+    yield from _type_of_units_and_prefetch(plain, label)
+    for name in (*OFFLOADS, RECOMPUTES, FORWARD):
         if not isinstance(plain.get(name, False), bool):
             yield Problem(f'{label}: "{name}": {json.dumps(plain[name])}', "must be true or false", "true")
     for name in LAYERS:
@@ -167,6 +188,23 @@ def _types(plain: dict[str, Any], label: str) -> Iterator[Problem]:
             yield Problem(
                 f'{label}: "{name}": {json.dumps(value)}', "must be a list of layer classes", '["Qwen3DecoderLayer"]'
             )
+
+
+def _type_of_units_and_prefetch(plain: dict[str, Any], label: str) -> Iterator[Problem]:
+    size = plain.get(SMALLEST) or 0
+    if isinstance(size, bool) or not str(size).isdigit():
+        yield Problem(f'{label}: "{SMALLEST}": {json.dumps(size)}', "must be a number of parameters", "100000000")
+        plain[SMALLEST] = 0
+    way = plain.get(WRAP_POLICY)
+    way = plain[WRAP_POLICY] = None if way in (None, False, "") else str(way).upper()
+    if way not in (None, *WRAPS):
+        yield Problem(f'{label}: "{WRAP_POLICY}": "{way}"', f"must be one of {', '.join(WRAPS)}", WRAPS[0])
+    if BACKWARD in plain:
+        when = "none" if plain[BACKWARD] in (None, False) else str(plain[BACKWARD]).lower()
+        plain[BACKWARD] = PREFETCH_SPELLINGS.get(when, when)
+        if plain[BACKWARD] not in ("backward_pre", "no_prefetch"):
+            rule = "must be backward_pre, backward_post or no_prefetch"
+            yield Problem(f'{label}: "{BACKWARD}": {json.dumps(when)}', rule, '"backward_pre"')
 
 
 def fsdp_file_options(c: Sections) -> FsdpFileOptions:
@@ -186,7 +224,9 @@ def fsdp_file_options(c: Sections) -> FsdpFileOptions:
 def _contradictions(c: Sections, options: Mapping[str, Any], label: str) -> Iterator[Problem]:
     for name, value in options.items():
         if name in c.given and _meaning(name, c.value(name)) != _meaning(name, value):
-            from_file, own = (" ".join(v) if isinstance(v, tuple) else v or "none" for v in (value, c.value(name)))
+            from_file, own = (
+                " ".join(v) if isinstance(v, tuple) else option_value_text(v) for v in (value, c.value(name))
+            )
             yield Problem(f"--{name} {own}", f"conflicts with {label}, which sets {from_file}", "keep one of the two")
 
 

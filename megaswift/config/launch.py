@@ -23,6 +23,12 @@ class LaunchConfig:
     nproc_per_node: int | None = option(
         None, "Processes on this node; unset: one process, without a launcher", minimum=1, unit="processes"
     )
+    hostfile: str | None = option(
+        None,
+        "Hosts of the run, lines like `node0 slots=8`: sets nodes and processes",
+        aliases=("deepspeed_hostfile",),
+        metavar="FILE",
+    )
     nnodes: int | None = option(None, "Number of nodes", minimum=1, unit="nodes")
     node_rank: int | None = option(None, "Rank of this node, from 0", minimum=0, metavar="RANK")
     master_addr: str | None = option(None, "Address of node 0", metavar="HOST")

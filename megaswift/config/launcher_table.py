@@ -25,7 +25,7 @@ LAUNCHER_TABLE: tuple[LauncherEntry, ...] = (
     LauncherEntry(
         "torchrun",
         "megaswift.launchers.torchrun_launcher",
-        ("max_restarts", "node_rank", "master_addr", "master_port", "rdzv_timeout"),
+        ("hostfile", "max_restarts", "node_rank", "master_addr", "master_port", "rdzv_timeout"),
     ),
     LauncherEntry(
         "ray",

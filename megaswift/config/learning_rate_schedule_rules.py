@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from megaswift.config.optim import PLATEAU
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 
 _SCHEDULE = ("lr_scheduler_type",)
@@ -30,8 +31,8 @@ SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(  # warmup_ratio is a share of it
         "lr_decay_iters",
         (*_SCHEDULE, "warmup_ratio"),
-        lambda c: c.optim.lr_scheduler_type == "constant" and not c.optim.warmup_ratio,
-        "a constant schedule has no final learning rate",
+        lambda c: c.optim.lr_scheduler_type in ("constant", PLATEAU) and not c.optim.warmup_ratio,
+        "the {lr_scheduler_type} schedule has no step at which it reaches a final learning rate",
         "--lr_scheduler_type cosine",
     ),
     IgnoredOption(
@@ -49,7 +50,7 @@ SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
             "only the wsd schedule has a decay phase (lr_scheduler_type is {lr_scheduler_type})",
             "--lr_scheduler_type wsd",
         )
-        for name in ("wsd_decay_ratio", "wsd_decay_steps", "wsd_decay_style")
+        for name in ("wsd_decay_ratio", "wsd_decay_steps", "wsd_stable_steps", "wsd_decay_style")
     ),
     *(
         IgnoredOption(
@@ -59,14 +60,43 @@ SCHEDULE_IGNORED: tuple[IgnoredOption, ...] = (
             f"applies only to {kind} (lr_scheduler_type is {{lr_scheduler_type}})",
             f"--lr_scheduler_type {kind}",
         )
-        for name, kind in (("lr_num_cycles", "cosine_with_restarts"), ("lr_power", "polynomial"))
+        for name, kind in (
+            ("lr_num_cycles", "cosine_with_restarts"),
+            ("lr_power", "polynomial"),
+            ("plateau_factor", PLATEAU),
+            ("plateau_patience", PLATEAU),
+            ("plateau_threshold", PLATEAU),
+            ("plateau_threshold_mode", PLATEAU),
+            ("plateau_cooldown", PLATEAU),
+        )
+    ),
+    *(
+        IgnoredOption(
+            name,
+            ("warmup_steps", "warmup_ratio"),
+            lambda c: not c.optim.warmup_steps and not c.optim.warmup_ratio,
+            "there is no warmup",
+            "--warmup_steps 100",
+            notice=True,
+        )
+        for name in ("lr_warmup_init", "lr_warmup_init_ratio")
+    ),
+    *(
+        IgnoredOption(
+            name,
+            ("weight_decay_incr_style",),
+            lambda c: c.optim.weight_decay_incr_style == "constant",
+            "the weight decay is constant (weight_decay_incr_style)",
+            "--weight_decay_incr_style linear",
+        )
+        for name in ("start_weight_decay", "end_weight_decay")
     ),
     IgnoredOption(
-        "lr_warmup_init",
-        ("warmup_steps", "warmup_ratio"),
-        lambda c: not c.optim.warmup_steps and not c.optim.warmup_ratio,
-        "there is no warmup",
-        "--warmup_steps 100",
+        "weight_decay",
+        ("weight_decay_incr_style", "start_weight_decay"),
+        lambda c: c.optim.weight_decay_incr_style != "constant" and c.optim.start_weight_decay is not None,
+        "start_weight_decay and end_weight_decay set the weight decay",
+        "--weight_decay_incr_style constant",
         notice=True,
     ),
     IgnoredOption(
@@ -90,6 +120,21 @@ SCHEDULE_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.optim.lr_warmup_init > c.optim.learning_rate,
         "is above learning_rate {learning_rate}",
         "--lr_warmup_init 0",
+    ),
+    ConflictingOptions(
+        ("lr_warmup_init_ratio", "lr_warmup_init"),
+        lambda c: c.optim.lr_warmup_init_ratio is not None and c.optim.lr_warmup_init > 0,
+        "conflicts with lr_warmup_init {lr_warmup_init}: both set the learning rate of the first warmup step",
+        ONE_OF,
+    ),
+    ConflictingOptions(
+        ("weight_decay_incr_style", "start_weight_decay", "end_weight_decay"),
+        lambda c: (
+            c.optim.weight_decay_incr_style != "constant"
+            and None in (c.optim.start_weight_decay, c.optim.end_weight_decay)
+        ),
+        "needs start_weight_decay and end_weight_decay",
+        "--start_weight_decay 0.0 --end_weight_decay 0.1",
     ),
     ConflictingOptions(
         ("min_lr_ratio", "min_lr"),

@@ -24,6 +24,7 @@ from megaswift.config.apply_all_option_rules import (
 from megaswift.config.data import ALIGNMENT, RL
 from megaswift.config.differing_toolkit_defaults import differing_defaults_notice
 from megaswift.config.generation_batch import BATCH_OPTIONS, DefaultGradientAccumulation, default_rl_accumulation_steps
+from megaswift.config.hostfile import expand_hostfile
 from megaswift.config.megatron_extra_kwargs import transformer_config_option
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
 from megaswift.config.neutral_options import NeutralOption, neutral_notice, neutral_option
@@ -116,7 +117,7 @@ def checked_sections_from_sources(
     others.
     """
     state = ResolveState(task=task)
-    read = expand_accelerate_files(list(sources))
+    read = expand_hostfile(expand_accelerate_files(list(sources)))
     for weight, source in enumerate([source_from_deepspeed_file(read), *translate_rollout_correction_options(read)]):
         _take(state, source, weight)
     state, sections = _without_superfluous(*_later_wins(state))

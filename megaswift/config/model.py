@@ -22,6 +22,7 @@ PLAIN = ("sft", "pt")
 ATTENTION = {
     "flash_attn": "flash",
     "flash_attention_2": "flash",
+    "flash_attn2": "flash",
     "flash_attention_3": "flash",
     "eager": "unfused",
     "flex_attention": "flex",

@@ -71,11 +71,9 @@ _ATOMIC = "`atomic_gemm: true` in the file of --tp_comm_overlap_cfg"
 
 FSDP_SETTLED = {
     "use_orig_params": "FSDP2 always keeps the original parameters",
-    "limit_all_gathers": "FSDP2 always limits all-gathers",
-    "backward_prefetch": "FSDP2 always prefetches the next layer",
-    "forward_prefetch": "FSDP2 always prefetches the next layer",
-    "min_num_params": "the decoder layers, or --fsdp_transformer_layer_cls_to_wrap, are the units of FSDP2",
-    "auto_wrap_policy": "the decoder layers, or --fsdp_transformer_layer_cls_to_wrap, are the units of FSDP2",
+    "limit_all_gathers": "FSDP2 always limits all-gathers, without stopping the CPU",
+    "auto_wrap_policy": "the decoder layers are the units, or --fsdp_transformer_layer_cls_to_wrap, or "
+    "--fsdp_min_num_params",
     "sync_module_states": "every rank loads only its shard of the weights",
     "cpu_ram_efficient_loading": "every rank loads only its shard of the weights",
     "state_dict_type": "checkpoints contain full tensors, from which any number of processes can resume",
@@ -85,7 +83,6 @@ FSDP_SETTLED = {
 
 NEUTRAL: dict[str, NeutralOption] = {
     # data
-    "load_from_cache_file": NeutralOption(EITHER, "cached rows are found by content and never stale"),
     "lazy_tokenize": NeutralOption(EITHER, "rows are tokenized before training; --streaming true reads on demand"),
     "padding_free": NeutralOption(
         EITHER, "padding never changes the loss; --packing true packs short samples into full rows"
@@ -103,7 +100,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     "dataset_train_split": NeutralOption(
         ("train",), "the split train of a data set is read", "--dataset FILE, with the rows of that split"
     ),
-    "overwrite_cache": NeutralOption(EITHER, "cached rows are found by content and never stale"),
     # the loss and the kernels
     "calculate_per_token_loss": _PER_TOKEN,
     "average_tokens_across_devices": _PER_TOKEN,
@@ -163,6 +159,7 @@ NEUTRAL: dict[str, NeutralOption] = {
     "ddp_bucket_cap_mb": NeutralOption(ANY, "the engine sets the bucket size"),
     "ddp_broadcast_buffers": NeutralOption(EITHER, "all ranks load the same buffers"),
     "distributed": NeutralOption(ON, "the launcher starts --nproc_per_node processes", "--nproc_per_node 1"),
+    **{name: NeutralOption(OFF, "--torch_dtype sets the precision") for name in ("fp16", "fp32")},
     "fp16_opt_level": NeutralOption(ANY, "--torch_dtype sets the precision"),
     "half_precision_backend": NeutralOption(
         ("auto", "amp", "cuda_amp", "cpu_amp"),
@@ -176,7 +173,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     "no_load_optim": NeutralOption(EITHER, _FROM_START, unless=_RESUME),
     "no_load_rng": NeutralOption(EITHER, _FROM_START, unless=_RESUME),
     "resume_only_model": NeutralOption(OFF, "a resumed run continues exactly", "--model DIR/checkpoints/step-N"),
-    "ignore_data_skip": NeutralOption(OFF, "a resumed run continues with the next row", "--model DIR"),
     "lora_bias": NeutralOption(("none",), "biases stay frozen with LoRA", "leave it out"),
     "lora_task_type": NeutralOption(("causal_lm",), "adapters are of a causal language model", "leave it out"),
     "tuner_backend": NeutralOption(("peft",), "adapters have PEFT's format", "leave it out"),
@@ -186,12 +182,8 @@ NEUTRAL: dict[str, NeutralOption] = {
     # evaluation, logs, checkpoints
     "save_safetensors": _SAFETENSORS,
     "safe_serialization": _SAFETENSORS,
-    "no_save_rng": NeutralOption(
-        EITHER, "--save_only_model leaves random states out; others need these few kilobytes to resume exactly"
-    ),
     "async_save": NeutralOption(OFF, "checkpoints are written before the next step", "leave it out"),
     "save_on_each_node": NeutralOption(OFF, "all nodes write to one shared folder", "leave it out"),
-    "eval_on_start": NeutralOption(OFF, "evaluation begins after --eval_steps steps", "--eval_steps N"),
     "eval_accumulation_steps": NeutralOption(ANY, "evaluation accumulates sums only"),
     "fp16_full_eval": NeutralOption(OFF, _EVAL_DTYPE, "leave it out", true_with=("torch_dtype", "float16")),
     "bf16_full_eval": NeutralOption(OFF, _EVAL_DTYPE, "leave it out", true_with=("torch_dtype", "bfloat16")),

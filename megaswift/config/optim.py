@@ -5,7 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megaswift.config.data import GRPO, PREFERENCES
 from megaswift.config.option import option
+
+PLATEAU = "reduce_lr_on_plateau"
+NO_CRITIC = ("sft", "pt", *PREFERENCES, *GRPO)
+"""Tasks that train one model."""
 
 SCHEDULES = {
     "constant_with_warmup": "constant",
@@ -69,6 +74,7 @@ class OptimConfig:
             "polynomial",
             "inverse_sqrt",
             "wsd",
+            PLATEAU,
         ),
         spellings=SCHEDULES,
     )
@@ -79,6 +85,13 @@ class OptimConfig:
         0, "Warmup steps, instead of warmup_ratio", aliases=("lr_warmup_iters",), minimum=0, unit="steps"
     )
     lr_warmup_init: float = option(0.0, "Learning rate at the first warmup step", minimum=0)
+    lr_warmup_init_ratio: float | None = option(
+        None,
+        "The same as a fraction of learning_rate, instead of lr_warmup_init",
+        aliases=("warmup_lr_rate",),
+        minimum=0,
+        maximum=1,
+    )
     lr_decay_iters: int | None = option(
         None, "Steps after which the schedule has reached its final rate; unset: all steps", minimum=1, unit="steps"
     )
@@ -92,6 +105,13 @@ class OptimConfig:
         minimum=1,
         unit="steps",
     )
+    wsd_stable_steps: int | None = option(
+        None,
+        "Steps of wsd between warmup and decay; unset: until the decay at the end",
+        aliases=("num_stable_steps",),
+        minimum=0,
+        unit="steps",
+    )
     wsd_decay_style: str = option(
         "cosine",
         "Shape of the decay phase of wsd",
@@ -100,6 +120,34 @@ class OptimConfig:
         spellings={"1-sqrt": "minus_sqrt"},
     )
     weight_decay: float = option(0.1, "Weight decay of matrices: decoupled for adam, L2 for sgd", minimum=0)
+    plateau_factor: float = option(0.1, "reduce_lr_on_plateau: factor of the learning rate", above=0, below=1)
+    plateau_patience: int = option(
+        10, "reduce_lr_on_plateau: evaluations without improvement that are tolerated", minimum=0, unit="evaluations"
+    )
+    plateau_threshold: float = option(
+        1e-4, "reduce_lr_on_plateau: change of the metric that is an improvement", minimum=0
+    )
+    plateau_threshold_mode: str = option(
+        "rel", "reduce_lr_on_plateau: threshold as a fraction of the best value, or absolute", choices=("rel", "abs")
+    )
+    plateau_cooldown: int = option(
+        0, "reduce_lr_on_plateau: evaluations after a reduction that do not count", minimum=0, unit="evaluations"
+    )
+    start_weight_decay: float | None = option(
+        None,
+        "Weight decay of the first step where weight_decay_incr_style is not constant",
+        minimum=0,
+        tasks=NO_CRITIC,
+    )
+    end_weight_decay: float | None = option(
+        None, "Weight decay after the last step, with start_weight_decay", minimum=0, tasks=NO_CRITIC
+    )
+    weight_decay_incr_style: str = option(
+        "constant",
+        "Course of the weight decay from start_weight_decay to end_weight_decay",
+        choices=("constant", "linear", "cosine"),
+        tasks=NO_CRITIC,
+    )
     adam_beta1: float = option(
         0.9, "Decay rate of Adam's first moment (Lion: interpolation of the update)", minimum=0, below=1
     )

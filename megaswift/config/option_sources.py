@@ -367,7 +367,7 @@ def _take(line: ParsedCommandLine, flag: str, values: list[str], table: OptionTa
     option = table.options.get(table.names.get(name, ""))
     hidden = option.details.get("secret", False) if option else is_secret(name)
     label = " ".join([flag, *([MASK] if hidden else values)])
-    if name == "config":
+    if name in ("config", "config_file"):
         line.files += values
         line.problems += [] if values else [Problem(flag, "has no value", "--config run.yaml")]
     elif not values and option is not None and option.switches and name != option.name:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megaswift.config.data import PREFERENCES
 from megaswift.config.option import LARGEST_SEED, option
 
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
@@ -66,6 +67,7 @@ class TrainConfig:
         fraction=True,
         unit="steps",
     )
+    logging_first_step: bool = option(False, "Log the first step too, whatever logging_steps is")
     fit: bool = option(
         False,
         "Choose recomputation, micro-batch and optimizer settings that fit the device",
@@ -92,6 +94,7 @@ class TrainConfig:
         fraction=True,
         unit="steps",
     )
+    eval_on_start: bool = option(False, "Evaluate before the first step too", tasks=("sft", "pt", *PREFERENCES))
     eval_iters: int | None = option(
         None,
         "Evaluation batches of global_batch_size samples each; unset: all samples",
@@ -135,6 +138,7 @@ class TrainConfig:
     save_only_model: bool = option(
         False, "Checkpoints hold the weights alone, without optimizer and random states", aliases=("no_save_optim",)
     )
+    save_rng: bool = option(True, "Save random states in checkpoints; false: a resumed run draws other ones")
     exit_interval: int | None = option(
         None,
         "Save and end the run after steps divisible by this; unset: at the last step",
@@ -149,6 +153,11 @@ class TrainConfig:
         aliases=("load",),
         metavar="DIR|latest",
     )
+    ignore_data_skip: bool = option(
+        False,
+        "A resumed run begins its data from the first row again",
+        tasks=("sft", "pt", *PREFERENCES),
+    )
     report_to: tuple[str, ...] = option(
         ("tensorboard",),
         "Experiment trackers, in addition to metrics.jsonl; none: no tracker",
@@ -160,14 +169,25 @@ class TrainConfig:
     export_hf: bool = option(True, "Write the trained model to output_dir/hf at the end")
     push_to_hub: bool = option(False, "Upload OUT/hf, or OUT/adapter, to a model repository of the hub (use_hf)")
     hub_model_id: str | None = option(
-        None, "Repository, NAME or ORGANIZATION/NAME; unset: output_dir's name", metavar="ID"
+        None,
+        "Repository, NAME or ORGANIZATION/NAME; unset: output_dir's name",
+        aliases=("push_to_hub_model_id",),
+        metavar="ID",
     )
-    hub_token: str | None = option(None, "Token of the hub; unset: the one stored by the hub's client", secret=True)
+    hub_token: str | None = option(
+        None,
+        "Token of the hub; unset: the one stored by the hub's client",
+        aliases=("push_to_hub_token",),
+        secret=True,
+    )
+    hub_revision: str | None = option(
+        None, "Branch of the repository, made where it is missing (Hugging Face); unset: main", metavar="BRANCH"
+    )
     hub_private_repo: bool = option(False, "Make a new repository private")
     hub_strategy: str = option(
         "end",
-        "Upload at the end only, or the weights of each checkpoint too",
-        choices=("end", "every_save"),
+        "Uploads: at the end; also each checkpoint: its weights, the newest, all",
+        choices=("end", "every_save", "checkpoint", "all_checkpoints"),
     )
     neftune_noise_alpha: float | None = option(
         None, "NEFTune noise on embeddings (torch engines only); unset: no noise", above=0, metavar="X"

@@ -16,7 +16,7 @@ from megaswift.config.deepspeed_json import deepspeed_json_text, read_deepspeed_
 from megaswift.config.engine import ZERO
 from megaswift.config.fsdp_spellings import translated_fsdp_options
 from megaswift.config.megatron_architecture_options import with_collected_architecture
-from megaswift.config.neutral_options import neutral_option
+from megaswift.config.neutral_options import NEUTRAL, neutral_option
 from megaswift.config.non_lora_peft_methods import VARIANTS
 from megaswift.config.option_sources import GivenOptionValue
 from megaswift.config.parse_option_values import FALSE, TRUE
@@ -125,6 +125,10 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     ("mixed_precision", "false"): ("torch_dtype", "float32"),
     ("bf16", "false"): ("torch_dtype", "float32"),
     ("save_safetensors", "false"): ("export_hf", False),
+    ("no_save_rng", "true"): ("save_rng", False),
+    ("no_save_rng", "false"): ("save_rng", True),
+    ("overwrite_cache", "true"): ("use_dataset_cache", False),
+    ("overwrite_cache", "false"): ("use_dataset_cache", True),
     ("train_sampling_strategy", "group_by_length"): ("group_by_length", True),
     ("train_sampling_strategy", "random"): ("shuffle", True),
     ("train_sampling_strategy", "sequential"): ("shuffle", False),
@@ -140,13 +144,20 @@ SCHEDULER_ARGUMENTS = {
     "min_lr": "min_lr",
     "min_lr_rate": "min_lr_ratio",
     "min_lr_ratio": "min_lr_ratio",
-    "warmup_lr_rate": "warmup_lr_rate",
+    "warmup_lr_rate": "lr_warmup_init_ratio",
     "num_decay_steps": "wsd_decay_steps",
+    "num_stable_steps": "wsd_stable_steps",
     "decay_type": "wsd_decay_style",
     "warmup_type": "warmup_type",
+    "factor": "plateau_factor",
+    "patience": "plateau_patience",
+    "threshold": "plateau_threshold",
+    "threshold_mode": "plateau_threshold_mode",
+    "cooldown": "plateau_cooldown",
+    "mode": "greater_is_better",
 }
 """Keys of `lr_scheduler_kwargs`."""
-SCHEDULER_DEFAULTS = (("num_cycles", 0.5), *((name, None) for name in SCHEDULER_ARGUMENTS))
+SCHEDULER_DEFAULTS = (("num_cycles", 0.5), ("eps", 1e-8), *((name, None) for name in SCHEDULER_ARGUMENTS))
 """Entries that ask for nothing: the cosine schedule of transformers is half a wave."""
 _SCHEDULER_KEY, _DATALOADER_KEY = "unknown key of lr_scheduler_kwargs", "unknown key of dataloader"
 KNOWN_KEYS = {
@@ -169,14 +180,21 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
     givens = list(translated_fsdp_options(givens))
     givens = list(with_collected_architecture(givens))
     values = {given.name: _text(given) for given in givens}
-    unused, batches = _unused_names(values), {NAMES.get(name): text for name, text in values.items()}
+    unused, off, batches = (
+        _unused_names(values),
+        _unused_precisions(values),
+        {NAMES.get(name): text for name, text in values.items()},
+    )
     for given in givens:
         text = values[given.name]
         flag = "true" if text in TRUE else "false" if text in FALSE else text
         meaning = VALUES.get((given.name, text)) or VALUES.get((given.name, flag))
         if given.name in unused or (given.name in SWITCHES and flag in ("false", "none")):
             continue
-        if given.name == _RESUME and flag in ("true", "false"):  # transformers: the newest of output_dir, or none
+        if given.name in off:  # a notice names it
+            if given.name in NEUTRAL:
+                yield given
+        elif given.name == _RESUME and flag in ("true", "false"):  # transformers: the newest of output_dir, or none
             yield replace(given, value="latest" if flag == "true" else None)
         elif NAMES.get(given.name) in INTERVALS and text in FALSE:  # YAML reads `no` as false
             yield replace(given, value="no")
@@ -209,6 +227,8 @@ def _section_options(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
         yield from _deepspeed_section(given, given.value)
     elif given.name == "lr_scheduler_kwargs" and (kwargs := _json_object(given.value)) is not None:
         yield from (_schedule_option(given, *entry) for entry in kwargs.items() if entry not in SCHEDULER_DEFAULTS)
+        if kwargs.get("min_lr_ratio") is not None:  # of warmup_stable_decay: its warmup begins there
+            yield replace(_schedule_option(given, "warmup_lr_rate", kwargs["min_lr_ratio"]), label=given.label)
     elif given.name == "dataloader" and isinstance(given.value, dict):
         yield from (_dataloader_option(given, name, value) for name, value in given.value.items())
     else:
@@ -250,6 +270,7 @@ def _dataloader_option(section: GivenOptionValue, name: str, value: Any) -> Give
 def _schedule_option(given: GivenOptionValue, name: str, value: Any) -> GivenOptionValue:
     """An argument of a scheduler of transformers."""
     own = SCHEDULER_ARGUMENTS.get(name, _SCHEDULER_KEY)
+    value = {"min": False, "max": True}.get(value, value) if name == "mode" else value
     label = f"{given.spelling} {json.dumps({name: value})}"
     return GivenOptionValue(own, value, label, given.spelling)
 
@@ -293,9 +314,14 @@ def _unused_names(values: dict[str, str]) -> set[str]:
         unused |= {name for name, text in values.items() if NAMES.get(name) == "engine" and text == "deepspeed"}
     if _precision(values.get("lora_dtype")) == _precision(named.get("torch_dtype")):
         unused.add("lora_dtype")
+    return unused
+
+
+def _unused_precisions(values: dict[str, str]) -> set[str]:
+    """Precisions that are switched off; `bf16 false` without another precision is float32."""
     off = {name for name in PRECISIONS if values.get(name) in FALSE}
     chosen = any(NAMES.get(n) == "torch_dtype" or (n in PRECISIONS and n not in off) for n in values)
-    return unused | (off if chosen else off - {"bf16"})
+    return off if chosen else off - {"bf16"}
 
 
 def _names_datasets(values: Iterable[str]) -> bool:

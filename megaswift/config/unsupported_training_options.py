@@ -139,7 +139,6 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("offload_teacher_model", OFF, "distillation from a teacher (GKD) is not supported", LEAVE),
     # the run
     ("create_checkpoint_symlink", OFF, "OUT/checkpoints/latest.json names the newest checkpoint", LEAVE),
-    ("logging_first_step", OFF, "every --logging_steps steps are logged", "--logging_steps 1"),
     ("hub_always_push", OFF, "an upload ends before the next one begins", "--hub_strategy every_save"),
     ("eval_delay", ("0",), "evaluation begins after --eval_steps steps", "--eval_steps N"),
     ("callbacks", UNSET, "a run has no callbacks of the user", LEAVE),

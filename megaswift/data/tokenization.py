@@ -27,7 +27,9 @@ from megaswift.data.coordinate_token_cache_build import (
     build_once,
     data_cache_folder,
     is_cache_builder_process,
+    launch_identity,
     publish_content_hash_of_input_files,
+    remove_at_exit,
     wait_for_build,
     wait_for_content_hash,
 )
@@ -132,7 +134,7 @@ def tokenize_datasets(
         source = replace(source, sample_by=data.sample_by)
         if seed is not None and source.rows is not None and data.shuffle and not val and not source.first:
             source = replace(source, draw=(seed, place))
-        store = TokenStore(_store(root, source, spec, data.dataset_num_proc))
+        store = TokenStore(_store(root, source, spec, data))
         if store.manifest["bad"]:
             log.warn(f"{name}: {store.skipped} (--strict false)")
         for note, count in store.manifest["notes"].items():
@@ -161,9 +163,11 @@ def resolve_or_download_dataset_files(name: str, root: Path, flag: str = "--data
     return resolve_dataset_files(name, partial(download_hub_datasets.download_dataset_as_parquet, root, flag), flag)
 
 
-def _store(root: Path, source: DatasetFiles, spec: EncodeSpec, processes: int) -> Path:
+def _store(root: Path, source: DatasetFiles, spec: EncodeSpec, data: Any) -> Path:
     stats = [(str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns) for f in source.files]
-    options = (_spec_key(spec), source.rows, source.draw, source.sample_by)
+    options: tuple[Any, ...] = (_spec_key(spec), source.rows, source.draw, source.sample_by)
+    if not data.use_dataset_cache:
+        options = (*options, launch_identity())
     alias = _digest("alias", stats, options)
     if not is_cache_builder_process():
         target = root / wait_for_content_hash(root, alias)
@@ -171,7 +175,9 @@ def _store(root: Path, source: DatasetFiles, spec: EncodeSpec, processes: int) -
         return target
     target = root / _digest([(str(f), _file_hash(f)) for f in source.files], options)
     publish_content_hash_of_input_files(root, alias, target.name)
-    build_once(target, lambda scratch: _build(scratch, target, source, (spec, processes)))
+    build_once(target, lambda scratch: _build(scratch, target, source, (spec, data.dataset_num_proc)))
+    if not data.use_dataset_cache:
+        remove_at_exit(target, root / f"{alias}.alias")
     return target
 
 

@@ -88,7 +88,9 @@ class Engine(Protocol):
     def kernels(self) -> str:
         """For the first screen: which layers, why, and the precision."""
 
-    def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
+    def train_batch(
+        self, microbatches: Sequence[Batch], loss: Loss, lr: float, weight_decay: float | None = None
+    ) -> StepResult:
         """Forward, backward and one optimizer step (or a skipped one) over this rank's micro-batches."""
 
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:

@@ -70,6 +70,17 @@ def read_rng_state_file(directory: Path, rank: int) -> tuple[dict[str, Tensor], 
     return tensors, plain
 
 
+def reseeding_reason(directory: Path, saved: bool, where: str) -> str:
+    """What a resumed run says of random states that are not restored. `saved`: they are in the checkpoint; `where`: how
+    it was saved."""
+    if saved:
+        return f"{directory} was saved {where}: weights and optimizer states are restored, random states are reseeded"
+    return (
+        f"{directory} has no random states (--save_rng false): they are reseeded, so dropout and sampling draw other "
+        "numbers than in a run without interruption"
+    )
+
+
 def rng_state_fits_generators(tensors: dict[str, Tensor], own: Mapping[str, Tensor] = NONE) -> bool:
     """Whether these are states of the generators that this rank has: the same devices, the same names in the engine's
     `own`."""
@@ -88,10 +99,11 @@ def restore_rng_state(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict
     return {name.removeprefix(_OWN): t.clone() for name, t in tensors.items() if name.startswith(_OWN)}
 
 
-def seed_from_saved_rng_state(directory: Path) -> int:
-    """From the saved states of rank 0: repeatable, and no dropout mask comes twice. Python and NumPy have it
-    already."""
-    seed = zlib.crc32(rng_file(directory, 0).read_bytes()) >> 1
+def seed_from_saved_rng_state(directory: Path, seed: int = 0, step: int = 0) -> int:
+    """From the saved states of rank 0, or from the run's seed and step where they were not saved (save_rng false):
+    repeatable, and no dropout mask comes twice. Python and NumPy have it already."""
+    file = rng_file(directory, 0)
+    seed = zlib.crc32(file.read_bytes() if file.is_file() else f"seed {seed}, step {step}".encode()) >> 1
     random.seed(seed)
     np.random.seed(seed)
     return seed

@@ -20,6 +20,7 @@ from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.model_spec import ArchitectureExtras, ModelSpec
 from megaswift.families.quantization_schemes import config_without_quantization
 from megaswift.families.scalar_head import config_without_scalar_head, has_scalar_head, with_scalar_head
+from megaswift.families.unsupported_model_types import unsupported_model_type_problem
 from megaswift.families.vision_language_detection import TEXT_ONLY, has_vision_tower
 from megaswift.families.weight_rules import WeightRule
 from megaswift.registry import Registry
@@ -102,6 +103,8 @@ FAMILIES: Registry[Family] = Registry("model family", "megaswift.families")
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """The family of this `model_type`; a WeightsError that lists the known ones."""
     name = hf_config.get("model_type")
+    if (problem := unsupported_model_type_problem(hf_config)) is not None:
+        raise WeightsError(problem)
     if has_vision_tower(hf_config):
         raise WeightsError(replace(TEXT_ONLY, what=f"config.json, model_type {name!r}"))
     if not isinstance(name, str) or name not in FAMILIES:

@@ -13,6 +13,7 @@ from megaswift.errors import Problem, WeightsError
 from megaswift.families.family import FAMILIES, family_of, read_config_json
 from megaswift.families.model_spec import ModelSpec, RopeSpec
 from megaswift.families.scalar_head import has_scalar_head, with_scalar_head
+from megaswift.families.unsupported_model_types import unsupported_model_type_problem
 
 SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_blocks"),
@@ -41,6 +42,8 @@ def spec_from_family_or_size_fields(directory: Path | str) -> ModelSpec:
 
 def spec_from_size_fields(config: Mapping[str, Any]) -> ModelSpec:
     """Sizes under any of their usual names, also below `text_config`; WeightsError where one is missing."""
+    if (unsupported := unsupported_model_type_problem(config)) is not None:
+        raise WeightsError(unsupported)
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else {}
     raw = {**config, **(text or {})}
     values = {

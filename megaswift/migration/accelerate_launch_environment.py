@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config.accelerate_file import DEEPSPEED
-from megaswift.config.accelerate_options import FSDP, MEGATRON, ZERO
+from megaswift.config.accelerate_model_parallelism import MEGATRON, PARALLELISM, PREFIXES, variables_of_section
+from megaswift.config.accelerate_options import FSDP, ZERO
 from megaswift.config.option_sources import LARGEST_FILE
 from megaswift.errors import ConfigError, Problem, first_line
 
@@ -77,6 +78,9 @@ def accelerate_environment(settings: Mapping[str, Any]) -> dict[str, str]:
     ):
         if kind == name or str(settings.get(flag, "")).lower() == "true":
             environ[variable] = "true"
-    if settings.get("parallelism_config"):
-        environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    for name, prefix in PREFIXES.items():
+        section = {key: value for key, value in settings.items() if key.startswith(prefix.lower()) and key != name}
+        environ |= variables_of_section(name, section)
+        if name == "parallelism_config" and section:
+            environ[PARALLELISM] = "true"
     return environ

@@ -63,6 +63,8 @@ class MigratedRun:
     """What the loader says of the file."""
     launch: dict[str, str] = field(default_factory=dict)
     """Values of NPROC_PER_NODE and the like."""
+    hostfile: str = ""
+    """A launcher's file of hosts, as it was written there."""
     environment: dict[str, str] = field(default_factory=dict)
     variables: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Of a value of the launch or the environment, by its name in capitals: the variables in it, as written."""

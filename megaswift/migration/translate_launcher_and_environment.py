@@ -53,7 +53,7 @@ TAKEN = frozenset({
 HOSTS = ("hostfile", "deepspeed_hostfile")
 SEVERAL, ON_EACH = "names several machines", "start the command on each: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT"
 SILENT = ("", "none", "no", "false", "[]", "{}")
-OF_ACCELERATE = ("use_megatron_lm", "megatron_lm_config", "dynamo_backend")
+OF_ACCELERATE = ("use_megatron_lm", "use_parallelism_config", "dynamo_backend")
 VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 
 
@@ -156,11 +156,12 @@ def _processes(
         run.ask(f"--include {include}", SEVERAL, ON_EACH)
     for name in HOSTS:
         if file := str(settings.pop(name, "") or ""):
-            run.ask(f"--{name} {file}", SEVERAL, ON_EACH)
+            run.hostfile = file
+            run.ask(f"--{name} {file}", SEVERAL, "type the command on each of them: it finds its rank in the file")
     if ids := str(settings.pop("gpu_ids", "") or ""):
         run.environment.setdefault("CUDA_VISIBLE_DEVICES", ids) if ids != "all" else None
     each_text = launch.get("nproc_per_node", ExpandedWord("")).text
-    unknown = command.launcher in ("accelerate", "deepspeed") and not each_text
+    unknown = command.launcher in ("accelerate", "deepspeed") and not each_text and not run.hostfile
     if unknown or (each_text and not re.fullmatch(r"[1-9]\d{0,5}", each_text)):
         visible = run.environment.get("CUDA_VISIBLE_DEVICES", "")
         if unknown and re.fullmatch(r"\d+(,\d+)*", visible):
@@ -215,6 +216,7 @@ def _accelerate_source(run: MigratedRun, settings: dict[str, Any]) -> ConfigSour
     for problem in source.problems:
         run.ask_problem(problem)
     used = ("mixed_precision", "zero_stage", "offload_", "deepspeed_config_file", "fsdp_", "gradient_", "deepspeed_moe")
+    used += ("megatron_lm_", "parallelism_config")
     for name in [n for n in settings if n.startswith(used) or n in OF_ACCELERATE]:
         settings.pop(name)
     if str(settings.pop("cpu", "")).lower() in TRUE:
@@ -231,7 +233,8 @@ def launch_words(run: MigratedRun) -> list[str]:
 
 def command_line(run: MigratedRun, file: str) -> str:
     """What to type."""
-    return " ".join([*launch_words(run), "megaswift", run.task or "TASK", _shell_word(file)])
+    hosts = ["--hostfile", _shell_word(run.hostfile, VARIABLE.findall(run.hostfile))] if run.hostfile else []
+    return " ".join([*launch_words(run), "megaswift", run.task or "TASK", _shell_word(file), *hosts])
 
 
 def _shell_word(value: str, variables: Sequence[str] = ()) -> str:

@@ -57,7 +57,9 @@ class BestModelHook(Hook):
             loop.stopping = self.reason()
 
     def on_evaluate(self, loop: Loop, line: Line) -> None:
-        """Compares; ends the run where it has waited long enough."""
+        """Compares; ends the run where it has waited long enough. The model before the first step is no candidate."""
+        if line["step"] == 0:
+            return
         if self.metric not in line:
             loop.mistake = unknown_metric_error(self.metric, line)
             return

@@ -146,8 +146,10 @@ def restore_run(
     folder: Path,
     model: Mapping[str, Any],
     on_manifest: Callable[[Mapping[str, Any]], object] = lambda manifest: None,
+    data: bool = True,
 ) -> dict[str, Any]:
-    """Everything back to where `folder` was saved, on this or another layout; returns its manifest.
+    """Everything back to where `folder` was saved, on this or another layout; returns its manifest. `data` False: the
+    data begin with their first row (ignore_data_skip).
 
     `on_manifest` is called with the manifest before anything is loaded, so that a notice of changed options comes
     before a refusal that they cause.
@@ -163,7 +165,8 @@ def restore_run(
     if problems:
         raise CheckpointError(problems)
     on_manifest(manifest)
-    _load_states(folder, [("data", loop.source, manifest["data"])])
+    if data:
+        _load_states(folder, [("data", loop.source, manifest["data"])])
     for name, engine in {ENGINE: loop.engine, **loop.engines}.items():
         engine.load(folder / name)
     named = {type(hook).__name__: hook for hook in loop.hooks}

@@ -89,7 +89,10 @@ def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> Swif
     if requested != AUTO and not needs_torch:
         return cfg if cfg.engine.engine == requested else cfg.replace(engine=requested)
     machine = MachineFacts(world_size, available_memory_bytes_per_process(world_size), cfg.model.train_type == "full")
-    spec = spec_from_family_or_size_fields(locate_model(cfg.model, weights=False))
+    try:
+        spec = spec_from_family_or_size_fields(locate_model(cfg.model, weights=False))
+    except UserError:  # preflight reports it with all other problems
+        return cfg.replace(engine="ddp")
     kind, why = choose_engine(spec, uses_model_parallelism(cfg), machine, bool(needs_torch))
     optimizer = cfg.optim.optimizer
     if kind != "ddp" and optimizer in ON_PARTS:
@@ -111,10 +114,10 @@ def reason_for_torch_engine(cfg: SwiftConfig) -> str:
         given = cfg.typed[name].label if name in cfg.typed else f"--{name}"
         return f"{given} needs a torch engine; "
     try:
-        folder = locate_model(cfg.model, weights=False)
-        config, family = read_config_json(folder), spec_from_family_or_size_fields(folder).family
+        config = read_config_json(locate_model(cfg.model, weights=False))
     except UserError:  # preflight reports it with all other problems
         return ""
+    family = str(config.get("model_type"))
     if family not in FAMILIES:
         return f"the native engine does not support model_type {family}; "
     method = quant_method(config)

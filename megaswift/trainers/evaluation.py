@@ -27,11 +27,24 @@ class EvaluationHook(IntervalLinesHook):
 
     part = "evaluation"
 
-    def __init__(self, path: Path, batches: Callable[[], Iterable[list[Batch]]], every: Every, count: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        batches: Callable[[], Iterable[list[Batch]]],
+        every: Every,
+        count: str,
+        on_start: bool = False,
+    ) -> None:
         super().__init__(path, every)
-        self.batches, self.count = batches, count
+        self.batches, self.count, self.before_first_step = batches, count, on_start
         self.last = 0
         """The step of the last evaluation."""
+
+    def on_step_begin(self, loop: Loop) -> None:
+        """Evaluates before the first step, where that is asked for."""
+        if self.before_first_step and loop.step == 0:
+            self.before_first_step = False
+            self.evaluate(loop, 0.0)
 
     def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Evaluates when it is due."""

@@ -33,8 +33,8 @@ class HubClient(Protocol):
     def create(self, name: str, private: bool) -> str:
         """The repository's full name. One that exists is left as it is."""
 
-    def send(self, repository: str, folder: Path, message: str) -> None:
-        """All files of the folder, in a commit."""
+    def send(self, repository: str, folder: Path, message: str, place: str = "") -> None:
+        """All files of the folder, in a commit, into the repository's folder `place`."""
 
 
 class HuggingFaceHub:
@@ -42,8 +42,8 @@ class HuggingFaceHub:
 
     login, command = "HF_TOKEN, or hf auth login", "hf upload"
 
-    def __init__(self, token: str | None) -> None:
-        self.token = token
+    def __init__(self, token: str | None, branch: str | None = None) -> None:
+        self.token, self.branch = token, branch
 
     def _api(self) -> Any:
         from huggingface_hub import HfApi
@@ -51,12 +51,21 @@ class HuggingFaceHub:
         return HfApi(token=self.token)
 
     def create(self, name: str, private: bool) -> str:
-        """None for visibility: an organization's own default."""
-        return str(self._api().create_repo(name, private=private or None, exist_ok=True).repo_id)
+        """None for visibility: an organization's own default. The branch too."""
+        repository = str(self._api().create_repo(name, private=private or None, exist_ok=True).repo_id)
+        if self.branch is not None:
+            self._api().create_branch(repository, branch=self.branch, exist_ok=True)
+        return repository
 
-    def send(self, repository: str, folder: Path, message: str) -> None:
+    def send(self, repository: str, folder: Path, message: str, place: str = "") -> None:
         """One commit."""
-        self._api().upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+        self._api().upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            path_in_repo=place or None,
+            commit_message=message,
+            revision=self.branch,
+        )
 
 
 class ModelScopeHub:
@@ -85,18 +94,19 @@ class ModelScopeHub:
             api.get_repo(repository, "model")  # the client takes "does not exist" of an owner for it too
         return repository
 
-    def send(self, repository: str, folder: Path, message: str) -> None:
+    def send(self, repository: str, folder: Path, message: str, place: str = "") -> None:
         """One commit, or several for many files. A repository deleted meanwhile fails: the client would create a public
         one. Its report is not printed."""
         api = self._api()
         api.get_repo(repository, "model")
         with contextlib.redirect_stdout(io.StringIO()):
-            api.upload_folder(repository, "model", folder, commit_message=message, disable_tqdm=True, use_cache=False)
+            options = {"commit_message": message, "path_in_repo": place, "disable_tqdm": True, "use_cache": False}
+            api.upload_folder(repository, "model", folder, **options)
 
 
-def hub_client(use_hf: bool, token: str | None) -> HubClient:
-    """Of the hub that --use_hf selects."""
-    return (HuggingFaceHub if use_hf else ModelScopeHub)(token)
+def hub_client(use_hf: bool, token: str | None, branch: str | None = None) -> HubClient:
+    """Of the hub that --use_hf selects; `branch`: of Hugging Face's repository."""
+    return HuggingFaceHub(token, branch) if use_hf else ModelScopeHub(token)
 
 
 def client_failures() -> tuple[type[Exception], ...]:
@@ -130,10 +140,10 @@ class HubRepository:
         text = " ".join(str(error).split()) if str(error).startswith(WRONG_CARD) else first_line(error)
         return text.replace(self.token, MASK) if self.token else text
 
-    def send(self, folder: Path, message: str) -> str:
+    def send(self, folder: Path, message: str, place: str = "") -> str:
         """A line about the upload; raises one of `client_failures()`."""
-        self.client.send(self.name, folder, message)
-        return f"uploaded {folder} to {self.name}"
+        self.client.send(self.name, folder, message, place)
+        return f"uploaded {folder} to {self.name}" + (f", {place}" if place else "")
 
     def send_or_explain(self, folder: Path, message: str) -> str:
         """The same; ConfigError with the command that uploads the folder later."""

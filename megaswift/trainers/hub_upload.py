@@ -12,27 +12,38 @@ from megaswift.config import SwiftConfig
 from megaswift.trainers.hub_clients import HubRepository, client_failures, hub_client
 from megaswift.trainers.progress import print_warning
 
+END = "end"
+WHOLE = {"checkpoint": "last-checkpoint", "all_checkpoints": ""}
+"""Strategies that upload checkpoints with all that a run needs to resume: the folder of the repository, transformers'
+name; empty: one a checkpoint."""
+
 
 class HubUpload:
     """The repository of a run. Collective."""
 
     def __init__(self, cfg: SwiftConfig) -> None:
         train = cfg.train
-        self.every_save = train.hub_strategy == "every_save"
+        self.strategy = train.hub_strategy
         name = train.hub_model_id or Path(train.output_dir).absolute().name
-        self.repository = HubRepository(hub_client(cfg.model.use_hf, train.hub_token), train.hub_token, name)
+        self.repository = HubRepository(
+            hub_client(cfg.model.use_hf, train.hub_token, train.hub_revision), train.hub_token, name
+        )
         self.repository.name = distributed.run_on_rank0(lambda: self.repository.create(train.hub_private_repo))
 
     def after_save(self, step_folder: Path, step: int) -> None:
-        """The weights of a checkpoint, where it holds them by themselves. What fails is tried again at the next one.
-        Collective."""
+        """The weights of a checkpoint, where it holds them by themselves, and the checkpoint itself. What fails is
+        tried again at the next one. Collective."""
         folder = next((path for name in ("hf", "adapter") if (path := step_folder / name).is_dir()), None)
-        if not self.every_save or folder is None:
+        uploads = [] if self.strategy == END or folder is None else [(folder, "")]
+        if self.strategy in WHOLE:
+            uploads.append((step_folder, WHOLE[self.strategy] or step_folder.name))
+        if not uploads:
             return
 
         def send() -> None:
             try:
-                log.info(self.repository.send(folder, f"step {step}"))
+                for source, place in uploads:
+                    log.info(self.repository.send(source, f"step {step}", place))
             except client_failures() as error:
                 reason = self.repository.reason(error)
                 print_warning(f"step {step}: the upload to {self.repository.name} failed: {reason}")

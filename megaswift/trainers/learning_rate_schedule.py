@@ -1,5 +1,5 @@
 """Learning-rate schedules: warmup, then constant, linear, polynomial, cosine with or without restarts, inverse square
-root or warmup-stable-decay.
+root or warmup-stable-decay. Beside them, the course of the weight decay.
 
 Owns the formulas, pure functions of the step's number. Steps count from 0 as in Hugging Face's schedulers: with n
 warm-up steps, step 0 takes rate 0 and step n the full one. The engine is given the rate; it has no scheduler, hence no
@@ -13,6 +13,7 @@ from math import ceil, cos, pi, sqrt
 from typing import Any, Protocol
 
 from megaswift.config import SwiftConfig
+from megaswift.config.optim import PLATEAU, OptimConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.log import count_text
 
@@ -36,6 +37,10 @@ class ScheduleOptions(Protocol):
     def wsd_decay_style(self) -> str: ...  # noqa: D102
     @property
     def lr_warmup_init(self) -> float: ...  # noqa: D102
+    @property
+    def lr_warmup_init_ratio(self) -> float | None: ...  # noqa: D102
+    @property
+    def wsd_stable_steps(self) -> int | None: ...  # noqa: D102
     @property
     def min_lr_ratio(self) -> float | None: ...  # noqa: D102
     @property
@@ -64,6 +69,12 @@ def final_rate(optim: ScheduleOptions) -> float:
     return optim.min_lr if optim.min_lr_ratio is None else optim.min_lr_ratio * optim.learning_rate
 
 
+def first_warmup_rate(optim: ScheduleOptions) -> float:
+    """The rate at the first step of the warmup."""
+    ratio = optim.lr_warmup_init_ratio
+    return optim.lr_warmup_init if ratio is None else ratio * optim.learning_rate
+
+
 def check_schedule_length(total_steps: int, optim: ScheduleOptions) -> None:
     """ConfigError for a warm-up that outlasts the run, which would never come to its learning rate, and for a decay
     longer than the schedule."""
@@ -86,16 +97,19 @@ def lr_at(step: int, total_steps: int, optim: ScheduleOptions) -> float:
     kind, total_steps = optim.lr_scheduler_type, decay_steps(total_steps, optim)
     one = int(kind == "cosine_warmup_with_min_lr")  # its step 0 has the rate of the first step after 0
     if step < warm:
-        share = step / max(1, warm - 1) if one and optim.lr_warmup_init else (step + one) / warm
-        return optim.lr_warmup_init + (high - optim.lr_warmup_init) * share
-    if kind == "constant":
+        first = first_warmup_rate(optim)
+        share = step / max(1, warm - 1) if one and first else (step + one) / warm
+        return first + (high - first) * share
+    if kind in ("constant", PLATEAU):
         return high
     if kind == "inverse_sqrt":
         return low if step > total_steps else max(low, high * inverse_sqrt(step, warm))
-    start = warm
+    start, end = warm, total_steps
     if kind == "wsd":
-        start = max(warm, total_steps - (optim.wsd_decay_steps or ceil(optim.wsd_decay_ratio * total_steps)))
-    progress = min(1.0, max(0, step + one - start) / max(1, total_steps - start))
+        fall = optim.wsd_decay_steps or ceil(optim.wsd_decay_ratio * total_steps)
+        start = max(warm, total_steps - fall) if optim.wsd_stable_steps is None else warm + optim.wsd_stable_steps
+        end = total_steps if optim.wsd_stable_steps is None else start + fall
+    progress = min(1.0, max(0, step + one - start) / max(1, end - start))
     share = _remaining_share(kind, progress, optim)
     return high * share + low * (1 - share)
 
@@ -135,6 +149,16 @@ SHAPES: dict[str, Callable[[float], float]] = {
 }
 """Course of a falling part, progress 0 to 1; the last two are Megatron-Core's decay styles of wsd (arXiv 2404.06395),
 which stays at the full rate and falls over the last `wsd_decay_ratio` of all steps."""
+
+
+def weight_decay_at(step: int, total_steps: int, optim: OptimConfig) -> float | None:
+    """The weight decay of step `step` (from 0), which rises over all steps (Megatron-LM's incr_style); None: always
+    `weight_decay`."""
+    if optim.weight_decay_incr_style == "constant" or optim.start_weight_decay is None:
+        return None
+    progress = min(1.0, step / max(1, total_steps))
+    share = progress if optim.weight_decay_incr_style == "linear" else 1 - cosine_decay(progress)
+    return optim.start_weight_decay + share * ((optim.end_weight_decay or 0.0) - optim.start_weight_decay)
 
 
 def count_steps(cfg: SwiftConfig, source: Any) -> int:

@@ -63,6 +63,8 @@ class Loop:
     """What takes the source back to where it is now, on every rank; None: its `load_state_dict`."""
     engines: Mapping[str, Engine] = field(default_factory=dict)
     """Others that are trained too, by their folder in a checkpoint."""
+    weight_decay: Callable[[int], float | None] = lambda step: None
+    """Of a step; None: the configuration's."""
     step: int = 0
     """Optimizer steps taken."""
     skipped: int = 0
@@ -91,7 +93,9 @@ class Loop:
                     self.emit("on_batch")
                     microbatches = self.prepare(self.engine, microbatches, True)
                     rate = self.learning_rate(self.step - self.skipped)
-                    result = self.engine.train_batch(microbatches, self.loss, rate)
+                    decay = self.weight_decay(self.step - self.skipped)
+                    given = () if decay is None else (decay,)
+                    result = self.engine.train_batch(microbatches, self.loss, rate, *given)
                     self.step += 1
                     self.skipped += result.skipped
                     self.emit("on_step", self.record(rate, result, microbatches))

@@ -123,8 +123,12 @@ class IntervalLinesHook(JsonLinesHook):
 class MetricsJsonlHook(Hook):
     """Adds steps up and writes the lines."""
 
-    def __init__(self, path: Path, every: float, speed: ThroughputFormula, count: str) -> None:
+    def __init__(
+        self, path: Path, every: float, speed: ThroughputFormula, count: str, first_step: bool = False
+    ) -> None:
         self.path, self.every, self.speed, self.count = path, every, speed, count
+        self.first_step = first_step
+        """Whether the first step has a line of its own."""
         self.window = MetricsWindow()
         self._file: IO[str] | None = None
 
@@ -138,7 +142,8 @@ class MetricsJsonlHook(Hook):
     def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Adds the step; writes a line when it is due, and at the last step."""
         self.window.add(step, step_mean_weight(step, self.count))
-        if step.number % steps_of(self.every, loop.total_steps) == 0 or step.number == loop.total_steps:
+        due = step.number % steps_of(self.every, loop.total_steps) == 0 or step.number == loop.total_steps
+        if due or (self.first_step and step.number == 1):
             line = self.line(step)
             self.window = MetricsWindow()
             if self._file is not None:

@@ -57,7 +57,7 @@ from megaswift.trainers.fit_to_device import fit_problems
 from megaswift.trainers.hub_clients import hub_client_problems
 from megaswift.trainers.rl.choose_adapter_or_merged_weight_sync import adapter_sync_problems
 from megaswift.trainers.rl.preflight_checks import reward_environment_and_model_problems, rl_run_problems
-from megaswift.trainers.task_model_spec import model_spec_for_task
+from megaswift.trainers.task_model_spec import model_spec_for_task, transformers_class_problems
 from megaswift.trainers.torch_engine_machine_checks import torch_engine_machine_problems
 
 EXPERT_OPTIONS = (
@@ -215,6 +215,7 @@ def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world
     problems = layout_problems(
         ModelShape.of(spec), LayoutRequest.from_config(cfg, world_size)
     ) + torch_engine_machine_problems(cfg)
+    problems += transformers_class_problems(cfg, spec)
     if "moe_router_score_function" not in spec.transformer:
         rule = f"applies only to MoE models, and model_type {spec.family} is not a supported one"
         problems += [

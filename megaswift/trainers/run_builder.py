@@ -57,6 +57,7 @@ from megaswift.trainers.metrics_jsonl import MetricsJsonlHook, ThroughputFormula
 from megaswift.trainers.output_folder import OutputFolder
 from megaswift.trainers.precomputed_reference import PrecomputedReferenceLogprobs, compute_reference_logprobs
 from megaswift.trainers.progress import Progress
+from megaswift.trainers.reduce_lr_on_plateau import plateau_hooks
 from megaswift.trainers.rl.critic import critic_start_folder
 from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor
 from megaswift.trainers.startup_summary import SummaryFacts, data_text
@@ -249,7 +250,9 @@ class RunBuilder:
         """In the order of their work within a step: lines first, the checkpoint last."""
         train, outputs, task = self.cfg.train, self.outputs, self.task
         hooks: list[Hook] = [
-            MetricsJsonlHook(outputs.metrics, train.logging_steps, self.speed(engine), task.count),
+            MetricsJsonlHook(
+                outputs.metrics, train.logging_steps, self.speed(engine), task.count, train.logging_first_step
+            ),
             SkippedStepAndLossSpikeMonitor(),
             Progress(),
         ]
@@ -261,9 +264,10 @@ class RunBuilder:
             limit = None if train.eval_iters is None else train.eval_iters * size
             every = interval_of(train.eval_strategy, train.eval_steps)
             batches = partial(evaluation.eval_batches, limit)
-            hooks.append(EvaluationHook(outputs.evaluation, batches, every, task.count))
+            hooks.append(EvaluationHook(outputs.evaluation, batches, every, task.count, train.eval_on_start))
         if (best := best_model_hook(self.cfg, outputs.store.root)) is not None:
             hooks.append(best)
+        hooks += plateau_hooks(self.cfg)
         facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}
         facts |= {
             "config": with_absolute_paths(self.cfg.to_dict()),

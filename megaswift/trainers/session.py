@@ -150,11 +150,13 @@ class TrainingSession:
                     resume,
                     b.model_facts(),
                     lambda m: run_builder.changed_options(m.get("config", {}), with_absolute_paths(cfg.to_dict())),
+                    not cfg.train.ignore_data_skip,
                 )
                 if notice := global_batch_size_change_notice(manifest, batch_plan(cfg.train, b.layout.dp)):
                     log.warn(notice)
             # each row as often as was asked, whatever steps took
-            if cfg.train.max_steps is None and isinstance(loop.source, TokenStoreBatchSource):
+            epochs = cfg.train.max_steps is None and not cfg.train.ignore_data_skip
+            if epochs and isinstance(loop.source, TokenStoreBatchSource):
                 loop.total_steps = loop.step + loop.source.steps_left(cfg.train.num_train_epochs)
         facts = built.facts()
         self.rows = startup_summary.summary_rows(cfg, facts)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at
+from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at, weight_decay_at
 from megaswift.trainers.loop import Loop, unchanged
+from megaswift.trainers.reduce_lr_on_plateau import allowed_rate
 from megaswift.trainers.startup_summary import SummaryFacts
 from megaswift.trainers.timers import StepTimer, timed
 
@@ -40,10 +41,12 @@ def build_supervised_loop(session: TrainingSession) -> LoopWithRunSummary:
         engine,
         source,
         build.task.loss(cfg),
-        lambda step: lr_at(step, loop.total_steps, cfg.optim),  # a resumed run may have another number of steps
+        # a resumed run may have another number of steps
+        lambda step: allowed_rate(lr_at(step, loop.total_steps, cfg.optim), hooks),
         total,
         [StepTimer(), *(() if transform is None else (transform,)), *hooks],
         unchanged if transform is None else transform.prepare,
         seconds=session.seconds,
+        weight_decay=lambda step: weight_decay_at(step, loop.total_steps, cfg.optim),
     )
     return LoopWithRunSummary(loop, lambda: build.facts(engine, source, evaluation, loop.total_steps, loop.step))

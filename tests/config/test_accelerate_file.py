@@ -3,6 +3,7 @@ refusal."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,14 @@ def test_a_file_with_one_of_its_names(left_out: str, tmp_path: Path) -> None:
 
 
 def test_machines_of_deepspeed_s_launcher(tmp_path: Path) -> None:
-    section = {"zero_stage": 2, "deepspeed_hostfile": "/job/hosts"}
-    (line,) = load(tmp_path, {**ZERO, "deepspeed_config": section}).notices
-    assert "deepspeed_hostfile has no effect" in line and "NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT" in line
-    with pytest.raises(ConfigError, match="NODE_RANK=0 MASTER_ADDR=HOST MASTER_PORT=29500"):
-        load_config("sft", ["--model", "m", "--dataset", "d", "--hostfile", "hosts"], environ={})
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"elsewhere slots=4\n{socket.gethostname()} slots=4\n")
+    section = {"zero_stage": 2, "deepspeed_hostfile": str(hosts)}
+    launch = load(tmp_path, {**ZERO, "deepspeed_config": section}).launch
+    assert (launch.nnodes, launch.node_rank, launch.master_addr, launch.nproc_per_node) == (2, 1, "elsewhere", 4)
+    hosts.unlink()
+    with pytest.raises(ConfigError, match=f"deepspeed_hostfile: {hosts}: hostfile {hosts}: cannot be read"):
+        load(tmp_path, {**ZERO, "deepspeed_config": section})
 
 
 def test_fsdp_without_sharding(tmp_path: Path) -> None:
@@ -163,8 +167,11 @@ def test_the_run_s_own_options_go_over_it(tmp_path: Path) -> None:
         ({"num_processes": 5, "num_machines": 2, "main_process_ip": "h"}, ("num_processes: 5", "num_processes: 4")),
         ({"tpu_use_cluster": True}, ("TPUs are not supported",)),
         ({"num_process": 3}, ("num_process: 3", "did you mean num_processes?")),
-        ({"distributed_type": "MEGATRON_LM"}, ("--tp and --pp",)),
-        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, ("parallelism_config", "--tp and --cp")),
+        (
+            {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp": 2}},
+            ("megatron_lm_config: megatron_lm_tp", "would be ignored"),
+        ),
+        ({"parallelism_config": {"parallelism_config_ep_size": 2}}, ("parallelism_config_ep_size", "would be ignored")),
         ({"mixed_precision": "fp8"}, ("--fp8_format hybrid",)),
         ({**ZERO, "deepspeed_config": {"zero_stag": 3}}, ("zero_stag", "did you mean zero_stage?")),
         (

@@ -99,8 +99,6 @@ def test_the_run_s_own_options_go_over_them() -> None:
 @pytest.mark.parametrize(
     "added, part",
     [
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "--use_megatron_lm"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed_precision fp8"),
         ({"FSDP_IGNORED_MODULES": "a"}, "fsdp_ignored_modules"),
         (ZERO2 | {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme"}, "offload_optimizer_nvme_path"),
@@ -122,14 +120,26 @@ def test_what_is_refused(added: dict[str, str], part: str) -> None:
             "gradient_clipping 0.5 has no effect: --max_grad_norm determines it",
         ),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend inductor has no effect"),
-        ({"FSDP_FORWARD_PREFETCH": "true"}, "fsdp_forward_prefetch true has no effect"),
-        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "fsdp_auto_wrap_policy size_based_wrap has no effect"),
+        ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, "fsdp_auto_wrap_policy no_wrap has no effect"),
         ({"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}, "fsdp_state_dict_type sharded_state_dict has no effect"),
     ],
 )
 def test_what_has_no_effect_is_said(added: dict[str, str], part: str) -> None:
     environ = FSDP2 | added
     assert part in list(accelerate_notices(environ, load_config("sft", [], environ=environ), alone=False))[-1]
+
+
+@pytest.mark.parametrize(
+    "added, option, value",
+    [
+        ({"FSDP_FORWARD_PREFETCH": "true"}, "fsdp_forward_prefetch", True),
+        ({"FSDP_BACKWARD_PREFETCH": "BACKWARD_POST"}, "fsdp_backward_prefetch", "no_prefetch"),
+        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "7"}, "fsdp_min_num_params", 7),
+        ({"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "7"}, "fsdp_min_num_params", None),
+    ],
+)
+def test_units_and_prefetch_of_fsdp(added: dict[str, str], option: str, value: object) -> None:
+    assert load_config("sft", [], environ=FSDP2 | added).value(option) == value
 
 
 def test_layers_that_no_shard_does_not_wrap() -> None:

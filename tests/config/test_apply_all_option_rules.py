@@ -91,7 +91,22 @@ IDLE = [
     ("--wsd_decay_style linear", "--wsd_decay_style linear --lr_scheduler_type wsd"),
     ("--lr_num_cycles 2", "--lr_num_cycles 2 --lr_scheduler_type cosine_with_restarts"),
     ("--lr_power 2", "--lr_power 2 --lr_scheduler_type polynomial"),
+    *(
+        (
+            f"--plateau_{words}",
+            f"--plateau_{words} --lr_scheduler_type reduce_lr_on_plateau --val_dataset v --eval_steps 5",
+        )
+        for words in ("factor 0.5", "patience 2", "threshold 0.1", "threshold_mode abs", "cooldown 1")
+    ),
     ("--lr_warmup_init 1e-7", "--lr_warmup_init 1e-7 --warmup_steps 3"),
+    ("--lr_warmup_init_ratio 0.1", "--lr_warmup_init_ratio 0.1 --warmup_steps 3"),
+    ("--wsd_stable_steps 4", "--wsd_stable_steps 4 --lr_scheduler_type wsd"),
+    ("--start_weight_decay 0.1", "--start_weight_decay 0.1 --end_weight_decay 0.2 --weight_decay_incr_style linear"),
+    ("--end_weight_decay 0.1", "--end_weight_decay 0.1 --start_weight_decay 0 --weight_decay_incr_style cosine"),
+    (
+        "--weight_decay 0.2 --start_weight_decay 0.1 --end_weight_decay 0.2 --weight_decay_incr_style linear",
+        "--weight_decay 0.2",
+    ),
     ("--warmup_ratio 0.1 --warmup_steps 3", "--warmup_ratio 0.1"),
     ("--lora_rank 4", "--lora_rank 4 --train_type lora"),
     ("--lora_alpha 4", "--lora_alpha 4 --train_type lora"),
@@ -161,6 +176,8 @@ CLASHING = [
     ("attn_impl", "--attn_impl flash --transformer_impl torch"),
     ("overwrite_output_dir", "--overwrite_output_dir --resume_from_checkpoint latest"),
     ("lr_warmup_init", "--lr_warmup_init 1 --warmup_steps 3"),
+    ("lr_warmup_init_ratio", "--lr_warmup_init_ratio 0.1 --lr_warmup_init 1e-6 --warmup_steps 3"),
+    ("weight_decay_incr_style", "--weight_decay_incr_style linear --start_weight_decay 0.1"),
     ("save_only_model", "--save_only_model --max_restarts 2 --nproc_per_node 2"),
     ("model_name", "--model_name a b c"),
     ("random_init", "--random_init --train_type lora"),

@@ -68,6 +68,7 @@ CLASHING = [
     "--deepspeed zero3 --engine ddp",
     "--use_fsdp true --engine ddp",
     "--fsdp full_shard,shard_grad_op",
+    "--use_fsdp true --min_num_params 9 --fsdp_transformer_layer_cls_to_wrap L",
     "--engine ddp --recompute_granularity selective",
     "--engine ddp --save_safetensors false",
     "--save_safetensors false --save_only_model true",
@@ -75,7 +76,7 @@ CLASHING = [
 ]
 
 
-TYPED_AS = {"export_hf": "save_safetensors"}
+TYPED_AS = {"export_hf": "save_safetensors", "fsdp_min_num_params": "min_num_params"}
 """Options of these rules that have another name in what was given."""
 
 

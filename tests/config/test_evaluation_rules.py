@@ -20,6 +20,8 @@ IDLE = [
     ("--eval_steps 5", "--eval_steps 5 --val_dataset v"),
     ("--eval_iters 5", "--eval_iters 5 --split_dataset_ratio 0.1"),
     ("--per_device_eval_batch_size 5", "--per_device_eval_batch_size 5 --val_dataset v"),
+    ("--eval_on_start", f"--eval_on_start {VAL}"),
+    ("--ignore_data_skip", "--ignore_data_skip --resume_from_checkpoint latest"),
     ("--eval_strategy epoch", "--eval_strategy epoch --val_dataset v"),
     ("--eval_strategy steps --val_dataset v", f"--eval_strategy steps {VAL}"),
     ("--save_strategy steps", "--save_strategy steps --save_steps 5"),
@@ -35,6 +37,7 @@ IDLE = [
     ("--hub_token t", "--hub_token t --push_to_hub"),
     ("--hub_private_repo", "--hub_private_repo --push_to_hub"),
     ("--hub_strategy every_save", "--hub_strategy every_save --push_to_hub --save_only_model"),
+    ("--hub_revision trial", "--hub_revision trial --push_to_hub"),
     (
         f"--load_best_model_at_end {VAL} --save_steps 5 --export_hf false",
         f"--load_best_model_at_end {VAL} --save_steps 5",
@@ -51,6 +54,7 @@ CLASHING = [
     ("save_strategy", "--save_strategy best --val_dataset v"),
     ("early_stopping_patience", "--early_stopping_patience 2 --val_dataset v"),
     ("early_stopping_patience", "--early_stopping_patience 2"),
+    ("lr_scheduler_type", "--lr_scheduler_type reduce_lr_on_plateau --val_dataset v"),
     (
         "metric_for_best_model",
         f"grpo --reward_funcs length --metric_for_best_model loss {VAL} --early_stopping_patience 2",
@@ -61,6 +65,7 @@ CLASHING = [
     ("push_to_hub", "--push_to_hub --train_type lora --init_weights pissa"),
     ("push_to_hub", "--push_to_hub --train_type lora --new_special_tokens <t>"),
     ("hub_strategy", "--hub_strategy every_save --push_to_hub"),
+    ("hub_revision", "--hub_revision trial --push_to_hub --use_hf false"),
 ]
 
 

@@ -84,14 +84,11 @@ def test_what_is_told(content: dict[str, Any], said: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"backward_prefetch": "no_prefetch"}, "prefetches the next layer"),
-        ({"forward_prefetch": True}, "prefetches the next layer"),
         ({"state_dict_type": "SHARDED_STATE_DICT"}, "full tensors"),
         ({"cpu_ram_efficient_loading": False}, "shard by shard"),
         ({"limit_all_gathers": False}, "limits all-gathers"),
         ({"use_orig_params": "false"}, "original parameters"),
-        ({"min_num_params": 2000}, "wraps by layer class"),
-        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "wraps by layer class"),
+        ({"auto_wrap_policy": "NO_WRAP"}, "decoder layers are units"),
     ],
 )
 @pytest.mark.parametrize("prefix", ["", "fsdp_"])
@@ -104,6 +101,43 @@ def test_what_changes_memory_or_speed_at_most(
     resolve_engine(cfg, 2)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
     assert f'fsdp.json: "{name}"' in line and said in line
+
+
+@pytest.mark.parametrize(
+    ("content", "options"),
+    [
+        ({"backward_prefetch": "NO_PREFETCH"}, {"fsdp_backward_prefetch": "no_prefetch"}),
+        ({"backward_prefetch": "backward_post"}, {"fsdp_backward_prefetch": "no_prefetch"}),
+        ({"backward_prefetch": "BACKWARD_PRE", "forward_prefetch": "false"}, {}),
+        ({"forward_prefetch": True}, {"fsdp_forward_prefetch": True}),
+        ({"min_num_params": 2000}, {"fsdp_min_num_params": 2000}),
+        ({"min_num_params": "2000", "auto_wrap_policy": "SIZE_BASED_WRAP"}, {"fsdp_min_num_params": 2000}),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, {"fsdp_min_num_params": 100_000_000}),
+        ({"min_num_params": 100_000_000, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, {}),
+        (
+            {"min_num_params": 100_000_000, "transformer_layer_cls_to_wrap": ["L"]},
+            {"fsdp_transformer_layer_cls_to_wrap": ("L",)},
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("prefix", ["", "fsdp_"])
+def test_units_and_prefetch(content: dict[str, Any], options: dict[str, Any], prefix: str) -> None:
+    made = options_from_fsdp({prefix + name: value for name, value in content.items()}, "f")
+    assert not made.problems and not made.notices and made.options == options
+
+
+@pytest.mark.parametrize(
+    "content", [{"min_num_params": -1}, {"auto_wrap_policy": "BY_NAME"}, {"backward_prefetch": "later"}], ids=str
+)
+def test_units_and_prefetch_that_are_none(content: dict[str, Any]) -> None:
+    (problem,) = options_from_fsdp(content, "f").problems
+    assert problem.what.startswith(f'f: "{next(iter(content))}"') and problem.fix
+
+
+def test_a_size_beside_classes_is_named() -> None:
+    content = {"min_num_params": 2000, "transformer_layer_cls_to_wrap": ["L"]}
+    assert "chosen by class" in options_from_fsdp(content, "f").notices[0]
 
 
 def test_a_run_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

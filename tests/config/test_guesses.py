@@ -96,7 +96,7 @@ ANSWERS = [
     ("--swanlab_project x", "set environment variables of the tracker"),
     ("--no_cross_entropy_loss_fusion", "leave it out"),
     ("--no_shuffle", "--shuffle false"),
-    ("--attn_impl flash_attn2", "did you mean flash_attn?"),
+    ("--attn_impl flash_atn", "did you mean flash_attn?"),
     ("--nothing_like_it 1", "megaswift sft --help lists them all"),
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megaswift.config import load_config
@@ -10,6 +12,7 @@ from megaswift.config.sections import OPTIONS
 from megaswift.launchers.torchrun_launcher import requests_worker_processes, world_size_of_launch_options
 from tests.config.refusals import assert_contradiction, assert_idle
 
+HOSTS = Path(__file__).with_name("one_host.txt")
 RAY = "--launcher ray --num_workers 2"
 IDLE = [
     # given, what makes it count
@@ -18,6 +21,7 @@ IDLE = [
     ("--rdzv_timeout 9", "--rdzv_timeout 9 --nnodes 2 --node_rank 0 --master_addr h"),
     ("--master_port 1", "--master_port 1 --nproc_per_node 1"),
     ("--max_restarts 1", "--max_restarts 1 --nproc_per_node 1"),
+    (f"--hostfile {HOSTS} {RAY}", f"--hostfile {HOSTS}"),
     (f"--max_restarts 1 {RAY}", "--max_restarts 1 --nproc_per_node 2"),
     (f"--node_rank 1 {RAY}", "--node_rank 1 --nnodes 2 --master_addr h"),
     (f"--master_addr h {RAY}", "--master_addr h --nnodes 2 --node_rank 0"),

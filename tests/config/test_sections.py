@@ -57,6 +57,8 @@ def other_value(name: str) -> object:
         return "80GiB"
     if name == "fsdp_config":
         return str(Path(__file__).resolve().parents[2] / "configs" / "fsdp" / "fsdp2.json")
+    if name == "hostfile":
+        return str(Path(__file__).with_name("one_host.txt"))
     if name in ("initial_loss_scale", "min_loss_scale"):
         return 2.0
     if o.kind == "bool":
@@ -105,6 +107,18 @@ NEEDS = (
         "straggler_ratio": {"log_straggler": True},
         "hub_token": {"push_to_hub": True},
         "hub_private_repo": {"push_to_hub": True},
+        "hub_revision": {"push_to_hub": True},
+        **dict.fromkeys(
+            ("plateau_factor", "plateau_patience", "plateau_threshold", "plateau_threshold_mode", "plateau_cooldown"),
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "val_dataset": "v", "eval_steps": 1},
+        ),
+        "eval_on_start": {"val_dataset": "v"},
+        "ignore_data_skip": {"resume_from_checkpoint": "latest"},
+        "lr_warmup_init_ratio": {"warmup_steps": 3},
+        "wsd_stable_steps": {"lr_scheduler_type": "wsd"},
+        "start_weight_decay": {"end_weight_decay": 0.5, "weight_decay_incr_style": "linear"},
+        "end_weight_decay": {"start_weight_decay": 0.5, "weight_decay_incr_style": "linear"},
+        "weight_decay_incr_style": {"start_weight_decay": 0.5, "end_weight_decay": 0.6},
         "hub_strategy": {"push_to_hub": True, "save_only_model": True},
         "load_best_model_at_end": {"val_dataset": "v", "eval_steps": 1, "save_steps": 1},
         "metric_for_best_model": {"val_dataset": "v", "eval_steps": 1, "early_stopping_patience": 1},
@@ -125,6 +139,9 @@ NEEDS = (
         "overlap_p2p_comm": {"pp": 2, "vpp": 2},
         "fsdp": {"engine": "fsdp2"},
         "fsdp_transformer_layer_cls_to_wrap": {"engine": "fsdp2"},
+        "fsdp_min_num_params": {"engine": "fsdp2"},
+        "fsdp_backward_prefetch": {"engine": "fsdp2"},
+        "fsdp_forward_prefetch": {"engine": "fsdp2"},
         "optimizer_cpu_offload": {},
         "optimizer_offload_fraction": {"optimizer_cpu_offload": True},
         "ref_model_mixup_alpha": {"sync_ref_model": True},

@@ -279,6 +279,24 @@ def test_the_cache_is_found_again_by_content(tmp_path: Path) -> None:
     assert len({first, *others}) == 5
 
 
+def test_rows_are_tokenized_again_without_use_dataset_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a launch: by another launch again. What was built for it alone is deleted at its end."""
+    path = jsonl(tmp_path / "d.jsonl", ROWS)
+    usual = stores(tmp_path, path)
+    ends: list[Any] = []
+    monkeypatch.setattr(coordinate_token_cache_build.atexit, "register", ends.append)
+    own = stores(tmp_path, path, use_dataset_cache=False)
+    assert own != usual and (own / "tokens.bin").read_bytes() == (usual / "tokens.bin").read_bytes()
+    assert stores(tmp_path, path, use_dataset_cache=False) == own
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    other = stores(tmp_path, path, use_dataset_cache=False)
+    assert other not in (own, usual) and stores(tmp_path, path, use_dataset_cache=False) == other
+    for end in ends:
+        end()
+    assert {p.name for p in usual.parent.iterdir() if p.is_dir()} == {usual.name}
+    assert stores(tmp_path, path) == usual
+
+
 @pytest.mark.process
 def test_worker_processes_give_the_same_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megaswift.data.tokenization.WORKER_BYTES", 1)

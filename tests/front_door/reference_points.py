@@ -39,6 +39,10 @@ NUMBERS = tuple(f"DeepSpeed file: numbers zero{stage}" for stage in (1, 2, 3))
 ALGORITHMS = tuple(f"algorithm {name}" for name in ("rm", "ppo", "dpo", "grpo"))
 RESUMED = "tests/trainers/test_checkpoint_store.py::test_a_checkpoint_is_found_by_its_folder_its_run_or_latest"
 MAIN = "entry: main.py --mode train --config CONFIG --algorithm sft"
+RENDERED = "tests/clusters/test_rendered_files.py::test_as_read"
+MANIFESTS = "tests/clusters/test_manifests.py::test_every_field_is_in_the_schemas_tables"
+SLURM = "tests/clusters/test_slurm.py::test_two_nodes_train_to_their_export"
+"""Jobs of clusters, which megaswift submit writes: of PAI-DLC, Kubernetes (MPIJob, PyTorchJob, ...), Ray."""
 
 POINTS = (
     Point(1, "sft, rlhf", (FIRST, "the layout of a YAML file")),
@@ -83,16 +87,21 @@ POINTS = (
     Point(32, "6.3 memory", page="inference.md: ## Devices"),
     Point(33, "7.1 nnodes alone", answered=("nnodes alone",)),
     Point(34, "7.1 launchers", (LAUNCHERS,)),
-    Point(35, "7.1 a cloud's scheduler", later=CLUSTERS),
+    Point(35, "7.1 a cloud's scheduler", (RENDERED,)),
     Point(36, "7.2 variables", ("two machines", "the second machine")),
     Point(38, "7.3 one machine", (FIRST, "torchrun", "entry: megaswift/cli/sft.py")),
     Point(39, "7.4 two machines", ("two machines", "the second machine, a file", TWO_COMMANDS)),
     Point(40, "7.4 by torchrun, no data set", answered=("no data set",)),
     Point(41, "7.5 containers", later=CLUSTERS),
-    Point(42, "8.1 schedulers", later=CLUSTERS),
-    Point(43, "8.2 pods", later=CLUSTERS),
+    Point(42, "8.1 schedulers", (RENDERED, SLURM)),
+    Point(43, "8.2 pods", (RENDERED, MANIFESTS)),
     Point(44, "8.3 NPUs", later="no issue yet: other accelerators"),
-    Point(45, "8.3 names of old versions", ("names of old versions", "vision language", "default zero2")),
+    Point(
+        45,
+        "8.3 names of old versions",
+        ("names of old versions", "vision language", "default zero2"),
+        ("InternVL in its original layout",),
+    ),
     Point(
         46,
         "9.1 to 9.7",
@@ -101,7 +110,7 @@ POINTS = (
     ),
     Point(47, "9.8 QLoRA", ("QLoRA",)),
     Point(48, "10.1", ("gradient checkpointing", "zero2", "fsdp", "QLoRA", "flash attention", "sequence packing")),
-    Point(50, "10.3 flash_attn2", answered=("flash_attn2",)),
+    Point(50, "10.3 flash_attn2", ("flash_attn2",)),
     Point(51, "10.3 Liger", ("liger",)),
     Point(52, "10.3 precision", ("two processes as in the guide", "float16")),
     Point(53, "10.3 workers", ("workers",)),
@@ -127,7 +136,7 @@ POINTS = (
     Point(74, "3.3 file", ("DeepSpeed file: a warmup from above 0",)),
     Point(75, "3.4 command", ("deepspeed beside fsdp",)),
     Point(76, "3.5 two machines", ("two machines by options",)),
-    Point(77, "3.5 Slurm", later=CLUSTERS),
+    Point(77, "3.5 Slurm", (SLURM,)),
     Point(78, "4.1 batch size 0", answered=("batch size 0",)),
     Point(79, "4.1", ("gradient checkpointing", "zero2 offload", "QLoRA by train type")),
     Point(80, "4.2, 4.3", ("workers", FIRST)),
@@ -200,10 +209,10 @@ POINTS = (
     Point(119, "ddp_timeout", ("ddp timeout",)),
     Point(120, "ddp_find_unused_parameters", ("find unused",)),
     Point(121, "variables of ranks", ("entry: megaswift/sft.py", LAUNCHERS)),
-    Point(123, "a job for pods", later=CLUSTERS),
+    Point(123, "a job for pods", (RENDERED, MANIFESTS)),
     Point(124, "tables of FSDP and ZeRO", page="fallback.md: ## Memory per rank"),
     Point(125, "a JSON file", ("DeepSpeed file: a profile, for eight processes",)),
-    Point(126, "a job of DeepSpeed", answered=("hostfile",), later=CLUSTERS),
+    Point(126, "a job of DeepSpeed", ("hostfile", "deepspeed config", MANIFESTS)),
     Point(127, "Megatron-LM's training", ("Megatron-LM's arguments", "the run's own checkpoints")),
     Point(
         128,
@@ -211,8 +220,8 @@ POINTS = (
         ("Megatron-LM's arguments",),
         ("another model's sizes", "Megatron-LM's vocab-file", "Megatron-LM's merge-file", "a file of indexed data"),
     ),
-    Point(129, "Ray's cluster", later=CLUSTERS),
-    Point(131, "a bandwidth test", later=CLUSTERS),
+    Point(129, "Ray's cluster", (RENDERED, "tests/clusters/test_ray_jobs.py::test_a_job_on_two_ray_nodes")),
+    Point(131, "a bandwidth test", ("tests/test_bench.py::test_four_processes_over_gloo",)),
     Point(132, "sizes", page="fallback.md: ## Choosing an engine"),
     Point(
         133, "production: accuracy and speed", ("stability", "compile", "flash attention", "workers", "YAML: saving")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import runpy
 import shlex
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ def problems(row: Row, root: Path, tmp_path: Path) -> list[Any]:
     place = tmp_path / "DS.json"
     if row.deepspeed is not None:
         place.write_text(json.dumps(row.deepspeed))
-    words = [str(place) if w == "DS.json" else w for w in shlex.split(row.words)]
+    (tmp_path / "hosts").write_text(f"worker-0 slots=8\n{socket.gethostname()} slots=8\n")
+    files = {"DS.json": str(place), "hosts": str(tmp_path / "hosts")}
+    words = [files.get(w, w) for w in shlex.split(row.words)]
     if row.yaml is not None:
         file = tmp_path / "run.yml"
         file.write_text(yaml.safe_dump(row.yaml).replace("DS.json", str(place)))

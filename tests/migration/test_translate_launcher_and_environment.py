@@ -147,8 +147,11 @@ def test_settings_of_accelerate(tmp_path: Path) -> None:
     )
     run = translated(f"accelerate launch --config_file none.yaml {WORDS}", tmp_path)
     assert any(line.startswith("--config_file none.yaml: no such file") for line in run.open)
-    run = translated(f"accelerate launch --num_processes 2 --use_megatron_lm {WORDS}", tmp_path)
-    assert any("use_megatron_lm" in line for line in run.open)
+    megatron = "--use_megatron_lm --megatron_lm_tp_degree 2 --megatron_lm_pp_degree 1"
+    run = translated(f"accelerate launch --num_processes 2 {megatron} {WORDS}", tmp_path)
+    c = loaded(run, tmp_path)
+    assert (c.value("engine"), c.value("tensor_parallel_size")) == ("megatron", 2)
+    assert not any("megatron_lm" in line for line in [*run.open, *run.left_out])
 
 
 @pytest.mark.parametrize("text", [ZERO, FSDP])
@@ -204,4 +207,7 @@ def test_a_number_of_machines_that_a_condition_changes(prefix: str, tmp_path: Pa
 
 def test_a_hostfile(tmp_path: Path) -> None:
     run = translated(f"deepspeed --hostfile hosts --num_gpus 4 swift/cli/sft.py {WORDS[9:]}", tmp_path)
-    assert any(line.startswith("--hostfile hosts: names several machines; start the command") for line in run.open)
+    assert any(line.startswith("--hostfile hosts: names several machines; type the command") for line in run.open)
+    assert command_line(run, "run.yaml") == "NPROC_PER_NODE=4 megaswift sft run.yaml --hostfile hosts"
+    run = translated(f"deepspeed --hostfile $HOSTS swift/cli/sft.py {WORDS[9:]}", tmp_path)
+    assert command_line(run, "run.yaml") == 'megaswift sft run.yaml --hostfile "$HOSTS"'

@@ -72,6 +72,18 @@ def test_equals_hugging_face(engine: str, text: str, pool: Pool, references: Ref
     assert not any(d.bad for d in differences), table(f"{engine}, {case}", differences)
 
 
+@pytest.mark.parametrize("text", ["dense dp2 packed", pytest.param("moe dp2", marks=pytest.mark.slow)])
+def test_units_by_size_and_prefetch(text: str, pool: Pool, references: References) -> None:
+    """Units within layers, of several sizes, gathered at other times: the same gradients."""
+    case = parse(text)
+    folder, recipe, want = references.of(case)
+    options = {"fsdp_min_num_params": 500, "fsdp_forward_prefetch": True, "fsdp_backward_prefetch": "no_prefetch"}
+    task = Task(case, folder, recipe, options={"engine": "fsdp2", **options})
+    got = pool.run("tests.parity.measure:train", task, case.world)[0]
+    differences = compare(got, want, recipe)
+    assert not any(d.bad for d in differences), table(f"fsdp2, {case}", differences)
+
+
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_sees_a_label_that_is_dropped(engine: str, pool: Pool, references: References) -> None:
     case = parse("dense dp2")

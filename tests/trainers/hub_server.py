@@ -27,6 +27,10 @@ class Hub:
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     commits: list[tuple[str, str]] = field(default_factory=list)
     """Repository and message."""
+    branches: list[tuple[str, str]] = field(default_factory=list)
+    """Repository and branch, as they were made."""
+    revisions: list[str] = field(default_factory=list)
+    """Of each commit."""
     objects: dict[str, bytes] = field(default_factory=dict)
     """Of git-LFS, by SHA-256."""
 
@@ -62,7 +66,13 @@ class Hub:
                 for f in json.loads(body)["files"]
             ]
             return 200, {"files": modes}
+        if "/branch/" in path:
+            branch = (name, path.rpartition("/branch/")[2])
+            known = branch in self.branches
+            self.branches += [] if known else [branch]
+            return (409 if known else 200), {}
         if "/commit/" in path:
+            self.revisions.append(path.rpartition("/commit/")[2])
             for line in map(json.loads, body.splitlines()):
                 value = line["value"]
                 if line["key"] == "header":

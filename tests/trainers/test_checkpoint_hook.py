@@ -69,6 +69,16 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
         assert torch.equal(value, weights(second)[name]), name
 
 
+def test_data_from_the_first_row_again(tmp_path: Path) -> None:
+    """ignore_data_skip: all else goes on where it was."""
+    loop_in(tmp_path, 3).run()
+    folder = CheckpointStore(tmp_path / "checkpoints").latest()
+    assert folder is not None
+    second = loop_in(tmp_path, 6, seed=99)
+    restore_run(second, folder, MODEL, data=False)
+    assert (second.step, second.source.position) == (3, 0)
+
+
 class Kill(Hook):
     """SIGTERM to this process at a step."""
 

@@ -26,6 +26,18 @@ def test_at_the_interval_and_once_at_the_end(tmp_path: Path, every: int | None, 
     assert [line["step"] for line in read_lines(tmp_path / "eval.jsonl")] == steps
 
 
+def test_before_the_first_step(tmp_path: Path) -> None:
+    """Of the model as it was loaded; a resumed run does not repeat it."""
+    first = EvaluationHook(tmp_path / "eval.jsonl", lambda: HELD, 2, "label_weight", True)
+    tiny_loop(3, first).run()
+    lines = read_lines(tmp_path / "eval.jsonl")
+    assert [line["step"] for line in lines] == [0, 2, 3] and lines[0]["loss"] != lines[1]["loss"]
+    again = tiny_loop(3, EvaluationHook(tmp_path / "eval.jsonl", lambda: HELD, 2, "label_weight", True))
+    again.step = 2
+    again.run()
+    assert [line["step"] for line in read_lines(tmp_path / "eval.jsonl")] == [0, 2, 3]
+
+
 def test_the_loss_is_that_of_all_held_out_labels(tmp_path: Path) -> None:
     loop = tiny_loop(2, hook(tmp_path, None))
     loop.run()

@@ -35,7 +35,7 @@ def test_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="the hub does not give access to out"):
         HubUpload(SwiftConfig(model="m", output_dir=str(tmp_path / "out"), push_to_hub=True, hub_token=TOKEN))
     upload = HubUpload.__new__(HubUpload)
-    upload.every_save, upload.repository = True, HubRepository(HuggingFaceHub(TOKEN), TOKEN, "u/m")
+    upload.strategy, upload.repository = "every_save", HubRepository(HuggingFaceHub(TOKEN), TOKEN, "u/m")
     (tmp_path / "step-1" / "hf").mkdir(parents=True)
     (tmp_path / "step-1" / "hf" / "x").write_text("1")
     upload.after_save(tmp_path / "step-1", 1)
@@ -94,3 +94,36 @@ def test_a_wrong_token_is_found_before_anything_is_trained(tmp_path: Path) -> No
         done = train(hub, inputs, out, "--hub_token", "hf_wrongwrongwrong", "--max_steps", "2")
     assert done.returncode == 2 and "the hub does not give access to out" in done.stderr
     assert "hf_wrong" not in done.stderr and not (out / "metrics.jsonl").exists()
+
+
+def upload_of(folder: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, **options: object) -> HubUpload:
+    """An upload of this process to a server of this machine."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    monkeypatch.setattr("huggingface_hub.hf_api.ENDPOINT", hub.url, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    given = {"push_to_hub": True, "hub_token": TOKEN, "hub_model_id": "org/m", "output_dir": str(folder), **options}
+    return HubUpload(SwiftConfig(model="m", dataset=["d"], **given))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "places"),
+    [("checkpoint", {"last-checkpoint"}), ("all_checkpoints", {"step-1", "step-2"}), ("end", set())],
+)
+def test_whole_checkpoints(strategy: str, places: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its states, in a folder of the repository; beside them the weights of those that have them."""
+    with hub_server() as hub:
+        upload = upload_of(tmp_path, monkeypatch, hub, hub_strategy=strategy, hub_revision="trial")
+        upload_of(tmp_path, monkeypatch, hub, hub_strategy=strategy, hub_revision="trial")  # a branch that exists
+        for n in (1, 2):
+            step = tmp_path / f"step-{n}"
+            (step / "engine").mkdir(parents=True)
+            (step / "adapter").mkdir()
+            (step / "engine" / "engine.json").write_text(str(n))
+            (step / "adapter" / "adapter_config.json").write_text("{}")
+            upload.after_save(step, n)
+    assert hub.branches == [("org/m", "trial")] and set(hub.revisions) <= {"trial"}
+    files = hub.files["org/m"]
+    assert {name.partition("/")[0] for name in files if "engine" in name} == places
+    assert ("adapter_config.json" in files) == bool(places)
+    newest = sorted(places)[-1:]
+    assert all(files[f"{place}/engine/engine.json"] == b"2" for place in newest)

@@ -1,15 +1,16 @@
 """Learning rates against transformers' schedulers, and by hand where it has none."""
 
 import itertools
+import json
 from dataclasses import dataclass
 
 import pytest
 import torch
 from transformers import get_scheduler
 
-from megaswift.config import SwiftConfig
+from megaswift.config import SwiftConfig, load_config
 from megaswift.errors import ConfigError
-from megaswift.trainers.learning_rate_schedule import check_schedule_length, lr_at, warmup_steps
+from megaswift.trainers.learning_rate_schedule import check_schedule_length, lr_at, warmup_steps, weight_decay_at
 
 STEPS = 37
 
@@ -29,6 +30,8 @@ class Optim:
     min_lr_ratio: float | None = None
     lr_decay_iters: int | None = None
     wsd_decay_steps: int | None = None
+    lr_warmup_init_ratio: float | None = None
+    wsd_stable_steps: int | None = None
 
 
 def rates(**given):
@@ -101,6 +104,50 @@ def test_a_schedule_that_ends_before_or_after_the_run_is_megatron_s(kind, style,
     own = {"wsd_decay_steps": 8, "wsd_decay_style": "linear"} if kind == "wsd" else {}
     got = rates(lr_scheduler_type=kind, min_lr=2e-5, lr_warmup_init=1e-5, warmup_steps=5, lr_decay_iters=until, **own)
     assert got == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"num_decay_steps": 9, "num_stable_steps": 6},
+        {"num_decay_steps": 9, "num_stable_steps": 0, "min_lr_ratio": 0.1},
+        {"num_decay_steps": 8, "min_lr_ratio": 0.2, "decay_type": "1-sqrt"},
+        {"num_decay_steps": 40, "num_stable_steps": 10, "decay_type": "linear", "min_lr_ratio": 0.1},
+        {"num_decay_steps": 4, "num_stable_steps": 50},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("warm", [0, 1, 5])
+def test_keys_of_wsd_are_transformers(kwargs, warm):
+    """As a user types them, in lr_scheduler_kwargs."""
+    words = ["--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs", json.dumps(kwargs), "--lr", "3e-4"]
+    optim = load_config("sft", [*words, "--warmup_steps", str(warm)], environ={}).optim
+    expected = theirs("warmup_stable_decay", warm, **kwargs)
+    assert [lr_at(i, STEPS, optim) for i in range(STEPS)] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_warmup_rate_of_transformers_is_a_fraction():
+    words = ["--lr_scheduler_type", "cosine_warmup_with_min_lr", "--lr", "3e-4", "--warmup_steps", "5"]
+    kwargs = {"min_lr_rate": 0.1, "warmup_lr_rate": 0.2}
+    optim = load_config("sft", [*words, "--lr_scheduler_kwargs", json.dumps(kwargs)], environ={}).optim
+    expected = theirs("cosine_warmup_with_min_lr", 5, **kwargs)
+    assert [lr_at(i, STEPS, optim) for i in range(STEPS)] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_the_weight_decay_is_megatron_s(style):
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4, weight_decay=0.0)
+    scheduler = OptimizerParamScheduler(optimizer, 0.0, 3e-4, 0.0, 0, STEPS, "cosine", 0.05, 0.3, STEPS, style)
+    expected = []
+    for _ in range(STEPS):
+        expected.append(optimizer.param_groups[0]["weight_decay"])
+        scheduler.step(1)
+    words = ["--start_weight_decay", "0.05", "--end_weight_decay", "0.3", "--weight_decay_incr_style", style]
+    optim = load_config("sft", words, environ={}).optim
+    assert [weight_decay_at(i, STEPS, optim) for i in range(STEPS)] == pytest.approx(expected, rel=1e-12)
+    assert weight_decay_at(0, STEPS, load_config("sft", [], environ={}).optim) is None
 
 
 @pytest.mark.parametrize("warm", [0, 5])

@@ -93,6 +93,15 @@ def test_one_line_holds_the_means_and_sums_of_its_steps(tmp_path: Path) -> None:
     assert line["memory_gib"] > 0.01
 
 
+def test_the_first_step_may_have_a_line(tmp_path: Path) -> None:
+    """Of itself; the next line has the steps after it."""
+    hook = metrics(tmp_path / "m.jsonl", 3)
+    hook.first_step = True
+    lines = feed(hook, step(1, 3.0, 10), step(2, 5.0, 30), step(3, 7.0, 10))
+    assert [line["step"] for line in lines] == [1, 3] and lines[0]["loss"] == 3.0
+    assert lines[1]["loss"] == (5.0 * 30 + 7.0 * 10) / 40
+
+
 def test_models_that_train_on_the_same_tokens_add_up(tmp_path: Path) -> None:
     """A critic of 2 parameters and 5 of attention with half a pass beside: 6 x 2 x 200 + 6 x 5 x 1000 + 2 x 0.5 x (2 x
     200 + 5 x 1000)."""

@@ -179,10 +179,13 @@ class MegatronEngine:
                 [Problem(f"--freeze_parameters {p}", f"matches no weight; names are like {examples}") for p in missing]
             )
 
-    def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
+    def train_batch(
+        self, microbatches: Sequence[Batch], loss: Loss, lr: float, weight_decay: float | None = None
+    ) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
         result = self.accumulate(microbatches, loss, whole_gradients=False)
-        optim.set_lr_and_weight_decay(self.optimizer, lr, self.cfg.optim.weight_decay)
+        decay = self.cfg.optim.weight_decay if weight_decay is None else weight_decay
+        optim.set_lr_and_weight_decay(self.optimizer, lr, decay)
         scale = optim.get_loss_scale(self.optimizer)
         norm, stepped = optim.optimizer_step(self.optimizer, self.cfg.optim.max_grad_norm)
         falling = not stepped and optim.can_lower_loss_scale(self.optimizer)

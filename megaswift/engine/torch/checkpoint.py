@@ -49,7 +49,9 @@ def save_step(engine: TorchEngine, directory: Path) -> None:
     try:
         if engine.allocation is not None and engine.rank == 0:
             engine.allocation.write(directory)
-        small = [rng_state_checkpoint_file.write_rng_state(directory, engine.rank)]
+        small = []
+        if engine.cfg.train.save_rng:
+            small.append(rng_state_checkpoint_file.write_rng_state(directory, engine.rank))
         if engine.rank == 0 and not problems:
             (directory / FACTS).write_text(json.dumps(_facts(engine), indent=1) + "\n", encoding="utf-8")
             small.append(directory / FACTS)
@@ -133,10 +135,11 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
     """The inverse of `save_step`, under any strategy and number of ranks. Collective; nothing is changed by an unfit
     checkpoint."""
     facts, source = _open(engine, directory)
-    same = facts["world_size"] == engine.layout.world_size
-    states = rng_state_checkpoint_file.read_rng_state_file(directory, engine.rank if same else 0)
+    same, has_rng = facts["world_size"] == engine.layout.world_size, facts.get("random_states", True)
+    states: Any = None
+    if has_rng:
+        states = rng_state_checkpoint_file.read_rng_state_file(directory, engine.rank if same else 0)
     distributed.raise_on_all_ranks([states] if isinstance(states, Problem) else [])
-    assert not isinstance(states, Problem)
     engine.strategy.steps = int(facts["step"])
     with returning_freed_memory_to_system():
         if not engine.adapts:
@@ -150,14 +153,13 @@ def load_step(engine: TorchEngine, directory: Path) -> None:
         engine.strategy.loss_scale.load_state_dict(facts["loss_scale"])
     if engine.allocation is not None:
         engine.allocation.read(directory)
-    if same and rng_state_checkpoint_file.rng_state_fits_generators(states[0]):
+    if has_rng and same and rng_state_checkpoint_file.rng_state_fits_generators(states[0]):
         rng_state_checkpoint_file.restore_rng_state(*states)
-    else:
-        engine.context.seed(rng_state_checkpoint_file.seed_from_saved_rng_state(directory))
-        log.info(
-            f"{directory} was saved by {facts['world_size']} processes: weights and optimizer states are restored, "
-            "random number generators are reseeded"
-        )
+        return
+    seed = engine.cfg.train.seed, engine.strategy.steps
+    engine.context.seed(rng_state_checkpoint_file.seed_from_saved_rng_state(directory, *seed))
+    where = f"by {facts['world_size']} processes"
+    log.info(rng_state_checkpoint_file.reseeding_reason(directory, has_rng, where))
 
 
 def _entries(engine: TorchEngine) -> dict[tuple[str, str], TensorMeta]:
@@ -187,6 +189,7 @@ def _facts(engine: TorchEngine) -> dict[str, Any]:
         "kind": engine.kind,
         "world_size": engine.layout.world_size,
         "step": engine.strategy.steps,
+        "random_states": engine.cfg.train.save_rng,
         "train_type": engine.cfg.model.train_type,
         "optimizer": engine.cfg.optim.optimizer,
         "loss_scale": None if engine.strategy.loss_scale is None else engine.strategy.loss_scale.state_dict(),

@@ -113,12 +113,15 @@ class TorchEngine:
             else None
         )
 
-    def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
+    def train_batch(
+        self, microbatches: Sequence[Batch], loss: Loss, lr: float, weight_decay: float | None = None
+    ) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
         result = self.accumulate(microbatches, loss)
         scale = self.strategy.loss_scale
         used = None if scale is None else scale.value
-        norm, stepped = self.strategy.step(lr, self.cfg.optim)
+        optim = self.cfg.optim if weight_decay is None else replace(self.cfg.optim, weight_decay=weight_decay)
+        norm, stepped = self.strategy.step(lr, optim)
         falling = not stepped and scale is not None and scale.can_fall
         return replace(result, grad_norm=norm, skipped=not stepped, loss_scale=used, loss_scale_falling=falling)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -38,6 +39,12 @@ class FsdpOptions:
     """Parts live in host memory, and the optimizer runs there."""
     param_dtype: torch.dtype | None = None
     """Compute precision; None: float32."""
+    min_num_params: int | None = None
+    """Units are modules of at least this many parameters, instead of `layers`."""
+    forward_prefetch: bool = False
+    """Gather the next unit's weights before a unit's forward pass, not when the CPU comes to it."""
+    backward_prefetch: bool = True
+    """Gather the weights of the unit that was before it in the forward pass before a unit's backward pass."""
 
 
 class FsdpStrategy(DdpStrategy):
@@ -62,9 +69,9 @@ class FsdpStrategy(DdpStrategy):
         half = self.options.param_dtype
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
         offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=kind != "cpu") if self.options.offload else OffloadPolicy()
-        units = units_without_tied_weights(
-            [m for m in module.modules() if type(m).__name__ in self.options.layers], module
-        )
+        size = self.options.min_num_params
+        chosen = [m for m in module.modules() if type(m).__name__ in self.options.layers]
+        units = units_without_tied_weights(chosen if size is None else units_by_size(module, size), module)
         for unit in (*reversed(units), module):  # inner units first; one at a time is whole, and on the device
             allocate_storage(unit.parameters(), self.context.device)
             fully_shard(
@@ -78,6 +85,7 @@ class FsdpStrategy(DdpStrategy):
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
+        set_prefetch([m for m in module.modules() if isinstance(m, FSDPModule)], self.options)
         self.bare = module
         return module
 
@@ -123,6 +131,37 @@ class FsdpStrategy(DdpStrategy):
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def set_prefetch(units: list[FSDPModule], options: FsdpOptions) -> None:
+    """When the weights of the next unit are gathered. `units`: in the order of the forward pass."""
+    if options.forward_prefetch:
+        for unit, following in pairwise(units):
+            unit.set_modules_to_forward_prefetch([following])
+    if not options.backward_prefetch:
+        for unit in units:  # itself, which is there already, in place of the one before it
+            unit.set_modules_to_backward_prefetch([unit])
+
+
+def units_by_size(model: nn.Module, smallest: int) -> list[nn.Module]:
+    """The modules that FSDP1's size-based policy wraps, outer ones first: from the inside, each with at least
+    `smallest` parameters beside those of the units within. Lists of modules are never called, so they are no units."""
+    chosen: set[nn.Module] = set()
+
+    def wrapped(module: nn.Module) -> int:
+        size = sum(p.numel() for p in module.parameters())
+        if size < smallest:
+            return 0
+        inside = sum(wrapped(child) for child in module.children())
+        if module is model or size - inside < smallest or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return inside
+        chosen.add(module)
+        return size
+
+    wrapped(model)
+    if not chosen:
+        log.info(f"fsdp2: no module has {smallest:,} parameters (fsdp_min_num_params), so the model is one unit")
+    return [module for module in model.modules() if module in chosen]
 
 
 def units_without_tied_weights(units: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:

@@ -49,6 +49,9 @@ def build_strategy(
         replicas=machines if {"hybrid_shard", "hybrid_shard_zero2"} & {*words} else 1,
         offload="offload" in words,
         param_dtype=None if dtype == torch.float32 else dtype,
+        min_num_params=cfg.engine.fsdp_min_num_params,
+        forward_prefetch=cfg.engine.fsdp_forward_prefetch,
+        backward_prefetch=cfg.engine.fsdp_backward_prefetch != "no_prefetch",
     )
     return FsdpStrategy(module, cfg.optim, context, options, scale)
 

@@ -31,8 +31,9 @@ from megaswift.rollout.write_weight_sync_folders import SyncRounds
 from megaswift.trainers.batch_transforms import ReferenceLogprobs
 from megaswift.trainers.flops import step_flop_formula
 from megaswift.trainers.hook import Hook
-from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at
+from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at, weight_decay_at
 from megaswift.trainers.loop import Loop, unchanged
+from megaswift.trainers.reduce_lr_on_plateau import allowed_rate
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
 from megaswift.trainers.rl.build_sampler import build_sampler, samples_on_every_rank, sampling_params_of, sync_folder
 from megaswift.trainers.rl.choose_adapter_or_merged_weight_sync import (
@@ -180,7 +181,8 @@ def build_rollout_loop(session: TrainingSession) -> LoopWithRunSummary:
     check_schedule_length(total, cfg.optim)
 
     def rate(step: int) -> float:
-        return lr_at(step, loop.total_steps, cfg.optim)  # a resumed run may have another number of steps
+        # a resumed run may have another number of steps
+        return allowed_rate(lr_at(step, loop.total_steps, cfg.optim), logging)
 
     with timed(session.seconds, "model"), session.memory_advice():
         engine = build.engine(fresh=build.resumed is None, total_steps=total)
@@ -209,6 +211,7 @@ def build_rollout_loop(session: TrainingSession) -> LoopWithRunSummary:
         rollouts.mark,
         {} if critic is None else {CRITIC: critic.engine},
         seconds=session.seconds,
+        weight_decay=lambda step: weight_decay_at(step, loop.total_steps, cfg.optim),
     )
 
     def facts() -> SummaryFacts:

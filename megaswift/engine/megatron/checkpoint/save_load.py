@@ -67,7 +67,7 @@ def save_engine(engine: MegatronEngine, directory: Path) -> None:
 
 def _write_small(engine: MegatronEngine, directory: Path, facts: dict[str, Any]) -> list[Problem]:
     try:
-        written = [write_rank_rng(directory, engine.rank)]
+        written = [write_rank_rng(directory, engine.rank)] if engine.cfg.train.save_rng else []
         if fp8_history.uses_delayed_scaling(engine):
             written.append(fp8_history.write_fp8_histories(engine, directory))
         if engine.rank == 0:
@@ -95,6 +95,7 @@ def _facts(engine: MegatronEngine, step: int) -> dict[str, Any]:
             "experts": spec.experts,
         },
         "train_type": engine.cfg.model.train_type,
+        "random_states": engine.cfg.train.save_rng,
         "optimizer": {
             "name": engine.cfg.optim.optimizer,
             "step": step,
@@ -122,7 +123,10 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     ]
     items, problems = files.plan_chunk_reads(index, wanted)
     same_layout = facts["layout"] == dataclasses.asdict(engine.layout)
-    random_states = rng_state_checkpoint_file.read_rng_state_file(directory, engine.rank if same_layout else 0)
+    has_rng = facts.get("random_states", True)
+    random_states: Any = None
+    if has_rng:
+        random_states = rng_state_checkpoint_file.read_rng_state_file(directory, engine.rank if same_layout else 0)
     problems += [random_states] if isinstance(random_states, Problem) else []
     histories: fp8_history.Histories | Problem = {}
     if fp8_history.uses_delayed_scaling(engine):
@@ -130,20 +134,17 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
         problems += [histories] if isinstance(histories, Problem) else []
     problems += _unused(engine, index, {box.key for box in wanted})
     distributed.raise_on_all_ranks(problems, limit=SHOWN)
-    assert not isinstance(random_states, Problem)
     assert not isinstance(histories, Problem)
     files.read_planned_chunks(directory, index, wanted, items)
     states.store_filled_states(engine.optimizer, slices)
     states.set_step_count(engine.optimizer, facts["optimizer"]["step"])
     states.set_loss_scaler_state(engine.optimizer, facts["optimizer"]["scaler"])
-    if same_layout and fits_rank_rng(random_states[0]):
+    if has_rng and same_layout and fits_rank_rng(random_states[0]):
         restore_rank_rng(*random_states)
     else:
-        seed = reseed_rank_generators(engine.context, directory)
-        log.info(
-            f"{directory} was saved with another layout or device: weights and optimizer states are restored, random "
-            f"states are reseeded (seed {seed})"
-        )
+        seed = reseed_rank_generators(engine.context, directory, engine.cfg.train.seed, facts["optimizer"]["step"])
+        why = rng_state_checkpoint_file.reseeding_reason(directory, has_rng, "with another layout or device")
+        log.info(f"{why} (seed {seed})")
     if fp8_history.uses_delayed_scaling(engine):
         _restore_histories(engine, histories, same_layout)
     if engine.config.fp8_param:
@@ -273,8 +274,9 @@ def restore_rank_rng(tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(rng_state_checkpoint_file.restore_rng_state(tensors, plain))
 
 
-def reseed_rank_generators(context: ParallelContext, directory: Path) -> int:
-    """Fresh states on every rank, from the saved ones of rank 0. Returns the seed."""
-    seed = rng_state_checkpoint_file.seed_from_saved_rng_state(directory)
+def reseed_rank_generators(context: ParallelContext, directory: Path, seed: int = 0, step: int = 0) -> int:
+    """Fresh states on every rank, from the saved ones of rank 0, else from the run's seed and step. Returns the
+    seed."""
+    seed = rng_state_checkpoint_file.seed_from_saved_rng_state(directory, seed, step)
     context.seed(seed)
     return seed

@@ -1,0 +1,67 @@
+"""Every option is read by something that acts on it: an option that is only parsed, checked or shown would be accepted
+without effect.
+
+Covers: megaswift/config/sections.py.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megaswift.config.sections import OPTIONS
+from tests.sources import ROOT
+
+PACKAGE = ROOT / "megaswift"
+DECIDES = {
+    "config": "checks options and derives their defaults",
+    "migration": "writes options",
+    "trainers/startup_summary.py": "shows options",
+    "trainers/preflight.py": "checks options",
+}
+"""Parts of the package in which a read has no effect on the run, and what they do instead."""
+METHODS = "non_lora_peft_methods.py"
+IN_CONFIG = {
+    **dict.fromkeys(("init_r", "target_r", "tinit", "tfinal", "deltaT", "oft_block_size"), METHODS),
+    **dict.fromkeys(("d_initial", "projection_prng_key", "n_frequency"), METHODS),
+    **dict.fromkeys(
+        ("num_generations", "generation_batch_size", "steps_per_generation", "num_iterations"), "generation_batch.py"
+    ),
+    "importance_sampling_correction": "rl_defaults.py",
+    "whiten_advantages": "rl_defaults.py",
+    "metric_for_best_model": "evaluation_rules.py",
+    "fsdp_config": "fsdp_json.py",
+    "use_fsdp": "engine_rules.py",
+    "hostfile": "hostfile.py",
+    "allow_biased_sampling": "rl_conflict_rules.py",
+}
+"""Options that the configuration turns into other values, and where; the last one only permits what would be
+refused."""
+COMPARED = ("megatron_architecture", "ddp_backend")
+"""Options that preflight compares with the model or the machine: they ask for what happens, or are refused."""
+
+
+def acting_names() -> set[str]:
+    """Names that the package reads outside of the parts in `DECIDES`."""
+    found: set[str] = set()
+    for file in PACKAGE.rglob("*.py"):
+        place = file.relative_to(PACKAGE).as_posix()
+        if not any(place == part or place.startswith(f"{part}/") for part in DECIDES):
+            found |= names_in(file)
+    return found
+
+
+def names_in(file: Path) -> set[str]:
+    """Attributes and quoted names."""
+    return {a or b for a, b in re.findall(r"\.(\w+)\b(?! *=[^=])|[\"'](\w+)[\"']", file.read_text(encoding="utf-8"))}
+
+
+def test_something_acts_on_each() -> None:
+    acting = acting_names()
+    idle = [name for name in OPTIONS if name not in acting and name not in (*IN_CONFIG, *COMPARED)]
+    assert not idle, f"parsed, and read by nothing: {idle}"
+
+
+def test_the_exceptions_are_read_where_they_say() -> None:
+    assert all(name in names_in(PACKAGE / "config" / file) for name, file in IN_CONFIG.items())
+    assert set(COMPARED) <= names_in(PACKAGE / "trainers" / "preflight.py")
