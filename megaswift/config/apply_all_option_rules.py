@@ -25,6 +25,7 @@ from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGN
 from megaswift.config.profile_rules import PROFILE_CLASHES, PROFILE_IGNORED
 from megaswift.config.rl_conflict_rules import RL_CLASHES
 from megaswift.config.rl_ignored_option_rules import RL_IGNORED
+from megaswift.config.rl_vllm import vllm_sampler_problems
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test, join_names
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.torch_engine_rules import SPEED_CLASHES, SPEED_IGNORED
@@ -282,13 +283,13 @@ def ignored_option_names(c: Sections) -> set[str]:
 def broken_option_rules(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> list[Problem]:
     """Every rule that is broken. `labels`: how the user wrote each given option; `wrong`: options whose value is a
     mistake already."""
-    own = fsdp_json.fsdp_file_options(c).problems
     return [
         *_wrong_task(c, labels),
         *_ignored(c, labels, wrong),
         *_clashes(c, labels, wrong),
         *_batch(c, labels, wrong),
-        *own,
+        *fsdp_json.fsdp_file_options(c).problems,
+        *vllm_sampler_problems(c.vllm),
     ]
 
 

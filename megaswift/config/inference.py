@@ -3,11 +3,10 @@ spellings of them."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from megaswift.config.inference_backend import BackendOptions
 from megaswift.config.model import DTYPES
 from megaswift.config.option import option
 
@@ -207,52 +206,6 @@ class PromptFileOptions:
         maximum=20,
         metavar="N",
     )
-
-
-@dataclass(frozen=True)
-class BackendOptions:
-    """Inference backend"""
-
-    infer_backend: str = option(
-        "transformers", "Inference backend", choices=("transformers", "vllm"), spellings={"pt": "transformers"}
-    )
-    tensor_parallel_size: int | None = option(
-        None,
-        "vLLM: number of GPUs to split the model over",
-        aliases=("tp", "vllm_tensor_parallel_size"),
-        minimum=1,
-        unit="GPUs",
-    )
-    vllm_gpu_memory_utilization: float | None = option(
-        None,
-        "vLLM: fraction of GPU memory to use",
-        aliases=("gpu_memory_utilization",),
-        above=0,
-        maximum=1,
-        metavar="FRACTION",
-    )
-    vllm_max_model_len: int | None = option(
-        None, "vLLM: maximum context length", aliases=("max_model_len",), minimum=1, unit="tokens"
-    )
-    vllm_max_num_seqs: int | None = option(
-        None, "vLLM: maximum number of sequences per step", aliases=("max_num_seqs",), minimum=1, unit="sequences"
-    )
-    vllm_data_parallel_size: int | None = option(
-        None, "vLLM's server: number of model replicas", aliases=("data_parallel_size",), minimum=1, unit="replicas"
-    )
-    vllm_enforce_eager: bool = option(False, "vLLM: disable CUDA graphs", aliases=("enforce_eager",))
-    vllm_engine_kwargs: str | None = option(
-        None, "vLLM: any other arguments of its engine, as a JSON object; not checked", metavar="JSON"
-    )
-
-    @property
-    def engine_kwargs(self) -> dict[str, Any] | None:
-        """--vllm_engine_kwargs; None where it is not an object."""
-        try:
-            value = json.loads(self.vllm_engine_kwargs or "{}")
-        except (ValueError, RecursionError):
-            return None
-        return value if isinstance(value, dict) else None
 
 
 @dataclass(frozen=True)

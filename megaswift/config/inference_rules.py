@@ -13,7 +13,6 @@ from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.config.infer_deploy_export_parser import ParsedCommand
 from megaswift.config.inference import (
     COLD,
-    BackendOptions,
     BitsandbytesOptions,
     ExportOptions,
     ExportUploadOptions,
@@ -23,6 +22,13 @@ from megaswift.config.inference import (
     PlacementOptions,
     PromptFileOptions,
     ServerOptions,
+)
+from megaswift.config.inference_backend import (
+    ENGINE_ARGUMENTS,
+    OBJECTS,
+    SET_BY_OPTIONS,
+    BackendOptions,
+    json_object,
 )
 from megaswift.config.inference_run_files import ADAPTER_CONFIG, adapter_config
 from megaswift.config.option_sources import DATA_SUFFIXES
@@ -200,6 +206,8 @@ def infer_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
         yield from _unused(parsed, VLLM_LACKS, "would be ignored by vLLM")
         names = ["vllm_data_parallel_size"]
         yield from _unused(parsed, names, "applies only to vLLM's server", "NPROC_PER_NODE=N divides the rows")
+        names = ["vllm_reasoning_parser"]
+        yield from _unused(parsed, names, "applies only to vLLM's server: a result has the whole answer")
         if not file.dataset:
             fix = "megaswift deploy --infer_backend vllm, or --infer_backend transformers"
             yield Problem("--infer_backend vllm", "answers prompt files only", f"--dataset FILE.jsonl; to chat: {fix}")
@@ -214,9 +222,19 @@ def infer_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
 
 def _backend(backend: BackendOptions, parsed: ParsedCommand) -> Iterator[Problem]:
     """Options of vLLM beside transformers."""
-    if backend.vllm_engine_kwargs is not None and backend.engine_kwargs is None:
+    kwargs = backend.engine_kwargs
+    if kwargs is None:
         fix = '--vllm_engine_kwargs \'{"kv_cache_dtype": "fp8"}\''
         yield Problem(f"--vllm_engine_kwargs {backend.vllm_engine_kwargs}", "must be a JSON object", fix)
+    owners = {**SET_BY_OPTIONS} | {arg: f"--{name}" for name, arg in ENGINE_ARGUMENTS.items() if parsed.given(name)}
+    for name in owners.keys() & {text.replace("-", "_") for text in kwargs or {}}:
+        yield Problem(f"--vllm_engine_kwargs {name}", f"is set by {owners[name]}", f"use {owners[name]} alone")
+    for argument in sorted(OBJECTS):
+        text = getattr(backend, f"vllm_{argument}")
+        if text is not None and json_object(text) is None:
+            yield Problem(
+                f"--vllm_{argument} {text}", "must be a JSON object", f"--vllm_{argument} '{{\"NAME\": VALUE}}'"
+            )
     if backend.infer_backend != "vllm":
         fix = "use --device_map auto, which splits the model over all GPUs"
         yield from _unused(parsed, ["tensor_parallel_size"], "applies only to --infer_backend vllm", fix)
@@ -276,6 +294,9 @@ def deploy_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
             yield Problem(
                 "--quantization_bit 8", "is not supported by vLLM's in-flight quantization", "--quantization_bit 4"
             )
+        if parsed.sections["placement"].quantization_bit is not None and backend.vllm_quantization is not None:
+            rule = f"conflicts with {parsed.label('quantization_bit')}, which selects bitsandbytes"
+            yield Problem(parsed.label("vllm_quantization"), rule, "give one of the two")
 
 
 def _no_adapters(model: str | None) -> Problem:

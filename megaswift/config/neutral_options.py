@@ -144,7 +144,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     "vllm_tensor_parallel_size": NeutralOption(
         ("1",), "every process samples with a whole model", "start a vLLM server: --rollout_backend vllm_server"
     ),
-    "vllm_enforce_eager": NeutralOption(EITHER, "CUDA graphs change no result"),
     "vllm_max_lora_rank": NeutralOption(ANY, "it follows --lora_rank"),
     # tensor parallelism
     "tp_comm_split_ag": NeutralOption(ON, _TP_COMM.format("ag"), "--tp_comm_overlap_ag false"),

@@ -18,6 +18,7 @@ from megaswift.config.parallel import ParallelConfig
 from megaswift.config.preference import PreferenceConfig
 from megaswift.config.quantization import QuantizationConfig
 from megaswift.config.rl import RlConfig
+from megaswift.config.rl_vllm import VllmSamplerConfig
 from megaswift.config.train import TrainConfig
 from megaswift.config.user_spelling import TypedOption
 
@@ -44,6 +45,7 @@ SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "preference": PreferenceConfig,
     "rl": RlConfig,
+    "vllm": VllmSamplerConfig,
     "train": TrainConfig,
     "optim": OptimConfig,
     "launch": LaunchConfig,
@@ -105,6 +107,7 @@ class Sections:
     data: DataConfig
     preference: PreferenceConfig
     rl: RlConfig
+    vllm: VllmSamplerConfig
     train: TrainConfig
     optim: OptimConfig
     launch: LaunchConfig

@@ -88,11 +88,10 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
      _SERVER),
     ("vllm_enable_expert_parallel", OFF, "every process samples with a whole model", _SERVER),
     ("vllm_disable_custom_all_reduce", EITHER, "vLLM runs on one device in each process", LEAVE),
-    ("vllm_disable_cascade_attn", OFF, "vLLM selects its attention kernels", _SERVER),
-    ("vllm_mm_processor_cache_gb vllm_speculative_config vllm_limit_mm_per_prompt vllm_quantization "
-     "vllm_reasoning_parser vllm_engine_kwargs", UNSET, "this setting of vLLM is not set in the training process",
-     _SERVER),
-    ("vllm_enable_prefix_caching", EITHER, "vLLM caches prefixes by default, which changes no result", LEAVE),
+    ("vllm_quantization", UNSET, "vLLM in the training process has the policy's weights, which change in every step",
+     "start a server that quantizes weights as it loads them: --rollout_backend vllm_server"),
+    ("vllm_speculative_config", UNSET, "log-probabilities of completions are those of plain sampling", _SERVER),
+    ("vllm_reasoning_parser", UNSET, "rewards get the whole completion, reasoning included", LEAVE),
     ("vllm_use_async_engine", (*UNSET, *EITHER), "the sampler selects vLLM's engine", LEAVE),
     ("move_model_batches enable_flattened_weight_sync", ANY, "weights are sent one tensor at a time", ""),
     # reinforcement learning

@@ -53,6 +53,8 @@ def other_value(name: str) -> object:
     o = OPTIONS[name]
     if name == "init_weights":
         return "pissa"
+    if name in ("vllm_engine_kwargs", "vllm_limit_mm_per_prompt"):
+        return '{"a": 1}'
     if name == "device_memory":
         return "80GiB"
     if name == "fsdp_config":
@@ -203,6 +205,7 @@ NEEDS = (
         name: {"use_vllm": True}
         for name in (
             "vllm_gpu_memory_utilization",
+            *(name for name, option in OPTIONS.items() if option.section == "vllm"),
             "importance_sampling_mode",
             "importance_sampling_clip_max",
             "importance_sampling_clip_min",
