@@ -79,6 +79,14 @@ class ModelLoadingOptions(ModelPathOptions):
         choices=("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
         spellings=ATTENTION,
     )
+    rope_scaling: str | None = option(
+        None, "Scale rotary positions: linear, dynamic or yarn (to max_length), or JSON", metavar="NAME|JSON"
+    )
+    new_special_tokens: tuple[str, ...] = option(
+        (),
+        "Special tokens that the model was trained with, or a .txt file with one a line; checked to exist",
+        metavar="TOKEN...",
+    )
     merge_adapters: bool = option(False, "Merge the adapters into the weights at load time", aliases=("merge_lora",))
 
 

@@ -6,10 +6,16 @@ Names that only differ in spelling are aliases on the options.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
+from megaswift.config.advice_for_foreign_options import PRECISIONS
 from megaswift.config.neutral_options import NeutralOption
+from megaswift.config.option_sources import GivenOptionValue
+from megaswift.config.parse_option_values import TRUE
+from megaswift.config.translated_options import JSON_TEXTS
 from megaswift.config.unsupported_training_options import ANY, EITHER, OFF, ON
 
 _ROWS = NeutralOption(EITHER, "rows are read once, before the model is loaded")
@@ -33,6 +39,7 @@ _ALL: dict[str, NeutralOption] = {
     "lazy_tokenize": _ROWS,
     "load_args": NeutralOption(EITHER, "the adapter folder names its base model"),
     "load_from_cache_file": _ROWS,
+    **dict.fromkeys(PRECISIONS, NeutralOption(OFF, "--torch_dtype sets the precision")),
     "vllm_max_lora_rank": NeutralOption(ANY, "it follows the adapters' rank"),
     "vllm_enable_lora": NeutralOption(EITHER, "vLLM applies adapters where --adapters are given"),
     "padding_side": NeutralOption(("left",), "prompts are padded on the left", "leave it out"),
@@ -152,8 +159,6 @@ _HINTS: dict[str, str] = {
     "reranker_use_activation": _TASKS,
     "use_ms": "--use_hf false",
     "max_pixels": "set max_pixels in the model's preprocessor_config.json",
-    "rope_scaling": "set rope_scaling in the model's config.json",
-    "new_special_tokens": "leave it out: the tokenizer of the model folder has them",
     "external_plugins": "leave it out: no code of yours runs in this command",
     "custom_register_path": "leave it out: --trust_remote_code true runs the code in the model folder",
     "tuner_type": "leave it out: the adapter folder has its type",
@@ -196,6 +201,8 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
     },
     "export": {
         **_HINTS,
+        "rope_scaling": "set rope_scaling in the model's config.json",
+        "new_special_tokens": "leave it out: the tokenizer of the model folder has them",
         "merge_adapters": "--merge_lora true",
         "ckpt_dir": "--adapters DIR",
         "hub_strategy": "leave it out: the folder is uploaded once, when it is complete",
@@ -222,6 +229,17 @@ _PATTERNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (r"hub_\w+", _HUB, ("export",)),
 )
 """Whole families of names, and the commands whose users give them."""
+
+
+def translated_inference_options(givens: Iterable[GivenOptionValue]) -> Iterator[GivenOptionValue]:
+    """The options of one source in megaswift's terms: `bf16 true` is `torch_dtype bfloat16`."""
+    for given in givens:
+        dtype = PRECISIONS.get(given.name)
+        on = dtype is not None and str(given.value).strip().lower() in TRUE
+        if given.name in JSON_TEXTS and isinstance(given.value, dict):
+            yield replace(given, value=json.dumps(given.value))
+        else:
+            yield replace(given, name="torch_dtype", value=dtype) if on else given
 
 
 def inference_option_advice(command: str, name: str) -> str:

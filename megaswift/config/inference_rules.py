@@ -45,6 +45,7 @@ TRANSFORMERS_ONLY = (
     "max_batch_size",
     "max_waiting",
     "enable_thinking",
+    "new_special_tokens",
     "max_length",
     "max_body_size",
     "log_requests",
@@ -64,6 +65,9 @@ VLLM_LACKS = (
     "per_device_eval_batch_size",
 )
 """Options of `infer` that vLLM does not take."""
+
+
+_SCALED = "set rope_scaling in the model's config.json, or --infer_backend transformers"
 
 
 def _unused(parsed: ParsedCommand, names: Iterable[str], why: str, fix: str = "leave it out") -> Iterator[Problem]:
@@ -204,6 +208,7 @@ def infer_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     yield from _backend(backend, parsed)
     if backend.infer_backend == "vllm":
         yield from _unused(parsed, VLLM_LACKS, "would be ignored by vLLM")
+        yield from _unused(parsed, ["rope_scaling"], "is applied by transformers only", _SCALED)
         names = ["vllm_data_parallel_size"]
         yield from _unused(parsed, names, "applies only to vLLM's server", "NPROC_PER_NODE=N divides the rows")
         names = ["vllm_reasoning_parser"]
@@ -290,6 +295,7 @@ def deploy_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
         )
     if backend.infer_backend == "vllm":
         yield from _unused(parsed, TRANSFORMERS_ONLY, "would be ignored by vLLM")
+        yield from _unused(parsed, ["rope_scaling"], "is applied by transformers only", _SCALED)
         if parsed.sections["placement"].quantization_bit == 8:
             yield Problem(
                 "--quantization_bit 8", "is not supported by vLLM's in-flight quantization", "--quantization_bit 4"

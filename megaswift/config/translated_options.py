@@ -154,6 +154,8 @@ KNOWN_KEYS = {
     _DATALOADER_KEY: "batch_size, shuffle, num_workers, pin_memory",
 }
 """What stands for an entry of a mapping that no option answers to -> the keys that have one."""
+JSON_TEXTS = ("rope_scaling", "vllm_engine_kwargs", "vllm_limit_mm_per_prompt", "vllm_speculative_config")
+"""Options whose JSON may be written as a mapping in a file."""
 _RESUME = "resume_from_checkpoint"
 _HOST, _PORT, _URL = ("vllm_server_host", "sglang_server_host"), ("vllm_server_port", "sglang_server_port"), "8000"
 
@@ -203,7 +205,7 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
 
 def _section_options(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
     """The entries of an option whose value is a section of options; any other option as it is."""
-    if given.name == "rope_scaling" and isinstance(given.value, dict):
+    if given.name in JSON_TEXTS and isinstance(given.value, dict):
         yield replace(given, value=json.dumps(given.value))
     elif given.name == "deepspeed" and isinstance(given.value, dict):
         yield from _deepspeed_section(given, given.value)

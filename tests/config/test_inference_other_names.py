@@ -6,6 +6,7 @@ megaswift/config/parse_device_map_options.py.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -31,6 +32,18 @@ def test_neutral_options_are_taken_and_said(command: str) -> None:
         assert f"--{name} {value}" in told and neutral.reason in told
         if neutral.values != ANY and "false" not in neutral.values:
             assert refused(command, f"--{name} false")
+
+
+@pytest.mark.parametrize("command", ["infer", "deploy"])
+def test_precision_switches_and_mappings(command: str, tmp_path: Path) -> None:
+    file = tmp_path / "i.yaml"
+    file.write_text("model: m\nbf16: true\nfp16: false\nrope_scaling: {rope_type: yarn, factor: 4}\n")
+    parsed = COMMANDS[command].parse([str(file)])
+    weights = parsed.sections["weights"]
+    assert weights.torch_dtype == "bfloat16" and json.loads(weights.rope_scaling) == {"rope_type": "yarn", "factor": 4}
+    assert COMMANDS[command].parse(["--model", "m", "--fp16"]).sections["weights"].torch_dtype == "float16"
+    assert "conflicts" in refused(command, "--bf16 true --torch_dtype float16")
+    assert "by transformers only" in refused(command, "--rope_scaling yarn --infer_backend vllm")
 
 
 def refused(command: str, words: str) -> str:
