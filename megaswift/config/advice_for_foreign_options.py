@@ -32,7 +32,10 @@ _TEACHER = (
 )
 _MODELSCOPE = "--model ORGANIZATION/NAME with --use_hf false"
 _HUB = "--push_to_hub true with --hub_model_id, --hub_token, --hub_private_repo and --hub_strategy"
-_TRACKER = "set environment variables of the tracker: WANDB_PROJECT, SWANLAB_PROJECT, MLFLOW_EXPERIMENT_NAME"
+_TRACKER = (
+    "--run_name, --wandb_project, --swanlab_project and --mlflow_experiment_name name a run and its place; other "
+    "settings of a tracker come from its own environment variables"
+)
 _EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: run an evaluation harness on OUT/hf"
 _FUSED = _GONE + "fused kernels are selected by device and --transformer_impl"
 _STEPS = "--eval_steps N or --save_steps N; unset: only at the end"
@@ -160,8 +163,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "moe_enable_deepep": "--moe_token_dispatcher_type flex",
     # evaluation, logs, checkpoints
     "eval_limit": "--eval_iters",
-    "logging_dir": "--output_dir: TensorBoard files are written to OUT/runs",
-    "tensorboard_dir": "--output_dir: TensorBoard files are written to OUT/runs",
     "resume": "--resume_from_checkpoint latest",
     # preference learning and reinforcement learning
     "lmbda": _TEACHER,

@@ -29,6 +29,7 @@ from megaswift.config.rl_vllm import vllm_sampler_problems
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test, join_names
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.torch_engine_rules import SPEED_CLASHES, SPEED_IGNORED
+from megaswift.config.tracker_rules import TRACKER_IGNORED
 from megaswift.errors import Problem
 
 
@@ -46,10 +47,8 @@ def _no_random_order(c: Sections) -> bool:
 
 _is_folder: Test = lambda c: c.model.model is not None and Path(c.model.model).is_dir()  # noqa: E731
 _EVALUATION = ("val_dataset", "split_dataset_ratio")
-_ADAM, _SGD = "applies only to optimizer adam", "applies only to optimizer sgd"
 _NO_VAL = "needs evaluation data"
 _VAL_FIX = "--val_dataset FILE or --split_dataset_ratio 0.01"
-_NOT_ADAM: Test = lambda c: c.optim.optimizer != "adam"  # noqa: E731
 _NO_LORA: Test = lambda c: c.model.train_type == "full"  # noqa: E731
 _FROM_ADAPTERS: Test = lambda c: c.model.train_type != "full" and c.lora.adapters is not None  # noqa: E731
 _LORA = ("train_type",)
@@ -69,25 +68,9 @@ IGNORED: tuple[IgnoredOption, ...] = (
     *SCHEDULE_IGNORED,
     *EVALUATION_IGNORED,
     *PROFILE_IGNORED,
-    IgnoredOption("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
-    IgnoredOption("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
-    IgnoredOption(  # Megatron-LM wants both
-        "precision_aware_optimizer",
-        ("optimizer_cpu_offload",),
-        lambda c: c.optim.optimizer_cpu_offload,
-        "optimizer_cpu_offload keeps main weights and moments in float32",
-        "--optimizer_cpu_offload false",
-        notice=True,
-    ),
+    *TRACKER_IGNORED,
     IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
     IgnoredOption("use_hf", ("model", "push_to_hub"), _NO_HUB, _HUB, "--model ORGANIZATION/NAME", (True,)),
-    IgnoredOption(
-        "distributed_optimizer",
-        ("optimizer",),
-        lambda c: c.optim.optimizer == "sgd",
-        "Megatron-Core shards only the state of adam",
-        "--optimizer adam",
-    ),
     IgnoredOption("eval_steps", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX, notice=True),
     IgnoredOption("eval_iters", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX, notice=True),
     IgnoredOption("per_device_eval_batch_size", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX, notice=True),

@@ -11,6 +11,7 @@ from megaswift.config.sections import Sections
 _NAME = ("optimizer",)
 _OPTIONS = {"adam_beta1": BETAS, "adam_beta2": BETAS, "adam_epsilon": EPSILON}
 _GALORE_OPTIONS = ("galore_rank", "galore_update_proj_gap", "galore_scale", "galore_proj_type", "galore_target_modules")
+_NOT_ADAM: Test = lambda c: c.optim.optimizer != "adam"  # noqa: E731
 _NOT_GALORE: Test = lambda c: c.optim.optimizer not in GALORE  # noqa: E731
 
 
@@ -25,6 +26,31 @@ def uses_distributed_optimizer(c: Sections) -> bool:
 
 
 OPTIMIZER_IGNORED: tuple[IgnoredOption, ...] = (
+    IgnoredOption(
+        "sgd_momentum",
+        ("optimizer",),
+        lambda c: c.optim.optimizer != "sgd",
+        "applies only to optimizer sgd",
+        "--optimizer sgd",
+    ),
+    IgnoredOption(
+        "precision_aware_optimizer", ("optimizer",), _NOT_ADAM, "applies only to optimizer adam", "--optimizer adam"
+    ),
+    IgnoredOption(  # Megatron-LM wants both
+        "precision_aware_optimizer",
+        ("optimizer_cpu_offload",),
+        lambda c: c.optim.optimizer_cpu_offload,
+        "optimizer_cpu_offload keeps main weights and moments in float32",
+        "--optimizer_cpu_offload false",
+        notice=True,
+    ),
+    IgnoredOption(
+        "distributed_optimizer",
+        ("optimizer",),
+        lambda c: c.optim.optimizer == "sgd",
+        "Megatron-Core shards only the state of adam",
+        "--optimizer adam",
+    ),
     IgnoredOption(
         "optimizer_offload_fraction",
         ("optimizer_cpu_offload",),

@@ -19,6 +19,7 @@ from megaswift.config.preference import PreferenceConfig
 from megaswift.config.quantization import QuantizationConfig
 from megaswift.config.rl import RlConfig
 from megaswift.config.rl_vllm import VllmSamplerConfig
+from megaswift.config.trackers import TrackerConfig
 from megaswift.config.train import TrainConfig
 from megaswift.config.user_spelling import TypedOption
 
@@ -47,6 +48,7 @@ SECTIONS: dict[str, type] = {
     "rl": RlConfig,
     "vllm": VllmSamplerConfig,
     "train": TrainConfig,
+    "trackers": TrackerConfig,
     "optim": OptimConfig,
     "launch": LaunchConfig,
 }
@@ -109,6 +111,7 @@ class Sections:
     rl: RlConfig
     vllm: VllmSamplerConfig
     train: TrainConfig
+    trackers: TrackerConfig
     optim: OptimConfig
     launch: LaunchConfig
     given: frozenset[str] = field(compare=False)

@@ -165,6 +165,11 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("skip_memory_metrics", EITHER, "metrics.jsonl contains the peak memory", LEAVE),
     ("trackio_space_id trackio_bucket_id trackio_static_space_id", UNSET, "Trackio is not supported",
      "--report_to tensorboard, wandb, swanlab or mlflow"),
+    ("swanlab_notification_method swanlab_webhook_url swanlab_secret swanlab_sender_email swanlab_receiver_email "
+     "swanlab_smtp_server swanlab_smtp_port", UNSET, "a run sends no notifications",
+     "act on the exit code of the command"),
+    ("swanlab_email_language", ANY, "a run sends no notifications", ""),
+    ("wandb_save_dir", UNSET, "files of Weights & Biases are written to OUT/wandb", "--output_dir OUT"),
     ("tensorboard_queue_size", ANY, "TensorBoard's writer sets the size of its queue", ""),
     ("use_cpu no_cuda", OFF, "a run uses GPUs where there are any",
      "set CUDA_VISIBLE_DEVICES to nothing before the command"),

@@ -17,6 +17,7 @@ from megaswift.config.rl_conflict_rules import RL_CLASHES
 from megaswift.config.rl_ignored_option_rules import RL_IGNORED
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.config.torch_engine_rules import SPEED_CLASHES, SPEED_IGNORED
+from megaswift.config.tracker_rules import TRACKER_IGNORED
 from megaswift.config.transformer_engine_rules import NEED_TRANSFORMER_ENGINE, missing_transformer_engine_problems
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 
@@ -31,9 +32,6 @@ IDLE = [
         "--wsd_decay_ratio 0.2 --lr_scheduler_type wsd",
     ),
     ("--wsd_decay_ratio 0.2", "--wsd_decay_ratio 0.2 --lr_scheduler_type wsd"),
-    ("--sgd_momentum 0.8", "--sgd_momentum 0.8 --optimizer sgd"),
-    ("--precision_aware_optimizer --optimizer sgd", "--precision_aware_optimizer"),
-    ("--precision_aware_optimizer --optimizer_cpu_offload", "--precision_aware_optimizer"),
     ("--fp8_recipe delayed", "--fp8_recipe delayed --fp8_format e4m3"),
     ("--fp8_param_gather", "--fp8_param_gather --fp8_format e4m3"),
     ("--recompute_method uniform", "--recompute_method uniform --recompute_granularity full"),
@@ -47,7 +45,6 @@ IDLE = [
     ),
     ("--model_revision v1 --model /", "--model_revision v1 --model organization/name"),
     ("--use_hf false --model /", "--use_hf false --model organization/name"),
-    ("--distributed_optimizer --optimizer sgd", "--distributed_optimizer"),
     ("--cp_comm_type p2p", "--cp_comm_type p2p --cp 2"),
     (
         "--hierarchical_context_parallel_sizes 2 2 --cp 4",
@@ -216,6 +213,7 @@ def test_every_row_is_tried() -> None:
         *ENGINE_IGNORED,
         *EVALUATION_IGNORED,
         *PROFILE_IGNORED,
+        *TRACKER_IGNORED,
         *FIT_IGNORED,
         *LAUNCH_IGNORED,
         *ADAPTER_IGNORED,

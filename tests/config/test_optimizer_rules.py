@@ -20,6 +20,10 @@ CLASHING = [
     "--engine ddp --optim galore_adamw --train_type lora",
 ]
 IDLE = [
+    ("--sgd_momentum 0.8", "--sgd_momentum 0.8 --optimizer sgd"),
+    ("--precision_aware_optimizer --optimizer sgd", "--precision_aware_optimizer"),
+    ("--precision_aware_optimizer --optimizer_cpu_offload", "--precision_aware_optimizer"),
+    ("--distributed_optimizer --optimizer sgd", "--distributed_optimizer"),
     (
         "--optimizer_offload_fraction 0.5",
         "--optimizer_offload_fraction 0.5 --optimizer_cpu_offload",

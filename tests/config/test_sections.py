@@ -229,6 +229,11 @@ NEEDS = (
         name: {"pp": 2}
         for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout")
     }
+    | {
+        name: {"report_to": [name.partition("_")[0]]}
+        for name, option in OPTIONS.items()
+        if option.section == "trackers"
+    }
     | {"tp_comm_overlap": {"tp": 2}}
     | {
         name: {"tp": 2, "tp_comm_overlap": True}
