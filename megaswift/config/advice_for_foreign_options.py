@@ -21,7 +21,6 @@ _OF_MODEL = "leave it out: the model's config.json (--model DIR) sets it"
 _CUT = "--max_length, the limit for prompt plus completion"
 _SERVER = "--rollout_server_url http://HOST:PORT"
 _SYNC = "--rollout_sync_folder DIR"
-_PARTS = "--freeze_parameters PATTERN selects frozen weights; all others are trained"
 _PACKS = "--packing true: packs short samples; attention stays within a sample"
 _CACHE = _GONE + "tokenized rows are cached below --dataset_cache_dir, keyed by content"
 _ATTENTION = "--attn_impl flash"
@@ -80,9 +79,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "lora_target_modules": "--target_modules",
     "ref_adapters": "merge the adapters: megaswift export --merge_lora true, then --ref_model DIR",
     "reward_adapters": "merge the adapters: megaswift export --merge_lora true, then --reward_model DIR",
-    "trainable_parameters": _PARTS,
-    "trainable_parameters_regex": _PARTS,
-    "freeze_parameters_regex": "--freeze_parameters PATTERN",
     "vit_lr": _GONE + "all parts use --learning_rate; --freeze_vit true freezes the vision encoder",
     "aligner_lr": _GONE + "all parts use --learning_rate; --freeze_aligner true freezes the aligner",
     "use_galore": "--optimizer galore_adamw",

@@ -147,6 +147,24 @@ IGNORED: tuple[IgnoredOption, ...] = (
         "with train_type {train_type} all model weights except modules_to_save are frozen",
         "--train_type full",
     ),
+    IgnoredOption(
+        "trainable_parameters",
+        _LORA,
+        lambda c: c.model.train_type != "full",
+        "with train_type {train_type} adapters and modules_to_save are trained",
+        "--modules_to_save NAME",
+    ),
+    IgnoredOption(
+        "trainable_parameters",
+        ("train_type", "freeze_parameters", "freeze_vit", "freeze_aligner", "freeze_llm"),
+        lambda c: (
+            c.model.train_type == "full"
+            and not c.model.freeze_parameters
+            and not (c.model.freeze_vit or c.model.freeze_aligner or c.model.freeze_llm)
+        ),
+        "no weights are frozen",
+        "--freeze_parameters . to train these weights only",
+    ),
     *MODEL_IGNORED,
     *LAUNCH_IGNORED,
     *ENGINE_IGNORED,

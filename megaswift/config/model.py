@@ -166,7 +166,16 @@ class ModelConfig:
         metavar="none",
     )
     freeze_parameters: tuple[str, ...] = option(
-        (), "Regular expressions for names of Hugging Face weights to freeze", metavar="PATTERN..."
+        (),
+        "Regular expressions for names of Hugging Face weights to freeze",
+        aliases=("freeze_parameters_regex",),
+        metavar="PATTERN...",
+    )
+    trainable_parameters: tuple[str, ...] = option(
+        (),
+        "Regular expressions for names of weights to train among the frozen ones",
+        aliases=("trainable_parameters_regex",),
+        metavar="PATTERN...",
     )
     freeze_vit: bool | None = option(None, "Freeze the vision encoder of a vision-language model", metavar="true")
     freeze_aligner: bool | None = option(

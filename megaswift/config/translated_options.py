@@ -125,6 +125,8 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     ("mixed_precision", "false"): ("torch_dtype", "float32"),
     ("bf16", "false"): ("torch_dtype", "float32"),
     ("save_safetensors", "false"): ("export_hf", False),
+    ("freeze_parameters_ratio", "1"): ("freeze_parameters", ["."]),
+    ("freeze_parameters_ratio", "1.0"): ("freeze_parameters", ["."]),
     ("train_sampling_strategy", "group_by_length"): ("group_by_length", True),
     ("train_sampling_strategy", "random"): ("shuffle", True),
     ("train_sampling_strategy", "sequential"): ("shuffle", False),

@@ -134,7 +134,8 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("enable_dft_loss", OFF, "the loss of a token is its cross-entropy", LEAVE),
     ("enable_channel_loss", OFF, "the loss is not logged by channel", LEAVE),
     ("zero_hpz_partition_size", UNSET, "DeepSpeed's secondary shards (ZeRO++) are not used", LEAVE),
-    ("freeze_parameters_ratio", ("0", *UNSET), "frozen weights are named", "--freeze_parameters PATTERN"),
+    ("freeze_parameters_ratio", ("0", *UNSET), "frozen weights are named, and 1 freezes all of them",
+     "--freeze_parameters 'embed_tokens' 'layers\\.[0-9]\\.', for the first ten layers"),
     ("offload_teacher_model", OFF, "distillation from a teacher (GKD) is not supported", LEAVE),
     # the run
     ("create_checkpoint_symlink", OFF, "OUT/checkpoints/latest.json names the newest checkpoint", LEAVE),

@@ -111,6 +111,8 @@ IDLE = [
     ("--modules_to_save lm_head --train_type lora --adapters a", "--modules_to_save lm_head --train_type lora"),
     ("--export_hf true --train_type lora", "--export_hf true --train_type lora --merge_lora"),
     ("--freeze_parameters embed --train_type lora", "--freeze_parameters embed"),
+    ("--trainable_parameters embed --train_type lora", "--trainable_parameters embed --freeze_parameters ."),
+    ("--trainable_parameters_regex embed", "--trainable_parameters_regex embed --freeze_vit true --engine ddp"),
 ]
 
 CLASHING = [

@@ -182,6 +182,7 @@ NEEDS = (
     | {name: {"train_type": owners[0], "engine": "ddp"} for name, owners in OWNERS.items()}
     | {name: {"train_type": "qlora", "engine": "ddp"} for name in FOUR_BITS}
     | {
+        "trainable_parameters": {"freeze_parameters": ["."]},
         "init_r": {"train_type": "adalora", "engine": "ddp", "target_r": 1},
         "quantization_bit": {"train_type": "lora", "engine": "ddp"},
         "peft_config": {"train_type": "road", "engine": "ddp"},
