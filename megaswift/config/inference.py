@@ -258,9 +258,21 @@ class ServerOptions:
     owned_by: str = option("megaswift", "Owner of the models in /v1/models")
 
 
+FP8 = "fp8"
+"""The quantization method that is not bitsandbytes."""
+
+
 @dataclass(frozen=True)
 class ExportOptions(BitsandbytesOptions):
     """Export"""
+
+    quant_method: str | None = option(
+        None,
+        "Quantization method: bnb (needs quantization_bit), or fp8: float8 weights in blocks of 128 x 128",
+        choices=("bnb", FP8),
+        spellings={"bitsandbytes": "bnb"},
+        metavar="bnb|fp8",
+    )
 
     merge_lora: bool = option(False, "Merge the adapters from --adapters into the model")
     to_mcore: bool = option(False, "Convert to a sharded Megatron checkpoint (torch_dist)")
@@ -291,6 +303,11 @@ class ExportOptions(BitsandbytesOptions):
         None, "Folder to write; must not exist; unset: the source with a suffix: DIR-merged, DIR-mcore", metavar="DIR"
     )
     max_shard_size: str = option("5GB", "Maximum file size")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the weights are quantized."""
+        return self.quantization_bit is not None or self.quant_method == FP8
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ _ROWS = NeutralOption(EITHER, "rows are read once, before the model is loaded")
 _ONE_READER = NeutralOption(ANY, "rows are read once, before the model is loaded")
 _ORDER = NeutralOption(OFF, "results have the order of the file", "leave it out")
 _LAUNCHER = NeutralOption(ANY, "processes exchange results over gloo")
-_NO_CALIBRATION = NeutralOption(ANY, "bitsandbytes needs no calibration rows")
+_NO_CALIBRATION = NeutralOption(ANY, "weights are quantized without calibration rows")
 _TASKS = "only models that generate text are served; classifiers and embedding models run in transformers' pipeline"
 _TASK = NeutralOption(("causal_lm",), "models that generate text are served", _TASKS)
 _NO_DATA = NeutralOption(ANY, "export reads no data")
@@ -206,21 +206,23 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
         "merge_adapters": "--merge_lora true",
         "ckpt_dir": "--adapters DIR",
         "hub_strategy": "leave it out: the folder is uploaded once, when it is complete",
-        "fp8_recipe": "leave it out: FP8 folders are not written",
-        "fp8_format": "leave it out: FP8 folders are not written",
-        "fp8_param_gather": "leave it out: FP8 folders are not written",
+        "fp8_recipe": "--quant_method fp8 writes weights in FP8; the others describe training",
+        "fp8_format": "--quant_method fp8 writes weights in FP8; the others describe training",
+        "fp8_param_gather": "--quant_method fp8 writes weights in FP8; the others describe training",
     },
 }
 """Command -> option of another toolkit -> what to do in place of it."""
-_GPTQ = "--quant_method bnb; for GPTQ quantize with GPTQModel, whose result --model DIR loads"
-_COMPRESSED = "--quant_method bnb; for {0} quantize with llm-compressor, whose result --model DIR loads"
+_ELSEWHERE = (
+    "quantize with {0}, whose result --model DIR loads; without calibration data: "
+    "megaswift export --quant_method fp8 or bnb"
+)
 VALUES_ELSEWHERE_OF_INFERENCE: Mapping[tuple[str, str], str] = {
     ("infer_backend", "sglang"): "--infer_backend vllm, or start SGLang's own server: python -m sglang.launch_server",
     ("infer_backend", "lmdeploy"): "--infer_backend vllm, or start LMDeploy's own server: lmdeploy serve api_server",
-    ("quant_method", "awq"): _COMPRESSED.format("AWQ"),
-    ("quant_method", "fp8"): _COMPRESSED.format("FP8"),
-    ("quant_method", "gptq"): _GPTQ,
-    ("quant_method", "gptq_v2"): _GPTQ,
+    ("quant_method", "awq"): _ELSEWHERE.format("llm-compressor"),
+    ("quant_method", "fp8"): "megaswift export --quant_method fp8 writes such a folder, which --model DIR loads",
+    ("quant_method", "gptq"): _ELSEWHERE.format("GPTQModel"),
+    ("quant_method", "gptq_v2"): _ELSEWHERE.format("GPTQModel"),
 }
 """What to say in place of another toolkit's value of an option."""
 _PATTERNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (

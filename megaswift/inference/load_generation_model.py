@@ -169,6 +169,11 @@ def _skeleton(prepared: ModelConfigAndTokenizer, how: Mapping[str, Any]) -> Any:
     return model
 
 
+def model_without_weights(prepared: ModelConfigAndTokenizer) -> Any:
+    """transformers' model on the meta device, to look at its modules."""
+    return _skeleton(prepared, {"dtype": _dtype(prepared)})
+
+
 def choose_and_log_device_map(prepared: ModelConfigAndTokenizer, options: PlacementOptions, model: Any) -> DeviceMap:
     """Each module's device; the table of them goes to the user."""
     sizes = ModuleSizes(model, options.quantization_bit or device_placement.quantized_checkpoint_bits(prepared.config))
