@@ -14,6 +14,7 @@ from megaswift.config.batch_arithmetic import batch_problems
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import AXES, ENGINE_CLASHES, ENGINE_IGNORED, TORCH_ONLY, requested_engine
 from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
+from megaswift.config.frozen_weight_rules import FROZEN_WEIGHT_IGNORED
 from megaswift.config.generation_batch import generation_batch_problems
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.learning_rate_schedule_rules import SCHEDULE_CLASHES, SCHEDULE_IGNORED
@@ -140,31 +141,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
         "with train_type {train_type} the export is OUT/adapter; OUT/hf is written only with merge_lora",
         "--merge_lora true",
     ),
-    IgnoredOption(
-        "freeze_parameters",
-        _LORA,
-        lambda c: c.model.train_type != "full",
-        "with train_type {train_type} all model weights except modules_to_save are frozen",
-        "--train_type full",
-    ),
-    IgnoredOption(
-        "trainable_parameters",
-        _LORA,
-        lambda c: c.model.train_type != "full",
-        "with train_type {train_type} adapters and modules_to_save are trained",
-        "--modules_to_save NAME",
-    ),
-    IgnoredOption(
-        "trainable_parameters",
-        ("train_type", "freeze_parameters", "freeze_vit", "freeze_aligner", "freeze_llm"),
-        lambda c: (
-            c.model.train_type == "full"
-            and not c.model.freeze_parameters
-            and not (c.model.freeze_vit or c.model.freeze_aligner or c.model.freeze_llm)
-        ),
-        "no weights are frozen",
-        "--freeze_parameters . to train these weights only",
-    ),
+    *FROZEN_WEIGHT_IGNORED,
     *MODEL_IGNORED,
     *LAUNCH_IGNORED,
     *ENGINE_IGNORED,

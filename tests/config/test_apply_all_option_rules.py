@@ -1,4 +1,7 @@
-"""Each row of the tables fires when it should, stays silent when its condition is met, and waits for mended values."""
+"""Each row of the tables fires when it should, stays silent when its condition is met, and waits for mended values.
+
+Covers: megaswift/config/frozen_weight_rules.py.
+"""
 
 import pytest
 

@@ -54,7 +54,7 @@ from megaswift.engine.megatron.layers.te_attention_env_of_running_engine import 
 from megaswift.engine.megatron.load_and_gather_rank_weights import (
     RandomWeightSource,
     RankWeights,
-    set_trainable_by_patterns,
+    set_trainable_weights_by_patterns,
 )
 from megaswift.engine.megatron.lora.rank_adapters import RankAdapters, adapter_plan_from_lora_config
 from megaswift.engine.megatron.measure_engine_sizes import measure_engine_sizes
@@ -170,7 +170,7 @@ class MegatronEngine:
         """Parameters whose Hugging Face names match any of `patterns` do not train, unless one of `trained` matches.
         Before the model is wrapped."""
         for option, given, trains in (("freeze_parameters", patterns, False), ("trainable_parameters", trained, True)):
-            hits = set_trainable_by_patterns(self.weights.placed, given, trains)
+            hits = set_trainable_weights_by_patterns(self.weights.placed, given, trains)
             matched = {p for own in distributed.all_gather_objects(hits) for p in own} if given else set()
             missing = [p for p in given if p not in matched]
             if missing:

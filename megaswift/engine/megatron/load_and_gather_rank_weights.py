@@ -321,7 +321,7 @@ def _wait(work: dist.Work | None, route: GatherRankAndTimeout) -> None:
         work.wait(datetime.timedelta(hours=route.hours))
 
 
-def set_trainable_by_patterns(placed: Iterable[LocalParam], patterns: Iterable[str], trains: bool) -> list[str]:
+def set_trainable_weights_by_patterns(placed: Iterable[LocalParam], patterns: Iterable[str], trains: bool) -> list[str]:
     """Parameters of which any Hugging Face name matches a pattern train, or do not; the patterns that match."""
     hits: list[str] = []
     for item in placed:

@@ -132,7 +132,7 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
     return adapted
 
 
-def set_trainable_by_patterns(model: nn.Module, option: str, patterns: Sequence[str], trains: bool) -> None:
+def set_trainable_parameters_by_patterns(model: nn.Module, option: str, patterns: Sequence[str], trains: bool) -> None:
     """Parameters whose names match any pattern of this option train, or do not."""
     for pattern in patterns:
         matching = [p for name, p in model.named_parameters() if re.search(pattern, name)]
@@ -144,9 +144,9 @@ def set_trainable_by_patterns(model: nn.Module, option: str, patterns: Sequence[
 
 def freeze_parts(model: nn.Module, cfg: ModelConfig) -> None:
     """Freezes what the options name; --trainable_parameters has the last word."""
-    set_trainable_by_patterns(model, "freeze_parameters", cfg.freeze_parameters, False)
+    set_trainable_parameters_by_patterns(model, "freeze_parameters", cfg.freeze_parameters, False)
     vision_model_parts.freeze_vision_model_parts(model, cfg)
-    set_trainable_by_patterns(model, "trainable_parameters", cfg.trainable_parameters, True)
+    set_trainable_parameters_by_patterns(model, "trainable_parameters", cfg.trainable_parameters, True)
     if cfg.freeze_parameters and not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(nothing_trains_problem(cfg.freeze_parameters))
 
