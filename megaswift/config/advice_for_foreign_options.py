@@ -216,6 +216,10 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("hub_strategy", "all_checkpoints"): "--hub_strategy every_save: optimizer states are not uploaded",
     ("report_to", "all"): "--report_to tensorboard wandb swanlab mlflow",
     ("attn_impl", "local"): "--attn_impl sdpa",
+    **dict.fromkeys(
+        (("attn_impl", name) for name in ("flash_4", "flash_attn4", "flash_attn_4", "flash_attention_4")),
+        "--attn_impl flash: FlashAttention 4 is not supported",
+    ),
     ("optimizer", "muon"): "--optimizer adam: Muon is not supported",
     ("optimizer", "dist_muon"): "--optimizer adam: Muon is not supported",
     ("loss_type", "gspo"): "--importance_sampling_level sequence",

@@ -15,8 +15,8 @@ COLD = 1e-5
 PENALTIES = (0.01, 100.0)
 """Repetition penalties between which scores stay finite."""
 ATTENTION = {
-    "flash": "flash_attention_2",
-    "flash_attn": "flash_attention_2",
+    **dict.fromkeys(("flash", "flash_attn", "flash_attn2", "flash_attn_2", "flash_2"), "flash_attention_2"),
+    **dict.fromkeys(("flash_attn3", "flash_attn_3", "flash_3"), "flash_attention_3"),
     "flex": "flex_attention",
     "unfused": "eager",
 }

@@ -20,9 +20,8 @@ DTYPES = {
 }
 PLAIN = ("sft", "pt")
 ATTENTION = {
-    "flash_attn": "flash",
-    "flash_attention_2": "flash",
-    "flash_attention_3": "flash",
+    **dict.fromkeys(("flash_attn", "flash_attn2", "flash_attn_2", "flash_attention_2", "flash_2"), "flash"),
+    **dict.fromkeys(("flash_attn3", "flash_attn_3", "flash_attention_3"), "flash_3"),
     "eager": "unfused",
     "flex_attention": "flex",
 }
@@ -72,7 +71,7 @@ class ModelConfig:
         "Attention backend (flash, fused, unfused: Transformer Engine; others: PyTorch)",
         spellings=ATTENTION,
         aliases=("attn_implementation", "attention_backend"),
-        choices=("auto", "flash", "fused", "unfused", "sdpa", "flex"),
+        choices=("auto", "flash", "flash_3", "fused", "unfused", "sdpa", "flex"),
     )
     transformer_impl: str = option(
         "auto",

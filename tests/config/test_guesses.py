@@ -97,7 +97,9 @@ ANSWERS = [
     ("--swanlab_webhook_url x", "act on the exit code"),
     ("--no_cross_entropy_loss_fusion", "leave it out"),
     ("--no_shuffle", "--shuffle false"),
-    ("--attn_impl flash_attn2", "did you mean flash_attn?"),
+    ("--attn_impl flash_attm", "did you mean flash_attn?"),
+    ("--attn_impl flash_attn4", "FlashAttention 4 is not supported"),
+    ("--attn_impl flash_attn3 --engine megatron", "--attn_impl flash, or --engine ddp"),
     ("--nothing_like_it 1", "megaswift sft --help lists them all"),
 ]
 

@@ -187,7 +187,8 @@ USE_CASES = [
     Row("precision twice", f"{LORA} --fp16 true --bf16 true", answer="keep one of the two"),
     Row("images packed", f"{VISION} --packing true", answer="packing false"),
     Row("hostfile", f"{LORA} --hostfile hosts", answer="is not an option"),
-    Row("flash_attn2", f"{LORA} --attn_impl flash_attn2", answer="flash_attn"),
+    Row("flash_attn2", f"{LORA} --attn_impl flash_attn2"),
+    Row("flash_attn3", f"{LORA} --attn_impl flash_attn3"),
     Row("batch size 0", f"{LORA} --per_device_train_batch_size 0", answer="per_device_train_batch_size 1"),
     Row("train", f"{LORA} --algorithm sft", task="train"),
     *(

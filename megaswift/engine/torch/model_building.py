@@ -32,7 +32,14 @@ from megaswift.families.vision_language_detection import has_vision_tower
 
 RECOMPILES = 64
 """Shapes and layers of one class that may be compiled before torch falls back to eager; its own limit is 8."""
-ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfused": "eager", "flex": "flex_attention"}
+ATTENTION = {
+    "auto": None,
+    "sdpa": "sdpa",
+    "flash": "flash_attention_2",
+    "flash_3": "flash_attention_3",
+    "unfused": "eager",
+    "flex": "flex_attention",
+}
 """`--attn_impl` to transformers' name."""
 
 
