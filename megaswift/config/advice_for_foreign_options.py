@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from megaswift.config.neutral_options import NEUTRAL
+from megaswift.config.optim import GALORE
 from megaswift.config.parse_option_values import FALSE, option_value_text
 from megaswift.config.unsupported_training_options import OTHER_TASKS
 from megaswift.errors import did_you_mean_hint
@@ -66,6 +67,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "max_memory": "--engine fsdp2 or --tensor_parallel_size N; max_memory is an option of megaswift infer",
     "mcore_model": "megaswift convert megatron-to-hf SRC DST, then --model DST",
     "mcore_adapter": "--adapters DIR, a PEFT folder",
+    "ref_load": "megaswift convert megatron-to-hf SRC DST, then --ref_model DST",
     "mcore_ref_model": "megaswift convert megatron-to-hf SRC DST, then --ref_model DST",
     "pretrained_checkpoint": "--model DIR, a Hugging Face model folder",
     "num_labels": OTHER_TASKS,
@@ -202,6 +204,17 @@ PATTERNS: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 """Whole families of names, where the table has no line of their own."""
 
+_LOMO = (
+    "--optimizer adafactor or galore_adamw, which need little memory too: LOMO updates weights in the backward pass, "
+    "before the gradient's norm is known"
+)
+_LOW_RANK = "--optimizer galore_adamw, whose states have a low rank; all gradients of a step are kept until its end"
+_EIGHT_BITS = "--optimizer adamw_8bit, which is bitsandbytes'"
+OTHER_OPTIMIZERS = (
+    *("adamw_anyprecision", "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "adagrad"),
+    *("rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "grokadamw", "stable_adamw"),
+)
+"""Names of transformers that have no counterpart."""
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Switches of transformers, TRL and Megatron-LM."""
 
@@ -220,8 +233,24 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
         (("attn_impl", name) for name in ("flash_4", "flash_attn4", "flash_attn_4", "flash_attention_4")),
         "--attn_impl flash: FlashAttention 4 is not supported",
     ),
-    ("optimizer", "muon"): "--optimizer adam: Muon is not supported",
-    ("optimizer", "dist_muon"): "--optimizer adam: Muon is not supported",
+    ("optimizer", "dist_muon"): "--optimizer muon, whose states are whole on every rank (engine ddp)",
+    **dict.fromkeys((("optimizer", name) for name in ("lomo", "adalomo")), _LOMO),
+    **dict.fromkeys(
+        (("optimizer", name) for name in ("apollo_adamw", "apollo_adamw_layerwise", "q_galore")), _LOW_RANK
+    ),
+    **dict.fromkeys((("optimizer", f"{name}_layerwise") for name in GALORE), _LOW_RANK),
+    **dict.fromkeys((("optimizer", name) for name in ("adamw_torch_4bit", "adamw_torch_8bit")), _EIGHT_BITS),
+    **dict.fromkeys(
+        (("optimizer", name) for name in ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")),
+        "--optimizer adam with --lr_scheduler_type wsd: optimizers without a schedule are not supported",
+    ),
+    **dict.fromkeys(
+        (("optimizer", name) for name in OTHER_OPTIMIZERS), "--optimizer adam: this optimizer is not supported"
+    ),
+    **dict.fromkeys(
+        (("optimizer", name) for name in ("adamw_torch_xla", "adamw_torch_npu_fused")),
+        "--optimizer adam: TPUs and Ascend NPUs are not supported",
+    ),
     ("loss_type", "gspo"): "--importance_sampling_level sequence",
     ("loss_type", "gspo_token"): "--importance_sampling_level sequence_token",
     ("loss_type", "ppo"): "megaswift ppo",
@@ -238,11 +267,17 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("lr_scheduler_type", "greedy"): (
         "--lr_scheduler_type linear: the learning rate depends on the step only, not on the loss"
     ),
-    ("train_type", "longlora"): "--train_type lora",
-    ("train_type", "bone"): "--train_type lora",
-    ("train_type", "reft"): "--train_type lora",
-    ("train_type", "llamapro"): "--train_type lora",
-    ("train_type", "adapter"): "--train_type lora",
+    ("train_type", "longlora"): (
+        "--train_type lora with --rope_scaling yarn for longer contexts: the shifted attention of LongLoRA is not "
+        "supported"
+    ),
+    ("train_type", "bone"): "--train_type miss, the adapter by which PEFT has replaced Bone",
+    ("train_type", "reft"): "--train_type lora: interventions on hidden states (ReFT) are not supported",
+    ("train_type", "llamapro"): (
+        "--freeze_parameters . with --trainable_parameters PATTERN trains some layers of the model: new blocks between "
+        "layers (LLaMA Pro) are not supported"
+    ),
+    ("train_type", "adapter"): "--train_type lora: bottleneck adapters behind each layer are not supported",
     ("train_type", "lora_llm"): "--train_type lora --freeze_vit true",
     ("torch_dtype", "int8"): "--quantization_bit 8",
     ("torch_dtype", "int4"): "--quantization_bit 4",
@@ -250,6 +285,13 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("torch_dtype", "float8"): "--torch_dtype bfloat16 --fp8_format hybrid",
 }
 """What to say in place of another toolkit's value of an option."""
+
+
+SINGLE_VALUE_FIXES = {
+    "adapters": "give one folder; to start from several, merge the others into the model first: megaswift export "
+    "--merge_lora true",
+}
+"""What to do with several values of an option that takes one, where another toolkit takes several."""
 
 
 def foreign_option_advice(name: str, value: Any, known: Collection[str]) -> str:

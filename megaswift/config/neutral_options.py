@@ -176,7 +176,9 @@ NEUTRAL: dict[str, NeutralOption] = {
     "no_load_rng": NeutralOption(EITHER, _FROM_START, unless=_RESUME),
     "resume_only_model": NeutralOption(OFF, "a resumed run continues exactly", "--model DIR/checkpoints/step-N"),
     "ignore_data_skip": NeutralOption(OFF, "a resumed run continues with the next row", "--model DIR"),
-    "lora_bias": NeutralOption(("none",), "biases stay frozen with LoRA", "leave it out"),
+    "lora_bias": NeutralOption(
+        ("none",), "biases of the model are frozen with LoRA", "--modules_to_save NAME trains whole modules"
+    ),
     "lora_task_type": NeutralOption(("causal_lm",), "adapters are of a causal language model", "leave it out"),
     "tuner_backend": NeutralOption(("peft",), "adapters have PEFT's format", "leave it out"),
     "quant_method": NeutralOption(

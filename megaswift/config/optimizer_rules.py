@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import NATIVE, READS, requested_engine
-from megaswift.config.optim import BETAS, EPSILON, EVERYWHERE, GALORE, ON_PARTS, PAGED
+from megaswift.config.optim import BETAS, EPSILON, EVERYWHERE, GALORE, MUON, ON_PARTS, PAGED
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
-from megaswift.config.sections import Sections
+from megaswift.config.sections import OPTIONS, Sections
 
 _NAME = ("optimizer",)
 _OPTIONS = {"adam_beta1": BETAS, "adam_beta2": BETAS, "adam_epsilon": EPSILON}
@@ -62,6 +62,17 @@ OPTIMIZER_IGNORED: tuple[IgnoredOption, ...] = (
     *(
         IgnoredOption(name, _NAME, _without(readers), "optimizer {optimizer} does not use it", "--optimizer adam")
         for name, readers in _OPTIONS.items()
+    ),
+    *(
+        IgnoredOption(
+            name,
+            _NAME,
+            lambda c: c.optim.optimizer != MUON,
+            "applies only to optimizer muon",
+            "--optimizer muon",
+            (OPTIONS[name].default,),
+        )
+        for name in ("muon_momentum", "muon_use_nesterov", "muon_num_ns_steps")
     ),
     *(
         IgnoredOption(

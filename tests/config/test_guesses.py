@@ -100,6 +100,17 @@ ANSWERS = [
     ("--attn_impl flash_attm", "did you mean flash_attn?"),
     ("--attn_impl flash_attn4", "FlashAttention 4 is not supported"),
     ("--attn_impl flash_attn3 --engine megatron", "--attn_impl flash, or --engine ddp"),
+    ("--optim lomo", "before the gradient's norm is known"),
+    ("--optim apollo_adamw", "whose states have a low rank"),
+    ("--optim schedule_free_adamw", "--lr_scheduler_type wsd"),
+    ("--optimizer dist_muon", "--optimizer muon"),
+    ("--train_type bone", "--train_type miss"),
+    ("--train_type llamapro", "--trainable_parameters PATTERN"),
+    ("--train_type lora --init_weights lora-ga", "--init_weights pissa, which needs no data"),
+    ("--train_type lora --adapters a b", "--merge_lora true"),
+    ("--ref_load x", "--ref_model DST"),
+    ("--lora_bias all", "--modules_to_save NAME"),
+    ("--muon_extra_scale_factor 1", "--learning_rate X"),
     ("--nothing_like_it 1", "megaswift sft --help lists them all"),
 ]
 

@@ -151,6 +151,7 @@ NEEDS = (
         )
     }
     | {name: {"engine": "ddp", "freeze_aligner": False} for name in ("freeze_vit", "freeze_llm")}
+    | {name: {"engine": "ddp", "optimizer": "muon"} for name in NAMES if name.startswith("muon_")}
     | {"freeze_aligner": {"engine": "ddp"}}
     | {name: {"loss_type": "clip_cov"} for name in ("clip_cov_ratio", "clip_cov_lb")}
     | {"clip_cov_ub": {"loss_type": "clip_cov", "clip_cov_lb": 0.1}}
