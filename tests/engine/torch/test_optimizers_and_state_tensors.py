@@ -185,11 +185,15 @@ def test_muon_is_moonlights() -> None:
     adam = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-6)
     plain = PlainMuon([theirs.up.weight], adam, 1e-2, 0.1)
     set_param_groups_lr_and_weight_decay(optimizer.inner, 1e-2, 0.1)
-    five_steps((ours, optimizer), (theirs, plain))
-    moved = float((theirs.up.weight - Block().up.weight).detach().abs().max())
+    for _ in range(5):  # gradients of full rank: of others the iteration enlarges rounding
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        optimizer.step()
+        plain.step()
     for (n, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        limit = 1e-3 * moved if n == "up.weight" else 1e-4 * float(b.detach().abs().max())
-        assert float((a - b).detach().abs().max()) < limit, n
+        digits = 1e-3 if n in matrices else 1e-5  # bfloat16's
+        assert float((a - b).detach().abs().max()) < digits * float(b.detach().abs().max()), n
 
 
 def five_steps(*sides: tuple[torch.nn.Module, Any]) -> None:
