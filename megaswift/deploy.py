@@ -110,7 +110,8 @@ def _transformers(cfg: DeployConfig) -> int:
         load_model_and_prompt_device,
     )
 
-    prepared = load_config_tokenizer_and_processor(cfg.weights, cfg.conversation.chat_template)
+    talk = cfg.conversation
+    prepared = load_config_tokenizer_and_processor(cfg.weights, talk.chat_template, talk.max_length)
     generation_params(cfg.generation, prepared.generation)  # tells at once what would be ignored
     model, device = load_model_and_prompt_device(prepared, cfg.placement)
     # The tokenizers library refuses to encode and decode with one tokenizer in two threads at a time.

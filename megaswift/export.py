@@ -13,10 +13,10 @@ from typing import TypeVar
 from megaswift import log
 from megaswift.command_line_common import HELP
 from megaswift.config.byte_size_text import byte_size_or_none
+from megaswift.config.export_rules import LAYOUT, export_option_problems
 from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
 from megaswift.config.infer_launch_rules import several_processes_problems
-from megaswift.config.inference import ExportConfig, ModelLoadingOptions, ModelPathOptions
-from megaswift.config.inference_rules import LAYOUT, export_option_problems
+from megaswift.config.inference import FP8, ExportConfig, ModelLoadingOptions, ModelPathOptions
 from megaswift.config.inference_run_files import (
     ADAPTER_CONFIG,
     complete_export_options,
@@ -37,6 +37,7 @@ megaswift export: merge adapters into a model, quantize it, convert it from or t
 
   megaswift export --adapters OUT/adapter --merge_lora true --output_dir MERGED
   megaswift export --model DIR --quantization_bit 4 --output_dir SMALL
+  megaswift export --model DIR --quant_method fp8 --output_dir SMALL
   megaswift export --model DIR --adapters OUT/adapter --merge_lora true --quantization_bit 4 --output_dir SMALL
   megaswift export --model DIR --to_mcore true --output_dir MCORE
   megaswift export --mcore_model MCORE --to_hf true --output_dir DIR
@@ -63,7 +64,7 @@ def _main(cfg: ExportConfig) -> int:
     if not cfg.upload.push_to_hub:
         return _write(cfg, Path(str(cfg.export.output_dir)))
     export = cfg.export
-    writes = export.merge_lora or export.to_hf or export.quantization_bit is not None
+    writes = export.merge_lora or export.to_hf or export.quantizes
     folder = Path(str(export.output_dir)) if writes else _folder_to_upload(cfg.source)
     repository = _open_repository(cfg, folder)
     code = _write(cfg, folder) if writes else 0
@@ -109,7 +110,7 @@ def _write(cfg: ExportConfig, target: Path) -> int:
         return _with_merged(cfg, target, _to_megatron) if export.merge_lora else _to_megatron(cfg, target)
     if export.to_hf and not export.merge_lora:
         return _to_hf(cfg, target)
-    both = export.merge_lora and export.quantization_bit is not None
+    both = export.merge_lora and export.quantizes
     written = _both(cfg, target) if both else (_merge if export.merge_lora else _quantize)(cfg, target)
     log.print_result(f"wrote {written}")
     return 0
@@ -195,6 +196,12 @@ def _quantize(cfg: ExportConfig, target: Path) -> Path:
         trust_remote_code=source.trust_remote_code,
     )
     locate_generation_model(weights)  # before what follows imports torch
+    if cfg.export.quant_method == FP8:
+        from megaswift.inference.fp8_export import export_fp8_folder
+
+        shard = byte_size_or_none(cfg.export.max_shard_size)
+        assert shard is not None, "the command line was checked"
+        return export_fp8_folder(weights, target, shard)
     from megaswift.inference.bitsandbytes_export import quantize_and_save_model
 
     return quantize_and_save_model(weights, cfg.export, target, cfg.export.max_shard_size)

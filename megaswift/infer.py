@@ -86,7 +86,8 @@ def _run(cfg: InferConfig) -> int:
     from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor
     from megaswift.serve.terminal import Terminal
 
-    prepared = load_config_tokenizer_and_processor(cfg.weights, cfg.conversation.chat_template)
+    talk = cfg.conversation
+    prepared = load_config_tokenizer_and_processor(cfg.weights, talk.chat_template, talk.max_length)
     sampling = generation_params(cfg.generation, prepared.generation)
     if cfg.file.dataset:
         log.print_result(f"wrote {_answer_files(cfg, prepared, sampling)}")

@@ -30,7 +30,7 @@ from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta
 from megaswift.bridge.resumable_folder import check_disk_space, recover_and_check_target
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families.quantization_schemes import config_without_quantization
+from megaswift.families.quantization_schemes import FIELD, config_without_quantization
 
 MAX_SHARD_BYTES = 5_000_000_000
 CHUNK = 1 << 28
@@ -116,6 +116,12 @@ def write_non_tensor_files(
         _write_json(folder / "config.json", exported_config_json(config, (meta.dtype for meta in tensors.values())))
     if source is not None:
         copy_tokenizer_and_template_files(source, folder)
+
+
+def add_quantization_config(folder: Path, quantization: Mapping[str, Any]) -> None:
+    """Writes how the tensors are quantized into config.json."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    _write_json(folder / "config.json", {**config, FIELD: quantization})
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -15,7 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from megaswift.bridge import streaming_folder_job
-from megaswift.bridge.hf_safetensors_writer import plan_safetensors_shards, tensor_nbytes, write_non_tensor_files
+from megaswift.bridge.hf_safetensors_writer import (
+    add_quantization_config,
+    plan_safetensors_shards,
+    tensor_nbytes,
+    write_non_tensor_files,
+)
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.streaming_folder_job import FolderJob, TensorJob
 from megaswift.version import __version__
@@ -34,6 +39,8 @@ class HfFolderPlan:
     """The folder whose tokenizer and other small files go along."""
     max_shard_bytes: int
     overwrite: bool
+    quantization: Mapping[str, Any] | None = None
+    """config.json's `quantization_config`, of tensors that are quantized."""
 
 
 def write_hf_folder_resumably(
@@ -56,6 +63,8 @@ def write_hf_folder_resumably(
 
     def finish(stage: Path) -> None:
         write_non_tensor_files(stage, files, folder.tensors, folder.config, folder.beside)
+        if folder.quantization is not None:
+            add_quantization_config(stage, folder.quantization)
 
     sizes = {file.name: file.size for file in files}
     headers = {file.name: file.header for file in files}

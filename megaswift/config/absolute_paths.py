@@ -14,7 +14,7 @@ from megaswift.config.sections import OPTIONS, SECTIONS
 
 KEPT = ("output_dir", "resume_from_checkpoint")
 """Said again at each start."""
-MADE = ("dataset_cache_dir",)
+MADE = ("dataset_cache_dir", "tensorboard_dir")
 """Folders that need not be there yet."""
 SUFFIXES = ("#", ":")
 """What may follow a path: `data.jsonl#500`, `reward.py:NAME`."""

@@ -19,6 +19,8 @@ FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compu
 ADAPTER_LEARNING_RATE = 1e-4
 """As in ms-swift and PEFT's examples; weights themselves train at 1e-5."""
 INIT_METHOD = re.compile(r"true|false|gaussian|pissa|pissa_niter_[1-9]\d*|olora|loftq")
+INIT_FROM_DATA = ("lora-ga", "lora_ga", "eva", "corda")
+"""PEFT's and ms-swift's methods that run the model on data first."""
 _TYPE = ("train_type",)
 _BITS = ("quantization_bit", "train_type")
 
@@ -158,8 +160,14 @@ ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
 
 ADAPTER_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
+        ("init_weights", "train_type"),
+        lambda c: c.lora.init_weights in INIT_FROM_DATA,
+        "takes statistics of training rows before the first step, which a run does not collect",
+        "--init_weights pissa, which needs no data",
+    ),
+    ConflictingOptions(
         ("init_weights",),
-        lambda c: INIT_METHOD.fullmatch(c.lora.init_weights) is None,
+        lambda c: INIT_METHOD.fullmatch(c.lora.init_weights) is None and c.lora.init_weights not in INIT_FROM_DATA,
         "must be true, false, gaussian, pissa, pissa_niter_N, olora or loftq",
         "--init_weights pissa",
     ),

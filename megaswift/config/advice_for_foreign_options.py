@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from megaswift.config.neutral_options import NEUTRAL
+from megaswift.config.optim import GALORE
 from megaswift.config.parse_option_values import FALSE, option_value_text
 from megaswift.config.unsupported_training_options import OTHER_TASKS
 from megaswift.errors import did_you_mean_hint
@@ -21,7 +22,6 @@ _OF_MODEL = "leave it out: the model's config.json (--model DIR) sets it"
 _CUT = "--max_length, the limit for prompt plus completion"
 _SERVER = "--rollout_server_url http://HOST:PORT"
 _SYNC = "--rollout_sync_folder DIR"
-_PARTS = "--freeze_parameters PATTERN selects frozen weights; all others are trained"
 _PACKS = "--packing true: packs short samples; attention stays within a sample"
 _CACHE = _GONE + "tokenized rows are cached below --dataset_cache_dir, keyed by content"
 _ATTENTION = "--attn_impl flash"
@@ -32,7 +32,10 @@ _TEACHER = (
 )
 _MODELSCOPE = "--model ORGANIZATION/NAME with --use_hf false"
 _HUB = "--push_to_hub true with --hub_model_id, --hub_token, --hub_private_repo and --hub_strategy"
-_TRACKER = "set environment variables of the tracker: WANDB_PROJECT, SWANLAB_PROJECT, MLFLOW_EXPERIMENT_NAME"
+_TRACKER = (
+    "--run_name, --wandb_project, --swanlab_project and --mlflow_experiment_name name a run and its place; other "
+    "settings of a tracker come from its own environment variables"
+)
 _EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: run an evaluation harness on OUT/hf"
 _FUSED = _GONE + "fused kernels are selected by device and --transformer_impl"
 _STEPS = "--eval_steps N or --save_steps N; unset: only at the end"
@@ -58,6 +61,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "max_memory": "--engine fsdp2 or --tensor_parallel_size N; max_memory is an option of megaswift infer",
     "mcore_model": "megaswift convert megatron-to-hf SRC DST, then --model DST",
     "mcore_adapter": "--adapters DIR, a PEFT folder",
+    "ref_load": "megaswift convert megatron-to-hf SRC DST, then --ref_model DST",
     "mcore_ref_model": "megaswift convert megatron-to-hf SRC DST, then --ref_model DST",
     "pretrained_checkpoint": "--model DIR, a Hugging Face model folder",
     "num_labels": OTHER_TASKS,
@@ -71,9 +75,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "lora_target_modules": "--target_modules",
     "ref_adapters": "merge the adapters: megaswift export --merge_lora true, then --ref_model DIR",
     "reward_adapters": "merge the adapters: megaswift export --merge_lora true, then --reward_model DIR",
-    "trainable_parameters": _PARTS,
-    "trainable_parameters_regex": _PARTS,
-    "freeze_parameters_regex": "--freeze_parameters PATTERN",
     "vit_lr": _GONE + "all parts use --learning_rate; --freeze_vit true freezes the vision encoder",
     "aligner_lr": _GONE + "all parts use --learning_rate; --freeze_aligner true freezes the aligner",
     "use_galore": "--optimizer galore_adamw",
@@ -154,8 +155,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "moe_enable_deepep": "--moe_token_dispatcher_type flex",
     # evaluation, logs, checkpoints
     "eval_limit": "--eval_iters",
-    "logging_dir": "--output_dir: TensorBoard files are written to OUT/runs",
-    "tensorboard_dir": "--output_dir: TensorBoard files are written to OUT/runs",
     "resume": "--resume_from_checkpoint latest",
     # preference learning and reinforcement learning
     "lmbda": _TEACHER,
@@ -199,6 +198,17 @@ PATTERNS: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 """Whole families of names, where the table has no line of their own."""
 
+_LOMO = (
+    "--optimizer adafactor or galore_adamw, which need little memory too: LOMO updates weights in the backward pass, "
+    "before the gradient's norm is known"
+)
+_LOW_RANK = "--optimizer galore_adamw, whose states have a low rank; all gradients of a step are kept until its end"
+_EIGHT_BITS = "--optimizer adamw_8bit, which is bitsandbytes'"
+OTHER_OPTIMIZERS = (
+    *("adamw_anyprecision", "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "adagrad"),
+    *("rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "grokadamw", "stable_adamw"),
+)
+"""Names of transformers that have no counterpart."""
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Switches of transformers, TRL and Megatron-LM."""
 
@@ -211,8 +221,28 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("ddp_backend", "hccl"): "leave it out: HCCL is for Ascend NPUs, which megaswift does not support",
     ("report_to", "all"): "--report_to tensorboard wandb swanlab mlflow",
     ("attn_impl", "local"): "--attn_impl sdpa",
-    ("optimizer", "muon"): "--optimizer adam: Muon is not supported",
-    ("optimizer", "dist_muon"): "--optimizer adam: Muon is not supported",
+    **dict.fromkeys(
+        (("attn_impl", name) for name in ("flash_4", "flash_attn4", "flash_attn_4", "flash_attention_4")),
+        "--attn_impl flash: FlashAttention 4 is not supported",
+    ),
+    ("optimizer", "dist_muon"): "--optimizer muon, whose states are whole on every rank (engine ddp)",
+    **dict.fromkeys((("optimizer", name) for name in ("lomo", "adalomo")), _LOMO),
+    **dict.fromkeys(
+        (("optimizer", name) for name in ("apollo_adamw", "apollo_adamw_layerwise", "q_galore")), _LOW_RANK
+    ),
+    **dict.fromkeys((("optimizer", f"{name}_layerwise") for name in GALORE), _LOW_RANK),
+    **dict.fromkeys((("optimizer", name) for name in ("adamw_torch_4bit", "adamw_torch_8bit")), _EIGHT_BITS),
+    **dict.fromkeys(
+        (("optimizer", name) for name in ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")),
+        "--optimizer adam with --lr_scheduler_type wsd: optimizers without a schedule are not supported",
+    ),
+    **dict.fromkeys(
+        (("optimizer", name) for name in OTHER_OPTIMIZERS), "--optimizer adam: this optimizer is not supported"
+    ),
+    **dict.fromkeys(
+        (("optimizer", name) for name in ("adamw_torch_xla", "adamw_torch_npu_fused")),
+        "--optimizer adam: TPUs and Ascend NPUs are not supported",
+    ),
     ("loss_type", "gspo"): "--importance_sampling_level sequence",
     ("loss_type", "gspo_token"): "--importance_sampling_level sequence_token",
     ("loss_type", "ppo"): "megaswift ppo",
@@ -226,11 +256,17 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("lr_scheduler_type", "greedy"): (
         "--lr_scheduler_type linear: the learning rate depends on the step only, not on the loss"
     ),
-    ("train_type", "longlora"): "--train_type lora",
-    ("train_type", "bone"): "--train_type lora",
-    ("train_type", "reft"): "--train_type lora",
-    ("train_type", "llamapro"): "--train_type lora",
-    ("train_type", "adapter"): "--train_type lora",
+    ("train_type", "longlora"): (
+        "--train_type lora with --rope_scaling yarn for longer contexts: the shifted attention of LongLoRA is not "
+        "supported"
+    ),
+    ("train_type", "bone"): "--train_type miss, the adapter by which PEFT has replaced Bone",
+    ("train_type", "reft"): "--train_type lora: interventions on hidden states (ReFT) are not supported",
+    ("train_type", "llamapro"): (
+        "--freeze_parameters . with --trainable_parameters PATTERN trains some layers of the model: new blocks between "
+        "layers (LLaMA Pro) are not supported"
+    ),
+    ("train_type", "adapter"): "--train_type lora: bottleneck adapters behind each layer are not supported",
     ("train_type", "lora_llm"): "--train_type lora --freeze_vit true",
     ("torch_dtype", "int8"): "--quantization_bit 8",
     ("torch_dtype", "int4"): "--quantization_bit 4",
@@ -238,6 +274,13 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("torch_dtype", "float8"): "--torch_dtype bfloat16 --fp8_format hybrid",
 }
 """What to say in place of another toolkit's value of an option."""
+
+
+SINGLE_VALUE_FIXES = {
+    "adapters": "give one folder; to start from several, merge the others into the model first: megaswift export "
+    "--merge_lora true",
+}
+"""What to do with several values of an option that takes one, where another toolkit takes several."""
 
 
 def foreign_option_advice(name: str, value: Any, known: Collection[str]) -> str:

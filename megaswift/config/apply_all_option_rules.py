@@ -15,6 +15,7 @@ from megaswift.config.data import RL
 from megaswift.config.engine_rules import AXES, ENGINE_CLASHES, ENGINE_IGNORED, TORCH_ONLY, requested_engine
 from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
 from megaswift.config.fault_tolerance_rules import FAULT_TOLERANCE_IGNORED
+from megaswift.config.frozen_weight_rules import FROZEN_WEIGHT_IGNORED
 from megaswift.config.generation_batch import generation_batch_problems
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.learning_rate_schedule_rules import SCHEDULE_CLASHES, SCHEDULE_IGNORED
@@ -26,9 +27,11 @@ from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGN
 from megaswift.config.profile_rules import PROFILE_CLASHES, PROFILE_IGNORED
 from megaswift.config.rl_conflict_rules import RL_CLASHES
 from megaswift.config.rl_ignored_option_rules import RL_IGNORED
+from megaswift.config.rl_vllm import vllm_sampler_problems
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test, join_names
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.torch_engine_rules import SPEED_CLASHES, SPEED_IGNORED
+from megaswift.config.tracker_rules import TRACKER_IGNORED
 from megaswift.errors import Problem
 
 
@@ -41,8 +44,6 @@ def _no_random_order(c: Sections) -> bool:
 
 
 _is_folder: Test = lambda c: c.model.model is not None and Path(c.model.model).is_dir()  # noqa: E731
-_ADAM, _SGD = "applies only to optimizer adam", "applies only to optimizer sgd"
-_NOT_ADAM: Test = lambda c: c.optim.optimizer != "adam"  # noqa: E731
 _NO_LORA: Test = lambda c: c.model.train_type == "full"  # noqa: E731
 _FROM_ADAPTERS: Test = lambda c: c.model.train_type != "full" and c.lora.adapters is not None  # noqa: E731
 _LORA = ("train_type",)
@@ -63,25 +64,9 @@ IGNORED: tuple[IgnoredOption, ...] = (
     *EVALUATION_IGNORED,
     *PROFILE_IGNORED,
     *FAULT_TOLERANCE_IGNORED,
-    IgnoredOption("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
-    IgnoredOption("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
-    IgnoredOption(  # Megatron-LM wants both
-        "precision_aware_optimizer",
-        ("optimizer_cpu_offload",),
-        lambda c: c.optim.optimizer_cpu_offload,
-        "optimizer_cpu_offload keeps main weights and moments in float32",
-        "--optimizer_cpu_offload false",
-        notice=True,
-    ),
+    *TRACKER_IGNORED,
     IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
     IgnoredOption("use_hf", ("model", "push_to_hub"), _NO_HUB, _HUB, "--model ORGANIZATION/NAME", (True,)),
-    IgnoredOption(
-        "distributed_optimizer",
-        ("optimizer",),
-        lambda c: c.optim.optimizer == "sgd",
-        "Megatron-Core shards only the state of adam",
-        "--optimizer adam",
-    ),
     IgnoredOption(
         "data_seed",
         ("shuffle", "split_dataset_ratio", "dataset", "val_dataset"),
@@ -148,13 +133,7 @@ IGNORED: tuple[IgnoredOption, ...] = (
         "with train_type {train_type} the export is OUT/adapter; OUT/hf is written only with merge_lora",
         "--merge_lora true",
     ),
-    IgnoredOption(
-        "freeze_parameters",
-        _LORA,
-        lambda c: c.model.train_type != "full",
-        "with train_type {train_type} all model weights except modules_to_save are frozen",
-        "--train_type full",
-    ),
+    *FROZEN_WEIGHT_IGNORED,
     *MODEL_IGNORED,
     *LAUNCH_IGNORED,
     *ENGINE_IGNORED,
@@ -274,13 +253,13 @@ def ignored_option_names(c: Sections) -> set[str]:
 def broken_option_rules(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> list[Problem]:
     """Every rule that is broken. `labels`: how the user wrote each given option; `wrong`: options whose value is a
     mistake already."""
-    own = fsdp_json.fsdp_file_options(c).problems
     return [
         *_wrong_task(c, labels),
         *_ignored(c, labels, wrong),
         *_clashes(c, labels, wrong),
         *_batch(c, labels, wrong),
-        *own,
+        *fsdp_json.fsdp_file_options(c).problems,
+        *vllm_sampler_problems(c.vllm),
     ]
 
 

@@ -108,7 +108,7 @@ def first_given_torch_only_option(c: Sections) -> str:
         "train_type": c.model.train_type in METHODS,
         "quantization_bit": c.model.train_type == "lora" and c.quantization.quantization_bit is not None,
         "optimizer": c.optim.optimizer not in EVERYWHERE,
-        "attn_impl": c.model.attn_impl == "flex",
+        "attn_impl": c.model.attn_impl in ("flex", "flash_3"),
     }
     return next((name for name, wanted in values.items() if wanted and name in c.given), "")
 

@@ -18,7 +18,12 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from megaswift import log
 from megaswift.command_line_common import HELP
 from megaswift.config.help_page import option_lines, section_heading
-from megaswift.config.inference_other_names import NEUTRAL_OF, VALUES_ELSEWHERE_OF_INFERENCE, inference_option_advice
+from megaswift.config.inference_other_names import (
+    NEUTRAL_OF,
+    VALUES_ELSEWHERE_OF_INFERENCE,
+    inference_option_advice,
+    translated_inference_options,
+)
 from megaswift.config.launcher_environment import CHECKED
 from megaswift.config.merge_config_sources import ResolveState, set_option_value, unknown_option_problem
 from megaswift.config.neutral_options import NeutralOption, neutral_notice
@@ -109,7 +114,7 @@ class CommandParser(Generic[Config]):
         state.problems += [problem for source in sources for problem in source.problems]
         state.notices += [notice for source in sources for notice in source.notices]
         for givens in (*(source.givens for source in sources), line.givens):
-            self._take(state, givens)
+            self._take(state, list(translated_inference_options(givens)))
         sections = {
             key: cls(**{n: v for n, v in state.values.items() if self.table.options[n].section == key})
             for key, cls in self.sections.items()

@@ -3,11 +3,10 @@ spellings of them."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from megaswift.config.inference_backend import BackendOptions
 from megaswift.config.model import DTYPES
 from megaswift.config.option import option
 
@@ -16,8 +15,8 @@ COLD = 1e-5
 PENALTIES = (0.01, 100.0)
 """Repetition penalties between which scores stay finite."""
 ATTENTION = {
-    "flash": "flash_attention_2",
-    "flash_attn": "flash_attention_2",
+    **dict.fromkeys(("flash", "flash_attn", "flash_attn2", "flash_attn_2", "flash_2"), "flash_attention_2"),
+    **dict.fromkeys(("flash_attn3", "flash_attn_3", "flash_3"), "flash_attention_3"),
     "flex": "flex_attention",
     "unfused": "eager",
 }
@@ -79,6 +78,14 @@ class ModelLoadingOptions(ModelPathOptions):
         aliases=("attn_implementation",),
         choices=("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
         spellings=ATTENTION,
+    )
+    rope_scaling: str | None = option(
+        None, "Scale rotary positions: linear, dynamic or yarn (to max_length), or JSON", metavar="NAME|JSON"
+    )
+    new_special_tokens: tuple[str, ...] = option(
+        (),
+        "Special tokens that the model was trained with, or a .txt file with one a line; checked to exist",
+        metavar="TOKEN...",
     )
     merge_adapters: bool = option(False, "Merge the adapters into the weights at load time", aliases=("merge_lora",))
 
@@ -210,52 +217,6 @@ class PromptFileOptions:
 
 
 @dataclass(frozen=True)
-class BackendOptions:
-    """Inference backend"""
-
-    infer_backend: str = option(
-        "transformers", "Inference backend", choices=("transformers", "vllm"), spellings={"pt": "transformers"}
-    )
-    tensor_parallel_size: int | None = option(
-        None,
-        "vLLM: number of GPUs to split the model over",
-        aliases=("tp", "vllm_tensor_parallel_size"),
-        minimum=1,
-        unit="GPUs",
-    )
-    vllm_gpu_memory_utilization: float | None = option(
-        None,
-        "vLLM: fraction of GPU memory to use",
-        aliases=("gpu_memory_utilization",),
-        above=0,
-        maximum=1,
-        metavar="FRACTION",
-    )
-    vllm_max_model_len: int | None = option(
-        None, "vLLM: maximum context length", aliases=("max_model_len",), minimum=1, unit="tokens"
-    )
-    vllm_max_num_seqs: int | None = option(
-        None, "vLLM: maximum number of sequences per step", aliases=("max_num_seqs",), minimum=1, unit="sequences"
-    )
-    vllm_data_parallel_size: int | None = option(
-        None, "vLLM's server: number of model replicas", aliases=("data_parallel_size",), minimum=1, unit="replicas"
-    )
-    vllm_enforce_eager: bool = option(False, "vLLM: disable CUDA graphs", aliases=("enforce_eager",))
-    vllm_engine_kwargs: str | None = option(
-        None, "vLLM: any other arguments of its engine, as a JSON object; not checked", metavar="JSON"
-    )
-
-    @property
-    def engine_kwargs(self) -> dict[str, Any] | None:
-        """--vllm_engine_kwargs; None where it is not an object."""
-        try:
-            value = json.loads(self.vllm_engine_kwargs or "{}")
-        except (ValueError, RecursionError):
-            return None
-        return value if isinstance(value, dict) else None
-
-
-@dataclass(frozen=True)
 class TerminalOptions:
     """Conversation in the terminal"""
 
@@ -302,9 +263,21 @@ class ServerOptions:
     owned_by: str = option("megaswift", "Owner of the models in /v1/models")
 
 
+FP8 = "fp8"
+"""The quantization method that is not bitsandbytes."""
+
+
 @dataclass(frozen=True)
 class ExportOptions(BitsandbytesOptions):
     """Export"""
+
+    quant_method: str | None = option(
+        None,
+        "Quantization method: bnb (needs quantization_bit), or fp8: float8 weights in blocks of 128 x 128",
+        choices=("bnb", FP8),
+        spellings={"bitsandbytes": "bnb"},
+        metavar="bnb|fp8",
+    )
 
     merge_lora: bool = option(False, "Merge the adapters from --adapters into the model")
     to_mcore: bool = option(False, "Convert to a sharded Megatron checkpoint (torch_dist)")
@@ -335,6 +308,11 @@ class ExportOptions(BitsandbytesOptions):
         None, "Folder to write; must not exist; unset: the source with a suffix: DIR-merged, DIR-mcore", metavar="DIR"
     )
     max_shard_size: str = option("5GB", "Maximum file size")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the weights are quantized."""
+        return self.quantization_bit is not None or self.quant_method == FP8
 
 
 @dataclass(frozen=True)

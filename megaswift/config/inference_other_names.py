@@ -6,17 +6,23 @@ Names that only differ in spelling are aliases on the options.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
+from megaswift.config.advice_for_foreign_options import PRECISIONS
 from megaswift.config.neutral_options import NeutralOption
+from megaswift.config.option_sources import GivenOptionValue
+from megaswift.config.parse_option_values import TRUE
+from megaswift.config.translated_options import JSON_TEXTS
 from megaswift.config.unsupported_training_options import ANY, EITHER, OFF, ON
 
 _ROWS = NeutralOption(EITHER, "rows are read once, before the model is loaded")
 _ONE_READER = NeutralOption(ANY, "rows are read once, before the model is loaded")
 _ORDER = NeutralOption(OFF, "results have the order of the file", "leave it out")
 _LAUNCHER = NeutralOption(ANY, "processes exchange results over gloo")
-_NO_CALIBRATION = NeutralOption(ANY, "bitsandbytes needs no calibration rows")
+_NO_CALIBRATION = NeutralOption(ANY, "weights are quantized without calibration rows")
 _TASKS = "only models that generate text are served; classifiers and embedding models run in transformers' pipeline"
 _TASK = NeutralOption(("causal_lm",), "models that generate text are served", _TASKS)
 _NO_DATA = NeutralOption(ANY, "export reads no data")
@@ -33,6 +39,9 @@ _ALL: dict[str, NeutralOption] = {
     "lazy_tokenize": _ROWS,
     "load_args": NeutralOption(EITHER, "the adapter folder names its base model"),
     "load_from_cache_file": _ROWS,
+    **dict.fromkeys(PRECISIONS, NeutralOption(OFF, "--torch_dtype sets the precision")),
+    "vllm_max_lora_rank": NeutralOption(ANY, "it follows the adapters' rank"),
+    "vllm_enable_lora": NeutralOption(EITHER, "vLLM applies adapters where --adapters are given"),
     "padding_side": NeutralOption(("left",), "prompts are padded on the left", "leave it out"),
     "use_chat_template": NeutralOption(ON, "conversations use the chat template", 'rows of {"text": ...} are plain'),
     "remove_unused_columns": NeutralOption(EITHER, "columns of a row are kept in its result"),
@@ -52,6 +61,7 @@ _ALL: dict[str, NeutralOption] = {
 _INFER = {
     **_ALL,
     "max_shard_size": _IN_MEMORY,
+    "vllm_use_async_engine": NeutralOption(OFF, "vLLM gets all rows at once", "megaswift deploy, for a server"),
     "write_batch_size": NeutralOption(ANY, "answers are written to RESULT.partial after each batch"),
     "dataset_num_proc": _ONE_READER,
     "dataloader_num_workers": _ONE_READER,
@@ -67,6 +77,7 @@ _DEPLOY = {
     **dict.fromkeys(("dataset", "val_dataset", "load_data_args", "split_dataset_ratio", "dataset_num_proc"), _SERVER),
     **dict.fromkeys(("dataset_shuffle", "val_dataset_sample", "columns", "strict", "result_path"), _SERVER),
     **dict.fromkeys(("write_batch_size", "metric"), _SERVER),
+    "vllm_use_async_engine": NeutralOption(ON, "vLLM's server has an asynchronous engine", "leave it out"),
     "log_interval": NeutralOption(ANY, "each request is logged with its duration"),
     "log_level": NeutralOption(("info",), "messages have one level", "--log_requests false"),
     "stream": NeutralOption(EITHER, "each request chooses streaming"),
@@ -148,8 +159,6 @@ _HINTS: dict[str, str] = {
     "reranker_use_activation": _TASKS,
     "use_ms": "--use_hf false",
     "max_pixels": "set max_pixels in the model's preprocessor_config.json",
-    "rope_scaling": "set rope_scaling in the model's config.json",
-    "new_special_tokens": "leave it out: the tokenizer of the model folder has them",
     "external_plugins": "leave it out: no code of yours runs in this command",
     "custom_register_path": "leave it out: --trust_remote_code true runs the code in the model folder",
     "tuner_type": "leave it out: the adapter folder has its type",
@@ -193,24 +202,28 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
     "export": {
         **dict.fromkeys(("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"), _ONE_NODE),
         **_HINTS,
+        "rope_scaling": "set rope_scaling in the model's config.json",
+        "new_special_tokens": "leave it out: the tokenizer of the model folder has them",
         "merge_adapters": "--merge_lora true",
         "ckpt_dir": "--adapters DIR",
         "hub_strategy": "leave it out: the folder is uploaded once, when it is complete",
-        "fp8_recipe": "leave it out: FP8 folders are not written",
-        "fp8_format": "leave it out: FP8 folders are not written",
-        "fp8_param_gather": "leave it out: FP8 folders are not written",
+        "fp8_recipe": "--quant_method fp8 writes weights in FP8; the others describe training",
+        "fp8_format": "--quant_method fp8 writes weights in FP8; the others describe training",
+        "fp8_param_gather": "--quant_method fp8 writes weights in FP8; the others describe training",
     },
 }
 """Command -> option of another toolkit -> what to do in place of it."""
-_GPTQ = "--quant_method bnb; for GPTQ quantize with GPTQModel, whose result --model DIR loads"
-_COMPRESSED = "--quant_method bnb; for {0} quantize with llm-compressor, whose result --model DIR loads"
+_ELSEWHERE = (
+    "quantize with {0}, whose result --model DIR loads; without calibration data: "
+    "megaswift export --quant_method fp8 or bnb"
+)
 VALUES_ELSEWHERE_OF_INFERENCE: Mapping[tuple[str, str], str] = {
     ("infer_backend", "sglang"): "--infer_backend vllm, or start SGLang's own server: python -m sglang.launch_server",
     ("infer_backend", "lmdeploy"): "--infer_backend vllm, or start LMDeploy's own server: lmdeploy serve api_server",
-    ("quant_method", "awq"): _COMPRESSED.format("AWQ"),
-    ("quant_method", "fp8"): _COMPRESSED.format("FP8"),
-    ("quant_method", "gptq"): _GPTQ,
-    ("quant_method", "gptq_v2"): _GPTQ,
+    ("quant_method", "awq"): _ELSEWHERE.format("llm-compressor"),
+    ("quant_method", "fp8"): "megaswift export --quant_method fp8 writes such a folder, which --model DIR loads",
+    ("quant_method", "gptq"): _ELSEWHERE.format("GPTQModel"),
+    ("quant_method", "gptq_v2"): _ELSEWHERE.format("GPTQModel"),
 }
 """What to say in place of another toolkit's value of an option."""
 _PATTERNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -219,6 +232,17 @@ _PATTERNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (r"hub_\w+", _HUB, ("export",)),
 )
 """Whole families of names, and the commands whose users give them."""
+
+
+def translated_inference_options(givens: Iterable[GivenOptionValue]) -> Iterator[GivenOptionValue]:
+    """The options of one source in megaswift's terms: `bf16 true` is `torch_dtype bfloat16`."""
+    for given in givens:
+        dtype = PRECISIONS.get(given.name)
+        on = dtype is not None and str(given.value).strip().lower() in TRUE
+        if given.name in JSON_TEXTS and isinstance(given.value, dict):
+            yield replace(given, value=json.dumps(given.value))
+        else:
+            yield replace(given, name="torch_dtype", value=dtype) if on else given
 
 
 def inference_option_advice(command: str, name: str) -> str:

@@ -20,10 +20,8 @@ DTYPES = {
 }
 PLAIN = ("sft", "pt")
 ATTENTION = {
-    "flash_attn": "flash",
-    "flash_attention_2": "flash",
-    "flash_attn2": "flash",
-    "flash_attention_3": "flash",
+    **dict.fromkeys(("flash_attn", "flash_attn2", "flash_attn_2", "flash_attention_2", "flash_2"), "flash"),
+    **dict.fromkeys(("flash_attn3", "flash_attn_3", "flash_attention_3"), "flash_3"),
     "eager": "unfused",
     "flex_attention": "flex",
 }
@@ -73,7 +71,7 @@ class ModelConfig:
         "Attention backend (flash, fused, unfused: Transformer Engine; others: PyTorch)",
         spellings=ATTENTION,
         aliases=("attn_implementation", "attention_backend"),
-        choices=("auto", "flash", "fused", "unfused", "sdpa", "flex"),
+        choices=("auto", "flash", "flash_3", "fused", "unfused", "sdpa", "flex"),
     )
     transformer_impl: str = option(
         "auto",
@@ -167,7 +165,16 @@ class ModelConfig:
         metavar="none",
     )
     freeze_parameters: tuple[str, ...] = option(
-        (), "Regular expressions for names of Hugging Face weights to freeze", metavar="PATTERN..."
+        (),
+        "Regular expressions for names of Hugging Face weights to freeze",
+        aliases=("freeze_parameters_regex",),
+        metavar="PATTERN...",
+    )
+    trainable_parameters: tuple[str, ...] = option(
+        (),
+        "Regular expressions for names of weights to train among the frozen ones",
+        aliases=("trainable_parameters_regex",),
+        metavar="PATTERN...",
     )
     freeze_vit: bool | None = option(None, "Freeze the vision encoder of a vision-language model", metavar="true")
     freeze_aligner: bool | None = option(

@@ -140,7 +140,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     "vllm_tensor_parallel_size": NeutralOption(
         ("1",), "every process samples with a whole model", "start a vLLM server: --rollout_backend vllm_server"
     ),
-    "vllm_enforce_eager": NeutralOption(EITHER, "CUDA graphs change no result"),
     "vllm_max_lora_rank": NeutralOption(ANY, "it follows --lora_rank"),
     # tensor parallelism
     "tp_comm_split_ag": NeutralOption(ON, _TP_COMM.format("ag"), "--tp_comm_overlap_ag false"),
@@ -173,7 +172,9 @@ NEUTRAL: dict[str, NeutralOption] = {
     "no_load_optim": NeutralOption(EITHER, _FROM_START, unless=_RESUME),
     "no_load_rng": NeutralOption(EITHER, _FROM_START, unless=_RESUME),
     "resume_only_model": NeutralOption(OFF, "a resumed run continues exactly", "--model DIR/checkpoints/step-N"),
-    "lora_bias": NeutralOption(("none",), "biases stay frozen with LoRA", "leave it out"),
+    "lora_bias": NeutralOption(
+        ("none",), "biases of the model are frozen with LoRA", "--modules_to_save NAME trains whole modules"
+    ),
     "lora_task_type": NeutralOption(("causal_lm",), "adapters are of a causal language model", "leave it out"),
     "tuner_backend": NeutralOption(("peft",), "adapters have PEFT's format", "leave it out"),
     "quant_method": NeutralOption(

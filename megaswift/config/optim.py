@@ -27,18 +27,21 @@ EVERYWHERE = ("adam", "sgd")
 """Those of the native engine too."""
 ON_PARTS = ("lion_32bit", "paged_adamw_32bit", "paged_lion_32bit")
 """Those that fsdp2 steps as well: each number by itself."""
-OPTIMIZERS = (*EVERYWHERE, "adafactor", *GALORE, *OF_BITSANDBYTES)
+MUON = "muon"
+OPTIMIZERS = (*EVERYWHERE, "adafactor", MUON, *GALORE, *OF_BITSANDBYTES)
 SPELLINGS = {
     "adamw": "adam",
     "adamw_torch": "adam",
     "adamw_torch_fused": "adam",
+    "adamw_hf": "adam",
+    "adamw_apex_fused": "adam",
     "adamw_bnb_8bit": "adamw_8bit",
     "paged_adamw": "paged_adamw_32bit",
     "lion": "lion_32bit",
     "paged_lion": "paged_lion_32bit",
 }
 """transformers' and bitsandbytes' names."""
-BETAS = ("adam", "galore_adamw", "galore_adamw_8bit", *OF_BITSANDBYTES)
+BETAS = ("adam", MUON, "galore_adamw", "galore_adamw_8bit", *OF_BITSANDBYTES)
 EPSILON = tuple(name for name in BETAS if name not in LIONS)
 
 
@@ -174,6 +177,9 @@ class OptimConfig:
         spellings=SPELLINGS,
     )
     sgd_momentum: float = option(0.9, "SGD momentum", minimum=0, below=1)
+    muon_momentum: float = option(0.95, "Muon: momentum of matrices", minimum=0, below=1)
+    muon_use_nesterov: bool = option(True, "Muon: Nesterov momentum", aliases=("muon_nesterov",))
+    muon_num_ns_steps: int = option(5, "Muon: Newton-Schulz iterations of a step", minimum=1, maximum=99)
     precision_aware_optimizer: bool = option(
         False,
         "Store main weights in 2 extra bytes instead of 4 (Transformer Engine's Adam)",

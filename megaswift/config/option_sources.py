@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.advice_for_foreign_options import unknown_section_advice
+from megaswift.config.advice_for_foreign_options import SINGLE_VALUE_FIXES, unknown_section_advice
 from megaswift.config.neutral_options import neutral_option
 from megaswift.config.option import OptionTable
 from megaswift.config.parse_option_values import FALSE, TRUE, example_flag_text, option_value_text
@@ -390,11 +390,6 @@ def _take(line: ParsedCommandLine, flag: str, values: list[str], table: OptionTa
     else:
         label = label if hidden else " ".join([flag, *values[:1]])
         line.givens.append(GivenOptionValue(name, values[0] if values else None, label, flag))
-        line.problems += [
-            _stray(
-                MASK if hidden else v,
-                f"is an unexpected argument ({flag} takes one value)",
-                f'quote values with spaces: {flag} "a b"',
-            )
-            for v in values[1:]
-        ]
+        why = f"is an unexpected argument ({flag} takes one value)"
+        fix = SINGLE_VALUE_FIXES.get(option.name, f'quote values with spaces: {flag} "a b"')
+        line.problems += [_stray(MASK if hidden else v, why, fix) for v in values[1:]]

@@ -127,7 +127,11 @@ class RlConfig:
         tasks=RL,
     )
     rollout_batch_size: int = option(
-        64, "Maximum number of concurrent completions, per sampler or over all its servers", minimum=1, tasks=RL
+        64,
+        "Maximum number of concurrent completions, per sampler or over all its servers",
+        aliases=("vllm_max_num_seqs",),
+        minimum=1,
+        tasks=RL,
     )
     rollout_sleep: bool = option(
         False, "Free the sampler's memory during training", aliases=("vllm_enable_sleep_mode",), tasks=RL

@@ -16,6 +16,7 @@ from megaswift.config.rl_defaults import (
     kl_in_reward_of,
     policy_loss_of,
 )
+from megaswift.config.rl_vllm import VllmSamplerConfig
 from megaswift.config.rule_types import IgnoredOption, Test, join_names
 
 
@@ -55,6 +56,7 @@ _NO_ENVIRONMENT: Test = lambda c: c.rl.environment is None  # noqa: E731
 _UNCORRECTED: Test = lambda c: not corrects_sampler_mismatch(c)  # noqa: E731
 _CORRECTION = ("importance_sampling_correction", "rollout_backend", "async_generation")
 _SERVER_FIX, _VLLM_FIX = "--rollout_backend vllm_server", "--rollout_backend vllm"
+_VLLM_ONLY = "applies only to rollout_backend vllm; a server gets its settings when it is started"
 _ZERO = "beta is 0, so there is no KL penalty"
 
 RL_IGNORED: tuple[IgnoredOption, ...] = (
@@ -172,10 +174,17 @@ RL_IGNORED: tuple[IgnoredOption, ...] = (
         "--train_type lora",
     ),
     *_rows(
-        ("vllm_gpu_memory_utilization",),
+        ("vllm_gpu_memory_utilization", "vllm_enforce_eager"),
         _BACKEND,
         _other_backend("vllm"),
-        "applies only to rollout_backend vllm",
+        _VLLM_ONLY,
+        _VLLM_FIX,
+    ),
+    *_strict(
+        (name for name in VllmSamplerConfig.__dataclass_fields__ if name != "vllm_enforce_eager"),
+        _BACKEND,
+        _other_backend("vllm"),
+        _VLLM_ONLY,
         _VLLM_FIX,
     ),
     IgnoredOption(

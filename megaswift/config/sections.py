@@ -19,6 +19,8 @@ from megaswift.config.parallel import ParallelConfig
 from megaswift.config.preference import PreferenceConfig
 from megaswift.config.quantization import QuantizationConfig
 from megaswift.config.rl import RlConfig
+from megaswift.config.rl_vllm import VllmSamplerConfig
+from megaswift.config.trackers import TrackerConfig
 from megaswift.config.train import TrainConfig
 from megaswift.config.user_spelling import TypedOption
 
@@ -45,7 +47,9 @@ SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "preference": PreferenceConfig,
     "rl": RlConfig,
+    "vllm": VllmSamplerConfig,
     "train": TrainConfig,
+    "trackers": TrackerConfig,
     "optim": OptimConfig,
     "fault_tolerance": FaultToleranceConfig,
     "launch": LaunchConfig,
@@ -107,7 +111,9 @@ class Sections:
     data: DataConfig
     preference: PreferenceConfig
     rl: RlConfig
+    vllm: VllmSamplerConfig
     train: TrainConfig
+    trackers: TrackerConfig
     optim: OptimConfig
     fault_tolerance: FaultToleranceConfig
     launch: LaunchConfig

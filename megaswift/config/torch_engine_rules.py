@@ -27,13 +27,19 @@ SPEED_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("attn_impl", *READS),
+        lambda c: _NATIVE(c) and c.model.attn_impl == "flash_3",
+        "is not an option of the native engine: Transformer Engine selects the version of FlashAttention",
+        "--attn_impl flash, or --engine ddp",
+    ),
+    ConflictingOptions(
+        ("attn_impl", *READS),
         lambda c: _TORCH(c) and c.model.attn_impl == "fused",
         "is a Transformer Engine backend, which torch engines do not support",
         "--attn_impl sdpa",
     ),
     ConflictingOptions(
         ("attn_impl", "torch_dtype", *READS),
-        lambda c: _TORCH(c) and c.model.attn_impl == "flash" and c.model.torch_dtype == "float32",
+        lambda c: _TORCH(c) and c.model.attn_impl in ("flash", "flash_3") and c.model.torch_dtype == "float32",
         "needs a half-precision dtype, but torch_dtype is float32",
         "--attn_impl sdpa, or --torch_dtype bfloat16",
     ),

@@ -164,7 +164,9 @@ class TrainConfig:
         choices=TRACKERS,
     )
     run_name: str | None = option(
-        None, "Name of the run in online trackers; unset: output_dir's", aliases=("experiment_name", "swanlab_exp_name")
+        None,
+        "Name of the run in online trackers; unset: output_dir's",
+        aliases=("experiment_name", "swanlab_exp_name", "wandb_exp_name"),
     )
     export_hf: bool = option(True, "Write the trained model to output_dir/hf at the end")
     push_to_hub: bool = option(False, "Upload OUT/hf, or OUT/adapter, to a model repository of the hub (use_hf)")

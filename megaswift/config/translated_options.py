@@ -129,6 +129,8 @@ VALUES: dict[tuple[str, str], tuple[str, Any]] = {
     ("no_save_rng", "false"): ("save_rng", True),
     ("overwrite_cache", "true"): ("use_dataset_cache", False),
     ("overwrite_cache", "false"): ("use_dataset_cache", True),
+    ("freeze_parameters_ratio", "1"): ("freeze_parameters", ["."]),
+    ("freeze_parameters_ratio", "1.0"): ("freeze_parameters", ["."]),
     ("train_sampling_strategy", "group_by_length"): ("group_by_length", True),
     ("train_sampling_strategy", "random"): ("shuffle", True),
     ("train_sampling_strategy", "sequential"): ("shuffle", False),
@@ -165,6 +167,8 @@ KNOWN_KEYS = {
     _DATALOADER_KEY: "batch_size, shuffle, num_workers, pin_memory",
 }
 """What stands for an entry of a mapping that no option answers to -> the keys that have one."""
+JSON_TEXTS = ("rope_scaling", "vllm_engine_kwargs", "vllm_limit_mm_per_prompt", "vllm_speculative_config")
+"""Options whose JSON may be written as a mapping in a file."""
 _RESUME = "resume_from_checkpoint"
 _HOST, _PORT, _URL = ("vllm_server_host", "sglang_server_host"), ("vllm_server_port", "sglang_server_port"), "8000"
 
@@ -221,7 +225,7 @@ def translated_options(givens: Sequence[GivenOptionValue]) -> Iterator[GivenOpti
 
 def _section_options(given: GivenOptionValue) -> Iterator[GivenOptionValue]:
     """The entries of an option whose value is a section of options; any other option as it is."""
-    if given.name == "rope_scaling" and isinstance(given.value, dict):
+    if given.name in JSON_TEXTS and isinstance(given.value, dict):
         yield replace(given, value=json.dumps(given.value))
     elif given.name == "deepspeed" and isinstance(given.value, dict):
         yield from _deepspeed_section(given, given.value)

@@ -304,7 +304,6 @@ UNSUPPORTED_PATTERNS: tuple[tuple[str, str], ...] = (
     ),
     (r"inprocess_\w+", _RESILIENCE),
     (r"mtp_(?!num_layers)\w+", "it applies to multi-token prediction only, which is not trained"),
-    (r"muon_\w+", "it applies to Muon only, which is not supported"),
     (r"(fipo|real)_\w+", "it applies to FIPO and REAL only, which are not supported"),
     (r"(dsa|csa|mhc)_\w+", "it applies to attention and connections that no supported model has"),
     (r"fp4_(?!format)\w+", "it applies to FP4 only, which is not supported"),

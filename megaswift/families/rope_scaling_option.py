@@ -19,10 +19,10 @@ KEPT = ("rope_theta", "partial_rotary_factor")
 EXAMPLE = '--rope_scaling \'{"rope_type": "yarn", "factor": 4.0}\''
 
 
-def config_with_rope_scaling(raw: Mapping[str, Any], option: str, max_length: int) -> dict[str, Any]:
+def config_with_rope_scaling(raw: Mapping[str, Any], option: str, max_length: int | None) -> dict[str, Any]:
     """config.json with the scaling of `option`, a name or a JSON object. ConfigError where it cannot be.
 
-    Without a factor it is the smallest whole number with which `max_length` fits.
+    Without a factor it is the smallest whole number with which `max_length` fits; None: the factor must be given.
     """
     kind, given = _parse(option)
     key = "rope_scaling" if raw.get("rope_scaling") or "rope_parameters" not in raw else "rope_parameters"
@@ -37,6 +37,8 @@ def config_with_rope_scaling(raw: Mapping[str, Any], option: str, max_length: in
     if kind in BY_FACTOR and "factor" not in given:
         if not isinstance(original, int) or original < 1:
             raise _error(option, "needs a factor: config.json has no max_position_embeddings", EXAMPLE)
+        if max_length is None:
+            raise _error(option, "has no factor, and no --max_length from which it would follow", EXAMPLE)
         factor = math.ceil(max_length / original)
         if factor < 2:
             rule = f"has no factor, and --max_length {max_length} is within the model's {original} positions"

@@ -39,6 +39,7 @@ from megaswift.inference import device_placement
 from megaswift.inference.device_placement import DeviceMap, ModuleSizes
 from megaswift.inference.load_adapters import check_adapters_fit, model_with_adapters
 from megaswift.inference.precheck import locate_generation_model, require_package
+from megaswift.inference.rope_scaling_and_token_check import check_tokens_exist, with_rope_scaling
 from megaswift.inference.transformers_load_errors import transformers_errors_as_ours
 
 TEXT_ONLY = "this model accepts only text"
@@ -83,9 +84,12 @@ def quiet_transformers() -> None:
 
 
 def load_config_tokenizer_and_processor(
-    options: ModelLoadingOptions, chat_template: str | None
+    options: ModelLoadingOptions, chat_template: str | None, max_length: int | None = None
 ) -> ModelConfigAndTokenizer:
-    """Configuration and tokenizer, and everything that can be wrong without reading a weight."""
+    """Configuration and tokenizer, and everything that can be wrong without reading a weight.
+
+    `max_length`: a --rope_scaling without a factor reaches so many positions.
+    """
     folder = locate_generation_model(options)
     quiet_transformers()
     from transformers import AutoConfig
@@ -93,9 +97,11 @@ def load_config_tokenizer_and_processor(
     with transformers_errors_as_ours(str(folder)):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     _writes(config, f"--model {options.model}")
+    config = with_rope_scaling(config, folder, options.rope_scaling, max_length)
     if find_checkpoint(folder) is not None and hasattr(config, "quantization_config"):
         del config.quantization_config  # checkpoints hold the weights dequantized
     tokenizer = read_tokenizer(folder, options.trust_remote_code, chat_template)
+    check_tokens_exist(tokenizer, options)
     reader = _reader(folder, options, chat_template)
     if isinstance(reader, Processor) and not tokenizer.chat_template:  # older models have it beside their processor
         tokenizer.chat_template = reader.tokenizer.chat_template
@@ -161,6 +167,11 @@ def _skeleton(prepared: ModelConfigAndTokenizer, how: Mapping[str, Any]) -> Any:
         model = _auto(prepared).from_config(prepared.config, trust_remote_code=trust, **how)
     model.tie_weights()
     return model
+
+
+def model_without_weights(prepared: ModelConfigAndTokenizer) -> Any:
+    """transformers' model on the meta device, to look at its modules."""
+    return _skeleton(prepared, {"dtype": _dtype(prepared)})
 
 
 def choose_and_log_device_map(prepared: ModelConfigAndTokenizer, options: PlacementOptions, model: Any) -> DeviceMap:
@@ -279,6 +290,8 @@ def load_model_and_prompt_device(
     checkpoint = find_intact_checkpoint(prepared.folder)
     if quantized and checkpoint is None:  # NaN does not survive in quantized weights
         check_finite_weights.check_folder_weights_finite(prepared.folder)
+    if prepared.options.rope_scaling is not None and checkpoint is None:
+        how["config"] = prepared.config
     if DISK in placed.values():
         how["offload_folder"] = options.offload_folder
     with transformers_errors_as_ours(str(prepared.options.model)):

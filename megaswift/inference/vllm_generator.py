@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from megaswift.config.inference import BackendOptions
+from megaswift.config.inference_backend import BackendOptions
 from megaswift.errors import Problem, UserError
 from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams, TokenLogprob
 from megaswift.inference.load_generation_model import ModelConfigAndTokenizer
@@ -23,12 +23,6 @@ class VllmGenerator:
         """`lora_rank`: the maximum of the engine; 0: no adapters."""
         vllm: Any = importlib.import_module("vllm")
         weights = prepared.options
-        sizes = {
-            "tensor_parallel_size": options.tensor_parallel_size,
-            "gpu_memory_utilization": options.vllm_gpu_memory_utilization,
-            "max_model_len": options.vllm_max_model_len,
-            "max_num_seqs": options.vllm_max_num_seqs,
-        }
         lora = {"enable_lora": True, "max_lora_rank": lora_rank} if lora_rank else {}
         self.tokenizer = prepared.tokenizer
         self._params = vllm.SamplingParams
@@ -36,10 +30,8 @@ class VllmGenerator:
             model=str(prepared.folder),
             dtype=weights.torch_dtype,
             trust_remote_code=weights.trust_remote_code,
-            enforce_eager=options.vllm_enforce_eager,
-            **{name: size for name, size in sizes.items() if size is not None},
+            **options.engine_arguments,
             **lora,
-            **(options.engine_kwargs or {}),
         )
         self._adapter: dict[str, Any] = {}
         if lora_rank:

@@ -65,6 +65,8 @@ class TrainedParts:
     full: bool
     frozen: tuple[str, ...]
     """Patterns of Hugging Face names (`--freeze_parameters`)."""
+    thawed: tuple[str, ...]
+    """Patterns of what trains among them (`--trainable_parameters`)."""
     saved: frozenset[str]
     """Hugging Face tensors that train beside adapters (`--modules_to_save`)."""
     adapters: Mapping[str, Sequence[Projection]]
@@ -84,6 +86,7 @@ class TrainedParts:
         return cls(
             full,
             cfg.model.freeze_parameters,
+            cfg.model.trainable_parameters,
             frozenset(saved),
             adapters,
             lora.lora_rank,
@@ -94,7 +97,11 @@ class TrainedParts:
     def trains(self, names: Sequence[str]) -> bool:
         """Whether the parameter that is made of these Hugging Face tensors trains."""
         if self.full:
-            return not any(re.search(pattern, name) for pattern in self.frozen for name in names)
+            frozen, thawed = (
+                any(re.search(pattern, name) for pattern in patterns for name in names)
+                for patterns in (self.frozen, self.thawed)
+            )
+            return thawed or not frozen
         return bool(self.saved & set(names))
 
 

@@ -26,7 +26,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.deepspeed_json import KINDS
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import requested_engine
-from megaswift.config.optim import GALORE, LIONS, OF_BITSANDBYTES
+from megaswift.config.optim import GALORE, LIONS, MUON, OF_BITSANDBYTES
 from megaswift.families.family import family_of
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.weight_table_on_ranks import expand_weight_table, format_rule_name
@@ -86,9 +86,10 @@ def torch_engine_bytes(cfg: SwiftConfig, dtype: str, ranks: int, parameters: Ite
 
 
 def state_bytes(cfg: SwiftConfig, shape: tuple[int, ...]) -> int:
-    """Of a parameter's optimizer states, whole (`engine/torch/optimizers_and_state_tensors.py`). Not GaLore's."""
+    """Of a parameter's optimizer states, whole (`engine/torch/optimizers_and_state_tensors.py`). Not GaLore's and
+    Muon's."""
     o, n = cfg.optim, math.prod(shape)
-    assert o.optimizer not in GALORE, "its states follow from the projected matrices"
+    assert o.optimizer not in (*GALORE, MUON), "its states follow from which matrices are chosen"
     if o.optimizer == "sgd":
         return 4 * n if o.sgd_momentum else 0
     if o.optimizer == "adafactor":

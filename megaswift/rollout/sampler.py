@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -77,6 +77,8 @@ class SamplerOptions:
     """Share of GPU memory (host memory without a GPU) for weights and KV cache of vLLM in this process."""
     tensor_parallel_size: int = 1
     """Ranks that share one vLLM engine; all of them pass the same prompts."""
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine in this process, under vLLM's names."""
     base_urls: tuple[str, ...] = ()
     """Server URLs; prompts are distributed over them, weights are synced to each."""
     timeout: float = 600.0

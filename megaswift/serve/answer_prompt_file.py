@@ -114,6 +114,7 @@ def answer_journal_with_run_fingerprint(cfg: InferConfig, folder: Path) -> Answe
         "adapters": list(w.adapters),
         "backend": cfg.backend.infer_backend,
         "torch_dtype": w.torch_dtype,
+        "rope_scaling": w.rope_scaling,
         "dataset": data,
         "quantization_bit": p.quantization_bit,
         "generation": json.loads(json.dumps(asdict(cfg.generation))),

@@ -95,16 +95,6 @@ def server_command(cfg: DeployConfig, folder: Path, name: str, port: int) -> lis
     ]
     if cfg.weights.trust_remote_code:
         words.append("--trust-remote-code")
-    backend = cfg.backend
-    for flag, value in (
-        ("--tensor-parallel-size", backend.tensor_parallel_size),
-        ("--gpu-memory-utilization", backend.vllm_gpu_memory_utilization),
-        ("--max-model-len", backend.vllm_max_model_len),
-        ("--max-num-seqs", backend.vllm_max_num_seqs),
-        ("--data-parallel-size", backend.vllm_data_parallel_size),
-    ):
-        words += [] if value is None else [flag, str(value)]
-    words += ["--enforce-eager"] if backend.vllm_enforce_eager else []
     words += ["--max-logprobs", str(cfg.server.max_logprobs)] if cfg.server.max_logprobs != MAX_LOGPROBS else []
     if cfg.conversation.chat_template is not None:
         words += ["--chat-template", cfg.conversation.chat_template]
@@ -114,13 +104,18 @@ def server_command(cfg: DeployConfig, folder: Path, name: str, port: int) -> lis
         words += ["--enable-lora", "--max-lora-rank", str(max_lora_rank_for(adapters_rank(cfg)))]
         words += ["--lora-modules"]
         words += [_lora_module(own or f"{name}-adapter", str(path)) for own, path in cfg.weights.named_adapters]
-    for option, value in (backend.engine_kwargs or {}).items():
-        flag = f"--{option.replace('_', '-')}"
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
-        else:
-            words += [flag, value if isinstance(value, str) else json.dumps(value)]
+    words += _engine_flags(cfg.backend.engine_arguments)
     return [*words, "--override-generation-config", json.dumps(generation_defaults(cfg, folder))]
+
+
+def _engine_flags(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Arguments of vLLM's engine as words: a switch as `--name` or `--no-name`, an object as JSON."""
+    for name, value in arguments.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            yield flag if value else f"--no-{flag[2:]}"
+        else:
+            yield from (flag, value if isinstance(value, str) else json.dumps(value))
 
 
 def _lora_module(name: str, path: str) -> str:

@@ -14,6 +14,7 @@ from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config_json
+from megaswift.families.new_special_tokens_option import named_special_tokens
 from megaswift.families.rope_scaling_option import config_with_rope_scaling
 from megaswift.families.vision_language_detection import has_vision_tower
 
@@ -24,23 +25,6 @@ BASE, ADAPTER, RESIDUAL = "base_model", "initial_adapter", "residual_model"
 def changes_model(cfg: SwiftConfig) -> bool:
     """Whether the run starts from a model that differs from the folder's."""
     return cfg.model.rope_scaling is not None or bool(cfg.model.new_special_tokens)
-
-
-def new_special_tokens_of(cfg: SwiftConfig) -> list[str]:
-    """The tokens in order, each once; a .txt file has one a line."""
-    tokens: list[str] = []
-    for entry in cfg.model.new_special_tokens:
-        if not entry.endswith(".txt"):
-            tokens.append(entry)
-            continue
-        try:
-            lines = Path(entry).expanduser().read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            rule = f"cannot be read ({type(error).__name__})"
-            fix = "give tokens, or a UTF-8 text file with one token a line"
-            raise ConfigError(Problem(f"--new_special_tokens {entry}", rule, fix)) from None
-        tokens += [line.strip() for line in lines if line.strip()]
-    return list(dict.fromkeys(tokens))
 
 
 def changed_config_and_tokenizer(cfg: SwiftConfig, folder: Path) -> tuple[dict[str, Any], Any]:
@@ -58,7 +42,7 @@ def changed_config_and_tokenizer(cfg: SwiftConfig, folder: Path) -> tuple[dict[s
     config, tokenizer = dict(raw), None
     if cfg.model.rope_scaling is not None:
         config = config_with_rope_scaling(config, cfg.model.rope_scaling, cfg.data.max_length)
-    if tokens := new_special_tokens_of(cfg):
+    if tokens := named_special_tokens(cfg.model.new_special_tokens):
         from megaswift.bridge.write_folder_with_new_config_or_vocab import tokenizer_with_tokens  # loads torch
 
         tokenizer = tokenizer_with_tokens(folder, cfg.model.trust_remote_code, tokens)

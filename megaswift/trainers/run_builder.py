@@ -258,7 +258,8 @@ class RunBuilder:
         ]
         if train.profile:
             hooks.insert(0, StepProfilerHook(train, outputs.profile))
-        hooks += tracker_hooks(train.report_to, TrackedRun(outputs.root, self.cfg.to_dict(), train.run_name))
+        tracked = TrackedRun(outputs.root, self.cfg.to_dict(), train.run_name, self.cfg.trackers)
+        hooks += tracker_hooks(train.report_to, tracked)
         if evaluation is not None and evaluates(self.cfg):
             size = batch_plan(train, self.layout.dp).global_batch_size
             limit = None if train.eval_iters is None else train.eval_iters * size

@@ -65,13 +65,18 @@ def bitsandbytes_optimizer_problems(cfg: SwiftConfig) -> list[Problem]:
 
 
 def attention_problems(cfg: SwiftConfig) -> list[Problem]:
-    """Kernels that a CPU has not, or not for training."""
+    """Kernels that a CPU has not, or not for training; on a GPU, the package of the kernels."""
     kind, wanted = cfg.model.attn_impl, f"--attn_impl {cfg.model.attn_impl}"
-    problems = missing_package_problem("flash_attn", wanted) if kind == "flash" else []
-    if kind in ("flash", "flex") and not has_gpu():
-        rule = "has no kernel for a CPU" if kind == "flash" else "has no backward pass on a CPU"
-        problems.append(Problem(wanted, rule, "--attn_impl sdpa"))
-    return problems
+    if kind not in ("flash", "flash_3", "flex"):
+        return []
+    if not has_gpu():
+        rule = "has no backward pass on a CPU" if kind == "flex" else "has no kernel for a CPU"
+        return [Problem(wanted, rule, "--attn_impl sdpa")]
+    if kind == "flash_3" and find_spec("flash_attn_interface") is None:
+        rule = "needs FlashAttention 3 (the module flash_attn_interface), which is not installed"
+        fix = "install it from the folder hopper of FlashAttention's repository, or --attn_impl flash"
+        return [Problem(wanted, rule, fix)]
+    return missing_package_problem("flash_attn", wanted) if kind == "flash" else []
 
 
 def liger_problems(cfg: SwiftConfig) -> list[Problem]:

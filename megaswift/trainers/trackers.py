@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaswift import distributed
+from megaswift.config.trackers import TrackerConfig
 from megaswift.trainers.hook import Hook, Line
 
 if TYPE_CHECKING:
@@ -104,13 +105,15 @@ class TensorBoard(TrackerHook):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What online trackers show of a run. Project, entity and mode come from their own environment variables."""
+    """What online trackers show of a run, and where. What is not set comes from their own environment variables."""
 
     directory: Path
     """The output directory; files of a tracker are below it."""
     config: Mapping[str, Any]
     name: str | None = None
     """None: the output directory's name."""
+    places: TrackerConfig = TrackerConfig()
+    """Project, owner, mode and server of each tracker."""
 
     @property
     def title(self) -> str:
@@ -142,6 +145,8 @@ class WandB(TrackerHook):
         import wandb
 
         session = wandb.init(
+            project=self.run.places.wandb_project,
+            entity=self.run.places.wandb_entity,
             dir=str(self.directory),
             name=self.run.title,
             config=dict(self.run.config),
@@ -173,7 +178,13 @@ class SwanLab(TrackerHook):
         """A new run, or the one of an earlier start."""
         import swanlab
 
+        places = self.run.places
+        token = places.swanlab_token
         return swanlab.init(
+            project=places.swanlab_project,
+            workspace=places.swanlab_workspace,
+            mode=places.swanlab_mode,
+            settings=None if token is None else swanlab.Settings(api_key=token),
             name=self.run.title,
             config=dict(self.run.config),
             log_dir=str(self.directory / "swanlab"),
@@ -208,6 +219,10 @@ class MLflow(TrackerHook):
         """A new run, or the one of an earlier start."""
         import mlflow
 
+        if self.run.places.mlflow_tracking_uri is not None:
+            mlflow.set_tracking_uri(self.run.places.mlflow_tracking_uri)
+        if self.run.places.mlflow_experiment_name is not None:
+            mlflow.set_experiment(self.run.places.mlflow_experiment_name)
         file = self.directory / "mlflow" / "run-id"
         nested = mlflow.active_run() is not None
         if file.exists():
@@ -242,5 +257,6 @@ ONLINE: dict[str, Callable[[TrackedRun], Hook]] = {"wandb": WandB, "swanlab": Sw
 
 def tracker_hooks(report_to: Sequence[str], run: TrackedRun) -> list[Hook]:
     """The hooks for `report_to`, checked before."""
-    local: list[Hook] = [TensorBoard(run.directory / "runs")] if "tensorboard" in report_to else []
+    events = Path(run.places.tensorboard_dir or run.directory / "runs")
+    local: list[Hook] = [TensorBoard(events)] if "tensorboard" in report_to else []
     return local + [make(run) for name, make in ONLINE.items() if name in report_to]

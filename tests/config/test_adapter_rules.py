@@ -13,6 +13,7 @@ from tests.config.refusals import problems
 from tests.config.test_sections import other_value
 
 CLASHING = [
+    "--init_weights eva --train_type lora",
     "--init_weights pisa --train_type lora",
     "--init_weights pissa --train_type lora --task rm",
     "--init_weights pissa --train_type lora --use_dora",

@@ -1,4 +1,7 @@
-"""Each row of the tables fires when it should, stays silent when its condition is met, and waits for mended values."""
+"""Each row of the tables fires when it should, stays silent when its condition is met, and waits for mended values.
+
+Covers: megaswift/config/frozen_weight_rules.py.
+"""
 
 import pytest
 
@@ -18,6 +21,7 @@ from megaswift.config.rl_conflict_rules import RL_CLASHES
 from megaswift.config.rl_ignored_option_rules import RL_IGNORED
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.config.torch_engine_rules import SPEED_CLASHES, SPEED_IGNORED
+from megaswift.config.tracker_rules import TRACKER_IGNORED
 from megaswift.config.transformer_engine_rules import NEED_TRANSFORMER_ENGINE, missing_transformer_engine_problems
 from tests.config.refusals import assert_contradiction, assert_idle, problems
 
@@ -32,9 +36,6 @@ IDLE = [
         "--wsd_decay_ratio 0.2 --lr_scheduler_type wsd",
     ),
     ("--wsd_decay_ratio 0.2", "--wsd_decay_ratio 0.2 --lr_scheduler_type wsd"),
-    ("--sgd_momentum 0.8", "--sgd_momentum 0.8 --optimizer sgd"),
-    ("--precision_aware_optimizer --optimizer sgd", "--precision_aware_optimizer"),
-    ("--precision_aware_optimizer --optimizer_cpu_offload", "--precision_aware_optimizer"),
     ("--fp8_recipe delayed", "--fp8_recipe delayed --fp8_format e4m3"),
     ("--fp8_param_gather", "--fp8_param_gather --fp8_format e4m3"),
     ("--recompute_method uniform", "--recompute_method uniform --recompute_granularity full"),
@@ -48,7 +49,6 @@ IDLE = [
     ),
     ("--model_revision v1 --model /", "--model_revision v1 --model organization/name"),
     ("--use_hf false --model /", "--use_hf false --model organization/name"),
-    ("--distributed_optimizer --optimizer sgd", "--distributed_optimizer"),
     ("--cp_comm_type p2p", "--cp_comm_type p2p --cp 2"),
     (
         "--hierarchical_context_parallel_sizes 2 2 --cp 4",
@@ -127,6 +127,8 @@ IDLE = [
     ("--modules_to_save lm_head --train_type lora --adapters a", "--modules_to_save lm_head --train_type lora"),
     ("--export_hf true --train_type lora", "--export_hf true --train_type lora --merge_lora"),
     ("--freeze_parameters embed --train_type lora", "--freeze_parameters embed"),
+    ("--trainable_parameters embed --train_type lora", "--trainable_parameters embed --freeze_parameters ."),
+    ("--trainable_parameters_regex embed", "--trainable_parameters_regex embed --freeze_vit true --engine ddp"),
 ]
 
 CLASHING = [
@@ -232,6 +234,7 @@ def test_every_row_is_tried() -> None:
         *EVALUATION_IGNORED,
         *PROFILE_IGNORED,
         *FAULT_TOLERANCE_IGNORED,
+        *TRACKER_IGNORED,
         *FIT_IGNORED,
         *LAUNCH_IGNORED,
         *ADAPTER_IGNORED,

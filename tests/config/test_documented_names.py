@@ -62,11 +62,11 @@ def test_no_name_is_answered_with_a_guess(toolkit: str, task: str, which: int) -
 
 DIFFERENT = {
     "ms-swift": "add_version disable_ignore_empty_think lmbda num_mini_batches num_sample_generations sft_alpha "
-    "swanlab_email_language swanlab_mode swanlab_project template_backend use_chat_template",
+    "template_backend use_chat_template",
     "Megatron-SWIFT": "accumulate_allreduce_grads_in_fp32 add_version calculate_per_token_loss "
     "data_parallel_sharding_strategy exp_avg_dtype exp_avg_sq_dtype fp8_amax_compute_algo fp8_amax_history_len lmbda "
-    "main_grads_dtype main_params_dtype sft_alpha swanlab_project teacher_kl_coef "
-    "teacher_tag_key use_chat_template wandb_project",
+    "main_grads_dtype main_params_dtype muon_extra_scale_factor sft_alpha teacher_kl_coef "
+    "teacher_tag_key use_chat_template",
     "transformers": "dataloader_drop_last do_train project",
 }
 """Names whose default asks for something that does not happen here. (Megatron-LM's switches take no value, and its

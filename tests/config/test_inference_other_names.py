@@ -6,6 +6,7 @@ megaswift/config/parse_device_map_options.py.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -33,6 +34,18 @@ def test_neutral_options_are_taken_and_said(command: str) -> None:
             assert refused(command, f"--{name} false")
 
 
+@pytest.mark.parametrize("command", ["infer", "deploy"])
+def test_precision_switches_and_mappings(command: str, tmp_path: Path) -> None:
+    file = tmp_path / "i.yaml"
+    file.write_text("model: m\nbf16: true\nfp16: false\nrope_scaling: {rope_type: yarn, factor: 4}\n")
+    parsed = COMMANDS[command].parse([str(file)])
+    weights = parsed.sections["weights"]
+    assert weights.torch_dtype == "bfloat16" and json.loads(weights.rope_scaling) == {"rope_type": "yarn", "factor": 4}
+    assert COMMANDS[command].parse(["--model", "m", "--fp16"]).sections["weights"].torch_dtype == "float16"
+    assert "conflicts" in refused(command, "--bf16 true --torch_dtype float16")
+    assert "by transformers only" in refused(command, "--rope_scaling yarn --infer_backend vllm")
+
+
 def refused(command: str, words: str) -> str:
     with pytest.raises(ConfigError) as caught:
         COMMANDS[command].parse(["--model", "m", *WORDS[command], *words.split()])
@@ -53,9 +66,23 @@ def test_every_hint_names_options_of_its_command() -> None:
         ("infer", "--infer_backend sglang", "python -m sglang.launch_server"),
         ("deploy", "--infer_backend lmdeploy", "lmdeploy serve api_server"),
         ("infer", "--sglang_tp_size 2", "start that server itself"),
-        ("deploy", "--vllm_use_async_engine true", "--vllm_engine_kwargs"),
+        ("deploy", "--vllm_use_async_engine false", "vLLM's server has an asynchronous engine"),
+        ("deploy", "--vllm_swap_space 4", "--vllm_engine_kwargs"),
+        ("infer", "--vllm_pipeline_parallel_size 2", "applies only to --infer_backend vllm"),
+        ("infer", "--infer_backend vllm --vllm_reasoning_parser qwen3", "a result has the whole answer"),
+        ("deploy", "--infer_backend vllm --vllm_limit_mm_per_prompt image=5", '{"NAME": VALUE}'),
+        ("deploy", '--infer_backend vllm --vllm_engine_kwargs {"host":"0.0.0.0"}', "use --host alone"),
+        (
+            "deploy",
+            '--infer_backend vllm --vllm_quantization fp8 --vllm_engine_kwargs {"quantization":"awq"}',
+            "is set by --vllm_quantization",
+        ),
+        ("deploy", "--infer_backend vllm --vllm_quantization fp8 --quantization_bit 4", "give one of the two"),
         ("deploy", "--ssl_keyfile k", "reverse proxy"),
         ("export", "--quant_method gptq", "GPTQModel"),
+        ("infer", "--quant_method fp8", "megaswift export --quant_method fp8"),
+        ("export", "--quant_method fp8", "whose weights have 8 bits"),
+        ("export", "--fp8_recipe blockwise", "--quant_method fp8 writes weights in FP8"),
         ("export", "--hub_always_push true", "--push_to_hub true with --hub_model_id"),
         ("export", "--to_cached_dataset true", "caches its tokenized rows"),
         ("export", "--to_ollama true", "ollama create"),

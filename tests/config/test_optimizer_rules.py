@@ -20,6 +20,10 @@ CLASHING = [
     "--engine ddp --optim galore_adamw --train_type lora",
 ]
 IDLE = [
+    ("--sgd_momentum 0.8", "--sgd_momentum 0.8 --optimizer sgd"),
+    ("--precision_aware_optimizer --optimizer sgd", "--precision_aware_optimizer"),
+    ("--precision_aware_optimizer --optimizer_cpu_offload", "--precision_aware_optimizer"),
+    ("--distributed_optimizer --optimizer sgd", "--distributed_optimizer"),
     (
         "--optimizer_offload_fraction 0.5",
         "--optimizer_offload_fraction 0.5 --optimizer_cpu_offload",
@@ -27,6 +31,9 @@ IDLE = [
     ("--adam_beta1 0.8 --optim sgd", "--adam_beta1 0.8 --engine ddp --optim lion_8bit"),
     ("--adam_beta2 0.8 --optim sgd", "--adam_beta2 0.8"),
     ("--adam_epsilon 1e-6 --engine ddp --optim paged_lion", "--adam_epsilon 1e-6 --engine ddp --optim paged_adamw"),
+    ("--muon_momentum 0.9 --engine ddp", "--muon_momentum 0.9 --engine ddp --optim muon"),
+    ("--muon_nesterov false --engine ddp", "--muon_nesterov false --engine ddp --optim muon"),
+    ("--muon_num_ns_steps 3 --engine ddp", "--muon_num_ns_steps 3 --engine ddp --optim muon"),
     *(
         (f"--{name} {value} --engine ddp --optim adafactor", f"--{name} {value} --engine ddp --optim galore_adafactor")
         for name, value in (

@@ -53,6 +53,8 @@ def other_value(name: str) -> object:
     o = OPTIONS[name]
     if name == "init_weights":
         return "pissa"
+    if name in ("vllm_engine_kwargs", "vllm_limit_mm_per_prompt"):
+        return '{"a": 1}'
     if name == "device_memory":
         return "80GiB"
     if name == "fsdp_config":
@@ -168,6 +170,7 @@ NEEDS = (
         )
     }
     | {name: {"engine": "ddp", "freeze_aligner": False} for name in ("freeze_vit", "freeze_llm")}
+    | {name: {"engine": "ddp", "optimizer": "muon"} for name in NAMES if name.startswith("muon_")}
     | {"freeze_aligner": {"engine": "ddp"}}
     | {name: {"loss_type": "clip_cov"} for name in ("clip_cov_ratio", "clip_cov_lb")}
     | {"clip_cov_ub": {"loss_type": "clip_cov", "clip_cov_lb": 0.1}}
@@ -199,6 +202,7 @@ NEEDS = (
     | {name: {"train_type": owners[0], "engine": "ddp"} for name, owners in OWNERS.items()}
     | {name: {"train_type": "qlora", "engine": "ddp"} for name in FOUR_BITS}
     | {
+        "trainable_parameters": {"freeze_parameters": ["."]},
         "init_r": {"train_type": "adalora", "engine": "ddp", "target_r": 1},
         "quantization_bit": {"train_type": "lora", "engine": "ddp"},
         "peft_config": {"train_type": "road", "engine": "ddp"},
@@ -222,6 +226,7 @@ NEEDS = (
         name: {"use_vllm": True}
         for name in (
             "vllm_gpu_memory_utilization",
+            *(name for name, option in OPTIONS.items() if option.section == "vllm"),
             "importance_sampling_mode",
             "importance_sampling_clip_max",
             "importance_sampling_clip_min",
@@ -244,6 +249,11 @@ NEEDS = (
     | {
         name: {"pp": 2}
         for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout")
+    }
+    | {
+        name: {"report_to": [name.partition("_")[0]]}
+        for name, option in OPTIONS.items()
+        if option.section == "trackers"
     }
     | {"tp_comm_overlap": {"tp": 2}}
     | {

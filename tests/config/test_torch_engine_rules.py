@@ -11,6 +11,7 @@ from tests.config.refusals import assert_idle, problems
 
 CLASHING = [
     "--attn_implementation flex_attention --engine megatron",
+    "--attn_impl flash_attn3 --engine megatron",
     "--attn_impl fused --engine ddp",
     "--attn_impl flash --engine ddp --torch_dtype fp32",
     "--torch_compile --engine zero3",

@@ -110,7 +110,7 @@ POINTS = (
     ),
     Point(47, "9.8 QLoRA", ("QLoRA",)),
     Point(48, "10.1", ("gradient checkpointing", "zero2", "fsdp", "QLoRA", "flash attention", "sequence packing")),
-    Point(50, "10.3 flash_attn2", ("flash_attn2",)),
+    Point(50, "10.3 flash_attn2", ("flash_attn2", "flash_attn3")),
     Point(51, "10.3 Liger", ("liger",)),
     Point(52, "10.3 precision", ("two processes as in the guide", "float16")),
     Point(53, "10.3 workers", ("workers",)),

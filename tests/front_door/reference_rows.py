@@ -193,6 +193,7 @@ USE_CASES = [
     Row("images packed", f"{VISION} --packing true", answer="packing false"),
     Row("hostfile", f"{LORA} --deepspeed zero2 --hostfile hosts"),
     Row("flash_attn2", f"{LORA} --attn_impl flash_attn2"),
+    Row("flash_attn3", f"{LORA} --attn_impl flash_attn3"),
     Row("batch size 0", f"{LORA} --per_device_train_batch_size 0", answer="per_device_train_batch_size 1"),
     Row("train", f"{LORA} --algorithm sft", task="train"),
     *(

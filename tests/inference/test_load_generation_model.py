@@ -1,12 +1,14 @@
 """Models as `infer` opens them: on disk, in four bits, with adapters, from checkpoints; answers equal to transformers'
 and PEFT's own.
 
-Covers: megaswift/config/byte_size_text.py, megaswift/config/parse_device_map_options.py.
+Covers: megaswift/config/byte_size_text.py, megaswift/config/parse_device_map_options.py,
+megaswift/inference/rope_scaling_and_token_check.py, megaswift/families/new_special_tokens_option.py.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import peft
@@ -15,10 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.bridge.hf_to_megatron import hf_to_megatron
-from megaswift.config.inference import ModelLoadingOptions
-from megaswift.errors import UserError
+from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
+from megaswift.errors import ConfigError, UserError
 from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator
-from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor
+from megaswift.inference.load_generation_model import (
+    load_config_tokenizer_and_processor,
+    load_model_and_prompt_device,
+)
 from tests.four_bits import BOTH_CPUS, by_transformers, cpu_with
 from tests.inference.models import PROMPTS, adapters, opened, plain
 from tests.trainers.inputs import write_model
@@ -42,6 +47,31 @@ def expected(model: Path, loaded: object = None) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = [tokenizer(t)["input_ids"] for t in PROMPTS]
     return plain(loaded or AutoModelForCausalLM.from_pretrained(model), tokenizer, prompts, NEW, do_sample=False)
+
+
+@pytest.mark.parametrize("option", ['{"rope_type": "linear", "factor": 4.0}', "linear"])
+def test_rope_scaling_is_that_of_a_config_json_with_it(option: str, model: Path, tmp_path: Path) -> None:
+    scaled = tmp_path / "scaled"
+    shutil.copytree(model, scaled)
+    raw = json.loads((model / "config.json").read_text())
+    raw["rope_parameters"] = {**raw["rope_parameters"], "rope_type": "linear", "factor": 4.0}
+    (scaled / "config.json").write_text(json.dumps(raw))
+    options = ModelLoadingOptions(model=str(model), rope_scaling=option)
+    prepared = load_config_tokenizer_and_processor(options, None, 4 * raw["max_position_embeddings"])
+    loaded, device = load_model_and_prompt_device(prepared, PlacementOptions())
+    found = answers(Generator(loaded, prepared.tokenizer, device))
+    assert found == expected(scaled) and found != expected(model)
+    with pytest.raises(ConfigError, match="no --max_length from which it would follow"):
+        load_config_tokenizer_and_processor(ModelLoadingOptions(model=str(model), rope_scaling="linear"), None)
+
+
+def test_new_special_tokens_must_be_in_the_tokenizer(model: Path) -> None:
+    known = AutoTokenizer.from_pretrained(model).eos_token
+    load_config_tokenizer_and_processor(ModelLoadingOptions(model=str(model), new_special_tokens=(known,)), None)
+    with pytest.raises(ConfigError, match="--new_special_tokens <new>: the tokenizer of --model"):
+        load_config_tokenizer_and_processor(
+            ModelLoadingOptions(model=str(model), new_special_tokens=(known, "<new>")), None
+        )
 
 
 def test_weights_on_disk_give_the_same_answers(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,26 @@ def test_the_engine_and_a_batch(engine: type[Engine], tmp_path: Path) -> None:
         "max_lora_rank": 8,
         "kv_cache_dtype": "fp8",
     }
+    words = "--vllm_pipeline_parallel_size 2 --vllm_enable_expert_parallel --vllm_enable_prefix_caching false"
+    more = ["--vllm_limit_mm_per_prompt", '{"image": 5}', "--vllm_quantization", "fp8", "--vllm_max_num_seqs", "7"]
+    more += ["--vllm_disable_custom_all_reduce", "true", "--vllm_mm_processor_cache_gb", "0"]
+    more += ["--vllm_disable_cascade_attn", "false", "--vllm_speculative_config", '{"method": "ngram"}']
+    VllmGenerator(prepared, config(tmp_path, *more, *words.split()).backend, 0)
+    assert engine.made == {
+        "model": str(tmp_path),
+        "dtype": "auto",
+        "trust_remote_code": False,
+        "pipeline_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "enable_prefix_caching": False,
+        "limit_mm_per_prompt": {"image": 5},
+        "quantization": "fp8",
+        "max_num_seqs": 7,
+        "disable_custom_all_reduce": True,
+        "mm_processor_cache_gb": 0,
+        "disable_cascade_attn": False,
+        "speculative_config": {"method": "ngram"},
+    }
     requests = [AnswerRequest((1, 2), 5, ("x",), logprobs=1), AnswerRequest((3,), 6)]
     first, second = found.generate(requests, GenerationParams(0.7, 0.9, 0, 1.1, seed=40))
     assert (first.text, first.tokens, first.reason, second.logprobs) == ("hi", 2, "stop", ())

@@ -66,6 +66,7 @@ def held(stage: HeldBytes) -> Held:
         ("dense", "dp2 do", {**LORA, "modules_to_save": ("lm_head",)}),
         ("dense", "tp2 sp", {**LORA, "train_type": "qlora"}),
         ("dense", "single", {**HALF, "freeze_parameters": (r"layers\.[01]\.",)}),
+        ("dense", "single", {**HALF, "freeze_parameters": (".",), "trainable_parameters": (r"layers\.[01]\.",)}),
         ("dense", "dp2", {"engine": "ddp"}),
         ("dense", "dp2", {"engine": "ddp", "train_type": "lora", "optimizer": "adafactor"}),
         ("dense", "dp2", {"engine": "fsdp2"}),

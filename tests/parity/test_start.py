@@ -29,19 +29,20 @@ def drawn(rank: int, world: int, task: Task) -> dict[str, Tensor] | None:
 
 
 def frozen(rank: int, world: int, task: Task) -> tuple[dict[str, Tensor], dict[str, Tensor], str] | None:
-    """Weights before and after a step without the MLPs, and what a pattern that matches nothing is told (on the
-    ranks)."""
-    engine, context = build(task.case, task.folder, world, freeze_parameters=("mlp", "embed_tokens"))
+    """Weights before and after a step with some of them frozen, and what patterns that match nothing or everything are
+    told (on the ranks)."""
+    engine, context = build(task.case, task.folder, world, **task.options)
     before = full(engine.hf_weights())
     engine.train_batch(
         own(global_batch(task.case, 2), task.case.dp, context.layout.coordinates(rank).dp), CrossEntropy(), 1e-3
     )
     after = full(engine.hf_weights())
     told = ""
-    try:
-        engine.freeze(("no_such_weight",))
-    except ConfigError as error:
-        told = str(error)
+    for patterns in ((("no_such_weight",),), (("norm",), ("nor_this",)), ((".",),)):
+        try:
+            engine.freeze(*patterns)
+        except ConfigError as error:
+            told += str(error)
     torch.distributed.barrier()
     context.close()
     return (before, after, told) if rank == 0 else None
@@ -68,12 +69,23 @@ def test_random_weights_are_the_layouts_affair_in_nothing(text: str, pool: Pool,
     )
 
 
-@pytest.mark.parametrize("text", ["dense tp2 pp2", "dense dp2 do"])
-def test_frozen_weights_stay(text: str, pool: Pool, references: References) -> None:
+FROZEN = {"freeze_parameters": ("mlp", "embed_tokens")}
+THAWED = {"freeze_parameters": (".",), "trainable_parameters": (r"layers\.1\.mlp\.down_proj", "lm_head")}
+
+
+@pytest.mark.parametrize(
+    ("text", "options"), [("dense tp2 pp2", FROZEN), ("dense dp2 do", FROZEN), ("dense tp2 pp2", THAWED)], ids=str
+)
+def test_frozen_weights_stay(
+    text: str, options: dict[str, tuple[str, ...]], pool: Pool, references: References
+) -> None:
     case = parse(text)
-    before, after, told = pool.run(
-        "tests.parity.test_start:frozen", Task(case, references.model(case.variant), Recipe()), case.world
-    )[0]
+    task = Task(case, references.model(case.variant), Recipe(), options=options)
+    before, after, told = pool.run("tests.parity.test_start:frozen", task, case.world)[0]
     moved = {n for n in before if not torch.equal(before[n], after[n])}
-    assert moved == {n for n in before if "mlp" not in n and "embed_tokens" not in n}
+    if options is FROZEN:
+        assert moved == {n for n in before if "mlp" not in n and "embed_tokens" not in n}
+    else:
+        assert moved == {"model.layers.1.mlp.down_proj.weight", "lm_head.weight"}
+    assert "--trainable_parameters nor_this" in told and "freezes all weights: nothing would be trained" in told
     assert "--freeze_parameters no_such_weight" in told and "model.embed_tokens.weight" in told

@@ -32,8 +32,10 @@ def test_sizes_and_arguments_of_the_engine(tmp_path: Path) -> None:
     sizes = ["--vllm_max_model_len", "99", "--vllm_data_parallel_size", "2", "--max_logprobs", "5"]
     text = words(tmp_path, *engine, *sizes, "--vllm_enforce_eager", "--vllm_gpu_memory_utilization", "0.5")
     assert '--kv-cache-dtype fp8 --no-enable-prefix-caching --x {"a": 1} ' in text
-    assert "--gpu-memory-utilization 0.5 --max-model-len 99 --data-parallel-size 2 --enforce-eager" in text
+    assert "--data-parallel-size 2 --gpu-memory-utilization 0.5 --max-model-len 99 --enforce-eager" in text
     assert "--max-logprobs 5" in text and "--max-logprobs" not in words(tmp_path)
+    text = words(tmp_path, "--vllm_reasoning_parser", "qwen3", "--vllm_limit_mm_per_prompt", '{"image": 5}')
+    assert '--limit-mm-per-prompt {"image": 5} --reasoning-parser qwen3 ' in text
 
 
 def test_adapters_by_name(tmp_path: Path) -> None:

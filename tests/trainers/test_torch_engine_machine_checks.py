@@ -20,7 +20,8 @@ from tests.trainers.test_preflight import problems
 CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"optimizer": "paged_adamw_8bit"}, ["there is no CUDA device; say --optimizer adamw_8bit"]),
     ({"optimizer": "paged_adamw"}, ["say --optimizer adam"]),
-    ({"attn_impl": "flash"}, ["needs the package flash_attn", "has no kernel for a CPU; say --attn_impl sdpa"]),
+    ({"attn_impl": "flash"}, ["has no kernel for a CPU; say --attn_impl sdpa"]),
+    ({"attn_impl": "flash_attn3"}, ["has no kernel for a CPU; say --attn_impl sdpa"]),
     ({"attn_impl": "flex"}, ["has no backward pass on a CPU"]),
     ({"use_liger": True}, ["needs the package liger_kernel", "its kernels need a GPU"]),
     ({"optimizer": "adamw_8bit"}, []),
@@ -55,7 +56,20 @@ def test_a_machine_with_one_and_without_packages(monkeypatch: pytest.MonkeyPatch
         needs = [s for s in said if "package" in s] or {"adamw_8bit": ["bitsandbytes"]}.get(
             str(options.get("optimizer")), []
         )
-        assert len(found) >= len(needs) and all("pip install" in text for text in found)
+        assert len(found) >= len(needs) and all("install" in text for text in found)
+
+
+def test_packages_of_attention_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_engine_machine_checks, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch_engine_machine_checks, "find_spec", lambda name: None)
+    for name, part in (
+        ("flash_attention_2", "run pip install flash-attn"),
+        ("flash_attention_3", "install it from the folder hopper of FlashAttention's repository"),
+        ("flex_attention", ""),
+        ("sdpa", ""),
+    ):
+        found = [str(p) for p in torch_engine_machine_problems(SwiftConfig(engine="ddp", attn_impl=name))]
+        assert len(found) == bool(part) and all(part in text for text in found)
 
 
 def test_butterflies_that_peft_would_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:

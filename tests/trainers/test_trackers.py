@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import json
 import os
 import struct
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from megaswift.config import load_config
 from megaswift.trainers.flops import StepFlopFormula
 from megaswift.trainers.metrics_jsonl import MetricsJsonlHook, ThroughputFormula, read_lines
 from megaswift.trainers.trackers import WRITER_THREAD, TensorBoard, TrackedRun, scalars_of, tracker_hooks
@@ -53,6 +56,50 @@ def test_report_to_chooses(tmp_path: Path) -> None:
     assert [type(h).__name__ for h in both] == ["TensorBoard", "SwanLab", "MLflow"]
     assert (run.title, TrackedRun(tmp_path, {}, "mine").title) == (tmp_path.name, "mine")
     assert run.identity("wandb") == run.identity("wandb") != run.identity("swanlab")
+
+
+class Recorded:
+    """Stands for a tracker's module: keeps what its functions are called with."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*words: Any, **how: Any) -> Any:
+            self.calls[name] = words or how
+            return SimpleNamespace(define_metric=lambda *a, **k: None, info=SimpleNamespace(run_id="r"))
+
+        return call
+
+
+def test_projects_owners_and_servers_reach_the_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--report_to wandb swanlab mlflow tensorboard --wandb_project p --wandb_entity e --swanlab_project q"
+    more = (
+        "--swanlab_workspace w --swanlab_mode cloud --swanlab_token t --mlflow_tracking_uri http://h --tensorboard_dir"
+    )
+    line = [*words.split(), *more.split(), str(tmp_path / "t"), "--mlflow_experiment_name x", "--wandb_exp_name=n"]
+    line[-2:-1] = line[-2].split()
+    cfg = load_config("sft", line, environ={})
+    assert "swanlab_token" not in str(cfg.to_dict())
+    run = TrackedRun(tmp_path, {}, cfg.train.run_name, cfg.trackers)
+    events, *online = tracker_hooks(cfg.train.report_to, run)
+    assert isinstance(events, TensorBoard) and events.directory == tmp_path / "t"
+    modules = {name: Recorded() for name in ("wandb", "swanlab", "mlflow")}
+    for name, module in modules.items():
+        real = importlib.import_module(name) if importlib.util.find_spec(name) else None
+        if real is not None and name != "mlflow":
+            known = inspect.signature(real.init).parameters
+            assert {"project", "entity" if name == "wandb" else "workspace", "mode", "settings"} <= known.keys()
+        monkeypatch.setitem(sys.modules, name, module)
+    modules["mlflow"].calls["active_run"] = None
+    for hook in online:
+        hook.open(0)  # type: ignore[attr-defined]
+    assert modules["wandb"].calls["init"].items() >= {"project": "p", "entity": "e", "name": "n"}.items()
+    found = modules["swanlab"].calls
+    assert found["init"].items() >= {"project": "q", "workspace": "w", "mode": "online", "name": "n"}.items()
+    assert found["Settings"] == {"api_key": "t"} and found["init"]["settings"] is not None
+    found = modules["mlflow"].calls
+    assert (found["set_tracking_uri"], found["set_experiment"]) == (("http://h",), ("x",))
 
 
 def records(data: bytes) -> Iterator[bytes]:

@@ -54,7 +54,7 @@ from megaswift.engine.megatron.layers.te_attention_env_of_running_engine import 
 from megaswift.engine.megatron.load_and_gather_rank_weights import (
     RandomWeightSource,
     RankWeights,
-    freeze_matching_weights,
+    set_trainable_weights_by_patterns,
 )
 from megaswift.engine.megatron.lora.rank_adapters import RankAdapters, adapter_plan_from_lora_config
 from megaswift.engine.megatron.measure_engine_sizes import measure_engine_sizes
@@ -66,7 +66,8 @@ from megaswift.engine.megatron.tp_comm_overlap import tp_comm_overlap_text
 from megaswift.engine.protocol import EngineSizeReport, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights, replicated_by_group
-from megaswift.errors import ConfigError, Problem
+from megaswift.engine.trainable_pattern_errors import nothing_trains_problem, unmatched_pattern_problem
+from megaswift.errors import ConfigError
 from megaswift.families import family_of, qlora_weights_and_block_fit
 from megaswift.families.model_spec import ModelSpec
 from megaswift.losses.contract import Batch, Loss, ModelOutputs, RequestedModelOutputs
@@ -107,7 +108,7 @@ class MegatronEngine:
         with self.backend.building():
             self.plain = build_model_chunks(spec, self.config, context, self.choice)
         self.weights = RankWeights(self.plain, spec, self.plan, context)
-        self.freeze(cfg.model.freeze_parameters)
+        self.freeze(cfg.model.freeze_parameters, cfg.model.trainable_parameters)
         self.lora = RankAdapters(self.plain, self.weights, adapters) if adapters else None
         self.aux = AuxLosses(self.plain, spec, cfg, context)
         self.chunks = wrap_chunks(self.plain, self.config, cfg, context)
@@ -166,18 +167,20 @@ class MegatronEngine:
                     fp8_and_exact_main_weights.start_delayed_weight_scales(own, group)
             fp8_and_exact_main_weights.quantize_from_main_weights(self.optimizer, self.chunks)
 
-    def freeze(self, patterns: Sequence[str]) -> None:
-        """Parameters whose Hugging Face names match any pattern do not train. Before the model is wrapped."""
-        if not patterns:
-            return
-        hits = freeze_matching_weights(self.weights.placed, patterns)
-        matched = {p for own in distributed.all_gather_objects([p for p, names in hits.items() if names]) for p in own}
-        missing = [p for p in patterns if p not in matched]
-        if missing:
-            examples = ", ".join([name for entry in self.plan.entries[:12] for name in entry.hf][:4])
-            raise ConfigError(
-                [Problem(f"--freeze_parameters {p}", f"matches no weight; names are like {examples}") for p in missing]
-            )
+    def freeze(self, patterns: Sequence[str], trained: Sequence[str] = ()) -> None:
+        """Parameters whose Hugging Face names match any of `patterns` do not train, unless one of `trained` matches.
+        Before the model is wrapped."""
+        for option, given, trains in (("freeze_parameters", patterns, False), ("trainable_parameters", trained, True)):
+            hits = set_trainable_weights_by_patterns(self.weights.placed, given, trains)
+            matched = {p for own in distributed.all_gather_objects(hits) for p in own} if given else set()
+            missing = [p for p in given if p not in matched]
+            if missing:
+                examples = [name for entry in self.plan.entries[:12] for name in entry.hf][:4]
+                raise ConfigError([unmatched_pattern_problem(option, p, examples) for p in missing])
+        if patterns and not any(
+            distributed.all_gather_objects(any(p.tensor.requires_grad for p in self.weights.placed))
+        ):
+            raise ConfigError(nothing_trains_problem(patterns))
 
     def train_batch(
         self, microbatches: Sequence[Batch], loss: Loss, lr: float, weight_decay: float | None = None

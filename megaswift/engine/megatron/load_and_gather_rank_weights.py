@@ -321,12 +321,12 @@ def _wait(work: dist.Work | None, route: GatherRankAndTimeout) -> None:
         work.wait(datetime.timedelta(hours=route.hours))
 
 
-def freeze_matching_weights(placed: Iterable[LocalParam], patterns: Iterable[str]) -> dict[str, list[str]]:
-    """Freeze parameters of which any Hugging Face name matches a pattern; pattern to what it matched."""
-    hits: dict[str, list[str]] = {p: [] for p in patterns}
+def set_trainable_weights_by_patterns(placed: Iterable[LocalParam], patterns: Iterable[str], trains: bool) -> list[str]:
+    """Parameters of which any Hugging Face name matches a pattern train, or do not; the patterns that match."""
+    hits: list[str] = []
     for item in placed:
-        for pattern, names in hits.items():
-            if any(re.search(pattern, name) for name in item.entry.hf):
-                item.tensor.requires_grad_(False)
-                names.extend(item.entry.hf)
+        found = [pattern for pattern in patterns if any(re.search(pattern, name) for name in item.entry.hf)]
+        if found:
+            item.tensor.requires_grad_(trains)
+            hits += found
     return hits

@@ -174,7 +174,7 @@ class TorchEngine:
         extra: dict[str, Any] = {
             k: v.to(self.dtype) if half and v.is_floating_point() else v for k, v in batch.extra.items()
         }
-        if batch.cu_seqlens is not None and self.cfg.model.attn_impl == "flash":
+        if batch.cu_seqlens is not None and self.cfg.model.attn_impl in ("flash", "flash_3"):
             bounds = batch.cu_seqlens.to(torch.int32)
             longest = int(on_host.cu_seqlens.diff().max()) if on_host.cu_seqlens is not None else 0
             extra |= {

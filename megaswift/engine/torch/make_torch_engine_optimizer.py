@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megaswift.config.optim import GALORE, ON_PARTS, OptimConfig
+from megaswift.config.optim import GALORE, MUON, ON_PARTS, OptimConfig
 from megaswift.engine.torch.fsdp_bitsandbytes_32bit_optimizer import LocalShardOptimizer
 from megaswift.engine.torch.galore import GaloreOptimizer
+from megaswift.engine.torch.muon import MuonOptimizer
 from megaswift.engine.torch.optimizers_and_state_tensors import TorchEngineOptimizer, torch_engine_optimizer_class
 
 
@@ -16,6 +17,8 @@ def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> TorchEngineOp
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if optim.optimizer in ON_PARTS and any(isinstance(p, DTensor) for _, p in named):
         return LocalShardOptimizer(named, optim)
+    if optim.optimizer == MUON:
+        return MuonOptimizer(named, optim, module)
     return (
         GaloreOptimizer(named, optim, module)
         if optim.optimizer in GALORE

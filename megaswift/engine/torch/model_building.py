@@ -24,6 +24,7 @@ from megaswift.config.model import ModelConfig
 from megaswift.engine.torch import liger, meta_init, quantized_weights, vision_model_parts
 from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
 from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
+from megaswift.engine.trainable_pattern_errors import nothing_trains_problem, unmatched_pattern_problem
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.decoder_layer_classes import decoder_layer_class_names
 from megaswift.families.model_spec import ModelSpec
@@ -31,7 +32,14 @@ from megaswift.families.vision_language_detection import has_vision_tower
 
 RECOMPILES = 64
 """Shapes and layers of one class that may be compiled before torch falls back to eager; its own limit is 8."""
-ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfused": "eager", "flex": "flex_attention"}
+ATTENTION = {
+    "auto": None,
+    "sdpa": "sdpa",
+    "flash": "flash_attention_2",
+    "flash_3": "flash_attention_3",
+    "unfused": "eager",
+    "flex": "flex_attention",
+}
 """`--attn_impl` to transformers' name."""
 
 
@@ -131,17 +139,23 @@ def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
     return adapted
 
 
-def freeze_matching_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Parameters whose names match any pattern do not train."""
+def set_trainable_parameters_by_patterns(model: nn.Module, option: str, patterns: Sequence[str], trains: bool) -> None:
+    """Parameters whose names match any pattern of this option train, or do not."""
     for pattern in patterns:
         matching = [p for name, p in model.named_parameters() if re.search(pattern, name)]
         if not matching:
-            examples = ", ".join([name for name, _ in model.named_parameters()][:4])
-            raise ConfigError(
-                Problem(f"--freeze_parameters {pattern}", f"matches no weight; names are like {examples}")
-            )
+            raise ConfigError(unmatched_pattern_problem(option, pattern, [n for n, _ in model.named_parameters()][:4]))
         for parameter in matching:
-            parameter.requires_grad_(False)
+            parameter.requires_grad_(trains)
+
+
+def freeze_parts(model: nn.Module, cfg: ModelConfig) -> None:
+    """Freezes what the options name; --trainable_parameters has the last word."""
+    set_trainable_parameters_by_patterns(model, "freeze_parameters", cfg.freeze_parameters, False)
+    vision_model_parts.freeze_vision_model_parts(model, cfg)
+    set_trainable_parameters_by_patterns(model, "trainable_parameters", cfg.trainable_parameters, True)
+    if cfg.freeze_parameters and not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(nothing_trains_problem(cfg.freeze_parameters))
 
 
 def build_model_for_wrapping(
@@ -152,8 +166,7 @@ def build_model_for_wrapping(
     meta_init.meta_parameters_to_expanded_zeros(model)
     if cfg.model.use_liger:
         liger.apply_liger(model)
-    freeze_matching_parameters(model, cfg.model.freeze_parameters)
-    vision_model_parts.freeze_vision_model_parts(model, cfg.model)
+    freeze_parts(model, cfg.model)
     if cfg.model.recompute_granularity == "full":
         cast(Any, model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if cfg.model.train_type != "full":

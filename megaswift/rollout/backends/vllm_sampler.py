@@ -82,6 +82,7 @@ class VllmSampler:
             enable_sleep_mode=self.sleeps,
             logprobs_mode="processed_logprobs",
             seed=0,
+            **options.engine_arguments,
             **lora,
         )
         self.adapter: Any = None

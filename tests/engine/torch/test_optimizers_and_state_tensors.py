@@ -1,7 +1,7 @@
 """Optimizers beside Adam: what they keep for a parameter, told beforehand, and what GaLore projects.
 
-Covers: megaswift/engine/torch/galore.py, megaswift/engine/torch/make_torch_engine_optimizer.py,
-megaswift/engine/torch/data_parallel_strategy.py.
+Covers: megaswift/engine/torch/galore.py, megaswift/engine/torch/muon.py,
+megaswift/engine/torch/make_torch_engine_optimizer.py, megaswift/engine/torch/data_parallel_strategy.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.optim import OPTIMIZERS, OptimConfig
 from megaswift.engine.torch.data_parallel_strategy import set_param_groups_lr_and_weight_decay
 from megaswift.engine.torch.make_torch_engine_optimizer import make_torch_optimizer
+from megaswift.engine.torch.muon import muon_matrices
 from megaswift.errors import ConfigError
 
 RANK, GAP, SCALE = 12, 2, 0.5
@@ -142,6 +143,57 @@ class PlainGaLore:
             p.mul_(1 - self.lr * self.decay).add_(SCALE * (u @ low @ vt))
         self.rest.step()
         self.t += 1
+
+
+class PlainMuon:
+    """Moonlight's algorithm (arXiv:2502.16982) for matrices, in so many words, and AdamW for what is left."""
+
+    def __init__(self, matrices: list[nn.Parameter], rest: torch.optim.Optimizer, lr: float, decay: float) -> None:
+        self.matrices, self.rest, self.lr, self.decay = matrices, rest, lr, decay
+        self.moments = [torch.zeros_like(p) for p in matrices]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of all parameters."""
+        for p in [*self.matrices, *(p for g in self.rest.param_groups for p in g["params"])]:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Nesterov momentum, its polar factor by Newton-Schulz in bfloat16, decoupled decay."""
+        for p, moment in zip(self.matrices, self.moments, strict=True):
+            moment.lerp_(p.grad, 0.05)
+            x = p.grad.lerp(moment, 0.95).bfloat16()
+            x = x.T if x.shape[0] > x.shape[1] else x
+            x = x / x.norm().clamp(min=1e-7)
+            for _ in range(5):
+                square = x @ x.T
+                polynomial = torch.addmm(square, square, square, beta=-4.775, alpha=2.0315)  # one rounding, as in torch
+                x = torch.addmm(x, polynomial, x, beta=3.4445)
+            update = x.T if p.shape[0] > p.shape[1] else x
+            p.mul_(1 - self.lr * self.decay).sub_(self.lr * 0.2 * max(p.shape) ** 0.5 * update)
+        self.rest.step()
+
+
+def test_muon_is_moonlights() -> None:
+    """Five steps; embedding, head, vectors and stacked experts are AdamW's."""
+    ours, theirs = Block(), Block()
+    optimizer: Any = make_torch_optimizer(ours, optim("muon", adam_epsilon=1e-6))
+    matrices = muon_matrices([*ours.named_parameters()], ours)
+    assert matrices == {"up.weight"}
+    rest = [p for n, p in theirs.named_parameters() if n not in matrices]
+    groups = [{"params": [p for p in rest if (p.dim() > 1) == m], "weight_decay": 0.1 * m} for m in (True, False)]
+    adam = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-6)
+    plain = PlainMuon([theirs.up.weight], adam, 1e-2, 0.1)
+    set_param_groups_lr_and_weight_decay(optimizer.inner, 1e-2, 0.1)
+    for _ in range(5):  # gradients of full rank: of others the iteration enlarges rounding
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        optimizer.step()
+        plain.step()
+    for (n, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        digits = 1e-3 if n in matrices else 1e-5  # bfloat16's
+        assert float((a - b).detach().abs().max()) < digits * float(b.detach().abs().max()), n
 
 
 def five_steps(*sides: tuple[torch.nn.Module, Any]) -> None:

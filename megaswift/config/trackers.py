@@ -1,0 +1,41 @@
+"""Section `trackers`: where the experiment trackers of `report_to` keep a run. What is not set here they read from
+their own environment variables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megaswift.config.option import option
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """Experiment trackers
+
+    Unset options: the tracker's own environment variables (WANDB_PROJECT, SWANLAB_PROJECT, ...)."""
+
+    tensorboard_dir: str | None = option(
+        None,
+        "Folder of TensorBoard events; unset: output_dir/runs",
+        aliases=("logging_dir", "tensorboard_log_dir"),
+        metavar="DIR",
+    )
+    wandb_project: str | None = option(None, "Weights & Biases: project", metavar="NAME")
+    wandb_entity: str | None = option(None, "Weights & Biases: user or team that owns the project", metavar="NAME")
+    swanlab_project: str | None = option(None, "SwanLab: project", metavar="NAME")
+    swanlab_workspace: str | None = option(None, "SwanLab: user or organization that owns the project", metavar="NAME")
+    swanlab_mode: str | None = option(
+        None,
+        "SwanLab: where the run is kept",
+        choices=("online", "local", "offline", "disabled"),
+        spellings={"cloud": "online"},
+        metavar="MODE",
+    )
+    swanlab_token: str | None = option(
+        None,
+        "SwanLab: API key; safer: the environment variable SWANLAB_API_KEY",
+        aliases=("swanlab_api_key",),
+        secret=True,
+    )
+    mlflow_tracking_uri: str | None = option(None, "MLflow: server, or folder with the runs", metavar="URI")
+    mlflow_experiment_name: str | None = option(None, "MLflow: experiment", metavar="NAME")

@@ -1,0 +1,114 @@
+"""`megaswift export --quant_method fp8`: the linear layers of a language model in FP8, without calibration data.
+
+Owns which weights are quantized. The head, routers, a vision encoder with its aligner, and matrices that are not made
+of whole blocks keep their dtype; config.json names them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megaswift.bridge import resumable_hf_folder_writer
+from megaswift.bridge.fp8_block_quantization import (
+    SIDE,
+    fits_fp8_blocks,
+    fp8_folder_tensors,
+    fp8_tensor_blocks,
+)
+from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.open_weight_source import open_checkpoint_weight_source, open_weights
+from megaswift.bridge.resumable_hf_folder_writer import HfFolderPlan
+from megaswift.bridge.streaming_folder_job import file_change_stamps
+from megaswift.bridge.write_transformers_model_folder import tensors_by_disk_name
+from megaswift.config.inference import ModelLoadingOptions
+from megaswift.engine.torch.vision_model_parts import LLM, VisionModelPartNames, model_has_tower
+from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.families.checkpoint_folder import find_intact_checkpoint
+from megaswift.families.family import read_config_json
+from megaswift.families.quantization_schemes import FIELD
+from megaswift.inference.load_generation_model import load_config_tokenizer_and_processor, model_without_weights
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+EXPERTS = "experts"
+"""Name of transformers' module that holds the experts of a layer."""
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Modules that vLLM joins to one product: all are quantized, or none."""
+METHOD = "--quant_method fp8"
+WITHOUT = "quantize with llm-compressor, whose result --model DIR loads"
+
+
+def export_fp8_folder(weights: ModelLoadingOptions, target: Path, max_shard_bytes: int) -> Path:
+    """`target`: the model with its linear layers in FP8; whole or not at all."""
+    prepared = load_config_tokenizer_and_processor(weights, None)
+    folder = prepared.folder
+    raw = read_config_json(folder)
+    checkpoint = find_intact_checkpoint(folder)
+    if checkpoint is None and FIELD in raw:
+        raise ConfigError(
+            Problem(METHOD, f"--model {weights.model}: the weights are already quantized", "leave it out")
+        )
+    source = open_weights(folder) if checkpoint is None else open_checkpoint_weight_source(checkpoint)
+    quantized, skipped = choose_fp8_weights(model_without_weights(prepared), source)
+    plan = HfFolderPlan(
+        target,
+        fp8_folder_tensors(source, quantized),
+        raw,
+        folder,
+        max_shard_bytes,
+        overwrite=False,
+        quantization={
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [SIDE, SIDE],
+            "modules_to_not_convert": skipped,
+        },
+    )
+    made_from = {"fp8": file_change_stamps([p for p in folder.iterdir() if p.is_file()], folder)}
+    blocks = functools.partial(fp8_tensor_blocks, source, quantized)
+    return resumable_hf_folder_writer.write_hf_folder_resumably(plan, blocks, made_from)
+
+
+def choose_fp8_weights(model: nn.Module, source: WeightSource) -> tuple[set[str], list[str]]:
+    """(names of the tensors on disk that are quantized, transformers' modules with weights that are not)."""
+    names, chosen, skipped = {*source.names()}, {}, []
+    for name, tensors in _candidates(model):
+        parts = tensors_by_disk_name(model, tensors)
+        if any(part in names and len(source.shape(part)) > 2 for part in parts):
+            rule = f"needs a matrix for each expert; the model has all experts of a layer in one tensor ({name})"
+            raise ConfigError(Problem(METHOD, rule, WITHOUT))
+        if _is_kept(model, name) or not all(part in names and fits_fp8_blocks(source.shape(part)) for part in parts):
+            skipped.append(name)
+        else:
+            chosen[name] = parts
+    for name in list(chosen):
+        parent, _, leaf = name.rpartition(".")
+        joined = next((group for group in TOGETHER if leaf in group), ())
+        if any(f"{parent}.{other}" in skipped for other in joined):
+            skipped.append(name)
+            del chosen[name]
+    if not chosen:
+        rule = f"finds no linear layer whose input and output sizes are multiples of {SIDE}"
+        raise WeightsError(Problem(METHOD, rule, "--quant_method bnb --quantization_bit 4"))
+    return {part for parts in chosen.values() for part in parts}, sorted(skipped)
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
+    """Modules that transformers replaces in a model with FP8 weights, each with its matrices."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == EXPERTS:
+            yield name, {f"{name}.{n}": p for n, p in module.named_parameters() if p.dim() > 2}
+        elif type(module) is nn.Linear and f".{EXPERTS}." not in f".{name}":
+            yield name, {f"{name}.weight": module.weight}
+
+
+def _is_kept(model: Any, name: str) -> bool:
+    """Whether a module keeps its dtype whatever its sizes."""
+    if name.rpartition(".")[2] in ROUTERS or model.get_submodule(name) is model.get_output_embeddings():
+        return True
+    return model_has_tower(model) and VisionModelPartNames(model).of(name) != LLM

@@ -1,0 +1,48 @@
+"""What trains on the torch engine: frozen weights by pattern, and those that train among them.
+
+Covers: megaswift/engine/trainable_pattern_errors.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from torch import nn
+
+from megaswift.config.model import ModelConfig
+from megaswift.engine.torch.model_building import freeze_parts
+from megaswift.errors import ConfigError
+from tests.parity.vision import KINDS, tokenizer
+
+
+def text_model() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 8}
+    return Qwen3ForCausalLM(Qwen3Config(num_attention_heads=1, num_key_value_heads=1, **sizes))
+
+
+def trains(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_weights_that_train_among_frozen_ones() -> None:
+    model = text_model()
+    freeze_parts(model, ModelConfig(freeze_parameters=(".",), trainable_parameters=(r"layers\.1\.mlp", "lm_head")))
+    names = {f"model.layers.1.mlp.{n}_proj.weight" for n in ("gate", "up", "down")}
+    assert trains(model) == names | {"lm_head.weight"}
+
+
+def test_a_frozen_tower_gives_way_to_what_is_to_train() -> None:
+    model = KINDS["llava"](tokenizer("llava"))[0]
+    pattern = r"multi_modal_projector\.linear_1"
+    freeze_parts(model, ModelConfig(freeze_llm=True, trainable_parameters=(pattern,)))
+    assert trains(model) == {n for n, _ in model.named_parameters() if re.search(pattern, n)} != set()
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ConfigError, match="--trainable_parameters nothing: matches no weight; names are like model"):
+        freeze_parts(text_model(), ModelConfig(freeze_parameters=("mlp",), trainable_parameters=("nothing",)))
+    with pytest.raises(ConfigError, match="freezes all weights: nothing would be trained"):
+        freeze_parts(text_model(), ModelConfig(freeze_parameters=("weight",)))
