@@ -47,8 +47,8 @@ def inference_refusal(command: Command, root: Path) -> list[Problem]:
     def reached(*args: object, **kwargs: object) -> None:
         raise ReachedWeights
 
-    for name in ("megaswift.inference.bitsandbytes_export", "megaswift.trainers.session"):
-        importlib.import_module(name)  # what they import by name must not be a replacement
+    for name in ("inference.bitsandbytes_export", "inference.fp8_export", "trainers.session"):
+        importlib.import_module(f"megaswift.{name}")  # what they import by name must not be a replacement
     os.chdir(work)
     names = ("NPROC_PER_NODE",)
     environ = {k: v for k, v in os.environ.items() if k not in names}
@@ -70,6 +70,7 @@ def inference_refusal(command: Command, root: Path) -> list[Problem]:
             mock.patch("megaswift.bridge.hf_to_megatron.hf_to_megatron", reached),
             mock.patch("megaswift.bridge.megatron_to_hf.megatron_to_hf", reached),
             mock.patch("megaswift.inference.bitsandbytes_export.quantize_and_save_model", reached),
+            mock.patch("megaswift.inference.fp8_export.export_fp8_folder", reached),
         ):
             SERVING[command.task].main(words)
     except UserError as error:

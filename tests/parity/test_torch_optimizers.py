@@ -166,7 +166,7 @@ def compare(
         want = oracle.trajectory(steps).weights
         far = {n: (weights[n] - t).abs().flatten() / t.abs().max() for n, t in want.items()}
         every, worst = torch.cat(list(far.values())), max(far, key=lambda n: float(far[n].max()))
-        # where a gradient is nothing but rounding, another sign; at the border of two codes (Muon: of bfloat16), another
+        # where a gradient is nothing but rounding, another sign; at the border of two codes or bfloat16s, another
         if "lion" in key or "8bit" in key or key == "muon":
             share = 1e-2 if key == "muon" else 1e-3
             assert float((every > 1e-4).float().mean()) < share and float(every.max()) < 0.02, key

@@ -52,7 +52,7 @@ class _Both:
         return [group for part in self.parts for group in part.param_groups]
 
     @property
-    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+    def state(self) -> dict[Tensor, dict[str, Any]]:
         """Of both."""
         return {parameter: state for part in self.parts for parameter, state in part.state.items()}
 
@@ -67,9 +67,10 @@ class MuonOptimizer(TorchEngineOptimizer):
 
     def __init__(self, named: NamedParameters, optim: OptimConfig, module: nn.Module) -> None:
         matrices = muon_matrices(named, module)
-        shares = [(_Matrices, [n for n in named if n[0] in matrices])]
-        shares += [(TorchEngineOptimizer, [n for n in named if n[0] not in matrices])]
-        parts = [(kind(share, optim), share) for kind, share in shares if share]
+        chosen, rest = [n for n in named if n[0] in matrices], [n for n in named if n[0] not in matrices]
+        parts: list[tuple[TorchEngineOptimizer, NamedParameters]] = []
+        parts += [(_Matrices(chosen, optim), chosen)] if chosen else []
+        parts += [(TorchEngineOptimizer(rest, optim), rest)] if rest else []
         self.part_of = {parameter: part for part, share in parts for _, parameter in share}
         self.both: Any = _Both([part.inner for part, _ in parts])
         super().__init__(named, optim)
