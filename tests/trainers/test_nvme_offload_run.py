@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ def settings(device: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.process
 @pytest.mark.skipif(not can_compile(), reason="needs g++, libaio and its headers")
 def test_a_drive_and_host_memory_give_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
     words, drive = write_inputs(tmp_path, **WIDE), tmp_path / "swap"
     drive.mkdir()
     exports, losses = [], []
@@ -63,4 +61,3 @@ def test_a_drive_and_host_memory_give_the_same(tmp_path: Path) -> None:
     assert swapped and sum(path.stat().st_size for path in swapped) > 10 << 20
     assert losses[0] == losses[1] and len(losses[0]) == 3
     assert all(tensor.equal(exports[1][name]) for name, tensor in exports[0].items())
-    assert sys.platform == "linux"
