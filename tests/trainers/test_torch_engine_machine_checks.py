@@ -102,7 +102,7 @@ def test_nvme_needs_libaio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for device, found, many in (("nvme", None, 1), ("nvme", "libaio.so.1", 0), ("cpu", None, 0)):
         section = {"device": device, "nvme_path": str(tmp_path)}
         file.write_text(
-            json.dumps({"zero_optimization": {"stage": 3, "offload_param": section}, "aio": {"queue_depth": 8}})
+            json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": section}, "aio": {"queue_depth": 8}})
         )
         monkeypatch.setattr(torch_engine_machine_checks, "find_library", lambda name, found=found: found)
         cfg = SwiftConfig(deepspeed=str(file))
@@ -110,4 +110,4 @@ def test_nvme_needs_libaio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         filled = filled_deepspeed_config(cfg, 1, "float32", 64)
         assert (filled.kind, filled.problems) == ("zero3_offload", ())
         assert filled.config["aio"] == {"queue_depth": 8}
-        assert filled.config["zero_optimization"]["offload_param"] == section
+        assert filled.config["zero_optimization"]["offload_optimizer"] == section
