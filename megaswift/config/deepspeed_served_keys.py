@@ -114,7 +114,7 @@ def _offload_problems(part: str, section: Mapping[str, Any], stage: Any, label: 
         yield Problem(where, f"is not a device; these are {', '.join(DEVICES)}", '"cpu"')
     elif device == "nvme" and part == "param":
         rule = "is not supported: DeepSpeed cannot set weights on a drive, so a model could not be loaded into them"
-        yield Problem(where, rule, '"device": "cpu"; optimizer states may be on a drive ("offload_optimizer")')
+        yield Problem(where, rule, '"device": "cpu"')
     elif device == "nvme" and stage != 3:
         yield Problem(where, "needs stage 3", '"stage": 3, or "device": "cpu"')
     elif device == "nvme" and not section.get("nvme_path"):
