@@ -112,6 +112,9 @@ def _offload_problems(part: str, section: Mapping[str, Any], stage: Any, label: 
     where = f'{label}: "offload_{part}": "device": {json.dumps(device)}'
     if device not in DEVICES:
         yield Problem(where, f"is not a device; these are {', '.join(DEVICES)}", '"cpu"')
+    elif device == "nvme" and part == "param":
+        rule = "is not supported: DeepSpeed cannot set weights on a drive, so a model could not be loaded into them"
+        yield Problem(where, rule, '"device": "cpu"')
     elif device == "nvme" and stage != 3:
         yield Problem(where, "needs stage 3", '"stage": 3, or "device": "cpu"')
     elif device == "nvme" and not section.get("nvme_path"):

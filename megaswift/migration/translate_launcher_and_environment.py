@@ -215,8 +215,10 @@ def _accelerate_source(run: MigratedRun, settings: dict[str, Any]) -> ConfigSour
     run.left_out += settings_without_effect(environ)
     for problem in source.problems:
         run.ask_problem(problem)
-    used = ("mixed_precision", "zero_stage", "offload_", "deepspeed_config_file", "fsdp_", "gradient_", "deepspeed_moe")
-    used += ("megatron_lm_", "parallelism_config")
+    used = (
+        *("mixed_precision", "zero_stage", "offload_", "deepspeed_config_file", "fsdp_", "gradient_"),
+        *("deepspeed_moe", "megatron_lm_", "parallelism_config"),
+    )
     for name in [n for n in settings if n.startswith(used) or n in OF_ACCELERATE]:
         settings.pop(name)
     if str(settings.pop("cpu", "")).lower() in TRUE:

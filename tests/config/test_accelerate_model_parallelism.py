@@ -55,7 +55,7 @@ def of_file(tmp_path: Path, content: dict[str, Any], *words: str, flag: str = "-
 
 def launcher_environment(*words: str) -> dict[str, str]:
     """The variables that `accelerate launch` itself sets."""
-    launch = pytest.importorskip("accelerate.commands.launch")
+    from accelerate.commands import launch
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     parser = launch.launch_command_parser()
@@ -135,7 +135,8 @@ def test_what_has_no_effect_is_said(tmp_path: Path) -> None:
 
 
 def test_every_argument_of_accelerate_is_read() -> None:
-    launch = pytest.importorskip("accelerate.commands.launch")
+    from accelerate.commands import launch
+
     args = vars(launch.launch_command_parser().parse_args(["script.py"]))
     theirs = {n.removeprefix("megatron_lm_").upper() for n in args if n.startswith("megatron_lm_")}
     assert theirs <= {*OPTIONS_OF_MEGATRON, *SETTLED_OF_MEGATRON, "RECOMPUTE_ACTIVATIONS", "USE_CUSTOM_FSDP"}

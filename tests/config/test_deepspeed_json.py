@@ -140,6 +140,10 @@ def test_auto_without_a_known_size_is_deepspeeds_own() -> None:
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, ("nvme", "nvme_path")),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, ("none, cpu, nvme",)),
         (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/n"}}},
+            ("cannot set weights on a drive", '"device": "cpu"'),
+        ),
+        (
             {"zero_optimization": {"stage": 3, "sub_group_size": "auto"}},
             ("sub_group_size", "the run does not provide this value"),
         ),

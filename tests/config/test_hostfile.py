@@ -26,7 +26,8 @@ def launch(tmp_path: Path, text: str, *words: str, environ: dict[str, str] | Non
 
 def test_a_file_as_deepspeed_reads_it(tmp_path: Path) -> None:
     """The same hosts and slots as DeepSpeed's own reader finds."""
-    runner = pytest.importorskip("deepspeed.launcher.runner")
+    from deepspeed.launcher import runner
+
     file = tmp_path / "hosts"
     file.write_text("# two nodes\nworker-1 slots=8\n\nworker-2 slots=4 # small\n10.0.0.3 slots=2\n")
     assert [(h.name, h.slots) for h in read_hostfile(file)] == [*runner.fetch_hostfile(str(file)).items()]

@@ -42,7 +42,6 @@ PARTS_OF_FILES: dict[str, dict[str, Any]] = {
         },
         "gathered": {"stage3_gather_16bit_weights_on_model_save": True},
         "both": {"stage3_gather_16bit_weights_on_model_save": True, "stage3_max_live_parameters": 1e9},
-        "NVMe": {"offload_optimizer": NVME, "offload_param": NVME},
     }.items()
 }
 FSDP_SETTINGS: list[dict[str, Any]] = [
@@ -138,6 +137,20 @@ DDP_AND_ZERO = [
     *(
         Row(f"part of a DeepSpeed file: {name}", f"{LORA} --deepspeed DS.json", TWO, deepspeed=content)
         for name, content in PARTS_OF_FILES.items()
+    ),
+    Row(
+        "weights on a drive",
+        f"{LORA} --deepspeed DS.json",
+        TWO,
+        deepspeed={"zero_optimization": {"stage": 3, "offload_optimizer": NVME, "offload_param": NVME}},
+        answer="cannot set weights on a drive",
+    ),
+    Row(
+        "optimizer states on a drive",
+        f"{LORA} --deepspeed DS.json",
+        TWO,
+        deepspeed={"zero_optimization": {"stage": 3, "offload_optimizer": NVME}},
+        answer="the first step fails",
     ),
     Row("a profile", f"{LORA} --deepspeed_config DS.json", FOUR, deepspeed=PROFILE),
     Row("the second machine, a file", SEVENTY_TWO_B + " --deepspeed DS.json", SECOND, deepspeed=ZERO3_FILE),
