@@ -157,8 +157,8 @@ def test_the_two_nodes_of_the_compose_file_are_one_run(container: Container, tmp
             file.writelines(f"{host.address} node{i}\n" for i, host in enumerate(hosts))
         for i, host in enumerate(hosts):
             service = compose()["services"][f"node{i}"]
-            words = ["buildah", *build.places, "run", "--isolation", "chroot", "--hostname", f"node{i}", *mounted]
-            words += ["--volume", f"{tmp_path}/hosts:/etc/hosts:ro", "--workingdir", service["working_dir"]]
+            words = ["buildah", *build.places, "run", "--isolation", "chroot", "--no-hosts", "--hostname", f"node{i}"]
+            words += [*mounted, "--volume", f"{tmp_path}/hosts:/etc/hosts:ro", "--workingdir", service["working_dir"]]
             words += [word for name, value in service["environment"].items() for word in ("--env", f"{name}={value}")]
             name = build("from", "megaswift:cpu").stdout.strip()
             started = [*container.config["Entrypoint"], *(filled_in(word, {}) for word in service["command"])]
