@@ -111,7 +111,7 @@ def token_safe_split_patterns(tokenizer: Tokenizer) -> TokenSafeSplitPatterns | 
         return None
     runs = all(_LINES in p[: p.index(_BEFORE_WORD)] for p in patterns if _BEFORE_WORD in p)
     line = f"[{NEXT}]" if runs else f"(?<=[{SOLID}]\n)[{NEXT}]"
-    parts = re.compile(f" *[^ \n]*(?:(?:(?<![{SOLID}]) +|\n(?!{line}))[^ \n]*)*+\n?")
+    parts = re.compile(f" *[^ \n]*(?:(?:(?<![{SOLID}]) +|\n(?!{line}))[^ \n]*)*\n?")
     return TokenSafeSplitPatterns(
         re.compile("(" + "|".join(map(re.escape, plain)) + ")"), parts, tuple(plain), _separator(plain)
     )

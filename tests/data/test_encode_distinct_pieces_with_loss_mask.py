@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from megaswift.data.render_chat_with_loss_spans import RenderedConversation
 from megaswift.data.token_safe_split_points import _separator, token_safe_split_patterns
 from megaswift.data.training_sample import RowError
 from tests.data.makers import TEXT, config, tokenizer
+from tests.sources import ROOT
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
@@ -318,3 +320,13 @@ def test_a_separator_is_found_wherever_it_stands() -> None:
     assert _separator(["aa", "[INST]", "[[INST]"]) == "[[INST]"
     assert _separator(["<b>", "x<"]) == "x<"  # whose end begins the first
     assert _separator(["日"]) is None
+
+
+def test_no_pattern_is_possessive() -> None:
+    """Up to Python 3.11.4 `re` can go back behind a possessive group's beginning (CPython issue 106052): Debian's
+    3.11.2 found newlines without an end."""
+    wrong = re.compile(r"[)\]}][*+?]\+|\(\?>")
+    files = {p: p.read_text(encoding="utf-8") for p in (ROOT / "megaswift").rglob("*.py")}
+    assert wrong.search(r"(?:a|b)*+") and wrong.search(r"(?>a)") and not wrong.search(r"(a)*\+?")
+    lines = [(p.name, line) for p, text in files.items() for line in text.splitlines() if "re." in line]
+    assert len(lines) > 100 and [(name, line) for name, line in lines if wrong.search(line)] == []
