@@ -14,9 +14,9 @@ from megaswift.config.launcher_table import launcher_entry
 from megaswift.config.sections import NAMES
 from megaswift.config.user_spelling import errors_as_typed
 from megaswift.data.write_in_memory_rows import dataset_option_paths
-from megaswift.entry import launch_option_mismatch_problems
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import torchrun_launcher
+from megaswift.training_command_entry import launch_option_mismatch_problems
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def _address(host: str, port: int) -> str:
 
 
 def _transformers(cfg: DeployConfig) -> int:
-    from megaswift.inference.precheck import precheck_model, require_package
+    from megaswift.inference.precheck_model_folder_and_adapters import precheck_model, require_package
 
     for package in ("fastapi", "uvicorn"):
         require_package(package, "megaswift deploy")

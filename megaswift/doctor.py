@@ -14,17 +14,22 @@ from megaswift.command_line_common import UserErrorArgumentParser
 from megaswift.config.byte_size_text import bytes_text
 from megaswift.config.transformer_engine_rules import has_transformer_engine
 from megaswift.diagnosis.compiled_extensions import extension_findings
+from megaswift.diagnosis.cpu_memory_and_open_file_limits import limit_findings
 from megaswift.diagnosis.environment_variables import HarmConditions, variable_findings
 from megaswift.diagnosis.finding import Finding, findings_json, summary_line
 from megaswift.diagnosis.gpu_devices import gpu_findings, list_gpus
 from megaswift.diagnosis.gpu_topology import topology_findings
 from megaswift.diagnosis.hubs import hub_findings
 from megaswift.diagnosis.infiniband import infiniband_findings, list_ports
-from megaswift.diagnosis.installed_software import Software, has_module, modules_to_import, probe_imports
-from megaswift.diagnosis.machine import Machine
-from megaswift.diagnosis.nodes import NodeAddress, node_findings, parse_nodes
+from megaswift.diagnosis.installed_versions_and_import_probe import (
+    Software,
+    has_module,
+    modules_to_import,
+    probe_imports,
+)
+from megaswift.diagnosis.node_reachability_and_clocks import NodeAddress, node_findings, parse_nodes
 from megaswift.diagnosis.package_requirements import requirement_findings
-from megaswift.diagnosis.process_limits import limit_findings
+from megaswift.diagnosis.read_machine_files_and_programs import Machine
 from megaswift.diagnosis.smoke_run import smoke_finding
 from megaswift.diagnosis.storage import storage_findings
 from megaswift.diagnosis.torch_build import torch_findings

@@ -185,7 +185,7 @@ def _model_problems(cfg: ExportConfig, folder: Path) -> list[Problem]:
 
 
 def _quantize(cfg: ExportConfig, target: Path) -> Path:
-    from megaswift.inference.precheck import locate_generation_model
+    from megaswift.inference.precheck_model_folder_and_adapters import locate_generation_model
 
     source = cfg.source
     weights = ModelLoadingOptions(

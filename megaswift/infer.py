@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 def _main(cfg: InferConfig, words: Sequence[str]) -> int:
     launch = requested_launch(cfg.launch, os.environ)
     if launch is not None:
-        from megaswift.inference.precheck import precheck_model
+        from megaswift.inference.precheck_model_folder_and_adapters import precheck_model
 
         precheck_model(cfg)
         code = run_in_processes(launch, words, os.environ)
@@ -77,7 +77,7 @@ def _main(cfg: InferConfig, words: Sequence[str]) -> int:
 
 
 def _run(cfg: InferConfig) -> int:
-    from megaswift.inference.precheck import precheck_model
+    from megaswift.inference.precheck_model_folder_and_adapters import precheck_model
 
     precheck_model(cfg)  # before what follows imports torch
     _start_process_group(bool(cfg.file.dataset))
@@ -92,7 +92,7 @@ def _run(cfg: InferConfig) -> int:
     if cfg.file.dataset:
         log.print_result(f"wrote {_answer_files(cfg, prepared, sampling)}")
         return 0
-    from megaswift.data.images import RowImageFolders
+    from megaswift.data.attach_and_open_row_images import RowImageFolders
 
     prompts = ChatInputRenderer(prepared, cfg.conversation, RowImageFolders(Path.cwd()))
     prompts.need_template()
@@ -110,14 +110,14 @@ def _start_process_group(has_rows: bool) -> None:
         raise ConfigError(Problem("the launcher", rule, "--dataset FILE.jsonl, or start megaswift infer directly"))
     import torch
 
-    from megaswift.engine.process_group import init_default_and_gloo_process_groups
+    from megaswift.engine.start_default_process_group import init_default_and_gloo_process_groups
 
     take_share_of_devices(torch.cuda.device_count())
     init_default_and_gloo_process_groups("gloo", PATIENCE_SECONDS)
 
 
 def _answer_files(cfg: InferConfig, prepared: ModelConfigAndTokenizer, sampling: Any) -> Path:
-    from megaswift.data.images import RowImageFolders
+    from megaswift.data.attach_and_open_row_images import RowImageFolders
     from megaswift.inference.chat_inputs import ChatInputRenderer
     from megaswift.serve.answer_prompt_file import PromptFileRun, answer_journal_with_run_fingerprint
     from megaswift.serve.prompt_file_rows import PromptRows, read_prompt_file
@@ -142,7 +142,7 @@ def _rows_of_run(cfg: InferConfig) -> frozenset[str] | None:
     source = run_config_file([*cfg.weights.adapter_folders, cfg.weights.model]) if cfg.file.load_data_args else None
     if source is None:
         return None
-    from megaswift.data.validation_row_places import validation_row_places
+    from megaswift.data.find_rows_held_out_by_training_run import validation_row_places
     from megaswift.families.model_and_tokenizer_source import tokenizer_or_processor_for
 
     run = load_run_config(source)

@@ -11,7 +11,7 @@ from pathlib import Path
 from megaswift import log
 from megaswift.clusters.cluster_and_job import SubmittedJob
 from megaswift.clusters.job_folder import submitted_jobs
-from megaswift.clusters.scheduler import scheduler_of
+from megaswift.clusters.scheduler_protocol import scheduler_of
 from megaswift.command_line_common import UserErrorArgumentParser
 from megaswift.errors import ConfigError, Problem, UserError
 

@@ -15,11 +15,16 @@ from megaswift import log
 from megaswift.atomic_disk_writes import write_atomically
 from megaswift.command_line_common import UserErrorArgumentParser
 from megaswift.config.infer_deploy_export_parser import CommandParser
-from megaswift.config.option_sources import LARGEST_FILE, read_config_file
+from megaswift.config.read_config_file_and_command_line import LARGEST_FILE, read_config_file
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.migration.command_script import migrated_command, migrated_command_script_text
-from megaswift.migration.foreign_command import WITHOUT_A_FILE, ForeignCommand, command_of_file, foreign_commands
+from megaswift.migration.migrate_infer_deploy_export_commands import migrated_command, migrated_command_script_text
 from megaswift.migration.migrated_run import MigratedRun
+from megaswift.migration.recognize_toolkit_and_task_of_command import (
+    WITHOUT_A_FILE,
+    ForeignCommand,
+    command_of_file,
+    foreign_commands,
+)
 from megaswift.migration.translate_command import migrated_run
 from megaswift.migration.write_run_file import ask_for_missing, run_file_text
 

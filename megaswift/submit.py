@@ -21,11 +21,11 @@ from megaswift import log
 from megaswift.clusters.cluster_and_job import Cluster, Job, RenderedJob, job_name
 from megaswift.clusters.clusters_file import read_cluster
 from megaswift.clusters.job_folder import jobs_folder, next_job_folder, write_job_files, write_record
-from megaswift.clusters.node_shell_lines import shell_words
-from megaswift.clusters.scheduler import Scheduler, scheduler_of
+from megaswift.clusters.node_setup_shell_lines import shell_words
+from megaswift.clusters.scheduler_protocol import Scheduler, scheduler_of
 from megaswift.command_line_common import UserErrorArgumentParser
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.option_sources import read_command_line, read_config_file
+from megaswift.config.read_config_file_and_command_line import read_command_line, read_config_file
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.launchers.nccl_preset import ONE_NODE
 from megaswift.parallel.layout import PROCESSES
@@ -165,7 +165,7 @@ def _missing_variable_problems(job: Job) -> list[Problem]:
 def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> None:
     """Layout, and where the cluster sees this machine's files, model, data and output directory too."""
     from megaswift.parallel.layout import size_problems
-    from megaswift.parallel.layout_rules import LayoutRequest
+    from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
     from megaswift.trainers.preflight import layout_data_output_problems
 
     world = job.nodes * job.processes_per_node

@@ -74,10 +74,10 @@ def lengths_of(args: argparse.Namespace) -> dict[str, float]:
 def megaswift(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
     """The engine, batches as the loader makes them, the reference as the trainer asks it."""
     from megaswift.data.collate import Document, PaddingShape
-    from megaswift.data.preference_batches import collate_preferences
+    from megaswift.data.collate_preference_batches import collate_preferences
     from megaswift.losses.dpo import DPO
     from megaswift.losses.dpo_loss_types import DpoSettings
-    from megaswift.trainers.batch_transforms import ReferenceLogprobs, with_field
+    from megaswift.trainers.add_preference_loss_fields_to_batches import ReferenceLogprobs, with_field
 
     def document(prompt: list[int], answer: list[int]) -> Document:
         mask = np.array([0] * len(prompt) + [1] * len(answer), dtype=np.uint8)

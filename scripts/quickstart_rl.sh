@@ -32,7 +32,7 @@ run "$algorithm" 128 --model "$out/sft/hf" --reward_funcs "$quick/exact_match_re
   --generation_batch_size 256 --rollout_batch_size 256 --lr_scheduler_type constant --warmup_steps 5 --output_dir "$out/$algorithm"
 
 echo "== 4/4  rewards, and the export, reloaded with transformers"
-"$env/bin/python" "$quick/mean_completion_rewards.py" "$out/$algorithm/completions.jsonl"
+"$env/bin/python" "$quick/mean_reward_of_first_and_last_steps.py" "$out/$algorithm/completions.jsonl"
 "$env/bin/python" "$quick/ask.py" "$out/$algorithm/hf" "$quick/data/heldout.jsonl" --show 3 --before "$out/sft/hf"
 
 cat <<END

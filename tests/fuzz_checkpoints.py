@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save as save_tensors
 
-from megaswift.bridge.hf_source import HfSource
+from megaswift.bridge.hf_safetensors_source import HfSource
 from megaswift.bridge.torch_dist_chunk_io import SavedChunk, write_checkpoint_metadata
 from megaswift.bridge.torch_dist_source import TorchDistSource
 from megaswift.bridge.torch_save_tensor_file_format import torch_save_zip_frame

@@ -9,7 +9,12 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-PRELOAD = ["torch", "torch.distributed", "megaswift.trainers.lost_rank", "megaswift.engine.process_group"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "megaswift.trainers.failed_collective_diagnosis_and_stacks",
+    "megaswift.engine.start_default_process_group",
+]
 
 
 def rank_context() -> ForkServerContext:

@@ -147,7 +147,7 @@ def test_every_cluster_of_the_example_is_read() -> None:
     import yaml
 
     from megaswift.clusters.clusters_file import read_cluster
-    from megaswift.clusters.scheduler import scheduler_of
+    from megaswift.clusters.scheduler_protocol import scheduler_of
 
     for name in yaml.safe_load(CLUSTERS.read_text(encoding="utf-8"))["clusters"]:
         cluster = read_cluster(name, str(CLUSTERS), {})

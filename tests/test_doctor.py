@@ -10,7 +10,7 @@ import pytest
 
 from megaswift import doctor
 from megaswift.cli import main
-from megaswift.diagnosis.installed_software import Software, installed_versions
+from megaswift.diagnosis.installed_versions_and_import_probe import Software, installed_versions
 from megaswift.errors import ConfigError
 from tests.diagnosis.test_torch_build import CUDA
 from tests.test_cli import HEAVY, ran

@@ -32,7 +32,7 @@ IMPORT_NAMES = {
 FORBIDDEN_IMPORTS = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 PICKLE_ALLOWED = {
     "megaswift/bridge/torch_dist_chunk_io.py": "writes the format's own tables",
-    "megaswift/bridge/torch_dist_index.py": "the format's own tables, by an Unpickler that knows their classes only",
+    "megaswift/bridge/read_torch_dist_metadata.py": "the format's own tables, by an Unpickler for their classes",
     "megaswift/bridge/torch_save_tensor_file_format.py": (
         "the description of one tensor in that format, by an Unpickler that calls nothing"
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift import entry, train
+from megaswift import train, training_command_entry
 from megaswift.cli import main
 from tests.sources import ROOT
 
@@ -61,7 +61,7 @@ def test_an_entry_file_as_a_module(
 def test_the_options_name_the_task(words: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.yaml").write_text("task: orpo\nmodel: m\n")
     started: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(entry, "main", lambda task, words: started.append((task, words)) or 0)
+    monkeypatch.setattr(training_command_entry, "main", lambda task, words: started.append((task, words)) or 0)
     typed = ["--model", "m", *words.format(file=tmp_path / "run.yaml").split()]
     assert main(["train", *typed]) == 0 and started == [(task, typed)]
 

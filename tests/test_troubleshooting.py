@@ -16,12 +16,12 @@ import torch.distributed as dist
 from megaswift import bench
 from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
-from megaswift.engine import process_group
+from megaswift.engine import start_default_process_group
 from megaswift.errors import ConfigError, UserError
 from megaswift.launchers.torchrun_agent import WorkerFailure, failure_text
 from megaswift.launchers.torchrun_launcher import port_in_use_problems
 from megaswift.launchers.wait_for_nodes import wait_for_nodes
-from megaswift.trainers import lost_rank
+from megaswift.trainers import failed_collective_diagnosis_and_stacks
 from megaswift.trainers.out_of_memory import out_of_memory_error
 from tests import test_checkpoint
 from tests.sources import ROOT
@@ -89,13 +89,17 @@ def test_steps_that_are_not_finite(tmp_path: Path) -> None:
 
 def lost_rank_message(monkeypatch: pytest.MonkeyPatch, folder: Path, late: bool) -> str:
     """Rank 0 of 8 speaks; rank 3 hangs, or has ended."""
-    monkeypatch.setattr(lost_rank, "GRACE_SECONDS", 0)
-    monkeypatch.setattr(lost_rank, "distributed", SimpleNamespace(global_rank=lambda: 0, global_world_size=lambda: 8))
-    monkeypatch.setattr(lost_rank, "_store", dist.HashStore)
-    monkeypatch.setattr(lost_rank, "_gave_up", lambda rank: rank != 3)
-    monkeypatch.setattr(lost_rank, "_ask", lambda rank: late)
+    monkeypatch.setattr(failed_collective_diagnosis_and_stacks, "GRACE_SECONDS", 0)
+    monkeypatch.setattr(
+        failed_collective_diagnosis_and_stacks,
+        "distributed",
+        SimpleNamespace(global_rank=lambda: 0, global_world_size=lambda: 8),
+    )
+    monkeypatch.setattr(failed_collective_diagnosis_and_stacks, "_store", dist.HashStore)
+    monkeypatch.setattr(failed_collective_diagnosis_and_stacks, "_gave_up", lambda rank: rank != 3)
+    monkeypatch.setattr(failed_collective_diagnosis_and_stacks, "_ask", lambda rank: late)
     error = RuntimeError("Timed out waiting 600000ms" if late else "Connection closed by peer")
-    return lost_rank.explain_lost_rank(error, folder / "out", 600.0).message()
+    return failed_collective_diagnosis_and_stacks.explain_lost_rank(error, folder / "out", 600.0).message()
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -105,9 +109,12 @@ def test_a_rank_that_hangs_or_ended(late: bool, tmp_path: Path, monkeypatch: pyt
 
 def test_a_missing_rank(tmp_path: Path) -> None:
     store = dist.HashStore()
-    store.set(f"{process_group.ARRIVED}0", f"{socket.gethostname()} (process 4711)")
+    store.set(f"{start_default_process_group.ARRIVED}0", f"{socket.gethostname()} (process 4711)")
     check(
-        process_group.MissingRanksError(process_group._missing_rank_problem(store, [3], 8, 600.0)).message(), tmp_path
+        start_default_process_group.MissingRanksError(
+            start_default_process_group._missing_rank_problem(store, [3], 8, 600.0)
+        ).message(),
+        tmp_path,
     )
 
 

@@ -4,8 +4,8 @@ step."""
 from megaswift.bridge.dequantized_hf_source import open_hf_weights
 from megaswift.bridge.hf_export import HfExportOptions, write_hf_export
 from megaswift.bridge.hf_megatron_weight_plan import PlanEntry, WeightPlan
+from megaswift.bridge.hf_safetensors_source import HfSource, TensorMeta
 from megaswift.bridge.hf_safetensors_writer import HfWriter
-from megaswift.bridge.hf_source import HfSource, TensorMeta
 
 __all__ = [
     "PlanEntry",

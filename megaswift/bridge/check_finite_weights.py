@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megaswift import log
-from megaswift.bridge.hf_source import INDEX, SINGLE, HfSource
+from megaswift.bridge.hf_safetensors_source import INDEX, SINGLE, HfSource
 from megaswift.errors import Problem, WeightsError
 
 CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

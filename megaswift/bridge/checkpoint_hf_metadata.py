@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megaswift.atomic_disk_writes import fsync_path
-from megaswift.bridge.safetensors_header import DTYPE_NAMES, DTYPES
+from megaswift.bridge.read_safetensors_header import DTYPE_NAMES, DTYPES
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.quantization_schemes import config_without_quantization
 

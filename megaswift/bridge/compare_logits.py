@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megaswift.bridge.bitsandbytes_load_config import disable_4bit_cpu_repacking
 from megaswift.bridge.compare_weights import WeightComparisonSide
-from megaswift.bridge.hf_source import HfSource
+from megaswift.bridge.hf_safetensors_source import HfSource
 from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.errors import ConfigError, Problem, WeightsError, first_line
 

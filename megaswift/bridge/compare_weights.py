@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megaswift.bridge.file_tensor import bytes_view
 from megaswift.bridge.hf_megatron_weight_plan import INV_FREQ, TIED_HEAD
-from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.streaming_folder_job import read_tensor_blocks, split_region_into_blocks
 from megaswift.errors import Problem, WeightsError

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.file_tensor import empty_releasable_tensor
-from megaswift.bridge.hf_source import HfSource, Slices, Span, WeightSource, slice_bounds_per_dim
-from megaswift.bridge.safetensors_header import DTYPE_NAMES
+from megaswift.bridge.hf_safetensors_source import HfSource, Slices, Span, WeightSource, slice_bounds_per_dim
+from megaswift.bridge.read_safetensors_header import DTYPE_NAMES
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import read_config_json
 from megaswift.families.quantization_schemes import FIELD, Fp8Scheme, Scheme, scheme_of, unreadable_quantization_problem

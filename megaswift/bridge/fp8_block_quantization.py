@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
-from megaswift.bridge.hf_source import TensorMeta, WeightSource
+from megaswift.bridge.hf_safetensors_source import TensorMeta, WeightSource
 from megaswift.bridge.streaming_folder_job import BLOCK, read_tensor_blocks
 
 SIDE = 128

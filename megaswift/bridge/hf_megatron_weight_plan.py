@@ -15,12 +15,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megaswift.bridge.hf_source import TensorMeta, TensorSource, WeightSource
+from megaswift.bridge.hf_safetensors_source import TensorMeta, TensorSource, WeightSource
 from megaswift.errors import Problem, WeightsError
+from megaswift.families.expand_weight_table_and_shard_shapes import expand_weight_table, format_rule_name, shard_shape
 from megaswift.families.family import Family
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.weight_rules import Shard, SliceMap, TensorParallelShard, WeightRule, shard_dim
-from megaswift.families.weight_table_on_ranks import expand_weight_table, format_rule_name, shard_shape
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 SHOWN = 8

@@ -26,9 +26,9 @@ from torch import Tensor
 from megaswift.atomic_disk_writes import fsync_tree, replace_folder
 from megaswift.bridge.checkpoint_hf_metadata import copy_tokenizer_and_template_files
 from megaswift.bridge.file_tensor import bytes_view
-from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta
+from megaswift.bridge.hf_safetensors_source import INDEX, SINGLE, TensorMeta
+from megaswift.bridge.read_safetensors_header import DTYPE_NAMES
 from megaswift.bridge.resumable_folder import check_disk_space, recover_and_check_target
-from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.quantization_schemes import FIELD, config_without_quantization
 

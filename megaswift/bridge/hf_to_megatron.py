@@ -25,18 +25,18 @@ from megaswift.bridge import streaming_folder_job, torch_dist_chunk_io, torch_sa
 from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.dequantized_hf_source import open_hf_weights
 from megaswift.bridge.hf_megatron_weight_plan import PlanEntry, WeightPlan
-from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.bridge.sharded_state_dict_entries import KEPT, sharded_state_dict_entry
 from megaswift.bridge.streaming_folder_job import FolderJob, TensorJob, read_tensor_blocks, split_region_into_blocks
 from megaswift.bridge.torch_dist_chunk_io import SavedChunk
 from megaswift.errors import CheckpointError, LayoutError, Problem
 from megaswift.families import family_of, load_spec
 from megaswift.families.checkpoint_folder import MODEL, find_checkpoint
+from megaswift.families.expand_weight_table_and_shard_shapes import padded_vocabulary_size
 from megaswift.families.model_spec import ModelSpec
 from megaswift.families.weight_rules import TensorParallelShard, shard_dim
-from megaswift.families.weight_table_on_ranks import padded_vocabulary_size
 from megaswift.parallel.layout_checks import layout_problems
-from megaswift.parallel.layout_rules import LayoutRequest
+from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.version import __version__
 

@@ -19,8 +19,8 @@ from megaswift.bridge.adapter_plan import ADAPTER, SAVED
 from megaswift.bridge.checkpoint_hf_metadata import read_original_tensor_dtypes
 from megaswift.bridge.file_tensor import empty_releasable_tensor
 from megaswift.bridge.hf_megatron_weight_plan import SHOWN, PlanEntry, WeightPlan
-from megaswift.bridge.hf_source import Slices, Span, slice_bounds_per_dim
-from megaswift.bridge.safetensors_header import DTYPE_NAMES
+from megaswift.bridge.hf_safetensors_source import Slices, Span, slice_bounds_per_dim
+from megaswift.bridge.read_safetensors_header import DTYPE_NAMES
 from megaswift.bridge.sharded_state_dict_entries import KEPT, MAIN, STATES
 from megaswift.bridge.torch_dist_source import TorchDistSource
 from megaswift.errors import CheckpointError, Problem

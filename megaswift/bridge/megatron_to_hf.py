@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from megaswift.bridge import resumable_hf_folder_writer
+from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES
-from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.open_weight_source import open_checkpoint_weight_source
 from megaswift.bridge.resumable_hf_folder_writer import HfFolderPlan
 from megaswift.bridge.streaming_folder_job import file_change_stamps, read_tensor_blocks

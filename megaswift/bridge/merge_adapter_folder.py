@@ -17,8 +17,8 @@ from torch import Tensor
 from megaswift.bridge import merge_by_peft, resumable_hf_folder_writer
 from megaswift.bridge.adapter_plan import HALVES, AdapterPlan, ModuleAdapterSpec, dora_row_scale
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
+from megaswift.bridge.hf_safetensors_source import TensorMeta, WeightSource
 from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES
-from megaswift.bridge.hf_source import TensorMeta, WeightSource
 from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import PeftFolder

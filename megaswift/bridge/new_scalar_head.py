@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift.bridge.hf_source import Slices, WeightSource
+from megaswift.bridge.hf_safetensors_source import Slices, WeightSource
 from megaswift.families.model_spec import ModelSpec
 
 NEW = "score.weight"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megaswift.bridge.dequantized_hf_source import open_hf_weights
-from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.bridge.megatron_checkpoint_as_hf_source import MegatronSource
 from megaswift.bridge.torch_engine_step_source import TorchStepSource
 from megaswift.errors import CheckpointError, Problem, missing_path_hint

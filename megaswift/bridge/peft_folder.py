@@ -37,7 +37,7 @@ from megaswift.bridge.peft_expert_stacks import (
     per_expert_lora_readers,
     target_parameter_of_expert_module,
 )
-from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_safetensors_header
+from megaswift.bridge.read_safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_safetensors_header
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.families.adapter_folder import CLASSIFIER_TASK, CONFIG, LANGUAGE_TASK, TENSORS
 from megaswift.families.adapter_target_modules import (

@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from megaswift.bridge import streaming_folder_job
+from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.bridge.hf_safetensors_writer import (
     add_quantization_config,
     plan_safetensors_shards,
     tensor_nbytes,
     write_non_tensor_files,
 )
-from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.streaming_folder_job import FolderJob, TensorJob
 from megaswift.version import __version__
 

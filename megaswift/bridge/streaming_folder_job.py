@@ -24,7 +24,7 @@ from tqdm import tqdm
 from megaswift import log
 from megaswift.bridge.check_finite_weights import all_values_finite, warn_non_finite_written
 from megaswift.bridge.file_tensor import bytes_view
-from megaswift.bridge.hf_source import Span, WeightSource
+from megaswift.bridge.hf_safetensors_source import Span, WeightSource
 from megaswift.bridge.resumable_folder import ResumableFolder
 
 BLOCK = 1 << 24

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megaswift.bridge import torch_dist_index, torch_save_tensor_file_format
+from megaswift.bridge import read_torch_dist_metadata, torch_save_tensor_file_format
 from megaswift.bridge.file_tensor import FileTensor, OpenFileReader, empty_releasable_tensor
 from megaswift.errors import CheckpointError, Problem
 
@@ -51,11 +51,11 @@ class TorchDistSource:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        index = torch_dist_index.read_torch_dist_metadata(self.directory)
+        index = read_torch_dist_metadata.read_torch_dist_metadata(self.directory)
         problems = (
             [index]
             if isinstance(index, Problem)
-            else torch_dist_index.missing_or_short_file_problems(self.directory, index)
+            else read_torch_dist_metadata.missing_or_short_file_problems(self.directory, index)
         )
         if problems:
             raise CheckpointError(problems)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.checkpoint_hf_metadata import read_original_tensor_dtypes
-from megaswift.bridge.hf_source import HfSource, Slices
-from megaswift.bridge.safetensors_header import DTYPE_NAMES
+from megaswift.bridge.hf_safetensors_source import HfSource, Slices
+from megaswift.bridge.read_safetensors_header import DTYPE_NAMES
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointTensorAndModelPaths
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
-from megaswift.bridge.hf_source import INDEX
+from megaswift.bridge.hf_safetensors_source import INDEX
 from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.errors import Problem, WeightsError
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.bridge.hf_export import folder_has_weights
+from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.bridge.hf_safetensors_writer import MAX_SHARD_BYTES, HfWriter
-from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.families.family import read_config_json
 from megaswift.families.quantization_schemes import unreadable_quantization_problem

@@ -17,7 +17,7 @@ from megaswift.version import __version__
 
 def _train(task: str) -> Callable[[list[str]], int]:
     def command(argv: list[str]) -> int:
-        from megaswift.entry import main as train
+        from megaswift.training_command_entry import main as train
 
         return train(task, argv)
 

@@ -12,7 +12,7 @@ import yaml
 from megaswift.clusters.cluster_and_job import Cluster
 from megaswift.clusters.cluster_options import ENVIRONMENT_NAME, options_of_launcher
 from megaswift.clusters.scheduler_table import SCHEDULERS
-from megaswift.config.option_sources import LARGEST_FILE
+from megaswift.config.read_config_file_and_command_line import LARGEST_FILE
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, first_line
 from megaswift.redaction import is_secret
 

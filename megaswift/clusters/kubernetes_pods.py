@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from megaswift.clusters.cluster_and_job import RUN_FILE, Job
-from megaswift.clusters.node_shell_lines import shell_words
+from megaswift.clusters.node_setup_shell_lines import shell_words
 
 RUN_FOLDER = "/etc/megaswift"
 """Where the configuration is mounted."""

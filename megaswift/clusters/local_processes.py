@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
-from megaswift.clusters.node_shell_lines import HEADER, preparation_lines, shell_words
+from megaswift.clusters.node_setup_shell_lines import HEADER, preparation_lines, shell_words
 from megaswift.errors import ConfigError, Problem
 
 SCRIPT, START, LOG = "job.sh", "start.sh", "job.log"

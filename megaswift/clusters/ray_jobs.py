@@ -22,7 +22,7 @@ from megaswift.clusters.kubernetes_pods import (
     pod_spec,
     run_config_map,
 )
-from megaswift.clusters.node_shell_lines import shell_words
+from megaswift.clusters.node_setup_shell_lines import shell_words
 from megaswift.errors import Problem
 
 MANIFEST, RUNTIME = "job.yaml", "runtime_env.yaml"

@@ -1,6 +1,6 @@
 """Every value of `launcher:` in clusters.yaml: the module that renders and submits jobs there.
 
-Each module has an object `SCHEDULER` (`megaswift.clusters.scheduler`).
+Each module has an object `SCHEDULER` (`megaswift.clusters.scheduler_protocol`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
-from megaswift.clusters.node_shell_lines import HEADER, preparation_lines, shell_words
+from megaswift.clusters.node_setup_shell_lines import HEADER, preparation_lines, shell_words
 from megaswift.errors import EXPLAINED, ConfigError, Problem
 
 SCRIPT = "job.sh"

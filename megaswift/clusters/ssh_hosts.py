@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
 from megaswift.clusters.cluster_options import SAFE
-from megaswift.clusters.node_shell_lines import HEADER, preparation_lines, shell_words
+from megaswift.clusters.node_setup_shell_lines import HEADER, preparation_lines, shell_words
 from megaswift.config.hostfile import read_hostfile
 from megaswift.config.launcher_environment import DEFAULT_PORT
 from megaswift.errors import ConfigError, Problem

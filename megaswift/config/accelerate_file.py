@@ -21,7 +21,7 @@ from megaswift.config.accelerate_model_parallelism import (
     variables_of_section,
 )
 from megaswift.config.accelerate_options import options_from_accelerate_environment, settings_without_effect
-from megaswift.config.option_sources import ConfigSource, GivenOptionValue
+from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
 from megaswift.config.read_option_json_file import read_option_object
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 

@@ -18,8 +18,8 @@ from megaswift.config.accelerate_model_parallelism import (
     splits_model,
 )
 from megaswift.config.engine import FSDP_STRATEGY_OF_SPELLING, NO_SHARD, NOTHING_WRAPPED, PREFETCH_SPELLINGS
-from megaswift.config.option_sources import ConfigSource, GivenOptionValue
 from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem
 

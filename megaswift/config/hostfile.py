@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from megaswift.config.launcher_environment import is_launched_worker
-from megaswift.config.option_sources import ConfigSource, GivenOptionValue
+from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
 from megaswift.config.sections import NAMES
 from megaswift.config.translated_options import RENAMED
 from megaswift.errors import ConfigError, Problem

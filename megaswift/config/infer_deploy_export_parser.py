@@ -18,23 +18,23 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from megaswift import log
 from megaswift.command_line_common import HELP
 from megaswift.config.help_page import option_lines, section_heading
-from megaswift.config.inference_other_names import (
+from megaswift.config.launcher_environment import CHECKED
+from megaswift.config.merge_config_sources import ResolveState, set_option_value, unknown_option_problem
+from megaswift.config.neutral_and_unsupported_inference_options import (
     NEUTRAL_OF,
     VALUES_ELSEWHERE_OF_INFERENCE,
     inference_option_advice,
     translated_inference_options,
 )
-from megaswift.config.launcher_environment import CHECKED
-from megaswift.config.merge_config_sources import ResolveState, set_option_value, unknown_option_problem
 from megaswift.config.neutral_options import NeutralOption, neutral_notice
 from megaswift.config.option import OptionTable, build_option_table
-from megaswift.config.option_sources import (
+from megaswift.config.parse_option_values import FALSE
+from megaswift.config.read_config_file_and_command_line import (
     GivenOptionValue,
     read_command_line,
     read_config_file,
     secret_values_of,
 )
-from megaswift.config.parse_option_values import FALSE
 from megaswift.config.unread_variables import unread_variables_notices
 from megaswift.config.user_spelling import TypedOption, errors_as_typed, problems_as_typed
 from megaswift.errors import ConfigError, Problem

@@ -30,8 +30,8 @@ from megaswift.config.inference_backend import (
     json_object,
 )
 from megaswift.config.inference_run_files import ADAPTER_CONFIG, adapter_config
-from megaswift.config.option_sources import DATA_SUFFIXES
 from megaswift.config.parse_device_map_options import AUTOMATIC, DISK, parse_device_map, parse_max_memory
+from megaswift.config.read_config_file_and_command_line import DATA_SUFFIXES
 from megaswift.errors import Problem
 
 TOKEN_VARIABLE = "MEGASWIFT_API_KEY"

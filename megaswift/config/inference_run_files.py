@@ -22,7 +22,7 @@ from megaswift.config.inference import (
     PromptFileOptions,
     split_adapter_name,
 )
-from megaswift.config.option_sources import CONFIG_HEADER
+from megaswift.config.read_config_file_and_command_line import CONFIG_HEADER
 from megaswift.config.swift_config import SwiftConfig, load_config
 from megaswift.config.user_spelling import TypedOption
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from megaswift.config.option_sources import GivenOptionValue
+from megaswift.config.read_config_file_and_command_line import GivenOptionValue
 
 ARCHITECTURE = (
     "num_layers",

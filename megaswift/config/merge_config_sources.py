@@ -1,7 +1,7 @@
 """Sources in order of weight to one checked set of sections; all mistakes of all sources in one ConfigError.
 
-Owns precedence, spellings and task names. Reading is `option_sources.py`, values are `parse_option_values.py`, meaning
-is `apply_all_option_rules.py`.
+Owns precedence, spellings and task names. Reading is `read_config_file_and_command_line.py`, values are
+`parse_option_values.py`, meaning is `check_all_option_rules.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from megaswift.config.accelerate_file import expand_accelerate_files
 from megaswift.config.adapter_rules import train_type_defaults
 from megaswift.config.advice_for_foreign_options import NAMES_ELSEWHERE, foreign_option_advice, foreign_value_advice
-from megaswift.config.apply_all_option_rules import (
+from megaswift.config.check_all_option_rules import (
     BATCH,
     broken_option_rules,
     ignored_option_names,
@@ -29,7 +29,6 @@ from megaswift.config.megatron_extra_kwargs import transformer_config_option
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
 from megaswift.config.neutral_options import NeutralOption, neutral_notice, neutral_option
 from megaswift.config.option import Option
-from megaswift.config.option_sources import ConfigSource, GivenOptionValue, secret_values_of
 from megaswift.config.options_from_deepspeed_json import source_from_deepspeed_file
 from megaswift.config.parse_option_values import (
     FALSE,
@@ -38,6 +37,7 @@ from megaswift.config.parse_option_values import (
     parse_option_value,
     resets_number_to_default,
 )
+from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue, secret_values_of
 from megaswift.config.rl_conflict_rules import missing_reward_problems
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections
 from megaswift.config.translated_options import KNOWN_KEYS, translated_options

@@ -17,7 +17,7 @@ from megaswift.config.deepspeed_json import (
     read_deepspeed_json,
 )
 from megaswift.config.engine import ZERO
-from megaswift.config.option_sources import ConfigSource, GivenOptionValue
+from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
 from megaswift.config.sections import NAMES
 from megaswift.config.translated_options import RENAMED
 from megaswift.errors import ConfigError

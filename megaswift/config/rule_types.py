@@ -1,5 +1,5 @@
 """Types of rules about options: an option without effect, and conflicting options. The rules are in
-`apply_all_option_rules.py`."""
+`check_all_option_rules.py`."""
 
 from __future__ import annotations
 

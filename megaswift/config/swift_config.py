@@ -9,10 +9,10 @@ from typing import Any
 
 from megaswift.config.accelerate_options import options_from_accelerate_environment
 from megaswift.config.adapter_rules import train_type_defaults
-from megaswift.config.apply_all_option_rules import ignored_option_names
+from megaswift.config.check_all_option_rules import ignored_option_names
 from megaswift.config.launcher_environment import is_launched_worker
 from megaswift.config.merge_config_sources import checked_sections_from_sources
-from megaswift.config.option_sources import (
+from megaswift.config.read_config_file_and_command_line import (
     ConfigSource,
     launch_source_from_environment,
     read_command_line,

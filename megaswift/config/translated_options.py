@@ -18,8 +18,8 @@ from megaswift.config.fsdp_spellings import translated_fsdp_options
 from megaswift.config.megatron_architecture_options import with_collected_architecture
 from megaswift.config.neutral_options import NEUTRAL, neutral_option
 from megaswift.config.non_lora_peft_methods import VARIANTS
-from megaswift.config.option_sources import GivenOptionValue
 from megaswift.config.parse_option_values import FALSE, TRUE
+from megaswift.config.read_config_file_and_command_line import GivenOptionValue
 from megaswift.config.sections import NAMES
 from megaswift.errors import ConfigError
 

@@ -14,11 +14,12 @@ from megaswift import log
 from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES, RL
 from megaswift.data import vocab_check
 from megaswift.data.collate import PaddingShape
+from megaswift.data.collate_preference_batches import PreferenceCollator, PreferenceDataset
 from megaswift.data.coordinate_token_cache_build import data_cache_folder
 from megaswift.data.encode_preferences import PreferenceEncoder
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, encode_spec
 from megaswift.data.epoch_order import EpochOrder
-from megaswift.data.gather_and_truncate_documents import (
+from megaswift.data.gather_and_truncate_dataset_documents import (
     Documents,
     apply_truncation_strategy,
     gather_documents,
@@ -40,7 +41,6 @@ from megaswift.data.loader import (
     TokenStoreBatchSource,
     make_document_rows,
 )
-from megaswift.data.preference_batches import PreferenceCollator, PreferenceDataset
 from megaswift.data.stream_batches import StreamBatchSource, StreamOptions, StreamRowProcessor
 from megaswift.data.stream_encode_and_pack_rows import StreamRowEncoderAndPacker
 from megaswift.data.stream_preferences import PreferenceStreamProcessor

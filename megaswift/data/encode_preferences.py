@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from megaswift.config.data import PREFERENCES, RL
+from megaswift.data.attach_and_open_row_images import reject_images
 from megaswift.data.encode_prompts import PromptEncoder
 from megaswift.data.encode_rows import BATCH, SHOWN, EncodedRows, EncodeSpec, RowEncoder, malformed_row_problem
 from megaswift.data.encode_vision_row_tokens import VisionRowTokenEncoder
 from megaswift.data.formats import recognize_format
-from megaswift.data.images import reject_images
 from megaswift.data.preference_rows import (
     EMPTY,
     IDENTICAL,
@@ -30,7 +30,7 @@ from megaswift.data.preference_rows import (
 from megaswift.data.render_chat_with_loss_spans import RenderedConversation
 from megaswift.data.resolve_dataset_files import FilePart
 from megaswift.data.row_readers import LocatedRow
-from megaswift.data.training_sample import RowError, with_default_system_message
+from megaswift.data.untokenized_sample_and_row_checks import RowError, with_default_system_message
 from megaswift.errors import Problem
 
 Side = tuple[np.ndarray, np.ndarray]

@@ -17,11 +17,11 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
 from megaswift.config.data import CHATS
+from megaswift.data.attach_and_open_row_images import reject_images
 from megaswift.data.columns import fill_self_cognition_name_placeholders, rename_columns
 from megaswift.data.coordinate_token_cache_build import data_cache_folder
 from megaswift.data.encode_distinct_pieces_with_loss_mask import DistinctPieceEncoder
 from megaswift.data.formats import parse_sample
-from megaswift.data.images import reject_images
 from megaswift.data.load_tokenizer import backend_tokenizer_from_json
 from megaswift.data.read_template_and_system import read_system_message
 from megaswift.data.render_chat_with_loss_spans import (
@@ -31,10 +31,10 @@ from megaswift.data.render_chat_with_loss_spans import (
     load_chat_templates,
 )
 from megaswift.data.resolve_dataset_files import FilePart
-from megaswift.data.row_counts import EMPTY_ANSWERS
+from megaswift.data.row_count_names_and_texts import EMPTY_ANSWERS
 from megaswift.data.row_readers import LocatedRow
 from megaswift.data.token_safe_split_points import token_safe_split_patterns
-from megaswift.data.training_sample import RowError, UntokenizedSample, with_default_system_message
+from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample, with_default_system_message
 from megaswift.data.vision_processor import Processor, ProcessorFolderWithDigest, tokenizer_of_tokenizer_or_processor
 from megaswift.errors import DataError, Problem
 

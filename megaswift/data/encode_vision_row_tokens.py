@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from megaswift.data.attach_and_open_row_images import RowImageFolders, attach_images, open_image
 from megaswift.data.encode_rows import EncodeSpec, RowEncoder, reject_lone_surrogates
-from megaswift.data.images import RowImageFolders, attach_images, open_image
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, RenderedConversation
 from megaswift.data.vision_processor import ImageExpandedConversation, Processor
 from megaswift.errors import DataError, Problem

@@ -2,7 +2,7 @@
 
 Owns what truncation means for a unit, and that no unit is left that teaches nothing: without a label, without a prompt,
 or with the same tokens twice. `#rows`, the store behind it and the split for evaluation are those of
-`gather_and_truncate_documents.py`."""
+`gather_and_truncate_dataset_documents.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megaswift.data.encode_preferences import Side, first_labeled_token
-from megaswift.data.gather_and_truncate_documents import (
+from megaswift.data.gather_and_truncate_dataset_documents import (
     Documents,
     cut_tokens,
     document_file_and_line,

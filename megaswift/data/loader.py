@@ -16,7 +16,7 @@ import numpy as np
 
 from megaswift.data.collate import Document, PaddingShape, collate_packed, collate_rows
 from megaswift.data.epoch_order import EpochOrder
-from megaswift.data.gather_and_truncate_documents import Documents
+from megaswift.data.gather_and_truncate_dataset_documents import Documents
 from megaswift.data.packing import Packing, padded_lengths
 from megaswift.data.repack_remaining_rows import (
     PackingParameters,

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from megaswift.data.assistant_turns import REASONING
-from megaswift.data.row_counts import EMPTY_ANSWERS, UNUSED_SYSTEM, UNUSED_TOOLS
-from megaswift.data.training_sample import RowError, UntokenizedSample
+from megaswift.data.locate_assistant_turns_in_rendered_text import REASONING
+from megaswift.data.row_count_names_and_texts import EMPTY_ANSWERS, UNUSED_SYSTEM, UNUSED_TOOLS
+from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample
 
 _Message = Mapping[str, Any]
 _Render = Callable[[Sequence[_Message], Any], str | None]

@@ -2,7 +2,7 @@
 
 Owns rendering (always transformers' own, so that the text is what `apply_chat_template` gives) and the choice of turns
 by `loss_scale` and the rows' `loss` flags. Finding turns in templates without `{% generation %}` belongs to
-`assistant_turns.py`; tokens belong to `encode_rows.py`.
+`locate_assistant_turns_in_rendered_text.py`; tokens belong to `encode_rows.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megaswift.data.assistant_turns import AssistantTurnFinder
 from megaswift.data.jinja_sandbox_limits import REFUSED, TemplateLimitExceeded, install_template_limits
+from megaswift.data.locate_assistant_turns_in_rendered_text import AssistantTurnFinder
 from megaswift.data.parts_that_template_renders import RenderedPartsProbe
 from megaswift.data.read_template_and_system import read_template
-from megaswift.data.training_sample import RowError, UntokenizedSample
+from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample
 from megaswift.errors import DataError, Problem, first_line
 
 install_template_limits()

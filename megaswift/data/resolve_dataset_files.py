@@ -1,8 +1,8 @@
 """Data set specifications, local files, and rows with their positions in files.
 
 Owns `path#500`, `path:subset`, folders, the file kinds (JSONL, JSON, CSV, Parquet, text) and cutting files into parts
-that worker processes read on their own. Ids on a hub belong to `download_hub_datasets.py`; what the columns mean
-belongs to `formats/`.
+that worker processes read on their own. Ids on a hub belong to `download_hf_datasets_as_parquet.py`; what the columns
+mean belongs to `formats/`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megaswift.data.gather_and_truncate_documents import Documents
+from megaswift.data.gather_and_truncate_dataset_documents import Documents
 from megaswift.data.token_store import TokenStore
 from megaswift.errors import DataError, Problem
 

@@ -20,7 +20,7 @@ from megaswift import log
 from megaswift.config.sections import Sections
 from megaswift.data.build_batch_sources import data_seed
 from megaswift.data.epoch_order import EpochOrder
-from megaswift.data.gather_and_truncate_documents import (
+from megaswift.data.gather_and_truncate_dataset_documents import (
     Documents,
     cut_tokens,
     document_file_and_line,

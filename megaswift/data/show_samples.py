@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.option_sources import normalize_name, read_command_line
+from megaswift.config.read_config_file_and_command_line import normalize_name, read_command_line
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS
-from megaswift.data.row_counts import row_count_texts
+from megaswift.data.row_count_names_and_texts import row_count_texts
 from megaswift.errors import DataError, Problem, did_you_mean_hint
 from megaswift.log import count_text, info
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from megaswift.data.gather_and_truncate_documents import Documents
+    from megaswift.data.gather_and_truncate_dataset_documents import Documents
 
 USAGE = """\
 megaswift data show DATASET... --model DIR [options]

@@ -19,7 +19,7 @@ import numpy as np
 
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.resolve_dataset_files import DatasetFiles
-from megaswift.data.row_counts import NOTES
+from megaswift.data.row_count_names_and_texts import NOTES
 from megaswift.data.row_readers import LocatedRow
 from megaswift.data.stream_cursor import Cursor, StreamFractionalEpoch, read_from_cursor
 from megaswift.data.vocab_check import check_batch_token_ids

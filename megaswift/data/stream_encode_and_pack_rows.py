@@ -17,7 +17,7 @@ from megaswift.data.loader import LoaderGeometry, collate_step_microbatches
 from megaswift.data.packing import pack_best_fit, padded_lengths
 from megaswift.data.render_chat_with_loss_spans import RenderedConversation
 from megaswift.data.resolve_dataset_files import DatasetFiles
-from megaswift.data.row_counts import WITHOUT_LABELS
+from megaswift.data.row_count_names_and_texts import WITHOUT_LABELS
 from megaswift.data.row_readers import LocatedRow
 from megaswift.data.stream_batches import (
     AHEAD,
@@ -30,7 +30,7 @@ from megaswift.data.stream_batches import (
     raise_first_problem,
 )
 from megaswift.data.stream_cursor import Cursor, read_from_cursor
-from megaswift.data.training_sample import RowError
+from megaswift.data.untokenized_sample_and_row_checks import RowError
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 

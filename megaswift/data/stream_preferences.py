@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megaswift.data.collate import PaddingShape
+from megaswift.data.collate_preference_batches import PreferenceCollator, PreferenceUnit
 from megaswift.data.encode_preferences import EncodedPreference, PreferenceEncoder
 from megaswift.data.encode_rows import malformed_row_problem
-from megaswift.data.gather_and_truncate_documents import too_long_document_problem
+from megaswift.data.gather_and_truncate_dataset_documents import too_long_document_problem
 from megaswift.data.gather_and_truncate_preferences import unusable_preference_reason
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.preference_batches import PreferenceCollator, PreferenceUnit
 from megaswift.data.preference_rows import UnusablePreferenceError
 from megaswift.data.resolve_dataset_files import DatasetFiles
 from megaswift.data.stream_batches import (
@@ -30,7 +30,7 @@ from megaswift.data.stream_batches import (
     run_work_on_all_rows,
 )
 from megaswift.data.stream_cursor import Cursor, read_from_cursor
-from megaswift.data.training_sample import RowError
+from megaswift.data.untokenized_sample_and_row_checks import RowError
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 

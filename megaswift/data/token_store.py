@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaswift.data.row_counts import MALFORMED, skipped_rows_counter_name
+from megaswift.data.row_count_names_and_texts import MALFORMED, skipped_rows_counter_name
 from megaswift.errors import DataError, Problem
 
 if TYPE_CHECKING:

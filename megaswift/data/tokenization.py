@@ -2,7 +2,7 @@
 
 Owns the cache key (file contents, tokenizer, template, options, our code) and running the workers. What the key leaves
 out on purpose: max_length, truncation, packing and order, which are views over the store
-(`gather_and_truncate_documents.py`, `packing.py`, `epoch_order.py`)."""
+(`gather_and_truncate_dataset_documents.py`, `packing.py`, `epoch_order.py`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing import Any
 
 from megaswift import log
 from megaswift.config.data import RL
-from megaswift.data import columns, download_hub_datasets
+from megaswift.data import columns, download_hf_datasets_as_parquet
 from megaswift.data.coordinate_token_cache_build import (
     build_once,
     data_cache_folder,
@@ -37,7 +37,7 @@ from megaswift.data.encode_preferences import row_encoder_for_task
 from megaswift.data.encode_rows import SHOWN, EncodeSpec, encode_spec
 from megaswift.data.prompt_rows import ANSWER
 from megaswift.data.resolve_dataset_files import DatasetFiles, FilePart, resolve_dataset_files, split_into_parts
-from megaswift.data.row_counts import NOTES
+from megaswift.data.row_count_names_and_texts import NOTES
 from megaswift.data.token_store import PieceReport, TokenStore, merge_pieces, read_piece_report, write_piece
 from megaswift.errors import DataError, Problem, merge_similar_problems
 
@@ -160,7 +160,9 @@ def check_renamed_columns_exist(data: Any, task: str) -> None:
 
 def resolve_or_download_dataset_files(name: str, root: Path, flag: str = "--dataset") -> DatasetFiles:
     """The files behind an entry of the option `flag`, fetched from a hub where it is an id."""
-    return resolve_dataset_files(name, partial(download_hub_datasets.download_dataset_as_parquet, root, flag), flag)
+    return resolve_dataset_files(
+        name, partial(download_hf_datasets_as_parquet.download_dataset_as_parquet, root, flag), flag
+    )
 
 
 def _store(root: Path, source: DatasetFiles, spec: EncodeSpec, data: Any) -> Path:

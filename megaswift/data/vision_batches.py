@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megaswift.data.attach_and_open_row_images import open_image
 from megaswift.data.collate import Document, PaddingShape, collate_rows
-from megaswift.data.images import open_image
 from megaswift.data.token_store import TokenStore
-from megaswift.data.training_sample import RowError
+from megaswift.data.untokenized_sample_and_row_checks import RowError
 from megaswift.data.vision_processor import ROW, TOKEN, Processor
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch

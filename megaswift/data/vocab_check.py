@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.data.gather_and_truncate_documents import Documents
+from megaswift.data.gather_and_truncate_dataset_documents import Documents
 from megaswift.data.load_tokenizer import largest_token_id
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch

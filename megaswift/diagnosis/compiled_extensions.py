@@ -9,7 +9,7 @@ from importlib import util
 from pathlib import Path
 
 from megaswift.diagnosis.finding import Finding
-from megaswift.diagnosis.installed_software import Software, has_module, installed_version
+from megaswift.diagnosis.installed_versions_and_import_probe import Software, has_module, installed_version
 
 TE, TE_MODULE = "transformer-engine", "transformer_engine.pytorch"
 APEX = "https://github.com/NVIDIA/apex"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megaswift.config.byte_size_text import bytes_text
 from megaswift.diagnosis.finding import Finding
-from megaswift.diagnosis.machine import Machine
+from megaswift.diagnosis.read_machine_files_and_programs import Machine
 
 FIELDS = (
     "index",

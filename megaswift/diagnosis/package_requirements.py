@@ -8,7 +8,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from megaswift.diagnosis.finding import Finding
-from megaswift.diagnosis.installed_software import installed_version
+from megaswift.diagnosis.installed_versions_and_import_probe import installed_version
 from megaswift.version import __version__
 
 OWN = "megaswift"

@@ -11,7 +11,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from megaswift.families.config_rows import (
+from megaswift.families.model_spec import RopeSpec
+from megaswift.families.quantization_schemes import QUANTIZATION
+from megaswift.families.read_hf_config_by_rows import (
     ConfigReading,
     ConfigRow,
     FieldGroupRow,
@@ -19,8 +21,6 @@ from megaswift.families.config_rows import (
     RequiredValue,
     UnusedField,
 )
-from megaswift.families.model_spec import RopeSpec
-from megaswift.families.quantization_schemes import QUANTIZATION
 
 NUMBER = (int, float)
 ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

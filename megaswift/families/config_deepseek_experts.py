@@ -10,8 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.families.config_rows import ConfigReading, ConfigRow, FieldGroupRow, RequiredValue, UnusedField
 from megaswift.families.model_spec import ModelSpec
+from megaswift.families.read_hf_config_by_rows import (
+    ConfigReading,
+    ConfigRow,
+    FieldGroupRow,
+    RequiredValue,
+    UnusedField,
+)
 
 KEYS = (
     "n_routed_experts",

@@ -9,7 +9,9 @@ import math
 from typing import Any
 
 from megaswift.families.config_common import rope_row
-from megaswift.families.config_rows import (
+from megaswift.families.config_windows_by_layer import WindowedLayer
+from megaswift.families.model_spec import RopeSpec
+from megaswift.families.read_hf_config_by_rows import (
     ConfigReading,
     ConfigRow,
     FieldGroupRow,
@@ -17,8 +19,6 @@ from megaswift.families.config_rows import (
     RequiredValue,
     UnusedField,
 )
-from megaswift.families.config_windows_by_layer import WindowedLayer
-from megaswift.families.model_spec import RopeSpec
 
 
 def two_ropes_row(full_theta: float, local_theta: float) -> FieldGroupRow:

@@ -5,7 +5,7 @@ Owns the meaning of `q_lora_rank`, `kv_lora_rank` and the widths of a head (Deep
 
 from __future__ import annotations
 
-from megaswift.families.config_rows import (
+from megaswift.families.read_hf_config_by_rows import (
     ConfigReading,
     ConfigRow,
     FieldGroupRow,

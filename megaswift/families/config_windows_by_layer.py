@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megaswift.families.config_rows import ConfigReading, FieldGroupRow
+from megaswift.families.read_hf_config_by_rows import ConfigReading, FieldGroupRow
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 WindowedLayer = Callable[[ConfigReading, int], bool]

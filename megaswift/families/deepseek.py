@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from megaswift.families.config_common import BIASES, FFN, head_dim_row, kv_heads_row, remote_code_row, rope_row
 from megaswift.families.config_deepseek_experts import PRETRAINING, RouterDefaults, routed_experts_row
-from megaswift.families.config_rows import RequiredValue
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.read_hf_config_by_rows import RequiredValue
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, moe_block, shared_experts
 
 ROUTER = RouterDefaults(

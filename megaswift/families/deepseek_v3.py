@@ -11,9 +11,9 @@ from megaswift.families.config_deepseek_experts import (
     routed_experts_row,
 )
 from megaswift.families.config_latent_attention import LATENT
-from megaswift.families.config_rows import MappedField, RequiredValue
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.latent_attention_weight_table import LATENT_ATTENTION
+from megaswift.families.read_hf_config_by_rows import MappedField, RequiredValue
 from megaswift.families.weight_table_blocks import EMBEDDING, EXPERT_BIAS, HEAD, dense_mlp, moe_block, shared_experts
 
 FAMILIES.register(

@@ -16,9 +16,9 @@ from typing import Any
 
 from megaswift.errors import Problem, WeightsError, did_you_mean_hint, first_line, missing_path_hint
 from megaswift.families.config_common import IRRELEVANT, SIZES, architecture_row
-from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.model_spec import ArchitectureExtras, ModelSpec
 from megaswift.families.quantization_schemes import config_without_quantization
+from megaswift.families.read_hf_config_by_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.scalar_head import config_without_scalar_head, has_scalar_head, with_scalar_head
 from megaswift.families.unsupported_model_types import unsupported_model_type_problem
 from megaswift.families.vision_language_detection import TEXT_ONLY, has_vision_tower

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from megaswift.families.config_common import FFN, head_dim_row, kv_heads_row, rope_row
 from megaswift.families.config_gemma_olmo3 import GEMMA, softcaps_row
-from megaswift.families.config_rows import UnusedField
 from megaswift.families.config_windows_by_layer import is_even_layer, windows_by_layer_row
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.read_hf_config_by_rows import UnusedField
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
 
 FAMILIES.register(

@@ -9,8 +9,8 @@ from megaswift.families.config_deepseek_experts import (
     mtp_tensor_name_regex,
     routed_experts_row,
 )
-from megaswift.families.config_rows import MappedField
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.read_hf_config_by_rows import MappedField
 from megaswift.families.weight_table_blocks import (
     ATTENTION,
     EMBEDDING,

@@ -10,10 +10,16 @@ from megaswift.families.config_common import (
     kv_heads_row,
     rope_row,
 )
-from megaswift.families.config_rows import ConfigReading, FieldGroupRow, MappedField, RequiredValue, UnusedField
 from megaswift.families.config_windows_by_layer import is_even_layer, windows_by_layer_row
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.gpt_oss_expert_weight_rules import InterleavedGateUp, StackedDown, StackedReplicatedRule
+from megaswift.families.read_hf_config_by_rows import (
+    ConfigReading,
+    FieldGroupRow,
+    MappedField,
+    RequiredValue,
+    UnusedField,
+)
 from megaswift.families.weight_rules import ColumnParallelRule, ReplicatedRule
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, A, H, M
 

@@ -11,8 +11,14 @@ from megaswift.families.config_common import (
     remote_code_row,
     rope_row,
 )
-from megaswift.families.config_rows import ConfigReading, FieldGroupRow, MappedField, RequiredValue, UnusedField
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.read_hf_config_by_rows import (
+    ConfigReading,
+    FieldGroupRow,
+    MappedField,
+    RequiredValue,
+    UnusedField,
+)
 from megaswift.families.weight_rules import ReplicatedRule
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe_block
 

@@ -10,8 +10,8 @@ from megaswift.families.config_common import (
     rope_row,
     window_row,
 )
-from megaswift.families.config_rows import MappedField, RequiredValue
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.read_hf_config_by_rows import MappedField, RequiredValue
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, moe_block
 
 FAMILIES.register(

@@ -11,8 +11,8 @@ from megaswift.families.config_common import (
     kv_heads_row,
     rope_row,
 )
-from megaswift.families.config_rows import MappedField, RequiredValue, UnusedField
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.read_hf_config_by_rows import MappedField, RequiredValue, UnusedField
 from megaswift.families.weight_table_blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, moe_block
 
 FAMILIES.register(

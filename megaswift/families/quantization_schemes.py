@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.families.config_rows import ConfigReading, FieldGroupRow
+from megaswift.families.read_hf_config_by_rows import ConfigReading, FieldGroupRow
 
 FIELD = "quantization_config"
 UNQUANTIZED = (

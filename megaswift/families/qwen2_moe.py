@@ -4,9 +4,9 @@ https://arxiv.org/abs/2407.10671."""
 from __future__ import annotations
 
 from megaswift.families.config_common import FFN, ROUTER, SPARSE_STEP, head_dim_row, kv_heads_row, rope_row
-from megaswift.families.config_rows import ConfigReading, MappedField
 from megaswift.families.config_windows_by_layer import is_even_layer, windows_by_layer_row
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.read_hf_config_by_rows import ConfigReading, MappedField
 from megaswift.families.weight_rules import ReplicatedRule
 from megaswift.families.weight_table_blocks import (
     ATTENTION,

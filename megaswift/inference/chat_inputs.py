@@ -1,8 +1,8 @@
 """Converts conversations to model inputs: tokens, and the vision encoder's inputs for images.
 
 Owns rendering for an answer and the limit of the context. Reading rows of files is `prompt_file_rows.py`'s; which
-images a conversation may name is said by its `RowImageFolders` (`data/images.py`), whose reading and placing of them
-is training's.
+images a conversation may name is said by its `RowImageFolders` (`data/attach_and_open_row_images.py`), whose reading
+and placing of them is training's.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from functools import cached_property
 from typing import Any
 
 from megaswift.config.inference import ChatTemplateOptions
-from megaswift.data.images import RowImageFolders, Source, attach_images, open_image
+from megaswift.data.attach_and_open_row_images import RowImageFolders, Source, attach_images, open_image
 from megaswift.data.jinja_sandbox_limits import REFUSED
 from megaswift.data.read_template_and_system import read_system_message
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
-from megaswift.data.training_sample import RowError, UntokenizedSample, checked_conversation_sample
+from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample, checked_conversation_sample
 from megaswift.data.vision_processor import Processor
 from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.inference.generator import AnswerRequest, Listener, ProcessedImageInputs

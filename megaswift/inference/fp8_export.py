@@ -21,7 +21,7 @@ from megaswift.bridge.fp8_block_quantization import (
     fp8_folder_tensors,
     fp8_tensor_blocks,
 )
-from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.bridge.open_weight_source import open_checkpoint_weight_source, open_weights
 from megaswift.bridge.resumable_hf_folder_writer import HfFolderPlan
 from megaswift.bridge.streaming_folder_job import file_change_stamps

@@ -22,12 +22,12 @@ from torch import Tensor
 from megaswift import log
 from megaswift.bridge import check_finite_weights
 from megaswift.bridge.bitsandbytes_load_config import bitsandbytes_config, disable_4bit_cpu_repacking
-from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.bridge.open_weight_source import open_checkpoint_weight_source
 from megaswift.config import parse_device_map_options as devices
 from megaswift.config.inference import ModelLoadingOptions, PlacementOptions
 from megaswift.config.parse_device_map_options import DISK
-from megaswift.data.training_sample import RowError
+from megaswift.data.untokenized_sample_and_row_checks import RowError
 from megaswift.data.vision_processor import Processor, image_support_problems
 from megaswift.errors import ConfigError, Problem, UserError, WeightsError, first_line
 from megaswift.families import FAMILIES
@@ -38,7 +38,7 @@ from megaswift.families.vision_language_detection import has_vision_tower
 from megaswift.inference import device_placement
 from megaswift.inference.device_placement import DeviceMap, ModuleSizes
 from megaswift.inference.load_adapters import check_adapters_fit, model_with_adapters
-from megaswift.inference.precheck import locate_generation_model, require_package
+from megaswift.inference.precheck_model_folder_and_adapters import locate_generation_model, require_package
 from megaswift.inference.rope_scaling_and_token_check import check_tokens_exist, with_rope_scaling
 from megaswift.inference.transformers_load_errors import transformers_errors_as_ours
 

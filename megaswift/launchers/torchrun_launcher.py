@@ -18,7 +18,7 @@ from megaswift.config.launch import LaunchConfig
 from megaswift.config.launcher_environment import DEFAULT_PORT, NODE, OOM_RETRY, RESTARTS
 from megaswift.config.launcher_table import launcher_entry
 from megaswift.errors import EXIT_HARDWARE, EXIT_OOM_RETRY, EXIT_USER_ERROR, EXPLAINED, ConfigError, Problem
-from megaswift.launchers.local_network import local_address
+from megaswift.launchers.local_address_and_interface import local_address
 from megaswift.launchers.parent_death import environment_with_parent_pid
 
 PATIENCE_SECONDS = 1800

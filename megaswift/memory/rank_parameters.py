@@ -19,16 +19,16 @@ from megaswift.families.adapter_target_modules import (
     modules_to_save_tensor_names,
     select_projections,
 )
-from megaswift.families.family import Family, family_of
-from megaswift.families.model_spec import ModelSpec
-from megaswift.families.qlora_weights_and_block_fit import is_four_bit_weight
-from megaswift.families.weight_rules import TensorParallelShard, WeightRule
-from megaswift.families.weight_table_on_ranks import (
+from megaswift.families.expand_weight_table_and_shard_shapes import (
     expand_weight_table,
     format_rule_name,
     padded_vocabulary_size,
     shard_shape,
 )
+from megaswift.families.family import Family, family_of
+from megaswift.families.model_spec import ModelSpec
+from megaswift.families.qlora_weights_and_block_fit import is_four_bit_weight
+from megaswift.families.weight_rules import TensorParallelShard, WeightRule
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import ModelChunk
 

@@ -27,9 +27,9 @@ from megaswift.config.deepspeed_json import KINDS
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import requested_engine
 from megaswift.config.optim import GALORE, LIONS, MUON, OF_BITSANDBYTES
+from megaswift.families.expand_weight_table_and_shard_shapes import expand_weight_table, format_rule_name
 from megaswift.families.family import family_of
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.weight_table_on_ranks import expand_weight_table, format_rule_name
 from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.memory.weight_gradient_optimizer_bytes import HALF, HeldBytes
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megaswift.errors import ConfigError, Problem
-from megaswift.migration.shell_control_flow import (
+from megaswift.migration.parse_shell_control_flow_to_steps import (
     CASE,
     DECLARES,
     FUNCTION,

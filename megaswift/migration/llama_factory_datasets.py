@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.option_sources import GivenOptionValue
+from megaswift.config.read_config_file_and_command_line import GivenOptionValue
 from megaswift.config.read_option_json_file import read_option_json_file
 from megaswift.errors import ConfigError
 from megaswift.migration.migrated_run import MigratedRun

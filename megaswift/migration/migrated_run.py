@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaswift.config.merge_config_sources import LISTS_ALL
-from megaswift.config.option_sources import ConfigSource, GivenOptionValue
 from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem
 from megaswift.redaction import MASK, is_secret

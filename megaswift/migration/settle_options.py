@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megaswift.config.apply_all_option_rules import ignored_option_names
+from megaswift.config.check_all_option_rules import ignored_option_names
 from megaswift.config.data import RL
 from megaswift.config.differing_toolkit_defaults import DifferingDefault, defaults_differing_from_toolkit
 from megaswift.config.merge_config_sources import checked_sections_from_sources

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megaswift.errors import ConfigError, Problem
-from megaswift.migration.shell_control_flow import CASE, FUNCTION, GROUP, IF, LIST, LOOP, SUBSHELL
+from megaswift.migration.parse_shell_control_flow_to_steps import CASE, FUNCTION, GROUP, IF, LIST, LOOP, SUBSHELL
 
 IN_CONDITION = "outside of a condition"
 MOST_EXPORTS = 500

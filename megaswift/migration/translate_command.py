@@ -15,7 +15,6 @@ from megaswift.config.advice_for_foreign_options import foreign_value_advice
 from megaswift.config.megatron_architecture_options import ARCHITECTURE
 from megaswift.config.merge_config_sources import TASK_NAMES, neutral_option_or_problem_of_unknown
 from megaswift.config.ms_swift_rollout_correction import translate_rollout_correction_options
-from megaswift.config.option_sources import ConfigSource, GivenOptionValue, read_command_line, read_config_file
 from megaswift.config.parse_option_values import (
     FALSE,
     InvalidValue,
@@ -23,13 +22,19 @@ from megaswift.config.parse_option_values import (
     parse_option_value,
     resets_number_to_default,
 )
+from megaswift.config.read_config_file_and_command_line import (
+    ConfigSource,
+    GivenOptionValue,
+    read_command_line,
+    read_config_file,
+)
 from megaswift.config.sections import NAMES, OPTIONS, TASKS
 from megaswift.config.translated_options import SWITCHES, translated_options
 from megaswift.errors import ConfigError, Problem
-from megaswift.migration.foreign_command import MEGASWIFT, ForeignCommand, file_of_script
 from megaswift.migration.migrated_run import NOT_SET, SECRET, MigratedOption, MigratedRun
+from megaswift.migration.options_of_same_name_but_other_meaning import with_own_meanings, with_run_lengths
+from megaswift.migration.recognize_toolkit_and_task_of_command import MEGASWIFT, ForeignCommand, file_of_script
 from megaswift.migration.settle_options import add_differing_defaults, leave_out_idle_options, settle_options
-from megaswift.migration.toolkit_meanings import with_own_meanings, with_run_lengths
 from megaswift.migration.translate_launcher_and_environment import launch_of_command
 from megaswift.redaction import is_secret
 

@@ -14,16 +14,16 @@ from typing import Any
 from megaswift.config.accelerate_file import DEEPSPEED_SETTLED, SETTLED
 from megaswift.config.accelerate_options import options_from_accelerate_environment, settings_without_effect
 from megaswift.config.advice_for_foreign_options import foreign_option_advice
-from megaswift.config.option_sources import ConfigSource
 from megaswift.config.parse_option_values import TRUE
+from megaswift.config.read_config_file_and_command_line import ConfigSource
 from megaswift.config.sections import NAMES
 from megaswift.config.translated_options import RENAMED
 from megaswift.errors import ConfigError
-from megaswift.migration.accelerate_launch_environment import BUNDLED, accelerate_environment, read_settings_file
-from megaswift.migration.foreign_command import ForeignCommand, file_of_script
-from megaswift.migration.launched_program import LAUNCH_FIELDS
+from megaswift.migration.accelerate_settings_to_environment import BUNDLED, accelerate_environment, read_settings_file
 from megaswift.migration.migrated_run import NOT_SET, MigratedRun
+from megaswift.migration.recognize_toolkit_and_task_of_command import ForeignCommand, file_of_script
 from megaswift.migration.shell_variables import ExpandedWord
+from megaswift.migration.split_launcher_options_from_program import LAUNCH_FIELDS
 from megaswift.redaction import is_secret
 
 LAUNCH_ORDER = ("nnodes", "node_rank", "master_addr", "master_port", "nproc_per_node")

@@ -11,7 +11,7 @@ from math import prod
 from typing import Protocol
 
 from megaswift.errors import LayoutError, Problem
-from megaswift.parallel.pipeline_layout_string import parse_layout_string
+from megaswift.parallel.parse_pipeline_layout_string import parse_layout_string
 
 GRIDS = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")}
 """The ranks 0 .. world - 1 as two grids, the fastest axis first: one of attention and dense layers, one of experts.

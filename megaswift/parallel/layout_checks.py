@@ -1,6 +1,6 @@
 """Layout checks before any process group exists: all problems at once, and the nearest layout that works.
 
-Owns how mistakes are collected and the search; the rules themselves are in `layout_rules.py`.
+Owns how mistakes are collected and the search; the rules themselves are in `layout_constraints_of_model_and_batch.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megaswift.config.swift_config import SwiftConfig
 from megaswift.errors import LayoutError, Problem
 from megaswift.log import count_text
 from megaswift.parallel.layout import FLAGS, Layout
-from megaswift.parallel.layout_rules import LayoutRequest, broken_rule_problems
+from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest, broken_rule_problems
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.parallel.pipeline_split import PipelineSplit, divisors
 

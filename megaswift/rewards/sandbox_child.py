@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from megaswift.rewards import seccomp
+from megaswift.rewards import build_seccomp_filter
 
 RESULT, JOB, STATE = 3, 4, 5
 """Descriptors of a child beside its standard streams: a function's result as JSON; its own job as JSON; whether it is
@@ -139,9 +139,9 @@ class _Filter(ctypes.Structure):
 def lock_syscalls(reading: bool = False) -> None:
     """From here on the process can only compute; SandboxSetupError where the kernel has no filters."""
     machine = platform.machine()
-    if machine not in seccomp.ARCHITECTURES or sys.byteorder != "little" or sys.maxsize < 2**32:
+    if machine not in build_seccomp_filter.ARCHITECTURES or sys.byteorder != "little" or sys.maxsize < 2**32:
         raise SandboxSetupError(0, f"no filter for {machine}")
-    code = seccomp.filter_program(machine, reading)
+    code = build_seccomp_filter.filter_program(machine, reading)
     _prctl(_DUMPABLE, 0)
     _prctl(_NO_NEW_PRIVS, 1)
     _prctl(_SECCOMP, _FILTER, ctypes.byref(_Filter(len(code) // 8, code)))

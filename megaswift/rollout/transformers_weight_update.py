@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from megaswift.bridge.adapter_plan import PREFIX
 from megaswift.bridge.peft_folder import TENSORS
 from megaswift.bridge.write_transformers_model_folder import persistent_buffers, tensors_by_disk_name
+from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import name_without_adapters
 from megaswift.engine.torch.transformers_conversions import ConversionGroup, conversion_groups, tied_name_map
-from megaswift.engine.torch.unwrap_and_save_peft_model import name_without_adapters
 from megaswift.errors import Problem, WeightsError
 
 SHOWN = 4

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from megaswift.config.inference import GenerationOptions
-from megaswift.data.images import KEYS
+from megaswift.data.attach_and_open_row_images import KEYS
 from megaswift.errors import UserError
 from megaswift.inference.chat_inputs import ChatInputError, ChatInputRenderer, TokenizedChat
 from megaswift.inference.generator import Answer, TokenLogprob

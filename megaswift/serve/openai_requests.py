@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import from_json
 
 from megaswift.config.inference import COLD, PENALTIES, GenerationOptions
-from megaswift.data.roles import ROLES
+from megaswift.data.role_aliases_and_tool_call_turns import ROLES
 from megaswift.inference.chat_inputs import IMAGES
 from megaswift.inference.generator import GenerationParams, generation_params
 

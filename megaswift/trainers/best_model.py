@@ -20,7 +20,7 @@ from megaswift.errors import CheckpointError, ConfigError, Problem, did_you_mean
 from megaswift.families.checkpoint_folder import ENGINE
 from megaswift.trainers.hook import Hook, Line
 from megaswift.trainers.progress import print_line
-from megaswift.trainers.verify_checkpoint_files_across_ranks import damaged_file_problems_all_ranks
+from megaswift.trainers.verify_checkpoint_hashes_split_over_ranks import damaged_file_problems_all_ranks
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop

@@ -23,7 +23,7 @@ from megaswift.trainers.best_model import BestModelHook
 from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.progress import print_line
 from megaswift.trainers.step_interval import BEST, NO, Every, StepInterval
-from megaswift.trainers.verify_checkpoint_files_across_ranks import damaged_file_problems_all_ranks
+from megaswift.trainers.verify_checkpoint_hashes_split_over_ranks import damaged_file_problems_all_ranks
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop

@@ -15,7 +15,12 @@ from collections.abc import Callable
 
 from megaswift.engine.pending_collectives import PendingCollective, has_pending_collectives, pending_collectives
 from megaswift.error_exit import exit_worker, print_error_once
-from megaswift.trainers.lost_rank import GRACE_SECONDS, LostRankError, RankDiagnosis, lost_rank_error
+from megaswift.trainers.failed_collective_diagnosis_and_stacks import (
+    GRACE_SECONDS,
+    LostRankError,
+    RankDiagnosis,
+    lost_rank_error,
+)
 from megaswift.trainers.rank_states import own_state
 
 INTERVAL_S = 1.0

@@ -12,7 +12,7 @@ import torch
 from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import NATIVE, requested_engine
-from megaswift.engine import process_group
+from megaswift.engine import start_default_process_group
 from megaswift.engine.cuda_max_connections import set_max_connections
 from megaswift.engine.protocol import Engine
 from megaswift.families.model_spec import ModelSpec
@@ -37,7 +37,7 @@ class RankContext(Protocol):
 
 def start_context(cfg: SwiftConfig, layout: Layout) -> RankContext:
     """Process groups and random states."""
-    if need := process_group.shared_rdzv_store_restart_warning(os.environ):
+    if need := start_default_process_group.shared_rdzv_store_restart_warning(os.environ):
         log.warn(need)
     native = requested_engine(cfg) == NATIVE
     if need := set_max_connections(os.environ, layout, sharded_weights=requested_engine(cfg) in GATHERING):

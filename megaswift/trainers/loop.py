@@ -17,7 +17,7 @@ from megaswift.losses.contract import Batch, Loss
 from megaswift.trainers import interrupt
 from megaswift.trainers.hook import Hook, StepExtras, StepRecord
 from megaswift.trainers.progress import print_warning
-from megaswift.trainers.timers import timed
+from megaswift.trainers.wall_time_by_part import timed
 
 
 class BatchStream(Protocol):

@@ -13,10 +13,10 @@ from pathlib import Path
 from megaswift import log
 from megaswift.atomic_disk_writes import write_atomically
 from megaswift.config import SwiftConfig
-from megaswift.config.absolute_paths import with_absolute_paths
+from megaswift.config.absolute_paths_in_saved_config import with_absolute_paths
 from megaswift.config.engine_rules import capabilities_of
 from megaswift.config.launcher_environment import JOB_ID
-from megaswift.config.option_sources import CONFIG_HEADER
+from megaswift.config.read_config_file_and_command_line import CONFIG_HEADER
 from megaswift.config.swift_config import config_yaml_text
 from megaswift.config.train import TRACKERS
 from megaswift.errors import Problem, UserError

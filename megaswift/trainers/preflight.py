@@ -20,7 +20,7 @@ from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing_deepspeed_problems
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import capabilities_of, filled_deepspeed_config, requested_engine
-from megaswift.config.kto_mismatched_pair_batch import kto_batch_problems
+from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_batch_problems
 from megaswift.config.megatron_extra_kwargs import extra_kwargs_problems
 from megaswift.config.parse_option_values import option_value_text
 from megaswift.config.profile_rules import profile_rank_problems
@@ -45,7 +45,7 @@ from megaswift.families.model_and_tokenizer_source import locate_model, missing_
 from megaswift.families.model_type_option_check import model_type_option_mismatch_problems
 from megaswift.families.vision_language_detection import has_vision_tower
 from megaswift.parallel.layout_checks import layout_problems
-from megaswift.parallel.layout_rules import LayoutRequest
+from megaswift.parallel.layout_constraints_of_model_and_batch import LayoutRequest
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.trainers import output_folder
 from megaswift.trainers.adapter_folder_and_package_checks import (

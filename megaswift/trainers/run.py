@@ -42,7 +42,7 @@ def run_training(cfg: SwiftConfig) -> Path:
         )
         from megaswift.trainers.create_process_groups_and_engine import start_context
         from megaswift.trainers.session import TrainingSession
-        from megaswift.trainers.verify_checkpoint_files_across_ranks import verify_sources_and_locate_model
+        from megaswift.trainers.verify_checkpoint_hashes_split_over_ranks import verify_sources_and_locate_model
 
         cfg = config_of_retry(cfg, os.environ)
         folder = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)
@@ -64,11 +64,11 @@ def run_training(cfg: SwiftConfig) -> Path:
         finished = True
         return root
     except RuntimeError as error:
-        from megaswift.trainers import lost_rank
+        from megaswift.trainers import failed_collective_diagnosis_and_stacks
 
-        if not lost_rank.is_lost_rank_error(error):
+        if not failed_collective_diagnosis_and_stacks.is_lost_rank_error(error):
             raise
-        raise lost_rank.explain_lost_rank(error, cfg.parallel.ddp_timeout) from error
+        raise failed_collective_diagnosis_and_stacks.explain_lost_rank(error, cfg.parallel.ddp_timeout) from error
     finally:
         # after an error other ranks may be inside a collective: the process ends instead
         if finished or layout.world_size == 1:

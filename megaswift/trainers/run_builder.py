@@ -17,16 +17,16 @@ import torch
 from megaswift import distributed, log
 from megaswift.bridge.weights_fingerprint import sampled_weights_fingerprint
 from megaswift.config import SwiftConfig
-from megaswift.config.absolute_paths import with_absolute_paths
+from megaswift.config.absolute_paths_in_saved_config import with_absolute_paths
 from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.config.data import PPO
 from megaswift.config.evaluation_rules import evaluates
-from megaswift.config.kto_mismatched_pair_batch import kto_pairs_over_global_batch
+from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_pairs_over_global_batch
 from megaswift.config.preference import needs_reference
 from megaswift.data import build_batch_sources as data
+from megaswift.data.collate_preference_batches import kto_kl_batches, labeled_documents, previous_in_global_batch
 from megaswift.data.load_tokenizer import padding_token_of
 from megaswift.data.loader import BatchSource, EvaluationSource, LoaderGeometry, TokenStoreBatchSource
-from megaswift.data.preference_batches import kto_kl_batches, labeled_documents, previous_in_global_batch
 from megaswift.data.stream_batches import StreamBatchSource
 from megaswift.data.vision_processor import tokenizer_of_tokenizer_or_processor
 from megaswift.engine.protocol import Engine
@@ -40,7 +40,7 @@ from megaswift.parallel.layout import Layout
 from megaswift.parallel.layout_grid_text import rank_grid_text
 from megaswift.parallel.pipeline_split import PipelineSplit
 from megaswift.parallel.row_padding import fp8_token_multiple, row_padding_multiple
-from megaswift.trainers.batch_transforms import (
+from megaswift.trainers.add_preference_loss_fields_to_batches import (
     BatchTransform,
     batch_logprobs,
     forward_pass_count_before_step,
@@ -55,9 +55,12 @@ from megaswift.trainers.flops import StepFlopFormula, peak_tflops, step_flop_for
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.metrics_jsonl import MetricsJsonlHook, ThroughputFormula
 from megaswift.trainers.output_folder import OutputFolder
-from megaswift.trainers.precomputed_reference import PrecomputedReferenceLogprobs, compute_reference_logprobs
 from megaswift.trainers.progress import Progress
 from megaswift.trainers.reduce_lr_on_plateau import plateau_hooks
+from megaswift.trainers.reference_logprobs_precomputed_in_memory import (
+    PrecomputedReferenceLogprobs,
+    compute_reference_logprobs,
+)
 from megaswift.trainers.rl.critic import critic_start_folder
 from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor
 from megaswift.trainers.startup_summary import SummaryFacts, data_text

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megaswift import distributed, log
-from megaswift.bridge.initial_adapter import write_initial_adapter
 from megaswift.bridge.merge_adapter_folder import merge_adapter_folder_into_base
 from megaswift.bridge.write_folder_with_new_config_or_vocab import write_changed_model_folder
+from megaswift.bridge.write_initial_lora_weights import write_initial_adapter
 from megaswift.config import SwiftConfig
-from megaswift.config.absolute_paths import with_absolute_paths
+from megaswift.config.absolute_paths_in_saved_config import with_absolute_paths
 from megaswift.config.adapter_rules import starts_otherwise
 from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.data.loader import TokenStoreBatchSource
@@ -29,8 +29,8 @@ from megaswift.families.model_and_tokenizer_source import short_name
 from megaswift.families.model_spec import ModelSpec
 from megaswift.trainers import (
     checkpoint_store,
+    failed_collective_diagnosis_and_stacks,
     loss_png,
-    lost_rank,
     out_of_memory,
     output_folder,
     report,
@@ -50,8 +50,8 @@ from megaswift.trainers.resumed_model_config_check import refuse_other_model
 from megaswift.trainers.run_builder import RunBuilder
 from megaswift.trainers.run_lock import RunLock
 from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor
-from megaswift.trainers.timers import timed
-from megaswift.trainers.verify_checkpoint_files_across_ranks import first_intact_step
+from megaswift.trainers.verify_checkpoint_hashes_split_over_ranks import first_intact_step
+from megaswift.trainers.wall_time_by_part import timed
 
 PARTS = (
     "start-up",
@@ -93,12 +93,12 @@ class TrainingSession:
         cfg, folder = with_initial_adapter(cfg, folder, prepared.root)
         self.upload = hub_upload_of(cfg)
         self.build = run_builder.RunBuilder(cfg, spec, folder, context, prepared)
-        self.diagnosis: lost_rank.RankDiagnosis | None = None
+        self.diagnosis: failed_collective_diagnosis_and_stacks.RankDiagnosis | None = None
 
     def run(self) -> Path:
         """Everything, in order; a page about it also when it fails."""
         try:
-            self.diagnosis = lost_rank.dump_stacks_on_signal(self.build.outputs.root)
+            self.diagnosis = failed_collective_diagnosis_and_stacks.dump_stacks_on_signal(self.build.outputs.root)
             monitor = None if self.diagnosis is None else CollectiveTimeoutMonitor(self.diagnosis)
             loop = self.prepare()
             self.train(loop)
@@ -109,9 +109,11 @@ class TrainingSession:
             why = f": {loop.stopping}" if loop.stopping else ""
             self.status = f"finished at step {loop.step}{why}{find_step_monitor(loop).summary()}"
         except RuntimeError as error:
-            if not lost_rank.is_lost_rank_error(error):
+            if not failed_collective_diagnosis_and_stacks.is_lost_rank_error(error):
                 raise
-            raise lost_rank.explain_lost_rank(error, self.cfg.parallel.ddp_timeout) from error
+            raise failed_collective_diagnosis_and_stacks.explain_lost_rank(
+                error, self.cfg.parallel.ddp_timeout
+            ) from error
         finally:
             if distributed.global_rank() == 0 and self.rows:
                 self.tell_story()

@@ -13,7 +13,7 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.config.byte_size_text import bytes_text
 from megaswift.config.engine_rules import NATIVE, requested_engine
-from megaswift.data.row_counts import WORDS, row_count_texts
+from megaswift.data.row_count_names_and_texts import WORDS, row_count_texts
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.log import count_text
 from megaswift.trainers.learning_rate_schedule import final_rate, warmup_steps

@@ -11,7 +11,7 @@ from megaswift.trainers.learning_rate_schedule import check_schedule_length, cou
 from megaswift.trainers.loop import Loop, unchanged
 from megaswift.trainers.reduce_lr_on_plateau import allowed_rate
 from megaswift.trainers.startup_summary import SummaryFacts
-from megaswift.trainers.timers import StepTimer, timed
+from megaswift.trainers.wall_time_by_part import StepTimer, timed
 
 if TYPE_CHECKING:
     from megaswift.trainers.session import TrainingSession

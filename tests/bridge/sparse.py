@@ -9,13 +9,13 @@ import torch
 
 from megaswift.bridge.adapter_plan import PREFIX, AdapterHyperparameters, AdapterPlan
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
+from megaswift.bridge.hf_safetensors_source import INDEX, TensorMeta
 from megaswift.bridge.hf_safetensors_writer import (
     PlannedSafetensorsFile,
     plan_safetensors_file,
     plan_safetensors_shards,
     safetensors_index_json,
 )
-from megaswift.bridge.hf_source import INDEX, TensorMeta
 from megaswift.bridge.peft_folder import CONFIG, TENSORS, peft_adapter_config_json
 from megaswift.families import family_of, read_config_json
 from megaswift.families.adapter_target_modules import projections

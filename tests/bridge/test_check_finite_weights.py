@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megaswift import entry
+from megaswift import training_command_entry
 from megaswift.bridge import check_finite_weights
 from megaswift.bridge.hf_to_megatron import HfToMegatronOptions, hf_to_megatron
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
@@ -59,7 +59,9 @@ def test_a_run_is_refused_before_its_first_step(
     tensors[name][3, 4] = math.nan
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(SystemExit) as left:
-        entry.main("sft", [*words, "--engine", engine, "--max_steps", "2", "--output_dir", str(tmp_path / "out")])
+        training_command_entry.main(
+            "sft", [*words, "--engine", engine, "--max_steps", "2", "--output_dir", str(tmp_path / "out")]
+        )
     err = capsys.readouterr().err
     assert left.value.code == 2 and f"not finite (NaN or infinity) in {name}" in err
     assert not (tmp_path / "out/metrics.jsonl").exists()

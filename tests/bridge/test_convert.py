@@ -3,7 +3,7 @@ folders.
 
 Covers: megaswift/bridge/resumable_folder.py, megaswift/bridge/streaming_folder_job.py,
 megaswift/bridge/torch_dist_source.py, megaswift/bridge/open_weight_source.py, megaswift/bridge/pickle_opcode_limits.py,
-megaswift/bridge/safetensors_header.py.
+megaswift/bridge/read_safetensors_header.py.
 """
 
 from __future__ import annotations

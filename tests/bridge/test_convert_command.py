@@ -104,10 +104,11 @@ def test_after_ctrl_c_the_same_command_resumes(
     """One big tensor on a slow reader: the signal comes in the middle."""
     folder = make("dense", folders, torch.float32)
     slow = (
-        "import sys, time\nfrom megaswift.bridge import hf_source\nfrom megaswift.convert import run_converter_script\n"
-        "plain = hf_source.HfSource.slice\n"
+        "import sys, time\nfrom megaswift.bridge import hf_safetensors_source\n"
+        "from megaswift.convert import run_converter_script\n"
+        "plain = hf_safetensors_source.HfSource.slice\n"
         "def read(*a):\n    time.sleep(0.05)\n    return plain(*a)\n"
-        "hf_source.HfSource.slice = read\nraise SystemExit(run_converter_script('hf-to-megatron'))\n"
+        "hf_safetensors_source.HfSource.slice = read\nraise SystemExit(run_converter_script('hf-to-megatron'))\n"
     )
     command = [sys.executable, "-c", slow, str(folder), str(tmp_path / "m")]
     process = subprocess.Popen(

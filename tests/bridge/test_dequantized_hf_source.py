@@ -19,7 +19,7 @@ from torch import Tensor
 from megaswift.bridge import HfExportOptions, PlanEntry, open_hf_weights, write_hf_export
 from megaswift.bridge import dequantized_hf_source as quantized_module
 from megaswift.bridge.hf_megatron_weight_plan import EntriesOfSameHfTensors
-from megaswift.bridge.hf_source import HfSource
+from megaswift.bridge.hf_safetensors_source import HfSource
 from megaswift.errors import WeightsError
 from megaswift.families import family_of, load_spec
 from tests.bridge.folders import make, plan_of, rewrite, set_config, tensors_of

@@ -1,6 +1,6 @@
 """A few hundred damaged files of checkpoints, and the worst by hand: one message each, in bounded time and memory.
 
-Covers: megaswift/bridge/torch_dist_index.py.
+Covers: megaswift/bridge/read_torch_dist_metadata.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megaswift.bridge.torch_dist_index import read_torch_dist_metadata
+from megaswift.bridge.read_torch_dist_metadata import read_torch_dist_metadata
 from megaswift.errors import Problem, UserError, WeightsError
 from megaswift.families.model_and_tokenizer_source import missing_model_file_problems
 from tests import fuzz_checkpoints as fuzz

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megaswift.bridge import read_torch_dist_metadata
 from megaswift.bridge import torch_dist_chunk_io as files
-from megaswift.bridge import torch_dist_index
 from megaswift.bridge.torch_dist_chunk_io import RankTensorChunk
 from megaswift.errors import Problem
 
@@ -25,7 +25,7 @@ def halves(key: str, tensor: Tensor, at: int) -> list[RankTensorChunk]:
 
 def index_of(folder: Path) -> Metadata:
     """The tables, which have to be sound."""
-    index = torch_dist_index.read_torch_dist_metadata(folder)
+    index = read_torch_dist_metadata.read_torch_dist_metadata(folder)
     assert isinstance(index, Metadata)
     return index
 
@@ -40,7 +40,7 @@ def test_other_boxes_read_what_was_written(tmp_path: Path) -> None:
     (tmp_path / "a").rename(tmp_path / "b")
     assert str(tmp_path).encode() not in (tmp_path / "b" / ".metadata").read_bytes()
     index = index_of(tmp_path / "b")
-    assert torch_dist_index.missing_or_short_file_problems(tmp_path / "b", index) == []
+    assert read_torch_dist_metadata.missing_or_short_file_problems(tmp_path / "b", index) == []
     out, half = torch.empty(8, 3), torch.empty(4, dtype=torch.bfloat16)
     wanted = [*halves("x", out, 5), RankTensorChunk("y", (4,), (0,), half)]
     items, problems = files.plan_chunk_reads(index, wanted)
@@ -97,7 +97,7 @@ class Evil:
 def test_tables_run_no_code(tmp_path: Path) -> None:
     """A pickle that calls something is refused, uncalled."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, planner_data=Evil(tmp_path / "ran"))))
-    found = torch_dist_index.read_torch_dist_metadata(tmp_path)
+    found = read_torch_dist_metadata.read_torch_dist_metadata(tmp_path)
     assert isinstance(found, Problem) and "system" in found.rule
     assert not (tmp_path / "ran").exists()
     pickle.loads((tmp_path / ".metadata").read_bytes())
@@ -108,7 +108,7 @@ def test_tables_run_no_code(tmp_path: Path) -> None:
 def test_broken_tables(content: bytes, tmp_path: Path) -> None:
     """A problem that names the file, no traceback."""
     (tmp_path / ".metadata").write_bytes(content)
-    found = torch_dist_index.read_torch_dist_metadata(tmp_path)
+    found = read_torch_dist_metadata.read_torch_dist_metadata(tmp_path)
     assert isinstance(found, Problem) and str(tmp_path / ".metadata") in found.what
 
 
@@ -118,6 +118,8 @@ def test_files_are_checked(tmp_path: Path) -> None:
     index, file = index_of(tmp_path), tmp_path / "__0_0.distcp"
     content = file.read_bytes()
     file.write_bytes(content[:-1])
-    assert "is truncated" in torch_dist_index.missing_or_short_file_problems(tmp_path, index)[0].rule
+    assert "is truncated" in read_torch_dist_metadata.missing_or_short_file_problems(tmp_path, index)[0].rule
     file.unlink()
-    assert torch_dist_index.missing_or_short_file_problems(tmp_path, index) == [Problem(str(file), "is missing")]
+    assert read_torch_dist_metadata.missing_or_short_file_problems(tmp_path, index) == [
+        Problem(str(file), "is missing")
+    ]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megaswift.clusters.scheduler import scheduler_of
+from megaswift.clusters.scheduler_protocol import scheduler_of
 from tests.clusters.jobs import job
 from tests.network_namespaces import Machine, machines, why_not
 from tests.sources import ROOT

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megaswift.clusters.cluster_and_job import Job
-from megaswift.clusters.node_shell_lines import shell_words
-from megaswift.clusters.scheduler import scheduler_of
+from megaswift.clusters.node_setup_shell_lines import shell_words
+from megaswift.clusters.scheduler_protocol import scheduler_of
 from megaswift.clusters.scheduler_table import SCHEDULERS
 from tests.clusters.jobs import job
 

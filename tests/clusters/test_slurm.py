@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megaswift.clusters.scheduler import scheduler_of
+from megaswift.clusters.scheduler_protocol import scheduler_of
 from megaswift.clusters.slurm import SCHEDULER
 from megaswift.errors import ConfigError
 from tests.clusters.jobs import job

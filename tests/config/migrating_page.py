@@ -16,7 +16,11 @@ from megaswift.config.differing_toolkit_defaults import (
     TRL,
     differing_default_table_rows,
 )
-from megaswift.config.inference_other_names import HINTS_OF, NEUTRAL_OF, VALUES_ELSEWHERE_OF_INFERENCE
+from megaswift.config.neutral_and_unsupported_inference_options import (
+    HINTS_OF,
+    NEUTRAL_OF,
+    VALUES_ELSEWHERE_OF_INFERENCE,
+)
 from megaswift.config.neutral_options import NEUTRAL, NeutralOption
 from megaswift.config.translated_options import RENAMED, SWITCHES, TASK_SPELLINGS
 from megaswift.config.unsupported_megatron_options import UNSUPPORTED_OF_MEGATRON

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.absolute_paths import with_absolute_paths
+from megaswift.config.absolute_paths_in_saved_config import with_absolute_paths
 from megaswift.config.engine_rules import filled_deepspeed_config, requested_engine
 from megaswift.config.fsdp_json import fsdp_file_options
 from megaswift.errors import ConfigError

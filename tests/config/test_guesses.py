@@ -23,7 +23,7 @@ from megaswift.config.advice_for_foreign_options import (
     VALUES_ELSEWHERE,
     foreign_option_advice,
 )
-from megaswift.config.inference_other_names import HINTS_OF
+from megaswift.config.neutral_and_unsupported_inference_options import HINTS_OF
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.errors import ConfigError, did_you_mean_hint, edit_distance, missing_path_hint
 from megaswift.redaction import is_secret

@@ -13,7 +13,7 @@ from transformers.utils import chat_template_utils
 from megaswift.data import jinja_sandbox_limits
 from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, ChatTemplateTexts
-from megaswift.data.training_sample import RowError, UntokenizedSample, checked_conversation_sample
+from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample, checked_conversation_sample
 from megaswift.errors import DataError, WeightsError
 from tests.data.makers import chat, tokenizer
 

@@ -1,7 +1,7 @@
 """Chat masks: transformers' own for marked templates, hand-worked ones for the published templates that mark
 nothing.
 
-Covers: megaswift/data/assistant_turns.py, megaswift/data/parts_that_template_renders.py.
+Covers: megaswift/data/locate_assistant_turns_in_rendered_text.py, megaswift/data/parts_that_template_renders.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenizers import processors
 
 from megaswift.data.encode_rows import RowEncoder, encode_spec, token_range_of_characters
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, load_chat_templates
-from megaswift.data.training_sample import RowError
+from megaswift.data.untokenized_sample_and_row_checks import RowError
 from megaswift.errors import DataError
 from tests.data.makers import TEXT, config, template, tokenizer
 

@@ -59,7 +59,7 @@ def test_no_gradients() -> None:
 
 
 def test_megatron_takes_the_norm_from_here(gradient: torch.Tensor, tmp_path) -> None:
-    from megaswift.engine.megatron.cpu.device import install_cpu_patches
+    from megaswift.engine.megatron.cpu.megatron_cpu_patch_table import install_cpu_patches
 
     install_cpu_patches()
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from megaswift.bridge import fp8_block_quantization
-from megaswift.bridge.hf_source import HfSource
+from megaswift.bridge.hf_safetensors_source import HfSource
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.errors import ConfigError, UserError
 from megaswift.export import main

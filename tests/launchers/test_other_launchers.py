@@ -1,7 +1,7 @@
 """One run as users start it: by scripts/run_distributed.py, accelerate and DeepSpeed's launcher, on two processes of a
 CPU.
 
-Covers: megaswift/entry.py.
+Covers: megaswift/training_command_entry.py.
 """
 
 from __future__ import annotations

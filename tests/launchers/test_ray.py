@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megaswift import entry
+from megaswift import training_command_entry
 from megaswift.config import load_config
 from megaswift.launchers.ray_message_actor import RunMessageActor, WorkerEventsSinceLastPoll
 from megaswift.launchers.ray_train import _Run, missing_ray_problems
@@ -175,7 +175,7 @@ def test_mistakes_end_with_2_before_ray_starts(
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NPROC_PER_NODE", "NNODES"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit) as left:
-        entry.main("sft", ["--model", "m", "--dataset", "d", *words])
+        training_command_entry.main("sft", ["--model", "m", "--dataset", "d", *words])
     err = capsys.readouterr().err
     assert left.value.code == 2 and all(part in err for part in parts) and err.count("megaswift:") == 1, err
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megaswift.config.option_sources import read_config_file
-from megaswift.migration.foreign_command import command_of_file
+from megaswift.config.read_config_file_and_command_line import read_config_file
 from megaswift.migration.migrated_run import MigratedRun
+from megaswift.migration.recognize_toolkit_and_task_of_command import command_of_file
 from megaswift.migration.translate_command import migrated_run
 from tests.migration.translated import loaded
 

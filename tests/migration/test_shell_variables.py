@@ -1,7 +1,7 @@
 """What conditions, loops, functions and lists leave of a variable: bash runs each script with every outcome of its
 conditions, and a value that is called certain is the one of every run.
 
-Covers: megaswift/migration/shell_control_flow.py.
+Covers: megaswift/migration/parse_shell_control_flow_to_steps.py.
 """
 
 from __future__ import annotations

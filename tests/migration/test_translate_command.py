@@ -1,6 +1,6 @@
 """Commands of other toolkits in megaswift's options: the file means what the command meant there.
 
-Covers: megaswift/migration/migrated_run.py, megaswift/migration/toolkit_meanings.py.
+Covers: megaswift/migration/migrated_run.py, megaswift/migration/options_of_same_name_but_other_meaning.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The launch of a translated command, and settings of accelerate.
 
-Covers: megaswift/migration/accelerate_launch_environment.py.
+Covers: megaswift/migration/accelerate_settings_to_environment.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megaswift.config.option_sources import read_config_file
-from megaswift.migration.accelerate_launch_environment import accelerate_environment, read_settings_file
-from megaswift.migration.foreign_command import command_of_file
+from megaswift.config.read_config_file_and_command_line import read_config_file
+from megaswift.migration.accelerate_settings_to_environment import accelerate_environment, read_settings_file
+from megaswift.migration.recognize_toolkit_and_task_of_command import command_of_file
 from megaswift.migration.translate_command import migrated_run
 from megaswift.migration.translate_launcher_and_environment import command_line
 from tests.migration.translated import loaded, translated

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.migration.foreign_command import foreign_commands
 from megaswift.migration.migrated_run import MigratedRun
+from megaswift.migration.recognize_toolkit_and_task_of_command import foreign_commands
 from megaswift.migration.translate_command import migrated_run
 from megaswift.migration.write_run_file import ask_for_missing, run_file_text
 

@@ -1,7 +1,7 @@
 """The layers of stages and chunks against Megatron-Core: its layout class, its counts and offsets, and what its config
 refuses.
 
-Covers: megaswift/parallel/pipeline_layout_string.py.
+Covers: megaswift/parallel/parse_pipeline_layout_string.py.
 """
 
 import itertools
@@ -11,7 +11,7 @@ import pytest
 
 from megaswift.errors import LayoutError
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.pipeline_layout_string import parse_layout_string
+from megaswift.parallel.parse_pipeline_layout_string import parse_layout_string
 from megaswift.parallel.pipeline_split import (
     PipelineSplit,
     balanced_pipeline_layout_string,

@@ -1,6 +1,6 @@
 """Weights kept in FP8 beside the same runs with 16-bit weights, whose products quantize them: the same numbers.
 
-Covers: megaswift/engine/megatron/fp8_and_exact_main_weights.py.
+Covers: megaswift/engine/megatron/quantize_fp8_weights_from_main_weights.py.
 """
 
 from __future__ import annotations

@@ -42,14 +42,17 @@ def install() -> None:
     from megaswift import distributed
     from megaswift.engine import vocabulary_logprobs_and_entropy
     from megaswift.engine.megatron import engine, parallel_context  # noqa: F401 - collectives are bound where used
-    from megaswift.engine.megatron.cpu import cuda_stubs, device
+    from megaswift.engine.megatron.cpu import cuda_stubs, megatron_cpu_patch_table
     from megaswift.engine.torch import start_data_parallel_and_seed
 
     vocabulary_logprobs_and_entropy._has_triton = lambda: False  # type: ignore[assignment]  # kernels need a driver
-    functions = [device.unwrap_decorators(device.resolve_symbol(row.symbol)[2]) for row in device.CONSTANTS]
+    functions = [
+        megatron_cpu_patch_table.unwrap_decorators(megatron_cpu_patch_table.resolve_symbol(row.symbol)[2])
+        for row in megatron_cpu_patch_table.CONSTANTS
+    ]
     for function in [*functions, MoEAlltoAllTokenDispatcher.__init__]:
         function.__code__ = _with_constants(function.__code__)
-    device.compute_device = lambda: DEVICE
+    megatron_cpu_patch_table.compute_device = lambda: DEVICE
     torch.cuda.current_device = lambda: DEVICE  # type: ignore[assignment,return-value]
     collectives.install(STAND_IN)
     torch_device_module.register()

@@ -1,6 +1,6 @@
 """Training on a stand-in for a GPU: no tensor is on the wrong device, and the host waits only where the tables say.
 
-Covers: megaswift/device_copy.py, megaswift/engine/megatron/layers/vocab_parallel_embedding.py.
+Covers: megaswift/device_copy.py, megaswift/engine/megatron/layers/vocab_parallel_embedding_no_host_sync.py.
 """
 
 from __future__ import annotations

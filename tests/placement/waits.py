@@ -61,7 +61,7 @@ SAMPLER = {
     "read megaswift.rollout.token_sampling:RowGenerators.keep": 1,
 }
 COLLECT = "read megaswift.engine.megatron.load_and_gather_rank_weights:RankWeights.collect"
-SCORES = "read megaswift.data.rollout_batches:gather_completion_values"
+SCORES = "read megaswift.data.collate_rollout_batches:gather_completion_values"
 """Of a generation: each decoded token, the reference's log-probabilities (a critic's values too), and the weights' way
 to the sampler, which is through host memory (25 tensors, 19 groups of them)."""
 OBJECTS = "gloo megaswift.distributed:all_gather_objects"
@@ -85,7 +85,7 @@ def _checkpoint(read: int, exported: int, counters: int = 0, ranks: int = 1) -> 
     return {"save": save, "export": export, "load": load}
 
 
-_WHOLE = "read megaswift.engine.torch.checkpoint:stream_weights.<locals>.<dictcomp>"
+_WHOLE = "read megaswift.engine.torch.strategy_independent_checkpoint:stream_weights.<locals>.<dictcomp>"
 _FSDP_SAVED = {
     "save": {OBJECTS: 1, _WHOLE: 47, "read megaswift.bridge.hf_safetensors_writer:_write_tensor": 94},
     "export": {OBJECTS: 1, _WHOLE: 47},

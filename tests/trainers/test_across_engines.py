@@ -1,7 +1,7 @@
 """A step of one engine goes on in the other through its weights; as a step to resume from it is refused, with what
 would do.
 
-Covers: megaswift/bridge/torch_engine_step_source.py, megaswift/engine/torch/checkpoint.py.
+Covers: megaswift/bridge/torch_engine_step_source.py, megaswift/engine/torch/strategy_independent_checkpoint.py.
 """
 
 from __future__ import annotations

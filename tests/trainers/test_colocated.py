@@ -125,8 +125,8 @@ def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
     """The life of a worker (on the ranks): a run that writes down what malloc has given out in each phase."""
     from megaswift.engine.megatron import offload_for_sampling
     from megaswift.engine.megatron.engine import MegatronEngine
-    from megaswift.entry import main
     from megaswift.rollout.backends.transformers_sampler import TransformersSampler
+    from megaswift.training_command_entry import main
 
     task, words, out = command
     host = iter(Path(out) / f"host-{rank}-{i}" for i in range(10**6))

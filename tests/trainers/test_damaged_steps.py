@@ -1,6 +1,6 @@
 """Steps that were damaged after they were saved: no command uses one, and a history is never started over.
 
-Covers: megaswift/trainers/verify_checkpoint_files_across_ranks.py.
+Covers: megaswift/trainers/verify_checkpoint_hashes_split_over_ranks.py.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from megaswift.config.inference import ModelLoadingOptions
 from megaswift.errors import CheckpointError
 from megaswift.families import saved_step_integrity
 from megaswift.families.model_and_tokenizer_source import locate_model
-from megaswift.inference.precheck import locate_generation_model
+from megaswift.inference.precheck_model_folder_and_adapters import locate_generation_model
 from megaswift.trainers import checkpoint_store, output_folder
-from megaswift.trainers.verify_checkpoint_files_across_ranks import first_intact_step, verify_sources_and_locate_model
+from megaswift.trainers.verify_checkpoint_hashes_split_over_ranks import (
+    first_intact_step,
+    verify_sources_and_locate_model,
+)
 from tests.bridge.folders import make
 from tests.parity.pool import RankError
 from tests.trainers.inputs import write_inputs

@@ -1,7 +1,7 @@
 """KTO with one row a device: mismatched pairs of the whole global batch, against TRL with all rows in one micro-batch;
 in evaluation; from a checkpoint.
 
-Covers: megaswift/trainers/batch_transforms.py.
+Covers: megaswift/trainers/add_preference_loss_fields_to_batches.py.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 from megaswift.engine.protocol import StepResult
 from megaswift.trainers.hook import Hook, StepExtras
 from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor, TrainingDiverged
-from megaswift.trainers.timers import StepTimer
+from megaswift.trainers.wall_time_by_part import StepTimer
 from tests.trainers.tiny import TinyEngine, tiny_loop
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.entry import further_problems_of_refused_config
 from megaswift.errors import CheckpointError, ConfigError, UserError
 from megaswift.trainers.preflight import preflight
+from megaswift.training_command_entry import further_problems_of_refused_config
 from tests.families.published_dense import PHI_4
 from tests.trainers.inputs import write_model
 

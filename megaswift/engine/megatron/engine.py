@@ -19,7 +19,7 @@ from megaswift import distributed
 from megaswift.bridge.checkpoint_hf_metadata import write_checkpoint_hf_metadata
 from megaswift.bridge.hf_export import HfExportOptions, source_tensor_dtypes, write_hf_export
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
-from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.peft_folder import write_peft_folder
@@ -32,15 +32,11 @@ from megaswift.engine.global_batch_loss_and_metrics import (
     reduce_objective_report,
 )
 from megaswift.engine.megatron import forward_backward as passes
-from megaswift.engine.megatron import fp8_and_exact_main_weights
 from megaswift.engine.megatron import optimizer as optim
+from megaswift.engine.megatron import quantize_fp8_weights_from_main_weights
 from megaswift.engine.megatron.checkpoint import save_load
 from megaswift.engine.megatron.checkpoint.optimizer_states import MainWeightFiller
 from megaswift.engine.megatron.export_hf_from_ranks import export_hf_folder_from_ranks
-from megaswift.engine.megatron.fp8_and_exact_main_weights import (
-    ExactWeights,
-    is_fp8_weight,
-)
 from megaswift.engine.megatron.layers.layer_implementation import (
     TORCH,
     choose_layer_implementation,
@@ -62,6 +58,10 @@ from megaswift.engine.megatron.megatron_transformer_config import transformer_co
 from megaswift.engine.megatron.model import build_model_chunks, finish_weight_gathers, wrap_chunks
 from megaswift.engine.megatron.offload_for_sampling import EngineOffload
 from megaswift.engine.megatron.parallel_context import ParallelContext
+from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import (
+    ExactWeights,
+    is_fp8_weight,
+)
 from megaswift.engine.megatron.tp_comm_overlap import tp_comm_overlap_text
 from megaswift.engine.protocol import EngineSizeReport, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
@@ -158,14 +158,14 @@ class MegatronEngine:
         weights = [p for p in self.weights.placed if is_fp8_weight(p.held)]
         delayed = self.config.fp8_recipe == "delayed"
         if delayed:
-            fp8_and_exact_main_weights.forget_weight_amaxes(p.tensor for p in weights)
-        fp8_and_exact_main_weights.quantize_from_main_weights(self.optimizer, self.chunks)
+            quantize_fp8_weights_from_main_weights.forget_weight_amaxes(p.tensor for p in weights)
+        quantize_fp8_weights_from_main_weights.quantize_from_main_weights(self.optimizer, self.chunks)
         if delayed:
             for expert, group in ((False, self.context.groups.tp), (True, self.context.groups.expt_tp)):
                 own = [p.tensor for p in weights if (p.entry.expert is not None) == expert]
                 if own:
-                    fp8_and_exact_main_weights.start_delayed_weight_scales(own, group)
-            fp8_and_exact_main_weights.quantize_from_main_weights(self.optimizer, self.chunks)
+                    quantize_fp8_weights_from_main_weights.start_delayed_weight_scales(own, group)
+            quantize_fp8_weights_from_main_weights.quantize_from_main_weights(self.optimizer, self.chunks)
 
     def freeze(self, patterns: Sequence[str], trained: Sequence[str] = ()) -> None:
         """Parameters whose Hugging Face names match any of `patterns` do not train, unless one of `trained` matches.

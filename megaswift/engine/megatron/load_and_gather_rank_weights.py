@@ -21,13 +21,13 @@ from megaswift import distributed
 from megaswift.bridge import check_finite_weights
 from megaswift.bridge.hf_megatron_weight_plan import EntriesOfSameHfTensors, PlanEntry, WeightPlan
 from megaswift.bridge.new_scalar_head import seeded_normal
-from megaswift.engine.megatron.fp8_and_exact_main_weights import is_fp8_weight
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
+from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight
 from megaswift.families import qlora_weights_and_block_fit
+from megaswift.families.expand_weight_table_and_shard_shapes import padded_vocabulary_size
 from megaswift.families.model_spec import ModelSpec
-from megaswift.families.weight_table_on_ranks import padded_vocabulary_size
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")

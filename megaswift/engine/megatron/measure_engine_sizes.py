@@ -11,9 +11,9 @@ from torch import nn
 from megaswift import distributed
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.engine.megatron import optimizer as optim
-from megaswift.engine.megatron.fp8_and_exact_main_weights import is_fp8_weight
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
+from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight
 from megaswift.engine.protocol import EngineSizeReport
 from megaswift.families.model_spec import ModelSpec
 

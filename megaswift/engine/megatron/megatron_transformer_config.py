@@ -17,8 +17,8 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megaswift.config import SwiftConfig
+from megaswift.config.choose_selective_recompute_modules import selective_recompute_modules
 from megaswift.config.megatron_extra_kwargs import extra_kwargs_values
-from megaswift.config.recompute_modules import selective_recompute_modules
 from megaswift.config.tp_comm_overlap_file import read_tp_comm_overlap_cfg
 from megaswift.engine.megatron.layers.gated_activations import gelu_tanh
 from megaswift.engine.megatron.layers.layer_implementation import (

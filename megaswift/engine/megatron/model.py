@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from megaswift.config import SwiftConfig
 from megaswift.config.optimizer_rules import uses_distributed_optimizer
 from megaswift.engine.megatron.context_parallel import gather_sequence_for_loss
-from megaswift.engine.megatron.fp8_and_exact_main_weights import gather_weights_now
 from megaswift.engine.megatron.layers.layer_implementation import (
     TORCH,
     TRANSFORMER_ENGINE,
@@ -30,14 +29,15 @@ from megaswift.engine.megatron.layers.layer_implementation import (
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, windowed_layer_inv_freq
 from megaswift.engine.megatron.layers.router import AuxLossTopKRouter, install_padding_mask_hooks
 from megaswift.engine.megatron.layers.transformer_layer_spec import block_spec
-from megaswift.engine.megatron.layers.vocab_parallel_embedding import UnsyncedVocabParallelEmbedding
+from megaswift.engine.megatron.layers.vocab_parallel_embedding_no_host_sync import UnsyncedVocabParallelEmbedding
 from megaswift.engine.megatron.layers.vocab_parallel_head_logprobs import compute_vocabulary_fields
 from megaswift.engine.megatron.parallel_context import ParallelContext
+from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import gather_weights_now
 from megaswift.engine.megatron.rank_microbatch_inputs import MicrobatchInputs
 from megaswift.engine.megatron.tp_comm_overlap import create_user_buffers
 from megaswift.engine.vocabulary_logprobs_and_entropy import VocabularyHeadShardSpec
+from megaswift.families.expand_weight_table_and_shard_shapes import padded_vocabulary_size
 from megaswift.families.model_spec import ArchitectureExtras, ModelSpec
-from megaswift.families.weight_table_on_ranks import padded_vocabulary_size
 from megaswift.losses.contract import RequestedModelOutputs
 
 

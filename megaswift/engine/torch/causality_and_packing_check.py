@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
+from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
 from megaswift.families import FAMILIES
 from megaswift.losses.contract import Batch, RequestedModelOutputs

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megaswift.bridge.hf_source import TensorMeta
+from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.torch.loss_scale import DynamicLossScale
 

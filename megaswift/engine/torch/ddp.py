@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megaswift.bridge.hf_source import TensorMeta
+from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.squared_gradient_norm import sum_of_squares
 from megaswift.engine.torch.data_parallel_strategy import (
@@ -25,9 +25,9 @@ from megaswift.engine.torch.data_parallel_strategy import (
 from megaswift.engine.torch.loss_scale import DynamicLossScale
 from megaswift.engine.torch.make_torch_engine_optimizer import make_torch_optimizer
 from megaswift.engine.torch.meta_init import allocate_storage
+from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.engine.torch.quantized_weights import quantization_scale_bytes, unpacked_numel
 from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext
-from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
 from megaswift.engine.torch.vision_model_parts import trains_encoder_or_aligner
 
 

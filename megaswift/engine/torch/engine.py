@@ -41,17 +41,17 @@ from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights
 from megaswift.engine.torch import (
     causality_and_packing_check,
-    checkpoint,
+    peft_wrapped_names_and_adapter_folder,
     quantized_weights,
-    unwrap_and_save_peft_model,
+    strategy_independent_checkpoint,
     weight_loading,
 )
 from megaswift.engine.torch.adalora_rank_allocation import find_adalora_rank_allocator
 from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
 from megaswift.engine.torch.ddp import DdpStrategy
-from megaswift.engine.torch.host_memory_release import returning_freed_memory_to_system
 from megaswift.engine.torch.loss_fields_from_logits import labeled_columns
 from megaswift.engine.torch.merged_adapter_weight_stream import collect_merged_adapter_weights
+from megaswift.engine.torch.return_freed_host_memory_by_mallopt import returning_freed_memory_to_system
 from megaswift.engine.torch.router_losses import RouterLosses
 from megaswift.engine.torch.start_data_parallel_and_seed import TorchContext
 from megaswift.engine.torch.strategy_registry import build_strategy
@@ -95,7 +95,9 @@ class TorchEngine:
         self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
         self.noise, self.routers = (
             self._noise(),
-            RouterLosses(unwrap_and_save_peft_model.unwrap_peft_model(self.fields.model), self.spec, self.cfg),
+            RouterLosses(
+                peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model), self.spec, self.cfg
+            ),
         )
         self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
         self.strategy = build_strategy(self.kind, self.fields, self.cfg, self.context, self.dtype)
@@ -108,7 +110,9 @@ class TorchEngine:
     def _noise(self) -> NeftuneNoise | None:
         alpha = self.cfg.train.neftune_noise_alpha
         return (
-            NeftuneNoise(unwrap_and_save_peft_model.unwrap_peft_model(self.fields.model).get_input_embeddings(), alpha)
+            NeftuneNoise(
+                peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model).get_input_embeddings(), alpha
+            )
             if alpha
             else None
         )
@@ -242,12 +246,12 @@ class TorchEngine:
         assert not self.adapts or self.merging is not None, "exports are merged by bridge.merge_adapter_folder"
         return (
             (name, t if dtype is None else t.to(dtype))
-            for name, t in checkpoint.stream_weights(self, WEIGHT, everywhere)
+            for name, t in strategy_independent_checkpoint.stream_weights(self, WEIGHT, everywhere)
         )
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, gradient) after `accumulate`, of a run without adapters; rank 0 gets tensors."""
-        return checkpoint.stream_weights(self, GRADIENT)
+        return strategy_independent_checkpoint.stream_weights(self, GRADIENT)
 
     def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:
         """A Hugging Face folder, tensors in the dtypes that they have in `source`, or in `dtype`. Collective; rank 0
@@ -256,12 +260,12 @@ class TorchEngine:
         config.json is the source's, but for a model with a scalar head.
         """
         metas, config = (
-            tensor_metas_with_source_dtypes(checkpoint.meta_tensors_by_disk_name(self), source),
+            tensor_metas_with_source_dtypes(strategy_independent_checkpoint.meta_tensors_by_disk_name(self), source),
             self.spec.hf_config if self.spec.scored else None,
         )
         metas = metas if dtype is None else {name: meta._replace(dtype=dtype) for name, meta in metas.items()}
         distributed.raise_on_all_ranks(
-            checkpoint.write_tensor_stream_to_folder(
+            strategy_independent_checkpoint.write_tensor_stream_to_folder(
                 self, folder, metas, self.hf_weights(), lambda writer: writer.close(source, config)
             ),
         )
@@ -270,11 +274,11 @@ class TorchEngine:
         """A PEFT folder with what trains. Collective; rank 0 writes."""
         state = {name: self.strategy.full(name, WEIGHT) for name in self.strategy.trained()}
         state |= {
-            unwrap_and_save_peft_model.PREFIX + name: tensor
+            peft_wrapped_names_and_adapter_folder.PREFIX + name: tensor
             for name, tensor in persistent_buffers(self.fields.model).items()
         }  # VeRA's projections
         if self.rank == 0:
-            unwrap_and_save_peft_model.write_adapter_folder(
+            peft_wrapped_names_and_adapter_folder.write_adapter_folder(
                 self.fields.model, {n: t.detach().cpu() for n, t in state.items()}, folder, base
             )
 
@@ -295,7 +299,11 @@ class TorchEngine:
     def kernels(self) -> str:
         """For the first screen."""
         attention, chosen = (
-            getattr(unwrap_and_save_peft_model.unwrap_peft_model(self.fields.model).config, "_attn_implementation", ""),
+            getattr(
+                peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model).config,
+                "_attn_implementation",
+                "",
+            ),
             self.cfg.model,
         )
         extra = [f"layers compiled by {chosen.torch_compile_backend}"] * chosen.torch_compile + [
@@ -319,11 +327,11 @@ class TorchEngine:
 
     def save(self, directory: Path) -> None:
         """Weights, optimizer and this rank's random states. Collective."""
-        checkpoint.save_step(self, directory)
+        strategy_independent_checkpoint.save_step(self, directory)
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`, under this or another strategy and number of ranks. Collective."""
-        checkpoint.load_step(self, directory)
+        strategy_independent_checkpoint.load_step(self, directory)
         causality_and_packing_check.check_causality_and_packing(self)
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megaswift.bridge.hf_source import TensorMeta
+from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.torch.optimizers_and_state_tensors import (
     Metas,
@@ -28,7 +28,7 @@ from megaswift.engine.torch.optimizers_and_state_tensors import (
     TorchEngineOptimizer,
     torch_engine_optimizer_class,
 )
-from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
+from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.errors import ConfigError, Problem
 
 LEFT, RIGHT = "galore_left", "galore_right"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
+from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.engine.torch.vision_model_parts import model_has_tower
 from megaswift.engine.vocabulary_logprobs_and_entropy import (
     VocabularyHeadShardSpec,

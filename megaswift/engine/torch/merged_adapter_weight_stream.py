@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megaswift.bridge.write_transformers_model_folder import persistent_buffers
 from megaswift.engine.torch import quantized_weights
 from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
-from megaswift.engine.torch.unwrap_and_save_peft_model import (
+from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import (
     PREFIX,
     name_without_adapters,
     wrapped_name_without_adapters,

@@ -21,9 +21,9 @@ from megaswift.bridge.new_scalar_head import NEW, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.config import SwiftConfig
 from megaswift.config.model import ModelConfig
-from megaswift.engine.torch import liger, meta_init, quantized_weights, vision_model_parts
+from megaswift.engine.torch import liger_layer_kernels, meta_init, quantized_weights, vision_model_parts
 from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
-from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
+from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.engine.trainable_pattern_errors import nothing_trains_problem, unmatched_pattern_problem
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.decoder_layer_classes import decoder_layer_class_names
@@ -165,7 +165,7 @@ def build_model_for_wrapping(
     model = build_model(folder, cfg, weights, spec, further, empty)
     meta_init.meta_parameters_to_expanded_zeros(model)
     if cfg.model.use_liger:
-        liger.apply_liger(model)
+        liger_layer_kernels.apply_liger(model)
     freeze_parts(model, cfg.model)
     if cfg.model.recompute_granularity == "full":
         cast(Any, model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

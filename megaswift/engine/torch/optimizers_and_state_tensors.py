@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.bridge.hf_source import TensorMeta
+from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.config.optim import LIONS, OF_BITSANDBYTES, PAGED, OptimConfig
 from megaswift.engine.torch.data_parallel_strategy import make_adamw_or_sgd, param_groups_of
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megaswift.engine import process_group
+from megaswift.engine import start_default_process_group
 from megaswift.parallel.layout import Layout
 
 
@@ -26,7 +26,9 @@ class TorchContext:
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        process_group.init_default_and_gloo_process_groups("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout_s)
+        start_default_process_group.init_default_and_gloo_process_groups(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout_s
+        )
         self.coordinates = layout.coordinates(self.rank)
         self.groups = SimpleNamespace(dp=dist.group.WORLD)
         self.seed(seed)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.bridge.hf_source import WeightSource
-from megaswift.engine.torch.unwrap_and_save_peft_model import name_without_adapters
+from megaswift.bridge.hf_safetensors_source import WeightSource
+from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import name_without_adapters
 
 
 @dataclass(frozen=True)

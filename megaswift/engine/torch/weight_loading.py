@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaswift import distributed
-from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.hf_safetensors_source import WeightSource
 from megaswift.bridge.new_scalar_head import NEW, NewScalarHeadSource, new_scalar_head_weight
 from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.write_transformers_model_folder import persistent_buffers
@@ -33,16 +33,16 @@ from megaswift.config.adapter_rules import SHARDED, base_quantization_bits
 from megaswift.engine.torch import meta_init, model_building, quantized_weights
 from megaswift.engine.torch.data_parallel_strategy import WEIGHT
 from megaswift.engine.torch.loss_fields_from_logits import LossFieldsModel
+from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import (
+    name_without_adapters,
+    unwrap_peft_model,
+    wrapped_name_without_adapters,
+)
 from megaswift.engine.torch.transformers_conversions import (
     ConversionGroup,
     conversion_groups,
     converted_parameter_shapes,
     tied_name_map,
-)
-from megaswift.engine.torch.unwrap_and_save_peft_model import (
-    name_without_adapters,
-    unwrap_peft_model,
-    wrapped_name_without_adapters,
 )
 from megaswift.errors import Problem, UserError, WeightsError
 from megaswift.families import read_config_json

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megaswift.bridge.hf_source import TensorMeta
+from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.config.deepspeed_json import KINDS, matching_deepspeed_preset, offloads_optimizer_and_weights
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.squared_gradient_norm import sum_of_squares

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megaswift.config import SwiftConfig
 from megaswift.config.advantage_estimator_table import advantage_estimator_entry
-from megaswift.data.rollout_batches import RolloutTokens
+from megaswift.data.collate_rollout_batches import RolloutTokens
 from megaswift.losses import advantages as formulas
 from megaswift.losses.advantage_estimators import EstimatorInput, estimate_advantage_fields
 from megaswift.losses.covariance_token_selection import (

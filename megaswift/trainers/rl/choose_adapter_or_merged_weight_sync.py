@@ -100,7 +100,7 @@ def _experts(cfg: SwiftConfig, spec: ModelSpec) -> bool:
             for p in select_projections(family_of(spec.hf_config), spec, cfg.lora.target_modules)
         )
     from megaswift.bridge.peft_folder import TENSORS  # brings torch
-    from megaswift.bridge.safetensors_header import read_safetensors_header
+    from megaswift.bridge.read_safetensors_header import read_safetensors_header
 
     return any(".experts." in name for name in read_safetensors_header(Path(cfg.lora.adapters) / TENSORS))
 

@@ -18,7 +18,7 @@ from megaswift.families.model_spec import ModelSpec
 from megaswift.families.scalar_head import with_scalar_head
 from megaswift.losses.contract import Batch
 from megaswift.losses.value import PARTS, ValueLoss, explained_variance
-from megaswift.trainers.batch_transforms import BatchTransform
+from megaswift.trainers.add_preference_loss_fields_to_batches import BatchTransform
 from megaswift.trainers.create_process_groups_and_engine import RankContext, make_engine
 from megaswift.trainers.skipped_step_and_loss_spike_monitor import SkippedStepAndLossSpikeMonitor
 

@@ -14,21 +14,21 @@ from megaswift.config.generation_batch import generation_batch_plan
 from megaswift.config.rl_defaults import advantage_estimator_entry_of
 from megaswift.data import build_batch_sources as data
 from megaswift.data import vocab_check
+from megaswift.data.collate_rollout_batches import RolloutCollator
 from megaswift.data.rl_prompts import IndexedPrompts, Prompt, PromptSource, load_prompt_splits
-from megaswift.data.rollout_batches import RolloutCollator
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
 from megaswift.families.model_and_tokenizer_source import tokenizer_with_run_template
 from megaswift.log import count_text
 from megaswift.losses.value import ValueLoss
-from megaswift.rewards.load_reward_functions import load_reward_functions
+from megaswift.rewards.load_built_in_and_user_reward_functions import load_reward_functions
 from megaswift.rewards.reward_interface_and_scoring import (
     BuiltInRewardParameters,
     RewardFunction,
     missing_reward_column_problems,
 )
 from megaswift.rollout.write_weight_sync_folders import SyncRounds
-from megaswift.trainers.batch_transforms import ReferenceLogprobs
+from megaswift.trainers.add_preference_loss_fields_to_batches import ReferenceLogprobs
 from megaswift.trainers.flops import step_flop_formula
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at, weight_decay_at
@@ -55,7 +55,7 @@ from megaswift.trainers.rl.settings import rl_settings
 from megaswift.trainers.startup_summary import SummaryFacts, trained_parameter_share_text
 from megaswift.trainers.step_interval import interval_of
 from megaswift.trainers.supervised_loop_builder import LoopWithRunSummary
-from megaswift.trainers.timers import StepTimer, timed
+from megaswift.trainers.wall_time_by_part import StepTimer, timed
 
 if TYPE_CHECKING:
     from megaswift.trainers.run_builder import RunBuilder

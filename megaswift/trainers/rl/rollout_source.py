@@ -2,7 +2,7 @@
 
 Owns the order of a generation and what of it outlives a restart. Sampling is
 `completion_generation_and_weight_sync.py`, rewards are `reward_scorer.py`, advantages `advantage_estimator.py`, where
-numbers stand in a micro-batch `data/rollout_batches.py`.
+numbers stand in a micro-batch `data/collate_rollout_batches.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ import torch
 
 from megaswift import distributed
 from megaswift.config.advantage_estimator_table import advantage_estimator_entry
+from megaswift.data.collate_rollout_batches import (
+    RolloutCollator,
+    RolloutMicrobatch,
+    RolloutTokens,
+    gather_completion_values,
+)
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.rollout_batches import RolloutCollator, RolloutMicrobatch, RolloutTokens, gather_completion_values
 from megaswift.engine.protocol import Engine
 from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.contract import Batch, RequestedModelOutputs
@@ -31,7 +36,7 @@ from megaswift.trainers.rl.offload_and_async_generation import CompletionSamplin
 from megaswift.trainers.rl.reward_scorer import RewardScorer, ScoredCompletion
 from megaswift.trainers.rl.rollout_metrics import group_rewards_differ, rollout_statistics
 from megaswift.trainers.rl.settings import RlSettings
-from megaswift.trainers.timers import timed
+from megaswift.trainers.wall_time_by_part import timed
 
 NOTHING = np.zeros(0, dtype=np.float32)
 

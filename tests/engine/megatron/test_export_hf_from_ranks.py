@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megaswift import distributed
+from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.bridge.hf_safetensors_writer import PlannedSafetensorsFile, plan_safetensors_shards
-from megaswift.bridge.hf_source import TensorMeta
 from megaswift.engine.megatron.export_hf_from_ranks import ExportTask, assign_file_writers, export_rounds
 from megaswift.errors import UserError
 from tests.parity.cases import Case, parse

@@ -4,7 +4,8 @@ that it shards.
 Measured: bytes of the storages of the tensors that exist, and resident pages by the kernel's account. Not computed from
 sizes.
 
-Covers: megaswift/engine/torch/start_data_parallel_and_seed.py, megaswift/engine/torch/host_memory_release.py.
+Covers: megaswift/engine/torch/start_data_parallel_and_seed.py,
+megaswift/engine/torch/return_freed_host_memory_by_mallopt.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from megaswift.bridge.file_tensor import bytes_view
-from megaswift.bridge.hf_source import HfSource
+from megaswift.bridge.hf_safetensors_source import HfSource
 from tests.engine.torch.memory_ranks import Job, Live, Peaks
 from tests.engine.torch.test_zero import PRELOAD
 from tests.parity.models import BASE

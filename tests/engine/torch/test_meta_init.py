@@ -21,8 +21,8 @@ from megaswift.bridge.open_weight_source import open_weights
 from megaswift.bridge.write_transformers_model_folder import tensors_by_disk_name
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch import meta_init, model_building, weight_loading
+from megaswift.engine.torch.peft_wrapped_names_and_adapter_folder import unwrap_peft_model
 from megaswift.engine.torch.transformers_conversions import conversion_groups, jointly_written_parameters, tied_name_map
-from megaswift.engine.torch.unwrap_and_save_peft_model import unwrap_peft_model
 from megaswift.errors import WeightsError
 from megaswift.families.model_spec_of_any_model import spec_from_family_or_size_fields
 from tests.bridge.folders import tensors_of

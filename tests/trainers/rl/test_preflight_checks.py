@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig, load_config
-from megaswift.entry import further_problems_of_refused_config
 from megaswift.errors import UserError
 from megaswift.rollout import installed_vllm_version_and_support
 from megaswift.trainers.preflight import preflight
 from megaswift.trainers.rl.preflight_checks import rl_run_problems
+from megaswift.training_command_entry import further_problems_of_refused_config
 from tests.test_cli import model_folder
 
 GOOD = {"reward_funcs": ["format"], "num_generations": 2, "gbs": 4}

@@ -17,9 +17,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
-from megaswift.engine.megatron.fp8_and_exact_main_weights import is_fp8_weight
 from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.optimizer import optimizer_parts, uses_precision_aware_optimizer
+from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight
 
 REMAINDER = torch.int16
 """The 16 low bits of a float32 main weight, as Transformer Engine's FusedAdam stores them with `store_param_remainders`

@@ -23,7 +23,7 @@ from torch import Tensor
 from megaswift.bridge.sharded_state_dict_entries import KEPT, STATES
 from megaswift.bridge.torch_dist_chunk_io import RankTensorChunk
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
-from megaswift.engine.megatron.fp8_and_exact_main_weights import is_fp8_weight
+from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight
 
 if TYPE_CHECKING:
     from megaswift.engine.megatron.engine import MegatronEngine

@@ -22,17 +22,17 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megaswift import distributed, log
 from megaswift.atomic_disk_writes import fsync_path
+from megaswift.bridge import read_torch_dist_metadata
 from megaswift.bridge import torch_dist_chunk_io as files
-from megaswift.bridge import torch_dist_index
 from megaswift.bridge.sharded_state_dict_entries import KEPT, MAIN, STATES
 from megaswift.engine import rng_state_checkpoint_file
 from megaswift.engine.megatron.checkpoint import fp8_history
 from megaswift.engine.megatron.checkpoint import optimizer_states as states
 from megaswift.engine.megatron.checkpoint import rank_chunks as boxes
-from megaswift.engine.megatron.fp8_and_exact_main_weights import is_fp8_weight, quantize_from_main_weights
 from megaswift.engine.megatron.lora import adapter_checkpoint_slices
 from megaswift.engine.megatron.model import finish_weight_gathers
 from megaswift.engine.megatron.parallel_context import ParallelContext
+from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight, quantize_from_main_weights
 from megaswift.errors import ROOM, Problem
 
 if TYPE_CHECKING:
@@ -181,9 +181,11 @@ def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
-    index = torch_dist_index.read_torch_dist_metadata(directory)
+    index = read_torch_dist_metadata.read_torch_dist_metadata(directory)
     problems += (
-        [index] if isinstance(index, Problem) else torch_dist_index.missing_or_short_file_problems(directory, index)
+        [index]
+        if isinstance(index, Problem)
+        else read_torch_dist_metadata.missing_or_short_file_problems(directory, index)
     )
     distributed.raise_on_all_ranks(problems, limit=SHOWN)
     assert isinstance(index, Metadata)

@@ -7,9 +7,9 @@ slot of turn t is free at t + 2, when all have begun t + 1. The memory has no na
 however that ends.
 
 Owns the memory and the waiting; which tensors travel, and what becomes of them, belongs to
-`gloo_all_to_all_collectives.py`. Writes become visible in their order on x86-64 only: elsewhere, over several machines
-or without Linux, there is no exchange and gloo carries everything. (memcpy's stores past the cache are fenced by the C
-library.)
+`gloo_collectives_made_of_all_to_all.py`. Writes become visible in their order on x86-64 only: elsewhere, over several
+machines or without Linux, there is no exchange and gloo carries everything. (memcpy's stores past the cache are fenced
+by the C library.)
 """
 
 from __future__ import annotations

@@ -1,0 +1,370 @@
+"""Rules about combinations of options, as tables: options without effect, conflicts, missing requirements.
+
+Owns rules that need nothing but the options. What depends on model, machine or data is checked where these are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from megaswift.config import fsdp_json
+from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
+from megaswift.config.batch_arithmetic import batch_problems
+from megaswift.config.data import RL
+from megaswift.config.engine_rules import AXES, ENGINE_CLASHES, ENGINE_IGNORED, TORCH_ONLY, requested_engine
+from megaswift.config.evaluation_rules import EVALUATION_CLASHES, EVALUATION_IGNORED
+from megaswift.config.fault_tolerance_rules import FAULT_TOLERANCE_IGNORED
+from megaswift.config.float16_loss_scale_rules import LOSS_SCALE_CLASHES, LOSS_SCALE_IGNORED
+from megaswift.config.frozen_weight_rules import FROZEN_WEIGHT_IGNORED
+from megaswift.config.generation_batch import generation_batch_problems
+from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
+from megaswift.config.learning_rate_schedule_rules import SCHEDULE_CLASHES, SCHEDULE_IGNORED
+from megaswift.config.megatron_engine_rules import MODEL_CLASHES, MODEL_IGNORED
+from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
+from megaswift.config.parse_option_values import option_value_text
+from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
+from megaswift.config.profile_rules import PROFILE_CLASHES, PROFILE_IGNORED
+from megaswift.config.rl_conflict_rules import RL_CLASHES
+from megaswift.config.rl_ignored_option_rules import RL_IGNORED
+from megaswift.config.rl_vllm import vllm_sampler_problems
+from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test, join_names
+from megaswift.config.sections import OPTIONS, Sections
+from megaswift.config.torch_compile_liger_determinism_rules import SPEED_CLASHES, SPEED_IGNORED
+from megaswift.config.tracker_rules import TRACKER_IGNORED
+from megaswift.errors import Problem
+
+
+def _no_random_order(c: Sections) -> bool:
+    return (
+        not c.data.shuffle
+        and not c.data.split_dataset_ratio
+        and not any("#" in d for d in (*c.data.dataset, *c.data.val_dataset))
+    )
+
+
+_is_folder: Test = lambda c: c.model.model is not None and Path(c.model.model).is_dir()  # noqa: E731
+_NO_LORA: Test = lambda c: c.model.train_type == "full"  # noqa: E731
+_FROM_ADAPTERS: Test = lambda c: c.model.train_type != "full" and c.lora.adapters is not None  # noqa: E731
+_LORA = ("train_type",)
+_OF_ADAPTERS = ("adapters", "train_type")
+_IS_LORA, _GIVEN = (
+    "applies only to train_type lora (train_type is {train_type})",
+    "the adapter folder {adapters} determines it",
+)
+_NEW = ("lora_rank", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save")
+_HUB = "applies only to hub IDs, but the model is a local folder"
+_NO_HUB: Test = lambda c: _is_folder(c) and not c.train.push_to_hub  # noqa: E731
+_STREAM = ("streaming", "val_dataset")
+_ONLY_STREAMS: Test = lambda c: c.data.streaming and not c.data.val_dataset  # noqa: E731
+_NO_EXPORT: Test = lambda c: c.model.train_type != "full" and not c.lora.merge_lora  # noqa: E731
+
+IGNORED: tuple[IgnoredOption, ...] = (
+    *SCHEDULE_IGNORED,
+    *EVALUATION_IGNORED,
+    *PROFILE_IGNORED,
+    *FAULT_TOLERANCE_IGNORED,
+    *TRACKER_IGNORED,
+    IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANIZATION/NAME"),
+    IgnoredOption("use_hf", ("model", "push_to_hub"), _NO_HUB, _HUB, "--model ORGANIZATION/NAME", (True,)),
+    IgnoredOption(
+        "data_seed",
+        ("shuffle", "split_dataset_ratio", "dataset", "val_dataset"),
+        _no_random_order,
+        "seeds shuffling and splitting, but rows are neither shuffled nor split",
+        "--shuffle true",
+    ),
+    IgnoredOption(
+        "dataset_cache_dir", _STREAM, _ONLY_STREAMS, "streaming does not cache tokenized data", "--streaming false"
+    ),
+    IgnoredOption(
+        "dataset_num_proc",
+        _STREAM,
+        _ONLY_STREAMS,
+        "streaming tokenizes rows as they are read",
+        "--streaming false",
+        (1,),
+        notice=True,
+    ),
+    IgnoredOption(
+        "dataloader_num_workers",
+        ("streaming",),
+        lambda c: c.data.streaming,
+        "streaming reads rows in order in the training process",
+        "--streaming false",
+        notice=True,
+    ),
+    IgnoredOption(
+        "group_by_length",
+        ("packing",),
+        lambda c: c.data.packing,
+        "packing true leaves no padding",
+        "--packing false",
+        notice=True,
+    ),
+    IgnoredOption(
+        "num_train_epochs",
+        ("max_steps",),
+        lambda c: c.train.max_steps is not None,
+        "max_steps {max_steps} already sets the length of the run",
+        ONE_OF,
+        notice=True,
+    ),
+    IgnoredOption(
+        "save_total_limit",
+        ("save_steps", "save_strategy"),
+        lambda c: c.train.save_steps is None and c.train.save_strategy not in ("epoch", "best"),
+        "needs save_steps; without it only one checkpoint is written, at the end",
+        "--save_steps 500",
+        notice=True,
+    ),
+    *(
+        IgnoredOption(name, _LORA, _NO_LORA, _IS_LORA, "--train_type lora")
+        for name in (*_NEW, "lora_dropout", "adapters", "merge_lora")
+    ),
+    *(
+        IgnoredOption(name, _OF_ADAPTERS, _FROM_ADAPTERS, _GIVEN, "omit --adapters to train new adapters")
+        for name in _NEW
+    ),
+    IgnoredOption(
+        "export_hf",
+        ("train_type", "merge_lora"),
+        _NO_EXPORT,
+        "with train_type {train_type} the export is OUT/adapter; OUT/hf is written only with merge_lora",
+        "--merge_lora true",
+    ),
+    *FROZEN_WEIGHT_IGNORED,
+    *MODEL_IGNORED,
+    *LAUNCH_IGNORED,
+    *ENGINE_IGNORED,
+    *ADAPTER_IGNORED,
+    *PREFERENCE_IGNORED,
+    *RL_IGNORED,
+    *OPTIMIZER_IGNORED,
+    *SPEED_IGNORED,
+    *LOSS_SCALE_IGNORED,
+)
+
+CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
+        ("truncation_strategy",),
+        lambda c: c.data.truncation_strategy == "split" and c.task == "sft",
+        "conversations cannot be split: later parts would lack their context (split is for pt)",
+        "--truncation_strategy delete",
+    ),
+    ConflictingOptions(
+        ("split_dataset_ratio", "val_dataset"),
+        lambda c: c.data.split_dataset_ratio > 0 and c.data.val_dataset,
+        "conflicts with val_dataset: evaluation data is already given",
+        ONE_OF,
+    ),
+    ConflictingOptions(
+        ("split_dataset_ratio", "streaming"),
+        lambda c: c.data.split_dataset_ratio > 0 and c.data.streaming,
+        "a stream has no known length to take a fraction of",
+        "--val_dataset FILE",
+    ),
+    ConflictingOptions(
+        ("streaming", "max_steps"),
+        lambda c: c.data.streaming and c.train.max_steps is None,
+        "a stream has no known length, so max_steps is required",
+        "--max_steps 1000",
+    ),
+    ConflictingOptions(
+        ("group_by_length", "streaming", "packing"),
+        lambda c: c.data.group_by_length and c.data.streaming and not c.data.packing,
+        "orders rows by their lengths, which are not known before a stream is read",
+        "--packing true, which fills rows without padding",
+    ),
+    ConflictingOptions(
+        ("group_by_length", "shuffle"),
+        lambda c: c.data.group_by_length and not c.data.shuffle and not c.data.packing and not c.data.streaming,
+        "orders rows anew in each epoch, and shuffle false keeps the order of the files",
+        "--shuffle true",
+    ),
+    ConflictingOptions(
+        ("precision_aware_optimizer", "distributed_optimizer"),
+        lambda c: c.optim.precision_aware_optimizer and not c.parallel.distributed_optimizer,
+        "needs distributed_optimizer",
+        "--distributed_optimizer true",
+    ),
+    ConflictingOptions(
+        ("optimizer_cpu_offload", "optimizer"),
+        lambda c: c.optim.optimizer_cpu_offload and c.optim.optimizer != "adam",
+        "offloads Adam's moments, but the optimizer is {optimizer}",
+        "--optimizer_cpu_offload false",
+    ),
+    ConflictingOptions(
+        ("overwrite_output_dir", "resume_from_checkpoint"),
+        lambda c: c.train.overwrite_output_dir and c.train.resume_from_checkpoint,
+        "would delete the run that resume_from_checkpoint continues",
+        ONE_OF,
+    ),
+    ConflictingOptions(
+        ("save_only_model", "max_restarts"),
+        lambda c: c.train.save_only_model and c.launch.max_restarts,
+        "conflicts with max_restarts: a restart resumes with the optimizer's states",
+        ONE_OF,
+    ),
+    ConflictingOptions(
+        ("model_name", "model_author"),
+        lambda c: max(len(c.data.model_name), len(c.data.model_author)) > 2,
+        "takes one text, or two: the first for rows tagged zh",
+        "--model_name NAME",
+    ),
+    ConflictingOptions(
+        ("random_init", "train_type"),
+        lambda c: c.model.random_init and c.model.train_type != "full",
+        "adapters on random weights would be useless: the base model could not be loaded again",
+        "--random_init false",
+    ),
+    ConflictingOptions(
+        ("train_type", "transformer_impl"),
+        lambda c: c.model.train_type == "qlora" and c.model.transformer_impl == "transformer_engine",
+        "Transformer Engine's layers do not support NF4 weights",
+        "--transformer_impl torch",
+    ),
+    ConflictingOptions(
+        ("merge_lora", "export_hf"),
+        lambda c: c.model.train_type != "full" and c.lora.merge_lora and not c.train.export_hf,
+        "writes OUT/hf, which export_hf false disables",
+        ONE_OF,
+    ),
+    *SCHEDULE_CLASHES,
+    *EVALUATION_CLASHES,
+    *PROFILE_CLASHES,
+    *MODEL_CLASHES,
+    *LAUNCH_CLASHES,
+    *ENGINE_CLASHES,
+    *ADAPTER_CLASHES,
+    *PREFERENCE_CLASHES,
+    *RL_CLASHES,
+    *OPTIMIZER_CLASHES,
+    *SPEED_CLASHES,
+    *LOSS_SCALE_CLASHES,
+)
+
+
+def ignored_option_names(c: Sections) -> set[str]:
+    """Options that play no part in this configuration; a written-out configuration leaves them out."""
+    return {r.option for r in IGNORED if r.when(c)} | {o.name for o in OPTIONS.values() if not o.belongs_to(c.task)}
+
+
+def broken_option_rules(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> list[Problem]:
+    """Every rule that is broken. `labels`: how the user wrote each given option; `wrong`: options whose value is a
+    mistake already."""
+    return [
+        *_wrong_task(c, labels),
+        *_ignored(c, labels, wrong),
+        *_clashes(c, labels, wrong),
+        *_batch(c, labels, wrong),
+        *fsdp_json.fsdp_file_options(c).problems,
+        *vllm_sampler_problems(c.vllm),
+    ]
+
+
+def _wrong_task(c: Sections, labels: Mapping[str, str]) -> Iterator[Problem]:
+    for name in sorted(c.given):
+        option = OPTIONS[name]
+        if not option.belongs_to(c.task):
+            yield Problem(
+                labels[name],
+                f"has no effect in {c.task}; it applies to {', '.join(option.details['tasks'])}",
+                "leave it out",
+            )
+
+
+BATCH = ("global_batch_size", ("gradient_accumulation_steps",))
+"""Where one is given, the other follows from it."""
+
+
+def options_contradicted_by_later_source(
+    c: Sections, weights: Mapping[str, int], wrong: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Options of earlier sources that contradict one of a later source, or are idle because of one, each with that one.
+
+    `weights`: which source an option is from; `wrong`: options to leave out. An option of a later source that needs
+    another is no contradiction.
+    """
+
+    def pairs(option: str, others: Iterable[str], both: bool) -> Iterator[tuple[str, str]]:
+        for other in others:
+            if option == other or not {option, other} <= weights.keys() or {option, other} & set(wrong):
+                continue
+            if weights[option] < weights[other] and option in c.given:
+                yield option, other
+            elif both and weights[other] < weights[option] and other in c.given:
+                yield other, option
+
+    for r in IGNORED:
+        if _would_ignore(r, c):
+            yield from pairs(r.option, r.reads, r.fix == ONE_OF)
+    for rule in CLASHES:
+        if rule.when(c):
+            for option in rule.options:
+                yield from pairs(option, rule.options, False)
+    yield from pairs(*BATCH, True)
+
+
+def _would_ignore(rule: IgnoredOption, c: Sections) -> bool:
+    """Whether the user gave the rule's option a value that would have no effect."""
+    mine = rule.option in c.given and OPTIONS[rule.option].belongs_to(c.task)
+    return mine and c.value(rule.option) not in rule.neutral and bool(rule.when(c))
+
+
+def options_dropped_with_notice(c: Sections, wrong: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Given options that a rule leaves out with a notice, each with the reason."""
+    for r in IGNORED:
+        if r.notice and not {r.option, *r.reads} & set(wrong) and _would_ignore(r, c):
+            yield r.option, _fill(r.why, c)
+
+
+def _ignored(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
+    for r in IGNORED:
+        if not wrong & {r.option, *r.reads} and _would_ignore(r, c):
+            yield Problem(
+                labels[r.option], f"would be ignored: {_fill(r.why, c)}", _way_out(r.fix, c) + ", or leave it out"
+            )
+
+
+def _clashes(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
+    for r in CLASHES:
+        if not wrong & set(r.options) and r.when(c):
+            name = next((n for n in r.options if n in c.given), r.options[0])
+            what, why, first = (
+                labels.get(name, f"--{name} {option_value_text(c.value(name))}"),
+                _fill(r.why, c),
+                r.options[0],
+            )
+            if name != first and c.value(first) is not None and c.value(first) is not False:
+                why = f"{first} defaults to {option_value_text(c.value(first))}: {why}"
+            yield Problem(what, why, _way_out(r.fix, c))
+
+
+def _batch(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
+    reads = {"per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "data_parallel_size"}
+    if not wrong & reads:
+        problems = list(batch_problems(c.train, c.parallel.data_parallel_size, labels))
+        yield from problems
+        if (
+            c.task in RL
+            and not problems
+            and not wrong & {"generation_batch_size", "steps_per_generation", "num_generations"}
+        ):
+            yield from generation_batch_problems(c, labels)
+
+
+def _way_out(fix: str, c: Sections) -> str:
+    """A rule's fix. Another engine needs the options to go that it does not have, too."""
+    text = _fill(fix, c)
+    for engine, names in (("--engine ddp", AXES), ("--engine megatron", TORCH_ONLY)):
+        given = [f"--{name}" for name in names if c.value(name) != OPTIONS[name].default]
+        text = text.replace(engine, f"{engine} without {join_names(given)}", 1) if given else text
+    return text
+
+
+def _fill(text: str, c: Sections) -> str:
+    if "{" not in text:
+        return text
+    values = {name: option_value_text(c.value(name)) for name in OPTIONS}
+    return text.format_map(values | {"engine": requested_engine(c)})

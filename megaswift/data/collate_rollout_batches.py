@@ -1,0 +1,103 @@
+"""Collates prompts with sampled completions into micro-batches, packed or not, with the fields that policy losses
+read.
+
+Owns where a completion's numbers stand in a micro-batch: at the positions whose label is one of the policy's own
+tokens. Text of a tool or an environment between them carries no label. `fields["completions"]` int64 [n]: the documents
+that are completions; fillers are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megaswift.data.collate import Document, PaddingShape
+from megaswift.data.collate_preference_batches import collate_preferences
+from megaswift.losses.contract import Batch
+
+
+@dataclass(frozen=True)
+class RolloutTokens:
+    """A prompt, what was written after it, and a number for each token of the policy's own."""
+
+    number: int
+    """Of the completion within its generation."""
+    prompt: Sequence[int]
+    written: Sequence[int]
+    """Tokens after the prompt."""
+    own: Sequence[bool]
+    """Which of `written` are the policy's; the loss is on these."""
+    values: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """By field name, one number for each own token: float32, or bool. None for a silent one, which has the fields all
+    the same."""
+    silent: bool = False
+    """Counts as a completion, its tokens carry no loss (a truncated one under `mask_truncated_completions`)."""
+
+    @property
+    def count(self) -> int:
+        """Own tokens."""
+        return sum(map(bool, self.own))
+
+    @property
+    def document(self) -> Document:
+        """Tokens and mask."""
+        mask = [False] * len(self.prompt) + [bool(o) and not self.silent for o in self.own]
+        return (
+            np.asarray([*self.prompt, *self.written], dtype=np.int32),
+            np.asarray(mask, dtype=np.uint8),
+            self.number,
+        )
+
+
+RolloutMicrobatch = Sequence[RolloutTokens | None]
+"""The completions of a micro-batch; None is without weight."""
+
+
+@dataclass(frozen=True)
+class RolloutCollator:
+    """How completions lie in micro-batches."""
+
+    shape: PaddingShape
+    packing: bool
+    uniform: bool
+
+    def batches(self, micros: Sequence[RolloutMicrobatch]) -> list[Batch]:
+        """A step's micro-batches."""
+        laid = collate_preferences(
+            [[None if c is None else c.document for c in micro] for micro in micros],
+            self.packing,
+            self.shape,
+            self.uniform,
+        )
+        return [replace(batch, fields=self._fields(batch, micro)) for batch, micro in zip(laid, micros, strict=True)]
+
+    def _fields(self, batch: Batch, micro: RolloutMicrobatch) -> dict[str, Tensor]:
+        completions = [(i, c) for i, c in enumerate(micro) if c is not None]
+        numbers = [n if self.packing else i for n, (i, _) in enumerate(completions)]
+        fields = {"completions": torch.tensor(numbers, dtype=torch.int64)}
+        for name in completions[0][1].values if completions else ():
+            fields[name] = scatter_completion_values(
+                batch, torch.from_numpy(np.concatenate([c.values[name] for _, c in completions]))
+            )
+        return fields
+
+
+def scatter_completion_values(batch: Batch, values: Tensor) -> Tensor:
+    """[b, s]: `values` at the labeled positions in their order, 0 elsewhere."""
+    labeled = batch.loss_weights != 0
+    return torch.zeros(labeled.shape, dtype=values.dtype).masked_scatter(labeled, values)
+
+
+def gather_completion_values(batch: Batch, values: Tensor, micro: RolloutMicrobatch) -> dict[int, np.ndarray]:
+    """The inverse for one micro-batch: `values` [b, s] at each completion's own tokens, by its number."""
+    numbers, position = values.detach().cpu()[batch.loss_weights != 0].numpy(), 0
+    gathered = {}
+    for completed in micro:
+        if completed is not None and not completed.silent:
+            gathered[completed.number] = numbers[position : position + completed.count]
+            position += completed.count
+    return gathered

@@ -1,0 +1,44 @@
+"""Which rows of its data sets a run has held out for evaluation, by file and line.
+
+Owns nothing of the choice: rows are tokenized, cut and split by the functions that the run used, with its options.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megaswift.config import SwiftConfig
+from megaswift.config.data import PREFERENCES, RL
+from megaswift.data.build_batch_sources import data_seed, load_document_splits, load_preference_splits
+from megaswift.data.gather_and_truncate_dataset_documents import (
+    Documents,
+    document_file_and_line,
+    gather_documents,
+    hold_out_documents,
+)
+from megaswift.data.rl_prompts import limit_prompt_lengths
+from megaswift.data.tokenization import tokenize_datasets
+
+
+def validation_row_places(cfg: SwiftConfig, reader: Any) -> frozenset[str] | None:
+    """`file:line` of the held-out rows, or of the training rows where none were held out; None: all rows of the data
+    sets. `reader`: the tokenizer or processor of the run."""
+    data = cfg.data
+    if data.val_dataset or not (data.split_dataset_ratio or any("#" in name for name in data.dataset)):
+        return None
+    training, held_out = _splits(cfg, reader)
+    docs = training if held_out is None else held_out
+    return frozenset(document_file_and_line(docs, i) for i in range(len(docs)))
+
+
+def _splits(cfg: SwiftConfig, reader: Any) -> tuple[Documents, Documents | None]:
+    data, task = cfg.data, cfg.task
+    if task in PREFERENCES:
+        chosen, other = load_preference_splits(data, cfg.train, reader, task)
+        return chosen.docs, None if other is None else other.docs
+    if task not in RL:
+        return load_document_splits(data, cfg.train, reader, task)
+    seed = data_seed(data, cfg.train)
+    docs = gather_documents(tokenize_datasets(data, reader, task, seed=seed))
+    kept = limit_prompt_lengths(docs, data.max_length, cfg.rl.max_completion_length, data.truncation_strategy)
+    return hold_out_documents(kept, data.split_dataset_ratio, seed)

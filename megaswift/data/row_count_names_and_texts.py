@@ -1,0 +1,38 @@
+"""Counters of skipped and changed rows, and their wording in warnings, the run summary, the report and `data show`.
+
+Owns names and words. Who counts is `token_store.py` (while reading), `gather_and_truncate_dataset_documents.py` and
+`gather_and_truncate_preferences.py` (cut to length), and `stream_batches.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+EMPTY_ANSWERS, UNUSED_TOOLS, UNUSED_SYSTEM = "empty_answers", "unused_tools", "unused_system"
+MALFORMED, WITHOUT_LABELS = "malformed", "without_labels"
+NOTES = {
+    EMPTY_ANSWERS: "with an empty completion, which trains the model to stop immediately",
+    UNUSED_TOOLS: "with tools that the chat template does not use",
+    UNUSED_SYSTEM: "with a system message that the chat template omits",
+}
+"""Of rows that are kept."""
+WORDS = NOTES | {
+    MALFORMED: "malformed and skipped",
+    "deleted": "deleted (longer than --max_length)",
+    "truncated": "truncated to --max_length",
+    "split": "split at --max_length",
+    "empty": "without tokens",
+    WITHOUT_LABELS: "without label tokens",
+    EMPTY_ANSWERS: "with an empty completion",
+}
+"""Of all rows, as short as the first screen and the report need them."""
+
+
+def skipped_rows_counter_name(cause: str) -> str:
+    """The name of a count of rows that were read and are of no use."""
+    return f"skipped ({cause})"
+
+
+def row_count_texts(counted: Mapping[str, float]) -> list[str]:
+    """Each count but that of all rows, in words."""
+    return [f"{int(count):,} {WORDS.get(name, name)}" for name, count in counted.items() if count and name != "rows"]

@@ -1,0 +1,200 @@
+"""One training example before tokens: a conversation or a text.
+
+Owns `UntokenizedSample`, `RowError` and the checks that every format shares (roles, contents, tools). Which columns a
+file has belongs to `megaswift.data.formats`; how a conversation becomes text belongs to
+`megaswift.data.render_chat_with_loss_spans`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaswift.data import json_text
+from megaswift.data.role_aliases_and_tool_call_turns import (
+    KNOWN,
+    TOOL_CALL,
+    canonical_role_or_none,
+    merge_tool_calls_into_turns,
+)
+
+
+class RowError(Exception):
+    """A row that a format cannot read: the column, what is wrong and what was expected."""
+
+    fix = ""
+    """What to type, where that is known."""
+
+    def __init__(self, column: str, found: str, expected: str) -> None:
+        self.column, self.found, self.expected = column, found, expected
+        super().__init__(f"column {column!r}: {found}; expected {expected}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Goes from rank to rank."""
+        return type(self), (self.column, self.found, self.expected)
+
+    @property
+    def where(self) -> str:
+        """The place in the row, for messages."""
+        return f"column {self.column}"
+
+
+class LineError(RowError):
+    """A line or item that is no row at all; its place in the line stands for the column."""
+
+    @property
+    def where(self) -> str:
+        """The place in the line, for messages."""
+        return self.column
+
+
+@dataclass(frozen=True)
+class UntokenizedSample:
+    """A conversation (`messages`, as the chat template takes them) or a plain `text`."""
+
+    messages: tuple[dict[str, Any], ...] = ()
+    loss: tuple[bool | None, ...] = ()
+    """Per message: the row's own `loss` flag, or None where the row says nothing."""
+    tools: tuple[dict[str, Any], ...] | None = None
+    text: str | None = None
+    prompt: str | None = None
+    """Of a plain `text` that carries loss: what stands before it and carries none."""
+
+
+def describe_value(value: Any) -> str:
+    """A value of the user's in a few words for a message."""
+    if value is None:
+        return "nothing"
+    try:
+        shown = json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, values that hold themselves
+        shown = repr(type(value))
+    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+
+
+def decode_json_cell(value: Any, column: str, expected: str) -> Any:
+    """A nested value that a flat file (CSV, Parquet) may hold as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json_text.parse_json(value)
+    except json_text.JsonError as e:
+        where = "" if e.where == "line" else f" at {e.where}"
+        raise RowError(column, f"{describe_value(value)}{where}: {e.found}", expected) from None
+
+
+def text_in_column(row: Mapping[str, Any], column: str, optional: bool = False) -> str:
+    """The text in `column`; "" for a missing optional one."""
+    value = row.get(column)
+    if value is None and optional:
+        return ""
+    if not isinstance(value, str):
+        raise RowError(column, describe_value(value), "a string")
+    return value
+
+
+def _content(message: Mapping[str, Any], where: str) -> None:
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return
+    listed: list[Any] = content if isinstance(content, list) else []
+    parts = isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("type"), str) for p in listed)
+    if parts and any(p["type"] == "text" and not isinstance(p.get("text"), str) for p in listed):
+        raise RowError(f"{where}.content", describe_value(content), "text parts with a string `text`")
+    if not isinstance(content, str) and not parts:
+        raise RowError(f"{where}.content", describe_value(content), "a string (or a list of parts with a `type`)")
+
+
+def _message(message: Any, where: str) -> tuple[dict[str, Any], bool | None]:
+    if not isinstance(message, Mapping):
+        raise RowError(where, describe_value(message), 'an object {"role": ..., "content": ...}')
+    role = canonical_role_or_none(message.get("role"))
+    if role is None:
+        raise RowError(f"{where}.role", describe_value(message.get("role")), f"one of {KNOWN}")
+    if role == TOOL_CALL:
+        return _call(message, where), _flag(message, where)
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(c, Mapping) for c in calls)):
+        raise RowError(f"{where}.tool_calls", describe_value(calls), "a list of objects")
+    _content(message, where)
+    loss = _flag(message, where)
+    if loss and role != "assistant":
+        raise RowError(f"{where}.loss", f"true on a {role} message", "true on assistant messages only")
+    fields = {k: v for k, v in message.items() if k != "loss" and v is not None}
+    return fields if fields["role"] == role else fields | {"role": role}, loss
+
+
+def _flag(message: Mapping[str, Any], where: str) -> bool | None:
+    loss = message.get("loss")
+    if loss not in (None, True, False):
+        raise RowError(f"{where}.loss", describe_value(loss), "true or false")
+    return None if loss is None else bool(loss)
+
+
+def _call(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The calls of a turn that is one function call, or a list of them, as JSON."""
+    call = decode_json_cell(message.get("content"), f"{where}.content", "a JSON function call")
+    calls = call if isinstance(call, list) else [call]
+    if not calls or not all(isinstance(c, Mapping) and isinstance(c.get("name"), str) for c in calls):
+        raise RowError(f"{where}.content", describe_value(call), 'a function call: {"name": ..., "arguments": {...}}')
+    return {"role": TOOL_CALL, "tool_calls": [{"type": "function", "function": dict(c)} for c in calls]}
+
+
+def checked_conversation_sample(
+    messages: Any, column: str, system: str | None = None, tools: Any = None
+) -> UntokenizedSample:
+    """A checked conversation from messages in the template's form; `system` goes first when they have none."""
+    messages = decode_json_cell(messages, column, "a list of messages")
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise RowError(column, describe_value(messages), "a list of at least one message")
+    checked = [_message(m, f"{column}[{i}]") for i, m in enumerate(messages)]
+    if any(m["role"] == TOOL_CALL for m, _ in checked):
+        checked = merge_tool_calls_into_turns(checked)
+    if system and checked[0][0]["role"] not in ("system", "developer"):
+        checked.insert(0, ({"role": "system", "content": system}, None))
+    return UntokenizedSample(tuple(m for m, _ in checked), tuple(flag for _, flag in checked), _tools(tools))
+
+
+def _tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
+    if tools is None or tools == "":
+        return None
+    tools = decode_json_cell(tools, "tools", "a list of tool descriptions")
+    listed = (
+        [decode_json_cell(t, "tools", "tool descriptions") for t in tools] if isinstance(tools, (list, tuple)) else None
+    )
+    if listed is None or not all(isinstance(t, Mapping) for t in listed):
+        raise RowError("tools", describe_value(tools), "a list of objects (JSON schemas of functions)")
+    return tuple(dict(t) for t in listed) or None
+
+
+def with_default_system_message(sample: UntokenizedSample, system: str | None) -> UntokenizedSample:
+    """The sample with the run's default system message where the row brought none."""
+    if not system or not sample.messages or sample.messages[0]["role"] in ("system", "developer"):
+        return sample
+    return UntokenizedSample(
+        ({"role": "system", "content": system}, *sample.messages), (None, *sample.loss), sample.tools
+    )
+
+
+def text_or_messages_in_column(row: Mapping[str, Any], column: str) -> str | UntokenizedSample:
+    """A text, or messages (a list, one object, or JSON text of either)."""
+    value: Any = row.get(column)
+    if isinstance(value, str) and value.lstrip().startswith(("[{", "{")) and '"role"' in value:
+        value = decode_json_cell(value, column, "a list of messages")
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (list, tuple, dict)):
+        raise RowError(column, describe_value(value), "a string or a list of messages")
+    return checked_conversation_sample([value] if isinstance(value, dict) else value, column)
+
+
+def reject_chat_only_columns(row: Mapping[str, Any]) -> None:
+    """RowError for what only a chat template could write into plain texts."""
+    for column in ("system", "tools"):
+        if row.get(column):
+            raise RowError(
+                column,
+                "cannot be combined with plain text, which is trained without a chat template",
+                "messages instead of plain text",
+            )

@@ -1,0 +1,182 @@
+"""Inputs of preference losses computed before a step: reference log-probabilities, KTO's and BCO's reference points.
+
+Owns when the reference runs and what is added to a batch's `fields`. The formulas are in `megaswift.losses`, the
+reference's weights are the engine's. As hooks they move the reference (TR-DPO) and keep what must outlive a restart.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaswift import distributed
+from megaswift.config import SwiftConfig
+from megaswift.config.data import RL
+from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_pairs_over_global_batch
+from megaswift.config.preference import beta_of, loss_types_of, needs_reference
+from megaswift.engine.protocol import Engine
+from megaswift.losses.contract import Batch, RequestedModelOutputs
+from megaswift.losses.kto import USES_DELTA, USES_KL, log_ratios
+from megaswift.losses.reward import weight_last_tokens_only
+from megaswift.trainers.hook import Hook, StepRecord
+from megaswift.trainers.reference_logprobs_precomputed_in_memory import PrecomputedReferenceLogprobs
+from megaswift.trainers.rl.settings import rl_settings
+
+if TYPE_CHECKING:
+    from megaswift.trainers.loop import Loop
+
+Mismatched = Callable[[Sequence[Batch], bool], list[Batch]]
+"""(micro-batches of examples, whether completions are taken from the whole global batch) -> those with other
+completions."""
+
+
+def batch_logprobs(engine: Engine, batches: Sequence[Batch]) -> list[torch.Tensor]:
+    """Log-probabilities [b, s] of each micro-batch under the weights that the engine has."""
+    scored = [outputs.logprobs for outputs in engine.score(batches, RequestedModelOutputs())]
+    return [logprobs for logprobs in scored if logprobs is not None]
+
+
+def with_field(batches: Sequence[Batch], name: str, values: Sequence[torch.Tensor]) -> list[Batch]:
+    """The micro-batches with one more field."""
+    return [replace(b, fields={**b.fields, name: v}) for b, v in zip(batches, values, strict=True)]
+
+
+class BatchTransform(Hook, ABC):
+    """Adds to micro-batches what a loss reads."""
+
+    @abstractmethod
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches of one step; `training` False in evaluation, which changes no state."""
+
+
+class ReferenceLogprobs(BatchTransform):
+    """Adds `fields["reference"]`."""
+
+    def __init__(self, move_every: int | None = None, share: float = 0.0) -> None:
+        self.move_every, self.share = move_every, share
+        self.known: Mapping[bool, PrecomputedReferenceLogprobs] = {}
+        """Numbers scored before training, by whether they are of the data to train on; empty where the engine is
+        asked."""
+
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches with what the loss reads."""
+        if self.known:
+            return with_field(batches, "reference", [self.known[training].of(b) for b in batches])
+        with engine.reference():
+            return with_field(batches, "reference", batch_logprobs(engine, batches))
+
+    def on_step(self, loop: Loop, step: StepRecord) -> None:
+        """Moves the reference towards the model."""
+        if self.move_every and step.number % self.move_every == 0:
+            loop.engine.move_reference(self.share)
+
+
+class KtoBaseline(ReferenceLogprobs):
+    """Adds KTO's `fields["kl"]` too: the mean log-ratio of mismatched answers, not below 0 (arXiv:2402.01306, section
+    4).
+
+    One number for each micro-batch index, averaged over data-parallel ranks, as in TRL; of micro-batches of one row,
+    one number for the global batch, whose order and mean no layout changes.
+    """
+
+    def __init__(
+        self,
+        mismatched: Mismatched,
+        over_global_batch: Callable[[bool], bool],
+        move_every: int | None = None,
+        share: float = 0.0,
+    ) -> None:
+        super().__init__(move_every, share)
+        self.mismatched, self.over_global_batch = mismatched, over_global_batch
+
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches with both fields."""
+        whole = self.over_global_batch(training)
+        others = self.mismatched(batches, whole)
+        with engine.reference():
+            own, rest = batch_logprobs(engine, batches), with_field(others, "reference", batch_logprobs(engine, others))
+        policy = batch_logprobs(engine, rest)
+        sums = [
+            value for p, b in zip(policy, rest, strict=True) for value in _sum_and_count(log_ratios(p, b.to(p.device)))
+        ]
+        totals = distributed.all_sum(sums)  # replicas of a model-parallel grid count alike, in sum and number
+        if whole:
+            totals = [sum(totals[::2]), sum(totals[1::2])] * len(batches)
+        zeros = [max(0.0, s / n) if n else 0.0 for s, n in zip(totals[::2], totals[1::2], strict=True)]
+        return with_field(with_field(batches, "reference", own), "kl", [torch.tensor(z) for z in zeros])
+
+
+class BcoReferencePoint(ReferenceLogprobs):
+    """Adds BCO's `fields["delta"]` too: the mean reward of all examples so far, this step's included (arXiv:2404.04656,
+    section 4.1)."""
+
+    def __init__(self, beta: float, move_every: int | None = None, share: float = 0.0) -> None:
+        super().__init__(move_every, share)
+        self.beta, self.sum, self.count = beta, 0.0, 0.0
+
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches with both fields; evaluation leaves the mean as it is."""
+        prepared = super().prepare(engine, batches, training)
+        if training:
+            policy = batch_logprobs(engine, prepared)
+            pairs = [_sum_and_count(log_ratios(p, b.to(p.device))) for p, b in zip(policy, prepared, strict=True)]
+            total, count = distributed.all_sum([sum(p[0] for p in pairs), sum(p[1] for p in pairs)])
+            self.sum, self.count = self.sum + self.beta * total, self.count + count
+        delta = torch.tensor(self.sum / self.count if self.count else 0.0)
+        return with_field(prepared, "delta", [delta] * len(prepared))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums."""
+        return {"sum": self.sum, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.sum, self.count = float(state["sum"]), float(state["count"])
+
+
+def _sum_and_count(values: torch.Tensor) -> tuple[float, float]:
+    return float(values.double().sum()), float(values.numel())
+
+
+class LastTokens(BatchTransform):
+    """For reward models: the head looks at the last token of each conversation, and nowhere else."""
+
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches with those positions marked."""
+        return [weight_last_tokens_only(b) for b in batches]
+
+
+def forward_pass_count_before_step(cfg: SwiftConfig, dp: int = 1) -> float:
+    """How often a step goes through the model before it trains: by the reference, for KTO's point, for BCO's mean, for
+    a policy's numbers.
+
+    KTO's other answers have the tokens of its own.
+    """
+    if cfg.task in RL:
+        return rl_settings(cfg, dp).forward_passes
+    if not needs_reference(cfg):
+        return 0
+    kind, once = loss_types_of(cfg)[0], cfg.preference.precompute_ref_log_probs
+    return 3 if kind in USES_KL else (not once) + (kind in USES_DELTA)
+
+
+def make_batch_transform(
+    cfg: SwiftConfig, mismatched: Mismatched, known: Mapping[bool, PrecomputedReferenceLogprobs]
+) -> BatchTransform | None:
+    """What this run's loss needs; None where a batch says it all."""
+    if cfg.task == "rm":
+        return LastTokens()
+    if not needs_reference(cfg):
+        return None
+    p, kind = cfg.preference, loss_types_of(cfg)[0]
+    moves = (p.ref_model_sync_steps if p.sync_ref_model else None, p.ref_model_mixup_alpha)
+    if kind in USES_KL:
+        return KtoBaseline(mismatched, partial(kto_pairs_over_global_batch, cfg), *moves)
+    transform = BcoReferencePoint(beta_of(cfg), *moves) if kind in USES_DELTA else ReferenceLogprobs(*moves)
+    transform.known = known
+    return transform

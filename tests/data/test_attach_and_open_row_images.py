@@ -1,0 +1,211 @@
+"""Rows with images: their forms, the tokens and masks that transformers gives them, what is refused, what is cut.
+
+Covers: megaswift/data/encode_rows.py, megaswift/data/encode_vision_row_tokens.py, megaswift/data/vision_processor.py,
+megaswift/data/token_store.py, megaswift/data/vision_batches.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megaswift.config import SwiftConfig
+from megaswift.data import build_batch_sources
+from megaswift.data.encode_rows import RowEncoder, encode_spec
+from megaswift.data.loader import LoaderGeometry
+from megaswift.data.vision_processor import Processor, processor_folder_and_files_digest
+from megaswift.errors import DataError
+from tests.parity import vision
+
+pytestmark = pytest.mark.wide
+
+ASK, ANSWER = "what is it?", "a cat."
+PARTS = [vision.image("0.png"), vision.part(ASK)]
+
+
+@pytest.fixture(scope="module", params=["llava", "gemma3"])
+def processor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Processor:
+    folder = tmp_path_factory.mktemp("model")
+    tokens = vision.tokenizer(request.param)
+    made = vision.KINDS[request.param](tokens)[1]
+    made.chat_template = tokens.chat_template
+    made.save_pretrained(folder)
+    return Processor(processor_folder_and_files_digest(folder, False))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    vision.write_images(tmp_path / "images")
+    return tmp_path
+
+
+def turns(asked: Any, answer: Any = ANSWER) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+
+
+def sources(processor: Processor, folder: Path, *rows: dict[str, Any], per_device: int = 1, **options: Any) -> Any:
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {
+        "dataset": [str(data)],
+        "dataset_cache_dir": str(folder / "cache"),
+        "shuffle": False,
+        "engine": "ddp",
+    } | options
+    cfg = SwiftConfig(task="sft", model="unused", **given)
+    geometry = LoaderGeometry(per_device=per_device)
+    return build_batch_sources.build_train_and_eval_sources(cfg.data, cfg.train, processor, geometry, "sft")[0]
+
+
+FORMS: list[dict[str, Any]] = [
+    turns(PARTS),
+    turns([{"type": "image", "image": "images/0.png"}, vision.part(ASK)]),
+    turns([{"type": "image_url", "image_url": {"url": "images/0.png"}}, vision.part(ASK)]),
+    turns([{"type": "image"}, vision.part(ASK)]) | {"images": ["images/0.png"]},
+    turns("<image>" + ASK) | {"images": ["images/0.png"]},
+    turns("<image>" + ASK) | {"images": [{"path": "images/0.png"}]},
+    turns("<image>" + ASK) | {"images": '["images/0.png"]'},
+    turns(ASK) | {"images": "images/0.png"},
+    {"query": "<image>" + ASK, "response": ANSWER, "images": ["images/0.png"]},
+    {
+        "image": "images/0.png",
+        "conversations": [{"from": "human", "value": "<image>" + ASK}, {"from": "gpt", "value": ANSWER}],
+    },
+]
+
+
+def test_forms_are_what_transformers_makes_of_parts(processor: Processor, folder: Path) -> None:
+    source = sources(processor, folder, *FORMS)
+    want = vision.inputs_of(processor.inner, json.dumps(turns(PARTS, [vision.part(ANSWER)])), folder)
+    mask = want.pop("assistant_masks")[0].numpy()
+    for i in range(len(FORMS)):
+        ids, loss = source.data.docs.read(i)
+        assert ids.tolist() == want["input_ids"][0].tolist() and loss.tolist() == mask.tolist(), FORMS[i]
+        (batch,) = source.next()
+        assert batch.extra.keys() == want.keys() - {"input_ids", "attention_mask"}
+        for name, tensor in batch.extra.items():
+            assert tensor.shape == want[name].shape and bool((tensor == want[name]).all()), name
+
+
+def test_bytes_in_the_data_file(processor: Processor, folder: Path) -> None:
+    """Parquet as `datasets` writes images, and OpenAI's messages."""
+    import base64
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    content = (folder / "images" / "0.png").read_bytes()
+    asked = [{"type": "image", "text": None}, {"type": "text", "text": ASK}]
+    talk = [{"role": "user", "content": asked}, {"role": "assistant", "content": [{"type": "text", "text": ANSWER}]}]
+    pq.write_table(
+        pa.Table.from_pylist([{"messages": talk, "images": [{"bytes": content, "path": None}]}]),
+        folder / "rows.parquet",
+    )
+    url = "data:image/png;base64," + base64.b64encode(content).decode()
+    rows = [turns([{"type": "image_url", "image_url": {"url": url}}, vision.part(ASK)]), turns(PARTS)]
+    source = sources(processor, folder, *rows, dataset=[str(folder / "rows.parquet"), str(folder / "data.jsonl")])
+    ids = [source.data.docs.read(i)[0].tolist() for i in range(3)]
+    assert ids[0] == ids[1] == ids[2]
+    pixels = [source.next()[0].extra["pixel_values"] for _ in range(3)]
+    assert all(bool((p == pixels[2]).all()) for p in pixels) and len(list((folder / "cache" / "images").iterdir())) == 1
+
+
+def test_masks_without_marks_in_the_template(processor: Processor, folder: Path) -> None:
+    template = processor.tokenizer.chat_template
+    rows = [turns(PARTS), turns([vision.part("so "), vision.image("1.png"), vision.part("?")]), turns("no image")]
+    rows[1]["messages"] += turns([vision.part("and "), vision.image("2.png")], "b")["messages"]
+    bare = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    strict = bare.replace("{% if c is string %}{{ c }}{% else %}{% for", "{% for").replace(
+        "{% endif %}{% endfor %}{% endif %}", "{% endif %}{% endfor %}"
+    )
+    masks = []
+    for text in (template, bare, strict):
+        source = sources(processor, folder, *rows, chat_template=text)
+        masks.append([source.data.docs.read(i) for i in range(3)])
+    for other in masks[1:]:
+        assert all(
+            np.array_equal(a, b) for x, y in zip(masks[0], other, strict=True) for a, b in zip(x, y, strict=True)
+        )
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (turns([vision.image("9.png"), vision.part(ASK)]), r"data.jsonl:1: column images: no such file: .*9.png"),
+    (turns([{"type": "image", "url": "https://host/a.png"}]), "URLs are not downloaded"),
+    (turns([{"type": "image", "image": "data:image/png;base64,?"}]), "is not base64"),
+    (turns([{"type": "image", "image": "data:image/png;base64,AAAA"}]), "cannot be read"),
+    (turns([{"type": "image"}]), "no file for image 1"),
+    (turns("<image> and <image>") | {"images": ["images/0.png"]}, "no file for image 2"),
+    (turns("<image>") | {"images": ["images/0.png", "images/1.png"]}, "2 files for 1 placeholders"),
+    (turns(ASK) | {"images": [7]}, "int 7"),
+    (turns([{"type": "video", "video": "a.mp4"}]), "a part of type 'video'"),
+    (turns([vision.image("broken.png")]), r"broken.png cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("row", "told"), REFUSED, ids=[told for _, told in REFUSED])
+def test_refused_with_file_and_row(row: dict[str, Any], told: str, processor: Processor, folder: Path) -> None:
+    (folder / "images" / "broken.png").write_bytes((folder / "images" / "0.png").read_bytes()[:60])
+    with pytest.raises(DataError, match=told):
+        sources(processor, folder, row)
+
+
+def test_a_broken_image_can_be_skipped_and_is_counted(processor: Processor, folder: Path) -> None:
+    source = sources(processor, folder, turns([vision.image("9.png")]), turns(PARTS), strict=False)
+    assert source.rows == 1 and source.data.docs.stores[0].manifest["bad"] == 1
+
+
+def test_text_models_refuse_images() -> None:
+    tokens = vision.tokenizer("llava")
+    data = SimpleNamespace(chat_template=None, loss_scale="default", system=None, columns={}, strict=True)
+    data.model_name = data.model_author = ()
+    encoder = RowEncoder(encode_spec(data, tokens, "sft"))
+    from megaswift.data.untokenized_sample_and_row_checks import RowError
+
+    for row in FORMS:
+        with pytest.raises(RowError, match="accepts only text"):
+            encoder.render(row)
+    encoder.render(turns(ASK) | {"image": "an unused column"})
+
+
+def test_no_cut_goes_through_an_image(processor: Processor, folder: Path) -> None:
+    rows = [turns(PARTS, "a" * 30), turns("b", "b" * 60), turns([vision.part("c" * 40), vision.image("0.png")])]
+    whole = sources(processor, folder, *rows).data.docs
+    end = int(whole.image_end[0])
+    assert whole.image_end[1] == 0 and whole.image_end[2] > 41
+    size = len(ASK) + end + 6
+    assert size < min(whole.length) and size < whole.image_end[2]
+    right = sources(processor, folder, *rows, max_length=size, truncation_strategy="right")
+    assert right.data.docs.sample.tolist() == [0, 1] and right.data.docs.counted["deleted"] == 1
+    (batch,) = right.next()
+    assert batch.input_ids.shape[1] == size and all(v.shape[1] == size for v in batch.extra.values() if v.dim() == 2)
+    left = sources(processor, folder, *rows, max_length=size, truncation_strategy="left")
+    assert left.data.docs.sample.tolist() == [1] and left.data.docs.counted["deleted"] == 2
+    with pytest.raises(DataError, match="none of 1 rows remains"):
+        sources(processor, folder, rows[2], max_length=20, truncation_strategy="right")
+
+
+def test_a_row_without_images_goes_past_a_blank_one(processor: Processor, folder: Path) -> None:
+    source = sources(processor, folder, turns("no"), turns(PARTS))
+    (text,), (other,) = source.next(), source.next()
+    own = len(source.data.docs.read(0)[0])
+    assert int(text.valid.sum()) == own == text.tokens and text.valid[0, :own].all()
+    assert (
+        text.extra.keys() == other.extra.keys()
+        and text.extra["pixel_values"].shape == other.extra["pixel_values"].shape
+    )
+    assert text.label_tokens == int(source.data.docs.labels[0])
+
+
+def test_images_that_changed_or_went_are_told(processor: Processor, folder: Path) -> None:
+    source = sources(processor, folder, turns(PARTS), dataloader_num_workers=2)
+    source.next()
+    (folder / "images" / "0.png").unlink()
+    with pytest.raises(DataError, match=r"data.jsonl:1: column images"):
+        source.data.batches([[source.data.read(0)]], source.shape, False)
+    with pytest.raises(DataError, match=r"data.jsonl:1: column images: no such file"):
+        sources(processor, folder, turns(PARTS))
