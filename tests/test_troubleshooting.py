@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import signal
 import socket
@@ -23,6 +24,7 @@ from megaswift.launchers.torchrun_launcher import port_in_use_problems
 from megaswift.launchers.wait_for_nodes import wait_for_nodes
 from megaswift.trainers import failed_collective_diagnosis_and_stacks
 from megaswift.trainers.out_of_memory import out_of_memory_error
+from megaswift.trainers.rank_states import RankState
 from tests import test_checkpoint
 from tests.sources import ROOT
 from tests.trainers.test_skipped_step_and_loss_spike_monitor import run
@@ -88,18 +90,25 @@ def test_steps_that_are_not_finite(tmp_path: Path) -> None:
 
 
 def lost_rank_message(monkeypatch: pytest.MonkeyPatch, folder: Path, late: bool) -> str:
-    """Rank 0 of 8 speaks; rank 3 hangs, or has ended."""
-    monkeypatch.setattr(failed_collective_diagnosis_and_stacks, "GRACE_SECONDS", 0)
-    monkeypatch.setattr(
-        failed_collective_diagnosis_and_stacks,
-        "distributed",
-        SimpleNamespace(global_rank=lambda: 0, global_world_size=lambda: 8),
+    """Rank 0 of 8 speaks; rank 3 hangs, or has ended; all others wait as rank 0 does."""
+    module = failed_collective_diagnosis_and_stacks
+    states = {r: RankState(12, "all_reduce of all ranks", group="0", sequence=7, counts={"0": 7}) for r in range(8)}
+    states[3] = RankState(12, counts={"0": 6}, code="loader.py:61 next < loop.py:123 take")
+    store = SimpleNamespace(
+        rank=0,
+        ask=lambda: None,
+        publish=lambda state: None,
+        state_of=states.get,
+        ask_for_stacks=lambda rank: late or rank != 3,
+        host_of=lambda rank: "",
     )
-    monkeypatch.setattr(failed_collective_diagnosis_and_stacks, "_store", dist.HashStore)
-    monkeypatch.setattr(failed_collective_diagnosis_and_stacks, "_gave_up", lambda rank: rank != 3)
-    monkeypatch.setattr(failed_collective_diagnosis_and_stacks, "_ask", lambda rank: late)
+    own = module.RankDiagnosis(folder / "out", store, io.StringIO(), lambda: 12)  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0)
+    monkeypatch.setattr(module, "_own", [own])
+    monkeypatch.setattr(module, "own_state", lambda step, operation: states[0])
+    monkeypatch.setattr(module, "distributed", SimpleNamespace(global_rank=lambda: 0, global_world_size=lambda: 8))
     error = RuntimeError("Timed out waiting 600000ms" if late else "Connection closed by peer")
-    return failed_collective_diagnosis_and_stacks.explain_lost_rank(error, folder / "out", 600.0).message()
+    return module.explain_lost_rank(error, 600.0).message()
 
 
 @pytest.mark.parametrize("late", [True, False])

@@ -13,13 +13,26 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaswift.config import SwiftConfig
+from megaswift.config.batch_arithmetic import batch_plan
+from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_pairs_over_global_batch
 from megaswift.losses.contract import Batch
+from megaswift.parallel.layout import Layout
 from megaswift.trainers.hook import StepRecord
 from megaswift.trainers.metrics_jsonl import IntervalLinesHook, MetricsWindow, step_mean_weight
 from megaswift.trainers.step_interval import Every
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
+
+
+def eval_accumulation(cfg: SwiftConfig, layout: Layout) -> int:
+    """Micro-batches that evaluation passes at a time: as many as a pipeline has stages; where KTO takes completions
+    from the whole global batch, as many as hold the rows of a step."""
+    if kto_pairs_over_global_batch(cfg, training=False):
+        plan = batch_plan(cfg.train, layout.dp)
+        return plan.per_device * plan.accumulation
+    return layout.pp
 
 
 class EvaluationHook(IntervalLinesHook):

@@ -21,7 +21,6 @@ from megaswift.config.absolute_paths_in_saved_config import with_absolute_paths
 from megaswift.config.batch_arithmetic import batch_plan
 from megaswift.config.data import PPO
 from megaswift.config.evaluation_rules import evaluates
-from megaswift.config.kto_mismatched_pairs_from_global_batch import kto_pairs_over_global_batch
 from megaswift.config.preference import needs_reference
 from megaswift.data import build_batch_sources as data
 from megaswift.data.collate_preference_batches import kto_kl_batches, labeled_documents, previous_in_global_batch
@@ -49,7 +48,7 @@ from megaswift.trainers.add_preference_loss_fields_to_batches import (
 from megaswift.trainers.best_model import best_model_hook
 from megaswift.trainers.checkpoint_hook import CheckpointHook
 from megaswift.trainers.create_process_groups_and_engine import RankContext, make_engine
-from megaswift.trainers.evaluation import EvaluationHook
+from megaswift.trainers.evaluation import EvaluationHook, eval_accumulation
 from megaswift.trainers.fault_tolerance_hooks import fault_tolerance_hooks
 from megaswift.trainers.flops import StepFlopFormula, peak_tflops, step_flop_formula
 from megaswift.trainers.hook import Hook
@@ -87,15 +86,6 @@ SHAPE = (
     "expert_ffn",
 )
 """What a checkpoint and the model it is loaded into must agree on."""
-
-
-def eval_accumulation(cfg: SwiftConfig, layout: Layout) -> int:
-    """Micro-batches that evaluation passes at a time: as many as a pipeline has stages; where KTO takes completions
-    from the whole global batch, as many as hold the rows of a step."""
-    if kto_pairs_over_global_batch(cfg, training=False):
-        plan = batch_plan(cfg.train, layout.dp)
-        return plan.per_device * plan.accumulation
-    return layout.pp
 
 
 @dataclass
@@ -272,15 +262,8 @@ class RunBuilder:
         if (best := best_model_hook(self.cfg, outputs.store.root)) is not None:
             hooks.append(best)
         hooks += plateau_hooks(self.cfg)
-        facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}
-        facts |= {
-            "config": with_absolute_paths(self.cfg.to_dict()),
-            "global_batch_size": batch_plan(train, self.layout.dp).global_batch_size,
-        }
-        if self.adapts:
-            facts["base"] = self.base
         every = interval_of(train.save_strategy, train.save_steps)
-        checkpoint = CheckpointHook(outputs.store, every, train.save_total_limit, facts)
+        checkpoint = CheckpointHook(outputs.store, every, train.save_total_limit, self.checkpoint_facts())
         checkpoint.best, checkpoint.exit_interval = best, train.exit_interval
         checkpoint.attach = partial(self.attach, engine)
         if not train.save_only_model:
@@ -293,6 +276,13 @@ class RunBuilder:
         if train.save_only_model:
             checkpoint.write_weights_only = checkpoint.beside if self.adapts else partial(self.export_weights, engine)
         return [*hooks, *fault_tolerance_hooks(self.cfg.fault_tolerance, checkpoint), checkpoint]
+
+    def checkpoint_facts(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says about its run."""
+        size = batch_plan(self.cfg.train, self.layout.dp).global_batch_size
+        facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}
+        facts |= {"config": with_absolute_paths(self.cfg.to_dict()), "global_batch_size": size}
+        return facts | ({"base": self.base} if self.adapts else {})
 
     def export_weights(self, engine: Engine, folder: Path) -> None:
         """The Hugging Face folder `hf` of a checkpoint that holds weights only. Collective."""

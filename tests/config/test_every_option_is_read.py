@@ -33,10 +33,13 @@ IN_CONFIG = {
     "fsdp_config": "fsdp_json.py",
     "use_fsdp": "engine_rules.py",
     "hostfile": "hostfile.py",
+    **dict.fromkeys(("vllm_enforce_eager", "vllm_limit_mm_per_prompt", "vllm_engine_kwargs"), "rl_vllm.py"),
     "allow_biased_sampling": "rl_conflict_rules.py",
 }
 """Options that the configuration turns into other values, and where; the last one only permits what would be
 refused."""
+BY_PREFIX = ("enable_prefix_caching", "disable_cascade_attn", "mm_processor_cache_gb")
+"""Options of vLLM that `rl_vllm.py` reads under their names without `vllm_`."""
 COMPARED = ("megatron_architecture", "ddp_backend")
 """Options that preflight compares with the model or the machine: they ask for what happens, or are refused."""
 
@@ -58,10 +61,12 @@ def names_in(file: Path) -> set[str]:
 
 def test_something_acts_on_each() -> None:
     acting = acting_names()
-    idle = [name for name in OPTIONS if name not in acting and name not in (*IN_CONFIG, *COMPARED)]
+    known = {*IN_CONFIG, *COMPARED, *(f"vllm_{name}" for name in BY_PREFIX)}
+    idle = [name for name in OPTIONS if name not in acting and name not in known]
     assert not idle, f"parsed, and read by nothing: {idle}"
 
 
 def test_the_exceptions_are_read_where_they_say() -> None:
     assert all(name in names_in(PACKAGE / "config" / file) for name, file in IN_CONFIG.items())
+    assert set(BY_PREFIX) <= names_in(PACKAGE / "config" / "rl_vllm.py")
     assert set(COMPARED) <= names_in(PACKAGE / "trainers" / "preflight.py")

@@ -113,6 +113,7 @@ def test_a_run_that_runs_out_ends_with_the_advice() -> None:
 
     session = object.__new__(TrainingSession)
     session.cfg, session.spec = SwiftConfig(model="m", dataset="d"), SimpleNamespace(experts=0)  # type: ignore[assignment]
+    session.diagnosis, session.build = None, SimpleNamespace(layout=SimpleNamespace(dp=1))  # type: ignore[assignment]
     with (
         pytest.raises(out_of_memory.OutOfMemory, match="1. --recompute_granularity selective"),
         session.memory_advice(),
