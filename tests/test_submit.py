@@ -181,7 +181,3 @@ def test_a_local_job_runs_to_its_export(folder: Path) -> None:
     assert logs.returncode == 0 and "step 3/3" in logs.stdout
     assert megaswift("jobs", "status", "out").returncode == 1, "the process has ended"
     assert "local" in megaswift("jobs", "list", "out").stdout
-    assert (
-        "contains another run" in megaswift("submit", "run.yaml", "--dry_run").stderr
-        or not (folder / "run.yaml").exists()
-    )

@@ -48,6 +48,13 @@ class KubernetesScheduler:
 
     def problems(self, job: Job) -> list[Problem]:
         """An image, mounts that name one source each, secrets by their keys."""
+        if job.cluster.get("host_network") and job.cluster.get("kind") == "trainjob":
+            what, rule = (
+                f"{job.cluster.name}: host_network",
+                "has no place in a TrainJob: its runtime describes the pods",
+            )
+            fix = "set hostNetwork in the ClusterTrainingRuntime and leave it out here, or use kind: pytorchjob"
+            return [Problem(what, rule, fix), *pod_problems(job)]
         return pod_problems(job)
 
     def render(self, job: Job) -> RenderedJob:

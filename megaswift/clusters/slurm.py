@@ -14,6 +14,8 @@ LOG = "slurm-%j.log"
 FIRST_PORT, PORTS = 20_000, 10_000
 RESOLVED = 'getent hosts "$MASTER_ADDR" >/dev/null || MASTER_ADDR="$SLURM_LAUNCH_NODE_IPADDR"'
 """Names of nodes need not be in the network's name service."""
+CANCELLED = 128 + 15
+"""Exit code of a run that SIGTERM has ended, as scancel does: queued again it would come back."""
 LAST_NODE_SECONDS = 1800
 """After the first node has ended the others may still save; a node that waits for a lost one ends by itself."""
 SIMPLE = {
@@ -95,7 +97,7 @@ def _script(job: Job) -> Iterator[str]:
     yield 'while [ "$signalled" = 1 ]; do signalled=0; wait "$step"; code=$?; done  # a signal interrupts wait'
     again = ['[ "$early" = 1 ] && [ "$code" != 0 ]']
     if requeues := cluster.get("requeues"):
-        explained = " ".join(f'&& [ "$code" != {code} ]' for code in EXPLAINED)
+        explained = " ".join(f'&& [ "$code" != {code} ]' for code in (*EXPLAINED, CANCELLED))
         again.append(f'[ "$code" != 0 ] {explained} && [ "$MEGASWIFT_RESTARTS" -lt {requeues} ]')
     yield f"if {{ {'; } || { '.join(again)}; }}; then"
     yield '    scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script'

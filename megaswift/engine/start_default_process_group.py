@@ -59,6 +59,13 @@ def init_default_and_gloo_process_groups(backend: str, timeout_s: float, store: 
         distributed.start_cpu_group(timeout)
 
 
+def set_timeout_of_all_groups(timeout_s: float) -> None:
+    """Gives every process group of this rank the timeout of the default one: groups that libraries make (DeepSpeed's,
+    those of a device mesh) have PyTorch's 10 or 30 minutes."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+
+
 def _missing_rank_problem(store: dist.Store, missing: list[int], world: int, timeout_s: float) -> Problem:
     there = next(r for r in range(world) if r not in missing)
     names = ", ".join(map(str, missing[:MOST_NAMED])) + (", ..." if len(missing) > MOST_NAMED else "")

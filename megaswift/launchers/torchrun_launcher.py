@@ -123,18 +123,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_torchrun_with_restarts(words: Sequence[str], environ: Mapping[str, str], restarts: int = 0) -> int:
+def run_torchrun_with_restarts(
+    words: Sequence[str], environ: Mapping[str, str], restarts: int = 0, alone: bool = True
+) -> int:
     """Runs the command to its end, up to `restarts` times again when a process of it fails; the last exit code.
 
     A user's mistake, a run that learns nothing and a GPU with errors would end the same again, and a signal asks for an
     end: none of them is restarted. Out of memory is, once, beside `restarts`: the run has a smaller micro-batch then.
-    Workers see by RESTARTS that they are another attempt, and resume.
+    Workers see by RESTARTS that they are another attempt, and resume. `alone`: no other node takes part; this one would
+    start again without it.
     """
     started = failures = retried = 0
     while True:
         counted = {**environ, RESTARTS: str(started)} if started else environ
-        code, received = _once(words, counted if retried else {**counted, OOM_RETRY: "1"})
-        if code == EXIT_OOM_RETRY and not received and not retried:
+        code, received = _once(words, {**counted, OOM_RETRY: "1"} if alone and not retried else counted)
+        if code == EXIT_OOM_RETRY and alone and not received and not retried:
             retried = 1
         elif received or code in (0, *EXPLAINED, EXIT_HARDWARE) or failures == restarts:
             return EXIT_USER_ERROR if code == EXIT_OOM_RETRY else code
@@ -184,8 +187,9 @@ def start_torchrun(cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str,
     """The run of this command line by torchrun's workers; torchrun's exit code."""
     script = Path(__file__).parents[1] / f"{cfg.task}.py"
     command = torchrun_command(cfg.launch, script, [*words, *environment_launch_arguments(cfg)])
-    restarts = 0 if (cfg.launch.nnodes or 1) > 1 else cfg.launch.max_restarts
-    return run_torchrun_with_restarts(command, torchrun_environment(cfg.launch, environ), restarts)
+    alone = (cfg.launch.nnodes or 1) == 1
+    restarts = cfg.launch.max_restarts if alone else 0
+    return run_torchrun_with_restarts(command, torchrun_environment(cfg.launch, environ), restarts, alone)
 
 
 class TorchrunLauncher:

@@ -88,6 +88,7 @@ def test_kubernetes_expands_nothing_of_ours(text: str) -> None:
         ({"mounts": [{"claim": "a", "host_path": "/b", "path": "/c"}]}, "one of claim, host_path"),
         ({"mounts": [{"claim": "a", "path": "/c", "pth": 1}]}, "needs path"),
         ({"secrets": {"HF_TOKEN": "hub"}}, "must be SECRET/KEY"),
+        ({"kind": "trainjob", "host_network": True}, "has no place in a TrainJob"),
     ],
 )
 def test_options_that_do_not_do(options: dict[str, Any], text: str) -> None:

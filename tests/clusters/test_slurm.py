@@ -146,6 +146,9 @@ def test_srun_itself_starts_nodes_or_ranks(environ: dict[str, str], tmp_path: Pa
         (1, False, 2, 2, False),
         (2, False, 0, 2, False),
         (3, False, 0, 2, False),
+        (4, False, 0, 2, True),  # a GPU with errors
+        (143, False, 0, 2, False),  # scancel
+        (143, True, 0, 2, True),
     ],
 )
 def test_which_ends_are_queued_again(

@@ -86,7 +86,7 @@ def test_with_use_torchrun_one_process_is_torchrun_s_too(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         torchrun_launcher,
         "run_torchrun_with_restarts",
-        lambda command, environ, restarts: seen.append((command, environ)) or 1,
+        lambda command, environ, *_: seen.append((command, environ)) or 1,
     )
     assert run_distributed.main(["--use_torchrun", "--config", "run.yaml", "--algorithm", "sft", "--lr", "1e-5"]) == 1
     ((command, environ),) = seen

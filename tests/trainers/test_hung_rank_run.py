@@ -34,7 +34,7 @@ def fault(number):
                 ("tp2 pp2", 3, "--tp 2 --pp 2 --nproc_per_node 4", "of TENSOR_MODEL_PARALLEL_GROUP (ranks 2, 3)"),
                 ("ddp", 1, "--engine ddp --nproc_per_node 2", "all_reduce of all ranks"),
                 ("fsdp2", 1, "--engine fsdp2 --nproc_per_node 2", "of all ranks"),
-                ("zero2", 1, "--engine zero2 --nproc_per_node 2", "of all ranks"),
+                ("zero2", 1, "--engine zero2 --nproc_per_node 2", "all_reduce of a group (ranks 0, 1)"),
             )
         ),
     ],

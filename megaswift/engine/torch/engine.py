@@ -39,6 +39,7 @@ from megaswift.engine.global_batch_loss_and_metrics import (
 from megaswift.engine.protocol import EngineSizeReport, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights
+from megaswift.engine.start_default_process_group import set_timeout_of_all_groups
 from megaswift.engine.torch import (
     causality_and_packing_check,
     peft_wrapped_names_and_adapter_folder,
@@ -101,6 +102,8 @@ class TorchEngine:
         )
         self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
         self.strategy = build_strategy(self.kind, self.fields, self.cfg, self.context, self.dtype)
+        if self.layout.world_size > 1:
+            set_timeout_of_all_groups(float(self.cfg.parallel.ddp_timeout))
         start.fill(self)
         self.allocation = find_adalora_rank_allocator(self.fields.model)
         if self.allocation is not None:
