@@ -133,6 +133,7 @@ def run_torchrun_with_restarts(
     Workers see by RESTARTS that they are another attempt, and resume. `alone`: no other node takes part; this one would
     start again without it.
     """
+    environ = {name: value for name, value in environ.items() if name != OOM_RETRY}
     started = failures = retried = 0
     while True:
         counted = {**environ, RESTARTS: str(started)} if started else environ
