@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megaswift.engine import pending_collectives as pending
-from tests.rank_context import rank_context
+from tests.rank_context import run_ranks
 
 
 def wait_until_recorded() -> None:
@@ -59,12 +59,7 @@ def _rank(rank: int, port: int, folder: Path) -> None:
 
 @pytest.mark.process
 def test_of_a_real_group(tmp_path: Path) -> None:
-    context, server = rank_context(), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [context.Process(target=_rank, args=(r, server.port, tmp_path)) for r in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
+    run_ranks(_rank, 2, tmp_path)
     assert [(tmp_path / str(r)).read_text() for r in range(2)] == ["done"] * 2
 
 
@@ -75,11 +70,10 @@ def test_other_code_waits_for_nobody() -> None:
 
 
 def test_an_error_names_the_call_it_came_through() -> None:
-    try:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
         dist.all_reduce(torch.ones(1), group=dist.group.WORLD)
-    except (RuntimeError, ValueError) as error:
-        call = pending.failed_call(error.__traceback__)
-        assert call is not None and call.function == "all_reduce"
+    call = pending.failed_call(caught.value.__traceback__)
+    assert call is not None and call.function == "all_reduce"
 
 
 def test_the_recorder_is_the_users_where_it_is_set() -> None:

@@ -16,7 +16,7 @@ from megaswift.engine.replica_checksums import (
     replicated_by_group,
     tensor_checksums,
 )
-from tests.rank_context import rank_context
+from tests.rank_context import run_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.float8_e4m3fn])
@@ -70,11 +70,6 @@ def _rank(rank: int, port: int, folder: Path) -> None:
 
 @pytest.mark.process
 def test_the_odd_rank_is_found(tmp_path: Path) -> None:
-    context, server = rank_context(), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [context.Process(target=_rank, args=(r, server.port, tmp_path)) for r in range(4)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
+    run_ranks(_rank, 4, tmp_path)
     expected = repr([ReplicaDifference("other", (2,), (0, 1, 3))])
     assert [(tmp_path / str(r)).read_text() for r in range(4)] == [expected] * 4
