@@ -102,7 +102,8 @@ class PlanEntry:
             if piece.stop > shape[along]:
                 padding = list(shape)
                 padding[dim] = piece.stop - max(piece.start, shape[dim])
-                parts.append(torch.zeros(padding, dtype=source.dtype(names[piece.source])))
+                device = parts[0].device if parts else None
+                parts.append(torch.zeros(padding, dtype=source.dtype(names[piece.source]), device=device))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     @torch.no_grad()

@@ -16,11 +16,13 @@ from megaswift.families.model_spec import ModelSpec
 
 NEW = "score.weight"
 
+CPU = torch.device("cpu")
 
-def seeded_normal(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
-    """Normal numbers that depend on the seed and the tensor's name alone."""
-    generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
-    return torch.randn(shape, generator=generator).mul_(std)
+
+def seeded_normal(name: str, shape: tuple[int, ...], std: float, seed: int, device: torch.device = CPU) -> Tensor:
+    """Normal numbers that depend on the seed, the tensor's name and the kind of device alone."""
+    generator = torch.Generator(device).manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator, device=device).mul_(std)
 
 
 def new_scalar_head_weight(spec: ModelSpec, seed: int) -> Tensor:

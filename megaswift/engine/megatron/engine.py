@@ -139,9 +139,10 @@ class MegatronEngine:
         self.kept = open_weights(directory)
         self.kept_names = self.plan.kept(self.kept.names())
 
-    def random_init(self, seed: int) -> None:
-        """Weights from the seed and each tensor's name: the same under every layout."""
-        self._fill(RandomWeightSource(self.plan, self.spec, seed))
+    def random_init(self, seed: int, device: torch.device | None = None) -> None:
+        """Weights from the seed and each tensor's name: the same under every layout. They are drawn on the CPU unless
+        another device is given, which is faster and has other numbers."""
+        self._fill(RandomWeightSource(self.plan, self.spec, seed, device))
 
     def _fill(self, source: object) -> None:
         if self.lora is None:

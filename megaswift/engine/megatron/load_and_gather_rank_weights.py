@@ -269,12 +269,14 @@ class RandomWeightSource:
     """Stands where Hugging Face files would: each tensor from its own seed, so that no layout changes a weight.
 
     Norms are 1 (0 where a norm multiplies by 1 + weight), biases 0 but for a router's, a padding token's embedding 0,
-    all else normal(0, initializer_range), as transformers initializes these families.
+    all else normal(0, initializer_range), as transformers initializes these families. Numbers drawn on another `device`
+    are others.
     """
 
-    def __init__(self, plan: WeightPlan, spec: ModelSpec, seed: int) -> None:
+    def __init__(self, plan: WeightPlan, spec: ModelSpec, seed: int, device: torch.device | None = None) -> None:
         self.shapes = plan.hf_shapes
         self.std, self.seed = float(spec.hf_config.get("initializer_range", 0.02)), seed
+        self.device = device or torch.device("cpu")
         self.padding = spec.features.padding_token
         self.norm = 0.0 if spec.transformer.get("layernorm_zero_centered_gamma") else 1.0
         self._last: tuple[str, Tensor] = "", torch.empty(0)
@@ -287,11 +289,11 @@ class RandomWeightSource:
         """A slice of the tensor `name`."""
         shape = self.shapes[name]
         if name.endswith("bias") and not name.endswith("router.bias"):
-            return torch.zeros(shape)[index]
+            return torch.zeros(shape, device=self.device)[index]
         if len(shape) == 1 and "norm" in name:
-            return torch.full(shape, self.norm)[index]
+            return torch.full(shape, self.norm, device=self.device)[index]
         if self._last[0] != name:  # fused parameters ask for one tensor in many pieces
-            self._last = name, seeded_normal(name, shape, self.std, self.seed)
+            self._last = name, seeded_normal(name, shape, self.std, self.seed, self.device)
             if self.padding is not None and name.endswith("embed_tokens.weight"):
                 self._last[1][self.padding] = 0.0
         return self._last[1][index]

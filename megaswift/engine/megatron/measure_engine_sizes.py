@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from megaswift import distributed
+from megaswift.bridge.adapter_plan import AdapterPlan
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.host_adam import HostAdam
@@ -55,6 +56,14 @@ def flop_parameter_count(plan: WeightPlan, spec: ModelSpec) -> int:
     return plan.parameters - idle - (0 if spec.tied else spec.vocab_size * spec.hidden_size)
 
 
+def active_adapter_parameter_count(plan: AdapterPlan, spec: ModelSpec) -> int:
+    """Adapter parameters in the FLOP rule: those active for a token, of E experts' adapters k."""
+    counts = {True: 0, False: 0}
+    for adapter in plan.adapters:
+        counts[adapter.entry.expert is not None] += sum(math.prod(adapter.shape(half)) for half in adapter.halves)
+    return counts[False] + (counts[True] * spec.topk // spec.experts if counts[True] else 0)
+
+
 def _weights(chunk: nn.Module) -> Iterator[nn.Parameter | NF4Matrix]:
     """All that a chunk holds as weights, each once."""
     yield from chunk.parameters()
@@ -80,8 +89,8 @@ def measure_engine_sizes(engine: MegatronEngine) -> EngineSizeReport:
     total, flops = engine.plan.parameters, flop_parameter_count(engine.plan, engine.spec)
     if engine.lora is None:
         return EngineSizeReport(total, elements, weights, gradients, optimizer, flops, host_bytes=host)
-    adapters, trained = engine.lora.plan.added, engine.lora.plan.parameters
-    active = adapters * flops // total  # of experts' adapters as many as of experts
+    adapters = engine.lora.plan
+    step = flops * 2 // 3 + active_adapter_parameter_count(adapters, engine.spec)
     return EngineSizeReport(
-        total + adapters, elements, weights, gradients, optimizer, flops * 2 // 3 + active, trained, flops, host
+        total + adapters.added, elements, weights, gradients, optimizer, step, adapters.parameters, flops, host
     )

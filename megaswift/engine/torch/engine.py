@@ -51,6 +51,7 @@ from megaswift.engine.torch.adalora_rank_allocation import find_adalora_rank_all
 from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.loss_fields_from_logits import labeled_columns
+from megaswift.engine.torch.measure_engine_sizes import flop_parameter_counts, measure_engine_sizes
 from megaswift.engine.torch.merged_adapter_weight_stream import collect_merged_adapter_weights
 from megaswift.engine.torch.return_freed_host_memory_by_mallopt import returning_freed_memory_to_system
 from megaswift.engine.torch.router_losses import RouterLosses
@@ -93,6 +94,9 @@ class TorchEngine:
         self.fields = start.fields
         self.merging = collect_merged_adapter_weights(self.fields) if self.adapts and self.cfg.task in RL else None
         self.elements = sum(quantized_weights.unpacked_numel(p) for p in self.fields.parameters())
+        self.flop_parameters = flop_parameter_counts(
+            peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model), self.spec
+        )
         self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
         self.noise, self.routers = (
             self._noise(),
@@ -321,12 +325,7 @@ class TorchEngine:
 
     def report(self) -> EngineSizeReport:
         """Exact sizes, for the first screen. Collective."""
-        elements, weights, gradients, optimizer = map(int, distributed.all_max(self.strategy.sizes()))
-        total = self.elements
-        flops = total - (0 if self.spec.tied else self.spec.vocab_size * self.spec.hidden_size)
-        if not self.adapts:
-            return EngineSizeReport(total, elements, weights, gradients, optimizer, flops)
-        return EngineSizeReport(total, elements, weights, gradients, optimizer, flops * 2 // 3, self.trained, flops)
+        return measure_engine_sizes(self)
 
     def save(self, directory: Path) -> None:
         """Weights, optimizer and this rank's random states. Collective."""

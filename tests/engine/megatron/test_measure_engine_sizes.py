@@ -1,4 +1,7 @@
-"""The parameters of the FLOP rule against Hugging Face's models and torch's own counter of operations."""
+"""The parameters of both engines' FLOP rule against Hugging Face's models and torch's own counter of operations.
+
+Covers: megaswift/engine/torch/measure_engine_sizes.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
-from megaswift.engine.megatron.measure_engine_sizes import flop_parameter_count
+from megaswift.config.lora import LoraConfig
+from megaswift.engine.megatron.lora.rank_adapters import adapter_plan_from_lora_config
+from megaswift.engine.megatron.measure_engine_sizes import active_adapter_parameter_count, flop_parameter_count
+from megaswift.engine.torch.measure_engine_sizes import flop_parameter_counts
 from megaswift.families import family_of
 from megaswift.trainers.flops import StepFlopFormula
 
@@ -78,11 +84,15 @@ def hf_model(model: Model, device: str = "meta") -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
-def ours(hf: Any) -> int:
+def plan_of(hf: Any) -> WeightPlan:
     config = {**hf.config.to_dict(), "architectures": [type(hf).__name__]}
     family = family_of(config)
-    spec = family.spec(config)
-    return flop_parameter_count(WeightPlan(family, spec), spec)
+    return WeightPlan(family, family.spec(config))
+
+
+def ours(hf: Any) -> int:
+    plan = plan_of(hf)
+    return flop_parameter_count(plan, plan.spec)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: "-".join([m.kind, *m.extra][:3]))
@@ -90,7 +100,28 @@ def test_parameters_active_for_a_token_without_the_input_embedding(model: Model)
     hf = hf_model(model)
     idle = model.experts * 2 * 3 * model.expert_ffn * 32
     embedding = 0 if hf.config.tie_word_embeddings else hf.get_input_embeddings().weight.numel()
-    assert ours(hf) == sum(p.numel() for p in hf.parameters()) - idle - embedding
+    active = sum(p.numel() for p in hf.parameters()) - idle - embedding
+    assert ours(hf) == active
+    assert flop_parameter_counts(hf, plan_of(hf).spec) == (active, active)
+
+
+@pytest.mark.parametrize("model", [MODELS[0], MODELS[1], MODELS[5]], ids=lambda m: "-".join([m.kind, *m.extra][:3]))
+def test_adapters_count_whole_and_frozen_weights_by_two_thirds(model: Model) -> None:
+    """Rank 4 on q_proj and down_proj, by hand: two of four experts are idle for a token, and so are their adapters."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+
+    hf, experts = hf_model(model), model.experts > 0
+    plan, frozen = plan_of(hf), ours(hf)
+    on_experts = 4 * 2 * 4 * (24 + 32)  # layers, active experts, rank, widths
+    adapters = 4 * 4 * (32 + 32) + (on_experts if experts else 4 * 4 * (48 + 32))
+    native = adapter_plan_from_lora_config(LoraConfig(lora_rank=4, target_modules=("q_proj", "down_proj")), plan)
+    assert active_adapter_parameter_count(native, plan.spec) == adapters
+    targets = {"target_parameters": ["experts.down_proj"]} if experts else {}
+    peft = get_peft_model(hf, PeftConfig(r=4, target_modules=["q_proj"] + ["down_proj"] * (not experts), **targets))
+    step, forward = flop_parameter_counts(peft.get_base_model(), plan.spec)
+    assert step == pytest.approx(frozen * 2 / 3 + adapters, abs=1)
+    assert forward == frozen + adapters
 
 
 @pytest.mark.parametrize("tied", [False, True])

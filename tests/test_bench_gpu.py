@@ -1,0 +1,112 @@
+"""scripts/bench_gpu.py: its cases, what each contender counts as work, and the command on a CPU with small models.
+
+Covers: scripts/gpu_benchmark/cases.py, scripts/gpu_benchmark/contenders.py, scripts/gpu_benchmark/case_process.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaswift.bridge.hf_megatron_weight_plan import WeightPlan
+from megaswift.families import family_of
+from tests.sources import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from gpu_benchmark.cases import (  # type: ignore[import-not-found]  # noqa: E402 (of scripts/)
+    LENGTHS,
+    SHAPES,
+    all_cases,
+    config_of,
+    document_lengths,
+    matching_cases,
+    parse_case,
+)
+
+PUBLISHED = {
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "llama3-8b": 8_030_261_248,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
+"""Parameters of the published checkpoints."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_have_the_published_sizes(shape: str) -> None:
+    from transformers import AutoConfig
+
+    case = next(case for case in all_cases() if case.shape == shape)
+    raw = AutoConfig.for_model(**config_of(case, small=False)).to_dict()
+    family = family_of(raw)
+    assert WeightPlan(family, family.spec(raw)).parameters == PUBLISHED[shape]
+
+
+def test_cases() -> None:
+    """Each once; the ones with targets first; patterns as in a shell."""
+    names = [case.name for case in all_cases()]
+    assert len(names) == len(set(names))
+    assert names[0] == "qwen3-8b/full/4096/te"
+    assert [parse_case(name).name for name in names] == names
+    assert {case.contender for case in matching_cases(["qwen3-8b/full/4096/*"])} == {"te", "torch", "hf", "hf_compile"}
+    assert matching_cases(["qwen3-9b/*"]) == []
+    with pytest.raises(ValueError, match="no case"):
+        parse_case("qwen3-8b/full/4096")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packed_rows_are_full_of_documents(seed: int) -> None:
+    case = parse_case("qwen3-8b/full/packed/te")
+    lengths = document_lengths(case, False, seed)
+    assert sum(lengths) == LENGTHS["packed"]
+    assert min(lengths) >= 8
+    assert len(lengths) > 1
+
+
+@pytest.mark.process
+def test_contenders_count_the_same_work(tmp_path: Path) -> None:
+    """The FLOP rule over the engine's parameters and over transformers' own; a new model's loss is that of guessing."""
+    from gpu_benchmark.contenders import build_contender, micro_batches  # type: ignore[import-not-found]
+
+    for method in ("full", "lora"):
+        ours, theirs = (
+            build_contender(parse_case(f"qwen3-8b/{method}/4096/{name}"), tmp_path, True, 2) for name in ("torch", "hf")
+        )
+        assert ours.flops.attention == theirs.flops.attention
+        assert ours.flops.parameters == pytest.approx(theirs.flops.parameters, abs=1)
+        batches = micro_batches(parse_case(f"qwen3-8b/{method}/4096/hf"), True, 2, 0)
+        for contender in (ours, theirs):
+            assert contender.step(batches) == pytest.approx(math.log(512), rel=0.05)
+            contender.close()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_command_is_resumed(tmp_path: Path) -> None:
+    """What is not there is said; a case with a result is not run again; the table has all of them."""
+    patterns = ("llama3-8b/full/4096/torch", "qwen3-30b-a3b/lora/4096/te", "qwen3-8b/qlora/packed/torch")
+    words = ["--out", str(tmp_path), "--steps", "2", "--warmup", "1", "--microbatches", "2"]
+    for only in (patterns[:2], patterns):
+        command = [sys.executable, str(ROOT / "scripts/bench_gpu.py"), *words, "--only", *only]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {r["case"]: r["status"] for r in results} == dict(zip(patterns, ("ok", "not run", "ok"), strict=True))
+    assert len(results) == 3
+    for r in results:
+        assert r["matmul_tflops"] > 0
+        if r["status"] == "ok":
+            assert r["tokens_per_s"] > 0
+            assert r["step_s"]["best"] <= r["step_s"]["median"] <= r["step_s"]["worst"]
+    table = (tmp_path / "results.md").read_text()
+    assert all(name in table for name in patterns)
+    wrong = subprocess.run([*command[:2], "--only", "qwen9"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "--list" in wrong.stderr
