@@ -1,13 +1,24 @@
 #!/usr/bin/env bash
-# What to run on a machine with a CUDA device: its description, the tests marked gpu, and the benchmarks.
+# What to run on a machine with a CUDA device, in this order: Transformer Engine's modules, the engine's tests, whole
+# runs, and the benchmarks.
 #
-#   bash scripts/gpu_check.sh [--python PYTHON] [FOLDER for the logs]
+#   bash scripts/gpu_check.sh [--python PYTHON] [--budget SECONDS] [FOLDER for the logs]
 #
-# Uses the Python given (python3 unless said) as it is and installs nothing, so that it also works offline.
+# Uses the Python given (python3 unless said) as it is and installs nothing, so that it also works offline. A step that
+# has passed is not repeated (FOLDER/NAME.passed; remove the file to repeat it), and each step ends within ten minutes:
+# where a command may only run for some minutes, type it again until it says that all have passed. With --budget no step
+# is started after that many seconds.
 set -uo pipefail
 
-python=python3
-if [ "${1:-}" = --python ]; then python=${2:?"gpu_check.sh: --python needs a command or a path"}; shift 2; fi
+python=python3 budget=0
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --python) python=${2:?"gpu_check.sh: --python needs a command or a path"}; shift 2 ;;
+    --budget) budget=${2:?"gpu_check.sh: --budget needs a number of seconds"}; shift 2 ;;
+    -*) echo "gpu_check.sh: unknown option $1" >&2; exit 2 ;;
+    *) break ;;
+  esac
+done
 out=${1:-gpu-check}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -17,16 +28,37 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
   echo "gpu_check.sh: torch of '$python' sees no CUDA device" >&2
   exit 2
 fi
-failed=()
+failed=() left=()
 step() {
-  local name=$1; shift
+  local name=$1 code; shift
+  if [ -e "$out/$name.passed" ]; then echo "== $name: passed before"; return; fi
+  if [ "$budget" -gt 0 ] && [ "$SECONDS" -ge "$budget" ]; then left+=("$name"); return; fi
   echo "== $name: $*"
-  if "$@" > >(tee "$out/$name.log") 2>&1; then echo "== $name: ok"; else echo "== $name: FAILED (code $?)"; failed+=("$name"); fi
+  timeout 590 "$@" > >(tee "$out/$name.log") 2>&1; code=$?
+  if [ $code -eq 0 ]; then echo "== $name: passed"; touch "$out/$name.passed"
+  else echo "== $name: FAILED (code $code)"; failed+=("$name"); fi
 }
+tests() { local name=$1; shift; step "$name" "$python" -m pytest -q -rs -p no:cacheprovider --durations=5 -m gpu "$@"; }
+bench() { local name=$1; shift; step "$name" "$python" scripts/bench_gpu.py --out "$out/bench" --limit 280 "$@"; }
+
 step doctor "$python" -m megaswift doctor
-step tests "$python" -m pytest -q --durations=10 -m gpu
-step bench_1b "$python" scripts/bench_step.py --size 1b --dtype bfloat16 --only megaswift plain
-step memory_1b "$python" scripts/bench_step.py --size 1b --dtype bfloat16 --only megaswift plain --memory
+tests te_modules tests/gpu/test_transformer_engine_modules.py
+tests engine tests/gpu/test_native.py
+tests float16 tests/gpu/test_runs.py -k float16
+tests resume tests/gpu/test_runs.py -k resumes
+bench packed_8b --only 'qwen3-8b/full/packed/te' --synchronizations
+bench full_8b --only 'qwen3-8b/full/4096/te'
+tests vllm_sleep tests/gpu/test_vllm_sleep.py
+tests fp8 tests/gpu/test_runs.py -k fp8
+tests export tests/gpu/test_runs.py -k export
+bench fp8_8b --only 'qwen3-8b/fp8/4096/te'
+bench small_models --only 'qwen3-0.6b/full/4096/te' 'qwen3-1.7b/full/4096/te'
+bench medium_model --only 'qwen3-4b/full/4096/te'
+bench adapters_8b --only 'qwen3-8b/lora/4096/te' 'qwen3-8b/qlora/4096/te'
+bench torch_layers_8b --only 'qwen3-8b/full/4096/torch'
+bench peers_8b --only 'qwen3-8b/full/4096/hf' 'qwen3-8b/full/4096/hf_compile'
+bench moe_30b --only 'qwen3-30b-a3b/lora/4096/te'
 echo
 if [ ${#failed[@]} -gt 0 ]; then echo "gpu_check.sh: failed: ${failed[*]}; logs in $out"; exit 1; fi
-echo "gpu_check.sh: all passed; logs in $out"
+if [ ${#left[@]} -gt 0 ]; then echo "gpu_check.sh: not yet run: ${left[*]}; type the command again"; exit 3; fi
+echo "gpu_check.sh: all passed; logs in $out, figures in $out/bench/results.md"

@@ -158,23 +158,40 @@ class LoraOracle(Oracle):
     few tokens) than the limits leave room for.
     """
 
+    dtype = torch.float64
+    attention = "sdpa"
+
     def __init__(self, folder: Path, recipe: Recipe, adapter: Path) -> None:
-        super().__init__(folder, recipe)
+        super().__init__(folder, recipe, self.attention)
         config = json.loads((adapter / "adapter_config.json").read_text())
         scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
         self.model.set_experts_implementation("eager")  # grouped products have no float64
-        self.model = Adapted(self.model.double(), {n: t.double() for n, t in read_adapter(adapter).items()}, scale)
+        tensors = {n: t.to(self.dtype) for n, t in read_adapter(adapter).items()}
+        self.model = Adapted(self.model.to(self.dtype), tensors, scale)
         self.optimizer = adamw(self.model.tensors.items(), recipe)
 
     def gradients(self) -> dict[str, Tensor]:
         """By name in the adapter's folder."""
         return {
-            n: torch.zeros_like(t).float() if t.grad is None else t.grad.float() for n, t in self.model.tensors.items()
+            n: torch.zeros_like(t).float() if t.grad is None else t.grad.float().clone()  # clipping scales in place
+            for n, t in self.model.tensors.items()
         }
 
     def weights(self) -> dict[str, Tensor]:
         """By name in the adapter's folder."""
-        return {n: t.detach().float() for n, t in self.model.tensors.items()}
+        return {n: t.detach().float().clone() for n, t in self.model.tensors.items()}
+
+
+class Float32LoraOracle(LoraOracle):
+    """The same in float32: what rounding alone changes."""
+
+    dtype = torch.float32
+
+
+class Float32EagerLoraOracle(Float32LoraOracle):
+    """With attention in separate products, which rounds otherwise."""
+
+    attention = "eager"
 
 
 class PeftOracle(Oracle):

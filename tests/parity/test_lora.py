@@ -6,6 +6,7 @@ Covers: megaswift/engine/megatron/lora/rank_adapters.py, megaswift/engine/megatr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +76,7 @@ class Adapters:
     def __init__(self, references: References, folder: Path) -> None:
         self.references, self.folder = references, folder
         self._known: dict[tuple[Path, int], Reference] = {}
+        self._rounding: dict[tuple[Path, int], float] = {}
 
     def of(
         self, case: Case, leaves: tuple[str, ...] = ALL, saved: tuple[str, ...] = (), seed: int = 5
@@ -90,6 +92,31 @@ class Adapters:
             steps = [global_batch(replace(case, packed=False), k) for k in range(STEPS)]
             self._known[key] = lora.reference(model, recipe, adapter, steps)
         return Task(case, model, recipe, options={"train_type": "lora", "adapters": str(adapter)}), self._known[key]
+
+    def least_rounded(self, case: Case, seeds: Sequence[int]) -> int:
+        """The seed of the adapter with which the oracle in float32 is nearest to itself in float64."""
+        return min(seeds, key=lambda seed: self.rounding(case, seed))
+
+    def rounding(self, case: Case, seed: int) -> float:
+        """The largest difference of a gradient between the oracle in float32 and in float64, relative to the float64
+        gradient: above the limit where an expert has few tokens, of the order of 1e-2 where a router's choice is nearly
+        a tie. The largest of three orders of summation, for that of one may be small by chance."""
+        task, want = self.of(case, seed=seed)
+        adapter = Path(str(task.options["adapters"]))
+        key = (adapter, case.total)
+        if key not in self._rounding:
+            batches = global_batch(replace(case, packed=False), 0)
+            found = [
+                lora.reference(task.folder, task.recipe, adapter, [rows], kind).gradients
+                for rows, kind in (
+                    (batches, lora.Float32LoraOracle),
+                    (batches[::-1], lora.Float32LoraOracle),
+                    (batches[::-1], lora.Float32EagerLoraOracle),
+                )
+            ]
+            differences = [d.error for each in found for d in tensors("gradient", each, want.gradients, GRADIENT)]
+            self._rounding[key] = max(differences)
+        return self._rounding[key]
 
 
 @pytest.fixture(scope="session")

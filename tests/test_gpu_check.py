@@ -1,0 +1,80 @@
+"""scripts/gpu_check.sh: the order of its steps, a second call after a failure, a budget. A shell script stands in for
+Python and records what it is asked; every file and case that the steps name is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.sources import ROOT
+from tests.test_bench_gpu import all_cases
+
+SCRIPT = ROOT / "scripts/gpu_check.sh"
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """Succeeds, but for commands that match the file `fails`."""
+    path = tmp_path / "python"
+    path.write_text(
+        '#!/bin/sh\nhere=$(dirname "$0")\necho "$*" >> "$here/calls"\n'
+        '[ -e "$here/fails" ] && echo "$*" | grep -q -f "$here/fails" && exit 1\nexit 0\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def check(python: Path, *words: str) -> tuple[int, list[str], str]:
+    """Exit code, the commands of this call without the look for a device, output."""
+    calls = python.with_name("calls")
+    calls.unlink(missing_ok=True)
+    command = ["bash", str(SCRIPT), "--python", str(python), *words, str(python.with_name("out"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, calls.read_text().splitlines()[1:], done.stdout + done.stderr
+
+
+def test_what_has_passed_is_not_repeated(python: Path) -> None:
+    python.with_name("fails").write_text("-k fp8")
+    code, first, text = check(python)
+    assert code == 1
+    assert "failed: fp8" in text
+    modules, engine, runs = (
+        next(i for i, call in enumerate(first) if f"tests/gpu/{name}" in call)
+        for name in ("test_transformer_engine_modules.py", "test_native.py", "test_runs.py")
+    )
+    assert 0 < modules < engine < runs
+    python.with_name("fails").unlink()
+    code, second, text = check(python)
+    assert code == 0
+    assert "all passed" in text
+    assert len(second) == 1
+    assert "-k fp8" in second[0]
+
+
+def test_a_budget(python: Path) -> None:
+    slow = python.read_text().replace("exit 0\n", "sleep 0.7\nexit 0\n")
+    python.write_text(slow)
+    code, calls, text = check(python, "--budget", "2")
+    assert code == 3
+    assert "not yet run: " in text
+    assert 1 <= len(calls) <= 3
+
+
+def test_wrong_options() -> None:
+    done = subprocess.run(["bash", str(SCRIPT), "--pyton", "x"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--pyton" in done.stderr
+
+
+def test_steps_name_what_is_there() -> None:
+    text = SCRIPT.read_text()
+    files = re.findall(r"tests/gpu/\w+\.py", text)
+    assert set(files) == {f"tests/gpu/{p.name}" for p in (ROOT / "tests/gpu").glob("test_*.py")}
+    cases = re.findall(r"'([\w./-]+)'", text[text.index("step doctor") :])
+    assert cases
+    assert set(cases) <= {case.name for case in all_cases()}
+    for file, word in re.findall(r"(tests/gpu/\w+\.py) -k (\w+)", text):
+        assert re.search(rf"def test_\w*{word}", (ROOT / file).read_text())
