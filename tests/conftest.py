@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import os
@@ -39,6 +40,7 @@ def pytest_collection_finish() -> None:
     """From here on the collector looks at what tests make."""
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)  # else Triton reports what is left at the end as leaked
 
 
 @pytest.hookimpl(optionalhook=True)

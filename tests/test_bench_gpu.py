@@ -1,7 +1,4 @@
-"""scripts/bench_gpu.py: its cases, what each contender counts as work, and the command on a CPU with small models.
-
-Covers: scripts/gpu_benchmark/cases.py, scripts/gpu_benchmark/contenders.py, scripts/gpu_benchmark/case_process.py.
-"""
+"""scripts/bench_gpu.py: its cases, what each contender counts as work, and the command on a CPU with small models."""
 
 from __future__ import annotations
 

@@ -103,6 +103,22 @@ IGNORED: tuple[IgnoredOption, ...] = (
         notice=True,
     ),
     IgnoredOption(
+        "padding_free",
+        ("packing",),
+        lambda c: c.data.packing and c.task in ("sft", "pt"),
+        "packing true leaves no padding",
+        "--packing false",
+        notice=True,
+    ),
+    IgnoredOption(
+        "padding_free",
+        ("packing",),
+        lambda c: c.task not in ("sft", "pt"),
+        "the samples of other tasks than sft and pt are packed by --packing true, their default",
+        "--packing true",
+        notice=True,
+    ),
+    IgnoredOption(
         "num_train_epochs",
         ("max_steps",),
         lambda c: c.train.max_steps is not None,

@@ -50,6 +50,9 @@ class DataConfig:
     packing: bool | None = option(
         None, "Pack short samples; attention stays within a sample. Unset: off for sft and pt"
     )
+    padding_free: bool | None = option(
+        None, "Pack the samples of each step; batch sizes count samples. Unset: if short"
+    )
     system: str | None = option(
         None, "System message for rows without one: text or a file", tasks=CHATS, metavar="TEXT|FILE"
     )
@@ -93,3 +96,8 @@ class DataConfig:
         True, "Use cached tokens of the same rows; false: tokenize again", aliases=("load_from_cache_file",)
     )
     dataset_cache_dir: str | None = option(None, "Folder for tokenized data; unset: below ~/.cache", metavar="DIR")
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether a row of a batch holds several samples."""
+        return bool(self.packing or self.padding_free)

@@ -176,7 +176,6 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     ),
     SWIFT: (
         "load_from_cache_file",
-        "padding_free",
         "tuner_type",
         "model_id_or_path",
         "dataset_shuffle",

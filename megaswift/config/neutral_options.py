@@ -84,9 +84,6 @@ FSDP_SETTLED = {
 NEUTRAL: dict[str, NeutralOption] = {
     # data
     "lazy_tokenize": NeutralOption(EITHER, "rows are tokenized before training; --streaming true reads on demand"),
-    "padding_free": NeutralOption(
-        EITHER, "padding never changes the loss; --packing true packs short samples into full rows"
-    ),
     "dataloader_pin_memory": NeutralOption(ON, "batches are copied from pinned memory"),
     "dataloader_drop_last": NeutralOption(ON, "every step has a full global batch"),
     "dataloader_persistent_workers": NeutralOption(EITHER, _WORKERS),

@@ -17,6 +17,7 @@ import numpy as np
 from megaswift.data.collate import Document, PaddingShape, collate_packed, collate_rows
 from megaswift.data.epoch_order import EpochOrder
 from megaswift.data.gather_and_truncate_dataset_documents import Documents
+from megaswift.data.pack_samples_of_step import StepPacking, pack_samples_of_step
 from megaswift.data.packing import Packing, padded_lengths
 from megaswift.data.repack_remaining_rows import (
     PackingParameters,
@@ -128,6 +129,8 @@ class DocumentRows:
     packing: Packing | None = None
     pack_shape: PackingParameters = PackingParameters()
     """How they are packed."""
+    step_packing: StepPacking | None = None
+    """How the samples of a step share rows; None: each has its own."""
     towers: VisionCollator | None = None
     """Of a vision-language model: brings the images."""
 
@@ -136,7 +139,11 @@ class DocumentRows:
 
     def read(self, row: int) -> list[Document]:
         """The documents of a row."""
-        return self.documents([row] if self.packing is None else self.packing.row(row).tolist())
+        return self.documents(self.documents_of_row(row))
+
+    def documents_of_row(self, row: int) -> list[int]:
+        """Their numbers."""
+        return [row] if self.packing is None else self.packing.row(row).tolist()
 
     def row_lengths(self) -> np.ndarray:
         """int64 [rows]: the tokens of each."""
@@ -151,7 +158,8 @@ class DocumentRows:
         """Tensors of a step's micro-batches."""
         if self.towers is not None:
             return [self.towers.batch([r[0] if r else None for r in micro], shape) for micro in rows]
-        return collate_step_microbatches(rows, self.packing is not None, shape, uniform)
+        packed = self.packing is not None or self.step_packing is not None
+        return collate_step_microbatches(rows, packed, shape, uniform)
 
     def stats(self, shape: PaddingShape) -> dict[str, float]:
         """`fill` real tokens over all, `padded_fill` with the padding of documents counted as filled."""
@@ -229,15 +237,31 @@ class TokenStoreBatchSource:
 
     def _make(self, start: int) -> list[Batch]:
         places = range(start, start + self.geometry.global_batch)
-        rows = [[self._row(place) for place in micro] for micro in self.geometry.own(places)]
+        if isinstance(self.data, DocumentRows) and self.data.step_packing is not None:
+            rows = self._packed_step(self.data, self.data.step_packing, start)
+        else:
+            rows = [[self._row(place) for place in micro] for micro in self.geometry.own(places)]
         return self.data.batches(rows, self.shape, self.geometry.uniform)
+
+    def _packed_step(self, data: DocumentRows, packing: StepPacking, start: int) -> list[list[list[Document]]]:
+        """This rank's micro-batches of a step whose samples share rows, one row each."""
+        geometry = self.geometry
+        samples = np.array([self._documents_at(data, start + n) for n in range(geometry.global_batch)])[:, 0]
+        lengths = padded_lengths(data.docs.length[samples], self.shape.doc_multiple)
+        rows = pack_samples_of_step(lengths.tolist(), packing, geometry.dp_size, geometry.accumulation)
+        return [[data.documents([int(samples[i]) for i in row])] for row in rows[geometry.dp_rank :: geometry.dp_size]]
 
     def _row(self, place: int) -> Any:
         """What the row at a place of the endless sequence holds. The rest of an epoch ends where that epoch ends."""
-        if self._rest is not None and place < (end := (self._rest.epoch + 1) * self.rows):
-            assert isinstance(self.data, DocumentRows)
-            return self.data.documents(self._rest.documents(place - end + len(self._rest)).tolist())
+        if isinstance(self.data, DocumentRows):
+            return self.data.documents(self._documents_at(self.data, place))
         return self.data.read(int(self.order.slice(place, place + 1)[0]))
+
+    def _documents_at(self, data: DocumentRows, place: int) -> list[int]:
+        """Documents of the row at a place."""
+        if self._rest is not None and place < (end := (self._rest.epoch + 1) * self.rows):
+            return self._rest.documents(place - end + len(self._rest)).tolist()  # type: ignore[no-any-return]
+        return data.documents_of_row(int(self.order.slice(place, place + 1)[0]))
 
     def next(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch."""

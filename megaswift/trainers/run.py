@@ -6,6 +6,7 @@ torch is imported when `run_training` starts, so that a wrong command line is an
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import time
@@ -90,3 +91,4 @@ def gc_paused() -> Iterator[None]:
     finally:
         gc.set_threshold(*before)
         gc.freeze()
+        atexit.register(gc.unfreeze)  # else Triton reports the objects that the interpreter's end leaves as leaked

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megaswift.trainers.choose_step_packing import choose_step_packing
 from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at, weight_decay_at
 from megaswift.trainers.loop import Loop, unchanged
 from megaswift.trainers.reduce_lr_on_plateau import allowed_rate
@@ -28,9 +29,10 @@ class LoopWithRunSummary:
 
 def build_supervised_loop(session: TrainingSession) -> LoopWithRunSummary:
     """Data first: a malformed row stops the run before a model is built."""
-    cfg, build = session.cfg, session.build
+    build = session.build
     with timed(session.seconds, "data"):
         source, evaluation = build.data()
+        cfg = build.cfg = choose_step_packing(session.cfg, build.spec, build.layout, source, evaluation)
         total = count_steps(cfg, source)
     check_schedule_length(total, cfg.optim)
     with timed(session.seconds, "model"), session.memory_advice():

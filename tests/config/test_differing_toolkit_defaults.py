@@ -95,6 +95,7 @@ WITHOUT_MEANING = {
     "hub_strategy": "of uploads only",
     "hub_private_repo": "of uploads only",
     "output_dir": "each has its own",
+    "padding_free": "the loss is the same",
     "max_steps": "-1 and unset are the same",
     "optimizer": "both are Adam",
     "galore_target_modules": "of GaLore only",

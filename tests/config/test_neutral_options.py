@@ -37,7 +37,7 @@ def test_every_entry(name: str) -> None:
 
 def test_one_line_names_all() -> None:
     """The most frequent options of ms-swift's examples."""
-    words = "--finetune true --fp16 false --save_safetensors true --lazy_tokenize true --padding_free true"
+    words = "--finetune true --fp16 false --save_safetensors true --lazy_tokenize true --dataloader_pin_memory true"
     lines = [n for n in notices(*words.split()).splitlines() if "accepted without effect" in n]
     assert len(lines) == 1 and all(word in lines[0] for word in words.split() if word.startswith("--"))
 

@@ -274,5 +274,6 @@ def _derived(name: str, c: Any) -> bool:
     """Left to a default that other options decide, the same in both."""
     neutral = {"loss_type": ((),), "beta": (None,), "max_steps": (None,), "warmup_steps": (0, None), "packing": (None,)}
     neutral |= {"eval_strategy": (None,), "save_strategy": (None,)}  # eval_steps and save_steps decide
+    neutral["padding_free"] = (None, False)  # the loss is the same
     neutral["hub_strategy"] = ("end",)  # nothing is uploaded
     return c.value(name) in neutral.get(name, ()) and name not in c.given

@@ -162,7 +162,7 @@ def transformer_config(
     # latent_attention.py rotates by position; Megatron's fused rotation of packed rows leaves out the factor on cosine
     # and sine
     fields["apply_rope_fusion"] &= not latent and rope_factor == 1.0
-    if fields.get("rotary_interleaved") and cfg.data.packing and not megatron_version_at_least("0.17"):
+    if fields.get("rotary_interleaved") and cfg.data.shares_rows and not megatron_version_at_least("0.17"):
         fields["apply_rope_fusion"] = False  # 0.16's fused rotation of packed rows takes neighbours for halves
     extra = extra_kwargs_values(cfg.model.megatron_extra_kwargs)
     fields |= extra

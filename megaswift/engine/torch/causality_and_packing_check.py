@@ -42,7 +42,7 @@ def check_causality_and_packing(engine: TorchEngine) -> None:
     changes."""
     spec = engine.spec
     known = spec.family in FAMILIES
-    if engine.fields.places or (known and not (engine.cfg.data.packing and spec.family in LOSES_DOCUMENTS)):
+    if engine.fields.places or (known and not (engine.cfg.data.shares_rows and spec.family in LOSES_DOCUMENTS)):
         return
     needs = RequestedModelOutputs(fields=frozenset(), head="score") if spec.scored else RequestedModelOutputs()
 
@@ -58,7 +58,7 @@ def check_causality_and_packing(engine: TorchEngine) -> None:
     )
     with engine.most_exact():
         limit = EXACT if engine.dtype == torch.float32 else ROUNDED
-        problems = [*_problems(read, spec.vocab_size, limit, bool(engine.cfg.data.packing), label)]
+        problems = [*_problems(read, spec.vocab_size, limit, engine.cfg.data.shares_rows, label)]
     if longest is not None and engine.cfg.data.max_length > longest:
         problems.append(
             Problem(

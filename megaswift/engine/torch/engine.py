@@ -51,7 +51,7 @@ from megaswift.engine.torch.adalora_rank_allocation import find_adalora_rank_all
 from megaswift.engine.torch.data_parallel_strategy import GRADIENT, WEIGHT
 from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.loss_fields_from_logits import labeled_columns
-from megaswift.engine.torch.measure_engine_sizes import flop_parameter_counts, measure_engine_sizes
+from megaswift.engine.torch.measure_engine_sizes import flop_parameter_counts, measure_torch_engine_sizes
 from megaswift.engine.torch.merged_adapter_weight_stream import collect_merged_adapter_weights
 from megaswift.engine.torch.return_freed_host_memory_by_mallopt import returning_freed_memory_to_system
 from megaswift.engine.torch.router_losses import RouterLosses
@@ -325,7 +325,7 @@ class TorchEngine:
 
     def report(self) -> EngineSizeReport:
         """Exact sizes, for the first screen. Collective."""
-        return measure_engine_sizes(self)
+        return measure_torch_engine_sizes(self)
 
     def save(self, directory: Path) -> None:
         """Weights, optimizer and this rank's random states. Collective."""

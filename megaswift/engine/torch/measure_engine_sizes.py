@@ -32,7 +32,7 @@ def flop_parameter_counts(model: Any, spec: ModelSpec) -> tuple[int, int]:
     return int(step), int(forward)
 
 
-def measure_engine_sizes(engine: TorchEngine) -> EngineSizeReport:
+def measure_torch_engine_sizes(engine: TorchEngine) -> EngineSizeReport:
     """Sizes of the largest rank, parameters in all. Collective."""
     elements, weights, gradients, optimizer = map(int, distributed.all_max(engine.strategy.sizes()))
     sizes = engine.elements, elements, weights, gradients, optimizer

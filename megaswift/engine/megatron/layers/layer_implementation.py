@@ -162,7 +162,7 @@ def choose_layer_implementation(spec: ModelSpec, cfg: SwiftConfig, layout: Layou
         return LayerImplementationChoice(TORCH, TORCH, lack)
     reason = "asked for" if asked == TRANSFORMER_ENGINE else "CUDA and Transformer Engine are available"
     comm = cfg.parallel.cp_exchange if layout.cp > 1 else None
-    own = te_unsupported_attention_features(spec, comm, bool(cfg.data.packing))
+    own = te_unsupported_attention_features(spec, comm, cfg.data.shares_rows)
     if cfg.model.attn_impl == "sdpa":
         own.append("--attn_impl sdpa")
     attention = TORCH if own else TRANSFORMER_ENGINE
