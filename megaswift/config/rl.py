@@ -153,7 +153,7 @@ class RlConfig:
     )
     rollout_sync_folder: str | None = option(
         None,
-        "Shared folder for weights and adapters sent to samplers; unset: in output_dir",
+        "Folder for weights sent to samplers; unset: /dev/shm, or in output_dir",
         tasks=RL,
         metavar="DIR",
     )

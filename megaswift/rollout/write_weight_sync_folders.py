@@ -16,6 +16,7 @@ from megaswift.atomic_disk_writes import safetensors_errors_as_oserror
 from megaswift.errors import Problem, UserError, first_line
 
 SHARD_BYTES = 1 << 30
+SHARED_MEMORY = Path("/dev/shm")
 CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """Files of the model's folder that are copied beside the weights."""
 
@@ -34,7 +35,16 @@ class SyncRounds:
         """The path of the next folder, not created yet. Named with this process's id, as runs may share `root`."""
         self.round += 1
         self._created_root |= not self.root.exists()
+        if self.round == 1 and self.root.is_relative_to(SHARED_MEMORY):
+            self._remove_abandoned()
         return self.root / f"{self.kind}-{os.getpid()}-{self.round}"
+
+    def _remove_abandoned(self) -> None:
+        """Removes what killed processes of this machine have left in memory."""
+        for path in self.root.glob(f"{self.kind}-*-*"):
+            process = path.name.split("-")[1]
+            if process.isdecimal() and not Path("/proc", process).exists():
+                shutil.rmtree(path, ignore_errors=True)
 
     def taken(self, folder: Path) -> None:
         """All samplers have loaded `folder`: removes the previous one."""

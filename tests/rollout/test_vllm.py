@@ -120,7 +120,7 @@ def test_settings_of_the_engine_reach_it(vllm: None, tmp_path: Path) -> None:
     more = ["--vllm_engine_kwargs", '{"block_size": 16}', "--vllm_limit_mm_per_prompt", '{"image": 2}']
     more += ["--vllm_max_num_seqs", "7", "--vllm_mm_processor_cache_gb", "0", "--vllm_disable_cascade_attn", "true"]
     cfg = load_config("grpo", [*words.split(), *more], environ={})
-    made: Any = make_sampler("vllm", tmp_path, sampler_options(cfg))
+    made: Any = make_sampler("vllm", tmp_path, sampler_options(cfg, tmp_path / "sync"))
     assert made.llm.options.items() >= {"enforce_eager": True, "enable_prefix_caching": False}.items()
     assert made.llm.options.items() >= {"disable_cascade_attn": True, "mm_processor_cache_gb": 0}.items()
     assert made.llm.options["limit_mm_per_prompt"] == {"image": 2} and made.llm.options["max_num_seqs"] == 7

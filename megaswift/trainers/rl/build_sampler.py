@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megaswift.config import SwiftConfig
 from megaswift.rollout.sampler import Sampler, SamplerOptions, SamplingParams, make_sampler
+from megaswift.rollout.write_weight_sync_folders import SHARED_MEMORY
 from megaswift.trainers.create_process_groups_and_engine import RankContext
 from megaswift.trainers.rl.completion_generation_and_weight_sync import is_sampling_rank
 
@@ -15,6 +20,9 @@ EVERYWHERE = ("vllm",)
 or none."""
 SYNC = "sync"
 """Within the output directory: new weights for servers."""
+
+ROUNDS = 2
+"""Copies of the weights that may lie in the sync folder: the last one, and the one that is written."""
 
 
 def sampling_params_of(cfg: SwiftConfig, tokenizer: Any, folder: Path) -> SamplingParams:
@@ -43,14 +51,36 @@ def stop_token_ids(tokenizer: Any, folder: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(t) for t in token_ids if t is not None))
 
 
-def sync_folder(cfg: SwiftConfig) -> Path:
-    """Where weights and adapters lie for samplers to read."""
-    given = cfg.rl.rollout_sync_folder
-    return Path(cfg.train.output_dir) / SYNC if given is None else Path(given)
+def sync_folder(cfg: SwiftConfig, folder: Path) -> Path:
+    """Where weights and adapters lie for samplers to read: where the option says, else in shared memory where all
+    samplers are on this machine and the model of `folder` fits twice, else in the output directory."""
+    if cfg.rl.rollout_sync_folder is not None:
+        return Path(cfg.rl.rollout_sync_folder)
+    output = Path(cfg.train.output_dir)
+    if _on_this_machine(cfg) and _fits_in_shared_memory(folder):
+        name = hashlib.sha256(str(output.resolve()).encode()).hexdigest()[:12]
+        return SHARED_MEMORY / f"megaswift-{os.getuid()}-{name}"
+    return output / SYNC
 
 
-def sampler_options(cfg: SwiftConfig, device: str = "cpu", dtype: str = "auto", rank: int = 0) -> SamplerOptions:
-    """What the backend is made of; `rank`: of adapters that come alone."""
+def _on_this_machine(cfg: SwiftConfig) -> bool:
+    """Whether all ranks and all servers are."""
+    hosts = {urlsplit(url).hostname for url in cfg.rl.rollout_server_url}
+    one_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+    return one_node and hosts <= {"127.0.0.1", "localhost", "::1"}
+
+
+def _fits_in_shared_memory(folder: Path) -> bool:
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        return False
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return 0 < ROUNDS * size < shutil.disk_usage(SHARED_MEMORY).free // 2
+
+
+def sampler_options(
+    cfg: SwiftConfig, sync: Path, device: str = "cpu", dtype: str = "auto", rank: int = 0
+) -> SamplerOptions:
+    """What the backend is made of; `sync`: the sync folder, `rank`: of adapters that come alone."""
     rl = cfg.rl
     return SamplerOptions(
         dtype=dtype,
@@ -62,7 +92,7 @@ def sampler_options(cfg: SwiftConfig, device: str = "cpu", dtype: str = "auto", 
         engine_arguments=cfg.vllm.engine_arguments,
         base_urls=rl.rollout_server_url,
         timeout=rl.rollout_server_timeout,
-        sync_folder=sync_folder(cfg),
+        sync_folder=sync,
         lora_rank=rank,
     )
 
@@ -71,7 +101,8 @@ def build_sampler(cfg: SwiftConfig, folder: Path, context: RankContext, dtype: s
     """This rank's sampler; None where another rank of the replica has it."""
     if not samples_on_every_rank(cfg) and not is_sampling_rank(context.coordinates):
         return None
-    return make_sampler(cfg.rl.rollout_backend, folder, sampler_options(cfg, str(context.device), dtype, rank))
+    options = sampler_options(cfg, sync_folder(cfg, folder), str(context.device), dtype, rank)
+    return make_sampler(cfg.rl.rollout_backend, folder, options)
 
 
 def samples_on_every_rank(cfg: SwiftConfig) -> bool:

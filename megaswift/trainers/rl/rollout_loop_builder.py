@@ -236,7 +236,7 @@ def rollout_dependencies(
         sampling_params_of(cfg, tokenizer, build.folder),
         cfg.train.seed,
         build_multi_turn(cfg, tokenizer),
-        SyncRounds(sync_folder(cfg), "adapter") if adapters_only else None,
+        SyncRounds(sync_folder(cfg, build.folder), "adapter") if adapters_only else None,
         build.base,
         samples_on_every_rank(cfg),
     )

@@ -8,6 +8,7 @@ megaswift/trainers/rl/build_sampler.py, megaswift/trainers/rl/settings.py.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +25,10 @@ from megaswift.losses.value import ValueLoss
 from megaswift.rewards.reward_interface_and_scoring import BuiltInRewardParameters
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
 from megaswift.trainers.metrics_jsonl import read_lines
+from megaswift.trainers.rl import build_sampler
 from megaswift.trainers.rl import rollout_loop_builder as build_module
 from megaswift.trainers.rl import rollout_loop_builder as rl_build
-from megaswift.trainers.rl.build_sampler import sampler_options, sampling_params_of
+from megaswift.trainers.rl.build_sampler import sampler_options, sampling_params_of, sync_folder
 from megaswift.trainers.rl.completions_log import CompletionsLog
 from megaswift.trainers.rl.rollout_loop_builder import reward_functions_of, reward_weights_of
 from megaswift.trainers.rl.settings import rl_settings
@@ -158,11 +160,40 @@ def test_the_sampler(name: str) -> None:
     options, expected = SAMPLER[name]
     usual = {"max_length": 900, "output_dir": "out"}
     plain = SamplerOptions(max_length=900, sync_folder=Path("out/sync"))
-    assert sampler_options(run(**usual)) == plain
-    assert sampler_options(run(**usual, **options)) == replace(plain, **expected) != plain
-    assert sampler_options(run(**usual, **options), "cuda:1", "bfloat16", 4) == replace(
+    cfg = run(**usual, **options)
+    sync = sync_folder(cfg, Path("no weights here"))
+    assert sampler_options(run(**usual), Path("out/sync")) == plain
+    assert sampler_options(cfg, sync) == replace(plain, **expected) != plain
+    assert sampler_options(cfg, sync, "cuda:1", "bfloat16", 4) == replace(
         plain, **expected, device="cuda:1", dtype="bfloat16", lora_rank=4
     )
+
+
+@pytest.mark.parametrize(
+    ("urls", "nodes", "free", "in_memory"),
+    [
+        ([], 1, 1 << 20, True),
+        (["http://127.0.0.1:8000", "http://localhost:8001"], 1, 1 << 20, True),
+        (["http://127.0.0.1:8000", "http://gpu-2:8000"], 1, 1 << 20, False),
+        ([], 2, 1 << 20, False),
+        ([], 1, 3999, False),
+    ],
+)
+def test_weights_are_exchanged_in_memory_on_one_machine(
+    urls: list[str], nodes: int, free: int, in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where twice the model, 2,000 bytes here, takes less than half of what is free."""
+    monkeypatch.setattr(build_sampler, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("WORLD_SIZE", str(4 * nodes))
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    where = {"rollout_server_url": urls} if urls else {}
+    first, other = (run(rollout_backend="sglang", output_dir=out, **where) for out in ("out", "other"))
+    folder = sync_folder(first, tmp_path)
+    assert folder.is_relative_to(tmp_path) == in_memory
+    assert in_memory or folder == Path("out/sync")
+    assert folder == sync_folder(first, tmp_path) != sync_folder(other, tmp_path)
 
 
 CRITIC: dict[str, tuple[Options, ValueLoss, float]] = {
