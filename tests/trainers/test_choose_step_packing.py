@@ -78,8 +78,8 @@ def test_the_run_is_the_same(layout: str, ranks: int, inputs: list[str], tmp_pat
     ("options", "packs"),
     [
         ((), True),
-        (("--max_length", 64), False),
-        (("--packing", "true"), False),
+        (("--max_length", 32), False),
+        (("--max_length", 64, "--packing", "true"), False),
         (("--padding_free", "false"), False),
         (("--engine", "ddp"), False),
     ],
@@ -93,7 +93,7 @@ def test_when_it_is_chosen(options: tuple[object, ...], packs: bool, inputs: lis
 
 def test_asked_for_with_long_samples(inputs: list[str], tmp_path: Path) -> None:
     """`--padding_free true` packs whatever the lengths are; metrics say how many tokens a step has."""
-    words = ("--max_length", 64, "--global_batch_size", 8, "--max_steps", 2, "--report_to", "none")
+    words = ("--max_length", 32, "--global_batch_size", 8, "--max_steps", 2, "--report_to", "none")
     run(inputs, tmp_path / "a", *words, "--padding_free", "true", ranks=1)
     run(inputs, tmp_path / "b", *words, ranks=1)
     assert_alike(lines(tmp_path / "a"), lines(tmp_path / "b"))
