@@ -188,7 +188,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (r"hub_\w+|push_to_hub_\w+", _HUB),
     (r"teacher_\w+|gkd_\w+|rlsd_\w+|sdar_\w+", _TEACHER),
     (r"galore_\w+", "--galore_rank, --galore_scale, --galore_update_proj_gap or --galore_proj_type"),
-    (r"(exp_avg(_sq)?|main_grads|main_params)_dtype", "--precision_aware_optimizer true"),
+    (r"main_params_dtype", "--precision_aware_optimizer true"),
     (r"fp4_\w+", _NOT_SERVED + "FP4; --fp8_format hybrid"),
     (r"fp8_\w+", _NOT_SERVED + "this setting of FP8; --fp8_format and --fp8_recipe"),
     (r"vllm_\w+", _NOT_SERVED + "this setting of vLLM in the training process; start a server with it: "

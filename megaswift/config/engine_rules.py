@@ -65,6 +65,10 @@ NATIVE_ONLY = (
     "moe_shared_expert_overlap",
     "moe_expert_capacity_factor",
     "precision_aware_optimizer",
+    "main_grads_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "store_param_remainders",
     "optimizer_cpu_offload",
     "optimizer_offload_fraction",
 )

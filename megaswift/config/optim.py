@@ -25,6 +25,9 @@ OF_BITSANDBYTES = ("adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", *LIONS
 GALORE = ("galore_adamw", "galore_adamw_8bit", "galore_adafactor")
 EVERYWHERE = ("adam", "sgd")
 """Those of the native engine too."""
+SCALED_MOMENT_DTYPES = ("fp16", "fp8")
+"""Of Megatron-LM's data types of Adam's moments those that Transformer Engine stores with a scale; refused."""
+MOMENT_DTYPES = ("fp32", "bf16", *SCALED_MOMENT_DTYPES)
 ON_PARTS = ("lion_32bit", "paged_adamw_32bit", "paged_lion_32bit")
 """Those that fsdp2 steps as well: each number by itself."""
 MUON = "muon"
@@ -184,6 +187,18 @@ class OptimConfig:
         False,
         "Store main weights in 2 extra bytes instead of 4 (Transformer Engine's Adam)",
         aliases=("use_precision_aware_optimizer",),
+    )
+    main_grads_dtype: str = option(
+        "fp32", "Gradients' data type with precision_aware_optimizer; bf16: 2 bytes less", choices=("fp32", "bf16")
+    )
+    exp_avg_dtype: str = option(
+        "fp32", "Data type of Adam's first moment with precision_aware_optimizer", choices=MOMENT_DTYPES
+    )
+    exp_avg_sq_dtype: str = option(
+        "fp32", "Data type of Adam's second moment with precision_aware_optimizer", choices=MOMENT_DTYPES
+    )
+    store_param_remainders: bool = option(
+        True, "precision_aware_optimizer: store of main weights what bfloat16 ones lack"
     )
     optimizer_cpu_offload: bool = option(
         False, "Keep Adam's moments on the CPU and update there: less GPU memory, slower steps"

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import NATIVE, READS, requested_engine
-from megaswift.config.optim import BETAS, EPSILON, EVERYWHERE, GALORE, MUON, ON_PARTS, PAGED
+from megaswift.config.optim import (
+    BETAS,
+    EPSILON,
+    EVERYWHERE,
+    GALORE,
+    MUON,
+    ON_PARTS,
+    PAGED,
+    SCALED_MOMENT_DTYPES,
+)
 from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import OPTIONS, Sections
 
@@ -44,6 +53,17 @@ OPTIMIZER_IGNORED: tuple[IgnoredOption, ...] = (
         "--optimizer_cpu_offload false",
         notice=True,
     ),
+    *(
+        IgnoredOption(
+            name,
+            ("precision_aware_optimizer", "optimizer_cpu_offload"),
+            lambda c: not c.optim.precision_aware_optimizer or c.optim.optimizer_cpu_offload,
+            "needs precision_aware_optimizer without optimizer_cpu_offload",
+            "--precision_aware_optimizer true",
+            (OPTIONS[name].default,),
+        )
+        for name in ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
+    ),
     IgnoredOption(
         "distributed_optimizer",
         ("optimizer",),
@@ -82,7 +102,28 @@ OPTIMIZER_IGNORED: tuple[IgnoredOption, ...] = (
     ),
 )
 
+
+def _is_scaled(name: str) -> Test:
+    return lambda c: c.value(name) in SCALED_MOMENT_DTYPES
+
+
 OPTIMIZER_CLASHES: tuple[ConflictingOptions, ...] = (
+    *(
+        ConflictingOptions(
+            (name,),
+            _is_scaled(name),
+            "is not supported: Transformer Engine scales such moments by the largest of each shard, so a resumed run "
+            "would continue with other values, and each step makes float32 copies of all of them",
+            f"--{name} bf16, or fp32",
+        )
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
+    ),
+    ConflictingOptions(
+        ("main_grads_dtype", "torch_dtype"),
+        lambda c: c.optim.main_grads_dtype == "bf16" and c.model.torch_dtype in ("float32", "float16"),
+        "needs bfloat16 weights, but torch_dtype is {torch_dtype}",
+        "--torch_dtype bfloat16, or --main_grads_dtype fp32",
+    ),
     ConflictingOptions(
         ("optimizer", *READS),
         lambda c: requested_engine(c) == NATIVE and c.optim.optimizer not in EVERYWHERE,

@@ -2,8 +2,9 @@
 
 Owns the order of the choice. Settings are tried from the cheapest to the dearest: recomputation (none, of the MLPs or
 experts, full), then smaller micro-batches of the same global batch, then the distributed optimizer, then the
-precision-aware optimizer, then the optimizer in host memory. A later one is used only where no combination of the
-earlier ones fits, and what the user has set stays.
+precision-aware optimizer (16 bytes a bfloat16 parameter in place of 18), then with bfloat16 main gradients (14), then
+the optimizer in host memory. A later one is used only where no combination of the earlier ones fits, and what the user
+has set stays.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _in_order(cfg: SwiftConfig, parameters: RunParameters, keep: bool) -> Iterat
     ]
     for combination in product(*levers):
         settings = {name: value for part in combination for name, value in part.items()}
-        if settings.get("optimizer_cpu_offload") and settings.get("precision_aware_optimizer"):
+        if settings.get("optimizer_cpu_offload") and {"precision_aware_optimizer", "main_grads_dtype"} & {*settings}:
             continue  # main weights then stay in float32
         if settings.get("precision_aware_optimizer") and not settings.get(
             "distributed_optimizer", cfg.parallel.distributed_optimizer
@@ -124,12 +125,18 @@ def _distributed(cfg: SwiftConfig, keep: bool) -> list[Settings]:
 
 
 def _precision_aware(cfg: SwiftConfig, parameters: RunParameters, keep: bool) -> list[Settings]:
-    """Transformer Engine's Adam, which stores of bfloat16 weights what they lack."""
+    """Transformer Engine's Adam, which stores of bfloat16 weights what they lack; then with bfloat16 gradients."""
     kernels, o = parameters.kernels, cfg.optim
     able = kernels.linear == TRANSFORMER_ENGINE and kernels.dtype == "bfloat16" and o.optimizer == "adam"
-    if not able or o.precision_aware_optimizer or o.optimizer_cpu_offload:
+    if not able or o.optimizer_cpu_offload:
         return [{}]
-    return [{}, {"precision_aware_optimizer": True}] if _free(cfg, keep, "precision_aware_optimizer") else [{}]
+    aware: Settings = {} if o.precision_aware_optimizer else {"precision_aware_optimizer": True}
+    if aware and not _free(cfg, keep, "precision_aware_optimizer"):
+        return [{}]
+    levels = [{}, aware] if aware else [{}]
+    if o.main_grads_dtype == "fp32" and _free(cfg, keep, "main_grads_dtype"):
+        levels.append({**aware, "main_grads_dtype": "bf16"})
+    return levels
 
 
 def _offload(cfg: SwiftConfig, parameters: RunParameters, keep: bool) -> list[Settings]:

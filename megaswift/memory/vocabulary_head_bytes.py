@@ -35,6 +35,7 @@ def head_bytes(setup: MicrobatchSetup, trains: bool) -> HeadBytes:
         extra_tiles=int(spec.features.logit_softcap is not None or spec.features.logit_scale != 1.0),
         weight_trained=trains,
     )
-    fused = model.gradient_accumulation_fusion is not False
+    # the head adds to float32 main gradients only
+    fused = model.gradient_accumulation_fusion is not False and setup.cfg.optim.main_grads_dtype == "fp32"
     device = "cuda" if setup.kernels.cuda else "cpu"
     return HeadBytes(hidden + 16 * tokens, megatron_engine_head_peak_bytes(shape, device, fused))

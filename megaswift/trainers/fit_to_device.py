@@ -91,6 +91,8 @@ def fit_text(chosen: FitChoice, memory: int, cuda: bool) -> str:
         lines.append(f"chosen: {settings_text(chosen.settings)}, because the options as given would need {before}")
     else:
         lines.append("the options as given fit: nothing was changed")
+    if chosen.settings.get("main_grads_dtype") == "bf16":
+        lines.append("gradients of micro-batches and ranks are added up in bfloat16: --main_grads_dtype fp32 avoids it")
     if chosen.after.held.host:
         lines.append(f"host memory: {bytes_text(chosen.after.held.host)} a rank")
     return "\n".join(lines)

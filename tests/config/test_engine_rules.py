@@ -41,7 +41,8 @@ def test_options_of_the_native_engine(name: str) -> None:
         return
     with pytest.raises(ConfigError) as error:
         SwiftConfig(engine="ddp", **{name: value})
-    rule = "needs tp_comm_overlap" if value is False else "applies only to the native engine"
+    parent = "precision_aware_optimizer" if name == "store_param_remainders" else "tp_comm_overlap"
+    rule = f"needs {parent}" if value is False else "applies only to the native engine"
     assert any(name in p.what and rule in p.rule for p in error.value.problems)
     assert not [p for p in _told(name, value) if "applies only to the native engine" in p]
 

@@ -66,6 +66,15 @@ def test_what_megatron_core_rejects_is_the_options_fault() -> None:
     assert "--megatron_extra_kwargs" in caught.value.message() and "Megatron-Core rejects" in caught.value.message()
 
 
+def test_bf16_main_gradients_of_other_weights() -> None:
+    """torch_dtype auto is float32 on a CPU."""
+    aware: dict[str, Any] = {"precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
+    assert made(**aware, torch_dtype="bfloat16").bf16
+    with pytest.raises(ConfigError) as caught:
+        made(**aware)
+    assert "--main_grads_dtype bf16" in caught.value.message() and "float32" in caught.value.message()
+
+
 @pytest.mark.parametrize(
     ("given", "rule", "fix"),
     [

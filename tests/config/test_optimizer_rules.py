@@ -13,6 +13,9 @@ from tests.config.refusals import assert_idle, problems
 from tests.trainers.inputs import write_model
 
 CLASHING = [
+    "--precision_aware_optimizer --exp_avg_dtype fp16",
+    "--precision_aware_optimizer --exp_avg_sq_dtype fp8",
+    "--precision_aware_optimizer --main_grads_dtype bf16 --torch_dtype float16",
     "--optim adafactor --engine megatron",
     "--engine zero1 --optim adamw_8bit",
     "--engine fsdp2 --optim adafactor",
@@ -23,6 +26,15 @@ IDLE = [
     ("--sgd_momentum 0.8", "--sgd_momentum 0.8 --optimizer sgd"),
     ("--precision_aware_optimizer --optimizer sgd", "--precision_aware_optimizer"),
     ("--precision_aware_optimizer --optimizer_cpu_offload", "--precision_aware_optimizer"),
+    *(
+        (f"--{option}", f"--{option} --precision_aware_optimizer")
+        for option in (
+            "main_grads_dtype bf16",
+            "exp_avg_dtype bf16",
+            "exp_avg_sq_dtype bf16",
+            "store_param_remainders false",
+        )
+    ),
     ("--distributed_optimizer --optimizer sgd", "--distributed_optimizer"),
     (
         "--optimizer_offload_fraction 0.5",
@@ -50,7 +62,8 @@ IDLE = [
 def test_contradictions() -> None:
     for words, clash in zip(CLASHING, OPTIMIZER_CLASHES, strict=True):
         found = problems(words)
-        assert len(found) == 1 and found[0].startswith("--optim") and clash.options[0] == "optimizer", found
+        name = clash.options[0]
+        assert len(found) == 1 and found[0].startswith("--optim" if name == "optimizer" else f"--{name}"), found
     assert all({r.option, *r.reads} <= set(OPTIONS) for r in OPTIMIZER_IGNORED)
 
 

@@ -90,6 +90,10 @@ NEEDS = (
         "lr_power": {"lr_scheduler_type": "polynomial"},
         "lr_warmup_init": {"warmup_steps": 3, "learning_rate": 10.0},
         "sgd_momentum": {"optimizer": "sgd"},
+        **dict.fromkeys(
+            ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders"),
+            {"precision_aware_optimizer": True},
+        ),
         "fp8_recipe": {"fp8_format": "hybrid"},
         "recompute_method": {"recompute_granularity": "full"},
         "recompute_num_layers": {"recompute_granularity": "full"},

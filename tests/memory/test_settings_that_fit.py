@@ -16,6 +16,7 @@ from megaswift.memory.memory_estimate import RunParameters, uncovered_features, 
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
 from megaswift.memory.settings_that_fit import FitChoice, NoFit, choose_settings_that_fit
 from megaswift.parallel.layout import Layout
+from megaswift.trainers.fit_to_device import fit_text
 from tests.families.published_dense import GEMMA_2_2B
 from tests.memory.counted_ranks import MOE
 
@@ -88,6 +89,29 @@ def test_full_fine_tuning_on_one_card_of_139_gib() -> None:
     # 4,096 + 1,024 again before their norms for attention, 3 x 12,288 for the MLP, in 2 bytes each
     per_token = 2 * (4 * 4096 + 2 * (4096 + 1024) + 1024 + 4096 + 3 * 12288)
     assert found.before.activations.kept == pytest.approx(36 * 4096 * per_token, rel=0.01)
+
+
+def test_bf16_main_gradients_come_after_recomputation() -> None:
+    """14 bytes a parameter are tried once 16 do not fit with any recomputation that may be chosen, and come before host
+    memory."""
+    found = chosen(139 * GIB, max_length=4096, recompute_granularity="none")
+    assert found.settings == {"precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
+    assert found.after.held.device == pytest.approx(14 * PARAMETERS, rel=1e-6)
+    assert 129 * GIB < found.after.total < usable_bytes(139 * GIB, True)
+    text = fit_text(found, 139 * GIB, True)
+    assert "chosen: --precision_aware_optimizer true --main_grads_dtype bf16" in text and "in bfloat16" in text
+    kept = chosen(139 * GIB, max_length=4096, recompute_granularity="none", main_grads_dtype="fp32")
+    assert kept.settings == {"optimizer_cpu_offload": True}, "what the user has set stays"
+    smaller = chosen(120 * GIB, max_length=4096)
+    assert smaller.settings == {"precision_aware_optimizer": True, "main_grads_dtype": "bf16", **FULL}
+
+
+def test_copies_of_bf16_moments_count_in_the_optimizer_step() -> None:
+    """12 bytes a parameter are held, and 8 more while the optimizer steps: more than the activations."""
+    aware = {"precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    before = choose(139 * GIB, max_length=4096, **aware).before
+    assert before.held.device == pytest.approx(12 * PARAMETERS, rel=1e-6)
+    assert before.total == pytest.approx(20 * PARAMETERS, rel=1e-6)
 
 
 def test_lora_with_sequences_of_8192_on_the_same_card() -> None:

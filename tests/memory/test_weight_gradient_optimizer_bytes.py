@@ -83,6 +83,30 @@ def test_bytes_are_those_of_a_run(model: str, text: str, options: dict[str, Any]
     assert ranks == [held(stage) for stage in stages for _ in range(per_stage)]
 
 
+AWARE: dict[str, Any] = {**HALF, "precision_aware_optimizer": True}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("options", "per_parameter"),
+    [
+        (AWARE, 16),
+        ({**AWARE, "main_grads_dtype": "bf16"}, 14),
+        ({**AWARE, "exp_avg_dtype": "bf16"}, 14),
+        ({**AWARE, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "store_param_remainders": False}, 14),
+    ],
+    ids=str,
+)
+def test_bytes_under_the_precision_aware_optimizer(
+    options: dict[str, Any], per_parameter: int, te_pool: Pool, folders: Path
+) -> None:
+    """With Transformer Engine's FusedAdam on the test device; on one rank, which holds everything."""
+    run = CountedRun("dense do te", model_folder(folders / "dense", CONFIG), options)
+    (rank,), (stage,) = counted(run, te_pool), computed(run)
+    assert rank == held(stage)
+    assert rank.weights + rank.gradients + rank.optimizer == per_parameter * rank.weights // 2
+
+
 @pytest.mark.process
 def test_padding_of_shards_counts(pool: Pool, folders: Path) -> None:
     """A model of odd sizes: weights and gradients exactly, of the states at most the padding of the buffer too much."""
@@ -116,10 +140,13 @@ def test_remainders_and_the_host_optimizer() -> None:
         parts = TrainedParts.from_config(cfg, family_of(config), spec)
         (chunks,) = model_chunks_by_stage(4, LAYOUT)
         held = held_bytes(cfg, "bfloat16", LAYOUT, rank_parameters(spec, parts, LAYOUT, chunks))
-        return held.device / (held.gradients / 4)
+        return held.device / (held.weights / 2)
 
     assert per_element() == 18
     assert per_element(precision_aware_optimizer=True) == 16
+    assert per_element(precision_aware_optimizer=True, store_param_remainders=False) == 18
+    assert per_element(precision_aware_optimizer=True, main_grads_dtype="bf16") == 14
+    assert per_element(precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16") == 12
     assert per_element(optimizer_cpu_offload=True) == 10
     assert per_element(optimizer_cpu_offload=True, optimizer_offload_fraction=0.25) == 16
     assert per_element(optimizer="sgd") == 14

@@ -29,9 +29,8 @@ def _optimizer_bytes(engine: MegatronEngine) -> tuple[int, int]:
 
     Moments exist from the first step on; they are counted before it.
     """
-    moments = MOMENTS[engine.cfg.optim.optimizer]
-    if engine.cfg.optim.optimizer == "sgd" and engine.cfg.optim.sgd_momentum == 0:
-        moments = 0
+    o = engine.cfg.optim
+    moments = 4 * MOMENTS[o.optimizer] if o.optimizer == "adam" or o.sgd_momentum else 0
     half = engine.config.bf16 or engine.config.fp16
     device = host = 0
     for part in optim.optimizer_parts(engine.optimizer):
@@ -39,12 +38,14 @@ def _optimizer_bytes(engine: MegatronEngine) -> tuple[int, int]:
             engine.config.bf16 and part.config.store_param_remainders and optim.uses_precision_aware_optimizer(part)
         )
         main = 2 if compact else 4
+        if optim.uses_precision_aware_optimizer(part):
+            moments = part.config.exp_avg_dtype.itemsize + part.config.exp_avg_sq_dtype.itemsize
         adam = part.optimizer if isinstance(part.optimizer, HostAdam) else None
         host += adam.host_bytes() if adam is not None else 0
         for group in part.optimizer.param_groups:
             for p in group["params"]:
                 offloaded = adam is not None and adam.offloads(p)
-                device += p.numel() * ((0 if offloaded else 4 * moments) + (main if half else 0))
+                device += p.numel() * ((0 if offloaded else moments) + (main if half else 0))
     return device, host
 
 

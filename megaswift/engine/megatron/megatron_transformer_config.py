@@ -47,6 +47,19 @@ def compute_dtype(cfg: SwiftConfig, spec: ModelSpec, cuda: bool) -> torch.dtype:
     return DTYPES[name]
 
 
+def _compute_dtype_of_main_gradients(cfg: SwiftConfig, spec: ModelSpec, cuda: bool) -> torch.dtype:
+    """`compute_dtype`, checked against `main_grads_dtype`: with torch_dtype auto it is not known before.
+
+    Raises:
+        ConfigError: bfloat16 gradients of other weights.
+    """
+    dtype = compute_dtype(cfg, spec, cuda)
+    if cfg.optim.main_grads_dtype == "bf16" and dtype != torch.bfloat16:
+        rule = f"needs bfloat16 weights; this run's are {str(dtype).removeprefix('torch.')}"
+        raise ConfigError(Problem("--main_grads_dtype bf16", rule, "--torch_dtype bfloat16"))
+    return dtype
+
+
 def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     p = cfg.parallel
     interleaved = layout.vpp > 1
@@ -134,7 +147,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron-Core's configuration of this model in this run."""
     cuda = torch.cuda.is_available()
-    dtype = compute_dtype(cfg, spec, cuda)
+    dtype = _compute_dtype_of_main_gradients(cfg, spec, cuda)
     fields = dict(spec.transformer)
     fields["activation_func"] = ACTIVATIONS[fields.get("activation_func", "silu")]
     fields.pop("moe_aux_loss_coeff", None)  # ours: see router.py

@@ -261,10 +261,11 @@ def ddp_overlap_flags(cfg: SwiftConfig, cuda: bool) -> tuple[bool, bool]:
 def wrap_chunks(
     chunks: list[SwiftGPT], config: TransformerConfig, cfg: SwiftConfig, context: ParallelContext
 ) -> list[DistributedDataParallel]:
-    """Precision wrapper and Megatron's DDP with float32 gradients."""
+    """Precision wrapper and Megatron's DDP, with float32 gradients or, by `main_grads_dtype`, those of the weights'
+    bfloat16."""
     overlap_reduce, overlap_gather = ddp_overlap_flags(cfg, context.device.type == "cuda")
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=cfg.optim.main_grads_dtype == "fp32",
         overlap_grad_reduce=overlap_reduce,
         overlap_param_gather=overlap_gather,
         # the interleaved schedule starts all gathers of a chunk, so that no bucket has to start the next one's

@@ -30,6 +30,8 @@ from megaswift.config import SwiftConfig
 from megaswift.config.optimizer_rules import uses_distributed_optimizer
 from megaswift.engine.megatron.host_adam import HostAdam, materialize_host_adam_state
 
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Of main gradients and moments, by Megatron-LM's names."""
 LORA_B = re.compile(r"\.lora\.B\d+$")
 """Names of B in a layer's adapters (`lora.layer_adapters`)."""
 
@@ -55,8 +57,10 @@ def build_optimizer(
         use_distributed_optimizer=uses_distributed_optimizer(cfg),
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         use_precision_aware_optimizer=o.precision_aware_optimizer,
-        exp_avg_dtype=torch.float32,  # in bfloat16 FusedAdam makes float32 copies of a whole group: more at its peak
-        exp_avg_sq_dtype=torch.float32,
+        main_grads_dtype=STATE_DTYPES[o.main_grads_dtype],
+        exp_avg_dtype=STATE_DTYPES[o.exp_avg_dtype],
+        exp_avg_sq_dtype=STATE_DTYPES[o.exp_avg_sq_dtype],
+        store_param_remainders=o.store_param_remainders,
         initial_loss_scale=o.initial_loss_scale,
         min_loss_scale=o.min_loss_scale,
         loss_scale_window=o.loss_scale_window,
