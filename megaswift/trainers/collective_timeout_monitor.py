@@ -23,10 +23,10 @@ from megaswift.trainers.failed_collective_diagnosis_and_stacks import (
 )
 from megaswift.trainers.rank_states import own_state
 
-INTERVAL_S = 1.0
+INTERVAL_S = 0.5
 BEFORE_NCCL_S = 5.0
 AFTER_OTHERS_S = 3.0
-END_AFTER_S = GRACE_SECONDS + 2.5
+END_AFTER_S = GRACE_SECONDS + 2.0
 """Between the question of another rank and the end of this process. A hung rank would otherwise go on until the
 launcher's SIGKILL, 30 s after its SIGTERM: the handler of SIGTERM waits for the step to be finished."""
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.sources import ROOT
+from tests.trainers.inputs import write_model
 from tests.trainers.planted import BACKWARD, run_with_fault
 
 HANG = (
@@ -35,6 +41,7 @@ def fault(number):
                 ("ddp", 1, "--engine ddp --nproc_per_node 2", "all_reduce of all ranks"),
                 ("fsdp2", 1, "--engine fsdp2 --nproc_per_node 2", "of all ranks"),
                 ("zero2", 1, "--engine zero2 --nproc_per_node 2", "all_reduce of a group (ranks 0, 1)"),
+                ("zero3", 1, "--engine zero3 --nproc_per_node 2", "of all ranks"),
             )
         ),
     ],
@@ -46,4 +53,41 @@ def test_it_is_named(rank: int, options: str, operation: str, tmp_path: Path) ->
     assert f"within 8 s (--ddp_timeout) in step {2 if 'engine' not in options else 3}" in done.stderr
     assert f"rank {rank} runs planted_fault.py:" in done.stderr
     assert "in fault" in (tmp_path / f"out/stacks/rank-{rank}.txt").read_text()
-    assert time.time() - (tmp_path / "hung").stat().st_mtime < 8 + 30, "ended by --ddp_timeout, not by a launcher"
+    assert time.time() - (tmp_path / "hung").stat().st_mtime < 8 + 10, "ended by --ddp_timeout, not by a launcher"
+
+
+REWARD = """
+import os, pathlib, time
+
+CALLS = []
+
+def hanging(completions, number, **_):
+    CALLS.append(1)
+    if os.environ["RANK"] == "1" and len(CALLS) == 2:
+        pathlib.Path(__file__).with_name("hung").touch()
+        time.sleep(600)
+    return [sum(c.isdigit() for c in text) / (1 + len(text)) for text in completions]
+"""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["megatron", "fsdp2"])
+def test_a_reward_function_that_hangs_on_one_rank_is_named(engine: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    (tmp_path / "rewards.py").write_text(REWARD)
+    rows = [{"prompt": f"{i % 10}+{(7 * i) % 10}=", "number": i} for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--model", "model", "--dataset", "rows.jsonl", "--dataset_cache_dir", "cache", "--output_dir", "out"]
+    words += ["--reward_funcs", f"{tmp_path / 'rewards.py'}:hanging", "--engine", engine, "--train_type", "full"]
+    words += ["--global_batch_size", "8", "--num_generations", "4", "--max_completion_length", "6", "--max_steps", "4"]
+    words += ["--max_length", "32", "--per_device_train_batch_size", "4", "--logging_steps", "1"]
+    command = [sys.executable, "-m", "megaswift", "rlhf", "--rlhf_type", "grpo", *words]
+    command += ["--nproc_per_node", "2", "--ddp_timeout", "8"]
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=os.environ | own, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1, done.stderr
+    assert "- rank 1: did not join " in done.stderr and "within 8 s (--ddp_timeout) in step 2" in done.stderr
+    assert "rank 1 runs rewards.py:10 hanging" in done.stderr, done.stderr
+    assert "in hanging" in (tmp_path / "out/stacks/rank-1.txt").read_text()
+    assert time.time() - (tmp_path / "hung").stat().st_mtime < 8 + 10, "ended by --ddp_timeout, not by a launcher"
