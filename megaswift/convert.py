@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,19 @@ from megaswift import log
 from megaswift.closed_stdout import ignore_closed_stdout
 from megaswift.command_line_common import HELP, UserErrorArgumentParser, unknown_command_error
 from megaswift.config.byte_size_text import byte_size_or_none
-from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS, ONE_PROCESS, several_processes_problems
+from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS
+from megaswift.config.inference import ExportProcessOptions
+from megaswift.config.nodes_of_single_process_commands import (
+    NodePlace,
+    launch_values,
+    node_problems,
+    place_among_nodes,
+    unused_processes_notice,
+)
 from megaswift.error_exit import print_error_once
-from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.errors import ConfigError, UserError
+from megaswift.launchers.take_cluster_variables import take_cluster_variables
+from megaswift.launchers.work_on_node_0 import run_on_node_0
 
 DTYPES = {
     "bf16": "bfloat16",
@@ -210,10 +221,15 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 }
 
 
+NODES = """\
+The same command may be started on every node: --nnodes N --node_rank RANK --master_addr HOST [--master_port PORT], or
+the variables NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT. Node 0 does the work, the others end with its exit code."""
+
+
 def convert_usage() -> str:
     """The page of `megaswift convert --help`."""
     rows = "\n".join(f"  {name:<16}{text}" for name, (text, _) in COMMANDS.items())
-    return f"usage: megaswift convert COMMAND ...     (megaswift convert COMMAND --help)\n\n{rows}\n"
+    return f"usage: megaswift convert COMMAND ...     (megaswift convert COMMAND --help)\n\n{rows}\n\n{NODES}\n"
 
 
 def convert_command(argv: Sequence[str]) -> int:
@@ -223,26 +239,30 @@ def convert_command(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
         raise unknown_command_error("megaswift convert", argv[0], COMMANDS)
-    if problems := [*_launch_option_problems(argv[1:]), *_started_more_than_once(argv)]:
-        raise ConfigError(problems)
     try:
-        return COMMANDS[argv[0]][1](argv[1:])
+        if any(word in HELP for word in argv):
+            return COMMANDS[argv[0]][1](argv[1:])
+        place, words = _place_and_other_words(argv[1:])
+        return run_on_node_0(place, f"convert {argv[0]}", lambda: COMMANDS[argv[0]][1](words))
     except KeyboardInterrupt as stopped:  # a conversion says what it left; earlier there is nothing to tell
         log.info(str(stopped) or "stopped")
         return 128 + signal.SIGINT
 
 
-def _launch_option_problems(words: Sequence[str]) -> list[Problem]:
-    names = {f"--{name}" for name in LAUNCH_OPTIONS}
-    given = [word for word in words if word.partition("=")[0].replace("-", "_").replace("__", "--", 1) in names]
-    return [Problem(word, f"is not an option: {ONE_PROCESS}", "leave it out") for word in given]
-
-
-def _started_more_than_once(argv: Sequence[str]) -> list[Problem]:
-    """Of a command that writes a folder; help is always given."""
-    if argv[0] == "verify" or any(word in HELP for word in argv):
-        return []
-    return several_processes_problems(f"convert {argv[0]}", os.environ)
+def _place_and_other_words(words: Sequence[str]) -> tuple[NodePlace | None, list[str]]:
+    """Of the launch options and variables; the words without these options."""
+    take_cluster_variables(os.environ)
+    parser = UserErrorArgumentParser(prog="megaswift convert", add_help=False, allow_abbrev=False)
+    for name in LAUNCH_OPTIONS:
+        kind = str if name == "master_addr" else int if name == "node_rank" else _count
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind)
+    given, others = parser.parse_known_args(list(words))
+    launch = ExportProcessOptions(**launch_values(vars(given), os.environ))
+    if problems := [*node_problems(launch)]:
+        raise ConfigError(problems)
+    for notice in unused_processes_notice(launch):
+        log.info(notice)
+    return place_among_nodes(asdict(launch), os.environ), others
 
 
 def run_converter_script(command: str) -> int:

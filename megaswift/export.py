@@ -15,19 +15,22 @@ from megaswift.command_line_common import HELP
 from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.config.export_rules import LAYOUT, export_option_problems
 from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
-from megaswift.config.infer_launch_rules import several_processes_problems
 from megaswift.config.inference import FP8, ExportConfig, ModelLoadingOptions, ModelPathOptions
 from megaswift.config.inference_run_files import (
     ADAPTER_CONFIG,
     complete_export_options,
     short_folder_name,
 )
+from megaswift.config.nodes_of_single_process_commands import launch_values, place_among_nodes
+from megaswift.config.read_config_file_and_command_line import read_command_line, read_config_file
 from megaswift.convert import hf_to_megatron_command, megatron_to_hf_command, verify_command
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.adapter_folder import base_model_name_or_empty
 from megaswift.families.model_and_tokenizer_source import locate_model, with_fetched_adapters
 from megaswift.families.model_type_option_check import model_type_option_mismatch_problems
 from megaswift.families.saved_step_integrity import refuse_damaged_part
+from megaswift.launchers.take_cluster_variables import take_cluster_variables
+from megaswift.launchers.work_on_node_0 import run_on_node_0
 from megaswift.trainers.hub_clients import HubRepository, hub_client, hub_client_problems
 
 Exported = TypeVar("Exported")
@@ -53,10 +56,14 @@ COMMAND = CommandParser("export", USAGE, ExportConfig, export_option_problems, _
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns the exit code, or raises a UserError."""
-    problems = [] if any(word in HELP for word in argv) else several_processes_problems("export", os.environ)
-    if problems:
-        raise ConfigError(problems)
-    return COMMAND.run(argv, _main)
+    if not argv or any(word in HELP for word in argv):
+        return COMMAND.run(argv, _main)
+    take_cluster_variables(os.environ)
+    line = read_command_line(list(argv), COMMAND.table)
+    sources = (*(read_config_file(file) for file in line.files if Path(file).is_file()), line)
+    given = {one.name: one.value for source in sources for one in source.givens}
+    place = place_among_nodes(launch_values(given, os.environ), os.environ)
+    return run_on_node_0(place, "export", lambda: COMMAND.run(argv, _main))
 
 
 def _main(cfg: ExportConfig) -> int:

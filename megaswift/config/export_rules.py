@@ -14,6 +14,7 @@ from megaswift.config.inference_rules import (
     unused_option_problems,
 )
 from megaswift.config.inference_run_files import adapter_config
+from megaswift.config.nodes_of_single_process_commands import node_problems
 from megaswift.errors import Problem
 
 
@@ -41,6 +42,7 @@ def export_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
     source: ModelPathOptions = parsed.sections["source"]
     export: ExportOptions = parsed.sections["export"]
     converts = export.to_hf or export.to_mcore
+    yield from node_problems(parsed.sections["launch"])
     yield from model_option_problems(source, export.mcore_model)
     yield from _fp8(export, parsed) if export.quant_method == FP8 else quantization_bit_problems(export, parsed)
     upload: ExportUploadOptions = parsed.sections["upload"]

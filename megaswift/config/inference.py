@@ -240,6 +240,16 @@ class InferProcessOptions:
 
 
 @dataclass(frozen=True)
+class ExportProcessOptions(InferProcessOptions):
+    """Launch
+
+    The same command may be started on every node: node 0 does the work, the others wait and end with its exit code.
+    Also read from the environment: NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT."""
+
+    nproc_per_node: int | None = option(None, "No effect: one process converts", minimum=1, unit="processes")
+
+
+@dataclass(frozen=True)
 class ServerOptions:
     """Server"""
 
@@ -368,3 +378,4 @@ class ExportConfig:
     source: ModelPathOptions
     export: ExportOptions
     upload: ExportUploadOptions
+    launch: ExportProcessOptions

@@ -10,18 +10,20 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from megaswift.config.infer_deploy_export_parser import ParsedCommand
 from megaswift.config.inference import (
     ExportOptions,
+    ExportProcessOptions,
     InferProcessOptions,
     ModelPathOptions,
     PromptFileOptions,
     split_adapter_name,
 )
+from megaswift.config.nodes_of_single_process_commands import launch_values, unused_processes_notice
 from megaswift.config.read_config_file_and_command_line import CONFIG_HEADER
 from megaswift.config.swift_config import SwiftConfig, load_config
 from megaswift.config.user_spelling import TypedOption
@@ -190,7 +192,10 @@ def complete_export_options(parsed: ParsedCommand) -> ParsedCommand:
     parsed = _with_base_model(parsed, "source")
     source: ModelPathOptions = parsed.sections["source"]
     export: ExportOptions = parsed.sections["export"]
-    parsed = _one_process(parsed, "one process converts, tensor by tensor")
+    launch: ExportProcessOptions = parsed.sections["launch"]
+    launch = replace(launch, **launch_values(asdict(launch), os.environ))
+    parsed = replace(parsed, sections={**parsed.sections, "launch": launch})
+    parsed = replace(parsed, notices=(*parsed.notices, *unused_processes_notice(launch)))
     if not parsed.sections["upload"].push_to_hub:
         names = ("hub_model_id", "hub_token", "hub_private_repo", "commit_message")
         told = [f"{parsed.label(name)} has no effect: nothing is uploaded" for name in names if parsed.given(name)]

@@ -178,7 +178,6 @@ _GENERATION = {
     "truncation_strategy": _CONTEXT,
     "do_sample": "--temperature: above 0 samples, 0 is greedy",
 }
-_ONE_NODE = "leave it out: one process converts, tensor by tensor, and needs one node"
 HINTS_OF: Mapping[str, Mapping[str, str]] = {
     "infer": {
         **_GENERATION,
@@ -200,7 +199,6 @@ HINTS_OF: Mapping[str, Mapping[str, str]] = {
         "root_path": "leave it out: use a reverse proxy",
     },
     "export": {
-        **dict.fromkeys(("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"), _ONE_NODE),
         **_HINTS,
         "rope_scaling": "set rope_scaling in the model's config.json",
         "new_special_tokens": "leave it out: the tokenizer of the model folder has them",

@@ -1,6 +1,7 @@
 """Processes and nodes of `megaswift infer`, by options and variables; commands that are one process.
 
-Covers: megaswift/config/infer_launch_rules.py, megaswift/config/inference_run_files.py.
+Covers: megaswift/config/infer_launch_rules.py, megaswift/config/inference_run_files.py,
+megaswift/config/nodes_of_single_process_commands.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import pytest
 from megaswift import export, infer
 from megaswift.cli import main
 from megaswift.config.inference import InferProcessOptions
+from megaswift.config.nodes_of_single_process_commands import NodePlace, launch_values, place_among_nodes
 from megaswift.errors import ConfigError
+from megaswift.launchers.take_cluster_variables import take_cluster_variables
 
 NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "4000", "NPROC_PER_NODE": "8"}
 STEP = {"SLURM_STEP_ID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[1,2]", "SLURM_JOB_ID": "7"}
@@ -77,63 +80,58 @@ def test_a_conversation_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None
         launch(["--model", "m"])
 
 
-@pytest.mark.parametrize("name", ["nnodes", "node_rank", "master_addr", "master_port", "nproc_per_node"])
-def test_export_and_convert_refuse_the_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="leave it out: one process converts"):
-        export.COMMAND.parse(["--model", "m", "--to_mcore", "true", "--output_dir", "new", f"--{name}", "2"])
-    for word in (f"--{name}=2", f"--{name.replace('_', '-')}=2"):
-        assert main(["convert", "hf-to-megatron", "a", "b", word]) == 2
-        assert f"{word}: is not an option: one process converts" in capsys.readouterr().err
+SOURCE = ["--model", "m", "--to_mcore", "true", "--output_dir", "new"]
 
 
 @pytest.mark.parametrize(
-    ("environ", "text"),
+    ("words", "rule"),
     [
-        (
-            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"},
-            "was started as 4 processes by a launcher; one process converts",
-        ),
-        (NODES, "was started on node 1 of 2 (NODE_RANK)"),
-        (
-            STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"},
-            "was started on node 1 of 2 (Slurm (SLURM_NODEID))",
-        ),
-        (
-            STEP | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
-            "was started as 4 processes by Slurm (SLURM_PROCID)",
-        ),
+        ("--nnodes 2 --master_addr a", "--nnodes 2: needs the rank of this node"),
+        ("--nnodes 2 --node_rank 1", "--nnodes 2: needs the address of node 0"),
+        ("--nnodes 2 --node_rank 2 --master_addr a", "--node_rank 2: must be less than nnodes"),
+        ("--node_rank 1", "--node_rank 1: applies only to several nodes"),
     ],
 )
-def test_several_processes_do_not_write_one_folder(
-    environ: dict[str, str],
-    text: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    set_all(monkeypatch, environ)
-    for words in (
-        ["export", "--model", str(tmp_path), "--to_mcore", "true", "--output_dir", str(tmp_path / "new")],
-        ["convert", "hf-to-megatron", str(tmp_path), str(tmp_path / "new")],
-    ):
-        assert main(words) == 2
-        said = capsys.readouterr().err
-        assert text in said and ("srun --nodes 1" in said) == ("on node 1 of 2 (Slurm" in said)
-        assert not (tmp_path / "new").exists()
-    assert main(["export", "--help"]) == 0
-    with pytest.raises(SystemExit, match="^0$"):
-        main(["convert", "hf-to-megatron", "--help"])
+def test_mistakes_of_export_and_convert(words: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        export.COMMAND.parse([*SOURCE, *words.split()])
+    assert rule in str(caught.value)
+    assert main(["convert", "hf-to-megatron", "a", "b", *words.split()]) == 2
+    assert rule in capsys.readouterr().err
+
+
+def test_processes_of_a_command_that_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    told = "nproc_per_node 8 has no effect: one process converts"
+    assert any(told in line for line in export.COMMAND.parse([*SOURCE, "--nproc_per_node", "8"]).notices)
+    assert main(["convert", "hf-to-megatron", "none", "b", "--nproc-per-node=8"]) == 2
+    said = capsys.readouterr().err
+    assert told in said and "unrecognized" not in said
 
 
 @pytest.mark.parametrize(
-    "environ",
-    [{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, NODES | {"NODE_RANK": "0"}, NODES | {"NNODES": "1"}],
+    ("environ", "place"),
+    [
+        ({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, NodePlace(3, 4, "a", 29500, "rank")),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, None),
+        (NODES, NodePlace(1, 2, "node0", 4000)),
+        (NODES | {"NODE_RANK": "0"}, NodePlace(0, 2, "node0", 4000)),
+        (NODES | {"NNODES": "1"}, None),
+        (
+            STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"},
+            NodePlace(1, 2, "gpu1", 20007),
+        ),
+        (
+            STEP | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"},
+            NodePlace(3, 4, "gpu1", 20007, "rank"),
+        ),
+        ({}, None),
+    ],
 )
-def test_one_process_goes_on(
-    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of one node, or the first of several: it fails here for the folder without a model."""
-    set_all(monkeypatch, environ)
-    assert main(["convert", "hf-to-megatron", str(tmp_path), str(tmp_path / "new")]) == 2
-    said = capsys.readouterr().err
-    assert "one process converts" not in said and "config.json" in said
+def test_the_place_of_a_process(environ: dict[str, str], place: NodePlace | None) -> None:
+    environ = dict(environ)
+    take_cluster_variables(environ)
+    assert place_among_nodes(launch_values({}, environ), environ) == place
+    given = {"nnodes": 3, "node_rank": 2, "master_addr": "b"}
+    if "RANK" not in environ:  # options go over variables
+        port = int(environ.get("MASTER_PORT", 29500))
+        assert place_among_nodes(launch_values(given, environ), environ) == NodePlace(2, 3, "b", port)

@@ -164,6 +164,6 @@ def test_processes_come_from_the_environment(run: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="NPROC_PER_NODE=4: divides the rows of a prompt file"):
         infer.COMMAND.parse(["--model", "m"])
     told = export.COMMAND.parse(["--model", "m", "--to_mcore", "true", "--output_dir", "new"]).notices
-    assert any("NPROC_PER_NODE=4 has no effect: one process converts" in notice for notice in told)
+    assert any("nproc_per_node 4 has no effect: one process converts" in notice for notice in told)
     told = deploy.COMMAND.parse(["--model", "m"]).notices
     assert any("NPROC_PER_NODE=4 has no effect: a server is one process" in notice for notice in told)
