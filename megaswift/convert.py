@@ -20,7 +20,7 @@ from megaswift.config.infer_launch_rules import LAUNCH_OPTIONS
 from megaswift.config.inference import ExportProcessOptions
 from megaswift.config.nodes_of_single_process_commands import (
     NodePlace,
-    launch_values,
+    node_option_values,
     node_problems,
     place_among_nodes,
     unused_processes_notice,
@@ -257,7 +257,7 @@ def _place_and_other_words(words: Sequence[str]) -> tuple[NodePlace | None, list
         kind = str if name == "master_addr" else int if name == "node_rank" else _count
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind)
     given, others = parser.parse_known_args(list(words))
-    launch = ExportProcessOptions(**launch_values(vars(given), os.environ))
+    launch = ExportProcessOptions(**node_option_values(vars(given), os.environ))
     if problems := [*node_problems(launch)]:
         raise ConfigError(problems)
     for notice in unused_processes_notice(launch):

@@ -21,7 +21,7 @@ from megaswift.config.inference_run_files import (
     complete_export_options,
     short_folder_name,
 )
-from megaswift.config.nodes_of_single_process_commands import launch_values, place_among_nodes
+from megaswift.config.nodes_of_single_process_commands import node_option_values, place_among_nodes
 from megaswift.config.read_config_file_and_command_line import read_command_line, read_config_file
 from megaswift.convert import hf_to_megatron_command, megatron_to_hf_command, verify_command
 from megaswift.errors import ConfigError, Problem, WeightsError
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     line = read_command_line(list(argv), COMMAND.table)
     sources = (*(read_config_file(file) for file in line.files if Path(file).is_file()), line)
     given = {one.name: one.value for source in sources for one in source.givens}
-    place = place_among_nodes(launch_values(given, os.environ), os.environ)
+    place = place_among_nodes(node_option_values(given, os.environ), os.environ)
     return run_on_node_0(place, "export", lambda: COMMAND.run(argv, _main))
 
 

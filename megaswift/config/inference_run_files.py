@@ -23,7 +23,7 @@ from megaswift.config.inference import (
     PromptFileOptions,
     split_adapter_name,
 )
-from megaswift.config.nodes_of_single_process_commands import launch_values, unused_processes_notice
+from megaswift.config.nodes_of_single_process_commands import node_option_values, unused_processes_notice
 from megaswift.config.read_config_file_and_command_line import CONFIG_HEADER
 from megaswift.config.swift_config import SwiftConfig, load_config
 from megaswift.config.user_spelling import TypedOption
@@ -193,7 +193,7 @@ def complete_export_options(parsed: ParsedCommand) -> ParsedCommand:
     source: ModelPathOptions = parsed.sections["source"]
     export: ExportOptions = parsed.sections["export"]
     launch: ExportProcessOptions = parsed.sections["launch"]
-    launch = replace(launch, **launch_values(asdict(launch), os.environ))
+    launch = replace(launch, **node_option_values(asdict(launch), os.environ))
     parsed = replace(parsed, sections={**parsed.sections, "launch": launch})
     parsed = replace(parsed, notices=(*parsed.notices, *unused_processes_notice(launch)))
     if not parsed.sections["upload"].push_to_hub:

@@ -38,7 +38,7 @@ class NodePlace:
         return f"{self.unit} {self.rank} of {self.count}"
 
 
-def launch_values(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+def node_option_values(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """The launch options, and those of the variables of the same names that are not given. Values that are no numbers
     are left out. Of a node's rank and address only where there are several nodes: schedulers set them also for one."""
     found = {name: value for name, value in given.items() if name in LAUNCH_OPTIONS and value is not None}

@@ -13,7 +13,7 @@ import pytest
 from megaswift import export, infer
 from megaswift.cli import main
 from megaswift.config.inference import InferProcessOptions
-from megaswift.config.nodes_of_single_process_commands import NodePlace, launch_values, place_among_nodes
+from megaswift.config.nodes_of_single_process_commands import NodePlace, node_option_values, place_among_nodes
 from megaswift.errors import ConfigError
 from megaswift.launchers.take_cluster_variables import take_cluster_variables
 
@@ -130,8 +130,8 @@ def test_processes_of_a_command_that_is_one(capsys: pytest.CaptureFixture[str]) 
 def test_the_place_of_a_process(environ: dict[str, str], place: NodePlace | None) -> None:
     environ = dict(environ)
     take_cluster_variables(environ)
-    assert place_among_nodes(launch_values({}, environ), environ) == place
+    assert place_among_nodes(node_option_values({}, environ), environ) == place
     given = {"nnodes": 3, "node_rank": 2, "master_addr": "b"}
     if "RANK" not in environ:  # options go over variables
         port = int(environ.get("MASTER_PORT", 29500))
-        assert place_among_nodes(launch_values(given, environ), environ) == NodePlace(2, 3, "b", port)
+        assert place_among_nodes(node_option_values(given, environ), environ) == NodePlace(2, 3, "b", port)
