@@ -60,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
         return COMMAND.run(argv, _main)
     take_cluster_variables(os.environ)
     line = read_command_line(list(argv), COMMAND.table)
-    sources = (*(read_config_file(file) for file in line.files if Path(file).is_file()), line)
-    given = {one.name: one.value for source in sources for one in source.givens}
+    givens = [read_config_file(file).givens for file in line.files if Path(file).is_file()]
+    given = {one.name: one.value for source in (*givens, line.givens) for one in source}
     place = place_among_nodes(node_option_values(given, os.environ), os.environ)
     return run_on_node_0(place, "export", lambda: COMMAND.run(argv, _main))
 

@@ -67,6 +67,7 @@ NO_TORCH = (
 AGENT = (
     "megaswift.launchers.torchrun_agent",
     "megaswift.launchers.wait_for_nodes",
+    "megaswift.launchers.work_on_node_0",
     "megaswift.diagnosis.import_probe",
 )
 """A program of its own around torchrun, its wait for the other nodes, and the program that imports torch for `megaswift

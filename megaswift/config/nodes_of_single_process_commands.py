@@ -44,7 +44,7 @@ def node_option_values(given: Mapping[str, Any], environ: Mapping[str, str]) -> 
     found = {name: value for name, value in given.items() if name in LAUNCH_OPTIONS and value is not None}
     variables = {name: environ[name.upper()] for name in LAUNCH_OPTIONS if environ.get(name.upper())}
     readable = {n: v for n, v in {**variables, **found}.items() if n not in NUMBERS or str(v).isdigit()}
-    typed = {name: int(value) if name in NUMBERS else str(value) for name, value in readable.items()}
+    typed: dict[str, Any] = {name: int(value) if name in NUMBERS else str(value) for name, value in readable.items()}
     several = typed.get("nnodes", 1) > 1
     return {n: v for n, v in typed.items() if several or n in found or n in ("nproc_per_node", "nnodes")}
 
@@ -58,10 +58,10 @@ def place_among_nodes(values: Mapping[str, Any], environ: Mapping[str, str]) -> 
         port, agent = environ.get("MASTER_PORT", ""), environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         address = environ.get("MASTER_ADDR", "127.0.0.1")
         return NodePlace(int(environ["RANK"]), world, address, int(port or DEFAULT_PORT), "rank", agent)
-    count, rank, address = values.get("nnodes") or 1, values.get("node_rank"), values.get("master_addr")
-    if count < 2 or rank is None or rank >= count or address is None:
+    count, rank, node_0 = values.get("nnodes") or 1, values.get("node_rank"), values.get("master_addr")
+    if count < 2 or rank is None or rank >= count or node_0 is None:
         return None
-    return NodePlace(rank, count, address, values.get("master_port") or DEFAULT_PORT)
+    return NodePlace(rank, count, node_0, values.get("master_port") or DEFAULT_PORT)
 
 
 def node_problems(launch: ExportProcessOptions) -> Iterator[Problem]:
