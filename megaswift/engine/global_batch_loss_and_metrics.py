@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from megaswift import distributed
 from megaswift.device_copy import copy_to_device_async
-from megaswift.engine.protocol import MicrobatchLossAndSamples
+from megaswift.engine.protocol import GlobalBatchCounts, MicrobatchLossAndSamples
 from megaswift.losses.contract import (
     Batch,
     DifferenceMetric,
@@ -43,34 +42,36 @@ class ParallelContextProtocol(Protocol):
     """With the process groups `dp` and, where there is a pipeline, `pp`."""
 
 
-@dataclass(frozen=True)
-class GlobalBatchCounts:
-    """Sums over data-parallel ranks and micro-batches, context-parallel replicas once."""
-
-    counts: dict[str, float]
-    tokens: int
-    label_tokens: int
-    microbatches: int
-    """Those with any token: fillers of uneven ends do not count."""
+MOST_COUNTS = 6
+"""Counts that a loss may have: the reduction has room for so many, so that a rank without a batch can take part."""
 
 
 def count_global_batch(
-    microbatches: Sequence[Batch], loss: Loss, context: ParallelContextProtocol
+    microbatches: Sequence[Batch], loss: Loss, context: ParallelContextProtocol, beside: Sequence[float] = ()
 ) -> GlobalBatchCounts:
-    """Count the global batch. Every rank needs the same names, so they come from the first micro-batch."""
-    names = sorted(loss.counts(microbatches[0]))
-    sums = torch.zeros(len(names) + 3, dtype=torch.float64)
-    for batch in microbatches:
-        counts = loss.counts(batch)
-        real = [batch.tokens, batch.label_tokens, int(batch.tokens > 0)]
-        sums += torch.tensor([*(counts[n] for n in names), *real], dtype=torch.float64)
-    if context.layout.dp > 1:
+    """Counts the global batch, by one reduction over all ranks. Collective.
+
+    `beside`: numbers of this rank to add up over all ranks, equally many on each. A rank that has no batch passes no
+    micro-batches, and the step cannot be taken.
+    """
+    names = sorted(loss.counts(microbatches[0])) if microbatches else []
+    assert len(names) <= MOST_COUNTS, names
+    unused = [0.0] * (MOST_COUNTS - len(names))
+    sums = torch.zeros(MOST_COUNTS + 3, dtype=torch.float64)
+    place = context.coordinates
+    if place.tp == place.pp == place.cp == 0:  # the other ranks of a replica have the same batches
+        for batch in microbatches:
+            counts = loss.counts(batch)
+            real = [batch.tokens, batch.label_tokens, int(batch.tokens > 0)]
+            sums += torch.tensor([*(counts[n] for n in names), *unused, *real], dtype=torch.float64)
+    sums = torch.cat([sums, torch.tensor(beside, dtype=torch.float64)])
+    if context.layout.world_size > 1:
         sums = copy_to_device_async(sums, context.device)
-        dist.all_reduce(sums, group=context.groups.dp)
+        dist.all_reduce(sums)
     values = sums.tolist()
-    return GlobalBatchCounts(
-        dict(zip(names, values, strict=False)), round(values[-3]), round(values[-2]), round(values[-1])
-    )
+    tokens, label_tokens, real_microbatches = (round(value) for value in values[MOST_COUNTS : MOST_COUNTS + 3])
+    counts_by_name = dict(zip(names, values, strict=False))
+    return GlobalBatchCounts(counts_by_name, tokens, label_tokens, real_microbatches, tuple(values[MOST_COUNTS + 3 :]))
 
 
 def named_head_outputs(fields: Tensor, needs: RequestedModelOutputs) -> ModelOutputs:

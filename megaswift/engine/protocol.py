@@ -28,6 +28,23 @@ class MicrobatchLossAndSamples:
 
 
 @dataclass(frozen=True)
+class GlobalBatchCounts:
+    """Sums over data-parallel ranks and micro-batches, context-parallel replicas once."""
+
+    counts: Mapping[str, float]
+    tokens: int
+    label_tokens: int
+    microbatches: int
+    """Those with any token: fillers of uneven ends do not count."""
+    beside: tuple[float, ...] = ()
+    """Sums over all ranks of what each passed beside its micro-batches."""
+
+
+Counted = GlobalBatchCounts | None
+"""Of micro-batches that were counted before they are trained on; None: they are counted then."""
+
+
+@dataclass(frozen=True)
 class StepResult:
     """The numbers of one optimizer step or one evaluation, the same on every rank."""
 
@@ -88,10 +105,19 @@ class Engine(Protocol):
     def kernels(self) -> str:
         """For the first screen: which layers, why, and the precision."""
 
+    def count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> GlobalBatchCounts:
+        """The counts of the global batch; `beside` is added up over all ranks in the same reduction. Collective."""
+
     def train_batch(
-        self, microbatches: Sequence[Batch], loss: Loss, lr: float, weight_decay: float | None = None
+        self,
+        microbatches: Sequence[Batch],
+        loss: Loss,
+        lr: float,
+        weight_decay: float | None = None,
+        counted: Counted = None,
     ) -> StepResult:
-        """Forward, backward and one optimizer step (or a skipped one) over this rank's micro-batches."""
+        """Forward, backward and one optimizer step (or a skipped one) over this rank's micro-batches. `counted`: the
+        result of `count` for them; None: they are counted here."""
 
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
         """The same numbers, no gradient, no state touched."""

@@ -45,7 +45,7 @@ class StepRecord:
     data_wait: float = 0.0
     """Seconds of it that the loop waited for data."""
     squares: int = 0
-    """Sum over this rank's documents of length squared: the attention part of the FLOP rule."""
+    """Sum over the global batch's documents of length squared: the attention part of the FLOP rule."""
     extras: StepExtras = field(default_factory=StepExtras)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megaswift import distributed
-from megaswift.engine.protocol import Engine, StepResult
+from megaswift.engine.protocol import Engine, GlobalBatchCounts, StepResult
 from megaswift.errors import DataError, Problem, UserError, first_line
 from megaswift.losses.contract import Batch, Loss
 from megaswift.trainers import interrupt
@@ -41,6 +41,11 @@ Prepare = Callable[[Engine, list[Batch], bool], list[Batch]]
 """What a task adds to micro-batches that its loss reads; True in training."""
 
 
+FAILED, SQUARES = len(interrupt.SIGNALS), len(interrupt.SIGNALS) + 1
+"""Places in what is added up over the ranks with the counts of a step: how many ranks have each signal,
+how many have no batch, and `StepRecord.squares`."""
+
+
 def unchanged(engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
     """Nothing."""
     return batches
@@ -58,6 +63,10 @@ class Loop:
     total_steps: int
     hooks: Sequence[Hook] = ()
     prepare: Prepare = unchanged
+    prepare_before_counts: bool = False
+    """`prepare` is not collective, and changes what is counted."""
+    agree_before_batch: bool = False
+    """A batch may take minutes or is made by all ranks together: with a signal on any rank none is asked for."""
     step_extras: Callable[[], StepExtras] = StepExtras
     mark: Callable[[], Callable[[], None]] | None = None
     """What takes the source back to where it is now, on every rank; None: its `load_state_dict`."""
@@ -87,18 +96,18 @@ class Loop:
             with interrupt.listen_for_signals() as signal:
                 while self.step < self.total_steps and not self.stopping and self.mistake is None:
                     self.emit("on_step_begin")
-                    microbatches = self.take(signal.number)
-                    if microbatches is None:
+                    taken = self.take(signal)
+                    if taken is None:
                         break
-                    self.emit("on_batch")
-                    microbatches = self.prepare(self.engine, microbatches, True)
+                    microbatches, counted = taken
+                    if not self.prepare_before_counts:
+                        microbatches = self.prepare(self.engine, microbatches, True)
                     rate = self.learning_rate(self.step - self.skipped)
                     decay = self.weight_decay(self.step - self.skipped)
-                    given = () if decay is None else (decay,)
-                    result = self.engine.train_batch(microbatches, self.loss, rate, *given)
+                    result = self.engine.train_batch(microbatches, self.loss, rate, decay, counted)
                     self.step += 1
                     self.skipped += result.skipped
-                    self.emit("on_step", self.record(rate, result, microbatches))
+                    self.emit("on_step", self.record(rate, result, round(counted.beside[SQUARES])))
                 if self.step or self.mistake is None:
                     self.emit("on_end")
             if self.mistake is not None:
@@ -110,20 +119,22 @@ class Loop:
                 except OSError as error:  # what hooks write late must not hide the run's own error
                     print_warning(f"{type(hook).__name__} could not write its last output: {first_line(error)}")
 
-    def record(self, rate: float, result: StepResult, microbatches: Sequence[Batch]) -> StepRecord:
+    def record(self, rate: float, result: StepResult, squares: int) -> StepRecord:
         """What hooks see of the step that was taken."""
         extras = self.step_extras()
         result = replace(result, metrics={**result.metrics, **extras.metrics})
-        squares = sum(length_squares(b) for b in microbatches)
         return StepRecord(self.step, self.source.epoch, rate, result, squares=squares, extras=extras)
 
-    def take(self, signal: int) -> list[Batch] | None:
-        """The next global batch, or None on every rank when any has a signal or met a row that cannot be used.
+    def take(self, signal: interrupt.ReceivedSignal) -> tuple[list[Batch], GlobalBatchCounts] | None:
+        """The next global batch and its counts, or None on every rank when any has a signal or met a row that cannot be
+        used: the ranks agree in the reduction of the counts.
 
-        The position is then the one before this batch, so that a resumed run meets the row again. With a signal nothing
-        is asked of the source: its next batch may be minutes of sampling.
+        The position is then the one before this batch, so that a resumed run meets the row again.
         """
-        self.interrupted = int(distributed.all_max([signal])[0])
+        if self.agree_before_batch:
+            self.interrupted = int(distributed.all_max([signal.number])[0])
+        elif distributed.global_world_size() == 1:
+            self.interrupted = signal.number
         if self.interrupted:
             return None
         back = self.back()
@@ -132,11 +143,21 @@ class Loop:
             microbatches = self.source.next()
         except UserError as error:
             self.mistake = error
-        failed = distributed.all_max([self.mistake is not None])[0]
-        if failed and self.mistake is None:
+        self.emit("on_batch")
+        if self.prepare_before_counts and microbatches:
+            microbatches = self.prepare(self.engine, microbatches, True)
+        squares = sum(length_squares(b) for b in microbatches)
+        layout = self.engine.layout
+        signals = [signal.number == number for number in interrupt.SIGNALS]
+        beside = [*signals, self.mistake is not None, squares / (layout.tp * layout.pp * layout.cp)]
+        counted = self.engine.count(microbatches, self.loss, beside)
+        if counted.beside[FAILED] and self.mistake is None:
             self.mistake = DataError(Problem("the next batch", "another rank found an unusable row; see its message"))
-        if not failed:
-            return microbatches
+        self.interrupted = max(
+            (n for n, ranks in zip(interrupt.SIGNALS, counted.beside, strict=False) if ranks), default=0
+        )
+        if self.mistake is None and not self.interrupted:
+            return microbatches, counted
         back()
         return None
 

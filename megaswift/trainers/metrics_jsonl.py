@@ -76,8 +76,6 @@ class ThroughputFormula:
     rules: Sequence[StepFlopFormula]
     """Of each model that trains on a step's tokens."""
     devices: int
-    replicas: int
-    """Ranks that hold the same data: TP x PP x CP."""
     peak_tflops: float | None = None
 
 
@@ -155,9 +153,8 @@ class MetricsJsonlHook(Hook):
     def line(self, step: StepRecord) -> dict[str, Any]:
         """The line of this window. step_time and what is divided by it are this rank's; the file has rank 0's."""
         w, speed = self.window, self.speed
-        (squares,) = distributed.all_sum([w.squares])
         data_wait, memory_gib = distributed.all_max([w.data_wait, out_of_memory.peak_gib()])
-        flops = sum(rule.step(w.tokens, squares / speed.replicas) for rule in speed.rules)
+        flops = sum(rule.step(w.tokens, w.squares) for rule in speed.rules)
         tflops = flops / max(w.seconds, 1e-12) / speed.devices / 1e12
         per_second = w.tokens / max(w.seconds, 1e-12)
         line = {
@@ -189,14 +186,12 @@ class MetricsJsonlHook(Hook):
             self._file = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The open window, `squares` over all data-parallel ranks: any layout can go on with it."""
-        (squares,) = distributed.all_sum([self.window.squares])
-        return asdict(self.window) | {"squares": squares / self.speed.replicas}
+        """The open window: any layout can go on with it."""
+        return asdict(self.window)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with the window."""
         self.window = MetricsWindow(**state)
-        self.window.squares *= self.speed.replicas / distributed.global_world_size()
 
 
 def step_mean_weight(step: StepRecord, count: str) -> float:

@@ -325,8 +325,7 @@ class RunBuilder:
         )
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         peak = peak_tflops(device, str(engine.dtype).removeprefix("torch."))
-        layout = self.layout
-        return ThroughputFormula(self.rules, layout.world_size, layout.tp * layout.pp * layout.cp, peak)
+        return ThroughputFormula(self.rules, self.layout.world_size, peak)
 
     def facts(
         self, engine: Engine, source: Any, evaluation: EvaluationSource | None, total_steps: int, start: int

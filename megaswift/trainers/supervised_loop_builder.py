@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megaswift.trainers.add_preference_loss_fields_to_batches import LastTokens
 from megaswift.trainers.choose_step_packing import choose_step_packing
 from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at, weight_decay_at
 from megaswift.trainers.loop import Loop, unchanged
@@ -48,6 +49,7 @@ def build_supervised_loop(session: TrainingSession) -> LoopWithRunSummary:
         total,
         [StepTimer(), *(() if transform is None else (transform,)), *hooks],
         unchanged if transform is None else transform.prepare,
+        prepare_before_counts=isinstance(transform, LastTokens),
         seconds=session.seconds,
         weight_decay=lambda step: weight_decay_at(step, loop.total_steps, cfg.optim),
     )

@@ -28,11 +28,10 @@ TORCH_EXPERTS = DISPATCH | {
 }
 """Megatron-Core's permutation without Transformer Engine's kernels asks once more."""
 MOE = REPORT | EXPERT_NORM | ROUTERS
-SHARED_BATCH = {
-    "read megaswift.engine.global_batch_loss_and_metrics:count_global_batch": 1,
-    "read megaswift.engine.global_batch_loss_and_metrics:_reduce": 1,
-}
-"""Over data-parallel ranks: counts before the step, which losses are divided by, and what is reported."""
+COUNTED = {"read megaswift.engine.global_batch_loss_and_metrics:count_global_batch": 1}
+"""Over all ranks: counts before the step, which losses are divided by, and whether the step is taken."""
+SHARED_BATCH = COUNTED | {"read megaswift.engine.global_batch_loss_and_metrics:_reduce": 1}
+"""Over data-parallel ranks: what is reported too."""
 PIPELINE = {
     "read megaswift.distributed:broadcast_object": 1,
     "sync megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate": 3,
@@ -51,8 +50,10 @@ FSDP_OFFLOADED = FSDP | {
 }
 """torch's, of each of 25 gradients: its way to host memory waits in all micro-batches but the first, and the host waits
 at the end of the backward pass. The norm is summed in host memory."""
-LOOP = {"gloo megaswift.distributed:_reduce": 4}
-"""Of a step of the loop on several ranks: whether to stop, and what is logged."""
+LOOP = COUNTED | {"gloo megaswift.distributed:_reduce": 1}
+"""Of a step of the loop on several ranks that is logged: the largest wait and memory."""
+ROLLOUT_LOOP = LOOP | {"gloo megaswift.distributed:_reduce": 2}
+"""Before a generation, which may take minutes, the ranks agree that there is no signal."""
 SAMPLER = {
     "copy megaswift.rollout.transformers_weight_update:InPlaceWeightLoader._copy": 25,
     "read megaswift.rollout.decoding:_completions": 3,
@@ -93,7 +94,7 @@ _FSDP_SAVED = {
 }
 """One a tensor: 47 weights and their two moments. The first rank writes."""
 _FSDP_READ = {"save": {OBJECTS: 1}, "export": {OBJECTS: 1}, "load": _FSDP_SAVED["load"]}
-FSDP_ROLLOUT = FSDP | SAMPLER | LOOP
+FSDP_ROLLOUT = FSDP | SAMPLER | ROLLOUT_LOOP
 FSDP_ROLLOUT |= {
     SCORES: 2,
     _WHOLE: 25,
@@ -112,7 +113,7 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
         "run:sft --engine ddp": DDP,
     },
     ("", 2): {
-        "step:dense pp2": [NORM | PIPELINE, STEP | PIPELINE],
+        "step:dense pp2": [NORM | PIPELINE | COUNTED, STEP | PIPELINE | COUNTED],
         "step:moe dp2 ep2": MOE | TORCH_EXPERTS | SHARED_BATCH,
         "save:dense dp2 --engine fsdp2": [_FSDP_SAVED, _FSDP_READ],
     },
@@ -121,8 +122,8 @@ WAITS: dict[tuple[str, int], dict[str, Any]] = {
         "save:dense te": _checkpoint(117, 35),
     },
     ("2.12.0", 2): {
-        "step:dense te tp2 sp": STEP,
-        "step:dense te cp2 packed": STEP,
+        "step:dense te tp2 sp": STEP | COUNTED,
+        "step:dense te cp2 packed": STEP | COUNTED,
     },
 }
 """(Release of Transformer Engine or none, ranks) -> scenario -> its waits, or a list of each rank's."""
@@ -141,9 +142,9 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "run:ppo": {name: 2 * n for name, n in STEP.items()} | SAMPLER | {COLLECT: 19, SCORES: 6},
     },
     ("", 2): {
-        "step:dense cp2 packed": STEP,
+        "step:dense cp2 packed": STEP | COUNTED,
         "step:dense dp2 do overlap": STEP | SHARED_BATCH,
-        "step:moe tp2 sp ep2 etp1": MOE | TORCH_EXPERTS,
+        "step:moe tp2 sp ep2 etp1": MOE | TORCH_EXPERTS | COUNTED,
         "run:grpo --engine fsdp2": FSDP_ROLLOUT,
         "run:dpo --engine fsdp2": FSDP | LOOP | {"read transformers.masking_utils:find_packed_sequence_indices": 4},
         "run:sft --engine fsdp2 --fsdp shard_grad_op": FSDP | LOOP,
@@ -152,18 +153,18 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "save:dense tp2 sp": [_checkpoint(117, 35, 35, 2), _checkpoint(117, 18, 35, 2)],
         "run:sft --pipeline_parallel_size 2": [NORM | PIPELINE | LOOP, STEP | PIPELINE | LOOP],
         "run:grpo --tensor_parallel_size 2": [
-            STEP | SAMPLER | LOOP | {COLLECT: n, SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
+            STEP | SAMPLER | ROLLOUT_LOOP | {COLLECT: n, SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
             if n == 19
-            else STEP | LOOP | {COLLECT: n, SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
+            else STEP | ROLLOUT_LOOP | {COLLECT: n, SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
             for n in (19, 10)
         ],
     },
     ("", 4): {
         "step:dense pp2 vpp2 tp2 packed": [
-            NORM | INTERLEAVED,
-            NORM | INTERLEAVED,
-            STEP | INTERLEAVED,
-            STEP | INTERLEAVED,
+            NORM | INTERLEAVED | COUNTED,
+            NORM | INTERLEAVED | COUNTED,
+            STEP | INTERLEAVED | COUNTED,
+            STEP | INTERLEAVED | COUNTED,
         ],
     },
     ("2.12.0", 1): {
@@ -172,9 +173,9 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "run:sft --train_type lora": STEP,
     },
     ("2.12.0", 2): {
-        "step:dense te pp2 packed": [NORM | PIPELINE, STEP | PIPELINE],
-        "step:moe te tp2 sp ep2 etp1 packed": MOE | DISPATCH,
-        "step:moe te cp2 packed comm=a2a": MOE | DISPATCH | A2A,
+        "step:dense te pp2 packed": [NORM | PIPELINE | COUNTED, STEP | PIPELINE | COUNTED],
+        "step:moe te tp2 sp ep2 etp1 packed": MOE | DISPATCH | COUNTED,
+        "step:moe te cp2 packed comm=a2a": MOE | DISPATCH | A2A | COUNTED,
         "save:dense te dp2 do": [_checkpoint(79, 35, 0, 2), _checkpoint(77, 0, 0, 2)],
     },
 }

@@ -35,7 +35,7 @@ CLOCK = {
 
 def loop_in(folder: Path, steps: int, *extra: Hook, every: int | None = 3, seed: int = 0) -> Loop:
     hooks = [
-        MetricsJsonlHook(folder / "metrics.jsonl", 2, ThroughputFormula([StepFlopFormula(1, 1)], 1, 1), "label_weight"),
+        MetricsJsonlHook(folder / "metrics.jsonl", 2, ThroughputFormula([StepFlopFormula(1, 1)], 1), "label_weight"),
         *extra,
         CheckpointHook(CheckpointStore(folder / "checkpoints"), every, None, {"model": MODEL, "config": {}}),
     ]

@@ -95,7 +95,7 @@ class Stumbling(TinyEngine):
         super().__init__()
         self.bad, self.number = bad, 0
 
-    def train_batch(self, microbatches: Any, loss: Any, lr: float) -> StepResult:
+    def train_batch(self, microbatches: Any, loss: Any, lr: float, *more: Any) -> StepResult:
         self.number += 1
         result = super().train_batch(microbatches, loss, lr)
         return StepResult(**{**result.__dict__, "skipped": self.number in self.bad})

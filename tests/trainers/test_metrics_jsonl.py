@@ -50,7 +50,7 @@ def step(number: int, loss: float, weight: float, **result: object) -> StepRecor
         counts={"label_weight": weight},
         **result,
     )  # type: ignore[arg-type]
-    return StepRecord(number, number / 4, 0.1 / number, made, seconds=0.5 * number, data_wait=0.1, squares=1000)
+    return StepRecord(number, number / 4, 0.1 / number, made, seconds=0.5 * number, data_wait=0.1, squares=500)
 
 
 RULE = StepFlopFormula(parameters=7_000_000_000, attention=1_000_000)
@@ -60,7 +60,7 @@ def metrics(
     path: Path, every: int, peak: float | None = None, beside: tuple[StepFlopFormula, ...] = ()
 ) -> MetricsJsonlHook:
     return MetricsJsonlHook(
-        path, every, ThroughputFormula([RULE, *beside], devices=4, replicas=2, peak_tflops=peak), "label_weight"
+        path, every, ThroughputFormula([RULE, *beside], devices=4, peak_tflops=peak), "label_weight"
     )
 
 
@@ -87,7 +87,7 @@ def test_one_line_holds_the_means_and_sums_of_its_steps(tmp_path: Path) -> None:
     assert line["step_time"] == 0.75 and line["data_wait"] == pytest.approx(0.1)  # 1.5 s over two steps
     assert line["tokens_per_second"] == pytest.approx(200 / 1.5)
     assert line["tokens_per_second_per_device"] == pytest.approx(200 / 1.5 / 4)
-    flops = 6 * 7e9 * 200 + 6 * 1e6 * (2000 / 2)  # every document is on two ranks
+    flops = 6 * 7e9 * 200 + 6 * 1e6 * 1000
     assert line["tflops_per_device"] == pytest.approx(flops / 1.5 / 4 / 1e12)
     assert line["mfu"] == pytest.approx(line["tflops_per_device"] / 1000)
     assert line["memory_gib"] > 0.01

@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 def shown(stream: io.StringIO, path, steps: int = 5, every: float = 0.0) -> str:  # noqa: ANN001
     tiny_loop(
         steps,
-        MetricsJsonlHook(path, 1, ThroughputFormula([StepFlopFormula(1, 1)], 1, 1), "label_weight"),
+        MetricsJsonlHook(path, 1, ThroughputFormula([StepFlopFormula(1, 1)], 1), "label_weight"),
         Progress(stream, every),
     ).run()
     return stream.getvalue()

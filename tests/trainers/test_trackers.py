@@ -30,7 +30,7 @@ def test_events_are_the_lines(tmp_path: Path) -> None:
 
     tiny_loop(
         4,
-        MetricsJsonlHook(tmp_path / "m.jsonl", 2, ThroughputFormula([StepFlopFormula(1, 1)], 1, 1), "label_weight"),
+        MetricsJsonlHook(tmp_path / "m.jsonl", 2, ThroughputFormula([StepFlopFormula(1, 1)], 1), "label_weight"),
         TensorBoard(tmp_path / "runs"),
     ).run()
     events = EventAccumulator(str(tmp_path / "runs")).Reload()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.engine.protocol import EngineSizeReport, StepResult
+from megaswift.engine.protocol import Counted, EngineSizeReport, GlobalBatchCounts, StepResult
 from megaswift.losses.contract import Batch, Loss, MeanMetric, ModelOutputs, RequestedModelOutputs
 from megaswift.losses.sft import CrossEntropy
 from megaswift.trainers.loop import Loop
@@ -67,7 +67,12 @@ class TinyEngine:
         )
         return objective, result
 
-    def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
+    def count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> GlobalBatchCounts:
+        return GlobalBatchCounts({}, 0, 0, 0, tuple(map(float, beside)))
+
+    def train_batch(
+        self, microbatches: Sequence[Batch], loss: Loss, lr: float, decay: float | None = None, counted: Counted = None
+    ) -> StepResult:
         self.model.train()
         self.rates.append(lr)
         objective, result = self._total(microbatches, loss)

@@ -63,7 +63,7 @@ from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import (
     is_fp8_weight,
 )
 from megaswift.engine.megatron.tp_comm_overlap import tp_comm_overlap_text
-from megaswift.engine.protocol import EngineSizeReport, StepResult
+from megaswift.engine.protocol import Counted, EngineSizeReport, GlobalBatchCounts, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights, replicated_by_group
 from megaswift.engine.trainable_pattern_errors import nothing_trains_problem, unmatched_pattern_problem
@@ -183,11 +183,20 @@ class MegatronEngine:
         ):
             raise ConfigError(nothing_trains_problem(patterns))
 
+    def count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> GlobalBatchCounts:
+        """The counts of the global batch; `beside` is added up over all ranks in the same reduction. Collective."""
+        return count_global_batch(microbatches, loss, self.context, beside)
+
     def train_batch(
-        self, microbatches: Sequence[Batch], loss: Loss, lr: float, weight_decay: float | None = None
+        self,
+        microbatches: Sequence[Batch],
+        loss: Loss,
+        lr: float,
+        weight_decay: float | None = None,
+        counted: Counted = None,
     ) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
-        result = self.accumulate(microbatches, loss, whole_gradients=False)
+        result = self.accumulate(microbatches, loss, whole_gradients=False, counted=counted)
         decay = self.cfg.optim.weight_decay if weight_decay is None else weight_decay
         optim.set_lr_and_weight_decay(self.optimizer, lr, decay)
         scale = optim.get_loss_scale(self.optimizer)
@@ -195,22 +204,27 @@ class MegatronEngine:
         falling = not stepped and optim.can_lower_loss_scale(self.optimizer)
         return replace(result, grad_norm=norm, skipped=not stepped, loss_scale=scale, loss_scale_falling=falling)
 
-    def accumulate(self, microbatches: Sequence[Batch], loss: Loss, whole_gradients: bool = True) -> StepResult:
+    def accumulate(
+        self, microbatches: Sequence[Batch], loss: Loss, whole_gradients: bool = True, counted: Counted = None
+    ) -> StepResult:
         """Forward and backward only; `hf_gradients` then has the gradients of the global objective."""
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._run(microbatches, loss, passes.ForwardBackwardMode(self.choice.attention, False, whole_gradients))
+        mode = passes.ForwardBackwardMode(self.choice.attention, False, whole_gradients)
+        return self._run(microbatches, loss, mode, counted)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
         """The numbers of `train_batch` without dropout, gradient or change of state."""
-        with _evaluating(self):
+        with passes.evaluation_mode(self.chunks):
             return self._run(microbatches, loss, passes.ForwardBackwardMode(self.choice.attention, True))
 
-    def _run(self, microbatches: Sequence[Batch], loss: Loss, settings: passes.ForwardBackwardMode) -> StepResult:
-        counted = count_global_batch(microbatches, loss, self.context)
+    def _run(
+        self, microbatches: Sequence[Batch], loss: Loss, settings: passes.ForwardBackwardMode, counted: Counted = None
+    ) -> StepResult:
+        counted = counted or self.count(microbatches, loss)
         objective = GlobalBatchLossCallback(loss, counted)
         self._need(loss.needs)
         self.aux.begin(counted.microbatches)
@@ -236,7 +250,7 @@ class MegatronEngine:
             return fields.new_zeros(())
 
         self._need(needs)
-        with _evaluating(self), self.backend.computing():
+        with passes.evaluation_mode(self.chunks), self.backend.computing():
             passes.run_forward_backward_schedule(
                 self.chunks,
                 microbatches,
@@ -372,18 +386,3 @@ class MegatronEngine:
     def load(self, directory: Path) -> None:
         """The inverse of `save`, on this or another layout. Collective."""
         save_load.load_engine(self, directory)
-
-
-class _evaluating:  # noqa: N801 (reads as a verb)
-    """Evaluation mode for a block, training mode after it."""
-
-    def __init__(self, engine: MegatronEngine) -> None:
-        self.engine = engine
-
-    def __enter__(self) -> None:
-        for chunk in self.engine.chunks:
-            chunk.eval()
-
-    def __exit__(self, *_: object) -> None:
-        for chunk in self.engine.chunks:
-            chunk.train()

@@ -7,6 +7,7 @@ Owns how micro-batches meet the schedule. What is differentiated comes divided f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,3 +99,15 @@ def unwrapped(module: Any) -> SwiftGPT:
     while not isinstance(module, SwiftGPT):
         module = module.module
     return module
+
+
+@contextmanager
+def evaluation_mode(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Evaluation mode for a block, training mode after it."""
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            chunk.train()

@@ -36,7 +36,7 @@ from megaswift.engine.global_batch_loss_and_metrics import (
     named_head_outputs,
     reduce_objective_report,
 )
-from megaswift.engine.protocol import EngineSizeReport, StepResult
+from megaswift.engine.protocol import Counted, EngineSizeReport, GlobalBatchCounts, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights
 from megaswift.engine.start_default_process_group import set_timeout_of_all_groups
@@ -124,11 +124,20 @@ class TorchEngine:
             else None
         )
 
+    def count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> GlobalBatchCounts:
+        """The counts of the global batch; `beside` is added up over all ranks in the same reduction. Collective."""
+        return count_global_batch(microbatches, loss, self.context, beside)
+
     def train_batch(
-        self, microbatches: Sequence[Batch], loss: Loss, lr: float, weight_decay: float | None = None
+        self,
+        microbatches: Sequence[Batch],
+        loss: Loss,
+        lr: float,
+        weight_decay: float | None = None,
+        counted: Counted = None,
     ) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
-        result = self.accumulate(microbatches, loss)
+        result = self.accumulate(microbatches, loss, counted)
         scale = self.strategy.loss_scale
         used = None if scale is None else scale.value
         optim = self.cfg.optim if weight_decay is None else replace(self.cfg.optim, weight_decay=weight_decay)
@@ -136,22 +145,22 @@ class TorchEngine:
         falling = not stepped and scale is not None and scale.can_fall
         return replace(result, grad_norm=norm, skipped=not stepped, loss_scale=used, loss_scale_falling=falling)
 
-    def accumulate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
+    def accumulate(self, microbatches: Sequence[Batch], loss: Loss, counted: Counted = None) -> StepResult:
         """Forward and backward only; `hf_gradients` then has the gradients of the global objective."""
         self.strategy.module.train()
         self.strategy.zero_grad()
-        return self._run(microbatches, loss, train=True)
+        return self._run(microbatches, loss, True, counted)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
         """The numbers of `train_batch` without dropout, gradient or change of state."""
         self.strategy.module.eval()
-        result = self._run(microbatches, loss, train=False)
+        result = self._run(microbatches, loss, False)
         self.strategy.module.train()
         return result
 
-    def _run(self, microbatches: Sequence[Batch], loss: Loss, train: bool) -> StepResult:
-        counted = count_global_batch(microbatches, loss, self.context)
+    def _run(self, microbatches: Sequence[Batch], loss: Loss, train: bool, counted: Counted = None) -> StepResult:
+        counted = counted or self.count(microbatches, loss)
         objective = GlobalBatchLossCallback(loss, counted)
         self.fields.needs = loss.needs
         for i, batch in enumerate(microbatches):

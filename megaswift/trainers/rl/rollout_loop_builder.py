@@ -207,9 +207,10 @@ def build_rollout_loop(session: TrainingSession) -> LoopWithRunSummary:
             checkpoint,
         ],
         unchanged if critic is None else critic.prepare,
-        rollouts.step_extras,
-        rollouts.mark,
-        {} if critic is None else {CRITIC: critic.engine},
+        agree_before_batch=True,
+        step_extras=rollouts.step_extras,
+        mark=rollouts.mark,
+        engines={} if critic is None else {CRITIC: critic.engine},
         seconds=session.seconds,
         weight_decay=lambda step: weight_decay_at(step, loop.total_steps, cfg.optim),
     )
