@@ -87,7 +87,7 @@ class DataConfig:
     dataset_num_proc: int = option(
         1, "Processes for tokenization", aliases=("preprocessing_num_workers",), minimum=1, unit="processes"
     )
-    dataloader_num_workers: int = option(0, "Threads that prefetch batches", minimum=0, unit="threads")
+    dataloader_num_workers: int = option(2, "Threads that prepare batches ahead; 0: none", minimum=0, unit="threads")
     chat_template: str | None = option(
         None, "Jinja file or text that replaces the tokenizer's chat template", tasks=CHATS, metavar="FILE"
     )

@@ -102,7 +102,7 @@ CHANGED: tuple[DifferingDefault, ...] = (
     DifferingDefault("save_steps", MEGATRON_SWIFT, "500", _AT_END),
     DifferingDefault("eval_steps", MEGATRON_SWIFT, "save_steps", _AT_END, written=""),
     DifferingDefault("logging_steps", MEGATRON_SWIFT, "5", "1"),
-    DifferingDefault("dataloader_num_workers", MEGATRON_SWIFT, "4", "0"),
+    DifferingDefault("dataloader_num_workers", MEGATRON_SWIFT, "4", "2"),
     DifferingDefault("loss_scale", MEGATRON_SWIFT, "last_round", "default: all of the assistant's turns", ("sft",)),
     DifferingDefault(
         "strict", MEGATRON_SWIFT, "false: malformed rows are left out", "true: a malformed row stops the run"

@@ -7,7 +7,7 @@ order of rows belongs to `epoch_order.py`, tensors to `collate.py`, streaming to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -210,7 +210,9 @@ class TokenStoreBatchSource:
     shape: PaddingShape
     order: EpochOrder
     threads: int = 0
-    """Read ahead by so many threads (0: none)."""
+    """Prepare so many global batches ahead of the one that is taken, a thread each (0: none)."""
+    prepare_ahead: Callable[[list[Batch]], list[Batch]] | None = None
+    """What threads do to micro-batches beside."""
     _taken: int = 0
     _rest: RemainingRows | None = None
     """The last rows of the epoch in which the run was resumed, where its first ones were packed otherwise."""
@@ -243,6 +245,10 @@ class TokenStoreBatchSource:
             rows = [[self._row(place) for place in micro] for micro in self.geometry.own(places)]
         return self.data.batches(rows, self.shape, self.geometry.uniform)
 
+    def _make_ahead(self, start: int) -> list[Batch]:
+        batches = self._make(start)
+        return batches if self.prepare_ahead is None else self.prepare_ahead(batches)
+
     def _packed_step(self, data: DocumentRows, packing: StepPacking, start: int) -> list[list[list[Document]]]:
         """This rank's micro-batches of a step whose samples share rows, one row each."""
         geometry = self.geometry
@@ -274,7 +280,7 @@ class TokenStoreBatchSource:
             for position in range(nearest, start + (self.threads + 1) * size, size):
                 first = max(position, 0)
                 self.order.slice(first, first + size)  # here, so that threads only read the cached permutation
-                self._ahead.append((position, self._pool.submit(self._make, position)))
+                self._ahead.append((position, self._pool.submit(self._make_ahead, position)))
             batch = self._ahead.popleft()[1].result()
         self._taken += size
         return batch

@@ -6,8 +6,9 @@ the engines'.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megaswift import distributed
 from megaswift.device_copy import copy_to_device_async
-from megaswift.engine.protocol import GlobalBatchCounts, MicrobatchLossAndSamples
+from megaswift.engine.protocol import GlobalBatchCounts, MicrobatchLossAndSamples, StepResult
 from megaswift.losses.contract import (
     Batch,
     DifferenceMetric,
@@ -30,6 +31,9 @@ from megaswift.losses.contract import (
     SumMetric,
 )
 from megaswift.parallel.layout import Coordinates, Layout
+
+ReadNumbers = Callable[[Sequence[Tensor]], list[float]]
+"""Reads scalars [] from the device."""
 
 
 class ParallelContextProtocol(Protocol):
@@ -103,24 +107,20 @@ class GlobalBatchLossCallback:
         self.parts.append((values, dict(metrics)))
         return total
 
-    @functools.cached_property
-    def on_host(self) -> list[tuple[dict[str, float], dict[str, Metric]]]:
-        """`parts` as numbers, by one read of the device. After the last micro-batch."""
-        values = [v for terms, metrics in self.parts for v in (*terms.values(), *_operands(metrics))]
-        tensors = [v.detach().reshape(()) for v in values if isinstance(v, Tensor)]
-        same = [t.to(tensors[0].device, torch.float64) for t in tensors]
-        sums = iter(torch.stack(same).tolist() if same else [])
-        numbers = iter([next(sums) if isinstance(v, Tensor) else float(v) for v in values])
-        return [
-            ({name: next(numbers) for name in terms}, {name: _filled(m, numbers) for name, m in metrics.items()})
-            for terms, metrics in self.parts
-        ]
+    def values(self) -> list[Tensor | float]:
+        """Of `parts`, each micro-batch's terms, then its metrics' operands."""
+        return [v for terms, metrics in self.parts for v in (*terms.values(), *_operands(metrics))]
 
-    def local(self, microbatches: Sequence[Batch]) -> tuple[MicrobatchLossAndSamples, ...]:
+    def local(self, microbatches: Sequence[Batch], numbers: Sequence[float]) -> tuple[MicrobatchLossAndSamples, ...]:
         """Each micro-batch's share of the objective with its samples, for `StepResult.parts`. `microbatches`: as they
-        came, in host memory."""
+        came, in host memory; `numbers`: `values`, read."""
         rows = [() if b.sample_ids is None else tuple(i for i in b.sample_ids.tolist() if i >= 0) for b in microbatches]
-        shares = [sum(terms.values()) for terms, _ in self.on_host]
+        each = iter(numbers)
+        shares = []
+        for terms, metrics in self.parts:
+            shares.append(sum(next(each) for _ in terms))
+            for _ in _operands(metrics):
+                next(each)
         return (
             tuple(MicrobatchLossAndSamples(share, ids) for share, ids in zip(shares, rows, strict=True))
             if shares
@@ -135,58 +135,121 @@ def _operands(metrics: Mapping[str, Metric]) -> Iterator[Tensor | float]:
             yield from vars(metric).values()
 
 
-def _filled(metric: Metric, numbers: Iterator[float]) -> Metric:
-    """The metric with the next numbers in place of its values."""
-    return metric if isinstance(metric, DifferenceMetric) else type(metric)(*(next(numbers) for _ in vars(metric)))
+@dataclass(frozen=True)
+class _Places:
+    """Where in `GlobalBatchLossCallback.values` the numbers are that make up one reported value."""
+
+    add: dict[str, list[int]]
+    """Those that add up; a mean is two sums."""
+    high: dict[str, list[int]]
+    low: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Mapping[str, Any], Mapping[str, Metric]]]) -> _Places:
+        """By the kinds of metrics; names in order, the same on every rank."""
+        add: dict[str, list[int]] = {}
+        high: dict[str, list[int]] = {}
+        low: dict[str, list[int]] = {}
+        place = itertools.count()
+        for terms, metrics in parts:
+            for name in terms:
+                add.setdefault(f"term/{name}", []).append(next(place))
+            for name, metric in metrics.items():
+                if isinstance(metric, MeanMetric):
+                    add.setdefault(f"sum/{name}", []).append(next(place))
+                    add.setdefault(f"count/{name}", []).append(next(place))
+                elif isinstance(metric, SumMetric):
+                    add.setdefault(f"total/{name}", []).append(next(place))
+                elif isinstance(metric, MaxMetric):
+                    high.setdefault(name, []).append(next(place))
+                elif isinstance(metric, MinMetric):
+                    low.setdefault(name, []).append(next(place))
+        return cls(*(dict(sorted(kind.items())) for kind in (add, high, low)))
+
+    def joined(self, values: Sequence[float]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """(sums, largest, smallest) by name."""
+        return (
+            {name: sum(values[i] for i in where) for name, where in self.add.items()},
+            {name: max(values[i] for i in where) for name, where in self.high.items()},
+            {name: min(values[i] for i in where) for name, where in self.low.items()},
+        )
+
+    def named(self, numbers: Iterator[float]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """The next numbers, in the same order, by name."""
+        add, high, low = ({name: next(numbers) for name in kind} for kind in (self.add, self.high, self.low))
+        return add, high, low
 
 
-def _local_sums(objective: GlobalBatchLossCallback) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """(values that add up, largest, smallest) over this rank's micro-batches; means as two sums."""
-    add: dict[str, float] = {}
-    high: dict[str, float] = {}
-    low: dict[str, float] = {}
-    for terms, metrics in objective.on_host:
-        for name, value in terms.items():
-            add[f"term/{name}"] = add.get(f"term/{name}", 0.0) + value
-        for name, metric in metrics.items():
-            if isinstance(metric, MeanMetric):
-                add[f"sum/{name}"] = add.get(f"sum/{name}", 0.0) + float(metric.sum)
-                add[f"count/{name}"] = add.get(f"count/{name}", 0.0) + float(metric.count)
-            elif isinstance(metric, SumMetric):
-                add[f"total/{name}"] = add.get(f"total/{name}", 0.0) + float(metric.value)
-            elif isinstance(metric, MaxMetric):
-                high[name] = max(high.get(name, -float("inf")), float(metric.value))
-            elif isinstance(metric, MinMetric):
-                low[name] = min(low.get(name, float("inf")), float(metric.value))
-    return add, high, low
+class StepReport:
+    """What is reported of a global batch, read from the device at once, with what else the host needs of it then."""
+
+    def __init__(
+        self,
+        objective: GlobalBatchLossCallback,
+        counted: GlobalBatchCounts,
+        context: ParallelContextProtocol,
+        microbatches: Sequence[Batch],
+    ) -> None:
+        self.objective, self.counted, self.context, self.microbatches = objective, counted, context, microbatches
+        self.metrics: dict[str, Tensor] = {}
+        """Further metrics [], the same on every rank already; those that are on every pipeline stage."""
+        self.result = StepResult(0.0)
+        """What was read."""
+
+    def read(self, more: Sequence[Tensor] = ()) -> list[float]:
+        """Reads the report, and the numbers `more` [] of this rank, which are returned. Collective; once, after the
+        last micro-batch."""
+        context, objective, device = self.context, self.objective, self.context.device
+        last = context.coordinates.pp == context.layout.pp - 1
+        values = objective.values() if last else []
+        places = _Places.of(objective.parts if last else [])
+        own = [v for v in values if isinstance(v, Tensor) and v.device.type == device.type]
+        reduced = _reduced_over_dp(values, places, context) if last and context.layout.dp > 1 else None
+        asked = [v.detach().reshape(()).double() for v in (*own, *(reduced or ()), *self.metrics.values(), *more)]
+        numbers = iter(torch.stack(asked).tolist() if asked else [])
+        of_own = dict(zip(map(id, own), numbers, strict=False))
+        local = [of_own[id(v)] if id(v) in of_own else float(v) for v in values]
+        add, high, low = places.joined(local) if reduced is None else places.named(numbers)
+        further = dict(zip(self.metrics, numbers, strict=False))
+        result: tuple[float, dict[str, float]] = (0.0, {})
+        if last:
+            total, metrics = _finish(add, high, low)
+            result = (total, metrics | _differences(objective, metrics))
+        if context.layout.pp > 1:
+            result = distributed.broadcast_object(result, context.layout.pp - 1, context.groups.pp, device)
+        counted, parts = self.counted, objective.local(self.microbatches, local) if last else ()
+        facts = counted.tokens, counted.label_tokens, counted.counts, parts
+        self.result = StepResult(result[0], {**result[1], **further}, None, False, *facts)
+        return list(numbers)
+
+    def read_result(self) -> StepResult:
+        """Reads the report alone."""
+        self.read()
+        return self.result
 
 
-def _reduce(
-    values: dict[str, float], op: dist.ReduceOp.RedOpType, context: ParallelContextProtocol
-) -> dict[str, float]:
-    if not values or context.layout.dp == 1:
-        return values
-    names = sorted(values)
-    tensor = copy_to_device_async(torch.tensor([values[n] for n in names], dtype=torch.float64), context.device)
-    dist.all_reduce(tensor, op, context.groups.dp)
-    return dict(zip(names, tensor.tolist(), strict=True))
-
-
-def reduce_objective_report(
-    objective: GlobalBatchLossCallback, context: ParallelContextProtocol
-) -> tuple[float, dict[str, float]]:
-    """(objective, metrics) of the global batch, on every rank: reduced on the last stage, then sent to the others."""
-    layout, coords = context.layout, context.coordinates
-    result: tuple[float, dict[str, float]] = (0.0, {})
-    if coords.pp == layout.pp - 1:
-        add, high, low = _local_sums(objective)
-        add = _reduce(add, dist.ReduceOp.SUM, context)
-        high, low = _reduce(high, dist.ReduceOp.MAX, context), _reduce(low, dist.ReduceOp.MIN, context)
-        total, metrics = _finish(add, high, low)
-        result = (total, metrics | _differences(objective, metrics))
-    if layout.pp > 1:
-        result = distributed.broadcast_object(result, layout.pp - 1, context.groups.pp, context.device)
-    return result
+def _reduced_over_dp(
+    values: Sequence[Tensor | float], places: _Places, context: ParallelContextProtocol
+) -> list[Tensor]:
+    """The reported values [] in the order of `places`, summed or compared on the device over data-parallel ranks."""
+    device = context.device
+    on_host = [float(v) for v in values if not (isinstance(v, Tensor) and v.device.type == device.type)]
+    known = iter(copy_to_device_async(torch.tensor(on_host, dtype=torch.float64), device).unbind())
+    each = [
+        v.detach().reshape(()).double() if isinstance(v, Tensor) and v.device.type == device.type else next(known)
+        for v in values
+    ]
+    add = [torch.stack([each[i] for i in where]).sum() for where in places.add.values()]
+    high = [torch.stack([each[i] for i in where]).amax() for where in places.high.values()]
+    low = [-torch.stack([each[i] for i in where]).amin() for where in places.low.values()]
+    reduced: list[Tensor] = []
+    for group, op in ((add, dist.ReduceOp.SUM), ([*high, *low], dist.ReduceOp.MAX)):
+        if group:
+            joined = torch.stack(group)
+            dist.all_reduce(joined, op, context.groups.dp)
+            reduced += joined.unbind()
+    first = len(reduced) - len(low)
+    return [*reduced[:first], *(-t for t in reduced[first:])]
 
 
 def _differences(objective: GlobalBatchLossCallback, metrics: dict[str, float]) -> dict[str, float]:

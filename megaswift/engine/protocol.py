@@ -108,6 +108,9 @@ class Engine(Protocol):
     def count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> GlobalBatchCounts:
         """The counts of the global batch; `beside` is added up over all ranks in the same reduction. Collective."""
 
+    def prepare_ahead(self, microbatches: list[Batch]) -> list[Batch]:
+        """The same micro-batches with what the engine computes of them in host memory, for loader threads."""
+
     def train_batch(
         self,
         microbatches: Sequence[Batch],

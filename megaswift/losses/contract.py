@@ -7,7 +7,7 @@ count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -44,16 +44,24 @@ class Batch:
     """What the algorithm needs besides: pair indices, advantages, old and reference log-probabilities."""
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     """Inputs of towers (images)."""
+    ahead: object = None
+    """What an engine has computed of this batch beforehand (`Engine.prepare_ahead`), for itself."""
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
+        return self.with_tensors(lambda tensor: copy_to_device_async(tensor, device))
+
+    def with_tensors(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with what `function` makes of each of its tensors, and nothing computed ahead."""
 
         def move(v: Any) -> Any:
             if isinstance(v, Tensor):
-                return copy_to_device_async(v, device)
+                return function(v)
             return {k: move(x) for k, x in v.items()} if isinstance(v, Mapping) else v
 
-        return replace(self, **{k: move(getattr(self, k)) for k in self.__dataclass_fields__})
+        return replace(
+            self, **{k: move(getattr(self, k)) for k in self.__dataclass_fields__ if k != "ahead"}, ahead=None
+        )
 
     @property
     def tokens(self) -> int:

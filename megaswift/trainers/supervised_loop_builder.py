@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megaswift.data.loader import TokenStoreBatchSource
 from megaswift.trainers.add_preference_loss_fields_to_batches import LastTokens
 from megaswift.trainers.choose_step_packing import choose_step_packing
 from megaswift.trainers.learning_rate_schedule import check_schedule_length, count_steps, lr_at, weight_decay_at
@@ -39,6 +40,8 @@ def build_supervised_loop(session: TrainingSession) -> LoopWithRunSummary:
     with timed(session.seconds, "model"), session.memory_advice():
         engine = build.engine(fresh=build.resumed is None, total_steps=total)
         hooks = build.hooks(engine, evaluation)
+    if isinstance(source, TokenStoreBatchSource):
+        source.prepare_ahead = engine.prepare_ahead
     transform = build.preparation()
     loop = Loop(
         engine,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from dataclasses import replace
 from datetime import datetime
@@ -22,8 +23,10 @@ import torch
 from megaswift.data.build_batch_sources import build_train_and_eval_sources
 from megaswift.data.collate import PaddingShape, collate_packed, collate_rows
 from megaswift.data.epoch_order import EpochOrder
-from megaswift.data.loader import LoaderGeometry
+from megaswift.data.loader import DocumentRows, LoaderGeometry
+from megaswift.data.pack_samples_of_step import StepPacking
 from megaswift.errors import DataError
+from megaswift.losses.contract import Batch
 from tests.data.makers import chat, config, jsonl, tokenizer
 
 
@@ -114,6 +117,37 @@ def test_resume_goes_on_exactly(tmp_path: Path, packing: bool, threads: int) -> 
         for a, b in zip(batches, t.next(), strict=True):
             assert torch.equal(a.input_ids, b.input_ids) and torch.equal(a.loss_weights, b.loss_weights)
             assert torch.equal(a.sample_ids, b.sample_ids)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed", "step"])
+def test_threads_prepare_the_same_batches_in_the_same_order(tmp_path: Path, kind: str) -> None:
+    """Every tensor, over the end of an epoch and from a saved position on; what the engine prepares is done ahead."""
+    geometry = LoaderGeometry(1, 2, 1, 4, doc_multiple=4, row_multiple=8)
+    options: dict[str, Any] = {"packing": kind == "packed", "max_length": 128}
+    plain, ahead = (source(tmp_path, 60, geometry, dataloader_num_workers=n, **options)[0] for n in (0, 2))
+    prepared: list[str] = []
+
+    def prepare(batches: list[Batch]) -> list[Batch]:
+        prepared.append(threading.current_thread().name)
+        return [replace(b, ahead="prepared") for b in batches]
+
+    ahead.prepare_ahead = prepare
+    if kind == "step":
+        for s in (plain, ahead):
+            assert isinstance(s.data, DocumentRows)
+            s.data.step_packing = StepPacking(capacity=256)
+    for step in range(24):
+        if step == 10:
+            for s in (plain, ahead):
+                s.load_state_dict(json.loads(json.dumps(plain.state_dict())))
+        one, two = plain.next(), ahead.next()
+        assert plain.state_dict() == ahead.state_dict()
+        assert len(one) == len(two) and {b.ahead for b in two} == {"prepared"}
+        for a, b in zip(one, two, strict=True):
+            for name in ("input_ids", "labels", "loss_weights", "positions", "valid", "cu_seqlens", "sample_ids"):
+                x, y = getattr(a, name), getattr(b, name)
+                assert (x is None and y is None) or torch.equal(x, y), name
+    assert all(name.startswith("megaswift-data") for name in prepared)
 
 
 def test_resume_on_other_ranks_sees_the_rows_that_come_next(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from megaswift.engine.global_batch_loss_and_metrics import (
     GlobalBatchCounts,
     GlobalBatchLossCallback,
-    reduce_objective_report,
+    StepReport,
 )
+from megaswift.engine.protocol import StepResult
 from megaswift.losses.contract import DifferenceMetric, MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 from megaswift.losses.sft import CrossEntropy
 
@@ -24,7 +26,18 @@ ALONE: Any = SimpleNamespace(
 def reported(*parts: dict[str, Metric]) -> dict[str, float]:
     objective = GlobalBatchLossCallback(CrossEntropy(), GlobalBatchCounts({}, 0, 0, len(parts)))
     objective.parts = [({}, part) for part in parts]
-    return reduce_objective_report(objective, ALONE)[1]
+    return dict(read(objective).metrics)
+
+
+def read(objective: GlobalBatchLossCallback, *more: torch.Tensor, context: Any = ALONE) -> StepResult:
+    """The result of a report that was read together with `more`."""
+    rows: Any = [SimpleNamespace(sample_ids=None)] * len(objective.parts)
+    report = StepReport(objective, GlobalBatchCounts({}, 0, 0, len(rows)), context, rows)
+    report.metrics["further"] = torch.tensor(7.0)
+    assert report.read(more) == [float(t) for t in more]
+    assert report.result.metrics["further"] == 7.0
+    metrics = {name: value for name, value in report.result.metrics.items() if name != "further"}
+    return replace(report.result, metrics=metrics)
 
 
 def test_metrics_are_reduced_by_their_kind() -> None:
@@ -64,10 +77,44 @@ def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
     for name in ("tolist", "__float__", "item"):
         monkeypatch.setattr(torch.Tensor, name, noted(name, getattr(torch.Tensor, name), reads))
-    assert reduce_objective_report(objective, ALONE) == (2.0, {"mean": 1.5, "high": 2.5, "low": 1.0, "gap": 0.0})
+    norm = torch.tensor(3.0)
     rows: Any = [SimpleNamespace(sample_ids=None)] * 2
-    assert [part.loss for part in objective.local(rows)] == [0.5, 1.5]
+    report = StepReport(objective, GlobalBatchCounts({}, 0, 0, 2), ALONE, rows)
+    assert report.read([norm]) == [3.0]
+    result = report.result
+    assert (result.loss, result.metrics) == (2.0, {"mean": 1.5, "high": 2.5, "low": 1.0, "gap": 0.0})
+    assert [part.loss for part in result.parts] == [0.5, 1.5]
     assert reads == ["tolist"]
+
+
+def test_values_are_reduced_over_data_parallel_ranks_before_the_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank has the same sums, a largest value of 5 and a smallest of -5: one sum and one maximum."""
+    ops: list[Any] = []
+
+    def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
+        ops.append(op)
+        if op == torch.distributed.ReduceOp.SUM:
+            tensor.mul_(2)
+        else:
+            tensor.clamp_(min=5.0)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    part: dict[str, Metric] = {
+        "mean": MeanMetric(torch.tensor(6.0), 4),
+        "sum": SumMetric(3.0),
+        "high": MaxMetric(torch.tensor(2.5)),
+        "higher": MaxMetric(8.0),
+        "low": MinMetric(1.0),
+        "lower": MinMetric(torch.tensor(-9.0)),
+    }
+    objective = GlobalBatchLossCallback(CrossEntropy(), GlobalBatchCounts({}, 0, 0, 2))
+    objective.parts = [({"loss": torch.tensor(share)}, part) for share in (0.5, 1.5)]
+    both: Any = SimpleNamespace(**{**vars(ALONE), "layout": SimpleNamespace(dp=2, pp=1)})
+    both.groups = SimpleNamespace(dp=None)
+    result = read(objective, torch.tensor(3.0), context=both)
+    assert result.loss == 4.0 and [share.loss for share in result.parts] == [0.5, 1.5]
+    assert result.metrics == {"mean": 1.5, "sum": 12.0, "high": 5.0, "higher": 8.0, "low": -5.0, "lower": -9.0}
+    assert ops == [torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.MAX]
 
 
 def test_a_difference_is_taken_of_reduced_means() -> None:

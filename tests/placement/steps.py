@@ -221,19 +221,19 @@ def sharded_faults(text: str, folder: Path) -> Any:
     the gradients, one on a gathered weight, a sum of gradients in host memory, a mask."""
     with engine_of(text, folder) as (engine, case):
         strategy = engine.strategy
-        norm, name = strategy.norm, next(iter(dict(strategy.bare.named_parameters())))
+        squared, name = strategy.squared_norm, next(iter(dict(strategy.bare.named_parameters())))
 
-        def gradient() -> float:
+        def gradient() -> torch.Tensor:
             for part in map(strategy.local, strategy.gradients()):
                 part.mul_(torch.ones(part.shape))
-            return norm()
+            return squared()
 
-        def gathered() -> float:
+        def gathered() -> torch.Tensor:
             whole = strategy.full(name, "weight")
             whole * torch.ones(whole.shape)
-            return norm()
+            return squared()
 
-        planted = {f.__name__: (patch.object(strategy, "norm", f), None) for f in (gradient, gathered)}
+        planted = {f.__name__: (patch.object(strategy, "squared_norm", f), None) for f in (gradient, gathered)}
         layer = strategy.bare.model.model.layers[0]
         planted |= {"sums": (_hook(layer, _sum_over(dist.group.WORLD)), None), "mask": (_hook(layer, _mask), None)}
         return _seen(engine, case, planted)

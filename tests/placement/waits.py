@@ -11,14 +11,8 @@ from typing import Any
 
 Waits = dict[str, int]
 LAYERS, MICROBATCHES = 4, 2
-REPORT = {"read megaswift.engine.global_batch_loss_and_metrics:GlobalBatchLossCallback.on_host": 1}
-"""Losses and metrics of the step, in one read."""
-NORM = {"read megatron.core.optimizer.clip_grads:get_grad_norm_fp32": 1}
-"""Megatron-Core's: whether the norm is finite decides on the step."""
-STEP = REPORT | NORM
-ROUTERS = {"read megaswift.engine.megatron.layers.router:AuxLosses.report": 1}
-EXPERT_NORM = {"read megatron.core.optimizer.clip_grads:get_grad_norm_fp32": 2}
-"""Experts' gradients have a norm of their own."""
+STEP = {"read megaswift.engine.global_batch_loss_and_metrics:StepReport.read": 1}
+"""Losses, metrics, routers' losses and gradient norms of the step, in one read, which decides on the update."""
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 DISPATCH = {f"sync {_DISPATCHER}._maybe_dtoh_and_synchronize": LAYERS * MICROBATCHES}
 """Megatron-Core's: tokens of each expert, which set the shapes of the exchange and of the products."""
@@ -27,11 +21,8 @@ TORCH_EXPERTS = DISPATCH | {
     "read megatron.core.transformer.moe.moe_utils:sort_chunks_by_idxs": 3 * LAYERS * MICROBATCHES,
 }
 """Megatron-Core's permutation without Transformer Engine's kernels asks once more."""
-MOE = REPORT | EXPERT_NORM | ROUTERS
 COUNTED = {"read megaswift.engine.global_batch_loss_and_metrics:count_global_batch": 1}
 """Over all ranks: counts before the step, which losses are divided by, and whether the step is taken."""
-SHARED_BATCH = COUNTED | {"read megaswift.engine.global_batch_loss_and_metrics:_reduce": 1}
-"""Over data-parallel ranks: what is reported too."""
 PIPELINE = {
     "read megaswift.distributed:broadcast_object": 1,
     "sync megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate": 3,
@@ -41,8 +32,8 @@ a stage of two has three for two micro-batches."""
 INTERLEAVED = {"read megaswift.distributed:broadcast_object": 1}
 PADDED_PACKING = {"read transformers.masking_utils:find_packed_sequence_indices": 2}
 """transformers asks each micro-batch's positions whether rows are packed."""
-DDP = REPORT | PADDED_PACKING | {"read megaswift.engine.torch.ddp:DdpStrategy.norm": 1}
-FSDP = REPORT | PADDED_PACKING | SHARED_BATCH | {"read megaswift.engine.torch.fsdp:FsdpStrategy.norm": 1}
+DDP = STEP | PADDED_PACKING
+FSDP = STEP | PADDED_PACKING | COUNTED
 FSDP_OFFLOADED = FSDP | {
     "copy megaswift.engine.squared_gradient_norm:sum_of_squares.<locals>.<listcomp>": 1,
     "read megaswift.engine.torch.ddp:DdpStrategy.scaled_backward": 25,
@@ -100,25 +91,24 @@ FSDP_ROLLOUT |= {
     _WHOLE: 25,
     OBJECTS: 5,
     "gloo megaswift.distributed:barrier": 1,
-    "read megaswift.engine.global_batch_loss_and_metrics:_reduce": 3,
     "read transformers.masking_utils:find_packed_sequence_indices": 4,
 }
 
 WAITS: dict[tuple[str, int], dict[str, Any]] = {
     ("", 1): {
-        "step:moe": MOE | TORCH_EXPERTS,
+        "step:moe": STEP | TORCH_EXPERTS,
         "save:moe": _checkpoint(237, 63, counters=63),
         "run:dpo": STEP,
         "run:grpo": STEP | SAMPLER | {COLLECT: 19, SCORES: 2},
         "run:sft --engine ddp": DDP,
     },
     ("", 2): {
-        "step:dense pp2": [NORM | PIPELINE | COUNTED, STEP | PIPELINE | COUNTED],
-        "step:moe dp2 ep2": MOE | TORCH_EXPERTS | SHARED_BATCH,
+        "step:dense pp2": [STEP | PIPELINE | COUNTED, STEP | PIPELINE | COUNTED],
+        "step:moe dp2 ep2": STEP | TORCH_EXPERTS | COUNTED,
         "save:dense dp2 --engine fsdp2": [_FSDP_SAVED, _FSDP_READ],
     },
     ("2.12.0", 1): {
-        "step:moe te packed": MOE | DISPATCH,
+        "step:moe te packed": STEP | DISPATCH,
         "save:dense te": _checkpoint(117, 35),
     },
     ("2.12.0", 2): {
@@ -143,15 +133,15 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
     },
     ("", 2): {
         "step:dense cp2 packed": STEP | COUNTED,
-        "step:dense dp2 do overlap": STEP | SHARED_BATCH,
-        "step:moe tp2 sp ep2 etp1": MOE | TORCH_EXPERTS | COUNTED,
+        "step:dense dp2 do overlap": STEP | COUNTED,
+        "step:moe tp2 sp ep2 etp1": STEP | TORCH_EXPERTS | COUNTED,
         "run:grpo --engine fsdp2": FSDP_ROLLOUT,
         "run:dpo --engine fsdp2": FSDP | LOOP | {"read transformers.masking_utils:find_packed_sequence_indices": 4},
         "run:sft --engine fsdp2 --fsdp shard_grad_op": FSDP | LOOP,
         "run:sft --engine fsdp2 --fsdp offload": FSDP_OFFLOADED | LOOP,
         "run:sft --engine fsdp2 --train_type lora": FSDP | LOOP,
         "save:dense tp2 sp": [_checkpoint(117, 35, 35, 2), _checkpoint(117, 18, 35, 2)],
-        "run:sft --pipeline_parallel_size 2": [NORM | PIPELINE | LOOP, STEP | PIPELINE | LOOP],
+        "run:sft --pipeline_parallel_size 2": [STEP | PIPELINE | LOOP, STEP | PIPELINE | LOOP],
         "run:grpo --tensor_parallel_size 2": [
             STEP | SAMPLER | ROLLOUT_LOOP | {COLLECT: n, SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
             if n == 19
@@ -161,21 +151,21 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
     },
     ("", 4): {
         "step:dense pp2 vpp2 tp2 packed": [
-            NORM | INTERLEAVED | COUNTED,
-            NORM | INTERLEAVED | COUNTED,
+            STEP | INTERLEAVED | COUNTED,
+            STEP | INTERLEAVED | COUNTED,
             STEP | INTERLEAVED | COUNTED,
             STEP | INTERLEAVED | COUNTED,
         ],
     },
     ("2.12.0", 1): {
         "step:dense te": STEP,
-        "step:gpt_oss te": REPORT | EXPERT_NORM | DISPATCH,
+        "step:gpt_oss te": STEP | DISPATCH,
         "run:sft --train_type lora": STEP,
     },
     ("2.12.0", 2): {
-        "step:dense te pp2 packed": [NORM | PIPELINE | COUNTED, STEP | PIPELINE | COUNTED],
-        "step:moe te tp2 sp ep2 etp1 packed": MOE | DISPATCH | COUNTED,
-        "step:moe te cp2 packed comm=a2a": MOE | DISPATCH | A2A | COUNTED,
+        "step:dense te pp2 packed": [STEP | PIPELINE | COUNTED, STEP | PIPELINE | COUNTED],
+        "step:moe te tp2 sp ep2 etp1 packed": STEP | DISPATCH | COUNTED,
+        "step:moe te cp2 packed comm=a2a": STEP | DISPATCH | A2A | COUNTED,
         "save:dense te dp2 do": [_checkpoint(79, 35, 0, 2), _checkpoint(77, 0, 0, 2)],
     },
 }

@@ -162,7 +162,11 @@ def test_engines_name_the_samples_of_their_parts() -> None:
     fields = [torch.full((len(CrossEntropy().needs.names), 2, 3), -value) for value in (1.0, 3.0)]
     for batch, field in zip(batches, fields, strict=True):
         objective(batch, field)
-    assert objective.local(batches) == (MicrobatchLossAndSamples(0.5, (4, 9)), MicrobatchLossAndSamples(1.5, (7,)))
+    numbers = [float(value) for value in objective.values()]
+    assert objective.local(batches, numbers) == (
+        MicrobatchLossAndSamples(0.5, (4, 9)),
+        MicrobatchLossAndSamples(1.5, (7,)),
+    )
 
 
 @pytest.mark.parametrize(

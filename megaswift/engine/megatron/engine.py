@@ -27,9 +27,9 @@ from megaswift.config import SwiftConfig
 from megaswift.config.transformer_engine_rules import missing_transformer_engine_problems
 from megaswift.engine.global_batch_loss_and_metrics import (
     GlobalBatchLossCallback,
+    StepReport,
     count_global_batch,
     named_head_outputs,
-    reduce_objective_report,
 )
 from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import optimizer as optim
@@ -62,6 +62,7 @@ from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import (
     ExactWeights,
     is_fp8_weight,
 )
+from megaswift.engine.megatron.rank_microbatch_inputs import prepare_batch_ahead
 from megaswift.engine.megatron.tp_comm_overlap import tp_comm_overlap_text
 from megaswift.engine.protocol import Counted, EngineSizeReport, GlobalBatchCounts, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
@@ -187,6 +188,11 @@ class MegatronEngine:
         """The counts of the global batch; `beside` is added up over all ranks in the same reduction. Collective."""
         return count_global_batch(microbatches, loss, self.context, beside)
 
+    def prepare_ahead(self, microbatches: list[Batch]) -> list[Batch]:
+        """Pinned, with the indices of this rank's slices."""
+        cp, rank, device = self.layout.cp, self.context.coordinates.cp, self.context.device
+        return [prepare_batch_ahead(batch, cp, rank, device) for batch in microbatches]
+
     def train_batch(
         self,
         microbatches: Sequence[Batch],
@@ -196,18 +202,24 @@ class MegatronEngine:
         counted: Counted = None,
     ) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
-        result = self.accumulate(microbatches, loss, whole_gradients=False, counted=counted)
+        report = self._accumulate(microbatches, loss, False, counted)
         decay = self.cfg.optim.weight_decay if weight_decay is None else weight_decay
         optim.set_lr_and_weight_decay(self.optimizer, lr, decay)
         scale = optim.get_loss_scale(self.optimizer)
-        norm, stepped = optim.optimizer_step(self.optimizer, self.cfg.optim.max_grad_norm)
+        clip, device = self.cfg.optim.max_grad_norm, self.context.device
+        norm, stepped = optim.optimizer_step(self.optimizer, clip, device, report.read)
         falling = not stepped and optim.can_lower_loss_scale(self.optimizer)
-        return replace(result, grad_norm=norm, skipped=not stepped, loss_scale=scale, loss_scale_falling=falling)
+        return replace(report.result, grad_norm=norm, skipped=not stepped, loss_scale=scale, loss_scale_falling=falling)
 
     def accumulate(
         self, microbatches: Sequence[Batch], loss: Loss, whole_gradients: bool = True, counted: Counted = None
     ) -> StepResult:
         """Forward and backward only; `hf_gradients` then has the gradients of the global objective."""
+        return self._accumulate(microbatches, loss, whole_gradients, counted).read_result()
+
+    def _accumulate(
+        self, microbatches: Sequence[Batch], loss: Loss, whole_gradients: bool, counted: Counted
+    ) -> StepReport:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -219,22 +231,22 @@ class MegatronEngine:
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
         """The numbers of `train_batch` without dropout, gradient or change of state."""
         with passes.evaluation_mode(self.chunks):
-            return self._run(microbatches, loss, passes.ForwardBackwardMode(self.choice.attention, True))
+            mode = passes.ForwardBackwardMode(self.choice.attention, True)
+            return self._run(microbatches, loss, mode).read_result()
 
     def _run(
         self, microbatches: Sequence[Batch], loss: Loss, settings: passes.ForwardBackwardMode, counted: Counted = None
-    ) -> StepResult:
+    ) -> StepReport:
         counted = counted or self.count(microbatches, loss)
         objective = GlobalBatchLossCallback(loss, counted)
         self._need(loss.needs)
         self.aux.begin(counted.microbatches)
         with self.backend.computing():
             passes.run_forward_backward_schedule(self.chunks, microbatches, objective, self.context, settings)
-        total, metrics = reduce_objective_report(objective, self.context)
+        report = StepReport(objective, counted, self.context, microbatches)
         if not settings.forward_only:
-            metrics = {**metrics, **self.aux.report()}
-        numbers = counted.tokens, counted.label_tokens, counted.counts, objective.local(microbatches)
-        return StepResult(total, metrics, None, False, *numbers)
+            report.metrics |= self.aux.report()
+        return report
 
     def _need(self, needs: RequestedModelOutputs) -> None:
         for chunk in self.plain:

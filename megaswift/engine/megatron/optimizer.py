@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
+    clip_grads,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
@@ -25,9 +26,11 @@ from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megaswift.config import SwiftConfig
 from megaswift.config.optimizer_rules import uses_distributed_optimizer
+from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
 from megaswift.engine.megatron.host_adam import HostAdam, materialize_host_adam_state
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -181,13 +184,21 @@ def _shared_scaler(optimizer: MegatronOptimizer) -> SharedLossScaler | None:
 
 
 @torch.no_grad()
-def optimizer_step(optimizer: MegatronOptimizer, clip: float) -> tuple[float, bool]:
-    """(gradient norm before clipping, whether the step was taken). Not taken where a gradient is not finite."""
+def optimizer_step(
+    optimizer: MegatronOptimizer, clip: float, device: torch.device, read: ReadNumbers
+) -> tuple[float, bool]:
+    """(gradient norm before clipping, whether the step was taken). Not taken where a gradient is not finite.
+
+    `read` is called once, before the update is launched: whether it is, and whether gradients are scaled, the host
+    decides. Transformer Engine's FusedAdam has no way to skip on the device, and to scale gradients unasked would cost
+    more of the device's time than the host's way to it.
+    """
     overflow = optimizer.prepare_grads()
     scaler = _shared_scaler(optimizer)
     if scaler is not None:
         overflow = scaler.decide(overflow)
-    norm = float(optimizer.get_grad_norm()) if not overflow else math.nan
+    squares = read([] if overflow else _launch_squared_norms(optimizer, device))
+    norm = math.nan if overflow else math.sqrt(sum(squares))
     if not math.isfinite(norm):
         return norm, False
     if clip > 0:
@@ -198,3 +209,23 @@ def optimizer_step(optimizer: MegatronOptimizer, clip: float) -> tuple[float, bo
                     parameters, max_norm=clip, total_norm=norm, use_decoupled_grad=uses_precision_aware_optimizer(part)
                 )
     return norm, bool(optimizer.step_with_ready_grads())
+
+
+def _launch_squared_norms(optimizer: MegatronOptimizer, device: torch.device) -> list[Tensor]:
+    """Squared gradient norms [] whose sum is that of all gradients, over all ranks; Megatron-Core's `get_grad_norm`
+    without its reads. Collective: also of parts without parameters here."""
+    parts = _chained(optimizer)
+    groups = [part.get_grad_stats_parallel_group() for part in parts]
+    gradients = [part.get_main_grads_for_grad_norm() for part in parts]
+    if all(group == groups[0] for group in groups):
+        groups, gradients = groups[:1], [[g for some in gradients for g in some]]
+    squares = []
+    for some, group in zip(gradients, groups, strict=True):
+        square = torch.zeros(1, dtype=torch.float32, device=device)
+        if some:
+            no_overflow = torch.zeros(1, dtype=torch.int, device=device)
+            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, no_overflow, [some], False)
+            square = norm**2
+        dist.all_reduce(square, group=group)
+        squares.append(square.reshape(()))
+    return squares

@@ -5,13 +5,13 @@ Owns the cut of a Batch for context parallelism and the layout objects of packed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megaswift.device_copy import copy_to_device_async
+from megaswift.device_copy import copy_to_device_async, pin_where_copied
 from megaswift.engine.megatron.context_parallel import gather_order, local_row_positions
 from megaswift.engine.megatron.layers.torch_attention import RowPackedSeqParams
 from megaswift.losses.contract import Batch
@@ -45,15 +45,72 @@ class TEPackedSeqParams(PackedSeqParams):
     pad_between_seqs: bool = False
 
 
-def _thd(cu_seqlens: Tensor | None, cp: int, device: torch.device) -> PackedSeqParams | None:
-    """Packed rows as Transformer Engine takes them; None when not packed. `cu_seqlens` is in host memory.
+@dataclass(frozen=True)
+class MicrobatchHostIndices:
+    """What the host computes of a micro-batch, for context-parallel `rank` of `cp`; tensors in host memory."""
+
+    of: tuple[Tensor | None, ...]
+    """The tensors that this was computed from."""
+    cp: int
+    rank: int
+    labeled_rows: Tensor
+    index: Tensor | None
+    order: Tensor | None
+    bounds: Tensor | None
+    """int32 `cu_seqlens`."""
+    longest: int
+    """Tokens of the longest document of a packed row."""
+    same_positions: bool
+
+    @classmethod
+    def compute(cls, batch: Batch, cp: int, rank: int) -> MicrobatchHostIndices:
+        """Of a batch in host memory."""
+        index = order = None
+        weights = batch.loss_weights
+        if cp > 1:
+            length = batch.input_ids.shape[1]
+            index = local_row_positions(length, batch.cu_seqlens, cp, rank)
+            order = gather_order(length, batch.cu_seqlens, cp)
+            weights = weights.index_select(1, index.to(weights.device))
+        return cls(
+            of=_sources(batch),
+            cp=cp,
+            rank=rank,
+            labeled_rows=weights.t().reshape(-1).nonzero().squeeze(1),
+            index=index,
+            order=order,
+            bounds=None if batch.cu_seqlens is None else batch.cu_seqlens.int(),
+            longest=0 if batch.cu_seqlens is None else int(batch.cu_seqlens.diff().max()),
+            same_positions=bool((batch.positions == batch.positions[:1]).all()),
+        )
+
+    def fits(self, batch: Batch, cp: int, rank: int) -> bool:
+        """Whether this is of `batch`, whose tensors may have been exchanged since."""
+        same = all(a is b for a, b in zip(self.of, _sources(batch), strict=True))
+        return same and (self.cp, self.rank) == (cp, rank)
+
+
+def _sources(batch: Batch) -> tuple[Tensor | None, ...]:
+    return batch.input_ids, batch.loss_weights, batch.positions, batch.cu_seqlens
+
+
+def prepare_batch_ahead(batch: Batch, cp: int, rank: int, device: torch.device) -> Batch:
+    """The batch in memory that a GPU copies from while the host goes on, with its `MicrobatchHostIndices`."""
+    pinned = batch.with_tensors(lambda tensor: pin_where_copied(tensor, device))
+    computed = MicrobatchHostIndices.compute(pinned, cp, rank)
+    copied = {name: getattr(computed, name) for name in ("labeled_rows", "index", "order", "bounds")}
+    copied = {name: pin_where_copied(t, device) for name, t in copied.items() if t is not None}
+    return replace(pinned, ahead=replace(computed, **copied))
+
+
+def _thd(bounds: Tensor | None, longest: int, cp: int, device: torch.device) -> PackedSeqParams | None:
+    """Packed rows as Transformer Engine takes them; None when not packed. `bounds` is in host memory.
 
     Context parallelism needs the padded bounds too; they are the others: padding belongs to documents.
     """
-    if cu_seqlens is None:
+    if bounds is None:
         return None
-    longest = int(cu_seqlens.diff().max())
-    bounds = copy_to_device_async(cu_seqlens.int(), device)
+    bounds = copy_to_device_async(bounds, device)
     padded = bounds if cp > 1 else None
     return TEPackedSeqParams(
         qkv_format="thd",
@@ -67,21 +124,17 @@ def _thd(cu_seqlens: Tensor | None, cp: int, device: torch.device) -> PackedSeqP
 
 
 def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, attention: str) -> MicrobatchInputs:
-    """The slice of `batch` that context-parallel `rank` of `cp` computes. Indices are
-    computed on the host, and each tensor is copied to the device once: the host never waits for the device."""
-    length = batch.input_ids.shape[1]
-    index = order = None
-    weights = batch.loss_weights
-    if cp > 1:
-        local = local_row_positions(length, batch.cu_seqlens, cp, rank)
-        weights = weights.index_select(1, local.to(weights.device))
-        index, order = (copy_to_device_async(t, device) for t in (local, gather_order(length, batch.cu_seqlens, cp)))
+    """The slice of `batch` that context-parallel `rank` of `cp` computes. Indices are computed on the host, where a
+    loader thread has not done so, and each tensor is copied to the device once: the host never waits for the device."""
+    host = batch.ahead
+    if not (isinstance(host, MicrobatchHostIndices) and host.fits(batch, cp, rank)):
+        host = MicrobatchHostIndices.compute(batch, cp, rank)
+    index, order = (None if t is None else copy_to_device_async(t, device) for t in (host.index, host.order))
     rows: PackedSeqParams | None
     if attention == "torch":
-        rows = RowPackedSeqParams(length, batch.cu_seqlens, cp, rank, index, order)
+        rows = RowPackedSeqParams(batch.input_ids.shape[1], batch.cu_seqlens, cp, rank, index, order)
     else:
-        rows = _thd(batch.cu_seqlens, cp, device)
-    same_positions = bool((batch.positions == batch.positions[:1]).all())
+        rows = _thd(host.bounds, host.longest, cp, device)
     whole = batch.to(device)
 
     def cut(x: Tensor) -> Tensor:
@@ -90,9 +143,9 @@ def microbatch_inputs(batch: Batch, cp: int, rank: int, device: torch.device, at
     return MicrobatchInputs(
         batch=whole,
         input_ids=cut(whole.input_ids),
-        positions=cut(whole.positions[:1] if same_positions else whole.positions),
+        positions=cut(whole.positions[:1] if host.same_positions else whole.positions),
         labels=cut(whole.labels),
-        labeled_rows=copy_to_device_async(weights.t().reshape(-1).nonzero().squeeze(1), device),
+        labeled_rows=copy_to_device_async(host.labeled_rows, device),
         padding=~cut(whole.valid),
         rows=rows,
         index=index,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.config.optim import OptimConfig
+from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
 from megaswift.engine.torch.loss_scale import DynamicLossScale
 
 WEIGHT, GRADIENT = "weight", "gradient"
@@ -27,9 +28,9 @@ class DataParallelStrategy(Protocol):
     def backward(self, loss: Tensor, last: bool) -> None:
         """Gradients of the sum of `loss` over ranks and calls; `last` on the last micro-batch of a step."""
 
-    def step(self, lr: float, optim: OptimConfig) -> tuple[float, bool]:
+    def step(self, lr: float, optim: OptimConfig, read: ReadNumbers) -> tuple[float, bool]:
         """(gradient norm before clipping, each parameter once; whether the step was taken). Gradients are gone after
-        it."""
+        it. `read` is called once, with what the step needs of the device."""
 
     def zero_grad(self) -> None:
         """Forgets gradients."""

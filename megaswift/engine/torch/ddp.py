@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.config.optim import OptimConfig
+from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
 from megaswift.engine.squared_gradient_norm import sum_of_squares
 from megaswift.engine.torch.data_parallel_strategy import (
     GRADIENT,
@@ -87,13 +88,13 @@ class DdpStrategy:
         """Of all parameters that have one."""
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
-    def norm(self) -> float:
-        """Over all gradients, each parameter once. The same on every rank."""
-        return float(sum_of_squares(self.gradients(), self.context.device).sqrt())
+    def squared_norm(self) -> Tensor:
+        """Of all gradients, each parameter once: float64 []. The same on every rank."""
+        return sum_of_squares(self.gradients(), self.context.device)
 
-    def step(self, lr: float, optim: OptimConfig) -> tuple[float, bool]:
+    def step(self, lr: float, optim: OptimConfig, read: ReadNumbers) -> tuple[float, bool]:
         """Clip and step, unless the norm is not finite."""
-        norm = self.norm()
+        (norm,) = read([self.squared_norm().sqrt()])
         stepped = math.isfinite(norm)
         if stepped:
             clip_grads_with_norm(self.gradients(), norm, optim.max_grad_norm)

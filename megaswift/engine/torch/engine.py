@@ -29,12 +29,12 @@ from megaswift.bridge.write_transformers_model_folder import (
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
-from megaswift.device_copy import copy_to_device_async
+from megaswift.device_copy import copy_to_device_async, pin_where_copied
 from megaswift.engine.global_batch_loss_and_metrics import (
     GlobalBatchLossCallback,
+    StepReport,
     count_global_batch,
     named_head_outputs,
-    reduce_objective_report,
 )
 from megaswift.engine.protocol import Counted, EngineSizeReport, GlobalBatchCounts, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
@@ -94,16 +94,10 @@ class TorchEngine:
         self.fields = start.fields
         self.merging = collect_merged_adapter_weights(self.fields) if self.adapts and self.cfg.task in RL else None
         self.elements = sum(quantized_weights.unpacked_numel(p) for p in self.fields.parameters())
-        self.flop_parameters = flop_parameter_counts(
-            peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model), self.spec
-        )
+        bare = peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model)
+        self.flop_parameters = flop_parameter_counts(bare, self.spec)
         self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
-        self.noise, self.routers = (
-            self._noise(),
-            RouterLosses(
-                peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model), self.spec, self.cfg
-            ),
-        )
+        self.noise, self.routers = self._noise(), RouterLosses(bare, self.spec, self.cfg)
         self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
         self.strategy = build_strategy(self.kind, self.fields, self.cfg, self.context, self.dtype)
         if self.layout.world_size > 1:
@@ -128,6 +122,11 @@ class TorchEngine:
         """The counts of the global batch; `beside` is added up over all ranks in the same reduction. Collective."""
         return count_global_batch(microbatches, loss, self.context, beside)
 
+    def prepare_ahead(self, microbatches: list[Batch]) -> list[Batch]:
+        """In memory that a GPU copies from while the host goes on."""
+        device = self.context.device
+        return [b.with_tensors(lambda tensor: pin_where_copied(tensor, device)) for b in microbatches]
+
     def train_batch(
         self,
         microbatches: Sequence[Batch],
@@ -137,16 +136,19 @@ class TorchEngine:
         counted: Counted = None,
     ) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
-        result = self.accumulate(microbatches, loss, counted)
+        report = self._accumulate(microbatches, loss, counted)
         scale = self.strategy.loss_scale
         used = None if scale is None else scale.value
         optim = self.cfg.optim if weight_decay is None else replace(self.cfg.optim, weight_decay=weight_decay)
-        norm, stepped = self.strategy.step(lr, optim)
+        norm, stepped = self.strategy.step(lr, optim, report.read)
         falling = not stepped and scale is not None and scale.can_fall
-        return replace(result, grad_norm=norm, skipped=not stepped, loss_scale=used, loss_scale_falling=falling)
+        return replace(report.result, grad_norm=norm, skipped=not stepped, loss_scale=used, loss_scale_falling=falling)
 
     def accumulate(self, microbatches: Sequence[Batch], loss: Loss, counted: Counted = None) -> StepResult:
         """Forward and backward only; `hf_gradients` then has the gradients of the global objective."""
+        return self._accumulate(microbatches, loss, counted).read_result()
+
+    def _accumulate(self, microbatches: Sequence[Batch], loss: Loss, counted: Counted) -> StepReport:
         self.strategy.module.train()
         self.strategy.zero_grad()
         return self._run(microbatches, loss, True, counted)
@@ -155,11 +157,11 @@ class TorchEngine:
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
         """The numbers of `train_batch` without dropout, gradient or change of state."""
         self.strategy.module.eval()
-        result = self._run(microbatches, loss, False)
+        result = self._run(microbatches, loss, False).read_result()
         self.strategy.module.train()
         return result
 
-    def _run(self, microbatches: Sequence[Batch], loss: Loss, train: bool, counted: Counted = None) -> StepResult:
+    def _run(self, microbatches: Sequence[Batch], loss: Loss, train: bool, counted: Counted = None) -> StepReport:
         counted = counted or self.count(microbatches, loss)
         objective = GlobalBatchLossCallback(loss, counted)
         self.fields.needs = loss.needs
@@ -180,13 +182,12 @@ class TorchEngine:
                 self.strategy.backward(value, last)
         if self.noise is not None:
             self.noise.scale = None
-        total, metrics = reduce_objective_report(objective, self.context)
+        report = StepReport(objective, counted, self.context, microbatches)
         if train:
-            metrics |= self.routers.report(self.context)
+            report.metrics |= self.routers.report(self.context)
         if train and self.allocation is not None:
-            metrics["orth_loss"] = float(orthogonal.detach())
-        numbers = counted.tokens, counted.label_tokens, counted.counts, objective.local(microbatches)
-        return StepResult(total, metrics, None, False, *numbers)
+            report.metrics["orth_loss"] = orthogonal.detach()
+        return report
 
     def _fields(self, batch: Batch, on_host: Batch) -> Tensor:
         """float32 [f, b, s] of a batch on the device; `on_host` is the same in host memory, for what the host asks."""

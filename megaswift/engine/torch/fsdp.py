@@ -100,11 +100,11 @@ class FsdpStrategy(DdpStrategy):
         cast(FSDPModule, self.module).set_is_last_backward(last)
         self.scaled_backward(loss, last)
 
-    def norm(self) -> float:
-        """Over all parts of all ranks."""
+    def squared_norm(self) -> Tensor:
+        """Over all parts of all ranks: float64 []."""
         total = sum_of_squares(map(self.local, self.gradients()), self.context.device)
         dist.all_reduce(total, group=self.mesh.get_group("shard"))
-        return float(total.sqrt())
+        return total
 
     def full(self, name: str, kind: str) -> Tensor:
         """The whole tensor, on every rank."""

@@ -13,10 +13,10 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaswift import distributed
 from megaswift.config import SwiftConfig
 from megaswift.engine.global_batch_loss_and_metrics import ParallelContextProtocol
 from megaswift.errors import ConfigError, Problem
@@ -35,7 +35,7 @@ class RouterLosses:
         self.sigmoid = spec.transformer.get(SCORES) == "sigmoid"
         self.collecting = False
         self.seen: list[tuple[Tensor, Tensor]] = []
-        self.sums = [0.0, 0.0]
+        self.sums: list[Tensor | float] = [0.0, 0.0]
         recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
         kind: Any = getattr(recorder, "target_class", ())
         served = SCORES in spec.transformer and any(self.coefficients)
@@ -64,7 +64,7 @@ class RouterLosses:
             both = self._losses(logits.float(), chosen, valid.reshape(-1))
             for k, (coefficient, loss) in enumerate(zip(self.coefficients, both, strict=True)):
                 if coefficient:
-                    self.sums[k] += float(loss.detach()) / microbatches
+                    self.sums[k] += loss.detach().double() / microbatches
                     total = total + coefficient / microbatches * loss
         self.seen.clear()
         return total
@@ -84,11 +84,16 @@ class RouterLosses:
         z = (torch.logsumexp(logits, dim=-1).square() * valid).sum() / tokens
         return experts * (routed / (tokens * topk) * share).sum(), z
 
-    def report(self, context: ParallelContextProtocol) -> dict[str, float]:
-        """Losses without their coefficients, averaged over micro-batches and layers, on every rank; forgotten here.
-        Collective."""
+    def report(self, context: ParallelContextProtocol) -> dict[str, Tensor]:
+        """Losses [] without their coefficients, averaged over micro-batches and layers, on every rank's device;
+        forgotten here. Collective."""
         if not self.routers:
             return {}
-        sums = distributed.all_sum([value / len(self.routers) for value in self.sums])
+        names = [name for name, c in zip(NAMES, self.coefficients, strict=True) if c]
+        own = [s for s, c in zip(self.sums, self.coefficients, strict=True) if c]
+        zero = torch.zeros((), dtype=torch.float64, device=context.device)
+        total = torch.stack([zero + s for s in own]) / len(self.routers)
         self.sums = [0.0, 0.0]
-        return {name: value for name, value, c in zip(NAMES, sums, self.coefficients, strict=True) if c}
+        if context.layout.world_size > 1:
+            dist.all_reduce(total)
+        return dict(zip(names, total.unbind(), strict=True))

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from megaswift.bridge.hf_safetensors_source import TensorMeta
 from megaswift.config.deepspeed_json import KINDS, matching_deepspeed_preset, offloads_optimizer_and_weights
 from megaswift.config.optim import OptimConfig
+from megaswift.engine.global_batch_loss_and_metrics import ReadNumbers
 from megaswift.engine.squared_gradient_norm import sum_of_squares
 from megaswift.engine.torch import deepspeed_import_and_config_overrides
 from megaswift.engine.torch.data_parallel_strategy import (
@@ -148,8 +149,10 @@ class ZeroStrategy:
             self.loss_scale.unscale(p.grad for p in self._names.values() if p.grad is not None)
         self._micro += 1
 
-    def step(self, lr: float, optim: OptimConfig) -> tuple[float, bool]:
-        """(gradient norm before clipping, whether the step was taken). Gradients are gone afterwards."""
+    def step(self, lr: float, optim: OptimConfig, read: ReadNumbers) -> tuple[float, bool]:
+        """(gradient norm before clipping, whether the step was taken). Gradients are gone afterwards. DeepSpeed reads
+        its norm itself."""
+        read([])
         norm, stepped = self._step(lr, optim)
         if self.loss_scale is not None:
             self.loss_scale.update(overflow=not stepped)

@@ -63,7 +63,7 @@ def sharded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         strategy.put(name, "weight", tensor)
     passes(strategy, 0, rank, world, job)
     gradients = everything(strategy, "gradient")["gradient"]
-    strategy.step(1e-3, replace(OPTIM, max_grad_norm=job["clip"]))
+    strategy.step(1e-3, replace(OPTIM, max_grad_norm=job["clip"]), lambda found: [float(t) for t in found])
     return {
         "held": held,
         "shards": strategy.sizes()[1],
@@ -104,7 +104,9 @@ def train(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         passes(strategy, step, rank, world, job)
         gradients.append(everything(strategy, "gradient")["gradient"])
         sizes = strategy.sizes()
-        norm, done = strategy.step(1e-3, replace(OPTIM, max_grad_norm=job["clip"]))
+        norm, done = strategy.step(
+            1e-3, replace(OPTIM, max_grad_norm=job["clip"]), lambda found: [float(t) for t in found]
+        )
         norms.append(norm)
         taken.append(done)
         scales.append(strategy.loss_scale and strategy.loss_scale.value)

@@ -250,9 +250,9 @@ class AuxLosses:
         self.scale.average_over = max(microbatches, 1)
         self.scale.values.clear()
 
-    def report(self) -> dict[str, float]:
-        """Unscaled losses, averaged over micro-batches and MoE layers, on every rank. Collective where the model is a
-        MoE."""
+    def report(self) -> dict[str, Tensor]:
+        """Unscaled losses [], averaged over micro-batches and MoE layers, on every rank's device. Collective where the
+        model is a MoE."""
         names = [
             n
             for n, c in zip(AUX_NAMES, (self.scale.aux_coefficient, self.scale.z_coefficient), strict=True)
@@ -268,4 +268,4 @@ class AuxLosses:
         if self.context.layout.world_size > 1:
             dist.all_reduce(total)
         total /= self.scale.average_over * self.moe_layers
-        return dict(zip(names, total.tolist(), strict=True))
+        return dict(zip(names, total.unbind(), strict=True))

@@ -1,0 +1,82 @@
+"""What a loader thread computes of a micro-batch ahead, against what the engine computes without it.
+
+Covers: megaswift/engine/megatron/rank_microbatch_inputs.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megaswift.engine.megatron  # noqa: F401 (before megatron.core)
+from megaswift.losses.contract import Batch
+
+CPU = torch.device("cpu")
+
+
+def batch(packed: bool) -> Batch:
+    """Two documents of 12 and 20 tokens, the last ones without a label."""
+    lengths = (12, 20)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ids = torch.arange(3, 35)[None]
+    weights = torch.ones(1, 32)
+    weights[0, [5, 11, 31]] = 0
+    valid = torch.ones(1, 32, dtype=torch.bool)
+    if packed:
+        return Batch(ids, ids + 1, weights, positions, valid, torch.tensor([0, 12, 32]))
+    two = torch.arange(16).repeat(2, 1)
+    return Batch(ids.view(2, 16), ids.view(2, 16) + 1, weights.view(2, 16), two, valid.view(2, 16))
+
+
+def tensors(value: Any) -> dict[str, Any]:
+    """All that `MicrobatchInputs` holds, by name; the objects of packed rows by their attributes."""
+    found: dict[str, Any] = {}
+    for f in fields(value):
+        own = getattr(value, f.name)
+        if f.name == "rows" and own is not None:
+            found |= {f"rows.{name}": v for name, v in vars(own).items()}
+        elif isinstance(own, Batch):
+            found |= {f"batch.{g.name}": getattr(own, g.name) for g in fields(own)}
+        else:
+            found[f.name] = own
+    return found
+
+
+@pytest.mark.parametrize("attention", ["torch", "transformer_engine"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_inputs_are_the_same(cp: int, packed: bool, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megaswift.engine.megatron import rank_microbatch_inputs as inputs
+
+    plain = batch(packed)
+    want = tensors(inputs.microbatch_inputs(plain, cp, cp - 1, CPU, attention))
+    ahead = inputs.prepare_batch_ahead(plain, cp, cp - 1, CPU)
+    with monkeypatch.context() as patched:
+        patched.setattr(inputs.MicrobatchHostIndices, "compute", None)
+        got = tensors(inputs.microbatch_inputs(ahead, cp, cp - 1, CPU, attention))
+    assert got.keys() == want.keys() and got["labels"].shape[1] == plain.labels.shape[1] // cp
+    for name, value in want.items():
+        same = torch.equal(value, got[name]) if isinstance(value, Tensor) else value == got[name]
+        assert same, name
+
+
+def test_indices_of_other_tensors_are_not_used() -> None:
+    """A task may exchange weights after the loader, and a batch may be split."""
+    from megaswift.engine.megatron.rank_microbatch_inputs import microbatch_inputs, prepare_batch_ahead
+
+    ahead = prepare_batch_ahead(batch(False), 1, 0, CPU)
+    weights = torch.zeros(2, 16)
+    weights[1, 3] = 1.0
+    changed = replace(ahead, loss_weights=weights)
+    assert microbatch_inputs(changed, 1, 0, CPU, "torch").labeled_rows.tolist() == [3 * 2 + 1]
+    kept = replace(ahead, fields={"advantages": weights})
+    assert torch.equal(
+        microbatch_inputs(kept, 1, 0, CPU, "torch").labeled_rows,
+        microbatch_inputs(batch(False), 1, 0, CPU, "torch").labeled_rows,
+    )
+    other = microbatch_inputs(ahead, 2, 1, CPU, "torch")
+    assert other.labels.shape == (2, 8) and other.index is not None
