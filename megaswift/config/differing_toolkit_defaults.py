@@ -61,6 +61,7 @@ def _training_arguments(toolkit: str) -> Iterator[DifferingDefault]:
     yield DifferingDefault("weight_decay", toolkit, "0", "0.1")
     yield DifferingDefault("adam_beta2", toolkit, "0.999", "0.95")
     yield DifferingDefault("save_steps", toolkit, "500", _AT_END)
+    yield DifferingDefault("dataloader_num_workers", toolkit, "0", "2")
     yield DifferingDefault("report_to", toolkit, "none", "tensorboard")
     yield DifferingDefault("ddp_timeout", toolkit, "1800 seconds", "600 seconds")
 
