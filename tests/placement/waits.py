@@ -170,7 +170,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
     },
 }
 FAULTS = {
-    "none": STEP,
+    "none": STEP | COUNTED,
     "bincount": {"read tests.placement.steps:faults.<locals>.Counting.__call__": MICROBATCHES},
     "synchronize": {"sync tests.placement.steps:faults.<locals>.synchronize": MICROBATCHES},
     "mask": "aten.mul.Tensor of device (33, 1, 64), host (33, 1, 1) in tests.placement.steps:_mask",
