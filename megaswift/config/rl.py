@@ -126,9 +126,9 @@ class RlConfig:
         spellings=BACKEND_SPELLINGS,
         tasks=RL,
     )
-    rollout_batch_size: int = option(
-        64,
-        "Maximum number of concurrent completions, per sampler or over all its servers",
+    rollout_batch_size: int | None = option(
+        None,
+        "Concurrent completions of a sampler or over its servers; unset: by backend",
         aliases=("vllm_max_num_seqs",),
         minimum=1,
         tasks=RL,

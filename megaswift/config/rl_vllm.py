@@ -40,6 +40,9 @@ class VllmSamplerConfig:
     """vLLM in the training process"""
 
     vllm_enforce_eager: bool = option(False, "Disable CUDA graphs", tasks=RL)
+    vllm_seed_requests: bool = option(
+        True, "A seed for each completion; false: vLLM draws for the batch, not repeatable", tasks=RL
+    )
     vllm_enable_prefix_caching: bool | None = option(
         None,
         "Reuse the KV cache of equal prompt beginnings; unset: vLLM's default",

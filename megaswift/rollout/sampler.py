@@ -77,6 +77,10 @@ class SamplerOptions:
     """Share of GPU memory (host memory without a GPU) for weights and KV cache of vLLM in this process."""
     tensor_parallel_size: int = 1
     """Ranks that share one vLLM engine; all of them pass the same prompts."""
+    seed: int = 0
+    """Of vLLM's engine in this process: where requests have no seeds of their own, ranks need different ones."""
+    seed_requests: bool = True
+    """Whether vLLM in this process gets the seed of each completion."""
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine in this process, under vLLM's names."""
     base_urls: tuple[str, ...] = ()

@@ -53,7 +53,9 @@ class Engine:
         found = []
         for prompt, param in zip(prompts, params, strict=True):
             tokens = prompt["prompt_token_ids"][: param.max_tokens]
-            told = [{t: SimpleNamespace(logprob=-float(param.seed)), 99: SimpleNamespace(logprob=0.0)} for t in tokens]
+            told = [
+                {t: SimpleNamespace(logprob=-float(param.seed or 0)), 99: SimpleNamespace(logprob=0.0)} for t in tokens
+            ]
             reason = "stop" if tokens[-1] == 7 else "length"
             found.append(
                 SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=told, finish_reason=reason)])
@@ -87,6 +89,21 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.lora.request", lora)
     monkeypatch.setattr("megaswift.rollout.backends.vllm_sampler.missing", lambda options: [])
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+def test_a_seed_for_each_request_is_optional(vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seeded in (True, False):
+        made: Any = make_sampler("vllm", tmp_path, SamplerOptions(seed=5, seed_requests=seeded))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        assert made.llm.options["seed"] == 5
+        asked: list[Any] = []
+        real = made.llm.generate
+        made.llm.generate = lambda prompts, params, real=real, asked=asked, **more: (
+            asked.extend(p.seed for p in params) or real(prompts, params, **more)
+        )
+        made.update_weights([])
+        made.generate([[1, 7], [2, 7]], SAMPLING, [31, 32])
+        assert asked == ([31, 32] if seeded else [None, None])
 
 
 def test_weights_come_before_caches_and_sleep_drops_both(

@@ -60,7 +60,7 @@ class VllmSampler:
             os.environ.setdefault(name, "0")
         self.vllm: Any = importlib.import_module("vllm")
         self.sleeps = bool(importlib.import_module("vllm.platforms").current_platform.is_sleep_mode_available())
-        self.adapts = options.lora_rank > 0
+        self.adapts, self.seeds_requests = options.lora_rank > 0, options.seed_requests
         adapted = {
             "enable_lora": True,
             "max_lora_rank": max_lora_rank_for(options.lora_rank),
@@ -81,7 +81,7 @@ class VllmSampler:
             max_num_seqs=options.batch_size,
             enable_sleep_mode=self.sleeps,
             logprobs_mode="processed_logprobs",
-            seed=0,
+            seed=options.seed,
             **options.engine_arguments,
             **lora,
         )
@@ -151,7 +151,7 @@ class VllmSampler:
                 ignore_eos=True,
                 detokenize=False,
                 logprobs=0,
-                seed=seed,
+                seed=seed if self.seeds_requests else None,
             )
             for seed in seeds
         ]

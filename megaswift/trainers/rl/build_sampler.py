@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import torch
 
 from megaswift.config import SwiftConfig
 from megaswift.rollout.sampler import Sampler, SamplerOptions, SamplingParams, make_sampler
@@ -21,6 +24,8 @@ or none."""
 SYNC = "sync"
 """Within the output directory: new weights for servers."""
 
+LARGE_GPU = 70 * 2**30
+"""Bytes from which vLLM has room for more completions at a time."""
 ROUNDS = 2
 """Copies of the weights that may lie in the sync folder: the last one, and the one that is written."""
 
@@ -77,6 +82,18 @@ def _fits_in_shared_memory(folder: Path) -> bool:
     return 0 < ROUNDS * size < shutil.disk_usage(SHARED_MEMORY).free // 2
 
 
+def rollout_batch_size(cfg: SwiftConfig) -> int:
+    """Concurrent completions of a sampler. vLLM queues what its KV cache has no room for, so its limit may be high; our
+    own decode loop allocates the cache of all."""
+    if cfg.rl.rollout_batch_size is not None:
+        return cfg.rl.rollout_batch_size
+    if cfg.rl.rollout_backend == "transformers":
+        return 64
+    in_process = cfg.rl.rollout_backend in EVERYWHERE and torch.cuda.is_available()
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if in_process else 0
+    return 512 if memory >= LARGE_GPU else 256
+
+
 def sampler_options(
     cfg: SwiftConfig, sync: Path, device: str = "cpu", dtype: str = "auto", rank: int = 0
 ) -> SamplerOptions:
@@ -86,9 +103,10 @@ def sampler_options(
         dtype=dtype,
         device=device,
         trust_remote_code=cfg.model.trust_remote_code,
-        batch_size=rl.rollout_batch_size,
+        batch_size=rollout_batch_size(cfg),
         max_length=cfg.data.max_length,
         memory_share=rl.vllm_gpu_memory_utilization,
+        seed_requests=cfg.vllm.vllm_seed_requests,
         engine_arguments=cfg.vllm.engine_arguments,
         base_urls=rl.rollout_server_url,
         timeout=rl.rollout_server_timeout,
@@ -102,6 +120,8 @@ def build_sampler(cfg: SwiftConfig, folder: Path, context: RankContext, dtype: s
     if not samples_on_every_rank(cfg) and not is_sampling_rank(context.coordinates):
         return None
     options = sampler_options(cfg, sync_folder(cfg, folder), str(context.device), dtype, rank)
+    if not options.seed_requests:  # ranks may share the completions of a prompt: from one seed they would be equal
+        options = replace(options, seed=cfg.train.seed + context.rank)
     return make_sampler(cfg.rl.rollout_backend, folder, options)
 
 

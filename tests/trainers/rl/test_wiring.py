@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megaswift.config import SwiftConfig
 from megaswift.config.loss_table import loss_names
@@ -147,11 +148,14 @@ SAMPLER: dict[str, tuple[Options, Options]] = {
     "rollout_batch_size": ({"rollout_batch_size": 9}, {"batch_size": 9}),
     "vllm_gpu_memory_utilization": (
         {"rollout_backend": "vllm", "vllm_gpu_memory_utilization": 0.5},
-        {"memory_share": 0.5},
+        {"memory_share": 0.5, "batch_size": 256},
     ),
-    "rollout_server_url": ({**SERVER, "rollout_server_url": ["http://h:1"]}, {"base_urls": ("http://h:1",)}),
-    "rollout_server_timeout": ({**SERVER, "rollout_server_timeout": 5}, {"timeout": 5.0}),
-    "rollout_sync_folder": ({**SERVER, "rollout_sync_folder": "d"}, {"sync_folder": Path("d")}),
+    "rollout_server_url": (
+        {**SERVER, "rollout_server_url": ["http://h:1"]},
+        {"base_urls": ("http://h:1",), "batch_size": 256},
+    ),
+    "rollout_server_timeout": ({**SERVER, "rollout_server_timeout": 5}, {"timeout": 5.0, "batch_size": 256}),
+    "rollout_sync_folder": ({**SERVER, "rollout_sync_folder": "d"}, {"sync_folder": Path("d"), "batch_size": 256}),
 }
 
 
@@ -167,6 +171,37 @@ def test_the_sampler(name: str) -> None:
     assert sampler_options(cfg, sync, "cuda:1", "bfloat16", 4) == replace(
         plain, **expected, device="cuda:1", dtype="bfloat16", lora_rank=4
     )
+
+
+@pytest.mark.parametrize(
+    ("backend", "memory", "batch"),
+    [("transformers", 80, 64), ("vllm", 80, 512), ("vllm", 24, 256), ("vllm_server", 80, 256)],
+)
+def test_concurrent_completions_by_memory(
+    backend: str, memory: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = run(rollout_backend=backend, **({"rollout_server_url": ["http://h:1"]} if "server" in backend else {}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    facts = SimpleNamespace(total_memory=memory * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    assert build_sampler.rollout_batch_size(cfg) == batch
+    assert build_sampler.rollout_batch_size(cfg.replace(rollout_batch_size=9)) == 9
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_engines_of_ranks_have_seeds_of_their_own_where_requests_have_none(
+    seeded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks may share the completions of a prompt."""
+    monkeypatch.setattr(build_sampler, "make_sampler", lambda backend, folder, options: options)
+    cfg = run(rollout_backend="vllm", vllm_seed_requests=seeded, seed=40)
+    made: list[Any] = [
+        build_sampler.build_sampler(cfg, Path("m"), SimpleNamespace(rank=rank, device="cpu"), "auto", 0)  # type: ignore[arg-type]
+        for rank in (0, 1)
+    ]
+    assert [m.seed for m in made] == ([0, 0] if seeded else [40, 41])
+    assert [m.seed_requests for m in made] == [seeded, seeded]
 
 
 @pytest.mark.parametrize(
