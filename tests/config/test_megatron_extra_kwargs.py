@@ -66,6 +66,24 @@ def test_what_megatron_core_rejects_is_the_options_fault() -> None:
     assert "--megatron_extra_kwargs" in caught.value.message() and "Megatron-Core rejects" in caught.value.message()
 
 
+def test_what_is_fused_stands_on_the_first_screen() -> None:
+    """As Megatron-Core's configuration and the gradients' way say."""
+    from types import SimpleNamespace
+
+    from megaswift.engine.megatron.layers.layer_implementation import TORCH, TRANSFORMER_ENGINE
+    from megaswift.engine.megatron.megatron_transformer_config import fused_parts_text
+
+    torchs: Any = SimpleNamespace(linear=TORCH)
+    transformer_engine: Any = SimpleNamespace(linear=TRANSFORMER_ENGINE)
+    config = made()
+    assert fused_parts_text(config, torchs) == ""
+    config.apply_rope_fusion = config.bias_activation_fusion = True
+    assert fused_parts_text(config, torchs) == ", fused: activation, rope"
+    assert fused_parts_text(config, transformer_engine) == ", fused: activation, rope, gradient accumulation"
+    config = made(gradient_accumulation_fusion=False)
+    assert fused_parts_text(config, transformer_engine) == ""
+
+
 def test_bf16_main_gradients_of_other_weights() -> None:
     """torch_dtype auto is float32 on a CPU."""
     aware: dict[str, Any] = {"precision_aware_optimizer": True, "main_grads_dtype": "bf16"}

@@ -54,7 +54,7 @@ from megaswift.engine.megatron.load_and_gather_rank_weights import (
 )
 from megaswift.engine.megatron.lora.rank_adapters import RankAdapters, adapter_plan_from_lora_config
 from megaswift.engine.megatron.measure_engine_sizes import measure_engine_sizes
-from megaswift.engine.megatron.megatron_transformer_config import transformer_config
+from megaswift.engine.megatron.megatron_transformer_config import fused_parts_text, transformer_config
 from megaswift.engine.megatron.model import build_model_chunks, finish_weight_gathers, wrap_chunks
 from megaswift.engine.megatron.offload_for_sampling import EngineOffload
 from megaswift.engine.megatron.parallel_context import ParallelContext
@@ -203,11 +203,10 @@ class MegatronEngine:
     ) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
         report = self._accumulate(microbatches, loss, False, counted)
-        decay = self.cfg.optim.weight_decay if weight_decay is None else weight_decay
-        optim.set_lr_and_weight_decay(self.optimizer, lr, decay)
+        o, device = self.cfg.optim, self.context.device
+        optim.set_lr_and_weight_decay(self.optimizer, lr, o.weight_decay if weight_decay is None else weight_decay)
         scale = optim.get_loss_scale(self.optimizer)
-        clip, device = self.cfg.optim.max_grad_norm, self.context.device
-        norm, stepped = optim.optimizer_step(self.optimizer, clip, device, report.read)
+        norm, stepped = optim.optimizer_step(self.optimizer, o.max_grad_norm, device, report.read)
         falling = not stepped and optim.can_lower_loss_scale(self.optimizer)
         return replace(report.result, grad_norm=norm, skipped=not stepped, loss_scale=scale, loss_scale_falling=falling)
 
@@ -374,7 +373,8 @@ class MegatronEngine:
         """For the first screen."""
         exchange = "all_gather" if self.choice.attention == TORCH else self.cfg.parallel.cp_exchange
         joined = f", keys and values by {exchange}" if self.layout.cp > 1 else ""
-        return f"{self.choice}, {str(self.dtype).removeprefix('torch.')}{joined}{tp_comm_overlap_text(self.config)}"
+        more = f"{joined}{tp_comm_overlap_text(self.config)}{fused_parts_text(self.config, self.choice)}"
+        return f"{self.choice}, {str(self.dtype).removeprefix('torch.')}{more}"
 
     @property
     def dtype(self) -> torch.dtype:

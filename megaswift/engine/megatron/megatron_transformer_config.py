@@ -128,6 +128,25 @@ def _kernels(spec: ModelSpec, cfg: SwiftConfig, choice: LayerImplementationChoic
     return fields
 
 
+FUSED_PARTS = {
+    "bias_activation_fusion": "activation",
+    "bias_dropout_fusion": "residual and dropout",
+    "apply_rope_fusion": "rope",
+    "moe_permute_fusion": "permutation of tokens",
+    "moe_router_fusion": "router",
+}
+"""Field of TransformerConfig -> what one kernel then does."""
+
+
+def fused_parts_text(config: TransformerConfig, choice: LayerImplementationChoice) -> str:
+    """For the first screen: what is fused beside Transformer Engine's own modules, led by a comma; empty where nothing
+    is."""
+    fused = [text for name, text in FUSED_PARTS.items() if getattr(config, name, False)]
+    if choice.linear == TRANSFORMER_ENGINE and config.head.into_main_grad:
+        fused.append("gradient accumulation")
+    return f", fused: {', '.join(fused)}" if fused else ""
+
+
 def _yarn(config: TransformerConfig, factor: float) -> None:
     """Make Megatron multiply cosine and sine by `factor`, any number.
 
