@@ -6,6 +6,7 @@ Owns flushing and write-then-rename. Folders that are written over hours and res
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -33,6 +35,50 @@ def fsync_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
         fsync_path(path)
     fsync_path(folder)
+
+
+FileEntry = dict[str, Any]
+"""`bytes` and `sha256` of a file, as in the manifest of a checkpoint."""
+
+
+class HashedFile:
+    """A new file whose SHA-256 is computed from what is written, so that nobody has to read it for that."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, 0
+        self._digest, self._file = hashlib.sha256(), path.open("wb")
+
+    def write(self, data: Any) -> int:
+        """Appends bytes."""
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self._digest.update(view)
+        self.size += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Passes what is buffered to the system."""
+        self._file.flush()
+
+    def close_on_disk(self) -> FileEntry:
+        """Closes the file once it is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return {"bytes": self.size, "sha256": self._digest.hexdigest()}
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def write_hashed(path: Path, content: bytes) -> FileEntry:
+    """`content` as a new file, on the disk when this returns."""
+    with HashedFile(path) as file:
+        file.write(content)
+        return file.close_on_disk()
 
 
 @contextmanager

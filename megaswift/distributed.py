@@ -97,6 +97,15 @@ def all_gather_objects(value: T) -> list[T]:
     return values
 
 
+def gather_on_rank0(value: T) -> list[T] | None:
+    """The value of every rank, in rank order, on rank 0; None elsewhere."""
+    if not _several():
+        return [value]
+    values: list[Any] | None = [None] * dist.get_world_size() if global_rank() == 0 else None
+    dist.gather_object(value, values, dst=0, group=cpu_group())
+    return values
+
+
 def all_gather_merged_dict(share: Mapping[K, T]) -> dict[K, T]:
     """The entries of all ranks in one dict, on every rank; of equal keys the highest rank's value."""
     return {key: value for part in all_gather_objects(dict(share)) for key, value in part.items()}

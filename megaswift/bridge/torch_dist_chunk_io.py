@@ -8,6 +8,7 @@ here. The tables are read and checked by `dist_index`; tensors are read with `we
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import pickle
@@ -19,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import planner
+from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -31,10 +33,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megaswift import distributed
+from megaswift.atomic_disk_writes import FileEntry, HashedFile, write_hashed
 from megaswift.bridge.saved_dtype_compatibility import saved_dtype_problem
-from megaswift.bridge.sharded_state_dict_entries import STATES
-from megaswift.errors import ROOM, CheckpointError, Problem
+from megaswift.bridge.sharded_state_dict_entries import KEPT, STATES
+from megaswift.errors import ROOM, Problem
 from megaswift.families.checkpoint_folder import TABLES
+
+Entries = dict[str, FileEntry]
+"""By the name of the file."""
 
 
 @dataclass(frozen=True)
@@ -55,46 +61,6 @@ class RankTensorChunk:
     """A weight that is read from an optimizer's state: it may be rounded, which a state may not."""
 
 
-class _Writer(dcp.FileSystemWriter):
-    """Leaves the folder's path out of the tables: a checkpoint may be moved."""
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)
-
-
-class _SavePlanner(dcp.DefaultSavePlanner):
-    """Plans the given boxes; the global plan's own checks (bounds, overlap, each tensor filled) are torch's."""
-
-    def __init__(self, boxes: Iterable[RankTensorChunk]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.boxes = {MetadataIndex(box.key, box.offset): box for box in boxes}
-
-    def create_local_plan(self) -> dcp.SavePlan:
-        items = []
-        for index, box in self.boxes.items():
-            chunk = ChunkStorageMetadata(torch.Size(box.offset), box.data.shape)
-            facts = planner.TensorWriteData(chunk, TensorProperties(box.data.dtype), torch.Size(box.whole))
-            items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=facts))
-        self.plan = dcp.SavePlan(items)
-        return self.plan
-
-    def resolve_data(self, write_item: planner.WriteItem) -> Tensor:
-        box = self.boxes[write_item.index]
-        return box.data.detach() if box.read is None else box.read()
-
-
-def dcp_save_rank_tensor_chunks(directory: Path, boxes: Sequence[RankTensorChunk]) -> None:
-    """Every rank's boxes, on disk when this returns. Collective; CheckpointError on all ranks when one fails."""
-    writer = _Writer(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
-    try:
-        dcp.save({}, storage_writer=writer, planner=_SavePlanner(boxes), process_group=distributed.cpu_group())
-    except dcp.api.CheckpointException as error:
-        reasons = sorted({f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()})
-        raise CheckpointError(
-            [Problem(str(directory), f"could not be written ({reason})", ROOM) for reason in reasons]
-        ) from error
-
-
 @dataclass(frozen=True)
 class SavedChunk:
     """A box that lies in a file already."""
@@ -110,8 +76,76 @@ class SavedChunk:
     length: int
 
 
-def write_checkpoint_metadata(directory: Path, saved: Iterable[SavedChunk]) -> None:
-    """`.metadata`, metadata.json and common.pt for boxes that were written without `dcp_save_rank_tensor_chunks`."""
+def copy_chunks_to_host(boxes: Iterable[RankTensorChunk]) -> list[RankTensorChunk]:
+    """The boxes with copies of their content in host memory, pinned where it comes from a GPU. Boxes whose content lies
+    in files that do not change are left as they are."""
+    copies, waits = [], False
+    for box in boxes:
+        if box.key.startswith(KEPT):
+            copies.append(box)
+            continue
+        data = box.data.detach() if box.read is None else box.read()
+        waits |= data.is_cuda
+        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda).copy_(data, non_blocking=True)
+        copies.append(replace(box, data=host, read=None))
+    if waits:
+        torch.cuda.synchronize()
+    return copies
+
+
+def write_rank_chunks(directory: Path, rank: int, boxes: Iterable[RankTensorChunk]) -> tuple[list[SavedChunk], Entries]:
+    """This rank's boxes in one file that is on disk when this returns: where each lies, and the file's entry. Not
+    collective, and may run in any thread."""
+    boxes = list(boxes)
+    if not boxes:
+        return [], {}
+    name, saved = f"__{rank}_0.distcp", []
+    with HashedFile(directory / name) as file:
+        for box in boxes:
+            data = (box.data.detach() if box.read is None else box.read()).cpu()
+            if data.untyped_storage().nbytes() != data.numel() * data.element_size():
+                data = data.clone()  # torch.save writes the whole storage of a view
+            start = file.size
+            torch.save(data, file)
+            place = box.key, tuple(box.whole), tuple(box.offset), tuple(data.shape), data.dtype
+            saved.append(SavedChunk(*place, name, start, file.size - start))
+        return saved, {name: file.close_on_disk()}
+
+
+def write_gathered_metadata(directory: Path, own: Sequence[SavedChunk]) -> Entries:
+    """`.metadata` and what Megatron-Core's loader looks for, from the boxes of all ranks. Rank 0 writes them and
+    returns their entries. Collective; CheckpointError where the boxes are not the whole of each tensor."""
+    gathered = distributed.gather_on_rank0([tuple(vars(box).values()) for box in own])
+    problems: list[Problem] = []
+    entries: Entries = {}
+    if gathered is not None:
+        metadata = _metadata(SavedChunk(*box) for boxes in gathered for box in boxes)
+        plans = [dcp.SavePlan([])] * len(gathered)  # their number is read: of several ranks tensors have to be whole
+        problems = [Problem(str(directory), error) for error in _validate_global_plan(plans, metadata)]
+        try:
+            entries = {} if problems else _write_tables(directory, metadata)
+        except OSError as error:
+            problems = [Problem(str(directory), f"could not be written ({error})", ROOM)]
+    distributed.raise_on_all_ranks(problems, limit=12)
+    return entries
+
+
+def dcp_save_rank_tensor_chunks(directory: Path, boxes: Sequence[RankTensorChunk]) -> Entries:
+    """Every rank's boxes, on disk when this returns; the entries of the files that this rank has written. Collective;
+    CheckpointError on all ranks when one fails."""
+    saved: list[SavedChunk] = []
+    entries: Entries = {}
+    problems = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        saved, entries = write_rank_chunks(directory, distributed.global_rank(), boxes)
+    except OSError as error:
+        problems = [Problem(str(directory), f"could not be written ({error})", ROOM)]
+    distributed.raise_on_all_ranks(problems, limit=12)
+    return entries | write_gathered_metadata(directory, saved)
+
+
+def _metadata(saved: Iterable[SavedChunk]) -> Metadata:
     tables: dict[str, TensorStorageMetadata] = {}
     places = {}
     for box in saved:
@@ -121,13 +155,21 @@ def write_checkpoint_metadata(directory: Path, saved: Iterable[SavedChunk]) -> N
         )
         table.chunks.append(ChunkStorageMetadata(corner, torch.Size(box.shape)))
         places[MetadataIndex(box.key, corner)] = _StorageInfo(box.file, box.start, box.length)
-    index = Metadata(dict(tables), storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
-    with (directory / TABLES).open("wb") as file:
-        pickle.dump(index, file)
-    write_megatron_loader_files(directory)
+    return Metadata(dict(tables), storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
 
 
-def write_megatron_loader_files(directory: Path) -> list[Path]:
+def _write_tables(directory: Path, metadata: Metadata) -> Entries:
+    """`.metadata` last: with it the folder counts as a checkpoint."""
+    entries = {path.name: write_hashed(path, content) for path, content in _megatron_loader_files(directory)}
+    return entries | {TABLES: write_hashed(directory / TABLES, pickle.dumps(metadata))}
+
+
+def write_checkpoint_metadata(directory: Path, saved: Iterable[SavedChunk]) -> None:
+    """`.metadata`, metadata.json and common.pt for boxes that were written without `dcp_save_rank_tensor_chunks`."""
+    _write_tables(directory, _metadata(saved))
+
+
+def _megatron_loader_files(directory: Path) -> list[tuple[Path, bytes]]:
     """What Megatron-Core's own loader looks for beside the tables; never read here."""
     backends = {
         "sharded_backend": "torch_dist",
@@ -135,9 +177,12 @@ def write_megatron_loader_files(directory: Path) -> list[Path]:
         "common_backend": "torch",
         "common_backend_version": 1,
     }
-    (directory / "metadata.json").write_text(json.dumps(backends), encoding="utf-8")
-    torch.save({}, directory / "common.pt")
-    return [directory / "metadata.json", directory / "common.pt"]
+    common = io.BytesIO()
+    torch.save({}, common)
+    return [
+        (directory / "metadata.json", json.dumps(backends).encode()),
+        (directory / "common.pt", common.getvalue()),
+    ]
 
 
 class _Filler(dcp.DefaultLoadPlanner):

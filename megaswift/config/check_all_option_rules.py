@@ -217,6 +217,12 @@ CLASHES: tuple[ConflictingOptions, ...] = (
         ONE_OF,
     ),
     ConflictingOptions(
+        ("async_save", "save_only_model"),
+        lambda c: c.train.async_save and c.train.save_only_model,
+        "writes the optimizer's states in the background, and save_only_model leaves them out",
+        ONE_OF,
+    ),
+    ConflictingOptions(
         ("save_only_model", "max_restarts"),
         lambda c: c.train.save_only_model and c.launch.max_restarts,
         "conflicts with max_restarts: a restart resumes with the optimizer's states",

@@ -64,6 +64,7 @@ NATIVE_ONLY = (
     "moe_router_fusion",
     "moe_shared_expert_overlap",
     "moe_expert_capacity_factor",
+    "async_save",
     "precision_aware_optimizer",
     "main_grads_dtype",
     "exp_avg_dtype",

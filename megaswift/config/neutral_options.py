@@ -180,7 +180,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     # evaluation, logs, checkpoints
     "save_safetensors": _SAFETENSORS,
     "safe_serialization": _SAFETENSORS,
-    "async_save": NeutralOption(OFF, "checkpoints are written before the next step", "leave it out"),
     "save_on_each_node": NeutralOption(OFF, "all nodes write to one shared folder", "leave it out"),
     "eval_accumulation_steps": NeutralOption(ANY, "evaluation accumulates sums only"),
     "fp16_full_eval": NeutralOption(OFF, _EVAL_DTYPE, "leave it out", true_with=("torch_dtype", "float16")),

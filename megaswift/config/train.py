@@ -138,6 +138,7 @@ class TrainConfig:
     save_only_model: bool = option(
         False, "Checkpoints hold the weights alone, without optimizer and random states", aliases=("no_save_optim",)
     )
+    async_save: bool = option(False, "Write checkpoints in the background, from a copy in host memory (native engine)")
     save_rng: bool = option(True, "Save random states in checkpoints; false: a resumed run draws other ones")
     exit_interval: int | None = option(
         None,

@@ -191,7 +191,7 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
     ("ckpt_convert_format ckpt_convert_save", UNSET, _CHECKPOINT, "megaswift convert megatron-to-hf SRC DST"),
     ("use_persistent_ckpt_worker async_ckpt_use_cpu_shm", OFF, _CHECKPOINT, LEAVE),
     ("async_strategy async_ckpt_cpu_priority async_ckpt_io_priority dist_ckpt_workers", ANY,
-     "it applies to async_save only, which is not supported", ""),
+     "async_save writes by one thread of each rank", ""),
     ("fully_parallel_save ckpt_fully_parallel_save fully_parallel_load ckpt_fully_parallel_load_exchange_algo "
      "ckpt_fully_parallel_load_per_rank_objects ckpt_fully_parallel_save_process_group "
      "ckpt_fully_parallel_load_process_group ckpt_assume_constant_structure ckpt_pg_tensors_cache_path "

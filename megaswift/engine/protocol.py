@@ -68,6 +68,20 @@ class StepResult:
     """Skipped in float16 while the loss scale is above its minimum: a smaller one may fit."""
 
 
+FileEntries = dict[str, dict[str, Any]]
+"""Name of a file in the folder -> its `bytes` and `sha256`."""
+
+
+class StartedSave(Protocol):
+    """A save whose content is fixed and not yet written."""
+
+    def write(self) -> None:
+        """This rank's files, on disk when this returns; in any thread. OSError where they cannot be written."""
+
+    def finish(self) -> FileEntries:
+        """What is written once all ranks have written. The entries of this rank's files. Collective."""
+
+
 @dataclass(frozen=True)
 class EngineSizeReport:
     """Exact numbers for the first screen. Bytes are of the largest rank."""
@@ -167,8 +181,12 @@ class Engine(Protocol):
     def replicated_weights(self) -> list[ReplicatedWeights]:
         """The weights that several data-parallel ranks hold, by their process groups; none where they are sharded."""
 
-    def save(self, directory: Path) -> None:
-        """Sharded state: weights, optimizer, RNG of every rank. Collective."""
+    def save(self, directory: Path) -> FileEntries:
+        """Sharded state: weights, optimizer, RNG of every rank, on disk when this returns. The entries of files that
+        this rank has hashed as it wrote them. Collective."""
+
+    def start_save(self, directory: Path) -> StartedSave:
+        """The same from copies in host memory, written while training goes on (`--async_save`). Collective."""
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`, on the same or another layout."""

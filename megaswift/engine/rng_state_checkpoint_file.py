@@ -48,11 +48,16 @@ def _collect(own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, An
     return tensors, {"python": [version, gauss], "numpy": [int(position), int(has_gauss), float(cached)]}
 
 
+def rng_state_file_content(own: Mapping[str, Tensor] = NONE) -> bytes:
+    """What the file of this rank's states holds, with the engine's `own`."""
+    tensors, plain = _collect(own)
+    return save(tensors, metadata={"plain": json.dumps(plain)})
+
+
 def write_rng_state(directory: Path, rank: int, own: Mapping[str, Tensor] = NONE) -> Path:
     """This rank's states, with the engine's `own`; returns the file, not yet flushed."""
-    tensors, plain = _collect(own)
     file = rng_file(directory, rank)
-    file.write_bytes(save(tensors, metadata={"plain": json.dumps(plain)}))
+    file.write_bytes(rng_state_file_content(own))
     return file
 
 

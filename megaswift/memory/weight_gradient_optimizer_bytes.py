@@ -8,8 +8,8 @@ in half precision, else 4):
     main weights       4 n in half precision; with the precision-aware optimizer and bfloat16 2 n (the remainder)
     Adam's moments     8 n, 2 n less for each in bf16; SGD with momentum 4 n
     copies in a step   4 n for each moment in bf16: Transformer Engine's FusedAdam updates float32 copies of a group
-    host Adam          moments in host memory (a fraction of them: up to one parameter fewer), with six buffers of at
-                       most 2^23 float32 numbers
+    host Adam          moments in host memory (a fraction of them: up to one parameter fewer), with two buffers of at
+                       most 2^24 float32 numbers
 
 With the distributed optimizer, optimizer states are divided by the data-parallel ranks that hold the same parameter
 (over DP x CP, for experts over their own replicas), and weights and gradients lie in buffers in which each parameter
@@ -32,8 +32,8 @@ from megaswift.parallel.layout import Layout
 HALF = ("bfloat16", "float16")
 ALIGNED, BUCKET = 64, 128
 """Elements: where a parameter begins in a buffer, and what a buffer's size is a multiple of."""
-HOST_CHUNK, HOST_SLOTS = 2**23, 3
-"""Elements that the host optimizer moves at a time, and pairs of buffers for them (`engine/megatron/host_adam.py`)."""
+HOST_CHUNK = 2**24
+"""Elements that the host optimizer moves at a time (`engine/megatron/host_adam.py`)."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def held_bytes(cfg: SwiftConfig, dtype: str, layout: Layout, chunks: Sequence[Ra
             step_copies=copies * own,
         )
         largest = max(largest, min(own, buffer.largest))
-    return total + HeldBytes(host=8 * HOST_SLOTS * min(HOST_CHUNK, largest) if fraction else 0)
+    return total + HeldBytes(host=8 * min(HOST_CHUNK, largest) if fraction else 0)
 
 
 def _frozen_bytes(chunk: RankParameters, width: int) -> int:

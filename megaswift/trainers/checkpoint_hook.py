@@ -6,6 +6,7 @@ what the engine writes is the engine's.
 
 from __future__ import annotations
 
+import copy
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +16,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megaswift import distributed
 from megaswift.config.batch_arithmetic import BatchPlan
 from megaswift.config.byte_size_text import bytes_text
+from megaswift.engine.protocol import FileEntries
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families import saved_step_integrity
 from megaswift.families.checkpoint_folder import ENGINE
 from megaswift.trainers import checkpoint_store
+from megaswift.trainers.background_save import BackgroundWriter, PendingCheckpoint
 from megaswift.trainers.best_model import BestModelHook
 from megaswift.trainers.hook import Hook, StepRecord
-from megaswift.trainers.progress import print_line
+from megaswift.trainers.progress import print_line, print_warning
 from megaswift.trainers.step_interval import BEST, NO, Every, StepInterval
 from megaswift.trainers.verify_checkpoint_hashes_split_over_ranks import damaged_file_problems_all_ranks
 
@@ -51,10 +54,13 @@ class CheckpointHook(Hook):
         """What has to hold of a state that is saved; every rank."""
         self.after_save: Callable[[Path, int], None] = lambda folder, step: None
         """What is done with a complete checkpoint; every rank."""
+        self.background = False
+        """Checkpoints are written while training goes on (--async_save)."""
+        self.pending: PendingCheckpoint | None = None
         self.exit_interval: int | None = None
         """The run ends after a step that is divisible by it, and is saved then."""
         self.size = 0
-        """Bytes of the last checkpoint; before the first one, what it holds at least."""
+        """Bytes of the last checkpoint, on rank 0; before the first one, what it holds at least."""
         self.saved = -1
         """The step of the last checkpoint, or of the one the run went on from."""
 
@@ -64,19 +70,34 @@ class CheckpointHook(Hook):
         self.interval.start(loop)
 
     def on_step(self, loop: Loop, step: StepRecord) -> None:
-        """Saves when it is due."""
+        """Saves when it is due; a checkpoint that all ranks have written in the background counts from now on."""
+        if not loop.busy_ranks:
+            self.finish_pending()
         improved = self.interval.every == BEST and self.best is not None and self.best.improved_at(step.number)
         exits = self.exit_interval is not None and step.number % self.exit_interval == 0
         if self.interval.due(step) or improved or exits:
-            self.save(loop)
+            self.save(loop, self.background)
         if exits and step.number < loop.total_steps and not loop.stopping:
             loop.stopping = f"exit_interval {self.exit_interval}; --resume_from_checkpoint latest goes on"
 
     def on_end(self, loop: Loop) -> None:
-        """Saves the last step. Of a run that saves nothing, only one that ended early."""
+        """Saves the last step. Of a run that saves nothing, only one that ended early. Nothing is left in the
+        background."""
+        self.finish_pending()
         early = loop.interrupted or loop.mistake is not None
         if self.saved != loop.step and (early or self.interval.every != NO):
             self.save(loop)
+
+    def close(self) -> None:
+        """After an error, a checkpoint that is still being written is given up: other ranks may have ended."""
+        if self.pending is not None:
+            print_warning(f"the checkpoint of step {self.pending.step} was still being written, and is not used")
+            self.pending = None
+
+    @property
+    def busy(self) -> bool:  # type: ignore[override]
+        """Whether this rank writes a checkpoint in the background."""
+        return self.pending is not None and self.pending.writer.busy
 
     def state_dict(self) -> dict[str, Any]:
         """Where the interval stands."""
@@ -86,35 +107,59 @@ class CheckpointHook(Hook):
         """The inverse."""
         self.interval.load_state_dict(state)
 
-    def save(self, loop: Loop) -> Path:
-        """One checkpoint, on every rank together."""
+    def save(self, loop: Loop, background: bool = False) -> None:
+        """One checkpoint, on every rank together, complete when this returns unless it is written in the
+        `background`."""
+        self.finish_pending()
         self.before_save(loop)
         began = time.perf_counter()
-        rank, ranks = distributed.global_rank(), distributed.global_world_size()
         if self.best is not None:
             self.best.before_save(loop.step)
         hooks = {type(h).__name__: state for h in loop.hooks if (state := h.state_dict())}
         steps = {"total_steps": loop.total_steps, "skipped_steps": loop.skipped}
-        state = {**self.facts, **steps, "data": loop.source.state_dict(), "hooks": hooks}
+        state = {**self.facts, **steps, "data": loop.source.state_dict(), "hooks": copy.deepcopy(hooks)}
         engines = {} if self.write_weights_only else {ENGINE: loop.engine, **loop.engines}
         if self.write_weights_only:
             state[saved_step_integrity.WEIGHTS_ONLY] = True
         folder = distributed.run_on_rank0(lambda: self._open(loop.step, [*engines]))
-        for name, engine in engines.items():
-            engine.save(folder / name)
-        (self.write_weights_only or self.beside)(folder)
-        distributed.barrier()
-        files = distributed.all_gather_merged_dict(checkpoint_store.hash_share(folder, rank, ranks))
-        done = distributed.run_on_rank0(lambda: self.store.finish(loop.step, files, state))
         best = self.best.saved[0] if self.best is not None and self.best.saved is not None else None
-        distributed.run_on_rank0(lambda: self.store.rotate(self.limit, best))
         self.saved = loop.step
-        size = self.size = sum(entry["bytes"] for entry in files.values())
-        print_line(
-            f"step {loop.step}: checkpoint {done} ({size / 2**20:,.1f} MiB, {time.perf_counter() - began:.1f} s)"
-        )
-        self.after_save(done, loop.step)
-        return done
+        if background:
+            saves = {name: engine.start_save(folder / name) for name, engine in engines.items()}
+            self.beside(folder)
+            writer, blocked = BackgroundWriter(saves), time.perf_counter() - began
+            self.pending = PendingCheckpoint(loop.step, folder, state, best, writer, began, blocked)
+            return
+        files = {f"{part}/{file}": e for part, one in engines.items() for file, e in one.save(folder / part).items()}
+        (self.write_weights_only or self.beside)(folder)
+        self._publish(loop.step, files, (state, best), f"{time.perf_counter() - began:.1f} s")
+
+    def finish_pending(self) -> None:
+        """Waits for the checkpoint that is written in the background, if any, and publishes it. Collective."""
+        if self.pending is None:
+            return
+        done, self.pending = self.pending, None
+        began = time.perf_counter()
+        files = done.writer.finish(f"checkpoint of step {done.step}")
+        blocked = done.blocked + time.perf_counter() - began
+        seconds = f"{began - done.began:.1f} s in the background, {blocked:.2f} s of them before the next step"
+        self._publish(done.step, files, (done.state, done.best), seconds)
+
+    def _publish(self, step: int, own: FileEntries, kept: tuple[Mapping[str, Any], int | None], seconds: str) -> None:
+        """Makes a written step a checkpoint: files without an entry are hashed by all ranks together, then rank 0 marks
+        and renames the folder. Collective."""
+        rank, ranks, folder = distributed.global_rank(), distributed.global_world_size(), self.store.saving(step)
+        (state, best), files = kept, FileEntries()
+        for part in distributed.gather_on_rank0(own) or ():
+            files |= part
+        rest = distributed.run_on_rank0(lambda: checkpoint_store.unhashed_files(folder, files))
+        for part in distributed.gather_on_rank0(checkpoint_store.hash_files(folder, rest[rank::ranks])) or ():
+            files |= part
+        done = distributed.run_on_rank0(lambda: self.store.finish(step, files, state))
+        distributed.run_on_rank0(lambda: self.store.rotate(self.limit, best))
+        self.size = sum(entry["bytes"] for entry in files.values())
+        print_line(f"step {step}: checkpoint {done} ({self.size / 2**20:,.1f} MiB, {seconds})")
+        self.after_save(done, step)
 
     def _open(self, step: int, names: Sequence[str]) -> Path:
         check_space(self.store.root, self.size, step)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,25 @@ def step_files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MARKER)
 
 
+def unhashed_files(folder: Path, known: Container[str]) -> list[str]:
+    """The files of a step folder that are not among `known`, by path within it."""
+    names = [path.relative_to(folder).as_posix() for path in step_files(folder)]
+    return [name for name in names if name not in known]
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of these files, flushed to disk."""
+    entries = {}
+    for name in names:
+        fsync_path(folder / name)
+        digest = saved_step_integrity.hash_file(folder / name)
+        entries[name] = {"bytes": (folder / name).stat().st_size, "sha256": digest}
+    return entries
+
+
 def hash_share(folder: Path, rank: int, ranks: int) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of every `ranks`-th file, flushed to disk: the ranks share the reading."""
-    entries = {}
-    for path in step_files(folder)[rank::ranks]:
-        fsync_path(path)
-        digest = saved_step_integrity.hash_file(path)
-        entries[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
-    return entries
+    return hash_files(folder, unhashed_files(folder, ())[rank::ranks])
 
 
 class CheckpointStore:

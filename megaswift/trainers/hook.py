@@ -55,6 +55,9 @@ class Hook:
     part = "logging"
     """Under which name the hook's time stands in the report."""
 
+    busy = False
+    """Whether this rank works in the background; `Loop.busy_ranks` counts the ranks that do."""
+
     def on_start(self, loop: Loop) -> None:
         """Before the first step, after a checkpoint was restored."""
 

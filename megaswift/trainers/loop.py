@@ -41,9 +41,9 @@ Prepare = Callable[[Engine, list[Batch], bool], list[Batch]]
 """What a task adds to micro-batches that its loss reads; True in training."""
 
 
-FAILED, SQUARES = len(interrupt.SIGNALS), len(interrupt.SIGNALS) + 1
+FAILED, SQUARES, BUSY = range(len(interrupt.SIGNALS), len(interrupt.SIGNALS) + 3)
 """Places in what is added up over the ranks with the counts of a step: how many ranks have each signal,
-how many have no batch, and `StepRecord.squares`."""
+how many have no batch, `StepRecord.squares`, and how many have a hook that works in the background."""
 
 
 def unchanged(engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
@@ -84,6 +84,8 @@ class Loop:
     """What was wrong with the data or an evaluation, where the run ended on it."""
     stopping: str = ""
     """Why a hook ends the run before its last step, the same on every rank."""
+    busy_ranks: int = 0
+    """How many ranks had a hook that works in the background when this step began, the same on every rank."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of the parts, for the report."""
     _inside: bool = False
@@ -150,7 +152,9 @@ class Loop:
         layout = self.engine.layout
         signals = [signal.number == number for number in interrupt.SIGNALS]
         beside = [*signals, self.mistake is not None, squares / (layout.tp * layout.pp * layout.cp)]
+        beside.append(any(hook.busy for hook in self.hooks))
         counted = self.engine.count(microbatches, self.loss, beside)
+        self.busy_ranks = round(counted.beside[BUSY])
         if counted.beside[FAILED] and self.mistake is None:
             self.mistake = DataError(Problem("the next batch", "another rank found an unusable row; see its message"))
         self.interrupted = max(

@@ -265,6 +265,7 @@ class RunBuilder:
         every = interval_of(train.save_strategy, train.save_steps)
         checkpoint = CheckpointHook(outputs.store, every, train.save_total_limit, self.checkpoint_facts())
         checkpoint.best, checkpoint.exit_interval = best, train.exit_interval
+        checkpoint.background = train.async_save
         checkpoint.attach = partial(self.attach, engine)
         if not train.save_only_model:
             sizes = engine.report()

@@ -41,10 +41,14 @@ def draw() -> list[float]:
     return found
 
 
+def write_rank_rng(folder: Path) -> None:
+    saved.rng_file(folder, 0).write_bytes(save_load.rank_rng_file_content())
+
+
 def test_restored_bit_for_bit(context: ParallelContext, tmp_path: Path) -> None:
     """What came after the save comes again, and the file is safetensors."""
     draw()
-    save_load.write_rank_rng(tmp_path, 0)
+    write_rank_rng(tmp_path)
     after = [draw(), draw()]
     states = saved.read_rng_state_file(tmp_path, 0)
     assert not isinstance(states, Problem) and save_load.fits_rank_rng(states[0])
@@ -57,20 +61,20 @@ def test_restored_bit_for_bit(context: ParallelContext, tmp_path: Path) -> None:
 
 def test_reseed_is_repeatable_and_fresh(context: ParallelContext, tmp_path: Path) -> None:
     """The same file gives the same numbers, another file others, neither those of the saved states."""
-    save_load.write_rank_rng(tmp_path, 0)
+    write_rank_rng(tmp_path)
     kept = draw()
     seeds = [save_load.reseed_rank_generators(context, tmp_path)]
     first = draw()
     assert save_load.reseed_rank_generators(context, tmp_path) == seeds[0] and draw() == first
     assert all(a != b for a, b in zip(first, kept, strict=True))
-    save_load.write_rank_rng(tmp_path, 0)
+    write_rank_rng(tmp_path)
     assert save_load.reseed_rank_generators(context, tmp_path) != seeds[0]
     assert all(a != b for a, b in zip(draw(), first, strict=True))
 
 
 def test_other_generators_do_not_fit(context: ParallelContext, tmp_path: Path) -> None:
     """A checkpoint from a machine with another kind of device."""
-    save_load.write_rank_rng(tmp_path, 0)
+    write_rank_rng(tmp_path)
     states = saved.read_rng_state_file(tmp_path, 0)
     assert not isinstance(states, Problem)
     assert not save_load.fits_rank_rng({**states[0], "cuda": torch.zeros(16, dtype=torch.uint8)})

@@ -59,16 +59,18 @@ to the sampler, which is through host memory (25 tensors, 19 groups of them)."""
 OBJECTS = "gloo megaswift.distributed:all_gather_objects"
 
 
-def _checkpoint(read: int, exported: int, counters: int = 0, ranks: int = 1) -> dict[str, Waits]:
-    """Waits of a checkpoint, which torch copies to host memory as a whole, of an export and a load: one a tensor.
-    `counters`: step counts of torch's Adam, a read and a copy each."""
+def _checkpoint(
+    read: int, exported: int, counters: int = 0, ranks: int = 1, written: int | None = None
+) -> dict[str, Waits]:
+    """Waits of a checkpoint, an export and a load: one a tensor. `counters`: step counts of torch's Adam, a read and a
+    copy each. `written`: tensors of this rank's file, where they are not those that it reads."""
     files, states = "megaswift.bridge.torch_dist_chunk_io:", "megaswift.engine.megatron.checkpoint.optimizer_states:"
     several = ranks > 1
-    save = {f"gloo {files}dcp_save_rank_tensor_chunks": 4, f"sync {files}dcp_save_rank_tensor_chunks": 1}
+    save = {f"read {files}write_rank_chunks": read if written is None else written}
     load = {f"copy {files}read_planned_chunks": read}
     export = {COLLECT: exported} if exported else {}
     if several:
-        save |= {OBJECTS: 2}
+        save |= {OBJECTS: 2, "gloo megaswift.distributed:_reduce": 1, "gloo megaswift.distributed:gather_on_rank0": 1}
         load |= {OBJECTS: 3}
         export |= {OBJECTS: 3, "gloo megaswift.distributed:broadcast_object": 2}
     if counters:
@@ -140,7 +142,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "run:sft --engine fsdp2 --fsdp shard_grad_op": FSDP | LOOP,
         "run:sft --engine fsdp2 --fsdp offload": FSDP_OFFLOADED | LOOP,
         "run:sft --engine fsdp2 --train_type lora": FSDP | LOOP,
-        "save:dense tp2 sp": [_checkpoint(117, 35, 35, 2), _checkpoint(117, 18, 35, 2)],
+        "save:dense tp2 sp": [_checkpoint(117, 35, 35, 2), _checkpoint(117, 18, 35, 2, 66)],
         "run:sft --pipeline_parallel_size 2": [STEP | PIPELINE | LOOP, STEP | PIPELINE | LOOP],
         "run:grpo --tensor_parallel_size 2": [
             STEP | SAMPLER | ROLLOUT_LOOP | {COLLECT: n, SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
@@ -166,7 +168,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "step:dense te pp2 packed": [STEP | PIPELINE | COUNTED, STEP | PIPELINE | COUNTED],
         "step:moe te tp2 sp ep2 etp1 packed": STEP | DISPATCH | COUNTED,
         "step:moe te cp2 packed comm=a2a": STEP | DISPATCH | A2A | COUNTED,
-        "save:dense te dp2 do": [_checkpoint(79, 35, 0, 2), _checkpoint(77, 0, 0, 2)],
+        "save:dense te dp2 do": [_checkpoint(79, 35, 0, 2), _checkpoint(77, 0, 0, 2, 42)],
     },
 }
 FAULTS = {

@@ -11,8 +11,12 @@ import os
 import shutil
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from megaswift.atomic_disk_writes import write_hashed
 from megaswift.families.saved_step_integrity import damaged_file_problems
 from megaswift.trainers import checkpoint_store
 from megaswift.trainers.checkpoint_store import CheckpointStore
@@ -30,7 +34,26 @@ def save(root: Path, step: int, text: str) -> None:
     store.rotate(1)
 
 
-def killed_before(root: Path, step: int, operation: int) -> bool:
+def save_in_background(root: Path, step: int, text: str) -> None:
+    """As `--async_save` does: files hashed as a thread writes them, then published."""
+    store = CheckpointStore(root)
+    folder = store.begin(step)
+    (folder / "engine").mkdir()
+    files: dict[str, Any] = {}
+
+    def write() -> None:
+        for name in ("a", "b"):
+            files[f"engine/{name}"] = write_hashed(folder / "engine" / name, f"{text} {name} {step}".encode() * 100)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    writer.join()
+    files.update(checkpoint_store.hash_files(folder, checkpoint_store.unhashed_files(folder, files)))
+    store.finish(step, files, {"text": text})
+    store.rotate(1)
+
+
+def killed_before(root: Path, step: int, operation: int, save: Callable[[Path, int, str], None]) -> bool:
     """Whether the child died; False when it came to the end."""
     child = os.fork()
     if child == 0:
@@ -64,13 +87,15 @@ def look(root: Path) -> list[object]:
 
 def main(work: Path) -> None:
     found: dict[str, list[object]] = {}
-    for scene, old, step in (("next", 2, 4), ("again", 4, 4)):
+    scenes = [("next", 2, 4, save), ("again", 4, 4, save)]
+    scenes += [(f"{scene} in background", old, step, save_in_background) for scene, old, step, _ in scenes]
+    for scene, old, step, how in scenes:
         operation, died = 0, True
         while died:
             operation += 1
             root = work / f"{scene}-{operation}"
             save(root, old, "old")
-            died = killed_before(root, step, operation)
+            died = killed_before(root, step, operation, how)
             after = look(root)
             save(root, step, "new")  # the run is started again and comes to the same step
             names = sorted(p.name for p in root.iterdir())

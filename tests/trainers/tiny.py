@@ -107,13 +107,14 @@ class TinyEngine:
     def load_hf(self, directory: Path) -> None:
         raise NotImplementedError
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> dict[str, Any]:
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
         }
         torch.save(state, directory / "state.pt")
+        return {}
 
     def load(self, directory: Path) -> None:
         state = torch.load(directory / "state.pt", weights_only=True)

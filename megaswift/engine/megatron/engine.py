@@ -58,13 +58,10 @@ from megaswift.engine.megatron.megatron_transformer_config import fused_parts_te
 from megaswift.engine.megatron.model import build_model_chunks, finish_weight_gathers, wrap_chunks
 from megaswift.engine.megatron.offload_for_sampling import EngineOffload
 from megaswift.engine.megatron.parallel_context import ParallelContext
-from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import (
-    ExactWeights,
-    is_fp8_weight,
-)
+from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import ExactWeights, is_fp8_weight
 from megaswift.engine.megatron.rank_microbatch_inputs import prepare_batch_ahead
 from megaswift.engine.megatron.tp_comm_overlap import tp_comm_overlap_text
-from megaswift.engine.protocol import Counted, EngineSizeReport, GlobalBatchCounts, StepResult
+from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, GlobalBatchCounts, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights, replicated_by_group
 from megaswift.engine.trainable_pattern_errors import nothing_trains_problem, unmatched_pattern_problem
@@ -287,8 +284,7 @@ class MegatronEngine:
         return self.weights.stream(lambda p: exact(p) if dtype is None else exact(p).to(dtype), everywhere)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in a PEFT folder without its prefix, full tensor) of what trains in a LoRA run, as `hf_weights` streams
-        weights."""
+        """(name in a PEFT folder without its prefix, full tensor) of what trains with LoRA, like `hf_weights`."""
         finish_weight_gathers(self.chunks)
         return self._adapters().stream(lambda p: p.data)
 
@@ -391,9 +387,13 @@ class MegatronEngine:
         """Exact sizes, for the first screen."""
         return measure_engine_sizes(self)
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> FileEntries:
         """Weights, optimizer and this rank's random states as a sharded checkpoint. Collective."""
-        save_load.save_engine(self, directory)
+        return save_load.save_engine(self, directory)
+
+    def start_save(self, directory: Path) -> StartedSave:
+        """What `save` writes, in copies in host memory. Collective."""
+        return save_load.start_save(self, directory)
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`, on this or another layout. Collective."""

@@ -8,31 +8,17 @@ optimizer keeps in float32 stay on their device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-CHUNK = 2**23
-"""Elements moved and updated at a time: 32 MiB of gradients and as much of weights. A multiple of every vector width,
+CHUNK = 2**24
+"""Elements moved and updated at a time: 64 MiB of gradients and as much of weights. A multiple of every vector width,
 so that the kernel splits a tensor as it would without chunks; a power of two, which pinned memory is rounded up to."""
-SLOTS = 3
-"""Pairs of buffers: while the host updates one chunk, the next two come and the one before goes back."""
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Up to CHUNK elements of an offloaded parameter, flat; weights and gradients are on the device."""
-
-    weight: Tensor
-    gradient: Tensor
-    moments: tuple[Tensor, Tensor]
-    step: Tensor
-    group: dict[str, Any]
 
 
 class HostAdam(torch.optim.AdamW):
@@ -79,18 +65,13 @@ class HostAdam(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         assert closure is None, "Megatron-Core gives gradients, no closure"
-        chunks: list[_Chunk] = []
-        counters: list[Tensor] = []
+        buffers = self._buffers()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and self.offloads(p):
-                    chunks += self._chunks(p, group)
-                    counters.append(self.state[p]["step"])
+                    self._update(p, group, buffers)
                 elif p.grad is not None:
                     self._update_on_device(p, group)
-        self._update_offloaded(chunks)
-        for counter in counters:
-            counter += 1
 
     def _update_on_device(self, p: Tensor, group: dict[str, Any]) -> None:
         state = self.materialize(p)
@@ -98,35 +79,19 @@ class HostAdam(torch.optim.AdamW):
         _adamw(p, p.grad, (state["exp_avg"], state["exp_avg_sq"]), state["step"], group)
         state["step"] += 1
 
-    def _chunks(self, p: Tensor, group: dict[str, Any]) -> Iterator[_Chunk]:
+    def _update(self, p: Tensor, group: dict[str, Any], buffers: tuple[Tensor, Tensor]) -> None:
+        """Copies from and to a device wait for their end here, so the two buffers serve every chunk."""
         state = self.materialize(p)
         flat, gradients = p.view(-1), p.grad.reshape(-1)  # type: ignore[union-attr]
         first, second = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
         for start in range(0, p.numel(), CHUNK):
             part = slice(start, min(start + CHUNK, p.numel()))
-            yield _Chunk(flat[part], gradients[part], (first[part], second[part]), state["step"], group)
-
-    def _update_offloaded(self, chunks: Sequence[_Chunk]) -> None:
-        """Updates chunk after chunk; copies of others run meanwhile."""
-        if not chunks:
-            return
-        buffers, transfers = self._buffers(), _Transfers(chunks[0].weight.device)
-
-        def update(number: int) -> None:
-            chunk, slot = chunks[number], number % SLOTS
-            weight, gradient = (b[: chunk.weight.numel()] for b in buffers[slot])
-            transfers.wait_until_here(slot)
-            _adamw(weight, gradient, chunk.moments, chunk.step, chunk.group)
-            transfers.send_back(slot, chunk.weight, weight)
-
-        for number, chunk in enumerate(chunks):
-            weight, gradient = (b[: chunk.weight.numel()] for b in buffers[number % SLOTS])
-            transfers.bring(number % SLOTS, ((weight, chunk.weight), (gradient, chunk.gradient)))
-            if number >= SLOTS - 1:
-                update(number - (SLOTS - 1))
-        for number in range(max(0, len(chunks) - (SLOTS - 1)), len(chunks)):
-            update(number)
-        transfers.join()
+            weight, gradient = (b[: part.stop - start] for b in buffers)
+            weight.copy_(flat[part])
+            gradient.copy_(gradients[part])
+            _adamw(weight, gradient, (first[part], second[part]), state["step"], group)
+            flat[part].copy_(weight)
+        state["step"] += 1
 
     def _staged(self) -> int:
         """Elements of a buffer."""
@@ -136,19 +101,18 @@ class HostAdam(torch.optim.AdamW):
         """Elements of each parameter whose state is on the CPU."""
         return [p.numel() for group in self.param_groups for p in group["params"] if self.offloads(p)]
 
-    def _buffers(self) -> list[tuple[Tensor, Tensor]]:
+    def _buffers(self) -> tuple[Tensor, Tensor]:
         """For weights and for gradients, pinned where a GPU copies from and to them; torch keeps them for the next
         step."""
-        size, pinned = self._staged(), torch.cuda.is_available()
-
-        def empty() -> Tensor:
-            return torch.empty(size, dtype=torch.float32, device="cpu", pin_memory=pinned)
-
-        return [(empty(), empty()) for _ in range(SLOTS)]
+        weight, gradient = (
+            torch.empty(self._staged(), dtype=torch.float32, device="cpu", pin_memory=torch.cuda.is_available())
+            for _ in range(2)
+        )
+        return weight, gradient
 
     def host_bytes(self) -> int:
         """Of the moments of offloaded parameters, which exist from the first step on, and of the buffers of a step."""
-        return 8 * (sum(self._offloaded()) + SLOTS * self._staged())
+        return 8 * (sum(self._offloaded()) + self._staged())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, which would leave the moments beside the weights."""
@@ -156,61 +120,6 @@ class HostAdam(torch.optim.AdamW):
         for p, state in self.state.items():
             device = "cpu" if self.offloads(p) else p.device
             state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
-
-
-class _Transfers:
-    """Copies between a device and slots in host memory: on a GPU on streams of their own, for which the host waits only
-    before it reads a slot; elsewhere at once.
-
-    A slot is filled anew once its content has gone back, and everything that is launched after `join` sees all of it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.streams: tuple[Any, Any] | None = None
-        if device.type == "cuda":
-            self.device = device
-            self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
-            self.here, self.gone = ([torch.cuda.Event() for _ in range(SLOTS)] for _ in range(2))
-            for stream in self.streams:  # gradients are complete, and nothing reads the weights any more
-                stream.wait_stream(torch.cuda.current_stream(device))
-
-    def bring(self, slot: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Fills (target, source) pairs of a slot."""
-        if self.streams is None:
-            for target, source in pairs:
-                target.copy_(source)
-            return
-        coming, _ = self.streams
-        with torch.cuda.stream(coming):
-            coming.wait_event(self.gone[slot])  # nothing in the first round: an event that was not recorded is done
-            for target, source in pairs:
-                _copy_async(target, source)
-            self.here[slot].record(coming)
-
-    def wait_until_here(self, slot: int) -> None:
-        """The host may read and write the slot."""
-        if self.streams is not None:
-            self.here[slot].synchronize()
-
-    def send_back(self, slot: int, target: Tensor, source: Tensor) -> None:
-        """From the slot to the device."""
-        if self.streams is None:
-            target.copy_(source)
-            return
-        _, going = self.streams
-        with torch.cuda.stream(going):
-            _copy_async(target, source)
-            self.gone[slot].record(going)
-
-    def join(self) -> None:
-        """What the device is given from now on comes after all copies."""
-        for stream in self.streams or ():
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-
-
-def _copy_async(target: Tensor, source: Tensor) -> None:
-    """On the current stream."""
-    target.copy_(source, non_blocking=True)
 
 
 def parameters_beyond_fraction(parameters: list[Tensor], fraction: float) -> list[Tensor]:

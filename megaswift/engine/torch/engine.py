@@ -36,7 +36,7 @@ from megaswift.engine.global_batch_loss_and_metrics import (
     count_global_batch,
     named_head_outputs,
 )
-from megaswift.engine.protocol import Counted, EngineSizeReport, GlobalBatchCounts, StepResult
+from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, GlobalBatchCounts, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights
 from megaswift.engine.start_default_process_group import set_timeout_of_all_groups
@@ -110,13 +110,8 @@ class TorchEngine:
 
     def _noise(self) -> NeftuneNoise | None:
         alpha = self.cfg.train.neftune_noise_alpha
-        return (
-            NeftuneNoise(
-                peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model).get_input_embeddings(), alpha
-            )
-            if alpha
-            else None
-        )
+        bare = peft_wrapped_names_and_adapter_folder.unwrap_peft_model(self.fields.model)
+        return NeftuneNoise(bare.get_input_embeddings(), alpha) if alpha else None
 
     def count(self, microbatches: Sequence[Batch], loss: Loss, beside: Sequence[float] = ()) -> GlobalBatchCounts:
         """The counts of the global batch; `beside` is added up over all ranks in the same reduction. Collective."""
@@ -337,9 +332,14 @@ class TorchEngine:
         """Exact sizes, for the first screen. Collective."""
         return measure_torch_engine_sizes(self)
 
-    def save(self, directory: Path) -> None:
+    def start_save(self, directory: Path) -> StartedSave:
+        """`--async_save` is the native engine's."""
+        raise NotImplementedError
+
+    def save(self, directory: Path) -> FileEntries:
         """Weights, optimizer and this rank's random states. Collective."""
         strategy_independent_checkpoint.save_step(self, directory)
+        return {}  # all files are hashed afterwards
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`, under this or another strategy and number of ranks. Collective."""

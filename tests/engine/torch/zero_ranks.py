@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +18,6 @@ from tests.engine.torch.zero_model import HIDDEN, Fields, count, rows
 
 OPTIM = OptimConfig(learning_rate=1e-3, adam_epsilon=1e-6, loss_scale_window=2, hysteresis=1, initial_loss_scale=2**10)
 """The loss scale of float16 changes at every kind of step of these tests."""
-
-
-def as_numbers(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """What an engine does for a strategy's step."""
-    return [float(scalar) for scalar in scalars]
 
 
 def facts(world: int, dtype: str = "float32") -> DeepspeedAutoValues:
@@ -69,7 +63,7 @@ def sharded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         strategy.put(name, "weight", tensor)
     passes(strategy, 0, rank, world, job)
     gradients = everything(strategy, "gradient")["gradient"]
-    strategy.step(1e-3, replace(OPTIM, max_grad_norm=job["clip"]), as_numbers)
+    strategy.step(1e-3, replace(OPTIM, max_grad_norm=job["clip"]), lambda found: [float(t) for t in found])
     return {
         "held": held,
         "shards": strategy.sizes()[1],
@@ -110,7 +104,9 @@ def train(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         passes(strategy, step, rank, world, job)
         gradients.append(everything(strategy, "gradient")["gradient"])
         sizes = strategy.sizes()
-        norm, done = strategy.step(1e-3, replace(OPTIM, max_grad_norm=job["clip"]), as_numbers)
+        norm, done = strategy.step(
+            1e-3, replace(OPTIM, max_grad_norm=job["clip"]), lambda found: [float(t) for t in found]
+        )
         norms.append(norm)
         taken.append(done)
         scales.append(strategy.loss_scale and strategy.loss_scale.value)
@@ -151,5 +147,5 @@ def round_trip(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         fields = strategy.module(r.ids, r.labels)
     strategy.module.train()
     passes(strategy, 0, rank, world, {"micro": 1})
-    strategy.step(1e-3, OPTIM, as_numbers)
+    strategy.step(1e-3, OPTIM)
     return {"read": read, "fields": fields, "steps": strategy.steps, "after": everything(strategy, "weight")["weight"]}

@@ -48,8 +48,8 @@ def _modules(engine: MegatronEngine) -> Iterator[tuple[str, nn.Module]]:
                 yield canonical_parameter_name(name + ".", chunk, engine.spec, engine.context).removesuffix("."), module
 
 
-def write_fp8_histories(engine: MegatronEngine, directory: Path) -> Path:
-    """This rank's histories; returns the file, not yet flushed."""
+def fp8_histories_file_content(engine: MegatronEngine) -> bytes:
+    """What the file of this rank's histories holds."""
     found: Histories = {}
     for name, module in _modules(engine):
         meta: Any = module.fp8_meta
@@ -57,9 +57,7 @@ def write_fp8_histories(engine: MegatronEngine, directory: Path) -> Path:
             if direction in meta:  # made by the first forward pass
                 found[f"{name}/{direction}/scale"] = meta[direction].scale.cpu()
                 found[f"{name}/{direction}/amax_history"] = meta[direction].amax_history.cpu()
-    file = fp8_history_file(directory, engine.rank)
-    file.write_bytes(save(found))
-    return file
+    return save(found)
 
 
 def read_fp8_histories(engine: MegatronEngine, directory: Path, same_layout: bool) -> Histories | Problem:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megaswift import distributed, log
-from megaswift.atomic_disk_writes import fsync_path
+from megaswift.atomic_disk_writes import fsync_path, write_hashed
 from megaswift.bridge import read_torch_dist_metadata
 from megaswift.bridge import torch_dist_chunk_io as files
 from megaswift.bridge.sharded_state_dict_entries import KEPT, MAIN, STATES
@@ -44,8 +45,42 @@ SHOWN = 12
 """Tensors named in one error; the rest are counted."""
 
 
-def save_engine(engine: MegatronEngine, directory: Path) -> None:
-    """Everything into `directory`, on disk when this returns. Collective."""
+def save_engine(engine: MegatronEngine, directory: Path) -> files.Entries:
+    """Everything into `directory`, on disk when this returns; the entries of this rank's files. Collective."""
+    started = start_save(engine, directory, on_host=False)
+    problems: list[Problem] = []
+    try:
+        started.write()
+    except OSError as error:
+        problems = [Problem(str(directory), f"could not be written ({error})", ROOM)]
+    distributed.raise_on_all_ranks(problems, limit=SHOWN)
+    return started.finish()
+
+
+class StartedSave:
+    """A save whose content is fixed: `write`, in any thread, then `finish` on all ranks together."""
+
+    def __init__(self, directory: Path, rank: int, chunks: Sequence[files.RankTensorChunk], small: dict[str, bytes]):
+        self.directory, self.rank, self.chunks, self.small = directory, rank, chunks, small
+        self.saved: list[files.SavedChunk] = []
+        self.entries: files.Entries = {}
+
+    def write(self) -> None:
+        """This rank's files, on disk when this returns. OSError where they cannot be written. Not collective."""
+        self.saved, self.entries = files.write_rank_chunks(self.directory, self.rank, self.chunks)
+        self.chunks = ()  # the memory of copies
+        self.entries |= {name: write_hashed(self.directory / name, content) for name, content in self.small.items()}
+        fsync_path(self.directory)
+
+    def finish(self) -> files.Entries:
+        """The tables, by rank 0, after every rank's `write`; the entries of this rank's files. Collective."""
+        entries = self.entries | files.write_gathered_metadata(self.directory, self.saved)
+        fsync_path(self.directory)
+        return entries
+
+
+def start_save(engine: MegatronEngine, directory: Path, on_host: bool = True) -> StartedSave:
+    """Fixes what is saved. `on_host`: in copies in host memory, so that training may go on. Collective."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     finish_weight_gathers(engine.chunks)
@@ -60,25 +95,16 @@ def save_engine(engine: MegatronEngine, directory: Path) -> None:
         *boxes.optimizer_chunks(parameters, states.state_slices(engine.optimizer, write=True), True),
     ]
     chunks += boxes.passthrough_hf_tensor_chunks(engine) if engine.lora is None else []
-    files.dcp_save_rank_tensor_chunks(directory, chunks)
-    facts = _facts(engine, max(distributed.all_gather_objects(states.get_step_count(engine.optimizer))))
-    distributed.raise_on_all_ranks(_write_small(engine, directory, facts), limit=SHOWN)
-
-
-def _write_small(engine: MegatronEngine, directory: Path, facts: dict[str, Any]) -> list[Problem]:
-    try:
-        written = [write_rank_rng(directory, engine.rank)] if engine.cfg.train.save_rng else []
-        if fp8_history.uses_delayed_scaling(engine):
-            written.append(fp8_history.write_fp8_histories(engine, directory))
-        if engine.rank == 0:
-            written += files.write_megatron_loader_files(directory)
-            (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-            written.append(directory / FACTS)
-        for path in [*written, directory]:
-            fsync_path(path)
-    except OSError as error:
-        return [Problem(str(directory), f"could not be written ({error})", ROOM)]
-    return []
+    facts = _facts(engine, int(distributed.all_max([states.get_step_count(engine.optimizer)])[0]))
+    small = {}
+    if engine.cfg.train.save_rng:
+        small[rng_state_checkpoint_file.rng_file(directory, engine.rank).name] = rank_rng_file_content()
+    if fp8_history.uses_delayed_scaling(engine):
+        file = fp8_history.fp8_history_file(directory, engine.rank)
+        small[file.name] = fp8_history.fp8_histories_file_content(engine)
+    if engine.rank == 0:
+        small[FACTS] = (json.dumps(facts, indent=1) + "\n").encode()
+    return StartedSave(directory, engine.rank, files.copy_chunks_to_host(chunks) if on_host else chunks, small)
 
 
 def _facts(engine: MegatronEngine, step: int) -> dict[str, Any]:
@@ -253,15 +279,13 @@ def _unused(engine: MegatronEngine, index: Metadata, own_keys: set[str]) -> list
     )
 
 
-def write_rank_rng(directory: Path, rank: int) -> Path:
-    """Writes this rank's random states with those of Megatron's tracker; returns the file, not yet flushed.
+def rank_rng_file_content() -> bytes:
+    """What the file of this rank's random states holds, with those of Megatron's tracker.
 
     Megatron's own checkpoints keep one expert state for all expert-parallel ranks (Megatron-LM pull request 6858); here
     each rank has its own.
     """
-    return rng_state_checkpoint_file.write_rng_state(
-        directory, rank, tensor_parallel.get_cuda_rng_tracker().get_states()
-    )
+    return rng_state_checkpoint_file.rng_state_file_content(tensor_parallel.get_cuda_rng_tracker().get_states())
 
 
 def fits_rank_rng(tensors: dict[str, Tensor]) -> bool:

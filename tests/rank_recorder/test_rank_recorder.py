@@ -1,0 +1,91 @@
+"""What ranks of 64 and of 1,024 send, read and write: the same for every size, but for lists of files on rank 0."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.pool import shared
+from tests.rank_recorder.record import START, STEP, RankRecord
+from tests.rank_recorder.run_rank import RecordedRank
+from tests.trainers.inputs import write_inputs
+
+WORLDS = (64, 1024)
+STEPS, LINES = 3, 2
+SAVE, LINE = "CheckpointHook", "MetricsJsonlHook"
+Records = dict[tuple[int, int], RankRecord]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    """(world, rank) -> what it did: three steps, lines after the second and third, a checkpoint after the third."""
+    folder = tmp_path_factory.mktemp("recorded")
+    words = [word + "#20000" if word.endswith(".jsonl") else word for word in write_inputs(folder)]
+    words += ["--engine", "megatron", "--max_steps", str(STEPS), "--logging_steps", "2", "--save_steps", "3"]
+    words += ["--export_hf", "false", "--dataset_num_proc", "1"]
+    found = {}
+    for world in WORLDS:
+        scratch = folder / str(world)
+        scratch.mkdir()
+        for rank in (0, 1, world - 1):
+            own = ["--global_batch_size", str(4 * world), "--output_dir", str(scratch / f"out{rank}")]
+            job = RecordedRank(rank, world, [*words, *own], scratch)
+            (found[world, rank],) = shared("").run("tests.rank_recorder.run_rank:record_rank", job, 1)
+    return found
+
+
+def per_step(record: RankRecord, phase: str, times: int) -> dict[str, tuple[float, float]]:
+    """Kind -> (calls, bytes) of one of `times` repetitions."""
+    return {kind: (calls / times, sent / times) for (kind, _), (calls, sent) in record.of(phase).items()}
+
+
+@pytest.mark.process
+def test_a_step_agrees_by_one_small_reduction(records: Records) -> None:
+    """Counts, signals and failures in 128 bytes; beside it the loss report (24) and the gradient norm (4), gradients
+    and weights. No group but that of all ranks is used, and no barrier."""
+    for (world, _), record in records.items():
+        step = per_step(record, STEP, STEPS)
+        assert step["all_reduce"] == (3, 128 + 24 + 4) and set(step) == {"all_reduce", "reduce_scatter", "all_gather"}
+        assert step["reduce_scatter"][0] == step["all_gather"][0] == 1
+        assert {ranks for _, ranks in record.of(STEP)} == {world}
+
+
+@pytest.mark.process
+def test_a_line_has_one_reduction_of_two_numbers(records: Records) -> None:
+    for record in records.values():
+        assert per_step(record, LINE, LINES) == {"all_reduce": (1, 16)}
+
+
+@pytest.mark.process
+def test_a_checkpoint_gathers_names_and_hashes_only(records: Records) -> None:
+    """The same collectives on every rank of either world. What rank 0 gathers is below 4 KiB a rank, other ranks gather
+    nothing; each rank writes its own files alone."""
+    calls = [{kind: n for (kind, _), (n, _) in record.of(SAVE).items()} for record in records.values()]
+    assert calls == [calls[0]] * len(calls) and calls[0]["gather"] == 3 and "barrier" not in calls[0]
+    for (world, rank), record in records.items():
+        gathered = {k.name: n for k, n in record.largest_received.items() if k.phase == SAVE}
+        assert gathered["gather"] < 4096 * world if rank == 0 else gathered["gather"] == 0
+        assert gathered["all_gather"] < 64 * world and record.sent.total() < 1e6
+        written = {name for phase, name in record.files_written if phase == SAVE}
+        own = {f"__{rank}_0.distcp", f"rng-{rank:05d}.safetensors"}
+        assert {name for name in written if name.startswith(("__", "rng"))} <= own and own & written
+        if rank:
+            assert written <= own
+
+
+@pytest.mark.process
+def test_no_rank_reads_its_checkpoint_files_again(records: Records) -> None:
+    """Hashes are computed while writing: no file of tensors or random states is opened to be read."""
+    for record in records.values():
+        read = {name for phase, name in record.files_read if phase == SAVE}
+        assert not {name for name in read if name.endswith((".distcp", ".safetensors", ".metadata"))}
+
+
+@pytest.mark.process
+def test_starting_does_not_grow_with_the_world(records: Records) -> None:
+    """As many collectives, and as many bytes from each rank."""
+    for rank in (0, 1):
+        few, many = (records[world, rank] for world in WORLDS)
+        kinds = [{kind: n for (kind, _), (n, _) in record.of(START).items()} for record in (few, many)]
+        assert kinds[0] == kinds[1]
+        gathered = max(n for k, n in many.largest_received.items() if k.phase == START)
+        assert gathered <= 512 * 1024

@@ -1,0 +1,176 @@
+"""Checkpoints that are written while training goes on: when they count, what they hold, and what stops them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaswift.atomic_disk_writes import write_hashed
+from megaswift.errors import CheckpointError
+from megaswift.families.saved_step_integrity import damaged_file_problems, load_manifest_or_none
+from megaswift.trainers.checkpoint_hook import CheckpointHook, restore_run
+from megaswift.trainers.checkpoint_store import CheckpointStore
+from megaswift.trainers.hook import Hook
+from tests.parity.pool import shared
+from tests.trainers.inputs import write_inputs
+from tests.trainers.run_ranks import Job
+from tests.trainers.tiny import TinyEngine, tiny_loop
+
+
+class StartedTinySave:
+    """Writes what the engine's own `save` wrote when it started, once `gate` is open."""
+
+    def __init__(self, directory: Path, content: bytes, gate: threading.Event, failure: str = "") -> None:
+        self.directory, self.content, self.gate, self.failure = directory, content, gate, failure
+        self.finished = 0
+
+    def write(self) -> None:
+        self.gate.wait(60)
+        if self.failure:
+            raise OSError(28, self.failure)
+        self.entries = {"state.pt": write_hashed(self.directory / "state.pt", self.content)}
+
+    def finish(self) -> dict[str, Any]:
+        self.finished += 1
+        return self.entries
+
+
+class Gated(TinyEngine):
+    """Each save has a gate of its own."""
+
+    def __init__(self, failure: str = "") -> None:
+        super().__init__()
+        self.started: list[StartedTinySave] = []
+        self.failure = failure
+
+    def start_save(self, directory: Path) -> StartedTinySave:
+        self.save(directory)
+        content = (directory / "state.pt").read_bytes()
+        (directory / "state.pt").unlink()
+        self.started.append(StartedTinySave(directory, content, threading.Event(), self.failure))
+        return self.started[-1]
+
+
+class At(Hook):
+    """Does something after a step, before the checkpoint hook."""
+
+    def __init__(self, acts: dict[int, Any]) -> None:
+        self.acts = acts
+
+    def on_step(self, loop: Any, step: Any) -> None:
+        self.acts.get(step.number, lambda: None)()
+
+
+def loop_in(folder: Path, steps: int, acts: dict[int, Any], failure: str = "", every: int = 3) -> Any:
+    hook = CheckpointHook(CheckpointStore(folder / "checkpoints"), every, None, {})
+    hook.background = True
+    loop = tiny_loop(steps, At(acts), hook)
+    loop.engine = Gated(failure)
+    return loop
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "checkpoints").glob("step-*"))
+
+
+def test_a_step_counts_once_it_is_written_and_holds_its_own_state(tmp_path: Path) -> None:
+    """Step 3 is written until step 5: steps 4 and 5 see no checkpoint, and it resumes to the losses of step 4 on."""
+    seen: list[tuple[list[str], Path | None]] = []
+
+    def look() -> None:
+        seen.append((saved(tmp_path), CheckpointStore(tmp_path / "checkpoints").latest()))
+
+    def release() -> None:
+        look()
+        loop.engine.started[0].gate.set()
+        loop.hooks[1].pending.writer._thread.join(60)
+
+    loop = loop_in(tmp_path, 8, {4: look, 5: release, 7: look}, every=3)
+    loop.hooks[0].acts[8] = lambda: loop.engine.started[1].gate.set()
+    loop.run()
+    assert seen[:2] == [(["step-3.saving"], None)] * 2
+    assert seen[2] == (["step-3", "step-6.saving"], tmp_path / "checkpoints" / "step-3")
+    assert saved(tmp_path) == ["step-3", "step-6", "step-8"], "the end waits, and saves the last step"
+    assert not [p for s in saved(tmp_path) for p in damaged_file_problems(tmp_path / "checkpoints" / s)]
+    again = loop_in(tmp_path / "again", 8, {}, every=99)
+    restore_run(again, tmp_path / "checkpoints" / "step-3", {})
+    again.hooks[1].background = False
+    again.run()
+    for a, b in zip(again.engine.model.parameters(), loop.engine.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    """The save of step 6 begins while step 3 is written: a timer opens its gate, and it is published first."""
+    loop = loop_in(tmp_path, 7, {}, every=3)
+    order: list[str] = []
+    publish, start = loop.hooks[1].store.finish, loop.engine.start_save
+    loop.hooks[1].store.finish = lambda step, *more: order.append(f"published {step}") or publish(step, *more)
+
+    def started(directory: Path) -> Any:
+        order.append(f"started {directory.parent.name}")
+        return start(directory)
+
+    loop.engine.start_save = started
+    loop.hooks[0].acts = {
+        6: lambda: threading.Timer(0.2, loop.engine.started[0].gate.set).start(),
+        7: lambda: loop.engine.started[1].gate.set(),
+    }
+    loop.run()
+    assert order == ["started step-3.saving", "published 3", "started step-6.saving", "published 6", "published 7"]
+
+
+def test_an_error_of_the_writer_ends_the_run_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    first = loop_in(tmp_path, 3, {}, every=3)
+    first.hooks[1].background = False
+    first.run()
+    loop = loop_in(tmp_path, 9, {5: lambda: loop.engine.started[0].gate.set()}, "No space left", every=4)
+    with pytest.raises(CheckpointError, match="step 4.*written in the background.*No space left"):
+        loop.run()
+    assert CheckpointStore(tmp_path / "checkpoints").latest() == tmp_path / "checkpoints" / "step-3"
+    assert loop.engine.started[0].finished == 0
+
+
+def test_after_another_error_it_is_given_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other ranks may have ended: nothing collective may happen, and nothing is waited for."""
+
+    def fail() -> None:
+        raise RuntimeError("lost")
+
+    loop = loop_in(tmp_path, 9, {4: fail}, every=3)
+    with pytest.raises(RuntimeError, match="lost"):
+        loop.run()
+    loop.engine.started[0].gate.set()
+    assert "step 3 was still being written" in capsys.readouterr().err
+    assert CheckpointStore(tmp_path / "checkpoints").latest() is None
+
+
+@pytest.mark.process
+def test_whole_runs_save_the_same_bytes_and_resume_bit_for_bit(tmp_path: Path) -> None:
+    """Two ranks of the native engine with the distributed optimizer: every file of weights and states has the SHA-256
+    that a synchronous save gives it, and a run that goes on from the background's step ends in the same bytes."""
+    words = [*write_inputs(tmp_path), "--engine", "megatron", "--max_steps", "4", "--save_steps", "2"]
+    words += ["--global_batch_size", "8", "--export_hf", "false", "--save_total_limit", "9"]
+    sync, background, resumed = (tmp_path / name for name in ("sync", "background", "resumed"))
+    for out, more in ((sync, []), (background, ["--async_save", "true"])):
+        shared("").run("tests.trainers.run_ranks:go", Job([*words, "--output_dir", str(out), *more]), 2)
+    go_on = ["--resume_from_checkpoint", str(background / "checkpoints" / "step-2")]
+    shared("").run("tests.trainers.run_ranks:go", Job([*words, "--output_dir", str(resumed), *go_on]), 2)
+    for step in ("step-2", "step-4"):
+        first = entries(sync / "checkpoints" / step)
+        assert len(first) == 5 and first == entries(background / "checkpoints" / step)
+        assert not damaged_file_problems(background / "checkpoints" / step)
+    assert entries(resumed / "checkpoints" / "step-4") == entries(sync / "checkpoints" / "step-4")
+
+
+def entries(step: Path) -> dict[str, Any]:
+    """The engine's files but the tables, which are pickled, and random states: Python's differ between processes."""
+    manifest = load_manifest_or_none(step)
+    assert manifest is not None, json.dumps(sorted(p.name for p in step.parent.iterdir()))
+    files = manifest["files"].items()
+    return {n: e for n, e in files if n.startswith("engine/") and ".metadata" not in n and "/rng-" not in n}
