@@ -67,7 +67,7 @@ def remove_at_exit(folder: Path, alias: Path) -> None:
 
     def remove() -> None:
         alias.unlink(missing_ok=True)
-        for path in (folder, _beside(folder, "lock")):
+        for path in (folder, _beside(folder, "lock"), _beside(alias, "lock")):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     atexit.register(remove)
@@ -168,9 +168,16 @@ def _publish_failure(path: Path, error: DataError) -> None:
         write_atomically(path, json.dumps([[p.what, p.rule, p.fix] for p in error.problems]), cached=True)
 
 
-def publish_content_hash_of_input_files(root: Path, name: str, key: str) -> None:
-    """Let waiting processes know the content hash `key` of the inputs whose paths, sizes and times hash to `name`."""
-    write_atomically(root / f"{name}.alias", key, cached=True)
+def content_hash_of_input_files(root: Path, name: str, make: Callable[[], str]) -> str:
+    """The content hash of the inputs whose paths, sizes and times of change hash to `name`. For building processes: the
+    first one computes it by `make` and publishes it, the others and later runs read no input for it."""
+    alias = root / f"{name}.alias"
+    if not alias.exists():
+        with _locked(_beside(alias, "lock")):
+            if not alias.exists():
+                with _beating(_beside(alias, "beat")):
+                    write_atomically(alias, make(), cached=True)
+    return alias.read_text()
 
 
 def wait_for_content_hash(root: Path, name: str) -> str:

@@ -25,10 +25,10 @@ from megaswift.config.data import RL
 from megaswift.data import columns, download_hf_datasets_as_parquet
 from megaswift.data.coordinate_token_cache_build import (
     build_once,
+    content_hash_of_input_files,
     data_cache_folder,
     is_cache_builder_process,
     launch_identity,
-    publish_content_hash_of_input_files,
     remove_at_exit,
     wait_for_build,
     wait_for_content_hash,
@@ -175,8 +175,8 @@ def _store(root: Path, source: DatasetFiles, spec: EncodeSpec, data: Any) -> Pat
         target = root / wait_for_content_hash(root, alias)
         wait_for_build(target)
         return target
-    target = root / _digest([(str(f), _file_hash(f)) for f in source.files], options)
-    publish_content_hash_of_input_files(root, alias, target.name)
+    content = lambda: _digest([(str(f), _file_hash(f)) for f in source.files], options)  # noqa: E731
+    target = root / content_hash_of_input_files(root, alias, content)
     build_once(target, lambda scratch: _build(scratch, target, source, (spec, data.dataset_num_proc)))
     if not data.use_dataset_cache:
         remove_at_exit(target, root / f"{alias}.alias")
