@@ -88,6 +88,9 @@ class RecordingGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         if self.ranks == dist.get_world_size() and opts.rootRank == 0:
             self.tape.pass_on("broadcast", tensors)
+        elif opts.rootRank != self.rank():
+            for tensor in tensors:
+                tensor.detach().zero_()
         return self._done("broadcast", tensors if opts.rootRank == self.rank() else (), tensors)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:

@@ -25,6 +25,7 @@ from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import is_fp8_weight
+from megaswift.engine.megatron.read_weights_once_per_replica import read_once_per_replica
 from megaswift.families import qlora_weights_and_block_fit
 from megaswift.families.expand_weight_table_and_shard_shapes import padded_vocabulary_size
 from megaswift.families.model_spec import ModelSpec
@@ -149,16 +150,15 @@ class RankWeights:
 
     @torch.no_grad()
     def load(self, source: Any, also_fill: Callable[[Tensor, Tensor], None] | None = None) -> None:
-        """Fill every parameter from `source`, reading only this rank's slices. WeightsError where a value is not
-        finite.
+        """Fill every parameter from `source`; of files each slice is read by one data-parallel replica. WeightsError
+        where a value is not finite. Collective.
 
         `also_fill(parameter, value)` gets each value as the file has it, before it is rounded to the parameter's
         dtype.
         """
         bad: list[str] = []
-        for placed in self.placed:
-            ranks, rank = self.tp_of(placed.entry)
-            value = placed.entry.read(source, ranks, rank, self.padded)
+        own = isinstance(source, RandomWeightSource)
+        for placed, value in self._read(source) if own else read_once_per_replica(self, source):
             if not check_finite_weights.all_values_finite(value):
                 bad.extend(placed.entry.hf)
             held = placed.held
@@ -167,6 +167,11 @@ class RankWeights:
             if also_fill is not None and isinstance(held, Tensor):
                 also_fill(held, value)
         check_finite_weights.raise_for_non_finite_tensors(bad)
+
+    def _read(self, source: Any) -> Iterator[tuple[LocalParam, Tensor]]:
+        for placed in self.placed:
+            ranks, rank = self.tp_of(placed.entry)
+            yield placed, placed.entry.read(source, ranks, rank, self.padded)
 
     def stream(
         self, value: Callable[[Tensor], Tensor | None], everywhere: bool = False
