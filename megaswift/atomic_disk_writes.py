@@ -46,12 +46,18 @@ class HashedFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, 0
+        self.error: OSError | None = None
+        """Of a write that failed: some callers hide it behind an error of their own."""
         self._digest, self._file = hashlib.sha256(), path.open("wb")
 
     def write(self, data: Any) -> int:
         """Appends bytes."""
         view = memoryview(data).cast("B")
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.error = error
+            raise
         self._digest.update(view)
         self.size += len(view)
         return len(view)
@@ -71,7 +77,8 @@ class HashedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with suppress(OSError):  # on success it is closed; after an error that one counts
+            self._file.close()
 
 
 def write_hashed(path: Path, content: bytes) -> FileEntry:

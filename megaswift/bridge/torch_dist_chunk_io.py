@@ -15,6 +15,7 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -106,10 +107,17 @@ def write_rank_chunks(directory: Path, rank: int, boxes: Iterable[RankTensorChun
             if data.untyped_storage().nbytes() != data.numel() * data.element_size():
                 data = data.clone()  # torch.save writes the whole storage of a view
             start = file.size
-            torch.save(data, file)
+            _save_tensor(data, file)
             place = box.key, tuple(box.whole), tuple(box.offset), tuple(data.shape), data.dtype
             saved.append(SavedChunk(*place, name, start, file.size - start))
         return saved, {name: file.close_on_disk()}
+
+
+def _save_tensor(tensor: Tensor, file: HashedFile) -> None:
+    try:
+        torch.save(tensor, cast(IO[bytes], file))
+    except RuntimeError as error:  # torch's writer fails at its end too, where the file could not be written
+        raise file.error or error from None
 
 
 def write_gathered_metadata(directory: Path, own: Sequence[SavedChunk]) -> Entries:

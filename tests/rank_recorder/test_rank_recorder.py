@@ -81,6 +81,14 @@ def test_no_rank_reads_its_checkpoint_files_again(records: Records) -> None:
 
 
 @pytest.mark.process
+def test_replicas_share_the_reading_of_weights(records: Records) -> None:
+    """The model has 21 parameters of 86,016 bytes: of 64 replicas the first ones read one each, the others none."""
+    for (_, rank), record in records.items():
+        read = record.tensor_bytes_read[START]
+        assert 0 < read < 10_000 if rank < 2 else read == 0
+
+
+@pytest.mark.process
 def test_starting_does_not_grow_with_the_world(records: Records) -> None:
     """As many collectives, and as many bytes from each rank."""
     for rank in (0, 1):

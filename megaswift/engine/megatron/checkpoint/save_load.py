@@ -57,10 +57,12 @@ def save_engine(engine: MegatronEngine, directory: Path) -> files.Entries:
     return started.finish()
 
 
-class StartedSave:
+class StartedRankSave:
     """A save whose content is fixed: `write`, in any thread, then `finish` on all ranks together."""
 
-    def __init__(self, directory: Path, rank: int, chunks: Sequence[files.RankTensorChunk], small: dict[str, bytes]):
+    def __init__(
+        self, directory: Path, rank: int, chunks: Sequence[files.RankTensorChunk], small: dict[str, bytes]
+    ) -> None:
         self.directory, self.rank, self.chunks, self.small = directory, rank, chunks, small
         self.saved: list[files.SavedChunk] = []
         self.entries: files.Entries = {}
@@ -79,7 +81,7 @@ class StartedSave:
         return entries
 
 
-def start_save(engine: MegatronEngine, directory: Path, on_host: bool = True) -> StartedSave:
+def start_save(engine: MegatronEngine, directory: Path, on_host: bool = True) -> StartedRankSave:
     """Fixes what is saved. `on_host`: in copies in host memory, so that training may go on. Collective."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -104,7 +106,7 @@ def start_save(engine: MegatronEngine, directory: Path, on_host: bool = True) ->
         small[file.name] = fp8_history.fp8_histories_file_content(engine)
     if engine.rank == 0:
         small[FACTS] = (json.dumps(facts, indent=1) + "\n").encode()
-    return StartedSave(directory, engine.rank, files.copy_chunks_to_host(chunks) if on_host else chunks, small)
+    return StartedRankSave(directory, engine.rank, files.copy_chunks_to_host(chunks) if on_host else chunks, small)
 
 
 def _facts(engine: MegatronEngine, step: int) -> dict[str, Any]:
