@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megaswift.data import coordinate_token_cache_build, encode_rows, tokenization
+from megaswift.data import coordinate_token_cache_build, encode_rows
 from megaswift.data.build_batch_sources import build_train_and_eval_sources, load_document_splits
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.tokenization import ENTRY, tokenization_code_files, tokenize_datasets
@@ -277,39 +277,6 @@ def test_the_cache_is_found_again_by_content(tmp_path: Path) -> None:
     jsonl(tmp_path / "d.jsonl", [*ROWS[1:], ROWS[0]])  # same size, other content
     others.append(stores(tmp_path, path))
     assert len({first, *others}) == 5
-
-
-def test_data_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second start compares path, size and time; another time of change is another look at the content, which is the
-    same."""
-    hashed: list[str] = []
-    real = tokenization._file_hash
-    monkeypatch.setattr(tokenization, "_file_hash", lambda path: hashed.append(path.name) or real(path))
-    path = Path(write(tmp_path / "a.jsonl", ROWS))
-    for again in range(3):
-        assert texts(tmp_path, str(path)) == expected(ROWS) and hashed == ["a.jsonl"], again
-    os.utime(path, (1e9, 1e9))
-    assert texts(tmp_path, str(path)) == expected(ROWS) and hashed == ["a.jsonl"] * 2
-    assert len(list((tmp_path / "cache").glob("*/tokens.bin"))) == 1
-
-
-def test_nodes_that_share_the_cache_hash_once(tmp_path: Path) -> None:
-    """Both start before either has published."""
-    made: list[int] = []
-
-    def make() -> str:
-        made.append(1)
-        time.sleep(0.2)
-        return "key"
-
-    keys: list[str] = []
-    find = coordinate_token_cache_build.content_hash_of_input_files
-    nodes = [threading.Thread(target=lambda: keys.append(find(tmp_path, "name", make))) for _ in range(3)]
-    for node in nodes:
-        node.start()
-    for node in nodes:
-        node.join()
-    assert keys == ["key"] * 3 and made == [1]
 
 
 def test_rows_are_tokenized_again_without_use_dataset_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
