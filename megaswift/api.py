@@ -78,11 +78,12 @@ class Trainer:
             raise ConfigError(problems)
 
         from megaswift.trainers.engine_choice import resolve_engine
+        from megaswift.trainers.rl.choose_sampler_backend import resolve_sampler_backend
         from megaswift.trainers.run import preflight, run_training
 
         world = int(os.environ.get("WORLD_SIZE", "1"))
         with errors_as_typed(cfg.typed, NAMES):
-            cfg = resolve_engine(cfg, world)
+            cfg = resolve_sampler_backend(resolve_engine(cfg, world))
             preflight(cfg, world)
             return TrainOutput.of(run_training(cfg))
 

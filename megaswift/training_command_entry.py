@@ -117,9 +117,10 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
             log.info(notice)
 
     from megaswift.trainers.engine_choice import resolve_engine
+    from megaswift.trainers.rl.choose_sampler_backend import resolve_sampler_backend
     from megaswift.trainers.run import preflight, run_training
 
-    cfg = resolve_engine(cfg, world, tell=first)
+    cfg = resolve_sampler_backend(resolve_engine(cfg, world, tell=first), tell=first)
     preflight(cfg, world)
     if not worker and torchrun_launcher.requests_worker_processes(cfg.launch):
         return launcher_of(cfg.launch).start(cfg, words, os.environ)

@@ -134,9 +134,6 @@ NEUTRAL: dict[str, NeutralOption] = {
     "manual_gc": NeutralOption(OFF, "Python's automatic garbage collection stays on", "leave it out"),
     "vllm_max_model_len": NeutralOption(ANY, _SAMPLER_LIMIT),
     "vllm_max_model_length": NeutralOption(ANY, _SAMPLER_LIMIT),
-    "vllm_tensor_parallel_size": NeutralOption(
-        ("1",), "every process samples with a whole model", "start a vLLM server: --rollout_backend vllm_server"
-    ),
     "vllm_max_lora_rank": NeutralOption(ANY, "it follows --lora_rank"),
     # tensor parallelism
     "tp_comm_split_ag": NeutralOption(ON, _TP_COMM.format("ag"), "--tp_comm_overlap_ag false"),

@@ -120,7 +120,7 @@ class RlConfig:
     )
     rollout_backend: str = option(
         "transformers",
-        "Sampler backend: in the training process, or a separate server",
+        "Sampler, in the training process or a server; unset: vllm if it has a GPU",
         aliases=("use_vllm", "vllm_mode"),
         choices=BACKENDS,
         spellings=BACKEND_SPELLINGS,

@@ -253,6 +253,18 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         "leave out --offload_model, --offload_optimizer and --rollout_sleep",
     ),
     ConflictingOptions(
+        ("vllm_tensor_parallel_size", "environment"),
+        lambda c: c.vllm.vllm_tensor_parallel_size > 1 and c.rl.environment is not None,
+        "is not supported with an environment: its answers on ranks of one engine could differ",
+        "--rollout_backend vllm_server, with a server of that tensor parallel size",
+    ),
+    ConflictingOptions(
+        ("vllm_tensor_parallel_size", "async_generation"),
+        lambda c: c.vllm.vllm_tensor_parallel_size > 1 and _ASYNC(c),
+        "is not supported with async_generation: collectives of sampling and training would run in different orders",
+        "--rollout_backend vllm_server, with a server of that tensor parallel size",
+    ),
+    ConflictingOptions(
         ("offload_model", "offload_optimizer", "engine"),
         lambda c: c.task in RL and not capabilities_of(c).offloads and (c.rl.offload_model or c.rl.offload_optimizer),
         "is supported by the native engine only; {engine} does not offload the trained model",

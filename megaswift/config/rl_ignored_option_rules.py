@@ -159,6 +159,13 @@ RL_IGNORED: tuple[IgnoredOption, ...] = (
         "rollout_backend {rollout_backend} is not a server",
         _SERVER_FIX,
     ),
+    *_rows(
+        ("rollout_weight_transport", "rollout_changed_weights_only"),
+        _BACKEND,
+        _other_backend("vllm_server"),
+        "applies only to rollout_backend vllm_server",
+        _SERVER_FIX,
+    ),
     IgnoredOption(
         "rollout_sync_folder",
         (*_BACKEND, "train_type", "rollout_lora"),
@@ -181,7 +188,7 @@ RL_IGNORED: tuple[IgnoredOption, ...] = (
         _VLLM_FIX,
     ),
     *_strict(
-        (name for name in VllmSamplerConfig.__dataclass_fields__ if name != "vllm_enforce_eager"),
+        (n for n in VllmSamplerConfig.__dataclass_fields__ if n.startswith("vllm_") and n != "vllm_enforce_eager"),
         _BACKEND,
         _other_backend("vllm"),
         _VLLM_ONLY,

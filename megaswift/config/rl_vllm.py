@@ -1,4 +1,5 @@
-"""Section `vllm`: settings of vLLM's engine in the training process (`rollout_backend vllm`).
+"""Section `vllm`: settings of vLLM's engine in the training process (`rollout_backend vllm`), and of weight sync with
+its servers (`rollout_backend vllm_server`).
 
 Owns the options and the list of arguments that weight sync and sampling rely on, which no option may change.
 """
@@ -14,6 +15,7 @@ from megaswift.config.inference_backend import json_object
 from megaswift.config.option import option
 from megaswift.errors import Problem
 
+TRANSPORTS = ("auto", "folder", "shared_memory", "cuda_ipc", "gloo", "nccl")
 _SYNC, _TOKENS, _PLACE = "weight sync relies on it", "sampling relies on it", "the run's processes share the GPUs"
 FIXED_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(("model", "model_weights", "dtype", "load_format", "model_loader_extra_config"), _SYNC),
@@ -23,7 +25,7 @@ FIXED_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(("skip_tokenizer_init", "generation_config", "override_generation_config"), _TOKENS),
     **dict.fromkeys(("logprobs_mode", "logits_processors", "seed", "runner", "convert"), _TOKENS),
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _TOKENS),
-    **dict.fromkeys(("distributed_executor_backend", "tensor_parallel_size", "pipeline_parallel_size"), _PLACE),
+    **dict.fromkeys(("distributed_executor_backend", "pipeline_parallel_size"), _PLACE),
     **dict.fromkeys(("data_parallel_size", "enable_expert_parallel", "nnodes", "node_rank"), _PLACE),
 }
 """Argument of vLLM's engine -> why it is fixed."""
@@ -31,14 +33,18 @@ OPTION_OF = {
     "gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "max_model_len": "max_length",
     "max_num_seqs": "rollout_batch_size",
+    "tensor_parallel_size": "vllm_tensor_parallel_size",
 }
 """Argument of vLLM's engine -> the option that sets it."""
 
 
 @dataclass(frozen=True)
 class VllmSamplerConfig:
-    """vLLM in the training process"""
+    """vLLM as a sampler: in the training process, or as servers"""
 
+    vllm_tensor_parallel_size: int = option(
+        1, "Ranks of a node that share one engine, each with a part of the model", minimum=1, unit="ranks", tasks=RL
+    )
     vllm_enforce_eager: bool = option(False, "Disable CUDA graphs", tasks=RL)
     vllm_seed_requests: bool = option(
         True, "A seed for each completion; false: vLLM draws for the batch, not repeatable", tasks=RL
@@ -68,6 +74,16 @@ class VllmSamplerConfig:
         metavar="JSON",
     )
 
+    rollout_weight_transport: str = option(
+        "auto",
+        "How merged weights reach vLLM servers; auto: the fastest that they offer",
+        choices=TRANSPORTS,
+        tasks=RL,
+    )
+    rollout_changed_weights_only: bool = option(
+        False, "Send vLLM servers only modules that changed, verified by checksums", tasks=RL
+    )
+
     @property
     def engine_arguments(self) -> dict[str, Any]:
         """vLLM's own name -> value, of what is set."""
@@ -86,7 +102,7 @@ def vllm_sampler_problems(options: VllmSamplerConfig) -> Iterator[Problem]:
         text = getattr(options, name)
         if text is not None and json_object(text) is None:
             yield Problem(f"--{name} {text}", "must be a JSON object", f"--{name} '{{\"NAME\": VALUE}}'")
-    own = {name.removeprefix("vllm_"): name for name in type(options).__dataclass_fields__}
+    own = {name.removeprefix("vllm_"): name for name in type(options).__dataclass_fields__ if name.startswith("vllm_")}
     for name in json_object(options.vllm_engine_kwargs or "{}") or {}:
         label = f"--vllm_engine_kwargs {name}"
         if name in FIXED_ARGUMENTS:

@@ -91,6 +91,10 @@ class SamplerOptions:
     """Seconds to wait for servers at startup."""
     sync_folder: Path | None = None
     """Folder for weight sync, at the same path for this process and the servers."""
+    weight_transport: str = "auto"
+    """How all weights reach vLLM servers: `auto`, `folder`, or one of `bucket_transports.TRANSPORTS`."""
+    changed_weights_only: bool = False
+    """Whether vLLM servers are sent only what has changed since the last sync, with checksums."""
     lora_rank: int = 0
     """Maximum LoRA rank of the adapters passed to `update_adapter`; 0: weights are synced, not adapters."""
 

@@ -98,7 +98,7 @@ def test_the_rows_of_absent_options_hide_nothing() -> None:
         ("--label_smoothing_factor 0.0", "", ""),
         ("--rampup_batch_size 16", "the batch size does not change", "leave it out"),
         ("--train_samples 1000", "is not an option", "--max_steps N"),
-        ("--vllm_tensor_parallel_size 2", "has no effect in sft, which samples nothing", "leave it out"),
+        ("--vllm_pipeline_parallel_size 2", "has no effect in sft, which samples nothing", "leave it out"),
     ],
 )
 def test_what_some_names_are_answered_with(words: str, what: str, fix: str) -> None:

@@ -230,7 +230,7 @@ NEEDS = (
         name: {"use_vllm": True}
         for name in (
             "vllm_gpu_memory_utilization",
-            *(name for name, option in OPTIONS.items() if option.section == "vllm"),
+            *(name for name in OPTIONS if name.startswith("vllm_")),
             "importance_sampling_mode",
             "importance_sampling_clip_max",
             "importance_sampling_clip_min",
@@ -241,6 +241,10 @@ NEEDS = (
     | {
         name: {"rollout_backend": "sglang"}
         for name in ("rollout_server_url", "rollout_server_timeout", "rollout_sync_folder")
+    }
+    | {
+        name: {"rollout_backend": "vllm_server"}
+        for name in ("rollout_weight_transport", "rollout_changed_weights_only")
     }
     | {name: {"reward_funcs": ["code"]} for name in ("code_timeout", "code_memory", "allow_unsafe_code")}
     | {

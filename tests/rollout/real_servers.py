@@ -139,7 +139,7 @@ def grpo(model: Path, folder: Path, *options: object, ranks: int = 1) -> list[di
         "--report_to",
         "none",
         "--per_device_train_batch_size",
-        "8",
+        "4",
         "--max_steps",
         "3",
     ]

@@ -8,16 +8,21 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 from megaswift.rollout.backends.transformers_sampler import TransformersSampler
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
+from megaswift.rollout.weight_transfer.connect_vllm_servers import EXTENSION
+from megaswift.rollout.weight_transfer.vllm_worker_extension import WeightSyncExtension
 
 VLLM_FIELDS = {
     "model",
@@ -307,3 +312,42 @@ def serving(backend: Backend, token: str | None = None, port: int = 0) -> Iterat
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class Worker(WeightSyncExtension):
+    """A vLLM worker of a server of two, as far as the extension sees it."""
+
+    device = "cpu"
+
+    def __init__(self, rank: int, load: Callable[[list[tuple[str, Tensor]]], None]) -> None:
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_index=0, world_size=2, rank=rank)
+        )
+        self.load = load
+
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
+        self.load(list(weights_iterator))
+
+
+class VllmWithExtension(Vllm):
+    """Two workers with the extension for weight sync; what both have got answers."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.state: list[dict[str, Tensor]] = [{}, {}]
+        self.workers = [Worker(rank, lambda got, rank=rank: self.state[rank].update(got)) for rank in (0, 1)]
+
+    def info(self) -> dict[str, Any]:
+        said = super().info()
+        said["vllm_config"]["parallel_config"] = {"worker_extension_cls": EXTENSION}
+        return said
+
+    def rpc(self, body: dict[str, Any]) -> Any:
+        assert body.keys() == {"method", "args"} and all(isinstance(given, str) for given in body["args"])
+        with ThreadPoolExecutor(2) as pool:
+            results = list(pool.map(lambda worker: getattr(worker, body["method"])(*body["args"]), self.workers))
+        if body["method"] == "megaswift_receive":
+            one, two = self.state
+            assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
+            self.sampler.update_weights(one.items())
+        return {"results": results}

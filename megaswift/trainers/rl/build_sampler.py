@@ -107,10 +107,13 @@ def sampler_options(
         max_length=cfg.data.max_length,
         memory_share=rl.vllm_gpu_memory_utilization,
         seed_requests=cfg.vllm.vllm_seed_requests,
+        tensor_parallel_size=cfg.vllm.vllm_tensor_parallel_size,
         engine_arguments=cfg.vllm.engine_arguments,
         base_urls=rl.rollout_server_url,
         timeout=rl.rollout_server_timeout,
         sync_folder=sync,
+        weight_transport=cfg.vllm.rollout_weight_transport,
+        changed_weights_only=cfg.vllm.rollout_changed_weights_only,
         lora_rank=rank,
     )
 

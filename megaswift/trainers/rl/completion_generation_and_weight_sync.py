@@ -50,20 +50,31 @@ class CompletionGenerator:
     """The name of the model that they belong to."""
     everywhere: bool = False
     """Whether every rank has a sampler of its own, not only the first of each data-parallel replica."""
+    ranks_per_engine: int = 1
+    """Consecutive ranks whose samplers are one engine: they are given the same prompts, and each gets the
+    completions. More than 1 only with `everywhere`."""
 
     @property
     def layout(self) -> Layout:
         """Of the training ranks."""
         return self.engine.layout
 
-    def own(self, count: int, group: int = 1) -> range:
-        """Which of `count` completions this rank writes, or judges: in whole groups then."""
+    def sampled_completions(self, count: int) -> range:
+        """Which of `count` completions this rank's sampler writes; ranks of one engine have the same."""
         if self.sampler is None:
             return range(0)
-        share, shares = (
-            (distributed.global_rank(), self.layout.world_size) if self.everywhere else (self.at.dp, self.layout.dp)
-        )
-        return range(*(count // group * r // shares * group for r in (share, share + 1)))
+        if not self.everywhere:
+            return _share(count, self.at.dp, self.layout.dp)
+        ranks = self.ranks_per_engine
+        return _share(count, distributed.global_rank() // ranks, self.layout.world_size // ranks)
+
+    def scored_completions(self, count: int, group: int = 1) -> range:
+        """Which of `count` completions this rank scores, in whole groups; no two ranks have the same."""
+        if self.sampler is None:
+            return range(0)
+        if self.everywhere:
+            return _share(count, distributed.global_rank(), self.layout.world_size, group)
+        return _share(count, self.at.dp, self.layout.dp, group)
 
     @property
     def first(self) -> bool:
@@ -111,7 +122,7 @@ class CompletionGenerator:
 
     def share(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
         """This rank's completions; nothing collective."""
-        mine, drawn = self.own(len(prompts)), completion_seeds(self.seed, generation, len(prompts))
+        mine, drawn = self.sampled_completions(len(prompts)), completion_seeds(self.seed, generation, len(prompts))
         if self.sampler is None or not mine:
             return []
         greedy = [i for i in mine if greedy_every and (i + 1) % greedy_every == 0]
@@ -131,7 +142,12 @@ class CompletionGenerator:
             return self.multi_turn.write(sampler, sampling, prompts, row_seeds)
         return sampler.generate([p.token_ids for p in prompts], sampling, row_seeds)
 
-    @staticmethod
-    def joined(work: Callable[[], list[Completion]]) -> list[Completion]:
-        """All ranks' shares, on every rank. Collective."""
-        return [completion for share in distributed.run_and_gather_on_all_ranks(work) for completion in share]
+    def joined(self, work: Callable[[], list[Completion]]) -> list[Completion]:
+        """All engines' shares, on every rank. Collective."""
+        shares = distributed.run_and_gather_on_all_ranks(work)
+        return [completion for share in shares[:: self.ranks_per_engine] for completion in share]
+
+
+def _share(count: int, share: int, shares: int, group: int = 1) -> range:
+    """The part `share` of `shares` of `count` items, in whole groups."""
+    return range(*(count // group * r // shares * group for r in (share, share + 1)))

@@ -6,6 +6,7 @@ Owns looking, not making: nothing is imported that takes seconds, unless a backe
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def rl_run_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     return [
         *_found([lambda: batch_problems_of(cfg, world_size)]),
         *reward_environment_and_model_problems(cfg),
-        *_found([lambda: missing_sampler_backend_problems(cfg)]),
+        *_found([lambda: missing_sampler_backend_problems(cfg), lambda: engine_size_problems(cfg, world_size)]),
     ]
 
 
@@ -131,6 +132,22 @@ def other_model_folder_problems(cfg: SwiftConfig) -> Iterator[Problem]:
             )
         elif flag == "reward_model":
             yield from scalar_head_problems(f"--{flag} {folder}", read_config_json(path))
+
+
+def engine_size_problems(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]:
+    """A tensor parallel size of vLLM's engines that does not divide the ranks of a node or the model's heads."""
+    size = cfg.vllm.vllm_tensor_parallel_size
+    label = f"--vllm_tensor_parallel_size {size}"
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if ranks % size:
+        fits = max(n for n in range(1, min(size, ranks) + 1) if ranks % n == 0)
+        rule = f"does not divide the {ranks} ranks of a node"
+        yield Problem(label, rule, f"--vllm_tensor_parallel_size {fits}")
+    config = Path(cfg.model.model or "").expanduser() / CONFIG
+    heads = read_config_json(config).get("num_attention_heads") if size > 1 and config.is_file() else None
+    if isinstance(heads, int) and heads % size:
+        fits = max(n for n in range(1, size) if heads % n == 0 and ranks % n == 0)
+        yield Problem(label, f"does not divide the model's {heads} heads", f"--vllm_tensor_parallel_size {fits}")
 
 
 def missing_sampler_backend_problems(cfg: SwiftConfig) -> Iterator[Problem]:

@@ -52,7 +52,9 @@ class RewardEvaluationHook(IntervalLinesHook):
         self.scheduler.settle()
         with self.scheduler.room(lambda _: nullcontext(), again=False):
             completions = self.scheduler.generation.write(self.prompts, APART + step.number)
-        rollouts = self.scorer(self.prompts, completions, self.scheduler.generation.own(len(self.prompts)))
+        rollouts = self.scorer(
+            self.prompts, completions, self.scheduler.generation.scored_completions(len(self.prompts))
+        )
         line: dict[str, Any] = {
             "step": step.number,
             "epoch": step.epoch,

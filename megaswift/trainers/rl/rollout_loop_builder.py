@@ -93,10 +93,12 @@ def add_rl_summary_rows(
     names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
     judges = ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, reward_weights_of(cfg), strict=True))
     samplers = build.layout.world_size if samples_on_every_rank(cfg) else build.layout.dp
+    shared = cfg.vllm.vllm_tensor_parallel_size
     sampling = (
         f"{count_text(plan.generations, 'completion')} for each of {count_text(plan.prompts, 'prompt')} at a time, "
         "up to "
-        f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {count_text(samplers, 'rank')}, "
+        f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {count_text(samplers, 'rank')}"
+        f"{f', {shared} per engine' if shared > 1 else ''}, "
         f"for {count_text(plan.steps, 'step')}"
     )
     rows = source.rows * plan.generations * plan.iterations
@@ -240,6 +242,7 @@ def rollout_dependencies(
         SyncRounds(sync_folder(cfg, build.folder), "adapter") if adapters_only else None,
         build.base,
         samples_on_every_rank(cfg),
+        cfg.vllm.vllm_tensor_parallel_size,
     )
     critic = critic_of()  # after the sampler, which reserves its share of the memory first
     offloaded = {"optimizer": cfg.rl.offload_optimizer, "model": cfg.rl.offload_model}

@@ -130,7 +130,9 @@ class RolloutSource:
             self.generations += 1
             with self.timed("rewards"):
                 rollouts = self.parts.scorer(
-                    prompts, completions, self.parts.scheduler.generation.own(len(prompts), settings.draws)
+                    prompts,
+                    completions,
+                    self.parts.scheduler.generation.scored_completions(len(prompts), settings.draws),
                 )
             for start in range(0, len(rollouts), settings.draws):
                 group = split_off_greedy_baseline(rollouts[start : start + settings.draws], settings.group)

@@ -124,7 +124,7 @@ class Samples:
         """Counts."""
         self.synchronized += 1
 
-    def own(self, count: int, group: int = 1) -> range:
+    def scored_completions(self, count: int, group: int = 1) -> range:
         """All."""
         return range(count)
 

@@ -162,3 +162,25 @@ def test_vllm_for_cpus_samples_but_does_not_sleep(
     assert told(use_vllm=True) == []
     found = told(use_vllm=True, rollout_sleep=True)
     assert len(found) == count and all("CPU build" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("size", "world", "local", "rules"),
+    [
+        (2, 4, None, []),
+        (3, 4, None, ["does not divide the 4 ranks of a node", "does not divide the model's 4 heads"]),
+        (4, 8, "2", ["does not divide the 2 ranks of a node"]),
+    ],
+)
+def test_ranks_of_one_engine(
+    size: int, world: int, local: str | None, rules: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are of one node, and share the model's heads."""
+    ready = ("vllm", "0.32.0")
+    monkeypatch.setattr(installed_vllm_version_and_support, "installed_vllm_package_and_version", lambda: ready)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 4}')
+    more = {"use_vllm": True, "gbs": 8, "model": str(tmp_path)}
+    found = told(world, vllm_tensor_parallel_size=size, **more)
+    assert [line.partition(": ")[2].partition("\n")[0] for line in found] == rules, found

@@ -20,6 +20,7 @@ from megaswift.trainers.rl.completion_generation_and_weight_sync import (
 )
 
 LAYOUT = Layout(8, tp=2, pp=2)
+_SAMPLER: Any = object()
 
 
 @pytest.mark.parametrize(("everywhere", "samplers"), [(False, 2), (True, 8)])
@@ -34,10 +35,28 @@ def test_shares_are_whole_groups_and_nothing_is_written_twice(
         at = LAYOUT.coordinates(rank)
         sampler: Any = object() if everywhere or is_sampling_rank(at) else None
         made = CompletionGenerator(engine, at, sampler, SamplingParams(1), 0, everywhere=everywhere)
-        found.append(made.own(20, 2))
+        assert list(made.sampled_completions(20)) == list(made.scored_completions(20))
+        found.append(made.scored_completions(20, 2))
         speaking += made.first
     assert [i for share in found for i in share] == list(range(20)) and speaking == 2
     assert sum(bool(share) for share in found) == samplers and all(len(share) % 2 == 0 for share in found)
+
+
+def test_ranks_of_one_engine_sample_the_same_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is written by one engine, joined once, and scored by one rank."""
+    engine: Any = SimpleNamespace(layout=LAYOUT)
+    sampled, scored, made = [], [], None
+    for rank in range(8):
+        monkeypatch.setattr(distributed, "global_rank", lambda rank=rank: rank)
+        made = CompletionGenerator(
+            engine, LAYOUT.coordinates(rank), _SAMPLER, SamplingParams(1), 0, everywhere=True, ranks_per_engine=2
+        )
+        sampled.append(list(made.sampled_completions(20)))
+        scored += made.scored_completions(20, 2)
+    assert sampled[::2] == sampled[1::2] == [[*range(i, i + 5)] for i in range(0, 20, 5)] and scored == [*range(20)]
+    monkeypatch.setattr(distributed, "run_and_gather_on_all_ranks", lambda _: sampled)
+    joined: Any = made.joined(lambda: [])  # type: ignore[union-attr]
+    assert joined == [*range(20)]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -1,0 +1,1 @@
+"""Weights sent to sampling servers in buckets, through shared memory, CUDA IPC, gloo or NCCL."""

@@ -1,0 +1,47 @@
+"""Chooses the sampler of a reinforcement learning run that names none: vLLM where it can run on this machine's GPU."""
+
+from __future__ import annotations
+
+from megaswift import log
+from megaswift.config import SwiftConfig
+from megaswift.config.data import RL
+from megaswift.errors import ConfigError
+
+OPTION = "rollout_backend"
+
+
+def resolve_sampler_backend(cfg: SwiftConfig, tell: bool = True) -> SwiftConfig:
+    """The configuration with `rollout_backend vllm` where the user named no backend, a GPU is there, a build of vLLM
+    for it is installed, and no other option forbids it. `tell`: says so, or why not."""
+    if cfg.task not in RL or OPTION in cfg.given or OPTION in cfg.typed:
+        return cfg
+    import torch
+
+    if not torch.cuda.is_available():
+        return cfg
+    from megaswift.rollout.backends import vllm_sampler
+    from megaswift.rollout.installed_vllm_version_and_support import is_cpu_build
+    from megaswift.rollout.sampler import SamplerOptions
+
+    lacking = [problem.rule for problem in vllm_sampler.missing(SamplerOptions())]
+    if not lacking and is_cpu_build():
+        lacking = ["the installed vLLM is a CPU build"]
+    if not lacking:
+        chosen, kept = _with_vllm(cfg)
+        if chosen is not None and not kept:
+            if tell:
+                log.info("rollout_backend vllm: it is installed, and this machine has a GPU")
+            return chosen
+        lacking = [f"{', '.join(kept) or 'other options'} cannot be combined with it"]
+    if tell:
+        log.info(f"rollout_backend transformers, which generates much more slowly than vLLM: {'; '.join(lacking)}")
+    return cfg
+
+
+def _with_vllm(cfg: SwiftConfig) -> tuple[SwiftConfig | None, list[str]]:
+    """The configuration with vLLM, None where rules forbid it; the user's options that it would override."""
+    try:
+        chosen = cfg.replace(rollout_backend="vllm")
+    except ConfigError:
+        return None, []
+    return chosen, [name for name in sorted(cfg.given) if chosen.value(name) != cfg.value(name)]

