@@ -123,8 +123,9 @@ def build_sampler(cfg: SwiftConfig, folder: Path, context: RankContext, dtype: s
     if not samples_on_every_rank(cfg) and not is_sampling_rank(context.coordinates):
         return None
     options = sampler_options(cfg, sync_folder(cfg, folder), str(context.device), dtype, rank)
-    if not options.seed_requests:  # ranks may share the completions of a prompt: from one seed they would be equal
-        options = replace(options, seed=cfg.train.seed + context.rank)
+    if not options.seed_requests:
+        # engines may share the completions of a prompt: from one seed they would be equal; ranks of one engine draw alike
+        options = replace(options, seed=cfg.train.seed + context.rank // options.tensor_parallel_size)
     return make_sampler(cfg.rl.rollout_backend, folder, options)
 
 

@@ -189,19 +189,21 @@ def test_concurrent_completions_by_memory(
     assert build_sampler.rollout_batch_size(cfg.replace(rollout_batch_size=9)) == 9
 
 
-@pytest.mark.parametrize("seeded", [True, False])
-def test_engines_of_ranks_have_seeds_of_their_own_where_requests_have_none(
-    seeded: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("seeded", "shared", "seeds"), [(True, 1, [0] * 4), (False, 1, [40, 41, 42, 43]), (False, 2, [40, 40, 41, 41])]
+)
+def test_engines_have_seeds_of_their_own_where_requests_have_none(
+    seeded: bool, shared: int, seeds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks may share the completions of a prompt."""
+    """Engines may share the completions of a prompt; ranks of one engine draw the same."""
     monkeypatch.setattr(build_sampler, "make_sampler", lambda backend, folder, options: options)
-    cfg = run(rollout_backend="vllm", vllm_seed_requests=seeded, seed=40)
+    cfg = run(rollout_backend="vllm", vllm_seed_requests=seeded, vllm_tensor_parallel_size=shared, seed=40)
     made: list[Any] = [
         build_sampler.build_sampler(cfg, Path("m"), SimpleNamespace(rank=rank, device="cpu"), "auto", 0)  # type: ignore[arg-type]
-        for rank in (0, 1)
+        for rank in range(4)
     ]
-    assert [m.seed for m in made] == ([0, 0] if seeded else [40, 41])
-    assert [m.seed_requests for m in made] == [seeded, seeded]
+    assert [m.seed for m in made] == seeds
+    assert [m.seed_requests for m in made] == [seeded] * 4
 
 
 @pytest.mark.parametrize(
