@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megaswift.config.deepspeed_json import (
@@ -207,6 +208,15 @@ def _is_no_shard(c: Sections) -> bool:
     typed = c.typed.get("engine")
     name = typed.spelling.split(" ")[-1] if typed is not None else ""
     return c.engine.engine == "ddp" and ("fsdp" in name or "shard" in name)
+
+
+def no_shard_notices(c: Sections) -> Iterator[str]:
+    """What a sharding strategy that shards nothing runs as."""
+    if _is_no_shard(c):
+        yield (
+            f"{c.typed['engine'].label}: runs as --engine ddp: each process keeps all weights, gradients and optimizer "
+            "states; --fsdp full_shard divides them among the processes"
+        )
 
 
 _FSDP_MISSING: tuple[tuple[Test, str], ...] = (

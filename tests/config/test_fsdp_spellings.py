@@ -65,8 +65,10 @@ def test_layers_that_no_shard_does_not_wrap(tmp_path: Path) -> None:
     ):
         cfg = load(*words)
         assert cfg.engine.engine == "ddp" and cfg.engine.fsdp_transformer_layer_cls_to_wrap == ()
-        (notice,) = cfg.notices
-        assert "fsdp_transformer_layer_cls_to_wrap" in notice and "which wraps the whole model" in notice
+        (shards, wraps) = sorted(cfg.notices, key=lambda text: "to_wrap" in text)
+        assert "runs as --engine ddp: each process keeps all weights" in shards and "--fsdp full_shard" in shards
+        assert "fsdp_transformer_layer_cls_to_wrap" in wraps and "which wraps the whole model" in wraps
+    assert not load("--engine", "ddp").notices
     with pytest.raises(ConfigError, match="applies only to engine fsdp2"):
         load("--engine", "ddp", *layers)
 
