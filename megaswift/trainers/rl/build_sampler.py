@@ -124,7 +124,7 @@ def build_sampler(cfg: SwiftConfig, folder: Path, context: RankContext, dtype: s
         return None
     options = sampler_options(cfg, sync_folder(cfg, folder), str(context.device), dtype, rank)
     if not options.seed_requests:
-        # engines may share the completions of a prompt: from one seed they would be equal; ranks of one engine draw alike
+        # engines may share a prompt's completions, equal ones from one seed; ranks of one engine draw the same
         options = replace(options, seed=cfg.train.seed + context.rank // options.tensor_parallel_size)
     return make_sampler(cfg.rl.rollout_backend, folder, options)
 
