@@ -22,6 +22,7 @@ from megaswift.errors import Problem, WeightsError, first_line, missing_path_hin
 from megaswift.families.adapter_folder import CONFIG as ADAPTERS
 from megaswift.families.adapter_folder import adapter_given_as_model_problem
 from megaswift.families.checkpoint_folder import find_checkpoint, find_intact_checkpoint
+from megaswift.families.download_once_per_node import download_once_per_node
 from megaswift.families.family import read_config_json
 from megaswift.families.saved_step_integrity import MARKER
 from megaswift.families.vision_language_detection import has_vision_tower
@@ -117,13 +118,14 @@ def with_fetched_adapters(parsed: ParsedCommand, section: str) -> ParsedCommand:
 
 
 def _fetch(model: ModelNameOptions, name: str, patterns: tuple[str, ...], flag: str = "--model") -> Path:
-    """A snapshot from the hub; the library's own cache and locks keep ranks from fetching twice."""
+    """A snapshot from the hub, fetched by one rank of each node."""
     package = "huggingface_hub" if model.use_hf else "modelscope"
     if importlib.util.find_spec(package) is None:
         raise WeightsError(
             Problem(f"{flag} {name}", f"no such folder, and {package} is not installed", f"run pip install {package}")
         )
-    try:
+
+    def download() -> Path:
         if model.use_hf:
             from huggingface_hub import snapshot_download
 
@@ -131,6 +133,9 @@ def _fetch(model: ModelNameOptions, name: str, patterns: tuple[str, ...], flag: 
         from modelscope import snapshot_download as from_modelscope
 
         return Path(from_modelscope(name, revision=model.model_revision, allow_patterns=list(patterns)))
+
+    try:
+        return download_once_per_node((package, name, str(model.model_revision), *patterns), download)
     except (OSError, ValueError, RuntimeError) as error:
         # what the hubs' clients raise: not found, no access, no network
         hub = "Hugging Face" if model.use_hf else "ModelScope"
