@@ -12,16 +12,10 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-LAUNCH = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID")
-"""Variables that are equal for the ranks of one start of a run."""
-
-
-def launch_identity(environ: Mapping[str, str]) -> str:
-    """The same for the ranks that one launcher started on this node, another for every other start."""
-    return json.dumps([os.getppid(), *(environ.get(name, "") for name in LAUNCH)])
+from megaswift.data.coordinate_token_cache_build import launch_identity
 
 
 def download_once_per_node(what: Sequence[str], download: Callable[[], Path]) -> Path:
@@ -30,7 +24,7 @@ def download_once_per_node(what: Sequence[str], download: Callable[[], Path]) ->
     folder = _private_folder()
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= 1 or folder is None:
         return download()
-    identity = launch_identity(os.environ)
+    identity = launch_identity()
     name = hashlib.sha256(json.dumps([socket.gethostname(), *what]).encode()).hexdigest()[:16]
     with (folder / f"download-{name}").open("a+") as note:
         fcntl.flock(note, fcntl.LOCK_EX)  # ends with the process, however that ends
