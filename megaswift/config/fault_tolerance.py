@@ -27,5 +27,5 @@ class FaultToleranceConfig:
     gpu_health_interval: int | None = option(
         None, "Steps between checks of the GPUs for hardware errors; unset: never", minimum=1, unit="steps"
     )
-    log_straggler: bool = option(False, "Time a matrix product on every rank and name slow ranks at each log entry")
+    log_straggler: bool = option(False, "Name ranks with slow passes or slow input at each log entry")
     straggler_ratio: float = option(1.3, "A rank is slow from this multiple of the median time on", above=1)

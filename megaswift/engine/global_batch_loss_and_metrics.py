@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megaswift import distributed
 from megaswift.device_copy import copy_to_device_async
+from megaswift.engine.own_compute_time import OwnComputeClock
 from megaswift.engine.protocol import GlobalBatchCounts, MicrobatchLossAndSamples, StepResult
 from megaswift.losses.contract import (
     Batch,
@@ -189,8 +190,10 @@ class StepReport:
         counted: GlobalBatchCounts,
         context: ParallelContextProtocol,
         microbatches: Sequence[Batch],
+        clock: OwnComputeClock,
     ) -> None:
         self.objective, self.counted, self.context, self.microbatches = objective, counted, context, microbatches
+        self.clock = clock
         self.metrics: dict[str, Tensor] = {}
         """Further metrics [], the same on every rank already; those that are on every pipeline stage."""
         self.result = StepResult(0.0)
@@ -218,7 +221,7 @@ class StepReport:
         if context.layout.pp > 1:
             result = distributed.broadcast_object(result, context.layout.pp - 1, context.groups.pp, device)
         counted, parts = self.counted, objective.local(self.microbatches, local) if last else ()
-        facts = counted.tokens, counted.label_tokens, counted.counts, parts
+        facts = counted.tokens, counted.label_tokens, counted.counts, parts, self.clock.take()
         self.result = StepResult(result[0], {**result[1], **further}, None, False, *facts)
         return list(numbers)
 

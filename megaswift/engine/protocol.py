@@ -46,7 +46,8 @@ Counted = GlobalBatchCounts | None
 
 @dataclass(frozen=True)
 class StepResult:
-    """The numbers of one optimizer step or one evaluation, the same on every rank."""
+    """The numbers of one optimizer step or one evaluation, the same on every rank where a field does not say
+    otherwise."""
 
     loss: float
     """Objective of the global batch, without auxiliary, z and MTP losses."""
@@ -60,8 +61,9 @@ class StepResult:
     label_tokens: int = 0
     counts: Mapping[str, float] = field(default_factory=dict)
     parts: Sequence[MicrobatchLossAndSamples] = ()
-    """This rank's micro-batches, on ranks of the last pipeline stage: the one field that is not the same on every
-    rank."""
+    """This rank's micro-batches, on ranks of the last pipeline stage: not the same on every rank."""
+    compute_seconds: float = 0.0
+    """Of this rank's own forward and backward passes (`own_compute_time`): not the same on every rank."""
     loss_scale: float | None = None
     """By which the loss of this step was multiplied in float16."""
     loss_scale_falling: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -48,6 +49,7 @@ class MetricsWindow:
     label_tokens: int = 0
     seconds: float = 0.0
     data_wait: float = 0.0
+    compute_seconds: float = 0.0
     squares: float = 0.0
     skipped: int = 0
 
@@ -65,6 +67,7 @@ class MetricsWindow:
         self.label_tokens += result.label_tokens
         self.seconds += step.seconds
         self.data_wait += step.data_wait
+        self.compute_seconds += result.compute_seconds
         self.squares += step.squares
         self.skipped += result.skipped
 
@@ -153,7 +156,9 @@ class MetricsJsonlHook(Hook):
     def line(self, step: StepRecord) -> dict[str, Any]:
         """The line of this window. step_time and what is divided by it are this rank's; the file has rank 0's."""
         w, speed = self.window, self.speed
-        data_wait, memory_gib = distributed.all_max([w.data_wait, out_of_memory.peak_gib()])
+        ranks = [0.0] * distributed.global_world_size()
+        ranks[distributed.global_rank()] = w.compute_seconds / w.steps
+        data_wait, memory_gib, *ranks = distributed.all_max([w.data_wait, out_of_memory.peak_gib(), *ranks])
         flops = sum(rule.step(w.tokens, w.squares) for rule in speed.rules)
         tflops = flops / max(w.seconds, 1e-12) / speed.devices / 1e12
         per_second = w.tokens / max(w.seconds, 1e-12)
@@ -173,6 +178,10 @@ class MetricsJsonlHook(Hook):
             "mfu": tflops / speed.peak_tflops if speed.peak_tflops else None,
             "memory_gib": memory_gib,
         }
+        if len(ranks) > 1 and max(ranks) > 0:
+            slowest = max(range(len(ranks)), key=ranks.__getitem__)
+            line |= {"rank_step_time_median": statistics.median_low(ranks), "rank_step_time_max": ranks[slowest]}
+            line["rank_step_time_slowest"] = slowest
         if w.skipped:
             line["skipped"] = w.skipped
         if step.result.loss_scale is not None:

@@ -1,52 +1,35 @@
-"""`--log_straggler`: names ranks whose device or input is slower than the others'.
+"""`--log_straggler`: names the rank whose own passes take longer than the others', and ranks whose input is slow.
 
-All ranks of a synchronous step take the same time, so each one times what no other rank has a part in: a matrix product
-of a fixed size, and its wait for data.
+All ranks of a synchronous step take the same wall time; `rank_step_time_*` of metrics.jsonl are what each one computes
+before it waits for the others.
 """
 
 from __future__ import annotations
 
 import socket
 import statistics
-import time
-from collections.abc import Callable
-
-import torch
 
 from megaswift import distributed
 from megaswift.trainers.hook import Hook, Line, StepRecord
 from megaswift.trainers.loop import Loop
 from megaswift.trainers.progress import print_warning
 
-SIZES = {"cuda": 4096, "cpu": 256}
-"""Rows and columns of the product: about a millisecond."""
-REPEATS = 5
 SHORT_WAIT_S = 0.05
 """Differences between waits for data below this are no one's fault."""
 SHOWN = 4
 
 
-def product_seconds() -> float:
-    """Median time of a float32 matrix product on this process' device."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    size = SIZES[device.type]
-    values = torch.full((size, size), 0.5, device=device)
-    seconds = []
-    for _ in range(REPEATS + 1):
-        began = time.perf_counter()
-        values @ values
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:])  # the first one loads the kernel
-
-
 class StragglerHook(Hook):
-    """Measures at each line of metrics."""
+    """Compares at each line of metrics."""
 
-    def __init__(self, ratio: float, measure: Callable[[], float] = product_seconds) -> None:
-        self.ratio, self._measure = ratio, measure
+    def __init__(self, ratio: float) -> None:
+        self.ratio = ratio
         self._waited: list[float] = []
+        self._hosts: list[str] = []
+
+    def on_start(self, loop: Loop) -> None:
+        """Host names of the ranks. Collective."""
+        self._hosts = distributed.all_gather_objects(socket.gethostname())
 
     def on_step(self, loop: Loop, step: StepRecord) -> None:
         """Adds up the wait for data."""
@@ -54,28 +37,33 @@ class StragglerHook(Hook):
 
     def on_log(self, loop: Loop, line: Line) -> None:
         """Warns of slow ranks, with their ratio to the median rank. Collective."""
-        own = (socket.gethostname(), self._measure(), statistics.fmean(self._waited or [0.0]))
+        waits = [0.0] * len(self._hosts)
+        waits[distributed.global_rank()] = statistics.fmean(self._waited or [0.0])
         self._waited = []
-        hosts, products, waits = zip(*distributed.all_gather_objects(own), strict=True)
+        waits = distributed.all_sum(waits)
         if distributed.global_rank() == 0:
-            for text in slow_ranks(hosts, products, waits, self.ratio):
+            for text in [*slow_rank(line, self._hosts, self.ratio), *slow_inputs(waits, self._hosts, self.ratio)]:
                 print_warning(f"step {loop.step}: {text}")
 
 
-def slow_ranks(
-    hosts: tuple[str, ...], products: tuple[float, ...], waits: tuple[float, ...], ratio: float
-) -> list[str]:
-    """A line for each rank, the slowest first, that needs `ratio` times the median's seconds or more."""
-    product, wait = statistics.median(products), statistics.median(waits)
-    texts = [
-        (seconds / product, f"a matrix product takes {seconds / product:.2f} x the median time", rank)
-        for rank, seconds in enumerate(products)
-        if seconds >= ratio * product
+def slow_rank(line: Line, hosts: list[str], ratio: float) -> list[str]:
+    """A text about the slowest rank of a line of metrics, where it needs `ratio` times the median's seconds or more."""
+    if "rank_step_time_slowest" not in line:
+        return []
+    rank, seconds, median = line["rank_step_time_slowest"], line["rank_step_time_max"], line["rank_step_time_median"]
+    if seconds < ratio * median or not median:
+        return []
+    return [
+        f"rank {rank} ({hosts[rank]}) is slow: its passes take {seconds:.3g} s a step, {seconds / median:.2f} x the "
+        "median rank"
     ]
-    texts += [
-        (seconds / max(wait, 1e-9), f"waits {seconds:.2f} s a step for data, the median rank {wait:.2f} s", rank)
-        for rank, seconds in enumerate(waits)
-        if seconds >= ratio * wait and seconds - wait >= SHORT_WAIT_S
+
+
+def slow_inputs(waits: list[float], hosts: list[str], ratio: float) -> list[str]:
+    """A text for each rank, the slowest first, that waits for data `ratio` times as long as the median or longer."""
+    median = statistics.median_low(waits)
+    slow = [r for r, wait in enumerate(waits) if wait >= ratio * median and wait - median >= SHORT_WAIT_S]
+    return [
+        f"rank {r} ({hosts[r]}) is slow: waits {waits[r]:.2f} s a step for data, the median rank {median:.2f} s"
+        for r in sorted(slow, key=lambda r: -waits[r])[:SHOWN]
     ]
-    ordered = sorted(texts, key=lambda one: one[0], reverse=True)
-    return [f"rank {rank} ({hosts[rank]}) is slow: {text}" for _, text, rank in ordered[:SHOWN]]

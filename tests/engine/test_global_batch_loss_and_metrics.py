@@ -14,6 +14,7 @@ from megaswift.engine.global_batch_loss_and_metrics import (
     GlobalBatchLossCallback,
     StepReport,
 )
+from megaswift.engine.own_compute_time import OwnComputeClock
 from megaswift.engine.protocol import StepResult
 from megaswift.losses.contract import DifferenceMetric, MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 from megaswift.losses.sft import CrossEntropy
@@ -32,7 +33,7 @@ def reported(*parts: dict[str, Metric]) -> dict[str, float]:
 def read(objective: GlobalBatchLossCallback, *more: torch.Tensor, context: Any = ALONE) -> StepResult:
     """The result of a report that was read together with `more`."""
     rows: Any = [SimpleNamespace(sample_ids=None)] * len(objective.parts)
-    report = StepReport(objective, GlobalBatchCounts({}, 0, 0, len(rows)), context, rows)
+    report = StepReport(objective, GlobalBatchCounts({}, 0, 0, len(rows)), context, rows, OwnComputeClock([]))
     report.metrics["further"] = torch.tensor(7.0)
     assert report.read(more) == [float(t) for t in more]
     assert report.result.metrics["further"] == 7.0
@@ -79,7 +80,7 @@ def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.Tensor, name, noted(name, getattr(torch.Tensor, name), reads))
     norm = torch.tensor(3.0)
     rows: Any = [SimpleNamespace(sample_ids=None)] * 2
-    report = StepReport(objective, GlobalBatchCounts({}, 0, 0, 2), ALONE, rows)
+    report = StepReport(objective, GlobalBatchCounts({}, 0, 0, 2), ALONE, rows, OwnComputeClock([]))
     assert report.read([norm]) == [3.0]
     result = report.result
     assert (result.loss, result.metrics) == (2.0, {"mean": 1.5, "high": 2.5, "low": 1.0, "gap": 0.0})

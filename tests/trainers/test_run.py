@@ -23,6 +23,9 @@ CLOCK = {
     "tokens_per_second_per_device",
     "tflops_per_device",
     "memory_gib",
+    "rank_step_time_median",
+    "rank_step_time_max",
+    "rank_step_time_slowest",
 }
 
 

@@ -61,6 +61,7 @@ from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.quantize_fp8_weights_from_main_weights import ExactWeights, is_fp8_weight
 from megaswift.engine.megatron.rank_microbatch_inputs import prepare_batch_ahead
 from megaswift.engine.megatron.tp_comm_overlap import tp_comm_overlap_text
+from megaswift.engine.own_compute_time import OwnComputeClock
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, GlobalBatchCounts, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights, replicated_by_group
@@ -110,6 +111,7 @@ class MegatronEngine:
         self.lora = RankAdapters(self.plain, self.weights, adapters) if adapters else None
         self.aux = AuxLosses(self.plain, spec, cfg, context)
         self.chunks = wrap_chunks(self.plain, self.config, cfg, context)
+        self.clock = OwnComputeClock(self.chunks)
         self.optimizer = optim.build_optimizer(self.chunks, self.config, cfg)
         if self.config.fp8_param:
             self.weights.exact = ExactWeights(self.optimizer)
@@ -239,7 +241,7 @@ class MegatronEngine:
         self.aux.begin(counted.microbatches)
         with self.backend.computing():
             passes.run_forward_backward_schedule(self.chunks, microbatches, objective, self.context, settings)
-        report = StepReport(objective, counted, self.context, microbatches)
+        report = StepReport(objective, counted, self.context, microbatches, self.clock)
         if not settings.forward_only:
             report.metrics |= self.aux.report()
         return report
@@ -293,14 +295,12 @@ class MegatronEngine:
         return self.lora
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, gradient) after `accumulate`, as `hf_weights` streams weights, of LoRA as `adapter_weights`. Frozen
-        ones are zero."""
+        """(name, gradient) after `accumulate`, streamed like `hf_weights`, or `adapter_weights` with LoRA."""
         stream = self.weights.stream if self.lora is None else self.lora.stream
         return stream(lambda p: getattr(p, "main_grad", None))
 
     def keep_reference(self, on_host: bool = False) -> None:
-        """From now on `reference` is the model as it is now; adapters that are new need no copy: without them the model
-        is the base."""
+        """From now on `reference` is the present model. New adapters need no copy: the base is the model without."""
         finish_weight_gathers(self.chunks)
         if self.lora is None or self.cfg.lora.adapters is not None:
             self.remembered = ReferenceWeights(self._live, on_host)

@@ -36,6 +36,7 @@ from megaswift.engine.global_batch_loss_and_metrics import (
     count_global_batch,
     named_head_outputs,
 )
+from megaswift.engine.own_compute_time import OwnComputeClock
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, GlobalBatchCounts, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.replica_checksums import ReplicatedWeights
@@ -102,6 +103,7 @@ class TorchEngine:
         self.strategy = build_strategy(self.kind, self.fields, self.cfg, self.context, self.dtype)
         if self.layout.world_size > 1:
             set_timeout_of_all_groups(float(self.cfg.parallel.ddp_timeout))
+        self.clock = OwnComputeClock([self.strategy.module], backward=self.kind not in ZERO)
         start.fill(self)
         self.allocation = find_adalora_rank_allocator(self.fields.model)
         if self.allocation is not None:
@@ -177,7 +179,7 @@ class TorchEngine:
                 self.strategy.backward(value, last)
         if self.noise is not None:
             self.noise.scale = None
-        report = StepReport(objective, counted, self.context, microbatches)
+        report = StepReport(objective, counted, self.context, microbatches, self.clock)
         if train:
             report.metrics |= self.routers.report(self.context)
         if train and self.allocation is not None:
@@ -233,8 +235,7 @@ class TorchEngine:
         return outputs
 
     def keep_reference(self, on_host: bool = False) -> None:
-        """From now on `reference` is the model as it is now; adapters that are new need no copy: without them the model
-        is the base."""
+        """From now on `reference` is the present model. New adapters need no copy: the base is the model without."""
         if self.adapts and self.cfg.lora.adapters is None:
             return
         names = list(self.strategy.trained()) if self.adapts else list(self.shapes)
