@@ -50,9 +50,9 @@ def test_a_step_agrees_by_one_small_reduction(records: Records) -> None:
 
 
 @pytest.mark.process
-def test_a_line_has_one_reduction_of_two_numbers(records: Records) -> None:
-    for record in records.values():
-        assert per_step(record, LINE, LINES) == {"all_reduce": (1, 16)}
+def test_a_line_has_one_reduction_of_two_numbers_and_one_of_each_rank(records: Records) -> None:
+    for (world, _), record in records.items():
+        assert per_step(record, LINE, LINES) == {"all_reduce": (1, 16 + 8 * world)}
 
 
 @pytest.mark.process
