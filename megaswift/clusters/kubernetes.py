@@ -35,6 +35,8 @@ PODS = {
     "mpijob": "training.kubeflow.org/job-name={name}",
 }
 """Labels by which the pods of a job are found."""
+MOST_PODS = 10_000
+"""Whose output kubectl follows: beyond any job's nodes and the pods that failed before them."""
 MOUNT_KEYS = ("claim", "host_path", "config_map")
 SECRET_PLACE = re.compile(r"[a-z0-9.-]+/[A-Za-z0-9._-]+")
 MANAGER = "megaswift.io/submit"
@@ -81,8 +83,7 @@ class KubernetesScheduler:
 
     def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
         """Of all pods, each line with its pod."""
-        label = PODS[str(job.options["kind"])].format(name=job.id)
-        return [*_kubectl_of(job), "logs", "-l", label, "--prefix", "--tail=-1", *(["-f"] if follow else [])]
+        return [*_kubectl_of(job), *pod_logs(PODS[str(job.options["kind"])].format(name=job.id), follow)]
 
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """Deletes the resources; pods get SIGTERM and time to save."""
@@ -118,6 +119,18 @@ def kubectl(context: str | None, namespace: str | None) -> list[str]:
         "kubectl",
         *([f"--context={context}"] if context else []),
         *([f"--namespace={namespace}"] if namespace else []),
+    ]
+
+
+def pod_logs(label: str, follow: bool) -> list[str]:
+    """kubectl's words for the output of all pods with a label. It follows five pods at once unless told otherwise."""
+    return [
+        "logs",
+        "-l",
+        label,
+        "--prefix",
+        "--tail=-1",
+        *(["-f", f"--max-log-requests={MOST_PODS}"] if follow else []),
     ]
 
 

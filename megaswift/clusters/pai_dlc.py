@@ -12,6 +12,7 @@ from megaswift.errors import ConfigError, Problem
 
 COMMAND = "command.sh"
 RUN_PLACE = f"/tmp/megaswift-{RUN_FILE}"
+HIGHEST_PRIORITY = 9
 SIMPLE = {
     "workspace_id": "workspace_id",
     "resource_id": "resource_id",
@@ -40,6 +41,10 @@ class DlcScheduler:
         if not job.cluster.get("worker_spec") and not job.cluster.get("resource_id"):
             rule = "needs worker_spec (an instance type) or resource_id (a quota)"
             problems.append(Problem(where, rule, "worker_spec: ecs.gn7e-c16g1.16xlarge"))
+        priority = job.cluster.get("priority")
+        if priority is not None and priority > HIGHEST_PRIORITY:
+            rule = f"must be from 1 to {HIGHEST_PRIORITY}"
+            problems.append(Problem(f"{where}: priority: {priority}", rule, f"priority: {HIGHEST_PRIORITY}"))
         return problems
 
     def render(self, job: Job) -> RenderedJob:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from megaswift.clusters.cluster_and_job import RUN_FILE, Job, RenderedJob, SubmittedJob
-from megaswift.clusters.kubernetes import NOT_RUN, kubectl, pod_problems
+from megaswift.clusters.kubernetes import NOT_RUN, kubectl, pod_logs, pod_problems
 from megaswift.clusters.kubernetes_pods import (
     RUN_FOLDER,
     manifest_text,
@@ -74,9 +74,8 @@ class RayScheduler:
 
     def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
         """The driver's output."""
-        follows = ["-f"] if follow else []
-        words = ["logs", "-l", _label(job), "--prefix", "--tail=-1", *follows]
-        return [*self._words(job, "logs", words), *(["--follow"] if follow and not _on_kubernetes(job) else [])]
+        words = self._words(job, "logs", pod_logs(_label(job), follow))
+        return [*words, *(["--follow"] if follow and not _on_kubernetes(job) else [])]
 
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """SIGTERM to the driver, which saves; or the resource's end."""
