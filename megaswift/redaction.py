@@ -12,6 +12,8 @@ NAME = re.compile(
 )
 NOT_SECRET = re.compile(r"(eos|bos|pad|unk|mask|stop|image|prng)_(token|key)$")
 """Tokens of a vocabulary and keys of random generators."""
+URL_CREDENTIALS = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s/@:'\"]*:[^\s/@'\"]+@|\bhttps?://[^\s/@'\"]+@", re.I)
+"""`SCHEME://USER:PASSWORD@`, and `https://TOKEN@`."""
 MASK = "***"
 LEAST = 4
 """Characters of a value that is looked for inside other texts; shorter ones would be found everywhere."""
@@ -21,6 +23,11 @@ def is_secret(name: str) -> bool:
     """Whether an option of this name holds a secret."""
     low = name.lower()
     return NAME.search(low) is not None and NOT_SECRET.search(low) is None
+
+
+def has_url_credentials(text: str) -> bool:
+    """Whether a URL in the text holds a password or a token; `ssh://git@host` holds neither."""
+    return URL_CREDENTIALS.search(text) is not None
 
 
 def redact_problems(problems: Iterable[Problem], values: Iterable[str]) -> list[Problem]:

@@ -29,7 +29,7 @@ from megaswift.config.read_config_file_and_command_line import read_command_line
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.launchers.nccl_preset import ONE_NODE
 from megaswift.parallel.layout import PROCESSES
-from megaswift.redaction import is_secret
+from megaswift.redaction import has_url_credentials, is_secret
 
 USAGE = """\
 Checks a run, renders it as a job of a cluster and submits it with the cluster's own tool. clusters.yaml describes the
@@ -53,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
     scheduler = scheduler_of(cluster.launcher)
     job, cfg = _job(given, rest, cluster, scheduler)
     problems = [*scheduler.problems(job), *_network_problems(job)]
-    problems += [*_secret_problems(job, given.file), *_missing_variable_problems(job)]
+    problems += [*_secret_problems(job, given.file), *_url_credential_problems(job, given.file)]
+    problems += _missing_variable_problems(job)
     if problems:
         raise ConfigError(problems)
     _check_run(cfg, job, scheduler)
@@ -145,6 +146,20 @@ def _secret_problems(job: Job, file: str) -> list[Problem]:
     found = [given.name for given in givens if is_secret(given.name)]
     fix = "leave it out here, and give the job a variable: secrets or secret_variables of the cluster (docs/launch.md)"
     return [Problem(f"--{name}", "is a secret, which would be written into the job's files", fix) for name in found]
+
+
+def _url_credential_problems(job: Job, file: str) -> list[Problem]:
+    """One problem that names all places; the URLs themselves are not printed."""
+    lines = enumerate(job.run_text.splitlines(), 1)
+    places = [f"{file}, line {number}" for number, line in lines if has_url_credentials(line)]
+    places += ["the command line"] * any(map(has_url_credentials, job.overrides))
+    options = {name: str(value) for name, value in job.cluster.options.items()}
+    places += [f"cluster {job.cluster.name}: {name}" for name, text in options.items() if has_url_credentials(text)]
+    if not places:
+        return []
+    rule = "would be written into the job's files: leave the user, password or token out of the URL"
+    fix = "give the job a variable: secrets or secret_variables of the cluster (docs/launch.md)"
+    return [Problem(f"credentials in a URL ({'; '.join(places)})", rule, fix)]
 
 
 def _network_problems(job: Job) -> list[Problem]:

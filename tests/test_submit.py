@@ -18,6 +18,7 @@ from megaswift.clusters.cluster_and_job import job_name
 from megaswift.clusters.job_folder import jobs_folder, next_job_folder
 from megaswift.errors import ConfigError
 from megaswift.parallel.layout import size_problems
+from megaswift.redaction import has_url_credentials
 from megaswift.submit import main as submit
 from tests.trainers.inputs import write_inputs
 
@@ -27,6 +28,7 @@ clusters:
   pods: {launcher: kubernetes, image: registry/megaswift:cuda, gpus_per_node: 8}
   secret: {launcher: slurm, secret_variables: [MEGASWIFT_TEST_TOKEN]}
   shells: {launcher: ssh, hosts: [a, b]}
+  proxy: {launcher: kubernetes, image: i, environment: {https_proxy: "http://me:hunter2@proxy:80"}}
   single: {launcher: slurm, network: nvlink_node}
 """
 
@@ -90,6 +92,29 @@ def test_sizes_come_from_options_file_and_cluster_in_this_order(
 )
 def test_mistakes_are_found_before_anything_is_written(words: tuple[str, ...], text: str, folder: Path) -> None:
     assert text in refused("run.yaml", *words) and not (folder / "out").exists()
+
+
+def test_credentials_in_urls_are_refused_in_one_message(folder: Path) -> None:
+    """Of the file, the command line and the cluster, by their places; the values are not printed."""
+    with (folder / "run.yaml").open("a") as file:
+        file.write("# from https://hf_abc@hub.example/data\n")
+    line = f"run.yaml, line {len((folder / 'run.yaml').read_text().splitlines())};"
+    words = ["run.yaml", "--cluster", "proxy", "--dataset", "s3://key:hunter2@bucket/a.jsonl", "--dry_run"]
+    with pytest.raises(ConfigError) as refused:
+        submit(words)
+    said = str(refused.value)
+    assert said.count("credentials in a URL") == 1 and "hunter2" not in said and "hf_abc" not in said
+    for place in (line, "the command line", "cluster proxy: environment", "secret_variables"):
+        assert place in said, said
+    assert not list(folder.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("git+ssh://git@host/a", False), ("https://host/a@b", False), ("http://h:80/x", False), ("HTTPS://tok@h", True)],
+)
+def test_urls_with_and_without_credentials(text: str, found: bool) -> None:
+    assert has_url_credentials(text) is found
 
 
 @pytest.mark.parametrize("cluster", ["lab", "pods"])

@@ -34,9 +34,12 @@ class ClusterVariables:
 
 
 def cluster_variables(environ: Mapping[str, str]) -> ClusterVariables | None:
-    """None where nothing is said, where there is one process only, or where NNODES or ranks are set already."""
-    if is_launched_worker(environ) or "NNODES" in environ or "TORCHELASTIC_RUN_ID" in environ:
+    """None where nothing is said, where there is one process only, or where NNODES or ranks are set already
+    (an Indexed Job's pods lack only their rank then)."""
+    if is_launched_worker(environ) or "TORCHELASTIC_RUN_ID" in environ:
         return None
+    if "NNODES" in environ:
+        return _indexed_job(environ)
     for read in (_kubeflow, _slurm_step, _mpi, _volcano, _nodes_by_rank):
         if (found := read(environ)) is not None:
             own = {name: value for name, value in found.variables.items() if name not in environ or name in _REPLACED}
@@ -92,14 +95,32 @@ def _mpi(environ: Mapping[str, str]) -> ClusterVariables | None:
 
 
 def _volcano(environ: Mapping[str, str]) -> ClusterVariables | None:
-    """Of a task whose hosts Volcano's plugin svc lists: VC_TASK_INDEX, VC_WORKER_HOSTS."""
+    """Hosts that Volcano's plugin svc lists by task, VC_TASK_HOSTS and their number VC_TASK_NUM, and the index of the
+    plugin env. Of a job with several tasks, `master` and `worker` are the nodes, and a pod's name is its rank."""
     index = _number(environ, "VC_TASK_INDEX")
-    hosts = [h for h in environ.get("VC_WORKER_HOSTS", "").split(",") if h]
-    if index is None or len(hosts) < 2 or "MASTER_ADDR" in environ:
+    found = {name: match[1] for name in environ if (match := re.fullmatch(r"VC_(\w+)_HOSTS", name))}
+    tasks = {task: [host for host in environ[name].split(",") if host] for name, task in found.items()}
+    chosen = [task for task in ("MASTER", "WORKER") if task in tasks] or list(tasks)
+    hosts = [host for task in chosen for host in tasks[task]]
+    counts = [_number(environ, f"VC_{task}_NUM") for task in chosen]
+    partial = None not in counts and sum(filter(None, counts)) != len(hosts)
+    if index is None or len(hosts) < 2 or partial or "MASTER_ADDR" in environ:
         return None
-    return ClusterVariables(
-        "Volcano (VC_TASK_INDEX)", {"NNODES": str(len(hosts)), "NODE_RANK": str(index), "MASTER_ADDR": hosts[0]}
-    )
+    if len(tasks) > 1:
+        names = [host.partition(".")[0] for host in hosts]
+        if len(chosen) != len(set(chosen) & {"MASTER", "WORKER"}) or environ.get("HOSTNAME") not in names:
+            return None
+        index = names.index(environ["HOSTNAME"])
+    made = {"NNODES": str(len(hosts)), "NODE_RANK": str(index), "MASTER_ADDR": hosts[0]}
+    return ClusterVariables("Volcano (VC_TASK_INDEX)", made)
+
+
+def _indexed_job(environ: Mapping[str, str]) -> ClusterVariables | None:
+    """Of Kubernetes' Indexed Job, which tells a pod its index and not their number: NNODES is the user's."""
+    nodes, index = _number(environ, "NNODES"), _number(environ, "JOB_COMPLETION_INDEX")
+    if nodes is None or nodes < 2 or index is None or "NODE_RANK" in environ:
+        return None
+    return ClusterVariables("Kubernetes (JOB_COMPLETION_INDEX)", {"NODE_RANK": str(index)})
 
 
 def _nodes_by_rank(environ: Mapping[str, str]) -> ClusterVariables | None:

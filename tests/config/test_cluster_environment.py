@@ -46,6 +46,16 @@ SLURM_ADDRESS = {"MASTER_ADDR": "gpu03", "MASTER_PORT": "20001"}
             {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "job-worker-0.job"},
         ),
         (
+            {"VC_TASK_INDEX": "2", "VC_NODE_HOSTS": "j-node-0.j,j-node-1.j,j-node-2.j", "VC_NODE_NUM": "3"},
+            {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "j-node-0.j"},
+        ),
+        (  # the first worker of a job with a master: its index is 0, too
+            {"VC_TASK_INDEX": "0", "VC_WORKER_HOSTS": "j-worker-0.j,j-worker-1.j", "VC_MASTER_HOSTS": "j-master-0.j"}
+            | {"VC_WORKER_NUM": "2", "VC_MASTER_NUM": "1", "HOSTNAME": "j-worker-0"},
+            {"NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "j-master-0.j"},
+        ),
+        ({"JOB_COMPLETION_INDEX": "1", "NNODES": "2", "MASTER_ADDR": "j-0.j"}, {"NODE_RANK": "1"}),
+        (
             {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "m", "MASTER_PORT": "23456"},
             {"NNODES": "4", "NODE_RANK": "1"},
         ),
@@ -69,6 +79,12 @@ def test_what_is_derived(environ: dict[str, str], variables: dict[str, str]) -> 
         {"RANK": "0", "WORLD_SIZE": "2"},
         {"PET_NNODES": "1:2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "m"},
         {"VC_TASK_INDEX": "0", "VC_WORKER_HOSTS": "one"},
+        {"VC_TASK_INDEX": "0", "VC_WORKER_HOSTS": "a,b", "VC_WORKER_NUM": "3"},  # not all hosts
+        {"VC_TASK_INDEX": "0", "VC_WORKER_HOSTS": "a,b", "VC_LAUNCHER_HOSTS": "c", "HOSTNAME": "c"},
+        {"VC_TASK_INDEX": "0", "VC_A_HOSTS": "a,b", "VC_B_HOSTS": "c", "HOSTNAME": "a"},
+        {"JOB_COMPLETION_INDEX": "1"},  # the number of pods is unknown
+        {"JOB_COMPLETION_INDEX": "1", "NNODES": "2", "NODE_RANK": "0"},
+        {"JOB_COMPLETION_INDEX": "1", "NNODES": "1"},
     ],
 )
 def test_what_says_nothing(environ: dict[str, str]) -> None:
