@@ -21,7 +21,7 @@ from megaswift.families.quantization_schemes import config_without_quantization
 from megaswift.families.read_hf_config_by_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.scalar_head import config_without_scalar_head, has_scalar_head, with_scalar_head
 from megaswift.families.unsupported_model_types import unsupported_model_type_problem
-from megaswift.families.vision_language_detection import TEXT_ONLY, has_vision_tower
+from megaswift.families.vision_language_detection import has_vision_tower, vision_language_problem
 from megaswift.families.weight_rules import WeightRule
 from megaswift.registry import Registry
 
@@ -106,7 +106,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     if (problem := unsupported_model_type_problem(hf_config)) is not None:
         raise WeightsError(problem)
     if has_vision_tower(hf_config):
-        raise WeightsError(replace(TEXT_ONLY, what=f"config.json, model_type {name!r}"))
+        raise WeightsError(vision_language_problem(hf_config, FAMILIES.names()))
     if not isinstance(name, str) or name not in FAMILIES:
         names = FAMILIES.names()
         near, wide = (

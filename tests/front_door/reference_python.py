@@ -33,7 +33,18 @@ PYTHON: dict[str, PythonRow] = {
         8,
     ),
     "chunks of a pipeline": PythonRow(
-        {"model_type": "llama4", "parallel": CHUNKS}, "meta-llama/Llama-4-Scout", 16, ACCUMULATED, "language models"
+        {"model_type": "llama4", "parallel": CHUNKS},
+        "meta-llama/Llama-4-Scout",
+        16,
+        ACCUMULATED,
+        "fsdp2 or zero3, which train the whole model and divide its weights over the ranks (or ddp, zero2), without "
+        "tensor, pipeline, context or expert parallelism: no engine has these for this model",
+    ),
+    "the way out of chunks of a pipeline: fsdp2": PythonRow(
+        {"model_type": "llama4", "engine": "fsdp2"}, "meta-llama/Llama-4-Scout", 16, ACCUMULATED
+    ),
+    "the way out of chunks of a pipeline: zero3": PythonRow(
+        {"model_type": "llama4", "engine": "zero3"}, "meta-llama/Llama-4-Scout", 16, ACCUMULATED
     ),
     "chunks of a pipeline of another model": PythonRow(
         {"model_type": "llama", "parallel": CHUNKS}, "meta-llama/Llama-3-8B", 16, ACCUMULATED

@@ -42,8 +42,16 @@ def test_does_not_fit(tmp_path: Path) -> None:
 
 def test_native_engine_names_those_that_do_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SEES))
-    with pytest.raises(WeightsError, match=r"(?s)'llava'.*vision-language model.*--engine ddp"):
+    with pytest.raises(
+        WeightsError, match=r"(?s)'llava'.*vision-language model.*--engine fsdp2 or zero3.*no engine has"
+    ):
         load_spec(tmp_path)
+    seen = SEES | {"model_type": "gemma3", "text_config": TEXT | {"model_type": "gemma3_text"}}
+    (tmp_path / "config.json").write_text(json.dumps(seen))
+    with pytest.raises(WeightsError, match=r"its language model alone \(model_type gemma3_text\)") as error:
+        load_spec(tmp_path)
+    assert "no engine has" not in str(error.value)
+    (tmp_path / "config.json").write_text(json.dumps(SEES))
     with pytest.raises(ConfigError, match="applies only to vision-language models"):
         SwiftConfig(task="sft", model=str(tmp_path), dataset=["d.jsonl"], engine="megatron", freeze_vit=True)
     with pytest.raises(ConfigError, match="leaves nothing to train"):
