@@ -211,6 +211,7 @@ def fill_deepspeed_auto(given: Mapping[str, Any], facts: DeepspeedAutoValues, la
     for name, size in _sizes(facts).items():
         if zero.get(name) == "auto":
             zero.pop(name) if size is None else zero.update({name: size})
+    config.pop("hostfile", None)  # of the launcher
     for path in _autos(config):
         problems.append(
             Problem(f'{label}: "{path}": "auto"', "the run does not provide this value", "set a value, or leave it out")

@@ -35,6 +35,7 @@ SERVED = (
     "log_level",
     "disable_python_gc",
     "aio",
+    "hostfile",
 )
 """Sections and keys that have an effect, or repeat what the run says."""
 
@@ -99,6 +100,8 @@ def unserved_key_problems(config: Mapping[str, Any], zero: Mapping[str, Any], la
         if name not in SERVED:
             fix = INSTEAD.get(name) or did_you_mean_hint(name, SERVED) or "leave it out"
             yield Problem(f'{label}: "{name}"', "would be ignored: torch engines do not support it", fix)
+    if not isinstance(config.get("hostfile", ""), str):
+        yield Problem(f'{label}: "hostfile": {json.dumps(config["hostfile"])}', "is not a path", '"hostfile": "hosts"')
     for name, only in NOT_SERVED.items():
         if name in zero and zero[name] != only:
             rule = "is not supported: it changes results, or the layout that checkpoints rely on"

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from megaswift.config.launcher_environment import is_launched_worker
+from megaswift.config.options_from_deepspeed_json import hostfile_of_deepspeed_file
 from megaswift.config.read_config_file_and_command_line import ConfigSource, GivenOptionValue
 from megaswift.config.sections import NAMES
 from megaswift.config.translated_options import RENAMED
@@ -64,8 +65,13 @@ def _host(words: Sequence[str], file: Path) -> Host:
 
 
 def expand_hostfile(sources: Sequence[ConfigSource]) -> list[ConfigSource]:
-    """The sources, before them the launch options of the last hostfile that they name."""
+    """The sources, before them the launch options of the last hostfile that they name, or that a
+    DeepSpeed file names."""
     named = [given for source in sources for given in source.givens if _option(given) == NAME and given.value]
+    in_deepspeed_file = None if named else hostfile_of_deepspeed_file(sources)
+    if in_deepspeed_file is not None:
+        sources = [ConfigSource((in_deepspeed_file,), ambient=True), *sources]
+        named = [in_deepspeed_file]
     if not named:
         return [*sources]
     given = named[-1]

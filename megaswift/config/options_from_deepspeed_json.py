@@ -1,4 +1,5 @@
-"""Options that a DeepSpeed file sets: its optimizer, schedule, batch and precision count where the run says nothing.
+"""Options that a DeepSpeed file sets: its optimizer, schedule, batch, precision and hosts count where the run says
+nothing.
 
 Owns the translation of values. Which keys are served at all, and comparing a file with its run, is `deepspeed_json.py`.
 """
@@ -6,6 +7,7 @@ Owns the translation of values. Which keys are served at all, and comparing a fi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megaswift.config.deepspeed_json import (
@@ -29,6 +31,7 @@ _BATCH = {
     "gradient_clipping": "max_grad_norm",
 }
 _OPTIMIZER = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+HOSTFILE = "hostfile"
 LARGEST_POWER = 128
 """Of float32, in which losses are scaled."""
 LINEAR_WARMUP = "its warmup is linear here (DeepSpeed's default: logarithmic; warmup_type linear in the file)"
@@ -37,21 +40,41 @@ LINEAR_WARMUP = "its warmup is linear here (DeepSpeed's default: logarithmic; wa
 def source_from_deepspeed_file(sources: Sequence[ConfigSource]) -> ConfigSource:
     """What the file of the last `--deepspeed` says, as a source of its own; empty without a readable file, which the
     rules report."""
+    named, config = _last_deepspeed_settings(sources)
+    file = deepspeed_label(named)
+    givens = [
+        GivenOptionValue(name, v, f'{file}: "{key}": {v}', f'{file}: "{key}":') for key, name, v in _options(config)
+    ]
+    return ConfigSource(tuple(givens), notices=tuple(_notices(config, file)))
+
+
+def hostfile_of_deepspeed_file(sources: Sequence[ConfigSource]) -> GivenOptionValue | None:
+    """The key `hostfile` of the last `--deepspeed` as the option; None without one.
+
+    A relative path is of the JSON file's folder, or else of the working folder.
+    """
+    named, config = _last_deepspeed_settings(sources)
+    hosts = config.get(HOSTFILE)
+    if not isinstance(hosts, str) or not hosts:
+        return None
+    label = f'{deepspeed_label(named)}: "{HOSTFILE}": {hosts}'
+    beside = Path(named).expanduser().parent / hosts
+    is_beside = not named.lstrip().startswith("{") and beside.is_file()
+    return GivenOptionValue(HOSTFILE, str(beside) if is_beside else hosts, label, label)
+
+
+def _last_deepspeed_settings(sources: Sequence[ConfigSource]) -> tuple[str, Mapping[str, Any]]:
+    """(file or JSON, its object) of the last `--deepspeed`; ("", {}) where it names neither."""
     named = [g.value for s in sources for g in s.givens if "deepspeed" in (NAMES.get(g.name), RENAMED.get(g.name))]
     value = named[-1] if named else None
     if isinstance(value, Mapping):
         value = value["config_path"] if "config_path" in value else deepspeed_json_text(value)
     if not isinstance(value, str) or value in ZERO:
-        return ConfigSource()
+        return "", {}
     try:
-        config = read_deepspeed_json(value)
+        return value, read_deepspeed_json(value)
     except (ConfigError, OSError):
-        return ConfigSource()
-    file = deepspeed_label(value)
-    givens = [
-        GivenOptionValue(name, v, f'{file}: "{key}": {v}', f'{file}: "{key}":') for key, name, v in _options(config)
-    ]
-    return ConfigSource(tuple(givens), notices=tuple(_notices(config, file)))
+        return "", {}
 
 
 def _options(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from megaswift.config import load_config
+from megaswift.config.engine_rules import filled_deepspeed_config
 from megaswift.config.hostfile import Host, is_this_machine, read_hostfile
 from megaswift.errors import ConfigError
 
@@ -31,6 +33,41 @@ def test_a_file_as_deepspeed_reads_it(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# two nodes\nworker-1 slots=8\n\nworker-2 slots=4 # small\n10.0.0.3 slots=2\n")
     assert [(h.name, h.slots) for h in read_hostfile(file)] == [*runner.fetch_hostfile(str(file)).items()]
+
+
+def test_a_deepspeed_file_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key `hostfile` launches as `--hostfile` does, read in the file's folder, else in the working folder; the
+    option counts more; DeepSpeed is not given the key."""
+    folder, elsewhere = tmp_path / "files", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (folder / "hosts").write_text(TWO)
+    (elsewhere / "hosts").write_text(f"{HERE} slots=3\n")
+    (elsewhere / "own").write_text(f"{HERE} slots=5\n")
+    content = {"zero_optimization": {"stage": 2}, "hostfile": "hosts"}
+    (folder / "ds.json").write_text(json.dumps(content))
+    monkeypatch.chdir(elsewhere)
+
+    def launched(*words: str) -> tuple[int | None, int | None, str | None]:
+        cfg = load_config("sft", ["--model", "m", "--dataset", "d.jsonl", "--deepspeed", *words], environ={})
+        filled = filled_deepspeed_config(cfg, 16, "bfloat16", 64)
+        assert "hostfile" not in filled.config and not filled.problems
+        return cfg.launch.nproc_per_node, cfg.launch.nnodes, cfg.launch.master_addr
+
+    file = str(folder / "ds.json")
+    assert launched(file) == (8, 2, "first")
+    assert launched(json.dumps(content)) == (3, None, None)
+    assert launched(file, "--hostfile", "own") == (5, None, None)
+    assert launched(file, "--nproc_per_node", "2") == (2, 2, "first")
+    (folder / "hosts").unlink()
+    assert launched(file) == (3, None, None)
+    (elsewhere / "hosts").unlink()
+    with pytest.raises(ConfigError, match=r'ds.json: "hostfile": hosts: .*cannot be read'):
+        launched(file)
+    (folder / "ds.json").write_text(json.dumps({**content, "hostfile": 3}))
+    cfg = load_config("sft", ["--deepspeed", json.dumps({**content, "hostfile": 3})], environ={})
+    (problem,) = filled_deepspeed_config(cfg, 1, "bfloat16", 64).problems
+    assert str(problem).startswith('--deepspeed: "hostfile": 3: is not a path')
 
 
 def test_forms_of_mpi(tmp_path: Path) -> None:
