@@ -13,7 +13,7 @@ from typing import TypeVar
 from megaswift import log
 from megaswift.command_line_common import HELP
 from megaswift.config.byte_size_text import byte_size_or_none
-from megaswift.config.export_rules import LAYOUT, export_option_problems
+from megaswift.config.export_rules import LAYOUT, conversion_notices, export_option_problems
 from megaswift.config.infer_deploy_export_parser import CommandParser, ParsedCommand
 from megaswift.config.inference import FP8, ExportConfig, ModelLoadingOptions, ModelPathOptions
 from megaswift.config.inference_run_files import (
@@ -48,7 +48,8 @@ megaswift export: merge adapters into a model, quantize it, convert it from or t
 
 
 def _complete(parsed: ParsedCommand) -> ParsedCommand:
-    return complete_export_options(with_fetched_adapters(parsed, "source"))
+    parsed = complete_export_options(with_fetched_adapters(parsed, "source"))
+    return replace(parsed, notices=(*parsed.notices, *conversion_notices(parsed)))
 
 
 COMMAND = CommandParser("export", USAGE, ExportConfig, export_option_problems, _complete)
@@ -125,7 +126,11 @@ def _write(cfg: ExportConfig, target: Path) -> int:
 
 def _to_megatron(cfg: ExportConfig, target: Path) -> int:
     """As `megaswift convert hf-to-megatron`."""
+    from megaswift.families.family import read_config_json
+
     folder = locate_model(cfg.source)
+    if problems := model_type_option_mismatch_problems(cfg.source.model_type, read_config_json(folder)):
+        raise WeightsError(problems)
     layout = [(axis, getattr(cfg.export, option)) for option, axis in LAYOUT.items()]
     words = [word for axis, size in layout if size is not None for word in (f"--{axis}", str(size))]
     code = hf_to_megatron_command([str(folder), str(target), *words, *_dtype(cfg)])

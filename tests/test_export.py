@@ -57,6 +57,8 @@ def test_what_a_merged_model_cannot_be(model: Path, tmp_path: Path) -> None:
         main([*source, "--to_hf", "true", "--torch_dtype", "bfloat16"])
     with pytest.raises(UserError, match="--model_type llama: does not match the model"):
         main([*source, "--model_type", "llama"])
+    with pytest.raises(UserError, match="--model_type llama: does not match the model"):
+        main(["--model", str(model), "--to_mcore", "true", "--model_type", "llama"])
 
 
 def test_a_layout_that_the_model_does_not_have(model: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from megaswift.config.byte_size_text import byte_size_or_none
 from megaswift.config.infer_deploy_export_parser import ParsedCommand
 from megaswift.config.inference import FP8, ExportOptions, ExportUploadOptions, ModelPathOptions
 from megaswift.config.inference_rules import (
+    FOUR_BITS,
     model_option_problems,
     quantization_bit_problems,
     unused_option_problems,
@@ -33,8 +34,7 @@ def _fp8(export: ExportOptions, parsed: ParsedCommand) -> Iterator[Problem]:
     if export.quantization_bit not in (None, 8):
         rule = f"conflicts with {parsed.label('quant_method')}, whose weights have 8 bits"
         yield Problem(parsed.label("quantization_bit"), rule, "leave it out")
-    names = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
-    yield from unused_option_problems(parsed, names, "applies only to bitsandbytes", "--quant_method bnb")
+    yield from unused_option_problems(parsed, FOUR_BITS, "applies only to bitsandbytes", "--quant_method bnb")
 
 
 def export_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
@@ -83,6 +83,21 @@ LAYOUT = {
     "expert_model_parallel_size": "ep",
 }
 """Options of `export` and their axis of a layout."""
+
+
+def conversion_notices(parsed: ParsedCommand) -> Iterator[str]:
+    """Options that a conversion does not read, as they are part of commands for other toolkits."""
+    export: ExportOptions = parsed.sections["export"]
+    idle: dict[str, str] = {}
+    if export.to_hf:
+        idle |= dict.fromkeys(LAYOUT, "a Hugging Face folder has no layout")
+    if export.to_hf and not export.merge_lora and export.mcore_model is not None:
+        names = ("model", "model_type", "model_revision", "trust_remote_code")
+        idle |= dict.fromkeys(names, "the checkpoint has the model's configuration")
+    if export.to_mcore:
+        idle["max_shard_size"] = "it is for safetensors files"
+        idle["trust_remote_code"] = "a conversion does not run model code"
+    yield from (f"{parsed.label(name)} has no effect: {why}" for name, why in idle.items() if parsed.given(name))
 
 
 def _upload(export: ExportOptions, source: ModelPathOptions, writes: bool) -> Iterator[Problem]:

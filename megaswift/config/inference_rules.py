@@ -35,6 +35,7 @@ from megaswift.config.read_config_file_and_command_line import DATA_SUFFIXES
 from megaswift.errors import Problem
 
 TOKEN_VARIABLE = "MEGASWIFT_API_KEY"
+FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
 TRANSFORMERS_ONLY = (
     "attn_impl",
     "merge_adapters",
@@ -111,8 +112,7 @@ def quantization_bit_problems(options: BitsandbytesOptions, parsed: ParsedComman
     if bits is None:
         yield from unused_option_problems(parsed, ["quant_method"], "needs a number of bits", "--quantization_bit 4")
     if bits != 4:
-        names = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
-        yield from unused_option_problems(parsed, names, "applies only to 4 bits", "--quantization_bit 4")
+        yield from unused_option_problems(parsed, FOUR_BITS, "applies only to 4 bits", "--quantization_bit 4")
 
 
 def _placement(parsed: ParsedCommand) -> Iterator[Problem]:
@@ -300,6 +300,8 @@ def deploy_option_problems(parsed: ParsedCommand) -> Iterator[Problem]:
         )
     if backend.infer_backend == "vllm":
         yield from unused_option_problems(parsed, TRANSFORMERS_ONLY, "would be ignored by vLLM")
+        rule = "would be ignored by vLLM, whose 4 bits on loading have one data type"
+        yield from unused_option_problems(parsed, FOUR_BITS, rule)
         yield from unused_option_problems(parsed, ["rope_scaling"], "is applied by transformers only", _SCALED)
         if parsed.sections["placement"].quantization_bit == 8:
             yield Problem(
