@@ -114,11 +114,21 @@ CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
     ClusterOption("context", "name", "Context of kubectl; default: the current one", (KUBERNETES, RAY)),
     ClusterOption("namespace", "name", "Namespace", (KUBERNETES, RAY), "default"),
     ClusterOption(
-        "kind", "trainjob|pytorchjob|job|mpijob", "Resource for a job; job needs no operator", (KUBERNETES,), "job"
+        "kind",
+        "trainjob|pytorchjob|job|mpijob|volcano",
+        "Resource for a job; job needs no operator",
+        (KUBERNETES,),
+        "job",
     ),
     ClusterOption("runtime", "name", "TrainJob: the ClusterTrainingRuntime", (KUBERNETES,), "torch-distributed"),
     ClusterOption("trainer_version", "2.1|2.2|2.3", "TrainJob: release of Kubeflow Trainer", (KUBERNETES,), "2.3"),
-    ClusterOption("gpu_resource", "name", "Name of the GPU resource", (KUBERNETES, RAY), "nvidia.com/gpu"),
+    ClusterOption(
+        "gpu_resource",
+        "name",
+        "Name of the GPU resource; huawei.com/Ascend910 for NPUs",
+        (KUBERNETES, RAY),
+        "nvidia.com/gpu",
+    ),
     ClusterOption("resources", "mapping", "More resources of a node: rdma/ib: 8", (KUBERNETES, RAY)),
     ClusterOption(
         "mounts", "mappings", "Volumes: {claim: NAME, path: /data}, host_path: or config_map:", (KUBERNETES, RAY)
@@ -126,7 +136,7 @@ CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
     ClusterOption("shared_memory", "name", "Size of /dev/shm: 64Gi", (KUBERNETES, RAY), "16Gi"),
     ClusterOption("node_selector", "mapping", "Labels that nodes must have", (KUBERNETES, RAY)),
     ClusterOption("tolerations", "mappings", "Tolerations of pods", (KUBERNETES, RAY)),
-    ClusterOption("queue", "name", "Queue: of Kueue (Kubernetes), or the scheduler's", (KUBERNETES, RAY)),
+    ClusterOption("queue", "name", "Queue: of Kueue, or of Volcano for kind volcano", (KUBERNETES, RAY)),
     ClusterOption("service_account", "name", "Service account of pods", (KUBERNETES, RAY)),
     ClusterOption("image_pull_secrets", "names", "Secrets for pulling the image", (KUBERNETES, RAY)),
     ClusterOption(

@@ -1,7 +1,9 @@
-"""Kubernetes: a TrainJob of Kubeflow Trainer, a PyTorchJob, an MPIJob, or an Indexed Job that needs no operator.
+"""Kubernetes: a TrainJob of Kubeflow Trainer, a PyTorchJob, an MPIJob, Volcano's Job, or an Indexed Job, which needs no
+operator.
 
 kubectl applies the manifest and answers for the job. Fields: Kubernetes' batch/v1 and v1, Kubeflow Trainer's
-trainer.kubeflow.org/v1alpha1, the training operator's kubeflow.org/v1, the MPI operator's kubeflow.org/v2beta1.
+trainer.kubeflow.org/v1alpha1, the training operator's kubeflow.org/v1, the MPI operator's kubeflow.org/v2beta1,
+Volcano's batch.volcano.sh/v1alpha1.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
 from megaswift.clusters.kubernetes_pods import (
+    QUEUE_LABEL,
     environment,
     manifest_text,
     metadata,
@@ -27,12 +30,19 @@ from megaswift.config.launcher_environment import DEFAULT_PORT
 from megaswift.errors import EXPLAINED, Problem
 
 MANIFEST = "job.yaml"
-RESOURCES = {"job": "job", "trainjob": "trainjob", "pytorchjob": "pytorchjob", "mpijob": "mpijob"}
+RESOURCES = {
+    "job": "job",
+    "trainjob": "trainjob",
+    "pytorchjob": "pytorchjob",
+    "mpijob": "mpijob",
+    "volcano": "jobs.batch.volcano.sh",
+}
 PODS = {
     "job": "job-name={name}",
     "trainjob": "jobset.sigs.k8s.io/jobset-name={name}",
     "pytorchjob": "training.kubeflow.org/job-name={name}",
     "mpijob": "training.kubeflow.org/job-name={name}",
+    "volcano": "volcano.sh/job-name={name}",
 }
 """Labels by which the pods of a job are found."""
 MOST_PODS = 10_000
@@ -61,8 +71,7 @@ class KubernetesScheduler:
 
     def render(self, job: Job) -> RenderedJob:
         """The manifest: the configuration first."""
-        kind = {"job": _indexed_job, "trainjob": _train_job, "pytorchjob": _pytorch_job, "mpijob": _mpi_job}
-        documents = [run_config_map(job), *kind[job.cluster.get("kind")](job)]
+        documents = [run_config_map(job), *_KINDS[job.cluster.get("kind")](job)]
         command = [*kubectl(job.cluster.get("context"), job.cluster.get("namespace")), "create", "-f"]
         return RenderedJob({MANIFEST: manifest_text(documents)}, [[*command, str(job.folder / MANIFEST)]], NOT_RUN)
 
@@ -253,4 +262,43 @@ def _mpi_job(job: Job) -> list[dict[str, Any]]:
     return [{"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": metadata(job), "spec": spec}]
 
 
+def _volcano_job(job: Job) -> list[dict[str, Any]]:
+    """Volcano: all pods start together; its plugins env and svc set VC_TASK_INDEX and give pods names."""
+    task = "node"
+    address = {"MASTER_ADDR": f"{job.name}-{task}-0.{job.name}", "MASTER_PORT": _port(job)}
+    command = node_command(job, ['export NODE_RANK="$VC_TASK_INDEX"'])
+    about = metadata(job)
+    labels = {name: value for name, value in about["labels"].items() if name != QUEUE_LABEL}  # the queue is Volcano's
+    template = {"metadata": {"labels": dict(labels)}, "spec": pod_spec(job, "megaswift", command, address)}
+    queue = {"queue": str(job.cluster.get("queue"))} if job.cluster.get("queue") else {}
+    spec = {
+        "schedulerName": "volcano",
+        **queue,
+        "minAvailable": job.nodes,
+        "maxRetry": job.cluster.get("retries"),
+        "plugins": {"env": [], "svc": ["--publish-not-ready-addresses=true"]},
+        "policies": [  # the first that matches is taken: a mistake would end the same again
+            *({"exitCode": code, "action": "TerminateJob"} for code in EXPLAINED),
+            {"events": ["PodFailed", "PodEvicted"], "action": "RestartJob"},
+            {"event": "TaskCompleted", "action": "CompleteJob"},
+        ],
+        "tasks": [{"name": task, "replicas": job.nodes, "template": template}],
+    }
+    return [
+        {
+            "apiVersion": "batch.volcano.sh/v1alpha1",
+            "kind": "Job",
+            "metadata": {**about, "labels": labels},
+            "spec": spec,
+        }
+    ]
+
+
+_KINDS = {
+    "job": _indexed_job,
+    "trainjob": _train_job,
+    "pytorchjob": _pytorch_job,
+    "mpijob": _mpi_job,
+    "volcano": _volcano_job,
+}
 SCHEDULER = KubernetesScheduler()

@@ -15,6 +15,7 @@ import yaml
 from megaswift.clusters.cluster_and_job import RUN_FILE, Job, RenderedJob, SubmittedJob
 from megaswift.clusters.kubernetes import NOT_RUN, kubectl, pod_logs, pod_problems
 from megaswift.clusters.kubernetes_pods import (
+    QUEUE_LABEL,
     RUN_FOLDER,
     manifest_text,
     metadata,
@@ -26,6 +27,7 @@ from megaswift.clusters.node_setup_shell_lines import shell_words
 from megaswift.errors import Problem
 
 MANIFEST, RUNTIME = "job.yaml", "runtime_env.yaml"
+COUNTED_BY_RAY = ("NNODES", "NPROC_PER_NODE")
 PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001}
 
 
@@ -59,8 +61,9 @@ class RayScheduler:
             words = ["ray", "job", "submit", *address, "--no-wait", "--runtime-env", str(job.folder / RUNTIME), "--"]
             text = yaml.safe_dump(runtime, sort_keys=False)
             return RenderedJob({RUNTIME: text}, [[*words, "bash", "-c", _entry(job, RUN_FILE)]])
-        made = _ray_cluster(job) if job.cluster.get("submit_to") == "raycluster" else _ray_job(job)
-        text = manifest_text([run_config_map(job), made])
+        in_cluster = job.cluster.get("submit_to") == "raycluster"
+        made = [_ray_cluster(job), _job_of_cluster(job)] if in_cluster else [_ray_job(job)]
+        text = manifest_text([run_config_map(job), *made])
         command = [*kubectl(job.cluster.get("context"), job.cluster.get("namespace")), "create", "-f"]
         return RenderedJob({MANIFEST: text}, [[*command, str(job.folder / MANIFEST)]], NOT_RUN)
 
@@ -98,7 +101,7 @@ def _label(job: SubmittedJob) -> str:
 
 def _run_variables(job: Job) -> dict[str, str]:
     """Of the driver. Ray counts processes itself, so the variables of torchrun's kind are left out."""
-    return {k: v for k, v in job.environment().items() if k not in ("NNODES", "NPROC_PER_NODE")}
+    return {k: v for k, v in job.environment().items() if k not in COUNTED_BY_RAY}
 
 
 def _run_words(job: Job, run_file: str) -> list[str]:
@@ -115,10 +118,24 @@ def _ray_cluster(job: Job) -> dict[str, Any]:
     return {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata(job), "spec": _cluster_spec(job)}
 
 
-def _ray_job(job: Job) -> dict[str, Any]:
-    spec = {
+def _job_of_cluster(job: Job) -> dict[str, Any]:
+    """The run on the RayCluster of the same manifest. KubeRay has no retries and no queue for such jobs."""
+    about = metadata(job)
+    about["labels"] = {name: value for name, value in about["labels"].items() if name != QUEUE_LABEL}
+    spec = {**_entry_fields(job), "clusterSelector": {"ray.io/cluster": job.name}}
+    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": about, "spec": spec}
+
+
+def _entry_fields(job: Job) -> dict[str, str]:
+    return {
         "entrypoint": shlex.join(["bash", "-c", _entry(job, f"{RUN_FOLDER}/{RUN_FILE}")]),
         "runtimeEnvYAML": json.dumps({"env_vars": _run_variables(job)}),
+    }
+
+
+def _ray_job(job: Job) -> dict[str, Any]:
+    spec = {
+        **_entry_fields(job),
         "shutdownAfterJobFinishes": True,
         "backoffLimit": job.cluster.get("retries"),
         "rayClusterSpec": _cluster_spec(job),
@@ -132,6 +149,8 @@ def _cluster_spec(job: Job) -> dict[str, Any]:
     def group(container: str) -> dict[str, Any]:
         pod = pod_spec(job, container, node_command(job, [], "true"))
         del pod["restartPolicy"], pod["containers"][0]["command"]  # KubeRay writes `ray start`
+        env = pod["containers"][0]["env"]
+        pod["containers"][0]["env"] = [variable for variable in env if variable["name"] not in COUNTED_BY_RAY]
         if container == "ray-head":
             pod["containers"][0]["ports"] = [{"name": name, "containerPort": port} for name, port in PORTS.items()]
         return {"rayStartParams": {}, "template": {"spec": pod}}

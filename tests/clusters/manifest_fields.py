@@ -2,7 +2,8 @@
 such, a type is a value, `str: type` any names.
 
 Sources: Kubernetes 1.31 API reference (v1, batch/v1), Kubeflow Trainer 2.3 (trainer.kubeflow.org/v1alpha1), Kubeflow
-training operator 1.9 (kubeflow.org/v1), MPI operator 0.6 (kubeflow.org/v2beta1), KubeRay 1.4 (ray.io/v1). Only parts
+training operator 1.9 (kubeflow.org/v1), MPI operator 0.6 (kubeflow.org/v2beta1), KubeRay 1.4 (ray.io/v1), Volcano 1.12
+(batch.volcano.sh/v1alpha1). Only parts
 that megaswift may use are here.
 """
 
@@ -153,16 +154,32 @@ RAY_JOB = {
     "metadata": META,
     "spec": {
         "entrypoint": str,
+        "clusterSelector": TEXTS,
         "runtimeEnvYAML": str,
         "shutdownAfterJobFinishes": bool,
         "backoffLimit": int,
         "rayClusterSpec": RAY_SPEC,
     },
 }
+VOLCANO_JOB = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": META,
+    "spec": {
+        "schedulerName": str,
+        "queue": str,
+        "minAvailable": int,
+        "maxRetry": int,
+        "plugins": {str: [str]},
+        "policies": [{"event": str, "events": [str], "exitCode": int, "action": str, "timeout": str}],
+        "tasks": [{"name": str, "replicas": int, "minAvailable": int, "template": TEMPLATE}],
+    },
+}
 FIELDS: dict[tuple[str, str], Any] = {
     ("v1", "ConfigMap"): CONFIG_MAP,
     ("v1", "Service"): SERVICE,
     ("batch/v1", "Job"): JOB,
+    ("batch.volcano.sh/v1alpha1", "Job"): VOLCANO_JOB,
     ("trainer.kubeflow.org/v1alpha1", "TrainJob"): TRAIN_JOB,
     ("kubeflow.org/v1", "PyTorchJob"): PYTORCH_JOB,
     ("kubeflow.org/v2beta1", "MPIJob"): MPI_JOB,

@@ -33,7 +33,7 @@ PIECES = (
 )
 PIECES += ("!x", "*", "~", "%j", "#", "-n", " ", "é", "中", "|", ">X", "{a,b}", "=", ":", "- ", "%", "\u2028")
 ALWAYS = (("$(touch X)`touch X`'\"; touch X", "$(HOME) $$(HOME) $HOME", "a b'c"), ("", "'", "$(x)"))
-LAUNCHERS = ["local", "slurm", "ssh", "dlc", "job", "trainjob", "pytorchjob", "ray", "rayjob"]
+LAUNCHERS = ["local", "slurm", "ssh", "dlc", "job", "trainjob", "pytorchjob", "volcano", "ray", "rayjob"]
 
 
 def commands(rendered: RenderedJob, launcher: str, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -62,6 +62,7 @@ def commands(rendered: RenderedJob, launcher: str, folder: Path) -> tuple[list[s
         environ[entry_["name"]] = expanded_by_kubernetes(entry_["value"], environ)
     mine = {
         "job": {"JOB_COMPLETION_INDEX": "1"},
+        "volcano": {"VC_TASK_INDEX": "1"},
         "trainjob": {"PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "1"},
     }
     environ |= mine.get(launcher, {"RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
@@ -73,6 +74,7 @@ def _container(manifest: dict[str, Any], kind: str) -> dict[str, Any]:
     if kind == "trainjob":
         found: dict[str, Any] = spec["trainer"]
         return found
+    spec = spec["tasks"][0] if kind == "volcano" else spec
     pod = spec["pytorchReplicaSpecs"]["Worker"]["template"] if kind == "pytorchjob" else spec["template"]
     first: dict[str, Any] = pod["spec"]["containers"][0]
     return first
@@ -95,7 +97,7 @@ def test_text_arrives_as_it_is(launcher: str, tmp_path_factory: pytest.TempPathF
         place = tmp_path / ("w " + name.replace("/", "_") if launcher not in ("rayjob", "ray") else "w")
         place.mkdir()
         options: dict[str, Any] = {"environment": {"MINE": value}, "overrides": ("--system", word)}
-        kind = {"job": "job", "trainjob": "trainjob", "pytorchjob": "pytorchjob"}.get(launcher)
+        kind = {"job": "job", "trainjob": "trainjob", "pytorchjob": "pytorchjob", "volcano": "volcano"}.get(launcher)
         real = "kubernetes" if kind else "ray" if launcher == "rayjob" else launcher
         options |= (
             {"kind": kind} if kind else {"python": str(program(tmp_path))} if real in ("local", "slurm", "ssh") else {}

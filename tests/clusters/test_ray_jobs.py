@@ -100,6 +100,20 @@ def test_a_job_on_two_ray_nodes(tmp_path: Path) -> None:
     assert "learning_rate: 0.001" in (tmp_path / "out/config.yaml").read_text()
 
 
+@pytest.mark.parametrize("submit_to", ["rayjob", "raycluster"])
+def test_a_manifest_has_a_run_and_ray_counts_its_processes(submit_to: str) -> None:
+    """NNODES in a pod would ask the run, which `--launcher ray` starts once, for its rank among nodes."""
+    made = job("ray", 2, 8, submit_to=submit_to, image="i", ray_version="2.51.0", environment={"HF_HOME": "/h"})
+    text = scheduler_of("ray").render(made).files["job.yaml"]
+    kinds = {document["kind"]: document for document in yaml.safe_load_all(text)}
+    spec = kinds["RayJob"]["spec"]
+    assert "--num_workers 16" in spec["entrypoint"] and "NNODES" not in text and "NPROC_PER_NODE" not in text
+    if submit_to == "raycluster":
+        assert spec["clusterSelector"] == {"ray.io/cluster": kinds["RayCluster"]["metadata"]["name"]}
+    else:
+        assert "clusterSelector" not in spec and spec["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 1
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -61,6 +61,8 @@ JOBS: dict[str, Job] = {
     "kubernetes_trainjob_2_1": job("kubernetes", kind="trainjob", trainer_version="2.1", **CLUSTER),
     "kubernetes_pytorchjob": job("kubernetes", 3, kind="pytorchjob", host_network=True, **CLUSTER),
     "kubernetes_mpijob": job("kubernetes", kind="mpijob"),
+    "kubernetes_volcano": job("kubernetes", kind="volcano", **CLUSTER),
+    "kubernetes_volcano_ascend": job("kubernetes", kind="volcano", gpu_resource="huawei.com/Ascend910"),
     "ray": job("ray", 2, 1, environment={"HF_HOME": "/data/hf"}),
     "rayjob": job("ray", 2, 8, submit_to="rayjob", ray_version="2.51.0", image="registry/megaswift:ray", **CLUSTER),
     "raycluster": job("ray", 1, 0, submit_to="raycluster", ray_version="2.51.0", image="registry/megaswift:ray"),
