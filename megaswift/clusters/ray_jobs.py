@@ -119,7 +119,8 @@ def _ray_cluster(job: Job) -> dict[str, Any]:
 
 
 def _job_of_cluster(job: Job) -> dict[str, Any]:
-    """The run on the RayCluster of the same manifest. KubeRay has no retries and no queue for such jobs."""
+    """The run on the RayCluster of the same manifest. It has no retries, for which KubeRay makes new clusters, and no
+    queue, which is the cluster's."""
     about = metadata(job)
     about["labels"] = {name: value for name, value in about["labels"].items() if name != QUEUE_LABEL}
     spec = {**_entry_fields(job), "clusterSelector": {"ray.io/cluster": job.name}}
