@@ -271,7 +271,7 @@ def _volcano_job(job: Job) -> list[dict[str, Any]]:
     labels = {name: value for name, value in about["labels"].items() if name != QUEUE_LABEL}  # the queue is Volcano's
     template = {"metadata": {"labels": dict(labels)}, "spec": pod_spec(job, "megaswift", command, address)}
     queue = {"queue": str(job.cluster.get("queue"))} if job.cluster.get("queue") else {}
-    spec = {
+    spec: dict[str, Any] = {
         "schedulerName": "volcano",
         **queue,
         "minAvailable": job.nodes,

@@ -127,7 +127,7 @@ def _job_of_cluster(job: Job) -> dict[str, Any]:
     return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": about, "spec": spec}
 
 
-def _entry_fields(job: Job) -> dict[str, str]:
+def _entry_fields(job: Job) -> dict[str, Any]:
     return {
         "entrypoint": shlex.join(["bash", "-c", _entry(job, f"{RUN_FOLDER}/{RUN_FILE}")]),
         "runtimeEnvYAML": json.dumps({"env_vars": _run_variables(job)}),
