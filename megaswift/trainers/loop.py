@@ -150,7 +150,8 @@ class Loop:
             microbatches = self.prepare(self.engine, microbatches, True)
         squares = sum(length_squares(b) for b in microbatches)
         layout = self.engine.layout
-        signals = [signal.number == number for number in interrupt.SIGNALS]
+        # a batch that takes minutes is trained on: with agree_before_batch its signal counts before the next one
+        signals = [signal.number == number and not self.agree_before_batch for number in interrupt.SIGNALS]
         beside = [*signals, self.mistake is not None, squares / (layout.tp * layout.pp * layout.cp)]
         beside.append(any(hook.busy for hook in self.hooks))
         counted = self.engine.count(microbatches, self.loss, beside)

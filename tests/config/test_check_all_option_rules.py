@@ -133,6 +133,7 @@ IDLE = [
 ]
 
 CLASHING = [
+    ("async_save", "--async_save --save_only_model"),
     ("truncation_strategy", "--truncation_strategy split"),
     ("split_dataset_ratio", "--split_dataset_ratio 0.1 --val_dataset v"),
     ("split_dataset_ratio", "--split_dataset_ratio 0.1 --streaming --max_steps 1"),

@@ -27,6 +27,7 @@ COLLECTIVES = {
     )
 } | {"send", "recv", "isend", "irecv", "monitored_barrier", "send_object_list", "recv_object_list"}
 ON_DEVICE = {
+    "megaswift.engine.global_batch_loss_and_metrics",  # counts of a step, moved to the device
     "megaswift.engine.megatron.layers.router",  # sums of auxiliary losses, moved to the device
     "megaswift.engine.megatron.optimizer",  # whether a gradient overflowed, on the device of the loss scale
 }

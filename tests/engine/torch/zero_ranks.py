@@ -147,5 +147,5 @@ def round_trip(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         fields = strategy.module(r.ids, r.labels)
     strategy.module.train()
     passes(strategy, 0, rank, world, {"micro": 1})
-    strategy.step(1e-3, OPTIM)
+    strategy.step(1e-3, OPTIM, lambda found: [float(t) for t in found])
     return {"read": read, "fields": fields, "steps": strategy.steps, "after": everything(strategy, "weight")["weight"]}
