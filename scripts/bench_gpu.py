@@ -1,5 +1,5 @@
-"""Tokens/s, TFLOP/s, MFU and peak memory of training on one GPU, case by case, beside a plain transformers loop and the
-raw rate of a matrix product.
+"""Tokens/s, TFLOP/s, MFU and peak memory of training on one GPU, case by case, compared with a plain transformers loop
+and with the rate of matrix products alone.
 
     python scripts/bench_gpu.py --list                            # the cases, in the order in which they run
     python scripts/bench_gpu.py --only 'qwen3-8b/full/4096/*'     # some of them

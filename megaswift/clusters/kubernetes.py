@@ -132,7 +132,7 @@ def kubectl(context: str | None, namespace: str | None) -> list[str]:
 
 
 def pod_logs(label: str, follow: bool) -> list[str]:
-    """kubectl's words for the output of all pods with a label. It follows five pods at once unless told otherwise."""
+    """kubectl's words for the output of all pods with a label. By default it follows at most five pods."""
     return [
         "logs",
         "-l",

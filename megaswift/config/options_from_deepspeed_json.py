@@ -51,7 +51,7 @@ def source_from_deepspeed_file(sources: Sequence[ConfigSource]) -> ConfigSource:
 def hostfile_of_deepspeed_file(sources: Sequence[ConfigSource]) -> GivenOptionValue | None:
     """The key `hostfile` of the last `--deepspeed` as the option; None without one.
 
-    A relative path is of the JSON file's folder, or else of the working folder.
+    A relative path is looked up beside the JSON file, else in the working folder.
     """
     named, config = _last_deepspeed_settings(sources)
     hosts = config.get(HOSTFILE)

@@ -99,8 +99,8 @@ def test_refused(base: dict[str, Any], changes: dict[str, Any], told: str) -> No
 
 
 def test_the_model_with_a_vision_tower_is_refused_by_name() -> None:
-    with pytest.raises(WeightsError, match=r"(?s)'gemma3'.*vision-language model.*gemma3_text"):
-        spec({"model_type": "gemma3", "text_config": {}, "vision_config": {}})
+    with pytest.raises(WeightsError, match=r"(?s)'gemma3'.*vision-language model.*model_type gemma3_text\)"):
+        spec({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}, "vision_config": {}})
 
 
 def test_longrope_keeps_to_its_short_factors() -> None:

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,10 @@ class Workers:
         self.shared: dict[str, Any] = {}
 
     def each(self, work: Callable[[int], Any]) -> list[Any]:
-        return list(self.pool.map(work, range(len(self.receivers))))
+        """All have ended when it returns or raises."""
+        calls = [self.pool.submit(work, i) for i in range(len(self.receivers))]
+        wait(calls)
+        return [call.result() for call in calls]
 
     def connect(self, shared: dict[str, Any]) -> None:
         self.shared = shared
@@ -246,6 +249,23 @@ def test_a_worker_that_fails_ends_the_sync_at_once(
     workers.fails = lambda name: name.endswith("layers.0.mlp.up.weight")
     begun = time.monotonic()
     with pytest.raises(ValueError, match=r"no room for model\.layers\.0\.mlp\.up"):
+        sender.send(model_weights(1))
+    assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
+def test_a_worker_that_cannot_connect_is_noticed_at_once(
+    transport: str, sender_of: Callable[..., tuple[WeightSender, Workers]]
+) -> None:
+    """Before a process group waits for it."""
+    sender, _ = sender_of(transport, timeout=60.0)
+
+    def refuse(shared: dict[str, Any]) -> None:
+        raise ValueError("no route")
+
+    sender.connect = refuse
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="no route"):
         sender.send(model_weights(1))
     assert time.monotonic() - begun < 30
 

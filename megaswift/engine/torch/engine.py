@@ -334,8 +334,8 @@ class TorchEngine:
         return measure_torch_engine_sizes(self)
 
     def start_save(self, directory: Path) -> StartedSave:
-        """`--async_save` is the native engine's."""
-        raise NotImplementedError
+        """Not on this engine: `config.engine_rules` refuses `async_save`."""
+        raise AssertionError("async_save is an option of the native engine")
 
     def save(self, directory: Path) -> FileEntries:
         """Weights, optimizer and this rank's random states. Collective."""

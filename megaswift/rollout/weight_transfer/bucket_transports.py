@@ -21,6 +21,8 @@ from torch import Tensor
 
 SHARED_MEMORY, CUDA_IPC, GLOO, NCCL = "shared_memory", "cuda_ipc", "gloo", "nccl"
 TRANSPORTS = (SHARED_MEMORY, CUDA_IPC, GLOO, NCCL)
+CONNECTED = "connected"
+"""Key of the store: how many workers have reached it."""
 SLOTS = 2
 """Buffers of the sender: one is filled while workers read the other."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megaswift.rollout.weight_transfer.bucket_transports import Membership, receiving_side
+from megaswift.rollout.weight_transfer.bucket_transports import CONNECTED, Membership, receiving_side
 from megaswift.rollout.weight_transfer.weight_buckets import (
     TensorInBucket,
     state_digest,
@@ -34,6 +34,7 @@ class WeightReceiver:
         host, port, self.timeout = settings["host"], settings["port"], float(settings["timeout"])
         limit = datetime.timedelta(seconds=self.timeout)
         self.store: dist.Store = dist.TCPStore(host, port, is_master=False, timeout=limit)
+        self.store.add(CONNECTED, 1)
         member = Membership(self.store, host, port, rank, settings["receivers"], self.timeout)
         self.transport = receiving_side(settings["transport"], member, device)
         self.checksums: dict[str, int] = {}

@@ -12,7 +12,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megaswift.rollout.weight_transfer.bucket_transports import SLOTS, Membership, SendingSide, sending_side
+from megaswift.rollout.weight_transfer.bucket_transports import CONNECTED, SLOTS, Membership, SendingSide, sending_side
 from megaswift.rollout.weight_transfer.weight_buckets import BUCKET_BYTES, BucketPacker, ChangedWeights, state_digest
 
 _POLL = 0.001
@@ -90,6 +90,8 @@ class WeightSender:
             shared = {"host": asked.host, "port": port, "transport": asked.transport}
             shared |= {"receivers": asked.receivers, "timeout": asked.timeout}
             connected = self._threads.submit(self.connect, shared)
+            # a process group waits for its members, whatever has become of them
+            wait_for_workers(lambda: store.add(CONNECTED, 0) >= asked.receivers, connected, asked.timeout)
             member = Membership(store, asked.host, port, 0, asked.receivers, asked.timeout)
             side = sending_side(asked.transport, member, asked.device, self.folder)
             connected.result()
@@ -185,17 +187,15 @@ class _Sync:
         self._wait(lambda: self.store.add(f"{self.number}/{bucket}/read", 0) >= self.asked.receivers)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Until `ready`; the samplers' error where one fails meanwhile."""
-        end = time.monotonic() + self.asked.timeout
-        for _ in self._until(end):
-            if ready():
-                return
-            if self.receiving.done() and self.receiving.exception() is not None:
-                self.receiving.result()
-        raise TimeoutError(f"samplers did not read a bucket of weights within {self.asked.timeout:g} s")
+        wait_for_workers(ready, self.receiving, self.asked.timeout)
 
-    @staticmethod
-    def _until(end: float) -> Iterator[None]:
-        while time.monotonic() < end:
-            yield
-            time.sleep(_POLL)
+
+def wait_for_workers(ready: Callable[[], bool], call: Future[Any], timeout: float) -> None:
+    """Waits until `ready`. Raises the error of `call`, which runs meanwhile; TimeoutError after `timeout` seconds."""
+    end = time.monotonic() + timeout
+    while not ready():
+        if call.done() and call.exception() is not None:
+            call.result()
+        if time.monotonic() >= end:
+            raise TimeoutError(f"the samplers' workers did not answer within {timeout:g} s")
+        time.sleep(_POLL)
