@@ -14,6 +14,8 @@ from megaswift.diagnosis.read_machine_files_and_programs import Machine
 SMALLEST_SHM = 1 << 30
 """Docker gives 64 MiB; NCCL and data workers use some 100 MiB for each process."""
 FEWEST_FILES = 4096
+PROCESS_THREADS = 256
+"""Threads of a training process: autograd, OpenMP, NCCL, data loading, compilation workers. Limits count threads."""
 PROCESS_MEMORY = 4 << 30
 """CPU memory of a process that trains a small model on a GPU: libraries and pinned buffers."""
 UNLIMITED_MEMORY = 1 << 60
@@ -26,6 +28,8 @@ def limit_findings(machine: Machine, processes: int) -> Iterator[Finding]:
     yield memory_finding(machine, processes)
     yield shared_memory_finding(machine)
     yield open_files_finding(resource.getrlimit(resource.RLIMIT_NOFILE))
+    own = resource.RLIM_INFINITY if os.geteuid() == 0 else resource.getrlimit(resource.RLIMIT_NPROC)[0]  # not for root
+    yield threads_finding(machine, own, processes)
     nodes = [name for name in machine.folders("sys/devices/system/node") if name.removeprefix("node").isdigit()]
     if nodes:
         balancing = machine.read("proc/sys/kernel/numa_balancing")
@@ -120,3 +124,19 @@ def open_files_finding(limits: tuple[int, int]) -> Finding:
         fix = "ulimit -n 65536; nofile in /etc/security/limits.conf; docker run --ulimit nofile=65536"
         return Finding("open files (ulimit -n)", "note", found, fix)
     return Finding("open files (ulimit -n)", "ok", "unlimited" if soft == resource.RLIM_INFINITY else str(soft))
+
+
+def threads_finding(machine: Machine, own: int, processes: int) -> Finding:
+    """Threads that the user (`own`, the soft limit of `ulimit -u`) and the cgroups let a run start."""
+    name = "threads (ulimit -u)"
+    limits = [own] if own != resource.RLIM_INFINITY else []
+    limits += [int(t) for t in cgroup_files(machine, "pids", "pids.max", "pids.max") if t.strip().isdigit()]
+    if not limits:
+        return Finding(name, "ok", "unlimited")
+    if min(limits) < PROCESS_THREADS * processes:
+        which = "ulimit -u" if min(limits) == own else "pids.max of the cgroup"
+        run = "a training process starts" if processes == 1 else f"{processes} training processes start"
+        found = f"{min(limits)} ({which}): {run} about {PROCESS_THREADS * processes}"
+        fix = "ulimit -u 65536; nproc in /etc/security/limits.conf; docker run --pids-limit -1"
+        return Finding(name, "note", found, f"{fix}; on Kubernetes the kubelet's podPidsLimit")
+    return Finding(name, "ok", str(min(limits)))

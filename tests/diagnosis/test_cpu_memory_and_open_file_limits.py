@@ -17,6 +17,7 @@ from megaswift.diagnosis.cpu_memory_and_open_file_limits import (
     memory_limit,
     open_files_finding,
     shared_memory_finding,
+    threads_finding,
 )
 from tests.diagnosis.fake_machine import machine, states, write_tree
 
@@ -92,12 +93,25 @@ def test_open_files(limits: tuple[int, int], state: str) -> None:
     assert finding.state == state and ("ulimit -n 65536" in finding.fix) is (state == "note")
 
 
+def test_threads(tmp_path: Path) -> None:
+    """The smallest of the user's limit and the cgroups'; v1 has a hierarchy of its own."""
+    here, unlimited = machine(tmp_path), resource.RLIM_INFINITY
+    assert threads_finding(here, unlimited, 8).found == "unlimited"
+    mine = threads_finding(here, 1024, 8)
+    assert mine.state == "note" and mine.found == "1024 (ulimit -u): 8 training processes start about 2048"
+    assert threads_finding(here, 1024, 2).state == "ok"
+    write_tree(tmp_path, V2 | {"sys/fs/cgroup/pod/pids.max": "100\n", "sys/fs/cgroup/pod/run/pids.max": "max\n"})
+    group = threads_finding(here, 1024, 1)
+    assert group.found.startswith("100 (pids.max of the cgroup): a training process starts") and "podPids" in group.fix
+    write_tree(tmp_path, {"proc/self/cgroup": "3:pids:/docker/x\n", "sys/fs/cgroup/pids/docker/x/pids.max": "5000\n"})
+    assert (found := threads_finding(here, unlimited, 8)).state == "ok" and found.found == "5000"
+
+
 def test_numa_and_the_whole_list(tmp_path: Path) -> None:
     write_tree(tmp_path, {"sys/devices/system/node/node0/cpulist": "", "sys/devices/system/node/node1/cpulist": ""})
     write_tree(tmp_path, {"proc/sys/kernel/numa_balancing": "1", "proc/meminfo": MEMINFO, "dev/shm/x": ""})
     assert states(limit_findings(machine(tmp_path), 1))["NUMA"] == "note"
     write_tree(tmp_path, {"proc/sys/kernel/numa_balancing": "0"})
     found = states(limit_findings(machine(tmp_path), 1))
-    assert (
-        list(found) == ["CPU cores", "memory", "/dev/shm", "open files (ulimit -n)", "NUMA"] and found["NUMA"] == "ok"
-    )
+    ulimits = ["open files (ulimit -n)", "threads (ulimit -u)"]
+    assert list(found) == ["CPU cores", "memory", "/dev/shm", *ulimits, "NUMA"] and found["NUMA"] == "ok"
