@@ -1,15 +1,15 @@
-"""Tokens/s, TFLOP/s, MFU and peak memory of training on one GPU, case by case, compared with a plain transformers loop
-and with the rate of matrix products alone.
+"""Measures training throughput (tokens/s, TFLOP/s, MFU) and peak memory on one GPU, compared with a plain transformers
+loop and with bare matrix multiplications.
 
-    python scripts/bench_gpu.py --list                            # the cases, in the order in which they run
-    python scripts/bench_gpu.py --only 'qwen3-8b/full/4096/*'     # some of them
-    python scripts/bench_gpu.py --budget 540                      # start no case after 540 s; type it again
+    python scripts/bench_gpu.py --list                            # list the cases in running order
+    python scripts/bench_gpu.py --only 'qwen3-8b/full/4096/*'     # run some of them
+    python scripts/bench_gpu.py --budget 540                      # start no new case after 540 s; rerun to continue
 
-A case has a process of its own and at most --limit seconds; its result is a line of OUT/results.jsonl. Cases with a
-result are not repeated, so that the command can be typed again until all are done (--redo repeats those that match
---only). Models have the published shapes and random weights, made on the device. FLOPs are counted by the one rule of
-`megaswift.trainers.flops`, for every contender alike; MFU is of the device's bf16 peak. Without a GPU the shapes are
-made small (--small) and only show that the cases run.
+Each case runs in its own process for at most --limit seconds and appends one line to OUT/results.jsonl. Cases that
+already have a result are skipped, so the command can be rerun until all are done (--redo repeats those that match
+--only). Models have published shapes and random weights, created on the device. FLOPs are counted in the same way for
+every contender (`megaswift.trainers.flops`); MFU is relative to the device's bf16 peak. Without a GPU the shapes are
+scaled down (--small), which only shows that the cases run.
 """
 
 from __future__ import annotations

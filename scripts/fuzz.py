@@ -56,7 +56,7 @@ class Slow(BaseException):
 
 
 @dataclass(frozen=True)
-class Finding:
+class FuzzFailure:
     """An input that the code cannot take."""
 
     target: str
@@ -145,7 +145,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     return b"\n".join(lines)
 
 
-def execute(name: str, target: Callable[[bytes], None], data: bytes, seconds: float = SECONDS) -> Finding | None:
+def execute(name: str, target: Callable[[bytes], None], data: bytes, seconds: float = SECONDS) -> FuzzFailure | None:
     """One execution; what is wrong with it."""
 
     def late(number: int, frame: FrameType | None) -> None:
@@ -162,21 +162,21 @@ def execute(name: str, target: Callable[[bytes], None], data: bytes, seconds: fl
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException:  # every kind is a finding, panics of Rust libraries among them
-        return Finding(name, data, traceback.format_exc())
+        return FuzzFailure(name, data, traceback.format_exc())
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
-    return Finding(name, data, f"{grown} MiB of memory") if grown > MEBIBYTES else None
+    return FuzzFailure(name, data, f"{grown} MiB of memory") if grown > MEBIBYTES else None
 
 
 def run(
     names: Sequence[str], seed: int, seconds: float, most: int | None = None
-) -> tuple[dict[str, int], list[Finding]]:
+) -> tuple[dict[str, int], list[FuzzFailure]]:
     """(executions by target, findings): each target for its part of the time, or `most` executions."""
     targets, seeds = tables()
     done: dict[str, int] = {}
-    findings: list[Finding] = []
+    findings: list[FuzzFailure] = []
     for name in names:
         rng = random.Random(f"{seed} {name}")
         end = time.monotonic() + seconds / len(names)
@@ -210,7 +210,7 @@ def main() -> int:
     if unknown := sorted(set(names) - set(known)):
         parser.error(f"no target {', '.join(unknown)}; there are {', '.join(known)}")
     done, findings = run(names, args.seed, args.seconds)
-    kinds: dict[tuple[str, str], list[Finding]] = {}
+    kinds: dict[tuple[str, str], list[FuzzFailure]] = {}
     for finding in findings:
         kinds.setdefault((finding.target, place(finding.what)), []).append(finding)
     for number, ((name, what), some) in enumerate(kinds.items()):

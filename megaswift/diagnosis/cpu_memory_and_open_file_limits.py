@@ -15,7 +15,7 @@ SMALLEST_SHM = 1 << 30
 """Docker gives 64 MiB; NCCL and data workers use some 100 MiB for each process."""
 FEWEST_FILES = 4096
 PROCESS_THREADS = 256
-"""Threads of a training process: autograd, OpenMP, NCCL, data loading, compilation workers. Limits count threads."""
+"""Estimated threads of a training process: autograd, OpenMP, NCCL, data loading. These limits count threads."""
 PROCESS_MEMORY = 4 << 30
 """CPU memory of a process that trains a small model on a GPU: libraries and pinned buffers."""
 UNLIMITED_MEMORY = 1 << 60
