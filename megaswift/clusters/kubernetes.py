@@ -168,7 +168,8 @@ def _indexed_job(job: Job) -> list[dict[str, Any]]:
         "backoffLimit": job.cluster.get("retries") * job.nodes,
         "podFailurePolicy": {
             "rules": [
-                {"action": "FailJob", "onExitCodes": explained},  # a mistake would end the same again
+                # A mistake would end the same again. The schemas of older releases (1.27) require both lists.
+                {"action": "FailJob", "onExitCodes": explained, "onPodConditions": []},
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
