@@ -9,17 +9,19 @@ Volcano's batch.volcano.sh/v1alpha1.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megaswift.clusters.cluster_and_job import Job, RenderedJob, SubmittedJob
 from megaswift.clusters.kubernetes_pods import (
+    INSTANCE_LABEL,
     QUEUE_LABEL,
     environment,
     manifest_text,
     metadata,
     node_command,
     placement,
+    pod_metadata,
     pod_spec,
     resources,
     run_config_map,
@@ -31,20 +33,12 @@ from megaswift.errors import EXPLAINED, Problem
 
 MANIFEST = "job.yaml"
 RESOURCES = {
-    "job": "job",
-    "trainjob": "trainjob",
-    "pytorchjob": "pytorchjob",
-    "mpijob": "mpijob",
+    "job": "jobs.batch",
+    "trainjob": "trainjobs.trainer.kubeflow.org",
+    "pytorchjob": "pytorchjobs.kubeflow.org",
+    "mpijob": "mpijobs.kubeflow.org",
     "volcano": "jobs.batch.volcano.sh",
 }
-PODS = {
-    "job": "job-name={name}",
-    "trainjob": "jobset.sigs.k8s.io/jobset-name={name}",
-    "pytorchjob": "training.kubeflow.org/job-name={name}",
-    "mpijob": "training.kubeflow.org/job-name={name}",
-    "volcano": "volcano.sh/job-name={name}",
-}
-"""Labels by which the pods of a job are found."""
 MOST_PODS = 10_000
 """Whose output kubectl follows: beyond any job's nodes and the pods that failed before them."""
 MOUNT_KEYS = ("claim", "host_path", "config_map")
@@ -81,18 +75,11 @@ class KubernetesScheduler:
 
     def status(self, job: SubmittedJob) -> Sequence[str]:
         """The resource and its pods."""
-        kind = str(job.options["kind"])
-        label = PODS[kind].format(name=job.id)
-        both = f"{RESOURCES[kind]},pods"
-        return (
-            [*_kubectl_of(job), "get", both, "-l", label]
-            if kind == "job"
-            else [*_kubectl_of(job), "get", "pods", "-l", label]
-        )
+        return [*_kubectl_of(job), *resources_and_pods([RESOURCES[str(job.options["kind"])]], job.id)]
 
     def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
         """Of all pods, each line with its pod."""
-        return [*_kubectl_of(job), *pod_logs(PODS[str(job.options["kind"])].format(name=job.id), follow)]
+        return [*_kubectl_of(job), *pod_logs(f"{INSTANCE_LABEL}={job.id}", follow)]
 
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """Deletes the resources; pods get SIGTERM and time to save."""
@@ -129,6 +116,11 @@ def kubectl(context: str | None, namespace: str | None) -> list[str]:
         *([f"--context={context}"] if context else []),
         *([f"--namespace={namespace}"] if namespace else []),
     ]
+
+
+def resources_and_pods(resources: Sequence[str], name: str) -> list[str]:
+    """kubectl's words that list a job's resources of these kinds and its pods."""
+    return ["get", ",".join([*resources, "pods"]), "-l", f"{INSTANCE_LABEL}={name}"]
 
 
 def pod_logs(label: str, follow: bool) -> list[str]:
@@ -212,9 +204,11 @@ def _train_job(job: Job) -> list[dict[str, Any]]:
     if version != "2.3":
         del pod["terminationGracePeriodSeconds"]  # no field of a patch there
     if version == "2.1":
-        patches: dict[str, Any] = {"podTemplateOverrides": [{"targetJobs": [{"name": "node"}], "spec": pod}]}
+        override = {"targetJobs": [{"name": "node"}], "metadata": pod_metadata(job), "spec": pod}
+        patches: dict[str, Any] = {"podTemplateOverrides": [override]}
     else:
-        node = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+        template = {"metadata": pod_metadata(job), "spec": pod}
+        node = {"name": "node", "template": {"spec": {"template": template}}}
         patch = {"template": {"spec": {"replicatedJobs": [node]}}}
         patches = {"runtimePatches": [{"manager": MANAGER, "trainingRuntimeSpec": patch}]}
     spec = {"runtimeRef": {"name": str(job.cluster.get("runtime"))}, "trainer": trainer, **patches}
@@ -223,20 +217,22 @@ def _train_job(job: Job) -> list[dict[str, Any]]:
     ]
 
 
+def _replica(job: Job, count: int, pod: Mapping[str, Any]) -> dict[str, Any]:
+    """Equal pods of a PyTorchJob or MPIJob."""
+    template = {"metadata": pod_metadata(job), "spec": pod}
+    return {"replicas": count, "restartPolicy": "OnFailure", "template": template}
+
+
 def _pytorch_job(job: Job) -> list[dict[str, Any]]:
     """The training operator sets MASTER_ADDR, MASTER_PORT, and RANK as the number of the pod."""
     lines = ['export NODE_RANK="${PET_NODE_RANK:-$RANK}"', "unset RANK WORLD_SIZE"]
     pod = pod_spec(job, "pytorch", node_command(job, lines))
     del pod["restartPolicy"]  # the replica's own
-
-    def replica(count: int) -> dict[str, Any]:
-        return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
-
-    workers = {"Worker": replica(job.nodes - 1)} if job.nodes > 1 else {}
+    workers = {"Worker": _replica(job, job.nodes - 1, pod)} if job.nodes > 1 else {}
     spec = {
         "nprocPerNode": str(job.processes_per_node),
         "runPolicy": {"backoffLimit": job.cluster.get("retries"), "cleanPodPolicy": "None"},
-        "pytorchReplicaSpecs": {"Master": replica(1), **workers},
+        "pytorchReplicaSpecs": {"Master": _replica(job, 1, pod), **workers},
     }
     return [{"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": metadata(job), "spec": spec}]
 
@@ -256,8 +252,8 @@ def _mpi_job(job: Job) -> list[dict[str, Any]]:
         "slotsPerWorker": 1,
         "runPolicy": {"backoffLimit": job.cluster.get("retries"), "cleanPodPolicy": "Running"},
         "mpiReplicaSpecs": {
-            "Launcher": {"replicas": 1, "restartPolicy": "OnFailure", "template": {"spec": launcher}},
-            "Worker": {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": {"spec": worker}},
+            "Launcher": _replica(job, 1, launcher),
+            "Worker": _replica(job, job.nodes, worker),
         },
     }
     return [{"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": metadata(job), "spec": spec}]

@@ -20,6 +20,8 @@ RUN_VOLUME, SHARED_MEMORY = "megaswift-run", "megaswift-shm"
 SAVE_SECONDS = 600
 """That a pod gets for saving after SIGTERM."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+INSTANCE_LABEL = "app.kubernetes.io/instance"
+"""Of a job's resources and pods: its name."""
 
 
 class _ManifestDumper(yaml.SafeDumper):
@@ -60,8 +62,14 @@ def run_config_map(job: Job) -> dict[str, Any]:
 def metadata(job: Job) -> dict[str, Any]:
     """Name, namespace, labels."""
     queue = job.cluster.get("queue")
-    labels = {"app.kubernetes.io/name": "megaswift", **({QUEUE_LABEL: str(queue)} if queue else {})}
+    labels = {"app.kubernetes.io/name": "megaswift", INSTANCE_LABEL: job.name}
+    labels |= {QUEUE_LABEL: str(queue)} if queue else {}
     return {"name": job.name, "namespace": job.cluster.get("namespace"), "labels": labels}
+
+
+def pod_metadata(job: Job) -> dict[str, Any]:
+    """The label by which `megaswift jobs` finds the pods."""
+    return {"labels": {INSTANCE_LABEL: job.name}}
 
 
 def node_command(job: Job, lines: Sequence[str], end: str | None = None) -> list[str]:

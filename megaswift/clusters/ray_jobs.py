@@ -13,13 +13,14 @@ from typing import Any
 import yaml
 
 from megaswift.clusters.cluster_and_job import RUN_FILE, Job, RenderedJob, SubmittedJob
-from megaswift.clusters.kubernetes import NOT_RUN, kubectl, pod_logs, pod_problems
+from megaswift.clusters.kubernetes import NOT_RUN, kubectl, pod_logs, pod_problems, resources_and_pods
 from megaswift.clusters.kubernetes_pods import (
     QUEUE_LABEL,
     RUN_FOLDER,
     manifest_text,
     metadata,
     node_command,
+    pod_metadata,
     pod_spec,
     run_config_map,
 )
@@ -27,6 +28,8 @@ from megaswift.clusters.node_setup_shell_lines import shell_words
 from megaswift.errors import Problem
 
 MANIFEST, RUNTIME = "job.yaml", "runtime_env.yaml"
+RESOURCES = ("rayjobs.ray.io", "rayclusters.ray.io")
+"""Of a job: KubeRay copies a RayJob's labels to the RayCluster that it makes."""
 COUNTED_BY_RAY = ("NNODES", "NPROC_PER_NODE")
 PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001}
 
@@ -72,12 +75,12 @@ class RayScheduler:
         return job.name
 
     def status(self, job: SubmittedJob) -> Sequence[str]:
-        """Ray's own word, or KubeRay's."""
-        return self._words(job, "status", ["get", f"{job.options['submit_to']},pods", "-l", _label(job)])
+        """Ray's own word, or KubeRay's of the run and its cluster."""
+        return self._words(job, "status", resources_and_pods(RESOURCES, job.id))
 
     def logs(self, job: SubmittedJob, follow: bool) -> Sequence[str]:
-        """The driver's output."""
-        words = self._words(job, "logs", pod_logs(_label(job), follow))
+        """The driver's output: on Kubernetes of the Job, named like the RayJob, with which KubeRay submits the run."""
+        words = self._words(job, "logs", pod_logs(f"job-name={job.id}", follow))
         return [*words, *(["--follow"] if follow and not _on_kubernetes(job) else [])]
 
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
@@ -93,10 +96,6 @@ class RayScheduler:
 
 def _on_kubernetes(job: SubmittedJob) -> bool:
     return job.options.get("submit_to", "address") != "address"
-
-
-def _label(job: SubmittedJob) -> str:
-    return f"ray.io/originated-from-cr-name={job.id}"
 
 
 def _run_variables(job: Job) -> dict[str, str]:
@@ -154,7 +153,7 @@ def _cluster_spec(job: Job) -> dict[str, Any]:
         pod["containers"][0]["env"] = [variable for variable in env if variable["name"] not in COUNTED_BY_RAY]
         if container == "ray-head":
             pod["containers"][0]["ports"] = [{"name": name, "containerPort": port} for name, port in PORTS.items()]
-        return {"rayStartParams": {}, "template": {"spec": pod}}
+        return {"rayStartParams": {}, "template": {"metadata": pod_metadata(job), "spec": pod}}
 
     workers = {
         "groupName": "nodes",

@@ -91,7 +91,7 @@ POD_PATCH = {
     "volumes": VOLUMES,
     "containers": [CONTAINER_PATCH],
 }
-PATCHED_POD = {"template": {"spec": {**POD_PATCH, "terminationGracePeriodSeconds": int}}}
+PATCHED_POD = {"template": {"metadata": META, "spec": {**POD_PATCH, "terminationGracePeriodSeconds": int}}}
 RUNTIME_PATCH = {
     "manager": str,
     "trainingRuntimeSpec": {
@@ -115,7 +115,7 @@ TRAIN_JOB = {
         "runtimeRef": {"name": str, "kind": str, "apiGroup": str},
         "trainer": TRAINER,
         "runtimePatches": [RUNTIME_PATCH],
-        "podTemplateOverrides": [{"targetJobs": NAMES, "spec": POD_PATCH}],
+        "podTemplateOverrides": [{"targetJobs": NAMES, "metadata": META, "spec": POD_PATCH}],
         "suspend": bool,
     },
 }
