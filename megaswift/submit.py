@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.clusters.cluster_and_job import Cluster, Job, RenderedJob, job_name
-from megaswift.clusters.clusters_file import read_cluster
+from megaswift.clusters.clusters_file import read_cluster, secret_fix
 from megaswift.clusters.job_folder import jobs_folder, next_job_folder, write_job_files, write_record
 from megaswift.clusters.node_setup_shell_lines import shell_words
 from megaswift.clusters.scheduler_protocol import Scheduler, scheduler_of
@@ -144,7 +144,7 @@ def _secret_problems(job: Job, file: str) -> list[Problem]:
     """Secrets among the run's options, which would be kept in the job's files."""
     givens = [*read_config_file(file).givens, *read_command_line(list(job.overrides)).givens]
     found = [given.name for given in givens if is_secret(given.name)]
-    fix = "leave it out here, and give the job a variable: secrets or secret_variables of the cluster (docs/launch.md)"
+    fix = f"leave it out here; {_variable_fix(job)}"
     return [Problem(f"--{name}", "is a secret, which would be written into the job's files", fix) for name in found]
 
 
@@ -158,8 +158,13 @@ def _url_credential_problems(job: Job, file: str) -> list[Problem]:
     if not places:
         return []
     rule = "would be written into the job's files: leave the user, password or token out of the URL"
-    fix = "give the job a variable: secrets or secret_variables of the cluster (docs/launch.md)"
+    fix = _variable_fix(job)
     return [Problem(f"credentials in a URL ({'; '.join(places)})", rule, fix)]
+
+
+def _variable_fix(job: Job) -> str:
+    fix = secret_fix(job.cluster.launcher, job.cluster.options)
+    return f"a variable for the job, by cluster {job.cluster.name} (docs/launch.md): {fix}"
 
 
 def _network_problems(job: Job) -> list[Problem]:

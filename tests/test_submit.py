@@ -104,7 +104,7 @@ def test_credentials_in_urls_are_refused_in_one_message(folder: Path) -> None:
         submit(words)
     said = str(refused.value)
     assert said.count("credentials in a URL") == 1 and "hunter2" not in said and "hf_abc" not in said
-    for place in (line, "the command line", "cluster proxy: environment", "secret_variables"):
+    for place in (line, "the command line", "cluster proxy: environment", "secrets: {NAME: SECRET/KEY}"):
         assert place in said, said
     assert not list(folder.glob("out*"))
 

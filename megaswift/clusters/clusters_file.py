@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import yaml
 
 from megaswift.clusters.cluster_and_job import Cluster
-from megaswift.clusters.cluster_options import ENVIRONMENT_NAME, options_of_launcher
+from megaswift.clusters.cluster_options import ENVIRONMENT_NAME, RAY, options_of_launcher
 from megaswift.clusters.scheduler_table import SCHEDULERS
 from megaswift.config.read_config_file_and_command_line import LARGEST_FILE
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, first_line
@@ -20,6 +21,10 @@ FILE = "clusters.yaml"
 EXAMPLE = "clusters: {NAME: {launcher: slurm, partition: gpu}}"
 LOCAL = Cluster("local", "local")
 """Known without a file."""
+SECRET_OPTIONS = ("secrets", "secret_variables")
+LITERAL = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=[\"']?(?=[^\s\"'$`<;&|)/~.])")
+"""An assignment in a line of shell whose value is neither an expansion nor a path."""
+WRITTEN = "is a secret, which would be written into the job's files"
 
 
 def clusters_file(given: str | None, environ: Mapping[str, str]) -> Path | None:
@@ -81,23 +86,49 @@ def _closest(entry: Any) -> str:
 def _problems(where: str, launcher: str, options: Mapping[str, Any]) -> Iterator[Problem]:
     rows = options_of_launcher(launcher)
     for name, value in options.items():
-        if name not in rows:
+        if name not in rows and name in SECRET_OPTIONS:
+            fix = secret_fix(launcher, options)
+            yield Problem(f"{where}: {name}", f"is no option of a {launcher} cluster", fix)
+        elif name not in rows:
             hint = did_you_mean_hint(name, [*rows])
             yield Problem(
                 f"{where}: {name}", f"is no option of a {launcher} cluster", hint or "docs/launch.md lists them"
             )
         elif rule := rows[name].wrong(value):
             yield Problem(f"{where}: {name}", rule)
-    environment = options.get("environment")
-    for variable in environment if isinstance(environment, Mapping) else ():
-        if not ENVIRONMENT_NAME.fullmatch(str(variable)):
-            yield Problem(f"{where}: environment: {variable}", "is not the name of a variable")
-        elif is_secret(str(variable)):
-            fix = "secrets: {NAME: SECRET/KEY}" if "secrets" in rows else "secret_variables: [NAME]"
-            rule = "is a secret, which would be written into the job's files"
-            yield Problem(
-                f"{where}: environment: {variable}", rule, fix if launcher != "dlc" else "set it in the image"
-            )
+    yield from _environment_problems(where, launcher, options)
+    yield from _setup_problems(where, launcher, options)
     for variable in [*(options.get("secret_variables") or ()), *(options.get("secrets") or ())]:
         if not ENVIRONMENT_NAME.fullmatch(str(variable)):
             yield Problem(f"{where}: secrets: {variable}", "is not the name of a variable")
+
+
+def _environment_problems(where: str, launcher: str, options: Mapping[str, Any]) -> Iterator[Problem]:
+    environment = options.get("environment")
+    for variable in environment if isinstance(environment, Mapping) else ():
+        what = f"{where}: environment: {variable}"
+        if not ENVIRONMENT_NAME.fullmatch(str(variable)):
+            yield Problem(what, "is not the name of a variable")
+        elif is_secret(str(variable)):
+            yield Problem(what, WRITTEN, secret_fix(launcher, options, str(variable)))
+
+
+def _setup_problems(where: str, launcher: str, options: Mapping[str, Any]) -> Iterator[Problem]:
+    setup = options.get("setup")
+    for line in setup if isinstance(setup, list) else ():
+        for variable in (found[1] for found in LITERAL.finditer(str(line)) if is_secret(found[1])):
+            yield Problem(f"{where}: setup: {variable}", WRITTEN, secret_fix(launcher, options, variable))
+
+
+def secret_fix(launcher: str, options: Mapping[str, Any], variable: str = "NAME") -> str:
+    """How a job of this cluster gets a secret that is in none of its files."""
+    rows = options_of_launcher(launcher)
+    if launcher == RAY and options.get("submit_to", "address") == "address":
+        return "set the variables where `ray start` runs"
+    if "secrets" in rows:
+        return f"secrets: {{{variable}: SECRET/KEY}}"
+    if "secret_variables" in rows:
+        return f"secret_variables: [{variable}]"
+    return (
+        f"keep it in a file of a mounted data set, and read it in setup: export {variable}=$(cat /mnt/data/{variable})"
+    )

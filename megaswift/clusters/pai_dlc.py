@@ -1,5 +1,8 @@
 """Alibaba Cloud's PAI-DLC, by its command-line client `dlc`. Parameters: "Commands used to submit jobs" of its manual
-(September 2024)."""
+(September 2024).
+
+No secrets: the client has no references to a store, and PAI keeps a job's command and variables as plain text.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from megaswift.errors import ConfigError, Problem
 COMMAND = "command.sh"
 RUN_PLACE = f"/tmp/megaswift-{RUN_FILE}"
 HIGHEST_PRIORITY = 9
+MOST_BYTES = 60_000
+"""Of the command, which holds the configuration: PAI takes 65,536 bytes for all parameters of a job."""
 SIMPLE = {
     "workspace_id": "workspace_id",
     "resource_id": "resource_id",
@@ -45,19 +50,15 @@ class DlcScheduler:
         if priority is not None and priority > HIGHEST_PRIORITY:
             rule = f"must be from 1 to {HIGHEST_PRIORITY}"
             problems.append(Problem(f"{where}: priority: {priority}", rule, f"priority: {HIGHEST_PRIORITY}"))
+        if (size := len(_script(job).encode())) > MOST_BYTES:
+            rule = f"is {size} bytes with the configuration, and PAI takes about {MOST_BYTES}"
+            fix = "move long values of the configuration into a file of a mounted data set"
+            problems.append(Problem(f"{where}: the command of the job", rule, fix))
         return problems
 
     def render(self, job: Job) -> RenderedJob:
         """`dlc submit pytorchjob`: each node runs the same command, and PAI sets MASTER_ADDR, MASTER_PORT, RANK."""
-        script = "\n".join(
-            [
-                f"printf %s {shell_words([job.run_text])} > {RUN_PLACE}",
-                f"mkdir -p -- {shell_words([job.workdir])}",
-                *preparation_lines(job),
-                'export NODE_RANK="$RANK"; unset RANK WORLD_SIZE',
-                f"exec {shell_words(job.command(RUN_PLACE))}",
-            ]
-        )
+        script = _script(job)
         words = ["dlc", "submit", "pytorchjob", f"--name={job.name}", f"--workers={job.nodes}"]
         words += [f"--worker_image={job.cluster.get('image')}"]
         if job.gpus_per_node and not job.cluster.get("worker_spec"):
@@ -88,6 +89,17 @@ class DlcScheduler:
     def cancel(self, job: SubmittedJob) -> Sequence[str]:
         """Stops the job; its record stays."""
         return ["dlc", "stop", "job", job.id, "--force"]
+
+
+def _script(job: Job) -> str:
+    lines = [
+        f"printf %s {shell_words([job.run_text])} > {RUN_PLACE}",
+        f"mkdir -p -- {shell_words([job.workdir])}",
+        *preparation_lines(job),
+        'export NODE_RANK="$RANK"; unset RANK WORLD_SIZE',
+        f"exec {shell_words(job.command(RUN_PLACE))}",
+    ]
+    return "\n".join(lines)
 
 
 SCHEDULER = DlcScheduler()

@@ -61,8 +61,18 @@ def test_defaults(tmp_path: Path) -> None:
         ({"launcher": "slurm", "nodes": 0}, "nodes: must be a whole number of at least 1"),
         ({"launcher": "slurm", "nodes": True}, "nodes: must be a whole number"),
         ({"launcher": "slurm", "network": "wifi"}, "network: must be one of ethernet, roce"),
-        ({"launcher": "slurm", "environment": {"HF_TOKEN": "x"}}, "secret_variables: [NAME]"),
-        ({"launcher": "kubernetes", "environment": {"HF_TOKEN": "x"}}, "secrets: {NAME: SECRET/KEY}"),
+        ({"launcher": "slurm", "environment": {"HF_TOKEN": "x"}}, "secret_variables: [HF_TOKEN]"),
+        ({"launcher": "kubernetes", "environment": {"HF_TOKEN": "x"}}, "secrets: {HF_TOKEN: SECRET/KEY}"),
+        ({"launcher": "dlc", "environment": {"HF_TOKEN": "x"}}, "setup: export HF_TOKEN=$(cat /mnt/data/HF_TOKEN)"),
+        ({"launcher": "dlc", "secret_variables": ["HF_TOKEN"]}, "setup: export NAME=$(cat /mnt/data/NAME)"),
+        ({"launcher": "dlc", "secrets": {"HF_TOKEN": "a/b"}}, "secrets: is no option of a dlc cluster"),
+        ({"launcher": "ray", "environment": {"HF_TOKEN": "x"}}, "where `ray start` runs"),
+        (
+            {"launcher": "ray", "submit_to": "rayjob", "environment": {"HF_TOKEN": "x"}},
+            "secrets: {HF_TOKEN: SECRET/KEY}",
+        ),
+        ({"launcher": "dlc", "setup": ["a; export HF_TOKEN='hf_x'"]}, "setup: HF_TOKEN: is a secret"),
+        ({"launcher": "slurm", "setup": ["API_KEY=sk-1 tool"]}, "secret_variables: [API_KEY]"),
         ({"launcher": "slurm", "environment": {"A B": "x"}}, "is not the name of a variable"),
         ({"launcher": "slurm", "environment": {"A": "x\ny"}}, "environment: must be a mapping"),
         ({"launcher": "slurm", "secret_variables": ["A=1"]}, "is not the name of a variable"),
@@ -71,6 +81,21 @@ def test_defaults(tmp_path: Path) -> None:
 )
 def test_mistakes(options: dict[str, Any], text: str, tmp_path: Path) -> None:
     assert text in said(tmp_path, lab=options)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export HF_TOKEN=$(cat /mnt/data/HF_TOKEN)",
+        'export HF_TOKEN="$(< /mnt/data/HF_TOKEN)"',
+        "HF_TOKEN=`cat t`; export HF_TOKEN",
+        "export HF_TOKEN=",
+        "export SSH_KEY=~/.ssh/id SSH_KEY=/k",
+        "export HF_HOME=hf PAD_TOKEN=x $HF_TOKEN=x",
+    ],
+)
+def test_setup_may_read_a_secret(line: str, tmp_path: Path) -> None:
+    assert read_cluster("lab", write(tmp_path, lab={"launcher": "dlc", "setup": [line]})).get("setup") == [line]
 
 
 @pytest.mark.parametrize(

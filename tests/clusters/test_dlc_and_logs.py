@@ -33,3 +33,11 @@ def test_the_output_of_more_than_five_pods_is_followed(launcher: str, options: d
 def test_priorities_of_dlc(priority: int, refused: bool) -> None:
     problems = scheduler_of("dlc").problems(job("dlc", priority=priority))
     assert [p.rule for p in problems] == (["must be from 1 to 9"] if refused else [])
+
+
+def test_a_configuration_that_pai_would_refuse() -> None:
+    """Its limit is 65,536 bytes for all parameters; characters of three bytes count as three."""
+    scheduler = scheduler_of("dlc")
+    assert scheduler.problems(job("dlc", run_text="a" * 58_000)) == []
+    (problem,) = scheduler.problems(job("dlc", run_text="\u5b57" * 20_000))
+    assert "the command of the job" in problem.what and "60000" in problem.rule
