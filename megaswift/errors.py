@@ -21,6 +21,8 @@ EXIT_OOM_RETRY = 75
 """Out of memory: the launcher starts the run once more with a smaller micro-batch (EX_TEMPFAIL of sysexits.h)."""
 EXPLAINED = (EXIT_USER_ERROR, EXIT_NO_PROGRESS)
 """Exit codes of processes that have printed a message of their own."""
+NOT_RESTARTED = (*EXPLAINED, EXIT_HARDWARE)
+"""Exit codes after which a restart on the same machines would end the same."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.launcher_environment import DEFAULT_PORT, NODE, OOM_RETRY, RESTARTS
 from megaswift.config.launcher_table import launcher_entry
-from megaswift.errors import EXIT_HARDWARE, EXIT_OOM_RETRY, EXIT_USER_ERROR, EXPLAINED, ConfigError, Problem
+from megaswift.errors import EXIT_OOM_RETRY, EXIT_USER_ERROR, NOT_RESTARTED, ConfigError, Problem
 from megaswift.launchers.local_address_and_interface import local_address
 from megaswift.launchers.parent_death import environment_with_parent_pid
 
@@ -140,7 +140,7 @@ def run_torchrun_with_restarts(
         code, received = _once(words, {**counted, OOM_RETRY: "1"} if alone and not retried else counted)
         if code == EXIT_OOM_RETRY and alone and not received and not retried:
             retried = 1
-        elif received or code in (0, *EXPLAINED, EXIT_HARDWARE) or failures == restarts:
+        elif received or code in (0, *NOT_RESTARTED) or failures == restarts:
             return EXIT_USER_ERROR if code == EXIT_OOM_RETRY else code
         else:
             failures += 1

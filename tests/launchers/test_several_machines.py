@@ -16,11 +16,22 @@ import pytest
 from tests.network_namespaces import Machine, machines, why_not
 from tests.sources import ROOT
 from tests.trainers.inputs import write_inputs
+from tests.trainers.planted import BACKWARD, STARTER
 
 needs_namespaces = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
+ONE_MISTAKE = """
+from megaswift.errors import DataError, Problem
 
-def start(machine: Machine, rank: int, address: str, folder: Path, *options: str) -> subprocess.Popen[bytes]:
+def fault(number):
+    if number == 3:
+        raise DataError(Problem("row 7", "malformed"))
+"""
+
+
+def start(
+    machine: Machine, rank: int, address: str, folder: Path, *options: str, **variables: str
+) -> subprocess.Popen[bytes]:
     """One machine's command, as a user types it there."""
     environ = os.environ | {
         "PYTHONPATH": str(ROOT),
@@ -29,6 +40,7 @@ def start(machine: Machine, rank: int, address: str, folder: Path, *options: str
         "NODE_RANK": str(rank),
         "MASTER_ADDR": address,
         "NPROC_PER_NODE": "2",
+        **variables,
     }
     words = [sys.executable, "-m", "megaswift", "sft", *options, "--dataset_cache_dir", str(machine.view)]
     log = (folder / f"log-{rank}").open("ab")
@@ -101,6 +113,22 @@ def test_a_lost_machine_joins_again(tmp_path: Path) -> None:
 def pids_of(machine: Machine) -> list[int]:
     found = subprocess.run(["ip", "netns", "pids", machine.name], capture_output=True, text=True, check=True)
     return [int(word) for word in found.stdout.split()]
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_a_mistake_that_one_machine_meets_ends_both(tmp_path: Path) -> None:
+    """Rank 3 alone meets it, in step 3; --max_restarts starts nothing again, and both exit codes are 2."""
+    (tmp_path / "sitecustomize.py").write_text(STARTER)
+    (tmp_path / "planted_fault.py").write_text(BACKWARD + ONE_MISTAKE)
+    options = inputs(tmp_path, "--max_steps", "60", "--save_steps", "1", "--max_restarts", "2", "--ddp_timeout", "30")
+    own = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "FAULTY_RANK": "3"}
+    with machines(tmp_path / "net") as (first, second):
+        running = [start(m, r, first.address, tmp_path, *options, **own) for r, m in enumerate((first, second))]
+        codes = [process.wait(180) for process in running]
+    log, other = ((tmp_path / f"log-{node}").read_text() for node in (0, 1))
+    assert codes == [2, 2] and "row 7: malformed" in other, log + other
+    assert "this node ends too: rank 3 on " in log and "resuming from" not in log, log
 
 
 @pytest.mark.slow
