@@ -20,6 +20,7 @@ from megaswift.config.frozen_weight_rules import FROZEN_WEIGHT_IGNORED
 from megaswift.config.generation_batch import generation_batch_problems
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.learning_rate_schedule_rules import SCHEDULE_CLASHES, SCHEDULE_IGNORED
+from megaswift.config.loss_scale import loss_scale_problems
 from megaswift.config.megatron_engine_rules import MODEL_CLASHES, MODEL_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.parse_option_values import option_value_text
@@ -282,6 +283,7 @@ def broken_option_rules(c: Sections, labels: Mapping[str, str], wrong: frozenset
         *_batch(c, labels, wrong),
         *fsdp_json.fsdp_file_options(c).problems,
         *vllm_sampler_problems(c.vllm),
+        *loss_scale_problems(c, labels, wrong),
     ]
 
 

@@ -12,6 +12,8 @@ PAIRS = ("dpo", "orpo", "cpo", "simpo", "rm")
 EXAMPLES = ("kto",)
 """Tasks whose unit is one answer with a label: desirable or not."""
 PREFERENCES = PAIRS + EXAMPLES
+LIKELIHOODS = ("dpo", "cpo", "simpo", "kto")
+"""Preference tasks that compare likelihoods of answers alone (orpo trains on the prompt too, rm on the last token)."""
 GRPO, PPO = ("grpo",), ("ppo",)
 RL = GRPO + PPO
 """Tasks whose rows are prompts, and whose unit is a completion that the model has sampled."""
@@ -64,9 +66,9 @@ class DataConfig:
     )
     loss_scale: str = option(
         "default",
-        "Text that is trained on: the assistant's turns, the last round, or everything",
-        choices=("default", "last_round", "all"),
-        tasks=SFT,
+        "Trained text and its weights: default, last_round or all, then +TABLE",
+        tasks=SFT + LIKELIHOODS,
+        metavar="TURNS+TABLE",
     )
     columns: dict[str, str] = option({}, "Column renaming: instr=query out=response, or JSON", metavar="FROM=TO...")
     sample_by: str = option(

@@ -39,7 +39,7 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("preserve_thinking", UNSET, "the chat template selects the reasoning that stays in a conversation", _JINJA),
     ("disable_ignore_empty_think", ON, "an empty block of reasoning is trained on like the rest of the answer",
      LEAVE),
-    ("is_binary_loss_scale", (*UNSET, *EITHER), "--loss_scale selects text, whose weight is 1", LEAVE),
+    ("is_binary_loss_scale", (*UNSET, *EITHER), "the weights of --loss_scale say whether all are 0 or 1", LEAVE),
     ("norm_bbox", UNSET, "coordinates in rows are not scaled", "write coordinates as the model expects them"),
     ("reward_template", UNSET, "a reward model uses its tokenizer's chat template", LEAVE),
     ("skip_megatron_init", OFF, "the engine initializes Megatron-Core", LEAVE),

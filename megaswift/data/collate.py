@@ -16,7 +16,7 @@ import torch
 from megaswift.losses.contract import Batch
 
 Document = tuple[np.ndarray, np.ndarray, int]
-"""(int32 tokens [n], uint8 mask [n], sample id)."""
+"""(int32 tokens [n], loss weights [n], sample id)."""
 
 
 @dataclass(frozen=True)

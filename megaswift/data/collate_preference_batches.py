@@ -60,8 +60,8 @@ class PreferenceCollator:
     margins: bool
     """Whether the data have margins."""
     prompt_labels: bool = False
-    """Prompts carry labels too (ORPO's likelihood); `fields["completion"]` bool [b, s] then says which are the
-    completion's."""
+    """Prompts carry labels too (ORPO's likelihood); `fields["completion"]` float32 [b, s] then holds the loss weights
+    of the completion."""
 
     def batches(self, rows: Sequence[PreferenceMicrobatch], shape: PaddingShape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches."""
@@ -69,7 +69,7 @@ class PreferenceCollator:
         laid = collate_preferences(documents, self.packing, shape, uniform)
         fields = [self._fields(micro) for micro in rows]
         if self.prompt_labels:
-            fields = [{**f, "completion": batch.loss_weights > 0} for f, batch in zip(fields, laid, strict=True)]
+            fields = [{**f, "completion": batch.loss_weights} for f, batch in zip(fields, laid, strict=True)]
             labeled = [[None if d is None else (d[0], np.ones_like(d[1]), d[2]) for d in micro] for micro in documents]
             laid = collate_preferences(labeled, self.packing, shape, uniform)
         return [replace(batch, fields=f) for f, batch in zip(fields, laid, strict=True)]
@@ -144,8 +144,8 @@ def split_batch_into_documents(batch: Batch) -> list[Document]:
     documents: list[Document] = []
     for i, (row, a, b) in enumerate(spans):
         size = int(batch.valid[row, a:b].sum())
-        mask = np.zeros(size, dtype=np.uint8)
-        mask[1:] = batch.loss_weights[row, a : a + max(0, size - 1)].cpu().numpy() > 0
+        mask = np.zeros(size, dtype=np.float32)
+        mask[1:] = batch.loss_weights[row, a : a + max(0, size - 1)].cpu().numpy()
         ids = batch.input_ids[row, a : a + size].cpu().numpy().astype(np.int32)
         documents.append((ids, mask, -1 if batch.sample_ids is None else int(batch.sample_ids[i])))
     return documents

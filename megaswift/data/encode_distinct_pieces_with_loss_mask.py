@@ -48,7 +48,7 @@ class ConcatenatedTextTokens:
     ids: np.ndarray
     """int32 [tokens]"""
     mask: np.ndarray
-    """uint8 [tokens]: 1 for tokens that touch a span."""
+    """[tokens]: 1 for tokens that touch a span (uint8), or the span's weight (float32)."""
     ends: np.ndarray
     """int64 [texts]: where each text ends."""
 
@@ -77,8 +77,11 @@ class DistinctPieceEncoder:
             self._numbers[token]  # gets its number: the separator must not be among pieces that are joined
         self._learn(self._apart)
 
-    def encode(self, texts: Sequence[str], spans: Sequence[Spans]) -> ConcatenatedTextTokens:
-        """Tokens of `texts`, and which of them touch one of each text's `spans` (character ranges in order)."""
+    def encode(
+        self, texts: Sequence[str], spans: Sequence[Spans], weights: Sequence[Sequence[float]] | None = None
+    ) -> ConcatenatedTextTokens:
+        """Tokens of `texts`, and which of them touch one of each text's `spans` (character ranges in order), or the
+        `weights` of these spans (of each text; empty: 1). A token of two spans has the later one's weight."""
         known = len(self._chars)
         full = max(known, len(self._edges)) > MOST_PIECES or self._chars.sum() > MOST_CHARS
         if full or known != len(self._numbers):  # the latter: the tokenizer refused a text
@@ -91,7 +94,15 @@ class DistinctPieceEncoder:
         token_at = _sums(counts)
         ids = self._ids[np.repeat(self._begin[numbers] - token_at[:-1], counts) + np.arange(token_at[-1])]
         char_at = _sums(self._chars[numbers])
-        mask = self._mask(pieces, char_at, token_at, _shifted(texts, spans))
+        edges = _shifted(texts, spans)
+        touched = self._tokens_of_spans(pieces, char_at, token_at, edges)
+        if weights is None:
+            mask = _covered(touched, token_at[-1])
+        else:
+            mask = np.zeros(token_at[-1], dtype=np.float32)
+            flat = [w for some, own in zip(spans, weights, strict=True) for w in _of_spans(some, own)]
+            for (first, last), weight in zip(touched.tolist(), flat, strict=True):
+                mask[first:last] = weight
         return ConcatenatedTextTokens(ids, mask, token_at[np.array(ends, dtype=np.int64)])
 
     def _cut(self, text: str, pieces: list[str]) -> int:
@@ -132,18 +143,16 @@ class DistinctPieceEncoder:
             out += [ids[a + 1 : b] for a, b in pairwise(separators)] if whole else self._apart(group)
         return out
 
-    def _mask(self, pieces: list[str], char_at: np.ndarray, token_at: np.ndarray, edges: np.ndarray) -> np.ndarray:
-        """uint8 [tokens]: ones between the tokens of each pair of `edges` [spans, 2], character positions in all
-        texts."""
+    def _tokens_of_spans(
+        self, pieces: list[str], char_at: np.ndarray, token_at: np.ndarray, edges: np.ndarray
+    ) -> np.ndarray:
+        """int64 [spans, 2]: the tokens that touch each pair of `edges` [spans, 2], character positions in all texts."""
         places = np.searchsorted(char_at, edges, side="right") - 1
         inner = edges - char_at[places]
         tokens = token_at[places]
         for span, side in np.argwhere(inner > 0).tolist():
             tokens[span, side] += self._edge(pieces[places[span, side]], int(inner[span, side]))[side]
-        steps = np.zeros(token_at[-1] + 1, dtype=np.int64)
-        np.add.at(steps, tokens[:, 0], 1)
-        np.subtract.at(steps, np.maximum(tokens[:, 0], tokens[:, 1]), 1)
-        return (np.cumsum(steps[:-1]) > 0).astype(np.uint8)
+        return tokens
 
     def _edge(self, piece: str, at: int) -> tuple[int, int]:
         """(first token of a span that begins, one past the last of one that ends) at a character inside `piece`."""
@@ -159,6 +168,19 @@ class DistinctPieceEncoder:
 
 def _sums(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)])
+
+
+def _covered(spans: np.ndarray, count: int) -> np.ndarray:
+    """uint8 [count]: ones within each of `spans` [spans, 2]."""
+    steps = np.zeros(count + 1, dtype=np.int64)
+    np.add.at(steps, spans[:, 0], 1)
+    np.subtract.at(steps, np.maximum(spans[:, 0], spans[:, 1]), 1)
+    return (np.cumsum(steps[:-1]) > 0).astype(np.uint8)
+
+
+def _of_spans(spans: Spans, weights: Sequence[float]) -> list[float]:
+    """The weights of the spans that hold anything."""
+    return [w for (a, b), w in zip(spans, weights or (1.0,) * len(spans), strict=True) if a < b]
 
 
 def _shifted(texts: Sequence[str], spans: Sequence[Spans]) -> np.ndarray:

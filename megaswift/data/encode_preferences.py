@@ -34,7 +34,7 @@ from megaswift.data.untokenized_sample_and_row_checks import RowError, with_defa
 from megaswift.errors import Problem
 
 Side = tuple[np.ndarray, np.ndarray]
-"""(int32 tokens [n], uint8 mask [n])."""
+"""(int32 tokens [n], loss weights [n])."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def shared_prefix_length(a: np.ndarray, b: np.ndarray) -> int:
 
 def first_labeled_token(mask: np.ndarray) -> int:
     """The first token with loss; the document's length when there is none."""
-    return int(mask.argmax()) if mask.any() else len(mask)
+    return int((mask != 0).argmax()) if mask.any() else len(mask)
 
 
 class PreferenceEncoder:

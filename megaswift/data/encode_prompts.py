@@ -57,4 +57,4 @@ class PromptEncoder(RowEncoder):
             reject_lone_surrogates(text)
         # dates and the like as text
         beside = json.dumps({"said": content, "columns": question.columns, "tools": sample.tools}, default=str)
-        return RenderedPrompt(text, (), notes, plain=sample.text is not None, beside=beside)
+        return RenderedPrompt(text, (), notes=notes, plain=sample.text is not None, beside=beside)

@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
 from megaswift.config.data import CHATS
+from megaswift.config.loss_scale import ASSISTANT_TURNS, LossScale, parse_loss_scale
 from megaswift.data.attach_and_open_row_images import reject_images
 from megaswift.data.columns import fill_self_cognition_name_placeholders, rename_columns
 from megaswift.data.coordinate_token_cache_build import data_cache_folder
@@ -52,7 +53,7 @@ class EncodeSpec:
     """The fast tokenizer as JSON."""
     eos_id: int | None
     templates: ChatTemplateTexts | None
-    loss_scale: str = "default"
+    loss_scale: LossScale = ASSISTANT_TURNS
     system: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
     """File column -> canonical column."""
@@ -69,7 +70,8 @@ class EncodeSpec:
 
 @dataclass
 class EncodedRows:
-    """Tokens of some rows. `lengths[i]` tokens belong to row i; `mask` is 1 where a token carries loss."""
+    """Tokens of some rows. `lengths[i]` tokens belong to row i; `mask` holds their loss weights, uint8 where all are 0
+    or 1 and float32 otherwise."""
 
     tokens: np.ndarray
     mask: np.ndarray
@@ -113,7 +115,7 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         eos_id=tokenizer.eos_token_id,
         templates=None if plain else load_chat_templates(tokenizer, data.chat_template),
         begin=_before(tokenizer) if task in CHATS else [],
-        loss_scale=data.loss_scale,
+        loss_scale=parse_loss_scale(data.loss_scale),
         system=read_system_message(data.system),
         columns=dict(data.columns),
         placeholders={k: v for k, v in (("{{NAME}}", data.model_name), ("{{AUTHOR}}", data.model_author)) if v},
@@ -164,6 +166,8 @@ class RowEncoder:
         self._tokenizer.post_processor = processors.Sequence([])
         self._chat = ChatRenderer(spec.templates, spec.loss_scale) if spec.templates is not None else None
         self._end = spec.eos_id if spec.task == "pt" else None
+        self._weighted = any(table.weights - {0.0, 1.0} for table in spec.loss_scale.tables)
+        """Whether a token may have another loss weight than 0 and 1."""
         self.keeps = spec.processor is not None
         """Whether rows keep something beside their tokens."""
         cuts = token_safe_split_patterns(self._tokenizer)
@@ -219,11 +223,11 @@ class RowEncoder:
         end = self.token_text(self.spec.eos_id)
         text = whole if whole.endswith(end) else whole + end
         notes = () if whole[len(prompt) :].strip() else (EMPTY_ANSWERS,)
-        begin = 0 if self.spec.loss_scale == "all" else len(prompt)
-        return RenderedConversation(text, ((begin, len(text)),), notes, plain=True)
+        begin = 0 if self.spec.loss_scale.turns == "all" else len(prompt)
+        return RenderedConversation(text, ((begin, len(text)),), notes=notes, plain=True)
 
     def tokenize(self, rendered: Sequence[RenderedConversation]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(int32 tokens [n], uint8 mask [n]) of each text."""
+        """(int32 tokens [n], loss weights [n]) of each text; the weights are uint8 where all are 0 or 1."""
         tokens = (
             self._tokenize_whole(rendered) if self._pieces is None else self._tokenize_pieces(self._pieces, rendered)
         )
@@ -240,7 +244,9 @@ class RowEncoder:
         self, pieces: DistinctPieceEncoder, rendered: Sequence[RenderedConversation]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         encoded = pieces.encode(
-            [r.text for r in rendered], [() if self._end is not None else r.spans for r in rendered]
+            [r.text for r in rendered],
+            [() if self._end is not None else r.spans for r in rendered],
+            [r.weights for r in rendered] if self._weighted else None,
         )
         begin = 0
         for end in encoded.ends.tolist():
@@ -256,13 +262,13 @@ class RowEncoder:
         encodings = self._tokenizer.encode_batch([r.text for r in rendered], add_special_tokens=False)
         for text, encoding in zip(rendered, encodings, strict=True):
             ids = np.array(encoding.ids if self._end is None else [*encoding.ids, self._end], dtype=np.int32)
-            mask = np.zeros(len(ids), dtype=np.uint8)
+            mask = np.zeros(len(ids), dtype=np.float32 if self._weighted else np.uint8)
             if self._end is not None:
                 mask[:] = 1
             else:
-                for a, b in text.spans:
+                for (a, b), weight in zip(text.spans, text.weights or (1.0,) * len(text.spans), strict=True):
                     first, last = token_range_of_characters(encoding, a, b, len(text.text))
-                    mask[first:last] = 1
+                    mask[first:last] = weight
             yield ids, mask
 
     def encode(self, rows: Iterable[tuple[str, LocatedRow]]) -> EncodedRows:

@@ -30,7 +30,7 @@ class TokenizedVisionRow(RenderedConversation):
     ids: np.ndarray
     """int32 [n]"""
     mask: np.ndarray
-    """uint8 [n]: 1 where a token carries loss; never on an image's."""
+    """[n]: loss weights, uint8 where all are 0 or 1; 0 on an image's tokens."""
     beside: str
     """What the trainer needs to read its images again, as JSON; empty where there are none."""
 
@@ -54,19 +54,22 @@ class VisionRowTokenEncoder(RowEncoder):
         reject_lone_surrogates(plain.text)
         expanded = self._processor.expand(plain.text, [open_image(file) for file in files])
         spans = tuple((expanded.shifted(a), expanded.shifted(b)) for a, b in plain.spans)
-        ids, mask, pictured = self._tokens(expanded, spans)
+        ids, mask, pictured = self._tokens(expanded, spans, plain.weights)
         mask[pictured] = 0
         end = int(pictured.nonzero()[0].max(initial=-1)) + 1
         images = json.dumps({"text": plain.text, "files": files, "end": end}, ensure_ascii=False) if files else ""
-        return TokenizedVisionRow(expanded.text, spans, plain.notes, ids=ids, mask=mask, beside=images)
+        return TokenizedVisionRow(expanded.text, spans, plain.weights, plain.notes, ids=ids, mask=mask, beside=images)
 
     def _tokens(
-        self, expanded: ImageExpandedConversation, spans: Sequence[tuple[int, int]]
+        self, expanded: ImageExpandedConversation, spans: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(tokens, loss mask, whether a token is an image's); what the processor puts before the text carries no
         loss."""
         (ids, mask), (_, pictured) = super().tokenize(
-            [RenderedConversation(expanded.text, tuple(spans)), RenderedConversation(expanded.text, expanded.spans)]
+            [
+                RenderedConversation(expanded.text, tuple(spans), tuple(weights)),
+                RenderedConversation(expanded.text, expanded.spans),
+            ]
         )
         before = len(expanded.ids) - len(ids)
         if before < 0 or expanded.ids[before:] != ids.tolist():

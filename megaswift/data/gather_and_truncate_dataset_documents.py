@@ -45,7 +45,7 @@ class Documents:
         return len(self.length)
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """(int32 tokens [length], uint8 mask [length]) of document i."""
+        """(int32 tokens [length], loss weights [length]) of document i."""
         store, a = self.stores[self.store[i]], self.start[i]
         return store.tokens[a : a + self.length[i]], store.mask[a : a + self.length[i]]
 

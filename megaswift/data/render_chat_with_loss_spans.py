@@ -2,7 +2,8 @@
 
 Owns rendering (always transformers' own, so that the text is what `apply_chat_template` gives) and the choice of turns
 by `loss_scale` and the rows' `loss` flags. Finding turns in templates without `{% generation %}` belongs to
-`locate_assistant_turns_in_rendered_text.py`; tokens belong to `encode_rows.py`.
+`locate_assistant_turns_in_rendered_text.py`, weights of parts of a turn to `weigh_turn_text.py`, tokens to
+`encode_rows.py`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from megaswift.config.loss_scale import ASSISTANT_TURNS, LossScale
 from megaswift.data.jinja_sandbox_limits import REFUSED, TemplateLimitExceeded, install_template_limits
 from megaswift.data.locate_assistant_turns_in_rendered_text import AssistantTurnFinder
 from megaswift.data.parts_that_template_renders import RenderedPartsProbe
 from megaswift.data.read_template_and_system import read_template
 from megaswift.data.untokenized_sample_and_row_checks import RowError, UntokenizedSample
+from megaswift.data.weigh_turn_text import TurnWeights, WeightedSpan
 from megaswift.errors import DataError, Problem, first_line
 
 install_template_limits()
 _Span = tuple[int, int]
+Notes = tuple[str, ...]
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -33,7 +37,9 @@ class RenderedConversation:
 
     text: str
     spans: tuple[_Span, ...]
-    notes: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    """The loss weight of each span; empty: 1."""
+    notes: Notes = ()
     """What is counted of the row (`counts.NOTES`)."""
     plain: bool = False
     """Without a chat template: what the tokenizer puts before a text is missing."""
@@ -92,9 +98,12 @@ def trained_turn_flags(sample: UntokenizedSample, loss_scale: str) -> list[bool]
 class ChatRenderer:
     """Renders conversations and finds the characters that carry loss."""
 
-    def __init__(self, templates: ChatTemplateTexts, loss_scale: str = "default", parts: bool = False) -> None:
+    def __init__(
+        self, templates: ChatTemplateTexts, loss_scale: LossScale = ASSISTANT_TURNS, parts: bool = False
+    ) -> None:
         """`parts`: a vision-language model's, whose template may read lists of parts and no strings."""
-        self.templates, self.loss_scale = templates, loss_scale
+        self.templates, self._trains = templates, loss_scale.turns
+        self._turn_weights = TurnWeights(loss_scale.tables, templates.end_tokens)
         self._finders: dict[str, AssistantTurnFinder] = {}
         self._probes: dict[str, RenderedPartsProbe] = {}
         self._parts: dict[str, bool] = {}
@@ -184,34 +193,54 @@ class ChatRenderer:
     def render(self, sample: UntokenizedSample) -> RenderedConversation:
         """The text of the whole conversation and its loss spans; RowError when the template refuses it."""
         template = self.templates.pick(sample.tools)
-        wanted = trained_turn_flags(sample, self.loss_scale)
+        wanted = trained_turn_flags(sample, self._trains)
         notes = self._probe(template).notes(sample, wanted)
         marked = GENERATION.search(template) is not None
         text, spans = self._render(template, sample.messages, sample.tools, False, marked)
-        everything = self.loss_scale == "all"
-        if everything and all(wanted):
-            return RenderedConversation(text, ((0, len(text)),), notes)
+        everything = self._trains == "all"
+        if everything and all(wanted) and not self._turn_weights.divides:
+            return RenderedConversation(text, ((0, len(text)),), notes=notes)
         if not marked:
             turns = self._finder(template).find(sample.messages, sample.tools, text)
         elif len(spans) == len(wanted):
             turns = list(spans)
-        elif all(wanted) and not everything:
-            return RenderedConversation(text, tuple(spans), notes)
+        elif all(wanted) and not everything and not self._turn_weights.divides:
+            return RenderedConversation(text, tuple(spans), notes=notes)
         else:
             raise RowError(
                 "messages",
                 f"the template marks {len(spans)} generation blocks for {len(wanted)} assistant messages",
-                "one per message if some messages have `loss: false`",
+                "one per message if some messages have `loss: false`, or if --loss_scale weighs parts of a turn",
             )
-        if everything:
-            holes = [t for t, keep in zip(turns, wanted, strict=True) if not keep]
-            return RenderedConversation(text, _without(holes, len(text)), notes)
-        return RenderedConversation(text, tuple(t for t, keep in zip(turns, wanted, strict=True) if keep), notes)
+        return self._weighted(text, turns, wanted, sample, notes)
+
+    def _weighted(
+        self, text: str, turns: Sequence[_Span], wanted: Sequence[bool], sample: UntokenizedSample, notes: Notes
+    ) -> RenderedConversation:
+        """The conversation with the weights of its turns; of everything else under `all`."""
+        parts: list[WeightedSpan] = []
+        edge = 0
+        for (begin, end), question, keep in zip(turns, _questions(sample), wanted, strict=True):
+            if self._trains == "all" and edge < begin:
+                parts.append((edge, begin, 1.0))
+            parts += self._turn_weights.spans(text, begin, end, question) if keep else []
+            edge = end
+        if self._trains == "all" and edge < len(text):
+            parts.append((edge, len(text), 1.0))
+        weights = tuple(weight for _, _, weight in parts) if self._turn_weights.divides else ()
+        return RenderedConversation(text, tuple((a, b) for a, b, _ in parts), weights, notes)
 
 
-def _without(holes: Sequence[_Span], length: int) -> tuple[_Span, ...]:
-    edges = [0, *(edge for hole in holes for edge in hole), length]
-    return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
+def _questions(sample: UntokenizedSample) -> list[str]:
+    """For each assistant message: the text of the user's message before it."""
+    questions, asked = [], ""
+    for message in sample.messages:
+        if message["role"] == "user":
+            content = message.get("content")
+            asked = content if isinstance(content, str) else ""
+        elif message["role"] == "assistant":
+            questions.append(asked)
+    return questions
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -157,10 +157,10 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def fold_repeats(texts: Sequence[str], mask: Sequence[int]) -> tuple[list[str], list[int]]:
+def fold_repeats(texts: Sequence[str], mask: Sequence[float]) -> tuple[list[str], list[float]]:
     """(texts, mask) with long runs of one token without loss, as images have them, as one: `<image> x 64`."""
     out: list[str] = []
-    folded_mask: list[int] = []
+    folded_mask: list[float] = []
     position = 0
     while position < len(texts):
         end = position
@@ -173,14 +173,15 @@ def fold_repeats(texts: Sequence[str], mask: Sequence[int]) -> tuple[list[str], 
     return out, folded_mask
 
 
-def loss_highlighted_text(texts: Sequence[str], mask: Sequence[int], color: bool) -> str:
-    """The tokens of one sample; runs with loss in green, or in brackets."""
+def loss_highlighted_text(texts: Sequence[str], mask: Sequence[float], color: bool) -> str:
+    """The tokens of one sample; runs with loss in green, or in brackets, after their weight where it is not 1."""
     out, position = [], 0
     while position < len(texts):
         end = position
-        while end < len(texts) and bool(mask[end]) == bool(mask[position]):
+        while end < len(texts) and mask[end] == mask[position]:
             end += 1
-        run = "|".join(texts[position:end])
+        weight = "" if mask[position] in (0, 1) else f"{mask[position]:g} x: "
+        run = weight + "|".join(texts[position:end])
         if color:
             out.append(f"{GREEN if mask[position] else DIM}{run}{OFF}")
         else:

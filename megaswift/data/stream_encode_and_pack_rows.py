@@ -35,7 +35,7 @@ from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 
 Tokens = tuple[np.ndarray, np.ndarray]
-"""int32 tokens [n] and uint8 mask [n]."""
+"""int32 tokens [n] and loss weights [n]."""
 _ReadRow = tuple[Tokens, tuple[str, ...]] | Problem
 """A row's tokens and what is counted of it, or what is wrong with it."""
 _RowResult = Tokens | Problem | None

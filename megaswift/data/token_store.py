@@ -1,12 +1,14 @@
 """Token store: memory-mapped tokens on disk, one folder per data set.
 
-    tokens.bin int32 [all tokens]   mask.bin uint8 [all tokens]   rows.npy int64 [rows + 1] offsets
-    labels.npy int64 [rows]: tokens with a label   lines.npy int64 [rows]: place in the file
+    tokens.bin int32 [all tokens]
+    mask.bin [all tokens]: loss weights; uint8, or float32 where --loss_scale has others than 0 and 1
+    rows.npy int64 [rows + 1]: offsets   lines.npy int64 [rows]: place in the file
+    labels.npy int64 [rows]: tokens with a label
     beside.bin, beside.npy int64 [2, rows + 1]: what rows keep beside their tokens, as JSON: the names of images, the
-    columns of a
-        prompt; offsets, and where the last image's tokens end
+        columns of a prompt; offsets, and where the last image's tokens end
     values.npy float32 [units]: margins or labels, of preferences alone; a unit is one row here, or two (chosen,
-    rejected) manifest.json: counts, files, and `content`, a hash of tokens, mask and values
+        rejected)
+    manifest.json: counts, files, and `content`, a hash of tokens, mask and values
 
 Owns the files' layout. A folder under its final name is complete: it is built under another name and renamed. Who
 builds it, and when, belongs to `tokenization.py`.
@@ -36,7 +38,7 @@ def write_piece(folder: Path, number: int, piece: EncodedRows) -> None:
     base = folder / f"piece-{number:06d}"
     piece.tokens.tofile(f"{base}.tokens")
     piece.mask.tofile(f"{base}.mask")
-    np.save(f"{base}.rows.npy", np.stack([piece.lengths, _labels(piece.mask, piece.lengths), piece.lines]))
+    np.save(f"{base}.rows.npy", np.stack([piece.lengths, _labels(piece.mask != 0, piece.lengths), piece.lines]))
     if piece.values is not None:
         np.save(f"{base}.values.npy", piece.values)
     if piece.beside:
@@ -154,8 +156,11 @@ class TokenStore:
         self.tokens: np.ndarray = (
             np.zeros(0, np.int32) if empty else np.memmap(folder / "tokens.bin", dtype=np.int32, mode="r")
         )
+        weighted = (folder / "mask.bin").stat().st_size > self.manifest["tokens"]
         self.mask: np.ndarray = (
-            np.zeros(0, np.uint8) if empty else np.memmap(folder / "mask.bin", dtype=np.uint8, mode="r")
+            np.zeros(0, np.uint8)
+            if empty
+            else np.memmap(folder / "mask.bin", dtype=np.float32 if weighted else np.uint8, mode="r")
         )
         self.offsets: np.ndarray = np.load(folder / "rows.npy", mmap_mode="r")
         self.labels: np.ndarray = np.load(folder / "labels.npy", mmap_mode="r")

@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+from megaswift.config.loss_scale import LossScale, LossWeightTable
 from megaswift.data.encode_preferences import row_encoder_for_task
 from megaswift.data.encode_rows import EncodeSpec
 from megaswift.data.render_chat_with_loss_spans import ChatTemplateTexts
@@ -25,8 +26,10 @@ def main(argv: list[str]) -> int:
     text = json.loads(job.read_text())
     templates = text["spec"].pop("templates")
     processor = text["spec"].pop("processor")
+    scale = text["spec"].pop("loss_scale")
     spec = EncodeSpec(
         **text["spec"],
+        loss_scale=LossScale(scale["turns"], tuple(LossWeightTable(**table) for table in scale["tables"])),
         templates=None if templates is None else ChatTemplateTexts(**templates),
         processor=None if processor is None else ProcessorFolderWithDigest(**processor),
     )

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, RequestedModelOutputs
-from megaswift.losses.document_segments import completion_mask, document_sums, masked_tokens_per_document
+from megaswift.losses.document_segments import completion_weight_per_document, completion_weights, document_sums
 from megaswift.losses.dpo_loss_types import label_smoothed_sigmoid_loss
 from megaswift.losses.preference_pairs import (
     PairTensors,
+    chosen_and_rejected,
     implicit_reward_metrics,
     pair_and_chosen_token_counts,
     preference_logp_metrics,
-    side_masks,
     split_pairs,
     token_mean_metric,
 )
@@ -69,15 +69,14 @@ class CPO:
         terms = [LossTerm(f"loss/{self.loss_type}", kind.formula(rewards.difference, self).sum(), "pairs")]
         metrics = {**implicit_reward_metrics(self.beta * rewards), **preference_logp_metrics(outputs, batch, logps)}
         if self.cpo_alpha:
-            chosen, _ = side_masks(batch, completion_mask(batch))
+            chosen, _ = chosen_and_rejected(batch, completion_weights(batch))
             terms.append(LossTerm("loss/sft", -(outputs.logprobs * chosen).sum(), "chosen_tokens", self.cpo_alpha))
             metrics["nll_loss"] = token_mean_metric(-outputs.logprobs, chosen)
         return terms, metrics
 
     def _logps(self, logprobs: Tensor, batch: Batch, per_token: bool) -> PairTensors:
-        mask = completion_mask(batch)
-        sums = split_pairs(batch, document_sums(batch, logprobs * mask))
-        return sums / split_pairs(batch, masked_tokens_per_document(batch, mask).clamp(min=1)) if per_token else sums
+        sums = split_pairs(batch, document_sums(batch, logprobs * completion_weights(batch)))
+        return sums / split_pairs(batch, completion_weight_per_document(batch)) if per_token else sums
 
     def _reward(self, logps: Tensor) -> Tensor:
         """[p]: a reward before beta, of the answers' log-probabilities."""

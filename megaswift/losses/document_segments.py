@@ -56,6 +56,17 @@ def token_mask_of_documents(batch: Batch, documents: Tensor) -> Tensor:
     return member.index_fill(0, documents, True)[document_index(batch)]
 
 
+def completion_weights(batch: Batch) -> Tensor:
+    """float32 [b, s]: the loss weights of the answers' tokens: `fields["completion"]`, else of every label."""
+    return batch.fields.get("completion", batch.loss_weights)
+
+
 def completion_mask(batch: Batch) -> Tensor:
-    """bool [b, s]: positions whose label is a token of the answer: `fields["completion"]`, else every labeled one."""
-    return batch.fields.get("completion", batch.loss_weights != 0)
+    """bool [b, s]: positions whose label is a token of the answer."""
+    return completion_weights(batch) != 0
+
+
+def completion_weight_per_document(batch: Batch) -> Tensor:
+    """[documents]: the sum of `completion_weights`, by which means over an answer are divided; 1 where it is 0."""
+    weights = document_sums(batch, completion_weights(batch))
+    return weights.masked_fill(weights == 0, 1)

@@ -15,6 +15,8 @@ from torch import Tensor
 from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, RequestedModelOutputs
 from megaswift.losses.document_segments import (
     completion_mask,
+    completion_weight_per_document,
+    completion_weights,
     document_index,
     document_sums,
     masked_token_number_in_document,
@@ -30,11 +32,11 @@ from megaswift.losses.dpo_loss_types import (
 )
 from megaswift.losses.preference_pairs import (
     PairTensors,
+    chosen_and_rejected,
     implicit_reward_metrics,
     pair_and_chosen_token_counts,
     pair_count,
     preference_logp_metrics,
-    side_masks,
     split_pairs,
     token_mean_metric,
 )
@@ -92,7 +94,7 @@ class DPO:
         compared = self.compare(outputs.logprobs, batch)
         weight = self.pair_weights(outputs, batch)
         mask = completion_mask(batch)
-        chosen, _ = side_masks(batch, mask)
+        chosen, _ = chosen_and_rejected(batch, completion_weights(batch))
         metrics = {
             **implicit_reward_metrics(compared.rewards),
             **preference_logp_metrics(outputs, batch, compared.logps),
@@ -111,23 +113,24 @@ class DPO:
 
     def compare(self, logprobs: Tensor, batch: Batch) -> PairLogprobsAndRatios:
         """Sums over the answers of each pair."""
-        mask = completion_mask(batch)
-        weights = mask.to(logprobs.dtype) if self.ld_alpha is None else self._verbosity_weights(batch, mask)
+        weights = completion_weights(batch).to(logprobs.dtype)
+        weights = weights if self.ld_alpha is None else weights * self._verbosity_weights(batch)
         reference = torch.zeros_like(logprobs) if self.reference_free else batch.fields["reference"].to(logprobs.dtype)
         policy, base = (split_pairs(batch, document_sums(batch, x * weights)) for x in (logprobs, reference))
         ratios = split_pairs(batch, document_sums(batch, (logprobs - reference) * weights))
-        lengths = split_pairs(batch, masked_tokens_per_document(batch, mask).clamp(min=1))
+        lengths = split_pairs(batch, completion_weight_per_document(batch))
         return PairLogprobsAndRatios(
             policy, base, ratios, divergence_scores(ratios, self.f_divergence, self.f_alpha), lengths, self.settings
         )
 
-    def _verbosity_weights(self, batch: Batch, mask: Tensor) -> Tensor:
-        """float32 [b, s]: 1 for tokens up to the shorter answer's length, `ld_alpha` beyond, 0 outside of answers."""
+    def _verbosity_weights(self, batch: Batch) -> Tensor:
+        """float32 [b, s]: 1 for tokens up to the shorter answer's length, `ld_alpha` beyond."""
         assert self.ld_alpha is not None
+        mask = completion_mask(batch)
         pairs, lengths = batch.fields["pairs"], masked_tokens_per_document(batch, mask)
         shared = lengths.index_put((pairs,), lengths[pairs].amin(1, keepdim=True).expand_as(pairs))
         within = masked_token_number_in_document(batch, mask) <= shared[document_index(batch)]
-        return torch.where(within, 1.0, self.ld_alpha) * mask
+        return torch.where(within, 1.0, self.ld_alpha)
 
     def pair_weights(self, outputs: ModelOutputs, batch: Batch) -> Tensor:
         """[p], without a gradient: WPO's weights (eq. 2), or 1."""

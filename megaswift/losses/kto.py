@@ -24,7 +24,12 @@ from megaswift.losses.contract import (
     ModelOutputs,
     RequestedModelOutputs,
 )
-from megaswift.losses.document_segments import completion_mask, document_sums, token_mask_of_documents
+from megaswift.losses.document_segments import (
+    completion_mask,
+    completion_weights,
+    document_sums,
+    token_mask_of_documents,
+)
 from megaswift.losses.preference_pairs import token_mean_metric
 
 
@@ -33,7 +38,7 @@ def log_ratios(logprobs: Tensor, batch: Batch) -> Tensor:
 
     Their mean over mismatched answers, averaged over data-parallel ranks and not below 0, is KTO's z0.
     """
-    difference = (logprobs - batch.fields["reference"].to(logprobs.dtype)) * completion_mask(batch)
+    difference = (logprobs - batch.fields["reference"].to(logprobs.dtype)) * completion_weights(batch)
     return document_sums(batch, difference)[batch.fields["examples"]]
 
 
@@ -96,7 +101,7 @@ class KTO:
         zero = self._zero(batch, rewards)
         weight = torch.where(good, self.desirable_weight, self.undesirable_weight)
         total = (LOSS_TYPES[self.loss_type](rewards, good, zero) * weight).sum()
-        answers = document_sums(batch, outputs.logprobs * completion_mask(batch))[examples]
+        answers = document_sums(batch, outputs.logprobs * completion_weights(batch))[examples]
         return [LossTerm("loss", total, "examples")], self._metrics(outputs, batch, rewards, answers)
 
     def _zero(self, batch: Batch, rewards: Tensor) -> Tensor:

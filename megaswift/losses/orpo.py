@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, LossTerm, Metric, ModelOutputs, RequestedModelOutputs
-from megaswift.losses.document_segments import completion_mask, document_sums, masked_tokens_per_document
+from megaswift.losses.document_segments import completion_weight_per_document, completion_weights, document_sums
 from megaswift.losses.preference_pairs import (
     PairTensors,
+    chosen_and_rejected,
     implicit_reward_metrics,
     pair_count,
     pair_mean_metric,
     preference_logp_metrics,
-    side_masks,
     split_pairs,
     token_mean_metric,
 )
@@ -45,9 +45,8 @@ class ORPO:
     def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[LossTerm], Mapping[str, Metric]]:
         """The likelihood, the odds ratio, and TRL's metrics."""
         assert outputs.logprobs is not None
-        mask = completion_mask(batch)
-        logps = split_pairs(batch, document_sums(batch, outputs.logprobs * mask)) / split_pairs(
-            batch, masked_tokens_per_document(batch, mask).clamp(min=1)
+        logps = split_pairs(batch, document_sums(batch, outputs.logprobs * completion_weights(batch))) / split_pairs(
+            batch, completion_weight_per_document(batch)
         )
         log_odds = (logps - PairTensors(_log1mexp(logps.chosen), _log1mexp(logps.rejected))).difference
         ratio = F.logsigmoid(log_odds)
@@ -67,8 +66,8 @@ class ORPO:
 
 
 def _chosen(batch: Batch) -> Tensor:
-    """bool [b, s]: labels of chosen documents."""
-    return side_masks(batch, batch.loss_weights != 0)[0]
+    """float32 [b, s]: loss weights of chosen documents."""
+    return chosen_and_rejected(batch, batch.loss_weights)[0]
 
 
 def _log1mexp(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, MeanMetric, Metric, ModelOutputs
-from megaswift.losses.document_segments import completion_mask, token_mask_of_documents
+from megaswift.losses.document_segments import completion_mask, completion_weights, token_mask_of_documents
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,16 @@ def pair_count(batch: Batch) -> int:
     return batch.fields["pairs"].shape[0]
 
 
-def pair_and_chosen_token_counts(batch: Batch, mask: Tensor | None = None) -> dict[str, float]:
-    """`pairs`, and `chosen_tokens`: those in `mask` (None: the answers') of the chosen documents."""
-    chosen, _ = side_masks(batch, completion_mask(batch) if mask is None else mask)
+def pair_and_chosen_token_counts(batch: Batch) -> dict[str, float]:
+    """`pairs`, and `chosen_tokens`: the sum of the loss weights of the chosen answers' tokens."""
+    chosen, _ = chosen_and_rejected(batch, completion_weights(batch))
     return {"pairs": float(pair_count(batch)), "chosen_tokens": float(chosen.sum())}
 
 
-def side_masks(batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [b, s] each: the tokens in `mask` of chosen, and of rejected documents."""
+def chosen_and_rejected(batch: Batch, x: Tensor) -> tuple[Tensor, Tensor]:
+    """[b, s] each: x (a mask or weights) where it belongs to chosen, and to rejected documents; 0 elsewhere."""
     pairs = batch.fields["pairs"]
-    return mask & token_mask_of_documents(batch, pairs[:, 0]), mask & token_mask_of_documents(batch, pairs[:, 1])
+    return x * token_mask_of_documents(batch, pairs[:, 0]), x * token_mask_of_documents(batch, pairs[:, 1])
 
 
 def pair_mean_metric(values: Tensor) -> MeanMetric:
@@ -90,7 +90,7 @@ def implicit_reward_metrics(rewards: PairTensors) -> dict[str, Metric]:
 def preference_logp_metrics(outputs: ModelOutputs, batch: Batch, logps: PairTensors) -> dict[str, Metric]:
     """Log-probabilities of the answers, and the mean logit over their tokens and the vocabulary."""
     assert outputs.mean_logit is not None
-    chosen, rejected = side_masks(batch, completion_mask(batch))
+    chosen, rejected = chosen_and_rejected(batch, completion_mask(batch))
     return {
         "logps/chosen": pair_mean_metric(logps.chosen),
         "logps/rejected": pair_mean_metric(logps.rejected),

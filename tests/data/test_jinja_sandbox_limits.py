@@ -10,6 +10,7 @@ import pytest
 from jinja2.exceptions import TemplateError
 from transformers.utils import chat_template_utils
 
+from megaswift.config.loss_scale import LossScale
 from megaswift.data import jinja_sandbox_limits
 from megaswift.data.load_tokenizer import load_tokenizer
 from megaswift.data.render_chat_with_loss_spans import ChatRenderer, ChatTemplateTexts
@@ -21,7 +22,7 @@ SAMPLE = checked_conversation_sample(chat("q", "a")["messages"], "messages")
 
 
 def rendered(template: str, sample: UntokenizedSample = SAMPLE) -> str:
-    return ChatRenderer(ChatTemplateTexts({"default": template}), "all").render(sample).text
+    return ChatRenderer(ChatTemplateTexts({"default": template}), LossScale("all")).render(sample).text
 
 
 LARGE = "of more than [0-9,]+ characters or items"

@@ -125,7 +125,7 @@ def pairs(docs: Sequence[Doc], packed: bool, every: bool = False) -> Batch:
     answers'."""
     made = batch(docs, packed, every)
     numbers = torch.arange(len(docs)).view(-1, 2)
-    completion = {"completion": batch(docs, packed).loss_weights != 0} if every else {}
+    completion = {"completion": batch(docs, packed).loss_weights} if every else {}
     return replace(made, fields={"pairs": numbers, **completion})
 
 
